@@ -46,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = sizes_between(flags.smallest, flags.largest)
     target = targets.parse(flags.on, jax.devices())
     if target.num_devices != jax.device_count():
-        raise ConfigError(f"--on={flags.on}: {target.num_devices} devices, here are {jax.device_count()}")
+        raise ConfigError(
+            f"--on={flags.on}: {target.num_devices} devices, here are {jax.device_count()}"
+        )
     shape, *_ = targets.validate_for(run, target)
     mesh, rows, fits = build_mesh(run.mesh), [], []
     say = print if printing else lambda *_: None
@@ -69,27 +71,40 @@ def sizes_between(smallest: int, largest: int) -> list[int]:
       ConfigError: there are too few for a line.
     """
     least = smallest * FACTOR ** (LEAST_SIZES - 1)
-    faults = [] if smallest >= SMALLEST else [f"--smallest={smallest}: must be at least {SMALLEST}"]
+    faults = (
+        []
+        if smallest >= SMALLEST
+        else [f"--smallest={smallest}: must be at least {SMALLEST}"]
+    )
     if largest < least:
-        faults.append(f"--largest={largest}: must be at least {least}, for a line through 3 sizes")
+        faults.append(
+            f"--largest={largest}: must be at least {least}, for a line through 3 sizes"
+        )
     if faults:
         raise ConfigError(faults)
     return [smallest * FACTOR**i for i in range(20) if smallest * FACTOR**i <= largest]
 
 
 def measured_axes(shape: MeshShape) -> list[str]:
-    """Returns the mesh axes with several devices and, if there are two or more, all of them together."""
+    """Returns the mesh axes with several devices and, if there are two or more, all of
+    them together.
+    """
     axes = [axis for axis, size in shape.sizes.items() if size > 1]
     if not axes:
-        raise ConfigError("one device has no collectives; give more, or --devices for emulated ones")
+        raise ConfigError(
+            "one device has no collectives; give more, or --devices for emulated ones"
+        )
     return axes if len(axes) == 1 else [*axes, "+".join(axes)]
 
 
-def step_of(kind: str, axes: tuple[str, ...], n: int) -> Callable[[jax.Array], jax.Array]:
-    """Returns one link of a chain, for `shard_map`: a device's array to one of the same shape.
+def step_of(
+    kind: str, axes: tuple[str, ...], n: int
+) -> Callable[[jax.Array], jax.Array]:
+    """Returns one link of a chain, for `shard_map`: a device's array to one of the same
+    shape.
 
-    An all-gather's is its own part; others' are the payload. Barriers keep the compiler from taking a part
-    of a result for less work than the whole.
+    An all-gather's is its own part; others' are the payload. Barriers keep the compiler
+    from taking a part of a result for less work than the whole.
     """
 
     def gather(x: jax.Array) -> jax.Array:
@@ -110,8 +125,12 @@ def step_of(kind: str, axes: tuple[str, ...], n: int) -> Callable[[jax.Array], j
     }[kind]
 
 
-def chain(kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Callable[[int, jax.Array], jax.Array]:
-    """Returns the jitted chain: its length and an array with an equal part on each device to the same."""
+def chain(
+    kind: str, mesh: Mesh, axes: tuple[str, ...]
+) -> Callable[[int, jax.Array], jax.Array]:
+    """Returns the jitted chain: its length and an array with an equal part on each
+    device to the same.
+    """
     n = _devices_of(mesh, axes)
     step, everywhere = step_of(kind, axes, n), P(mesh.axis_names)
 
@@ -119,7 +138,11 @@ def chain(kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Callable[[int, jax.Ar
         return jax.lax.fori_loop(0, k, lambda _, x: step(x), x)
 
     mapped = jax.shard_map(
-        links, mesh=mesh, in_specs=(P(), everywhere), out_specs=everywhere, check_vma=False
+        links,
+        mesh=mesh,
+        in_specs=(P(), everywhere),
+        out_specs=everywhere,
+        check_vma=False,
     )
     return jax.jit(mapped, donate_argnums=1)
 
@@ -129,7 +152,12 @@ def _devices_of(mesh: Mesh, axes: Sequence[str]) -> int:
 
 
 def _measured(
-    kind: str, mesh: Mesh, axis: str, sizes: Sequence[int], link: Link, say: Callable[[str], Any]
+    kind: str,
+    mesh: Mesh,
+    axis: str,
+    sizes: Sequence[int],
+    link: Link,
+    say: Callable[[str], Any],
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for each size, and says it."""
     axes = tuple(axis.split("+"))
@@ -140,15 +168,33 @@ def _measured(
         f"\n{kind} over {axis} ({n} devices, {link.name}, {f'{rate / 1e9:.4g} GB/s' if known else 'no rate'})"
     )
     say("       bytes      best us    median us  algbw GB/s  busbw GB/s  of link")
-    parts = {size: max(1, size // ITEM // n) for size in sizes}  # numbers, of which n are the payload
-    own = {size: part if kind == "all-gather" else part * n for size, part in parts.items()}
+    # numbers, of which n are the payload
+    parts = {size: max(1, size // ITEM // n) for size in sizes}
+    own = {
+        size: part if kind == "all-gather" else part * n for size, part in parts.items()
+    }
     times = _times(run, mesh, own)
     for size, part in parts.items():
         payload, best = part * n * ITEM, min(times[size])
         sent, middle = wire_bytes(kind, payload, n), statistics.median(times[size])
-        row = {"kind": kind, "axis": axis, "axis_size": n, "link": link.name, "payload": payload}
-        row |= {"wire_bytes": sent, "chain": chain_length(size), "best_s": best, "median_s": middle}
-        row |= {"algbw": payload / best, "busbw": sent / best, "link_bytes_per_s": rate if known else None}
+        row = {
+            "kind": kind,
+            "axis": axis,
+            "axis_size": n,
+            "link": link.name,
+            "payload": payload,
+        }
+        row |= {
+            "wire_bytes": sent,
+            "chain": chain_length(size),
+            "best_s": best,
+            "median_s": middle,
+        }
+        row |= {
+            "algbw": payload / best,
+            "busbw": sent / best,
+            "link_bytes_per_s": rate if known else None,
+        }
         row["ratio"] = row["busbw"] / rate if known else None
         ratio = f"{row['ratio']:8.2f}" if known else f"{'-':>8}"
         say(
@@ -159,22 +205,29 @@ def _measured(
 
 
 def chain_length(size: int) -> int:
-    """Returns how many collectives of a payload follow each other; the same in each process."""
+    """Returns how many collectives of a payload follow each other; the same in each
+    process.
+    """
     return max(4, min(256, 2**24 // size))
 
 
 def _times(
     run: Callable[[int, jax.Array], jax.Array], mesh: Mesh, own: Mapping[int, int]
 ) -> dict[int, list[float]]:
-    """Returns the seconds of a collective of each size, a value a round; sizes take turns.
+    """Returns the seconds of a collective of each size, a value a round; sizes take
+    turns.
 
     Args:
       own: numbers that a device's array has, by size.
     """
-    # Of zeros: halved ones would end in denormal numbers, which processors take long for.
+    # Of zeros: halved ones would end in denormal numbers, which processors take long
+    # for.
     spread = NamedSharding(mesh, P(mesh.axis_names))
     arrays = {
-        size: run(chain_length(size), jax.jit(partial(jnp.zeros, n * mesh.size), out_shardings=spread)())
+        size: run(
+            chain_length(size),
+            jax.jit(partial(jnp.zeros, n * mesh.size), out_shardings=spread)(),
+        )
         for size, n in own.items()
     }
     times: dict[int, list[float]] = {size: [] for size in own}
@@ -190,18 +243,26 @@ def _times(
 def _fit(rows: Sequence[Mapping[str, Any]], link: Link) -> Fit:
     """Returns the line through the best times of one kind over one axis."""
     first = rows[0]
-    line = fit_line([row["wire_bytes"] for row in rows], [row["best_s"] for row in rows])
+    line = fit_line(
+        [row["wire_bytes"] for row in rows], [row["best_s"] for row in rows]
+    )
     return Fit(first["kind"], first["axis"], first["axis_size"], link.name, *line)
 
 
 def _line(fit: Fit) -> str:
     rate = f"{fit.bytes_per_s / 1e9:.4g} GB/s"
     text = f"{1e6 * fit.alpha_s:.1f} us + bytes sent / {rate}; at worst off by {fit.residual:.0%}"
-    return text if fit.usable else f"{text}: refused for calibration, which allows {MAX_RESIDUAL:.0%}"
+    return (
+        text
+        if fit.usable
+        else f"{text}: refused for calibration, which allows {MAX_RESIDUAL:.0%}"
+    )
 
 
 def _record(target: Target, rows: list, fits: Sequence[Fit]) -> dict[str, Any]:
-    """Returns the file: what was measured, and the part that `plan --calibration` reads."""
+    """Returns the file: what was measured, and the part that `plan --calibration`
+    reads.
+    """
     return measuring.record_head(sys.argv[1:]) | {
         "calibration": {
             "hardware": target.text,
@@ -215,11 +276,20 @@ def _record(target: Target, rows: list, fits: Sequence[Fit]) -> dict[str, Any]:
 def _parser() -> cli.ConfigParser:
     parser = cli.ConfigParser("collectives", __doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--on", default="here", help="this machine; hosts of GPUs need their network's name")
+    parser.add_argument(
+        "--on",
+        default="here",
+        help="this machine; hosts of GPUs need their network's name",
+    )
     parser.add_argument("--devices", type=int, help="emulated CPU devices")
     usual = "bytes of the smallest (%(default)d): a line fits the sizes of a step better than all"
     parser.add_argument("--smallest", type=int, default=SMALLEST, help=usual)
-    parser.add_argument("--largest", type=int, default=LARGEST, help="bytes of the largest (%(default)d)")
+    parser.add_argument(
+        "--largest",
+        type=int,
+        default=LARGEST,
+        help="bytes of the largest (%(default)d)",
+    )
     parser.add_argument("--out", help="JSON file, also the calibration file of plan")
     return parser
 

@@ -16,7 +16,11 @@ import sys
 import time
 from pathlib import Path
 
-os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import jax
@@ -33,7 +37,8 @@ from jaxdist.planner import targets
 HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128
 TARGETS = {2: "v5p:2x2x1", 4: "v5p:2x2x1", 8: "v5p:2x2x2", 16: "v5p:2x2x4"}
 # Each column of a row has twice the tokens and twice the devices of the one before.
-SIZES = {"heads": (4096, 8192), "gather": (4096,), "ring": (4096,)}  # tokens of a device
+# tokens of a device
+SIZES = {"heads": (4096, 8192), "gather": (4096,), "ring": (4096,)}
 CASES = [
     f"{form}:{own * devices}:{devices}"
     for form, sizes in SIZES.items()
@@ -44,10 +49,16 @@ CASES = [
 
 
 def compiled(form: str, tokens: int, devices: int) -> jax.stages.Compiled:
-    """Returns the program of attention and its gradients, of one sequence over so many devices."""
+    """Returns the program of attention and its gradients, of one sequence over so many
+    devices.
+    """
     chips = targets.devices(targets.parse(TARGETS[devices]))[:devices]
-    shape = mesh.MeshShape({axis: devices if axis == AXIS else 1 for axis in AXES}, dict.fromkeys(AXES, 1))
-    over = Mesh(mesh.arrange(shape, chips), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    shape = mesh.MeshShape(
+        {axis: devices if axis == AXIS else 1 for axis in AXES}, dict.fromkeys(AXES, 1)
+    )
+    over = Mesh(
+        mesh.arrange(shape, chips), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+    )
     rules = sharding.Rules(shape, 3, attention=form)
 
     def loss(q, k, v, weight):
@@ -57,7 +68,9 @@ def compiled(form: str, tokens: int, devices: int) -> jax.stages.Compiled:
     def abstract(heads: int, name: str) -> jax.ShapeDtypeStruct:
         dims = (1, tokens, heads, HEAD_SIZE)
         spec = rules.activation(("batch", "sequence", name, None), dims)
-        return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(over, spec))
+        return jax.ShapeDtypeStruct(
+            dims, jnp.bfloat16, sharding=NamedSharding(over, spec)
+        )
 
     q, k = abstract(HEADS, "heads"), abstract(KV_HEADS, "kv_heads")
     traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k, q)
@@ -70,7 +83,11 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=CASES)
     parser.add_argument("--out", type=Path, help="JSON file")
     flags = parser.parse_args()
-    known = json.loads(flags.out.read_text()) if flags.out and flags.out.exists() else {"cases": {}}
+    known = (
+        json.loads(flags.out.read_text())
+        if flags.out and flags.out.exists()
+        else {"cases": {}}
+    )
     record = known | measuring.record_head(sys.argv[1:])
     for case in flags.cases:
         if case in record["cases"]:
@@ -79,19 +96,31 @@ def main() -> None:
         start = time.process_time()
         memory = compiled(form, *map(int, sizes)).memory_analysis()
         seconds = round(time.process_time() - start, 1)
-        record["cases"][case] = {"temp_bytes": memory.temp_size_in_bytes, "cpu_seconds": seconds}
-        print(f"{case}: temporary {memory.temp_size_in_bytes / 1e6:,.1f} MB, {seconds} CPU s", flush=True)
+        record["cases"][case] = {
+            "temp_bytes": memory.temp_size_in_bytes,
+            "cpu_seconds": seconds,
+        }
+        print(
+            f"{case}: temporary {memory.temp_size_in_bytes / 1e6:,.1f} MB, {seconds} CPU s",
+            flush=True,
+        )
         measuring.write(flags.out, record)
     print(table(record["cases"]))
 
 
 def table(cases: dict[str, dict]) -> str:
-    """Returns the table of the docs: a row for each form and number of tokens a device."""
+    """Returns the table of the docs: a row for each form and number of tokens
+    a device.
+    """
     lines = []
     for form in SIZES:
-        for own in sorted({int(s) // int(c) for f, s, c in (x.split(":") for x in cases) if f == form}):
+        for own in sorted(
+            {int(s) // int(c) for f, s, c in (x.split(":") for x in cases) if f == form}
+        ):
             row = [cases.get(f"{form}:{own * c}:{c}") for c in TARGETS]
-            cells = [f"{found['temp_bytes'] / 1e6:,.1f}" if found else "" for found in row]
+            cells = [
+                f"{found['temp_bytes'] / 1e6:,.1f}" if found else "" for found in row
+            ]
             lines.append(f"| `{form}` | {own:,} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -1,11 +1,13 @@
-"""What float16 with a loss scale does to the loss of the config `quickstart`, beside float32.
+"""What float16 with a loss scale does to the loss of the config `quickstart`, beside
+float32.
 
-    JAX_PLATFORMS=cpu python benchmarks/float16_loss.py --out benchmarks/results/cpu-float16-loss.json
+    JAX_PLATFORMS=cpu python benchmarks/float16_loss.py --out
+    benchmarks/results/cpu-float16-loss.json
 
-Both runs begin with the same parameters and read the same batches for 300 steps, the schedule to its end.
-The record has every step's loss, the mean of the last 50, the loss on held-out data, and which scale was
-there from which step on. On CPUs float16 is emulated: the numbers are those of a GPU but for the order of
-sums, the times are not.
+Both runs begin with the same parameters and read the same batches for 300 steps, the
+schedule to its end. The record has every step's loss, the mean of the last 50, the loss
+on held-out data, and which scale was there from which step on. On CPUs float16 is
+emulated: the numbers are those of a GPU but for the order of sums, the times are not.
 """
 
 from __future__ import annotations
@@ -46,10 +48,18 @@ def main() -> None:
         for compute in ("float32", "float16"):
             this = dataclasses.replace(run, precision=PrecisionConfig(compute=compute))
             rows[compute] = train(this, dataset)
-    difference = {name: rows["float16"][name] - rows["float32"][name] for name in ("last", "held_out")}
-    print("float16 - float32, nats:", {name: round(value, 5) for name, value in difference.items()})
+    difference = {
+        name: rows["float16"][name] - rows["float32"][name]
+        for name in ("last", "held_out")
+    }
+    print(
+        "float16 - float32, nats:",
+        {name: round(value, 5) for name, value in difference.items()},
+    )
     head = measuring.record_head(sys.argv[1:])
-    measuring.write(flags.out, head | {"steps": flags.steps, "difference": difference, "rows": rows})
+    measuring.write(
+        flags.out, head | {"steps": flags.steps, "difference": difference, "rows": rows}
+    )
 
 
 def train(run: RunConfig, dataset: Dataset) -> dict[str, Any]:
@@ -59,16 +69,32 @@ def train(run: RunConfig, dataset: Dataset) -> dict[str, Any]:
     built = build.build_step(run, spec, build_mesh(run.mesh, device), rules)
     state, losses, scales, skips = built.init(), [], [], 0
     for step in range(run.train.steps):
-        state, metrics = built.step(state, dataset.train_batch(step, run.batch.global_size))
+        state, metrics = built.step(
+            state, dataset.train_batch(step, run.batch.global_size)
+        )
         losses.append(float(metrics["loss"]))
         if "loss_scale" in metrics:
-            skips, scale = int(metrics["loss_scale_skips"]), float(metrics["loss_scale"])
-            scales += [(step + 1, scale)] if not scales or scale != scales[-1][1] else []
+            skips, scale = (
+                int(metrics["loss_scale_skips"]),
+                float(metrics["loss_scale"]),
+            )
+            scales += (
+                [(step + 1, scale)] if not scales or scale != scales[-1][1] else []
+            )
         if (step + 1) % LAST == 0:
-            print(f"{run.precision.compute} step {step + 1}: {np.mean(losses[-LAST:]):.4f}", flush=True)
-    with build.held_out_loader(run, build.batch_shardings(run, built), dataset) as batches:
+            print(
+                f"{run.precision.compute} step {step + 1}: {np.mean(losses[-LAST:]):.4f}",
+                flush=True,
+            )
+    with build.held_out_loader(
+        run, build.batch_shardings(run, built), dataset
+    ) as batches:
         held_out = evaluate(built.evaluate, state, batches)
-    row = {"last": float(np.mean(losses[-LAST:])), "held_out": held_out.loss, "losses": losses}
+    row = {
+        "last": float(np.mean(losses[-LAST:])),
+        "held_out": held_out.loss,
+        "losses": losses,
+    }
     return row | ({"loss_scales": scales, "skips": skips} if scales else {})
 
 

@@ -33,9 +33,12 @@ from jaxdist.trainer.run_config import RunConfig
 STEPS, LAST = 150, 50
 # Of the config `quickstart` with another optimizer: 1 M parameters.
 RUN = {
-    "train.steps": STEPS, "batch.global_size": 8, "optimizer.name": "adamw", "optimizer.warmup_steps": 20,
+    "train.steps": STEPS,
+    "batch.global_size": 8,
+    "optimizer.name": "adamw",
+    "optimizer.warmup_steps": 20,
     "optimizer.schedule": "cosine",
-}  # fmt: skip
+}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"compute": "bfloat16"},
@@ -49,7 +52,9 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 def main() -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--learning-rate", type=float, default=0.001, help="of AdamW, at its highest")
+    parser.add_argument(
+        "--learning-rate", type=float, default=0.001, help="of AdamW, at its highest"
+    )
     parser.add_argument("--out", help="JSON file")
     flags = parser.parse_args()
     settings = RUN | {"optimizer.learning_rate": flags.learning_rate}
@@ -64,20 +69,34 @@ def main() -> None:
             losses[name], start = train(this, dataset, start)
     rows = {name: distances(of, losses["float32"]) for name, of in losses.items()}
     for name, row in rows.items():
-        print(f"{name:<24} rms {row['rms']:.5f}  final {row['final']:.4f} ({row['final_difference']:+.4f})")
-    record = measuring.record_head(sys.argv[1:]) | {"steps": STEPS, "last": LAST, "run": settings}
-    measuring.write(flags.out, record | {"precisions": PRECISIONS, "rows": rows, "losses": losses})
+        print(
+            f"{name:<24} rms {row['rms']:.5f}  final {row['final']:.4f} ({row['final_difference']:+.4f})"
+        )
+    record = measuring.record_head(sys.argv[1:]) | {
+        "steps": STEPS,
+        "last": LAST,
+        "run": settings,
+    }
+    measuring.write(
+        flags.out, record | {"precisions": PRECISIONS, "rows": rows, "losses": losses}
+    )
 
 
-def train(run: RunConfig, dataset: Dataset, start: object) -> tuple[list[float], object]:
-    """Returns the loss of each step from a starting point, and that: of the seed if there is none yet."""
+def train(
+    run: RunConfig, dataset: Dataset, start: object
+) -> tuple[list[float], object]:
+    """Returns the loss of each step from a starting point, and that: of the seed if
+    there is none yet.
+    """
     device = jax.devices()[:1]
     _, rules, spec = validation.validate(run, device)
     built = build.build_step(run, spec, build_mesh(run.mesh, device), rules)
     start = jax.device_get(built.init()) if start is None else start
     state, losses = jax.device_put(start, built.shardings), []
     for step in range(STEPS):
-        state, metrics = built.step(state, dataset.train_batch(step, run.batch.global_size))
+        state, metrics = built.step(
+            state, dataset.train_batch(step, run.batch.global_size)
+        )
         losses.append(float(metrics["loss"]))
     return losses, start
 

@@ -1,11 +1,13 @@
-"""The yardstick with experts: `handwritten.py` with a mixture of them in every layer, for one CPU device.
+"""The yardstick with experts: `handwritten.py` with a mixture of them in every layer,
+for one CPU device.
 
-Top k of a softmax, weights that add up to 1, a bias of the choice moved after each step (DeepSeek-V3). Of
-jaxdist it has the product of grouped rows alone, the kernel that both sides share; routing, sorting, the way
-of rows there and back, gradients and what is kept for them are written here. What is fast was measured
-(README.md, "Experts").
+Top k of a softmax, weights that add up to 1, a bias of the choice moved after each step
+(DeepSeek-V3). Of jaxdist it has the product of grouped rows alone, the kernel that both
+sides share; routing, sorting, the way of rows there and back, gradients and what is
+kept for them are written here. What is fast was measured (README.md, "Experts").
 
-Letters: see `handwritten`; E experts, k experts of a token, A = T * k rows of tokens, one a choice.
+Letters: see `handwritten`; E experts, k experts of a token, A = T * k rows of tokens,
+one a choice.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class State(NamedTuple):
 
 
 def init_params(shape: Shape, seed: int) -> dict:
-    """Returns float32 parameters, layers stacked [L, ...], kernels of experts [L, E, ...]."""
+    """Returns float32 parameters, layers stacked [L, ...], kernels of experts [L, E,
+    ...].
+    """
     params, c = dense.init_params(shape, seed), shape
     dims = {"router": (c.d_model, c.num_experts)}
     dims |= dict.fromkeys(("gate", "up"), (c.num_experts, c.d_model, c.d_ff))
@@ -66,10 +70,12 @@ def init(shape: Shape, seed: int) -> State:
     """Returns the state before the first step."""
     params = init_params(shape, seed)
     moments = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
-    return State(jnp.int32(0), params, *moments, jnp.zeros((shape.num_layers, shape.num_experts)))
+    return State(
+        jnp.int32(0), params, *moments, jnp.zeros((shape.num_layers, shape.num_experts))
+    )
 
 
-# ------------------------------------------------------------------------------------- the experts
+# -------------------------------------------------------------------------- the experts
 
 
 @jax.custom_vjp
@@ -89,7 +95,9 @@ grouped.defvjp(lambda *arguments: (grouped(*arguments), arguments), _grouped_bac
 
 @jax.custom_vjp
 def to_rows(h_TD, order, slots_Tk):
-    """Returns the rows of the experts in order; its gradient has no use for the spare rows behind them."""
+    """Returns the rows of the experts in order; its gradient has no use for the spare
+    rows behind them.
+    """
     return h_TD[order // slots_Tk.shape[1]]
 
 
@@ -97,7 +105,9 @@ def _to_rows_backward(slots_Tk, drows):
     return sum(drows[slots] for slots in slots_Tk.T), None, None
 
 
-to_rows.defvjp(lambda h, order, slots: (to_rows(h, order, slots), slots), _to_rows_backward)
+to_rows.defvjp(
+    lambda h, order, slots: (to_rows(h, order, slots), slots), _to_rows_backward
+)
 
 
 @jax.custom_vjp
@@ -112,12 +122,15 @@ def _from_rows_backward(residuals, dy_TD):
 
 
 from_rows.defvjp(
-    lambda rows, order, slots: (from_rows(rows, order, slots), (order, slots.shape[1])), _from_rows_backward
+    lambda rows, order, slots: (from_rows(rows, order, slots), (order, slots.shape[1])),
+    _from_rows_backward,
 )
 
 
 def mixture(h_TD, p, bias_E, shape: Shape):
-    """Returns what a token's experts add [T, D], and how many tokens chose each, [E]."""
+    """Returns what a token's experts add [T, D], and how many tokens chose
+    each, [E].
+    """
     k, E = shape.experts_per_token, shape.num_experts
     scores = jax.nn.softmax((h_TD @ p["router"]).astype(jnp.float32))
     ids = lax.top_k(lax.stop_gradient(scores) + bias_E, k)[1]
@@ -128,19 +141,26 @@ def mixture(h_TD, p, bias_E, shape: Shape):
     slots = jnp.argsort(order)
     spare = GROUPED.allocated(order.size, E) - order.size
     order = jnp.pad(order, (0, spare))
-    order, slots, sizes = (checkpoint_name(a, "experts") for a in (order, slots.reshape(-1, k), load))
+    order, slots, sizes = (
+        checkpoint_name(a, "experts") for a in (order, slots.reshape(-1, k), load)
+    )
     rows = to_rows(h_TD, order, slots)
-    gate, up = (checkpoint_name(grouped(rows, p[name], sizes), "experts") for name in ("gate", "up"))
+    gate, up = (
+        checkpoint_name(grouped(rows, p[name], sizes), "experts")
+        for name in ("gate", "up")
+    )
     weights = to_rows(weights.reshape(-1), order, slots.reshape(-1, 1))
     y = grouped(jax.nn.silu(gate) * up * weights[:, None], p["down"], sizes)
     return from_rows(y, order, slots), load
 
 
-# --------------------------------------------------------------------------------------- the step
+# ----------------------------------------------------------------------------- the step
 
 
 def loss(params, bias_LE, batch, shape: Shape, options: Options):
-    """Returns mean nats per weighted token, a float32 scalar, and the load of the experts [L, E]."""
+    """Returns mean nats per weighted token, a float32 scalar, and the load of the
+    experts [L, E].
+    """
     tables = dense.rotary_tables(shape)
 
     def layer(x_TD, inputs):
@@ -149,7 +169,9 @@ def loss(params, bias_LE, batch, shape: Shape, options: Options):
         y, load = mixture(h, p, bias_E, shape)
         return x_TD + y, load
 
-    return dense.scanned_loss(layer, (params["blocks"], bias_LE), params, batch, shape, options, None)
+    return dense.scanned_loss(
+        layer, (params["blocks"], bias_LE), params, batch, shape, options, None
+    )
 
 
 def train_step(state: State, batch, learning_rate, *, shape: Shape, options: Options):
@@ -163,5 +185,7 @@ def train_step(state: State, batch, learning_rate, *, shape: Shape, options: Opt
 
 
 def build_step(shape: Shape, options: Options, _=None):
-    """Returns the jitted `(state, batch, learning_rate) -> (state, metrics)`, its state donated."""
+    """Returns the jitted `(state, batch, learning_rate) -> (state, metrics)`, its state
+    donated.
+    """
     return jax.jit(partial(train_step, shape=shape, options=options), donate_argnums=0)

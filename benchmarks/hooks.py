@@ -29,7 +29,13 @@ from jaxdist.telemetry.prometheus import RunMetrics, served
 
 LIMIT_S = 20e-6
 LOG_EVERY = 10  # steps a row, as train.log_every has it
-ROW = {"loss": 2.5, "grad_norm": 1.0, "learning_rate": 1e-3, "step_time_s": 0.1, "mfu": None}
+ROW = {
+    "loss": 2.5,
+    "grad_norm": 1.0,
+    "learning_rate": 1e-3,
+    "step_time_s": 0.1,
+    "mfu": None,
+}
 ROW |= {f"stats/{n}": 0.5 for n in range(20)}
 
 
@@ -40,7 +46,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="steps a round")
     parser.add_argument("--out", help="JSON file")
     flags = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, watched(Path(folder)) as (watch, view):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        watched(Path(folder)) as (watch, view),
+    ):
         alarm = StepAlarm(lambda *_, **__: None, lambda _: None)
         numbers = itertools.count(1)
 
@@ -61,31 +70,50 @@ def main() -> None:
                     view.write(number, ROW)
 
         calls = {"beats and buckets": beats, "step alarm": alarms, "rows": rows}
-        found = measuring.interleaved(list(calls.values()), flags.rounds, lambda *_: None)
-    record = measuring.record_head(sys.argv[1:]) | {"steps_per_round": flags.steps, "rounds": flags.rounds}
+        found = measuring.interleaved(
+            list(calls.values()), flags.rounds, lambda *_: None
+        )
+    record = measuring.record_head(sys.argv[1:]) | {
+        "steps_per_round": flags.steps,
+        "rounds": flags.rounds,
+    }
     for clock in ("wall_s", "processor_s"):
         each = {
             name: measuring.quartiles([getattr(t, clock) / flags.steps for t in times])
             for name, times in zip(calls, found, strict=True)
         }
-        total = sum(statistics.median([getattr(t, clock) for t in times]) for times in found) / flags.steps
+        total = (
+            sum(
+                statistics.median([getattr(t, clock) for t in times]) for times in found
+            )
+            / flags.steps
+        )
         record[clock] = each | {"together": total}
         parts = ", ".join(f"{name} {1e6 * q['median']:.2f}" for name, q in each.items())
-        print(f"{clock}: {1e6 * total:.2f} us a step ({parts}); the limit is {1e6 * LIMIT_S:.0f}")
+        print(
+            f"{clock}: {1e6 * total:.2f} us a step ({parts}); the limit is {1e6 * LIMIT_S:.0f}"
+        )
     measuring.write(flags.out, record)
 
 
 @contextlib.contextmanager
 def watched(folder: Path) -> Iterator[tuple[Watchdog, RunMetrics]]:
-    """Yields the watchdog of a run and what serves its metrics, with their threads and somebody who asks."""
+    """Yields the watchdog of a run and what serves its metrics, with their threads and
+    somebody who asks.
+    """
     over = threading.Event()
-    with Watchdog(WatchdogConfig(), folder, enabled=True) as watch, watch.ledger.published(folder):
+    with (
+        Watchdog(WatchdogConfig(), folder, enabled=True) as watch,
+        watch.ledger.published(folder),
+    ):
         view = RunMetrics(watch.ledger)
         with served(TelemetryConfig(), view) as port:
 
             def scrape() -> None:
                 while not over.wait(0.5):
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read()
+                    urllib.request.urlopen(
+                        f"http://127.0.0.1:{port}/metrics", timeout=10
+                    ).read()
 
             thread = threading.Thread(target=scrape)
             thread.start()

@@ -1,9 +1,11 @@
 """Does the plan put published layouts in the order that they were measured in?
 
-    python benchmarks/layout_pairs.py [NAME ...] > benchmarks/results/plan-search-pairs.json
+    python benchmarks/layout_pairs.py [NAME ...] >
+    benchmarks/results/plan-search-pairs.json
 
-Each pair is one model on one kind of chip in two layouts, by one author, with tokens/s for each GPU.
-What differs from ours (float8, torch, a pipeline without lockstep) is said beside it.
+Each pair is one model on one kind of chip in two layouts, by one author, with tokens/s
+for each GPU. What differs from ours (float8, torch, a pipeline without lockstep) is
+said beside it.
 """
 
 import json
@@ -25,7 +27,9 @@ L405B = (
 )
 
 
-def mpt(layers: int, d_model: int, heads: int, batch: int, accumulation: int, remat: str) -> str:
+def mpt(
+    layers: int, d_model: int, heads: int, batch: int, accumulation: int, remat: str
+) -> str:
     """Returns an MPT model at 2048 tokens, fully sharded."""
     model = {
         "num_layers": layers,
@@ -38,36 +42,137 @@ def mpt(layers: int, d_model: int, heads: int, batch: int, accumulation: int, re
         "max_positions": 2048,
     }
     words = ["gpt2_124m", *(f"model.{key}={value}" for key, value in model.items())]
-    words += ["mesh.data=1", "mesh.fsdp=-1", f"batch.accumulation={accumulation}", f"remat.policy={remat}"]
-    return " ".join([*words, "batch.sequence_length=2048", f"batch.global_size={batch}"])
+    words += [
+        "mesh.data=1",
+        "mesh.fsdp=-1",
+        f"batch.accumulation={accumulation}",
+        f"remat.policy={remat}",
+    ]
+    return " ".join(
+        [*words, "batch.sequence_length=2048", f"batch.global_size={batch}"]
+    )
 
 
-# Name, what differs, then twice: layout, target, config and overrides, published tokens/s/GPU, source.
+# Name, what differs, then twice: layout, target, config and overrides, published
+# tokens/s/GPU, source.
 PAIRS = {
-    "8b-nodes": ("torch", (
-        ("fsdp 8", "h100:1x8", f"llama3_8b batch.global_size=16 {SELECTIVE}", 6667, TITAN),
-        ("fsdp 128", "h100:16x8", f"llama3_8b batch.global_size=256 {SELECTIVE}", 6514, TITAN))),
-    "8b-tensor": ("torch, half a year between them", (
-        ("fsdp 128", "h100:16x8", f"llama3_8b batch.global_size=256 {SELECTIVE}", 6514, TITAN),
-        ("fsdp 8 x tensor 8", "h100:8x8", "llama3_8b batch.global_size=96 mesh.fsdp=8 mesh.tensor=8 "
-         f"mesh.sequence_parallel=true {SELECTIVE}", 4378, ASYNC))),
-    "405b-schedule": ("theirs float8 with asynchronous tensor; 8 microbatches and 2 chunks assumed", (
-        ("1f1b", "h100:64x8", f"llama3_70b {L405B}", 100, TITAN),
-        ("interleaved", "h100:64x8",
-         f"llama3_70b {L405B} pipeline.schedule=interleaved pipeline.chunks=2", 128, TITAN))),
-    "30b-parts": ("torch, ALiBi", (
-        ("fsdp 8, accumulation 21 of 3", "h100:1x8", mpt(48, 7168, 64, 504, 21, "full"), 2002, MPT),
-        ("fsdp 32, accumulation 3 of 14", "h100:4x8", mpt(48, 7168, 64, 1344, 3, "full"), 2308, MPT))),
-    "70b-parts": ("torch, ALiBi", (
-        ("fsdp 32, accumulation 16 of 2", "h100:4x8", mpt(80, 8192, 64, 1024, 16, "full"), 882, MPT),
-        ("fsdp 64, accumulation 4 of 8", "h100:8x8", mpt(80, 8192, 64, 2048, 4, "full"), 1039, MPT))),
-    "13b-nodes": ("torch, ALiBi", (
-        ("fsdp 8", "h100:1x8", mpt(40, 5120, 40, 16, 1, "none"), 4792, MPT),
-        ("fsdp 64", "h100:8x8", mpt(40, 5120, 40, 128, 1, "none"), 4800, MPT))),
-    "3b-nodes": ("torch, ALiBi", (
-        ("fsdp 16, accumulation 3 of 10", "h100:2x8", mpt(32, 2560, 20, 480, 3, "none"), 24142, MPT),
-        ("fsdp 64, accumulation 3 of 6", "h100:8x8", mpt(32, 2560, 20, 1152, 3, "none"), 22525, MPT))),
-}  # fmt: skip
+    "8b-nodes": (
+        "torch",
+        (
+            (
+                "fsdp 8",
+                "h100:1x8",
+                f"llama3_8b batch.global_size=16 {SELECTIVE}",
+                6667,
+                TITAN,
+            ),
+            (
+                "fsdp 128",
+                "h100:16x8",
+                f"llama3_8b batch.global_size=256 {SELECTIVE}",
+                6514,
+                TITAN,
+            ),
+        ),
+    ),
+    "8b-tensor": (
+        "torch, half a year between them",
+        (
+            (
+                "fsdp 128",
+                "h100:16x8",
+                f"llama3_8b batch.global_size=256 {SELECTIVE}",
+                6514,
+                TITAN,
+            ),
+            (
+                "fsdp 8 x tensor 8",
+                "h100:8x8",
+                "llama3_8b batch.global_size=96 mesh.fsdp=8 mesh.tensor=8 "
+                f"mesh.sequence_parallel=true {SELECTIVE}",
+                4378,
+                ASYNC,
+            ),
+        ),
+    ),
+    "405b-schedule": (
+        "theirs float8 with asynchronous tensor; 8 microbatches and 2 chunks assumed",
+        (
+            ("1f1b", "h100:64x8", f"llama3_70b {L405B}", 100, TITAN),
+            (
+                "interleaved",
+                "h100:64x8",
+                f"llama3_70b {L405B} pipeline.schedule=interleaved pipeline.chunks=2",
+                128,
+                TITAN,
+            ),
+        ),
+    ),
+    "30b-parts": (
+        "torch, ALiBi",
+        (
+            (
+                "fsdp 8, accumulation 21 of 3",
+                "h100:1x8",
+                mpt(48, 7168, 64, 504, 21, "full"),
+                2002,
+                MPT,
+            ),
+            (
+                "fsdp 32, accumulation 3 of 14",
+                "h100:4x8",
+                mpt(48, 7168, 64, 1344, 3, "full"),
+                2308,
+                MPT,
+            ),
+        ),
+    ),
+    "70b-parts": (
+        "torch, ALiBi",
+        (
+            (
+                "fsdp 32, accumulation 16 of 2",
+                "h100:4x8",
+                mpt(80, 8192, 64, 1024, 16, "full"),
+                882,
+                MPT,
+            ),
+            (
+                "fsdp 64, accumulation 4 of 8",
+                "h100:8x8",
+                mpt(80, 8192, 64, 2048, 4, "full"),
+                1039,
+                MPT,
+            ),
+        ),
+    ),
+    "13b-nodes": (
+        "torch, ALiBi",
+        (
+            ("fsdp 8", "h100:1x8", mpt(40, 5120, 40, 16, 1, "none"), 4792, MPT),
+            ("fsdp 64", "h100:8x8", mpt(40, 5120, 40, 128, 1, "none"), 4800, MPT),
+        ),
+    ),
+    "3b-nodes": (
+        "torch, ALiBi",
+        (
+            (
+                "fsdp 16, accumulation 3 of 10",
+                "h100:2x8",
+                mpt(32, 2560, 20, 480, 3, "none"),
+                24142,
+                MPT,
+            ),
+            (
+                "fsdp 64, accumulation 3 of 6",
+                "h100:8x8",
+                mpt(32, 2560, 20, 1152, 3, "none"),
+                22525,
+                MPT,
+            ),
+        ),
+    ),
+}
 
 
 def main(names: list[str]) -> None:
@@ -80,13 +185,17 @@ def main(names: list[str]) -> None:
     print(json.dumps(found, indent=1))
 
 
-def _planned(layout: str, target: str, words: str, published: float, source: str) -> dict:
+def _planned(
+    layout: str, target: str, words: str, published: float, source: str
+) -> dict:
     name, _, words = words.partition(" ")
     values = files.load(name, folders=files.packaged_folders())
     pairs = dict(word.split("=", 1) for word in words.split())
     files.apply_overrides(values, pairs, run_config.full_schema(values.model.target))
     options = CompileOptions(memory_bytes=6 * 2**30)
-    plan = make_plan(run_config.from_config(values), targets.parse(target), options=options)
+    plan = make_plan(
+        run_config.from_config(values), targets.parse(target), options=options
+    )
     time, cpu = plan.time, plan.compiled and plan.compiled.cpu_seconds
     return {
         "layout": layout,
@@ -106,12 +215,18 @@ def _planned(layout: str, target: str, words: str, published: float, source: str
 
 
 def _order(first: dict, second: dict) -> dict:
-    """Returns both ratios, second to first, and whether they name the same one the faster."""
+    """Returns both ratios, second to first, and whether they name the same one the
+    faster.
+    """
     theirs = second["published_tokens_per_s"] / first["published_tokens_per_s"]
     if not (first["tokens_per_s"] and second["tokens_per_s"]):
         return {"published_ratio": theirs, "predicted_ratio": None, "same_order": None}
     ours = second["tokens_per_s"] / first["tokens_per_s"]
-    return {"published_ratio": theirs, "predicted_ratio": ours, "same_order": (ours > 1) == (theirs > 1)}
+    return {
+        "published_ratio": theirs,
+        "predicted_ratio": ours,
+        "same_order": (ours > 1) == (theirs > 1),
+    }
 
 
 if __name__ == "__main__":

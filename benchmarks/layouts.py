@@ -1,9 +1,10 @@
-"""Prints what each layout holds per device, from the compiler's own account (docs/sharding.md).
+"""Prints what each layout holds per device, from the compiler's own account
+(docs/sharding.md).
 
     python benchmarks/layouts.py            # eight emulated CPU devices; nothing is run
 
-Shape: 4 layers x d_model 256, d_ff 688, 8 heads, 4 kv heads, vocabulary 4096, 8 x 256 tokens,
-float32, AdamW: the `quick` shape that other frameworks were measured at.
+Shape: 4 layers x d_model 256, d_ff 688, 8 heads, 4 kv heads, vocabulary 4096, 8 x 256
+tokens, float32, AdamW: the `quick` shape that other frameworks were measured at.
 """
 
 import os
@@ -23,7 +24,13 @@ from jaxdist.protocols.model_spec import describe
 from jaxdist.step.train_step import StepConfig, build_train_step
 
 MODEL = TransformerConfig(
-    vocab_size=4096, num_layers=4, d_model=256, d_ff=688, num_heads=8, num_kv_heads=4, head_dim=32
+    vocab_size=4096,
+    num_layers=4,
+    d_model=256,
+    d_ff=688,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
 )
 BATCH, LENGTH = 8, 256
 ROWS = [
@@ -51,10 +58,19 @@ def memory(config: MeshConfig, devices: int, remat: str):
         build_rules(config, resolve_mesh(config, devices)),
         StepConfig(remat=remat),
     )
-    fields = dict.fromkeys(("tokens", "targets", "positions"), ((BATCH, LENGTH), jnp.int32))
-    fields |= {"weights": ((BATCH, LENGTH), jnp.float32), "sample": ((BATCH,), jnp.int32)}
+    fields = dict.fromkeys(
+        ("tokens", "targets", "positions"), ((BATCH, LENGTH), jnp.int32)
+    )
+    fields |= {
+        "weights": ((BATCH, LENGTH), jnp.float32),
+        "sample": ((BATCH,), jnp.int32),
+    }
     batch = {name: jax.ShapeDtypeStruct(*field) for name, field in fields.items()}
-    return step.step.lower(step.abstract_state, step.abstract_batch(batch)).compile().memory_analysis()
+    return (
+        step.step.lower(step.abstract_state, step.abstract_batch(batch))
+        .compile()
+        .memory_analysis()
+    )
 
 
 def main() -> None:
@@ -62,9 +78,19 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for config, devices, remat in ROWS:
         found = memory(config, devices, remat)
-        sizes = found.argument_size_in_bytes, found.alias_size_in_bytes, found.temp_size_in_bytes
-        name = str(resolve_mesh(config, devices)) + (", sequence" * config.sequence_parallel)
-        print(f"| {name} | {config.zero} | {remat} |", *(f"{n / 1e6:.1f} |" for n in sizes), flush=True)
+        sizes = (
+            found.argument_size_in_bytes,
+            found.alias_size_in_bytes,
+            found.temp_size_in_bytes,
+        )
+        name = str(resolve_mesh(config, devices)) + (
+            ", sequence" * config.sequence_parallel
+        )
+        print(
+            f"| {name} | {config.zero} | {remat} |",
+            *(f"{n / 1e6:.1f} |" for n in sizes),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -54,13 +54,18 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = flags.folder or stack.enter_context(tempfile.TemporaryDirectory())
         if jax.process_count() > 1 and not flags.folder:
-            raise ConfigError("--folder is missing: processes of a run need one that they share")
+            raise ConfigError(
+                "--folder is missing: processes of a run need one that they share"
+            )
         run = with_files(sides.read_run(flags), Path(folder), flags)
         spec, _ = sides.built(run)
         bare = bare_side(run)
         rounds = []
         for number in range(flags.rounds):
-            found = {"loop": in_loop(run, Path(folder) / f"run{number}"), "bare": in_for(bare, run)}
+            found = {
+                "loop": in_loop(run, Path(folder) / f"run{number}"),
+                "bare": in_for(bare, run),
+            }
             rounds.append(found)
             say(f"round {number + 1}/{flags.rounds}: {_text(found)}", flush=True)
         del bare
@@ -72,7 +77,9 @@ def main() -> None:
         "steps_per_round": flags.steps,
         "rounds": rounds,
         "overhead_s_per_step": overhead(rounds),
-        "loop_over_bare": measuring.quartiles([r["loop"]["wall_s"] / r["bare"]["wall_s"] for r in rounds]),
+        "loop_over_bare": measuring.quartiles(
+            [r["loop"]["wall_s"] / r["bare"]["wall_s"] for r in rounds]
+        ),
         "mfu": mfu(run, spec, rounds),
         "dispatch": dispatch(run, flags.dispatches) if flags.dispatches else None,
     }
@@ -90,25 +97,44 @@ def _parser() -> argparse.ArgumentParser:
     sides.add_run_flags(parser, default="pico")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1000, help="steps a round")
-    parser.add_argument("--log-every", type=int, default=10, help="steps between rows of metrics")
-    parser.add_argument("--dispatches", type=int, default=300, help="calls of a step to time; 0: none")
-    parser.add_argument("--folder", help="of the tokens and the runs; must be new (default: a temporary one)")
+    parser.add_argument(
+        "--log-every", type=int, default=10, help="steps between rows of metrics"
+    )
+    parser.add_argument(
+        "--dispatches", type=int, default=300, help="calls of a step to time; 0: none"
+    )
+    parser.add_argument(
+        "--folder",
+        help="of the tokens and the runs; must be new (default: a temporary one)",
+    )
     parser.add_argument("--out", help="JSON file")
     return parser
 
 
-def with_files(run: recipe.RunConfig, folder: Path, flags: argparse.Namespace) -> recipe.RunConfig:
-    """Returns the run on random tokens from a file, without checkpoints and evaluation."""
+def with_files(
+    run: recipe.RunConfig, folder: Path, flags: argparse.Namespace
+) -> recipe.RunConfig:
+    """Returns the run on random tokens from a file, without checkpoints and
+    evaluation.
+    """
     batch = run.batch
     rows = max(4 * batch.global_size, 2_000_000 // batch.sequence_length) + 1
-    tokens = np.random.default_rng(0).integers(0, run.vocab_size or 256, rows * batch.sequence_length)
+    tokens = np.random.default_rng(0).integers(
+        0, run.vocab_size or 256, rows * batch.sequence_length
+    )
     folder.mkdir(parents=True, exist_ok=True)
     tokens.astype(np.uint32).tofile(folder / "tokens.bin")
     replace = dataclasses.replace
     files = {"path": str(folder / "tokens.bin"), "cache_dir": str(folder / "cache")}
     return replace(
         run,
-        train=replace(run.train, steps=flags.steps, log_every=flags.log_every, eval_every=0, sample_tokens=0),
+        train=replace(
+            run.train,
+            steps=flags.steps,
+            log_every=flags.log_every,
+            eval_every=0,
+            sample_tokens=0,
+        ),
         data=replace(run.data, source="bin", bin_dtype="uint32", **files),
         checkpoint=replace(run.checkpoint, every_steps=0, save_at_end=False),
     )
@@ -121,15 +147,22 @@ def bare_side(run: recipe.RunConfig) -> sides.Side:
     return side
 
 
-def mfu(run: recipe.RunConfig, spec: ModelSpec, rounds: list[dict]) -> dict[str, dict[str, float]]:
-    """Returns {loop, bare: {causal, full}} by the median of the rounds; {} where the peak is not known."""
+def mfu(
+    run: recipe.RunConfig, spec: ModelSpec, rounds: list[dict]
+) -> dict[str, dict[str, float]]:
+    """Returns {loop, bare: {causal, full}} by the median of the rounds; {} where the
+    peak is not known.
+    """
     chip = chips.chip_for(jax.devices()[0].device_kind)
     peak = chip.peak(run.precision.peak) if chip else None
     if not peak:
         return {}
     tokens = run.batch.global_size * run.batch.sequence_length / jax.device_count()
     flops = workdir.model_flops(run, spec)
-    walls = {side: statistics.median(r[side]["wall_s"] for r in rounds) for side in ("loop", "bare")}
+    walls = {
+        side: statistics.median(r[side]["wall_s"] for r in rounds)
+        for side in ("loop", "bare")
+    }
     return {
         side: {name: tokens * each / wall_s / peak for name, each in flops.items()}
         for side, wall_s in walls.items()
@@ -145,14 +178,18 @@ def lines(record: dict) -> list[str]:
     ]
     out.append(f"loop / bare: {record['loop_over_bare']['median']:.4f}")
     for side, found in record["mfu"].items():
-        out.append(f"{side}: MFU {found['full']:.1%} (full attention), {found['causal']:.1%} (causal)")
+        out.append(
+            f"{side}: MFU {found['full']:.1%} (full attention), {found['causal']:.1%} (causal)"
+        )
     if record["dispatch"]:
         out.append(", ".join(f"{k}: {v:.4g}" for k, v in record["dispatch"].items()))
     return out
 
 
 def in_for(side: sides.Side, run: recipe.RunConfig) -> dict[str, float]:
-    """Returns seconds a step of a bare `for` that waits for a step as often as the loop writes a row."""
+    """Returns seconds a step of a bare `for` that waits for a step as often as the loop
+    writes a row.
+    """
     stamps = []
     for number in range(1, run.train.steps + 1):
         side.state, side.metrics = side.compiled(side.state, *side.arguments)
@@ -196,13 +233,17 @@ def per_step(stamps: list[Stamp]) -> dict[str, float]:
 def overhead(rounds: list[dict]) -> dict[str, dict[str, float]]:
     """Returns quartiles over rounds of loop minus bare, seconds a step."""
     return {
-        clock: measuring.quartiles([r["loop"][clock] - r["bare"][clock] for r in rounds])
+        clock: measuring.quartiles(
+            [r["loop"][clock] - r["bare"][clock] for r in rounds]
+        )
         for clock in ("wall_s", "processor_s")
     }
 
 
 def dispatch(run: recipe.RunConfig, count: int) -> dict[str, float]:
-    """Returns the median seconds until a call of the jitted step returns, of each, and leaves."""
+    """Returns the median seconds until a call of the jitted step returns, of each, and
+    leaves.
+    """
     batch, stick = sides.full_batch(run), sides.yardstick(run)
     beside = [] if isinstance(stick, str) else [sides.build_handwritten(stick, batch)]
     called = [*as_called(run, batch), *beside]
@@ -216,12 +257,16 @@ def dispatch(run: recipe.RunConfig, count: int) -> dict[str, float]:
             found[side.name].append(time.perf_counter() - began)
             jax.block_until_ready((side.state, side.metrics))
     out = {f"{name}_s": statistics.median(times) for name, times in found.items()}
-    leaves = {f"{s.name}_leaves": len(jax.tree.leaves((s.state, s.arguments))) for s in called}
+    leaves = {
+        f"{s.name}_leaves": len(jax.tree.leaves((s.state, s.arguments))) for s in called
+    }
     return out | {"ratio": out["jaxdist_s"] / out["same_leaves_s"]} | leaves
 
 
 def as_called(run: recipe.RunConfig, host_batch: dict) -> list[sides.Side]:
-    """Returns jaxdist's step as its loop calls it, and the same program jitted on flat lists."""
+    """Returns jaxdist's step as its loop calls it, and the same program jitted on flat
+    lists.
+    """
     _, built = sides.built(run)
     state, structure = jax.tree.flatten(built.init())
 
@@ -232,7 +277,9 @@ def as_called(run: recipe.RunConfig, host_batch: dict) -> list[sides.Side]:
     batch = jax.device_put(host_batch, built.batch_shardings(host_batch))
     return [
         sides.Side("jaxdist", built.step, built.init(), (batch,), 0.0),
-        sides.Side("same_leaves", jax.jit(flat_step, donate_argnums=0), state, (batch,), 0.0),
+        sides.Side(
+            "same_leaves", jax.jit(flat_step, donate_argnums=0), state, (batch,), 0.0
+        ),
     ]
 
 

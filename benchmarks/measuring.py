@@ -1,4 +1,6 @@
-"""What the benchmarks share: paired timing, the machine's matmul rate, the record's head."""
+"""What the benchmarks share: paired timing, the machine's matmul rate, the record's
+head.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Timing(NamedTuple):
-    """Seconds of one call: on the clock, and of all of this process's threads together."""
+    """Seconds of one call: on the clock, and of all of this process's threads
+    together.
+    """
 
     wall_s: float
     processor_s: float
@@ -34,13 +38,19 @@ def timed(call: Callable[[], object]) -> Timing:
 
 
 def interleaved(
-    calls: Sequence[Callable[[], object]], rounds: int, report: Callable[[int, list[Timing]], None]
+    calls: Sequence[Callable[[], object]],
+    rounds: int,
+    report: Callable[[int, list[Timing]], None],
 ) -> list[list[Timing]]:
-    """Returns each call's timings, one a round; every other round runs in reverse order."""
+    """Returns each call's timings, one a round; every other round runs in reverse
+    order.
+    """
     order = list(range(len(calls)))
     out: list[list[Timing]] = [[] for _ in calls]
     for number in range(rounds):
-        found = {i: timed(calls[i]) for i in (order if number % 2 == 0 else reversed(order))}
+        found = {
+            i: timed(calls[i]) for i in (order if number % 2 == 0 else reversed(order))
+        }
         for i in order:
             out[i].append(found[i])
         report(number, [found[i] for i in order])
@@ -48,15 +58,21 @@ def interleaved(
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """Returns {"median", "low", "high"}: the quartiles; with under 4 values, their range."""
+    """Returns {"median", "low", "high"}: the quartiles; with under 4 values, their
+    range.
+    """
     if len(values) < 4:
         return dict(median=statistics.median(values), low=min(values), high=max(values))
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return dict(median=median, low=low, high=high)
 
 
-def ratios(ours: Sequence[Timing], reference: Sequence[Timing]) -> dict[str, dict[str, float]]:
-    """Returns quartiles of ours / reference over the pairs, by wall and by processor time."""
+def ratios(
+    ours: Sequence[Timing], reference: Sequence[Timing]
+) -> dict[str, dict[str, float]]:
+    """Returns quartiles of ours / reference over the pairs, by wall and by processor
+    time.
+    """
     pairs = list(zip(ours, reference, strict=True))
     return {
         "wall": quartiles([a.wall_s / b.wall_s for a, b in pairs]),
@@ -65,8 +81,11 @@ def ratios(ours: Sequence[Timing], reference: Sequence[Timing]) -> dict[str, dic
 
 
 def matmul_rate(dtype: str, *, size: int, repeats: int) -> dict[str, float]:
-    """Returns the best FLOP/s of square matmuls on one device, by wall and by processor time."""
-    one = jax.random.normal(jax.random.key(0), (size, size), dtype)  # on a GPU equal numbers are faster
+    """Returns the best FLOP/s of square matmuls on one device, by wall and by processor
+    time.
+    """
+    # on a GPU equal numbers are faster
+    one = jax.random.normal(jax.random.key(0), (size, size), dtype)
     multiply = jax.jit(lambda a: a @ a)
     multiply(one).block_until_ready()
     times = [timed(lambda: multiply(one).block_until_ready()) for _ in range(repeats)]
@@ -79,11 +98,14 @@ def matmul_rate(dtype: str, *, size: int, repeats: int) -> dict[str, float]:
 
 
 def record_head(arguments: Sequence[str]) -> dict:
-    """Returns what must stand beside a number: command, commit, versions, hardware, load."""
+    """Returns what must stand beside a number: command, commit, versions, hardware,
+    load.
+    """
     device = jax.devices()[0]
     modules = ("jax", "jaxlib", "flax", "optax", "numpy", "libtpu")
     return {
-        "command": "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *arguments]),
+        "command": "python benchmarks/"
+        + " ".join([Path(sys.argv[0]).name, *arguments]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _git("describe", "--always", "--dirty", "--abbrev=12"),
         "python": platform.python_version(),
@@ -120,7 +142,9 @@ def _version(module: str) -> str | None:
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    fields = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
+    fields = {
+        k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)
+    }
     model = fields.get("model name") or platform.machine()
     if "cpu family" in fields:  # virtual machines hide the name of the processor
         model = f"{model} (family {fields['cpu family']} model {fields['model']})"

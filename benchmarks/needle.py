@@ -1,12 +1,16 @@
-"""Finds a needle in 4,096 tokens with a model trained at 512 and extended over mesh.context=8.
+"""Finds a needle in 4,096 tokens with a model trained at 512 and extended over
+mesh.context=8.
 
-    JAX_PLATFORMS=cpu python benchmarks/needle.py --folder runs/needle --out benchmarks/results/needle.json
+    JAX_PLATFORMS=cpu python benchmarks/needle.py --folder runs/needle --out
+    benchmarks/results/needle.json
 
-A haystack is words with codes such as `K47` among them, and at its end is asked `?K`; the answers alone are
-learned. Phases: a model of two layers learns it at 512 tokens on one device; a run that goes on from it
-(`init.from_run`) with stretched positions learns it at 4,096 on eight emulated ones; the first steps of that
-run are done again on one device; prompts that no run has seen, each with its code at one of eight depths, are
-answered before and after. What the folder has already is not done again. Less than an hour of processor time.
+A haystack is words with codes such as `K47` among them, and at its end is asked `?K`;
+the answers alone are learned. Phases: a model of two layers learns it at 512 tokens on
+one device; a run that goes on from it (`init.from_run`) with stretched positions learns
+it at 4,096 on eight emulated ones; the first steps of that run are done again on one
+device; prompts that no run has seen, each with its code at one of eight depths, are
+answered before and after. What the folder has already is not done again. Less than an
+hour of processor time.
 """
 
 from __future__ import annotations
@@ -74,11 +78,16 @@ class Code(NamedTuple):
 
 def codes(rng: random.Random, count: int) -> list[Code]:
     """Returns so many codes with different names."""
-    return [Code(name, f"{rng.randrange(100):02d}") for name in rng.sample(NAMES, count)]
+    return [
+        Code(name, f"{rng.randrange(100):02d}") for name in rng.sample(NAMES, count)
+    ]
 
 
-def haystack(rng: random.Random, length: int, needles: Sequence[Code], depths: Sequence[float]) -> str:
-    """Returns exactly `length` bytes of words, with each code at its depth: 0 is the begin, 1 the end.
+def haystack(
+    rng: random.Random, length: int, needles: Sequence[Code], depths: Sequence[float]
+) -> str:
+    """Returns exactly `length` bytes of words, with each code at its depth: 0 is the
+    begin, 1 the end.
 
     Args:
       depths: ascending, one of each code.
@@ -107,13 +116,20 @@ def example(rng: random.Random, length: int) -> dict[str, Any]:
 
 
 def prompts(depth: float, count: int, seed: int) -> list[tuple[str, str]]:
-    """Returns prompts of LONG bytes, less the answer, that ask for a code at `depth`, and its digits."""
+    """Returns prompts of LONG bytes, less the answer, that ask for a code at `depth`,
+    and its digits.
+    """
     rng, found = random.Random(seed), []
     for _ in range(count):
         some = codes(rng, rng.randint(1, MOST_CODES[LONG]))
         depths = sorted([depth, *(rng.random() for _ in some[1:])])
         needle = some[depths.index(depth)]
-        found.append((haystack(rng, LONG - len("?K47"), some, depths) + f"?{needle.name}", needle.digits))
+        found.append(
+            (
+                haystack(rng, LONG - len("?K47"), some, depths) + f"?{needle.name}",
+                needle.digits,
+            )
+        )
     return found
 
 
@@ -128,7 +144,14 @@ def write_data(folder: Path, rows: int, length: int) -> None:
 
 def settings(folder: Path, flags: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Returns what each run changes of configs/quickstart.py, by the run's name."""
-    both = MODEL | DATA | {"data.chat_template": folder / "needle.jinja", "data.cache_dir": folder / "cache"}
+    both = (
+        MODEL
+        | DATA
+        | {
+            "data.chat_template": folder / "needle.jinja",
+            "data.cache_dir": folder / "cache",
+        }
+    )
     short = {
         "data.path": folder / f"{SHORT}.jsonl",
         "batch.sequence_length": SHORT,
@@ -151,15 +174,31 @@ def settings(folder: Path, flags: argparse.Namespace) -> dict[str, dict[str, Any
     }
     split = {"train.steps": steps, "mesh.context": SHARDS, "mesh.data": 1}
     whole = {"train.steps": min(flags.compared_steps, steps)}
-    return {"short": both | short, "long": both | long | split, "one_device": both | long | whole}
+    return {
+        "short": both | short,
+        "long": both | long | split,
+        "one_device": both | long | whole,
+    }
 
 
 def train(folder: Path, name: str, changes: dict[str, Any]) -> list[str]:
-    """Trains a run in its own process, on as many emulated devices as it asks for; returns the command."""
+    """Trains a run in its own process, on as many emulated devices as it asks for;
+    returns the command.
+    """
     devices = changes.get("mesh.context", 1)
     pairs = [f"--config.{key}={value}" for key, value in changes.items()]
-    command = ["-m", "jaxdist.train", "--config", "quickstart", "--workdir", str(folder / name), *pairs]
-    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    command = [
+        "-m",
+        "jaxdist.train",
+        "--config",
+        "quickstart",
+        "--workdir",
+        str(folder / name),
+        *pairs,
+    ]
+    env = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"
+    }
     subprocess.run([sys.executable, *command], env=env, check=True)
     return ["python", *command]
 
@@ -170,37 +209,52 @@ def losses(folder: Path) -> list[float]:
 
 
 def accuracy(folder: Path, per_depth: int) -> list[float]:
-    """Returns the share of prompts that a run's model answers right, digit by digit, at each depth."""
+    """Returns the share of prompts that a run's model answers right, digit by digit, at
+    each depth.
+    """
     run = jaxdist.load_run(folder, devices=jax.devices()[:1])
     shares = []
     for number in range(DEPTHS):
-        scores = run.score(prompts((number + 0.5) / DEPTHS, per_depth, number), longest=LONG)
+        scores = run.score(
+            prompts((number + 0.5) / DEPTHS, per_depth, number), longest=LONG
+        )
         shares.append(sum(score.greedy for score in scores) / per_depth)
         print(
-            f"{folder.name}: depth {(number + 0.5) / DEPTHS:.3f}: {shares[-1]:.3f} of {per_depth}", flush=True
+            f"{folder.name}: depth {(number + 0.5) / DEPTHS:.3f}: {shares[-1]:.3f} of {per_depth}",
+            flush=True,
         )
     return shares
 
 
 def processor_minutes() -> float:
     """Returns what this process and those that it has waited for have used."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    used = [
+        resource.getrusage(who)
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    ]
     return sum(x.ru_utime + x.ru_stime for x in used) / 60
 
 
 class Phases:
-    """Phases whose results and costs are kept in a folder, so that a second call goes on."""
+    """Phases whose results and costs are kept in a folder, so that a second call goes
+    on.
+    """
 
     def __init__(self, folder: Path):
         self._file = folder / "phases.json"
-        self.done: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self.done: dict[str, Any] = (
+            json.loads(self._file.read_text()) if self._file.exists() else {}
+        )
 
     def run(self, name: str, call: Callable[[], Any]) -> Any:
         """Returns what the call returns, or has returned before; says what it cost."""
         if name not in self.done:
             before = processor_minutes()
             result = call()
-            self.done[name] = {"result": result, "cpu_minutes": round(processor_minutes() - before, 2)}
+            self.done[name] = {
+                "result": result,
+                "cpu_minutes": round(processor_minutes() - before, 2),
+            }
             self._file.write_text(json.dumps(self.done))
         print(f"{name}: {self.done[name]['cpu_minutes']} CPU minutes", flush=True)
         return self.done[name]["result"]
@@ -215,13 +269,20 @@ def main() -> None:
     parser.add_argument("--out", help="file of the record")
     parser.add_argument("--short-steps", type=int, default=900)
     parser.add_argument("--long-steps", type=int, default=60)
-    parser.add_argument("--compared-steps", type=int, default=60, help="also done on one device")
-    parser.add_argument("--per-depth", type=int, default=16, help="prompts at each of the eight depths")
+    parser.add_argument(
+        "--compared-steps", type=int, default=60, help="also done on one device"
+    )
+    parser.add_argument(
+        "--per-depth", type=int, default=16, help="prompts at each of the eight depths"
+    )
     flags = parser.parse_args()
     folder = flags.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     phases, runs = Phases(folder), settings(folder, flags)
-    phases.run("data", lambda: [write_data(folder, 20000, SHORT), write_data(folder, 1500, LONG)])
+    phases.run(
+        "data",
+        lambda: [write_data(folder, 20000, SHORT), write_data(folder, 1500, LONG)],
+    )
     commands = {n: phases.run(n, lambda n=n: train(folder, n, runs[n])) for n in runs}
     answered = {
         n: phases.run(f"{n} answers", lambda n=n: accuracy(folder / n, flags.per_depth))
@@ -231,7 +292,9 @@ def main() -> None:
     apart = [abs(a - b) for a, b in zip(ours, one, strict=False)]
     minutes = {name: phase["cpu_minutes"] for name, phase in phases.done.items()}
     record = measuring.record_head(sys.argv[1:]) | {
-        "commands": {n: " ".join(c).replace(f"{folder}/", "") for n, c in commands.items()},
+        "commands": {
+            n: " ".join(c).replace(f"{folder}/", "") for n, c in commands.items()
+        },
         "depths": [(i + 0.5) / DEPTHS for i in range(DEPTHS)],
         "prompts_per_depth": flags.per_depth,
         "accuracy_before": answered["short"],
@@ -244,7 +307,12 @@ def main() -> None:
     print(
         {
             k: record[k]
-            for k in ("accuracy_before", "accuracy_after", "largest_loss_difference", "cpu_minutes")
+            for k in (
+                "accuracy_before",
+                "accuracy_after",
+                "largest_loss_difference",
+                "cpu_minutes",
+            )
         }
     )
     measuring.write(flags.out, record)

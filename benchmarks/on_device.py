@@ -43,14 +43,18 @@ EXIT_CONFIG = 78
 
 @dataclass(frozen=True)
 class Item:
-    """One measurement: a script of this folder and its arguments, at full size and tiny."""
+    """One measurement: a script of this folder and its arguments, at full size and
+    tiny.
+    """
 
     name: str
     script: str
     full: str
     tiny: str
-    usual_s: float  # of the full item, compilation included: what of a budget it should have left
-    group: bool = False  # runs on all processes of a group; the others run on one process alone
+    # of the full item, compilation included: what of a budget it should have left
+    usual_s: float
+    # runs on all processes of a group; the others run on one process alone
+    group: bool = False
     variables: tuple[tuple[str, str], ...] = ()  # of the environment
 
     @property
@@ -72,7 +76,8 @@ _FUSIONS = "--xla_gpu_enable_triton_gemm=false"
 _1B, _3B = f"--shape 1b {_BF16}", f"--shape 3b {_BF16}"
 _4K, _8K = "--sequence 4096", "--sequence 8192"
 _ALONE = "--sides jaxdist --rounds 4"
-# The shape 1b over more and more devices, 8 sequences on each; where there is one, it says so.
+# The shape 1b over more and more devices, 8 sequences on each; where there is one, it
+# says so.
 _SCALED = (
     "--config llama3_8b --config.model.num_layers=22 --config.model.d_model=2048 --config.model.d_ff=5632 "
     "--config.model.num_heads=16 --config.model.num_kv_heads=4 --config.model.vocab_size=32768 "
@@ -85,30 +90,78 @@ _SCALED_TINY = (
 )
 
 
-def _step(name: str, full: str, tiny: str = "", usual_s: float = 90, **more: Any) -> Item:
-    return Item(name, "step.py", full, f"{_TINY_STEP} {tiny}".strip(), usual_s, group=True, **more)
+def _step(
+    name: str, full: str, tiny: str = "", usual_s: float = 90, **more: Any
+) -> Item:
+    return Item(
+        name,
+        "step.py",
+        full,
+        f"{_TINY_STEP} {tiny}".strip(),
+        usual_s,
+        group=True,
+        **more,
+    )
 
 
-def _other(name: str, kind: str, full: str, tiny: str = "", usual_s: float = 60, **more: Any) -> Item:
-    return Item(name, "device_items.py", f"{kind} {full}", f"{kind} {_SMALL} {tiny}".strip(), usual_s, **more)
+def _other(
+    name: str, kind: str, full: str, tiny: str = "", usual_s: float = 60, **more: Any
+) -> Item:
+    return Item(
+        name,
+        "device_items.py",
+        f"{kind} {full}",
+        f"{kind} {_SMALL} {tiny}".strip(),
+        usual_s,
+        **more,
+    )
 
 
 ITEMS: tuple[Item, ...] = (
     _other("machine", "machine", "", usual_s=20),
     _step("step-1b-4096", f"{_1B} {_4K} --batch 8 --rounds 8", usual_s=130),
-    _step("step-3b-4096", f"{_3B} {_4K} --batch 4 --rounds 6 --apart", "--apart", usual_s=150),
-    _step("step-1b-8192", f"{_1B} {_8K} --batch 4 --rounds 8", "--dtype bfloat16", usual_s=130),
-    _step("step-3b-8192", f"{_3B} {_8K} --batch 2 --rounds 6 --apart", "--dtype bfloat16", usual_s=150),
-    _step("remat-1b-none", f"{_1B} {_4K} --batch 8 --remat none {_ALONE}", "--remat none --sides jaxdist"),
-    _step("remat-1b-full", f"{_1B} {_4K} --batch 8 --remat full {_ALONE}", "--remat full --sides jaxdist"),
+    _step(
+        "step-3b-4096",
+        f"{_3B} {_4K} --batch 4 --rounds 6 --apart",
+        "--apart",
+        usual_s=150,
+    ),
+    _step(
+        "step-1b-8192",
+        f"{_1B} {_8K} --batch 4 --rounds 8",
+        "--dtype bfloat16",
+        usual_s=130,
+    ),
+    _step(
+        "step-3b-8192",
+        f"{_3B} {_8K} --batch 2 --rounds 6 --apart",
+        "--dtype bfloat16",
+        usual_s=150,
+    ),
+    _step(
+        "remat-1b-none",
+        f"{_1B} {_4K} --batch 8 --remat none {_ALONE}",
+        "--remat none --sides jaxdist",
+    ),
+    _step(
+        "remat-1b-full",
+        f"{_1B} {_4K} --batch 8 --remat full {_ALONE}",
+        "--remat full --sides jaxdist",
+    ),
     _step(
         "remat-1b-save",
         f"{_1B} {_4K} --batch 16 --remat save:query,key,value,attention_residuals,mlp_gate {_ALONE}",
         "--remat save:query,key,value,attention_residuals,mlp_gate --sides jaxdist",
     ),
     _step("batch-1b-16", f"{_1B} {_4K} --batch 16 {_ALONE}", "--sides jaxdist"),
-    _step("remat-3b-none", f"{_3B} {_4K} --batch 4 --remat none {_ALONE}", "--remat none --sides jaxdist"),
-    _other("attention-1b-4096", "attention", f"{_1B} {_4K} --batch 8", "--dtype bfloat16"),
+    _step(
+        "remat-3b-none",
+        f"{_3B} {_4K} --batch 4 --remat none {_ALONE}",
+        "--remat none --sides jaxdist",
+    ),
+    _other(
+        "attention-1b-4096", "attention", f"{_1B} {_4K} --batch 8", "--dtype bfloat16"
+    ),
     _other("attention-3b-8192", "attention", f"{_3B} {_8K} --batch 2"),
     Item(
         "loop-1b",
@@ -120,29 +173,51 @@ ITEMS: tuple[Item, ...] = (
     ),
     _other("profile-1b-4096", "profile", f"{_1B} {_4K} --batch 8", usual_s=70),
     _other(
-        "plan-1b-4096", "plan", f"{_1B} {_4K} --batch 8 --measured step-1b-4096",
-        "--measured step-1b-4096", usual_s=90,
+        "plan-1b-4096",
+        "plan",
+        f"{_1B} {_4K} --batch 8 --measured step-1b-4096",
+        "--measured step-1b-4096",
+        usual_s=90,
     ),
     _other(
-        "plan-3b-8192", "plan", f"{_3B} {_8K} --batch 2 --measured step-3b-8192",
-        "--dtype bfloat16 --measured step-3b-8192", usual_s=90,
+        "plan-3b-8192",
+        "plan",
+        f"{_3B} {_8K} --batch 2 --measured step-3b-8192",
+        "--dtype bfloat16 --measured step-3b-8192",
+        usual_s=90,
     ),
     _other("generate-1b", "generate", f"{_1B} --batch 8", "--prompt 8 --tokens 16"),
-    _other("huggingface-1b", "huggingface", f"{_1B} --sequence 2048 --batch 4", usual_s=90),
+    _other(
+        "huggingface-1b", "huggingface", f"{_1B} --sequence 2048 --batch 4", usual_s=90
+    ),
     Item("scaling-1b", "scaling.py", _SCALED, _SCALED_TINY, usual_s=400, group=True),
     _other("tests", "tests", "", "--tests-on cpu", usual_s=240),
     _step(
-        "flags-1b-no-triton", f"{_1B} {_4K} --batch 8 {_ALONE}", "--sides jaxdist",
+        "flags-1b-no-triton",
+        f"{_1B} {_4K} --batch 8 {_ALONE}",
+        "--sides jaxdist",
         variables=(("XLA_FLAGS", _FUSIONS),),
     ),
-    Item("startup", "startup.py", "--shape quick --rounds 2", "--shape nano --rounds 1", usual_s=120),
-)  # fmt: skip
+    Item(
+        "startup",
+        "startup.py",
+        "--shape quick --rounds 2",
+        "--shape nano --rounds 1",
+        usual_s=120,
+    ),
+)
 
 
 def main() -> int:
-    """Runs the command; returns its exit code: 0 where every item is done, 1 where one failed or is left."""
+    """Runs the command; returns its exit code: 0 where every item is done, 1 where one
+    failed or is left.
+    """
     flags = _parser().parse_args()
-    faults = [*_name_faults(flags.items), *_budget_faults(flags.budget_minutes), *_missing()]
+    faults = [
+        *_name_faults(flags.items),
+        *_budget_faults(flags.budget_minutes),
+        *_missing(),
+    ]
     if faults:
         return _refused(faults)
     sys.path.insert(0, str(ROOT))
@@ -151,7 +226,9 @@ def main() -> int:
     from jaxdist.storage import lock  # noqa: PLC0415
 
     tiny = flags.tiny or detect_platform(os.environ) == "cpu"
-    chosen = [item for item in ITEMS if not flags.items or item.name in flags.items.split(",")]
+    chosen = [
+        item for item in ITEMS if not flags.items or item.name in flags.items.split(",")
+    ]
     if flags.list:
         for item in chosen:
             print(
@@ -166,7 +243,8 @@ def main() -> int:
             return _refused([f"--budget-minutes: {text}"])
         left, lead = _agreed(left)
         chosen = left
-    for number in (signal.SIGTERM, signal.SIGHUP):  # else the item would go on alone, on the accelerator
+    # else the item would go on alone, on the accelerator
+    for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     with contextlib.ExitStack() as stack:
         try:
@@ -174,7 +252,9 @@ def main() -> int:
             if lead:
                 stack.enter_context(lock.exclusive(out / "lock"))
         except (OSError, lock.Locked) as error:
-            return _refused([f"--out {out}: {error}; wait for it to end, or give another folder"])
+            return _refused(
+                [f"--out {out}: {error}; wait for it to end, or give another folder"]
+            )
         measure(left, tiny, out, flags.budget_minutes, lead)
         rows = last_rows(out)
         if lead:
@@ -182,18 +262,36 @@ def main() -> int:
     return int(lead and any(_status(item, rows, tiny) != "done" for item in chosen))
 
 
-def measure(left: Sequence[Item], tiny: bool, out: Path, budget_minutes: float | None, lead: bool) -> None:
+def measure(
+    left: Sequence[Item],
+    tiny: bool,
+    out: Path,
+    budget_minutes: float | None,
+    lead: bool,
+) -> None:
     """Runs items as long as the budget lasts, and keeps their rows."""
     ends = time.monotonic() + 60 * budget_minutes - SPARE_S if budget_minutes else None
     for item in left:
-        seconds = item.limit_s if ends is None else min(item.limit_s, ends - time.monotonic())
+        seconds = (
+            item.limit_s if ends is None else min(item.limit_s, ends - time.monotonic())
+        )
         if seconds < min(item.limit_s, 10 if tiny else item.usual_s):
-            print(f"{item.name}: not begun, {max(seconds, 0):.0f} s of the budget are left", flush=True)
+            print(
+                f"{item.name}: not begun, {max(seconds, 0):.0f} s of the budget are left",
+                flush=True,
+            )
             continue  # a shorter one may still fit
         rows = last_rows(out)
-        first = [other for other in left if other.name == item.measured and _is_left(other, rows, tiny)]
+        first = [
+            other
+            for other in left
+            if other.name == item.measured and _is_left(other, rows, tiny)
+        ]
         if first:
-            print(f"{item.name}: not begun, it is compared with {item.measured}", flush=True)
+            print(
+                f"{item.name}: not begun, it is compared with {item.measured}",
+                flush=True,
+            )
             continue
         row = run_item(item, tiny, out, seconds, lead)
         if lead:
@@ -210,26 +308,38 @@ def _refused(faults: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", default="on_device", help="folder of the results")
-    parser.add_argument("--budget-minutes", type=float, help="begin nothing that would take longer")
+    parser.add_argument(
+        "--budget-minutes", type=float, help="begin nothing that would take longer"
+    )
     parser.add_argument("--items", help="NAME,NAME: only these")
-    parser.add_argument("--retry", action="store_true", help="also items that failed before")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes; always so on CPU")
-    parser.add_argument("--list", action="store_true", help="show the items and their commands")
+    parser.add_argument(
+        "--retry", action="store_true", help="also items that failed before"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny sizes; always so on CPU"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="show the items and their commands"
+    )
     return parser
 
 
-# ---------------------------------------------------------------------------------- before anything
+# ---------------------------------------------------------------------- before anything
 
 
 def _missing() -> Iterator[str]:
-    """Yields a line for each package of the core, and pytest, that is not here or too old."""
+    """Yields a line for each package of the core, and pytest, that is not here or too
+    old.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for need in [*project["dependencies"], "pytest>=8.4", "hypothesis>=6.130"]:
         name, _, least = need.partition(">=")
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            module = name.replace("-", "_").replace("orbax_checkpoint", "orbax.checkpoint")
+            module = name.replace("-", "_").replace(
+                "orbax_checkpoint", "orbax.checkpoint"
+            )
             if _importable(module):
                 continue
             yield f"{name} is not installed: pip install '{need}'"
@@ -271,17 +381,23 @@ coordination.barrier(300)
 
 
 def _agreed(left: Sequence[Item]) -> tuple[list[Item], bool]:
-    """Returns, in all processes of a group, the first one's items, and whether this is the first."""
+    """Returns, in all processes of a group, the first one's items, and whether this is
+    the first.
+    """
     names = json.dumps([item.name for item in left if item.group])
     command = [sys.executable, "-c", _AGREE, names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     found = re.search(r"^AGREED (\d+) (.*)$", done.stdout, re.M)
     if found is None:
-        raise SystemExit(f"the processes of the group did not meet:\n{done.stderr[-2000:]}")
-    return [item for item in ITEMS if item.name in json.loads(found[2])], found[1] == "0"
+        raise SystemExit(
+            f"the processes of the group did not meet:\n{done.stderr[-2000:]}"
+        )
+    return [item for item in ITEMS if item.name in json.loads(found[2])], found[
+        1
+    ] == "0"
 
 
-# --------------------------------------------------------------------------------------- one item
+# ----------------------------------------------------------------------------- one item
 
 
 def command_of(item: Item, tiny: bool, out: Path | str) -> list[str]:
@@ -292,7 +408,9 @@ def command_of(item: Item, tiny: bool, out: Path | str) -> list[str]:
     return [sys.executable, f"benchmarks/{item.script}", *words]
 
 
-def run_item(item: Item, tiny: bool, out: Path, seconds: float, lead: bool = True) -> dict[str, Any]:
+def run_item(
+    item: Item, tiny: bool, out: Path, seconds: float, lead: bool = True
+) -> dict[str, Any]:
     """Returns the row of an item, which is ended after so many seconds."""
     began, log = time.monotonic(), out / "logs" / f"{item.name}.log"
     log.parent.mkdir(exist_ok=True)
@@ -316,14 +434,23 @@ def run_item(item: Item, tiny: bool, out: Path, seconds: float, lead: bool = Tru
         finally:
             _end(child)
         took = time.monotonic() - began
-        row = {"item": item.name, "tiny": tiny, "seconds": round(took, 1), "command": shlex.join(command[1:])}
+        row = {
+            "item": item.name,
+            "tiny": tiny,
+            "seconds": round(took, 1),
+            "command": shlex.join(command[1:]),
+        }
         if code == 0 and (file.is_file() or not lead):  # of a group, the first writes
             record = json.loads(file.read_text()) if file.is_file() else {}
             return row | {"status": "done", "record": record}
     if code is None:
         whole = seconds >= item.limit_s
         reason = f"took more than {seconds:.0f} s{'' if whole else ', all that the budget had left'}"
-        return row | {"status": "failed" if whole else "cut", "reason": reason, "log": _tail(log)}
+        return row | {
+            "status": "failed" if whole else "cut",
+            "reason": reason,
+            "log": _tail(log),
+        }
     return row | {"status": "failed", "reason": _reason(code, log), "log": _tail(log)}
 
 
@@ -332,8 +459,14 @@ def _environment(item: Item) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     cache = str(Path(tempfile.gettempdir()) / f"jaxdist-on-device-{os.getuid()}")
     own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    usual = {"JAX_COMPILATION_CACHE_DIR": cache, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
-    added = {name: f"{os.environ.get(name, '')} {value}".strip() for name, value in item.variables}
+    usual = {
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93",
+    }
+    added = {
+        name: f"{os.environ.get(name, '')} {value}".strip()
+        for name, value in item.variables
+    }
     return usual | os.environ | own | added
 
 
@@ -352,15 +485,27 @@ def _tail(log: Path) -> list[str]:
 
 def _reason(code: int, log: Path) -> str:
     """Returns why an item failed: the line of its log that says so best."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    memory = [line for line in lines if "RESOURCE_EXHAUSTED" in line or "Out of memory" in line]
-    faults = [line for line in lines if line.startswith("error: ") or re.match(r"[\w.]+(Error|Exit)\b", line)]
+    lines = [
+        line.strip()
+        for line in log.read_text(errors="replace").splitlines()
+        if line.strip()
+    ]
+    memory = [
+        line
+        for line in lines
+        if "RESOURCE_EXHAUSTED" in line or "Out of memory" in line
+    ]
+    faults = [
+        line
+        for line in lines
+        if line.startswith("error: ") or re.match(r"[\w.]+(Error|Exit)\b", line)
+    ]
     said = (memory[:1] or faults[-1:] or lines[-1:] or ["nothing"])[0]
     end = f"signal {-code}" if code < 0 else f"code {code}"
     return f"ended with {end}: {said[:400]}"
 
 
-# ------------------------------------------------------------------------------------- the records
+# -------------------------------------------------------------------------- the records
 
 
 def last_rows(out: Path) -> dict[str, dict[str, Any]]:
@@ -377,12 +522,16 @@ def last_rows(out: Path) -> dict[str, dict[str, Any]]:
 def left_of(
     chosen: Sequence[Item], rows: Mapping[str, dict[str, Any]], tiny: bool, retry: bool
 ) -> list[Item]:
-    """Returns what is left, what was begun before at the end: it may need more than any budget."""
+    """Returns what is left, what was begun before at the end: it may need more than any
+    budget.
+    """
     left = [item for item in chosen if _is_left(item, rows, tiny, retry)]
     return sorted(left, key=lambda item: _status(item, rows, tiny) != "left")
 
 
-def _is_left(item: Item, rows: Mapping[str, dict[str, Any]], tiny: bool, retry: bool = False) -> bool:
+def _is_left(
+    item: Item, rows: Mapping[str, dict[str, Any]], tiny: bool, retry: bool = False
+) -> bool:
     return _status(item, rows, tiny) in ("left", "cut", *["failed"] * retry)
 
 
@@ -416,12 +565,19 @@ def _words(record: Mapping[str, Any]) -> Iterator[str]:
     """Yields what a record of step.py, loop.py or startup.py says first."""
     for name, side in record.get("sides", {}).items():
         mfu = side["mfu_full"]
-        share = "MFU unknown" if mfu is None else f"MFU {mfu:.1%} full, {side['mfu_causal']:.1%} causal"
+        share = (
+            "MFU unknown"
+            if mfu is None
+            else f"MFU {mfu:.1%} full, {side['mfu_causal']:.1%} causal"
+        )
         yield f"{name} {1e3 * side['step_s']['median']:.1f} ms, {side['tokens_per_s']:,.0f} tokens/s, {share}"
     if record.get("ratio"):
         yield f"ratio {record['ratio']['wall']['median']:.3f}"
     if "loop_over_bare" in record:
-        mfu = ", ".join(f"{side} MFU {found['full']:.1%} full" for side, found in record["mfu"].items())
+        mfu = ", ".join(
+            f"{side} MFU {found['full']:.1%} full"
+            for side, found in record["mfu"].items()
+        )
         yield f"loop / bare {record['loop_over_bare']['median']:.4f}{f', {mfu}' if mfu else ''}"
     for kind in ("cold", "warm"):
         if kind in record:
@@ -430,11 +586,18 @@ def _words(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _summary(out: Path, chosen: Sequence[Item]) -> str:
-    """Returns a line for each of the chosen items; writes those of all that have a row."""
+    """Returns a line for each of the chosen items; writes those of all that
+    have a row.
+    """
     rows = last_rows(out)
-    lines = {i.name: _line(rows[i.name]) if i.name in rows else f"{i.name:20} left" for i in ITEMS}
+    lines = {
+        i.name: _line(rows[i.name]) if i.name in rows else f"{i.name:20} left"
+        for i in ITEMS
+    }
     names = [i.name for i in chosen]
-    text = "\n".join(line for name, line in lines.items() if name in rows or name in names)
+    text = "\n".join(
+        line for name, line in lines.items() if name in rows or name in names
+    )
     (out / "summary.txt").write_text(text + "\n")
     return "\n".join(lines[name] for name in names)
 

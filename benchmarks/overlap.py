@@ -1,11 +1,13 @@
-"""Plans layouts on TPU slices and prints how much of each step's communication no compute covers.
+"""Plans layouts on TPU slices and prints how much of each step's communication no
+compute covers.
 
     JAX_PLATFORMS=cpu python benchmarks/overlap.py --layouts v5p-64,v5e-256
 
-Nothing of a TPU is needed but libtpu: 1 to 3 CPU minutes a layout, v6e 8 and more; results are kept in the
-planner's cache. Rows replace those of the same layout and version in benchmarks/results/tpu-overlap.json.
-Models have 4 of their 32 layers but for `-whole`: layers are a loop, so what is exposed in each is the same,
-and the head's share is larger than in the whole model.
+Nothing of a TPU is needed but libtpu: 1 to 3 CPU minutes a layout, v6e 8 and more;
+results are kept in the planner's cache. Rows replace those of the same layout and
+version in benchmarks/results/tpu-overlap.json. Models have 4 of their 32 layers but for
+`-whole`: layers are a loop, so what is exposed in each is the same, and the head's
+share is larger than in the whole model.
 """
 
 from __future__ import annotations
@@ -40,10 +42,13 @@ class Layout:
 
     target: str
     overrides: Mapping[str, Any]
-    flags: tuple[str, ...] = ()  # of libtpu, switched on beside those that a run starts with
+    # of libtpu, switched on beside those that a run starts with
+    flags: tuple[str, ...] = ()
 
 
-def _layout(target: str, sequences: int, layers: int = 4, length: int = 8192, **mesh: Any) -> Layout:
+def _layout(
+    target: str, sequences: int, layers: int = 4, length: int = 8192, **mesh: Any
+) -> Layout:
     overrides = {
         "model.num_layers": layers,
         "batch.global_size": sequences,
@@ -54,10 +59,13 @@ def _layout(target: str, sequences: int, layers: int = 4, length: int = 8192, **
 
 
 def _in_bfloat16(layout: Layout) -> Layout:
-    return replace(layout, overrides={**layout.overrides, "precision.reduce": "bfloat16"})
+    return replace(
+        layout, overrides={**layout.overrides, "precision.reduce": "bfloat16"}
+    )
 
 
-# v5e has no SparseCore; its compiler can run parts of a collective inside a matrix product.
+# v5e has no SparseCore; its compiler can run parts of a collective inside a matrix
+# product.
 _FUSION = "xla_tpu_enable_async_collective_fusion"
 _FUSED = (
     _FUSION,
@@ -72,7 +80,9 @@ def _fused(layout: Layout) -> Layout:
     return replace(layout, flags=_FUSED)
 
 
-_V5E, _V5E_WHOLE = (_layout("v5e:16x16", 256, layers=layers, length=4096) for layers in (4, 32))
+_V5E, _V5E_WHOLE = (
+    _layout("v5e:16x16", 256, layers=layers, length=4096) for layers in (4, 32)
+)
 
 LAYOUTS = {
     "v5p-64": _layout("v5p:4x4x4", 64),
@@ -86,13 +96,17 @@ LAYOUTS = {
     "v5e-256-whole": _V5E_WHOLE,
     "v5e-256-whole-bfloat16-fused": _fused(_in_bfloat16(_V5E_WHOLE)),
     "v5p-64-two-slices": _layout("v5p:4x4x4x2", 128, data=2),
-    "v5p-64-tensor-4": _layout("v5p:4x4x4", 64, fsdp=16, tensor=4, sequence_parallel=True),
+    "v5p-64-tensor-4": _layout(
+        "v5p:4x4x4", 64, fsdp=16, tensor=4, sequence_parallel=True
+    ),
 }
 
 
 def command(layout: Layout) -> str:
     """Returns the shell command that plans a layout."""
-    words = " ".join(f"--config.{name}={value}" for name, value in layout.overrides.items())
+    words = " ".join(
+        f"--config.{name}={value}" for name, value in layout.overrides.items()
+    )
     flags = " ".join(f"--{name}=true" for name in layout.flags)
     environment = f'LIBTPU_INIT_ARGS="{flags}" ' if flags else ""
     return f"{environment}python -m jaxdist.plan --config llama3_8b --on {layout.target} {words}"
@@ -109,7 +123,12 @@ def plan_of(layout: Layout, options: CompileOptions) -> Plan:
 
 def row(name: str, layout: Layout, plan: Plan, version: str) -> dict[str, Any]:
     """Returns a row of the table; times in ms, memory in GiB."""
-    found = {"layout": name, "version": version, "target": layout.target, "command": command(layout)}
+    found = {
+        "layout": name,
+        "version": version,
+        "target": layout.target,
+        "command": command(layout),
+    }
     done, time = plan.compiled, plan.time
     if done is None or time.step_s is None:
         return found | {"why": plan.exit_reason}
@@ -128,7 +147,11 @@ def row(name: str, layout: Layout, plan: Plan, version: str) -> dict[str, Any]:
             for one in longest
         ],
         "compile_cpu_s": round(done.cpu_seconds),
-        "versions": {package: v for package, v in versions().items() if package in ("jax", "libtpu")},
+        "versions": {
+            package: v
+            for package, v in versions().items()
+            if package in ("jax", "libtpu")
+        },
     }
 
 
@@ -136,7 +159,11 @@ def keep(new: dict[str, Any], path: Path = RESULTS) -> None:
     """Writes a row, in place of an older one of the same layout, version and libtpu."""
 
     def key(row: dict[str, Any]) -> tuple:
-        return list(LAYOUTS).index(row["layout"]), row["version"], str(row.get("versions"))
+        return (
+            list(LAYOUTS).index(row["layout"]),
+            row["version"],
+            str(row.get("versions")),
+        )
 
     rows = json.loads(path.read_text()) if path.exists() else []
     kept = {key(old): old for old in rows} | {key(new): new}
@@ -146,17 +173,27 @@ def keep(new: dict[str, Any], path: Path = RESULTS) -> None:
 
 def main() -> None:
     """Plans the layouts and prints a line each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="names (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--layouts", default=",".join(LAYOUTS), help="names (default: all)"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     flags = parser.parse_args()
     version = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.strip()
     for name in flags.layouts.split(","):
         layout = LAYOUTS[name]
         switched_on = tuple((flag, True) for flag in layout.flags)
-        options = CompileOptions(flags=switched_on, memory_bytes=6 * GIB, timeout_s=4 * 3600)
+        options = CompileOptions(
+            flags=switched_on, memory_bytes=6 * GIB, timeout_s=4 * 3600
+        )
         found = row(name, layout, plan_of(layout, options), version)
         keep(found, flags.out)
         print(json.dumps(found), flush=True)

@@ -33,19 +33,27 @@ def main() -> None:
     """Runs the command."""
     flags = _parser().parse_args()
     os.environ.update(platform_flags.flag_environment("cpu", os.environ))
-    os.environ.setdefault("NPROC", str(4 * flags.devices))  # threads: collectives block one each
+    # threads: collectives block one each
+    os.environ.setdefault("NPROC", str(4 * flags.devices))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", flags.devices)
     shape = dataclasses.replace(SHAPES[flags.shape], batch=flags.batch)
     options = Options(remat="full", dtype=flags.dtype)
-    plan = PipelineConfig(flags.schedule, flags.microbatches, flags.chunks, gather_once=flags.gather_once)
+    plan = PipelineConfig(
+        flags.schedule, flags.microbatches, flags.chunks, gather_once=flags.gather_once
+    )
     ours = f"pipeline={flags.stages},data=1,fsdp={flags.devices // flags.stages}"
     sides = [_side(mesh, shape, options, plan) for mesh in (ours, flags.beside)]
     inner = steps.steps_per_turn(sides)
 
     def report(number: int, times: list[measuring.Timing]) -> None:
-        cells = (f"{1e3 * t.wall_s / inner:.0f} ms ({1e3 * t.processor_s / inner:.0f} cpu)" for t in times)
-        print(f"round {number + 1}/{flags.rounds}: {' against '.join(cells)}", flush=True)
+        cells = (
+            f"{1e3 * t.wall_s / inner:.0f} ms ({1e3 * t.processor_s / inner:.0f} cpu)"
+            for t in times
+        )
+        print(
+            f"round {number + 1}/{flags.rounds}: {' against '.join(cells)}", flush=True
+        )
 
     turns = [partial(side.advance, inner) for side in sides]
     times = measuring.interleaved(turns, flags.rounds, report)
@@ -55,7 +63,9 @@ def main() -> None:
         "pipeline": dataclasses.asdict(plan) | {"stages": flags.stages},
         "bubble": bubble_fraction(flags.stages, flags.microbatches, flags.chunks),
         "steps_per_round": inner,
-        "sides": {s.name: _numbers(s, t, inner) for s, t in zip(sides, times, strict=True)},
+        "sides": {
+            s.name: _numbers(s, t, inner) for s, t in zip(sides, times, strict=True)
+        },
         "ratio": measuring.ratios(*times),
         "first_loss_difference": abs(sides[0].first_loss - sides[1].first_loss),
     }
@@ -63,15 +73,22 @@ def main() -> None:
     measuring.write(flags.out, record)
 
 
-def _side(mesh: str, shape: Shape, options: Options, plan: PipelineConfig) -> contestants.Side:
+def _side(
+    mesh: str, shape: Shape, options: Options, plan: PipelineConfig
+) -> contestants.Side:
     """Returns a contestant, warmed up by two steps."""
-    run = dataclasses.replace(contestants.run_config(shape, options, mesh), pipeline=plan)
+    run = dataclasses.replace(
+        contestants.run_config(shape, options, mesh), pipeline=plan
+    )
     side = contestants.build_jaxdist(run, contestants.full_batch(run))
     side.name = mesh
     side.advance(1)
     side.first_loss = float(side.metrics["loss"])
     side.advance(1)
-    print(f"{mesh}: compiled in {side.compile_s:.1f} s, first loss {side.first_loss:.7f}", flush=True)
+    print(
+        f"{mesh}: compiled in {side.compile_s:.1f} s, first loss {side.first_loss:.7f}",
+        flush=True,
+    )
     return side
 
 
@@ -81,7 +98,9 @@ def _print(record: dict) -> None:
             f"{name}: step {1e3 * side['step_s']['median']:.0f} ms, temporary "
             f"{side['temp_bytes'] / 1e6:.1f} MB, arguments {side['argument_bytes'] / 1e6:.1f} MB"
         )
-    print(f"ratio by wall {record['ratio']['wall']}, by processor {record['ratio']['processor']}")
+    print(
+        f"ratio by wall {record['ratio']['wall']}, by processor {record['ratio']['processor']}"
+    )
     ours, beside = (side["flops_per_device"] for side in record["sides"].values())
     print(f"FLOPs {ours / beside:.3f} x")
 
@@ -110,8 +129,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--chunks", type=int, default=1)
-    parser.add_argument("--gather-once", action="store_true", help="as pipeline.gather_once")
-    parser.add_argument("--beside", default="fsdp=8", help="mesh of the unpipelined side")
+    parser.add_argument(
+        "--gather-once", action="store_true", help="as pipeline.gather_once"
+    )
+    parser.add_argument(
+        "--beside", default="fsdp=8", help="mesh of the unpipelined side"
+    )
     parser.add_argument("--devices", type=int, default=8, help="emulated CPU devices")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--out", help="JSON file")

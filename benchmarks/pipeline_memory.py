@@ -34,7 +34,13 @@ CASES = (
         for schedule in ("1f1b", "interleaved", "gpipe")
         for microbatches in (8, 32)
     ]
-    + ["quick gpipe 8", "quick gpipe 32", "quick 1f1b 8", "quick 1f1b 32", "quick 1f1b 8 edges=last"]
+    + [
+        "quick gpipe 8",
+        "quick gpipe 32",
+        "quick 1f1b 8",
+        "quick 1f1b 32",
+        "quick 1f1b 8 edges=last",
+    ]
     + [
         f"large 1f1b 8 {fields}"
         for fields in (
@@ -56,21 +62,34 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file")
     flags = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    known = json.loads(flags.out.read_text()) if flags.out and flags.out.exists() else {"cases": {}}
+    known = (
+        json.loads(flags.out.read_text())
+        if flags.out and flags.out.exists()
+        else {"cases": {}}
+    )
     record = known | measuring.record_head(sys.argv[1:])
     for case in flags.cases:
         if case in record["cases"]:
             continue
         record["cases"][case] = found = compiled(case)
-        print(f"{case}: temporary {found['temp_bytes']:,} bytes, {found['seconds']:.0f} s", flush=True)
+        print(
+            f"{case}: temporary {found['temp_bytes']:,} bytes, {found['seconds']:.0f} s",
+            flush=True,
+        )
         measuring.write(flags.out, record)
 
 
 def compiled(case: str) -> dict:
     """Returns what the compiler made of a case."""
     start = time.monotonic()
-    command = [sys.executable, str(ROOT / "tests" / "parallel" / "pipeline" / "test_tpu.py"), case]
-    child = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "parallel" / "pipeline" / "test_tpu.py"),
+        case,
+    ]
+    child = subprocess.run(
+        command, env=os.environ | ENVIRONMENT, capture_output=True, text=True
+    )
     lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
     if not lines:
         raise SystemExit(f"{case}: {child.stderr[-4000:]}")

@@ -28,7 +28,17 @@ from typing import Any
 import jax
 import measuring
 import sides
-from scaling_rows import EMULATED, Expected, Key, Point, devices_text, expected_of, lines, rows_of, summary
+from scaling_rows import (
+    EMULATED,
+    Expected,
+    Key,
+    Point,
+    devices_text,
+    expected_of,
+    lines,
+    rows_of,
+    summary,
+)
 
 from jaxdist.config import ConfigError
 from jaxdist.config.extras import MissingExtra
@@ -60,15 +70,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags.skip_one_device and jax.device_count() == 1:
         reason = "skipped: one device, which has nothing to scale over"
         say(reason)
-        measuring.write(flags.out, measuring.record_head(sys.argv[1:]) | {"summary": reason})
+        measuring.write(
+            flags.out, measuring.record_head(sys.argv[1:]) | {"summary": reason}
+        )
         return 0
     points = settled(run, flags, files, faults)
     axis = axis_of(run, flags.axis)
-    say(f"{axis} over {', '.join(map(str, dict.fromkeys(p.count for p in points)))} devices; {_STEP_ALONE}")
+    say(
+        f"{axis} over {', '.join(map(str, dict.fromkeys(p.count for p in points)))} devices; {_STEP_ALONE}"
+    )
     first = jax.process_index() == 0
-    expected = coordination.broadcast(_predictions(points, files, flags, say) if first else None)
+    expected = coordination.broadcast(
+        _predictions(points, files, flags, say) if first else None
+    )
     found, reasons = measure(points, flags, say)
-    rows = rows_of(points, found, reasons, dict(zip(_keys(points), expected, strict=True)))
+    rows = rows_of(
+        points, found, reasons, dict(zip(_keys(points), expected, strict=True))
+    )
     for line in lines(rows):
         say(line)
     measuring.write(flags.out, _record(run, axis, flags, files, rows))
@@ -79,49 +97,77 @@ def _silent(*_: object, **__: object) -> None:
     pass
 
 
-# ------------------------------------------------------------------------------ what is to be measured
+# --------------------------------------------------------------- what is to be measured
 
 
 def axis_of(run: RunConfig, name: str | None) -> str:
-    """Returns the mesh axis that grows: the named one, else the one that takes the devices left over."""
-    return name or next((axis for axis in AXES if getattr(run.mesh, axis) == -1), "data")
+    """Returns the mesh axis that grows: the named one, else the one that takes the
+    devices left over.
+    """
+    return name or next(
+        (axis for axis in AXES if getattr(run.mesh, axis) == -1), "data"
+    )
 
 
 def grown(run: RunConfig, axis: str, count: int) -> RunConfig:
-    """Returns the run on so many devices, all in one axis but for what the others have."""
-    sizes = {name: 1 if (size := getattr(run.mesh, name)) == -1 else size for name in AXES}
+    """Returns the run on so many devices, all in one axis but for what the
+    others have.
+    """
+    sizes = {
+        name: 1 if (size := getattr(run.mesh, name)) == -1 else size for name in AXES
+    }
     others = math.prod(size for name, size in sizes.items() if name != axis)
-    return dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, **sizes | {axis: count // others}))
+    return dataclasses.replace(
+        run, mesh=dataclasses.replace(run.mesh, **sizes | {axis: count // others})
+    )
 
 
 def settled(
-    run: RunConfig, flags: argparse.Namespace, files: Sequence[Calibration], faults: list[str]
+    run: RunConfig,
+    flags: argparse.Namespace,
+    files: Sequence[Calibration],
+    faults: list[str],
 ) -> list[Point]:
     """Returns the points of all modes and counts, in order.
 
     Raises:
-      ConfigError: all that is wrong with flags, counts, calibrations and the run on any count.
+      ConfigError: all that is wrong with flags, counts, calibrations and the run on any
+        count.
     """
     counts: list[int] = []
     points: list[Point] = []
     if not any(fault.startswith(("--axis", "--smallest")) for fault in faults):
         counts = _counts(run, axis_of(run, flags.axis), flags, faults)
-    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    devices = sorted(
+        jax.devices(), key=lambda device: (device.process_index, device.id)
+    )
     for mode in MODES if flags.mode == "both" else (flags.mode,):
         for count in counts:
             larger = count // counts[0] if mode == "weak" else 1
-            batch = dataclasses.replace(run.batch, global_size=run.batch.global_size * larger)
-            own = dataclasses.replace(grown(run, axis_of(run, flags.axis), count), batch=batch)
+            batch = dataclasses.replace(
+                run.batch, global_size=run.batch.global_size * larger
+            )
+            own = dataclasses.replace(
+                grown(run, axis_of(run, flags.axis), count), batch=batch
+            )
             points.append(Point(mode, own, tuple(devices[:count])))
     for point in points:
         try:
             validation.validate(point.run, point.devices, with_data=False)
         except ConfigError as error:
-            faults += [f"{point.mode} on {devices_text(point.count)}: {fault}" for fault in error.faults]
+            faults += [
+                f"{point.mode} on {devices_text(point.count)}: {fault}"
+                for fault in error.faults
+            ]
     served = [_target_of(point, flags) for point in points]
     for one in files if points else ():
-        if not any(isinstance(target, targets.Target) and one.serves(target) for target in served):
-            faults.append(f"--calibration {one.file}: measured on {one.hardware}, which no count here is")
+        if not any(
+            isinstance(target, targets.Target) and one.serves(target)
+            for target in served
+        ):
+            faults.append(
+                f"--calibration {one.file}: measured on {one.hardware}, which no count here is"
+            )
     if flags.network and served and isinstance(why := served[-1], str):
         faults.append(f"--network={flags.network}: {why}")
     if faults:
@@ -129,14 +175,25 @@ def settled(
     return points
 
 
-def _counts(run: RunConfig, axis: str, flags: argparse.Namespace, faults: list[str]) -> list[int]:
-    """Returns the numbers of devices, each twice the one before; adds to `faults` why there are none."""
-    fixed = {name: size for name in AXES if (size := getattr(run.mesh, name)) > 1 and name != axis}
+def _counts(
+    run: RunConfig, axis: str, flags: argparse.Namespace, faults: list[str]
+) -> list[int]:
+    """Returns the numbers of devices, each twice the one before; adds to `faults` why
+    there are none.
+    """
+    fixed = {
+        name: size
+        for name in AXES
+        if (size := getattr(run.mesh, name)) > 1 and name != axis
+    }
     others, emulated = math.prod(fixed.values()), jax.devices()[0].platform == "cpu"
     total = jax.device_count() if emulated else flags.devices or jax.device_count()
     whole = jax.local_device_count() if jax.process_count() > 1 else 1
     least = flags.smallest or max(others, whole)
-    sizes, before = " x ".join(f"{name} {size}" for name, size in fixed.items()), len(faults)
+    sizes, before = (
+        " x ".join(f"{name} {size}" for name, size in fixed.items()),
+        len(faults),
+    )
     if least % others or others & (others - 1):
         faults.append(
             f"--axis={axis}: the other axes ({sizes}) take {others} devices, and counts are powers of two "
@@ -148,11 +205,23 @@ def _counts(run: RunConfig, axis: str, flags: argparse.Namespace, faults: list[s
             f"multiple, with a power of two of devices in each"
         )
     if total > jax.device_count():
-        faults.append(f"--devices={total}: there are {jax.device_count()}; leave it out for all")
+        faults.append(
+            f"--devices={total}: there are {jax.device_count()}; leave it out for all"
+        )
     if 2 * least > total:
-        cure = "start with more (--devices on a CPU)" if least == max(others, whole) else "lower --smallest"
-        faults.append(f"one count is no scaling: from {devices_text(least)}, and there are {total}; {cure}")
-    return [] if len(faults) > before else [least * 2**i for i in range((total // least).bit_length())]
+        cure = (
+            "start with more (--devices on a CPU)"
+            if least == max(others, whole)
+            else "lower --smallest"
+        )
+        faults.append(
+            f"one count is no scaling: from {devices_text(least)}, and there are {total}; {cure}"
+        )
+    return (
+        []
+        if len(faults) > before
+        else [least * 2**i for i in range((total // least).bit_length())]
+    )
 
 
 def _flag_faults(flags: argparse.Namespace) -> Iterator[str]:
@@ -177,13 +246,18 @@ def _read_calibrations(paths: Sequence[str]) -> tuple[list[Calibration], list[st
     return files, faults
 
 
-# ------------------------------------------------------------------------------------ the prediction
+# ----------------------------------------------------------------------- the prediction
 
 
 def _predictions(
-    points: Sequence[Point], files: Sequence[Calibration], flags: argparse.Namespace, say: Callable[..., None]
+    points: Sequence[Point],
+    files: Sequence[Calibration],
+    flags: argparse.Namespace,
+    say: Callable[..., None],
 ) -> list[list | str]:
-    """Returns what `Expected` is made of for each key of the points, or why there is no prediction."""
+    """Returns what `Expected` is made of for each key of the points, or why there is no
+    prediction.
+    """
     out: list[list | str] = []
     for point in {one.key: one for one in points}.values():
         say(f"plan of {point.name}", flush=True)
@@ -192,7 +266,9 @@ def _predictions(
     return out
 
 
-def _prediction(point: Point, files: Sequence[Calibration], flags: argparse.Namespace) -> Expected | str:
+def _prediction(
+    point: Point, files: Sequence[Calibration], flags: argparse.Namespace
+) -> Expected | str:
     """Returns what `plan` says of a point; why it says nothing."""
     target = _target_of(point, flags)
     if isinstance(target, str):
@@ -200,13 +276,13 @@ def _prediction(point: Point, files: Sequence[Calibration], flags: argparse.Name
     measured = [one for one in files if one.serves(target)]
     if target.platform == "cpu":
         if not measured and (point.count > 1 or not files):
-            return (
-                f"no --calibration was measured on {target.text}, of which no rate is published: {_CALIBRATE}"
-            )
+            return f"no --calibration was measured on {target.text}, of which no rate is published: {_CALIBRATE}"
         if jax.process_count() > 1:
             return "it is not known which processes share a machine"
     try:
-        plan = make_plan(point.run, target, options=_ROOM, calibration=_merged(measured))
+        plan = make_plan(
+            point.run, target, options=_ROOM, calibration=_merged(measured)
+        )
     except (ConfigError, MissingExtra) as error:
         return str(error)
     if not plan.compiled or (plan.time.step_s is None and target.chip):
@@ -215,9 +291,13 @@ def _prediction(point: Point, files: Sequence[Calibration], flags: argparse.Name
 
 
 def _target_of(point: Point, flags: argparse.Namespace) -> targets.Target | str:
-    """Returns the target that a point's devices are; of some parts of a machine, why they are none."""
+    """Returns the target that a point's devices are; of some parts of a machine, why
+    they are none.
+    """
     try:
-        return targets.parse(f"here@{flags.network}" if flags.network else "here", point.devices)
+        return targets.parse(
+            f"here@{flags.network}" if flags.network else "here", point.devices
+        )
     except ConfigError as error:
         return str(error)
 
@@ -230,7 +310,7 @@ def _merged(files: Sequence[Calibration]) -> Calibration | None:
     return Calibration(", ".join(one.file for one in files), files[0].hardware, fits)
 
 
-# ------------------------------------------------------------------------------------- the measurement
+# ---------------------------------------------------------------------- the measurement
 
 
 @dataclasses.dataclass
@@ -240,8 +320,12 @@ class _Absent:
     name: str
     compile_s: float = 0.0
     first_loss: float = math.nan
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"loss": math.nan})
-    compiled: Any = dataclasses.field(default_factory=lambda: jax.jit(lambda: 0).lower().compile())
+    metrics: Mapping[str, float] = dataclasses.field(
+        default_factory=lambda: {"loss": math.nan}
+    )
+    compiled: Any = dataclasses.field(
+        default_factory=lambda: jax.jit(lambda: 0).lower().compile()
+    )
 
     def advance(self, steps: int) -> None:
         """Takes no part."""
@@ -261,14 +345,21 @@ def measure(
         found, reasons = found | own, reasons | why
         gc.collect()  # arrays of the sides, before the next ones need their memory
     if not found:
-        raise ConfigError([f"{key[0]} devices: {reason}" for key, reason in reasons.items()])
+        raise ConfigError(
+            [f"{key[0]} devices: {reason}" for key, reason in reasons.items()]
+        )
     return found, reasons
 
 
 def _together(
-    points: Sequence[Point], flags: argparse.Namespace, steps: int | None, say: Callable[..., None]
+    points: Sequence[Point],
+    flags: argparse.Namespace,
+    steps: int | None,
+    say: Callable[..., None],
 ):
-    """Returns the numbers of points that take turns, by key, and why others have none."""
+    """Returns the numbers of points that take turns, by key, and why others
+    have none.
+    """
     present: dict[Key, Any] = {}
     reasons: dict[Key, str] = {}
     for point in points:
@@ -277,7 +368,9 @@ def _together(
             reasons[point.key] = side
         else:
             present[point.key] = side
-    turns = take_turns(list(present.values()), flags.rounds, steps, say) if present else []
+    turns = (
+        take_turns(list(present.values()), flags.rounds, steps, say) if present else []
+    )
     return dict(zip(present, turns, strict=True)), reasons
 
 
@@ -287,20 +380,23 @@ def _side(point: Point, apart: bool, say: Callable[..., None]) -> Any:
     side: sides.Side | _Absent = _Absent(point.name)
     if any(device.process_index == jax.process_index() for device in point.devices):
         try:
-            made = sides.build_jaxdist(point.run, sides.full_batch(point.run), point.devices)
+            made = sides.build_jaxdist(
+                point.run, sides.full_batch(point.run), point.devices
+            )
             side = warm(dataclasses.replace(made, name=point.name), say)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             cure = "" if apart else "; --apart gives each count the whole memory"
             reason = f"does not fit: {str(error).splitlines()[0]}{cure}"
-    reason = coordination.broadcast(reason)  # the first process has devices of all counts
+    # the first process has devices of all counts
+    reason = coordination.broadcast(reason)
     if reason:
         say(f"{point.name}: {reason}")
     return reason or side
 
 
-# ------------------------------------------------------------------------------------------ the record
+# --------------------------------------------------------------------------- the record
 
 
 def _keys(points: Sequence[Point]) -> list[Key]:
@@ -316,8 +412,16 @@ def _record(
 ) -> dict[str, Any]:
     on_cpu = jax.devices()[0].platform == "cpu"
     return measuring.record_head(sys.argv[1:]) | {
-        "run": {"name": flags.config, "model": dict(run.model), "batch": dataclasses.asdict(run.batch)}
-        | {"compute": run.precision.compute, "remat": str(run.remat), "optimizer": run.optimizer.name},
+        "run": {
+            "name": flags.config,
+            "model": dict(run.model),
+            "batch": dataclasses.asdict(run.batch),
+        }
+        | {
+            "compute": run.precision.compute,
+            "remat": str(run.remat),
+            "optimizer": run.optimizer.name,
+        },
         "axis": axis,
         "batch_of": "batch.global_size is that of the smallest count, in both modes",
         "unit": build.unit(run),
@@ -325,7 +429,11 @@ def _record(
         "emulated": EMULATED if on_cpu else None,
         "apart": flags.apart,
         "calibration": [
-            {"file": one.file, "hardware": one.hardware, "fits": [fit.to_json() for fit in one.fits]}
+            {
+                "file": one.file,
+                "hardware": one.hardware,
+                "fits": [fit.to_json() for fit in one.fits],
+            }
             for one in files
         ],
         "rows": rows,
@@ -342,14 +450,40 @@ def _parser() -> cli.ConfigParser:
         type=int,
         help="the most devices, a power of two; on a CPU so many are emulated, in each process",
     )
-    add("--smallest", type=int, help="the fewest devices (default: what the other axes of the mesh take)")
+    add(
+        "--smallest",
+        type=int,
+        help="the fewest devices (default: what the other axes of the mesh take)",
+    )
     add("--axis", help="mesh axis that grows (default: the one that is -1, or data)")
     add("--mode", choices=("both", *MODES), default="both")
-    add("--rounds", type=int, default=12, help="of turns, each half a second of steps (%(default)d)")
-    add("--apart", action="store_true", help="one count after the other, each with the whole memory")
-    add("--calibration", action="append", default=[], metavar="FILE", help="of plan; may be repeated")
-    add("--network", help="between hosts or slices, as behind @ in plan --on: 25GB/s, efa-p5")
-    add("--skip-one-device", action="store_true", help="write that nothing can scale instead of refusing it")
+    add(
+        "--rounds",
+        type=int,
+        default=12,
+        help="of turns, each half a second of steps (%(default)d)",
+    )
+    add(
+        "--apart",
+        action="store_true",
+        help="one count after the other, each with the whole memory",
+    )
+    add(
+        "--calibration",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="of plan; may be repeated",
+    )
+    add(
+        "--network",
+        help="between hosts or slices, as behind @ in plan --on: 25GB/s, efa-p5",
+    )
+    add(
+        "--skip-one-device",
+        action="store_true",
+        help="write that nothing can scale instead of refusing it",
+    )
     add("--out", help="JSON file")
     return parser
 

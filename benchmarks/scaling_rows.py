@@ -1,4 +1,6 @@
-"""The rows of `scaling.py`: what was measured of each count, its efficiency, and the prediction beside it."""
+"""The rows of `scaling.py`: what was measured of each count, its efficiency, and the
+prediction beside it.
+"""
 
 from __future__ import annotations
 
@@ -64,14 +66,23 @@ class Expected(NamedTuple):
     hidden_communication_s: float = 0.0  # and behind compute
     bubble_s: float | None = 0.0
     bubble_share: float = 0.0
-    not_measured: tuple[str, ...] = ()  # collectives without a calibration, though there is a file
+    # collectives without a calibration, though there is a file
+    not_measured: tuple[str, ...] = ()
 
 
 def expected_of(plan: Plan) -> Expected:
     """Returns a plan's own estimate."""
-    told = plan.calibration.describe(plan.collectives)["not_measured"] if plan.calibration else ()
+    told = (
+        plan.calibration.describe(plan.collectives)["not_measured"]
+        if plan.calibration
+        else ()
+    )
     waterfall = plan.time.waterfall
-    program = hlo_flops(hlo.parse(plan.compiled.hlo)) if plan.compiled and plan.compiled.hlo else 0.0
+    program = (
+        hlo_flops(hlo.parse(plan.compiled.hlo))
+        if plan.compiled and plan.compiled.hlo
+        else 0.0
+    )
     return Expected(
         plan.time.step_s,
         program * plan.target.num_devices,
@@ -96,7 +107,10 @@ def rows_of(
         own = [point for point in points if point.mode == mode]
         base = next((point for point in own if point.key in found), None)
         for point in own:
-            row = _described(point) | {"fits": point.key in found, "reason": reasons.get(point.key)}
+            row = _described(point) | {
+                "fits": point.key in found,
+                "reason": reasons.get(point.key),
+            }
             if base is not None and point.key in found:
                 row |= _measured(point, base, found, processor)
                 row |= _compared(point, base, row, found, expected)
@@ -110,7 +124,9 @@ def _median_s(one: Measured) -> float:
 
 
 def _described(point: Point) -> dict[str, Any]:
-    shape = resolve_mesh(point.run.mesh, point.count, slices_of(point.run.mesh, point.devices))
+    shape = resolve_mesh(
+        point.run.mesh, point.count, slices_of(point.run.mesh, point.devices)
+    )
     size = point.run.batch.global_size
     return {
         "mode": point.mode,
@@ -124,7 +140,9 @@ def _described(point: Point) -> dict[str, Any]:
 
 
 def _processor_s(one: Measured) -> list[float]:
-    """Returns the processor seconds of a step in each round, of all processes together."""
+    """Returns the processor seconds of a step in each round, of all processes
+    together.
+    """
     own = np.array([t.processor_s / one.steps for t in one.times], np.float32)
     if jax.process_count() == 1:
         return own.tolist()
@@ -132,14 +150,21 @@ def _processor_s(one: Measured) -> list[float]:
 
 
 def _measured(
-    point: Point, base: Point, found: Mapping[Key, Measured], processor: Mapping[Key, Sequence[float]]
+    point: Point,
+    base: Point,
+    found: Mapping[Key, Measured],
+    processor: Mapping[Key, Sequence[float]],
 ) -> dict[str, Any]:
-    """Returns what was measured of a point, and its efficiency over the smallest count that fits."""
+    """Returns what was measured of a point, and its efficiency over the smallest count
+    that fits.
+    """
     one, smallest = found[point.key], found[base.key]
     walls = [t.wall_s / one.steps for t in one.times]
     base_walls = [t.wall_s / smallest.steps for t in smallest.times]
     step_s, work = measuring.quartiles(walls), measuring.quartiles(processor[point.key])
-    rate, base_rate = (p.tokens / _median_s(found[p.key]) / p.count for p in (point, base))
+    rate, base_rate = (
+        p.tokens / _median_s(found[p.key]) / p.count for p in (point, base)
+    )
     more = point.tokens / point.count / (base.tokens / base.count)
     by_rounds = [more * b / a for a, b in zip(walls, base_walls, strict=True)]
     emulated = None
@@ -147,7 +172,9 @@ def _measured(
         base_work = measuring.quartiles(processor[base.key])["median"]
         emulated = {
             "wall_efficiency": rate / base_rate * point.count / base.count,
-            "processor_efficiency": base_work / base.tokens / (work["median"] / point.tokens),
+            "processor_efficiency": base_work
+            / base.tokens
+            / (work["median"] / point.tokens),
         }
     return {
         "step_s": step_s | {"best": min(walls)},
@@ -159,7 +186,9 @@ def _measured(
         "emulated": emulated,
         "data_wait_s": None,
         "steps_per_round": one.steps,
-        "rounds": [{"wall_s": t.wall_s, "processor_s": t.processor_s} for t in one.times],
+        "rounds": [
+            {"wall_s": t.wall_s, "processor_s": t.processor_s} for t in one.times
+        ],
         **one.numbers,
     }
 
@@ -171,12 +200,17 @@ def _compared(
     found: Mapping[Key, Measured],
     expected: Mapping[Key, Sequence | str],
 ) -> dict[str, Any]:
-    """Returns what `plan` says of a point, and the prediction beside its row; why there is none, else."""
+    """Returns what `plan` says of a point, and the prediction beside its row; why there
+    is none, else.
+    """
     none: dict[str, Any] = {"planned": None, "predicted": None}
     said, base_said = expected[point.key], expected[base.key]
     if isinstance(said, str):
         return none | {"not_predicted": said}
-    own, least = Expected(*said), None if isinstance(base_said, str) else Expected(*base_said)
+    own, least = (
+        Expected(*said),
+        None if isinstance(base_said, str) else Expected(*base_said),
+    )
     planned = {"planned": own._asdict()}
     step_s, base_s = own.step_s, least.step_s if least else None
     if step_s is None:
@@ -189,17 +223,24 @@ def _compared(
         if why or least is None:
             return none | planned | {"not_predicted": why}
         compute = max(base_s - least.exposed_communication_s, 0.0)
-        step_s = compute * own.program_flops / least.program_flops + own.exposed_communication_s
+        step_s = (
+            compute * own.program_flops / least.program_flops
+            + own.exposed_communication_s
+        )
     rate = point.tokens / step_s / point.count
     efficiency = rate / (base.tokens / base_s / base.count) if base_s else None
     work = (
-        least and own.program_flops and least.program_flops / base.tokens * point.tokens / own.program_flops
+        least
+        and own.program_flops
+        and least.program_flops / base.tokens * point.tokens / own.program_flops
     )
     predicted = {
         "step_s": step_s,
         "tokens_per_s_per_device": rate,
         "efficiency": efficiency,
-        "wall_efficiency": efficiency and efficiency * point.count / base.count if row["emulated"] else None,
+        "wall_efficiency": efficiency and efficiency * point.count / base.count
+        if row["emulated"]
+        else None,
         "processor_efficiency": work if row["emulated"] else None,
         "measured_over_predicted": row["step_s"]["median"] / step_s,
         "efficiency_over_predicted": efficiency and row["efficiency"] / efficiency,
@@ -232,7 +273,9 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row["fits"] and row["not_predicted"]:
-            reasons.setdefault(row["not_predicted"], []).append(f"{row['mode']} {row['devices']}")
+            reasons.setdefault(row["not_predicted"], []).append(
+                f"{row['mode']} {row['devices']}"
+            )
     for why, places in reasons.items():
         yield f"not predicted: {', '.join(places)}: {why}"
     yield from _emulated_lines(rows)
@@ -265,7 +308,10 @@ def _emulated_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if shared:
         yield f"{EMULATED}. Of the shared cores, tokens per second and per processor second:"
     for row in shared:
-        wall, work = row["emulated"]["wall_efficiency"], row["emulated"]["processor_efficiency"]
+        wall, work = (
+            row["emulated"]["wall_efficiency"],
+            row["emulated"]["processor_efficiency"],
+        )
         spent, told = 1e3 * row["processor_s"]["median"], row["predicted"]
         by_wall, by_work = (
             f" (predicted {_share(told[name])})" if told else ""

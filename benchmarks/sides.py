@@ -1,8 +1,10 @@
-"""The contestants of the benchmarks: jaxdist's train step and the hand-written one, ready to run.
+"""The contestants of the benchmarks: jaxdist's train step and the hand-written one,
+ready to run.
 
-Both come from one `RunConfig`, of a named shape or of a config file with overrides, and train on one
-synthetic batch from the same parameters; no data files are needed. `yardstick` says whether the
-hand-written step has the run's model and layout, or why not.
+Both come from one `RunConfig`, of a named shape or of a config file with overrides, and
+train on one synthetic batch from the same parameters; no data files are needed.
+`yardstick` says whether the hand-written step has the run's model and layout, or why
+not.
 """
 
 from __future__ import annotations
@@ -78,25 +80,42 @@ class Yardstick(NamedTuple):
     mesh: dict[str, int]  # data, fsdp, tensor
 
 
-# --------------------------------------------------------------------------------- the command line
+# --------------------------------------------------------------------- the command line
 
 
 def add_run_flags(parser: argparse.ArgumentParser, default: str = "quick") -> None:
     """Adds the flags that choose a run: a shape or a config, and what changes of it."""
     add = parser.add_argument
     add("--shape", choices=SHAPES, default=default)
-    add("--config", help="a config instead of a shape; --config.a.b=value changes either")
+    add(
+        "--config",
+        help="a config instead of a shape; --config.a.b=value changes either",
+    )
     add("--batch", type=int, help="sequences a step (default: the shape's)")
     add("--sequence", type=int, help="tokens of a sequence (default: the shape's)")
-    add("--dtype", choices=("float32", "bfloat16"), help="of the compute (default of a shape: float32)")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of the compute (default of a shape: float32)",
+    )
     add("--remat", help="remat.policy (default of a shape: dots)")
     add("--clip-norm", type=float, help="0: off (default of a shape: 1)")
-    add("--loss-chunk", type=int, help="tokens scored at once, 0: all (default of a shape: 1024)")
-    add("--mesh", default="", help="AXIS=SIZE,..., such as fsdp=8 (default of a shape: data over all)")
+    add(
+        "--loss-chunk",
+        type=int,
+        help="tokens scored at once, 0: all (default of a shape: 1024)",
+    )
+    add(
+        "--mesh",
+        default="",
+        help="AXIS=SIZE,..., such as fsdp=8 (default of a shape: data over all)",
+    )
     add("--devices", type=int, help="emulated CPU devices")
 
 
-def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+def parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str]
+) -> argparse.Namespace:
     """Returns the flags, with every `--config.a.b=value` in `overrides`."""
     taken = [word for word in arguments if word.startswith("--config.")]
     flags = parser.parse_args([word for word in arguments if word not in taken])
@@ -106,14 +125,23 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
 
 
 def start(flags: argparse.Namespace) -> bool:
-    """Sets flags and devices and joins a group of processes; returns whether this one speaks for it."""
-    platform, family = platform_flags.detect_platform(os.environ), platform_flags.detect_family(os.environ)
-    os.environ.update(platform_flags.flag_environment(platform, os.environ, family=family))
+    """Sets flags and devices and joins a group of processes; returns whether this one
+    speaks for it.
+    """
+    platform, family = (
+        platform_flags.detect_platform(os.environ),
+        platform_flags.detect_family(os.environ),
+    )
+    os.environ.update(
+        platform_flags.flag_environment(platform, os.environ, family=family)
+    )
     if flags.devices:
         jax.config.update("jax_num_cpu_devices", flags.devices)
-        os.environ.setdefault("NPROC", str(4 * flags.devices))  # threads: collectives block one each
+        # threads: collectives block one each
+        os.environ.setdefault("NPROC", str(4 * flags.devices))
     initialize.skip_absent_tpu(os.environ)
-    return initialize.join_processes() is None or jax.process_index() == 0  # alone, no device is touched
+    # alone, no device is touched
+    return initialize.join_processes() is None or jax.process_index() == 0
 
 
 def read_mesh(text: str) -> dict[str, int]:
@@ -141,13 +169,21 @@ def read_run(flags: argparse.Namespace) -> recipe.RunConfig:
     }
     sizes = {f"mesh.{axis}": size for axis, size in read_mesh(flags.mesh).items()}
     adamw = _OPTIMIZER if config.optimizer.name == "adamw" else {}
-    changed = {path: str(value) for path, value in (given | sizes | adamw).items() if value is not None}
-    files.apply_overrides(config, changed | flags.overrides, recipe.full_schema(config.model.target))
+    changed = {
+        path: str(value)
+        for path, value in (given | sizes | adamw).items()
+        if value is not None
+    }
+    files.apply_overrides(
+        config, changed | flags.overrides, recipe.full_schema(config.model.target)
+    )
     return recipe.from_config(config)
 
 
 def run_config(shape: Shape, options: Options, mesh: str = "") -> recipe.RunConfig:
-    """Returns the jaxdist run that has the hand-written step's model, batch and mathematics."""
+    """Returns the jaxdist run that has the hand-written step's model, batch and
+    mathematics.
+    """
     config = _config_of(shape, options)
     for axis, size in read_mesh(mesh).items():
         config.mesh[axis] = size
@@ -172,18 +208,21 @@ def _config_of(shape: Shape, options: Options) -> Any:
     return config
 
 
-# ---------------------------------------------------------------------------------------- the batch
+# ---------------------------------------------------------------------------- the batch
 
 
 def full_batch(run: recipe.RunConfig) -> dict[str, np.ndarray]:
     """Returns a synthetic batch with every field that the run's loader would give.
 
-    Tokens, targets and weights are those of `handwritten.random_batch`; documents are whole rows.
+    Tokens, targets and weights are those of `handwritten.random_batch`; documents are
+    whole rows.
     """
     size = run.batch.global_size
     known: dict[str, Any] = {"sample": np.arange(size, dtype=np.int32)}
     if run.data.is_text:
-        tokens = handwritten.random_batch(size, run.batch.sequence_length, run.vocab_size or 256)
+        tokens = handwritten.random_batch(
+            size, run.batch.sequence_length, run.vocab_size or 256
+        )
         known |= {name: np.asarray(x) for name, x in tokens.items()}
         row = np.arange(run.batch.sequence_length, dtype=np.int32)
         known["positions"] = np.broadcast_to(row, known["tokens"].shape)
@@ -195,23 +234,34 @@ def full_batch(run: recipe.RunConfig) -> dict[str, np.ndarray]:
             return random.standard_normal(x.shape, np.float32).astype(x.dtype)
         return np.ones(x.shape, x.dtype)
 
-    return {name: known[name] if name in known else made(x) for name, x in shapes.items()}
+    return {
+        name: known[name] if name in known else made(x) for name, x in shapes.items()
+    }
 
 
-def _placed(batch: Mapping[str, np.ndarray], shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Returns the global batch, which every process holds whole, cut up over the devices."""
+def _placed(
+    batch: Mapping[str, np.ndarray], shardings: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """Returns the global batch, which every process holds whole, cut up over the
+    devices.
+    """
 
     def place(x: np.ndarray, sharding) -> jax.Array:
-        return jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index])
+        return jax.make_array_from_callback(
+            np.shape(x), sharding, lambda index: np.asarray(x)[index]
+        )
 
     return {name: place(x, shardings[name]) for name, x in batch.items()}
 
 
-# ------------------------------------------------------------------------------------------ jaxdist
+# ------------------------------------------------------------------------------ jaxdist
 
 
-def built(run: recipe.RunConfig, devices: Sequence[jax.Device] | None = None) -> tuple[ModelSpec, TrainStep]:
-    """Returns the spec and the train step of a run on these devices (default: all of this machine).
+def built(
+    run: recipe.RunConfig, devices: Sequence[jax.Device] | None = None
+) -> tuple[ModelSpec, TrainStep]:
+    """Returns the spec and the train step of a run on these devices (default: all of
+    this machine).
 
     Raises:
       ConfigError: the run does not fit them; its data is not looked at.
@@ -222,9 +272,13 @@ def built(run: recipe.RunConfig, devices: Sequence[jax.Device] | None = None) ->
 
 
 def build_jaxdist(
-    run: recipe.RunConfig, host_batch: Mapping[str, np.ndarray], devices: Sequence[jax.Device] | None = None
+    run: recipe.RunConfig,
+    host_batch: Mapping[str, np.ndarray],
+    devices: Sequence[jax.Device] | None = None,
 ) -> Side:
-    """Returns jaxdist's side on these devices (default: all), at its own initial parameters."""
+    """Returns jaxdist's side on these devices (default: all), at its own initial
+    parameters.
+    """
     _, step = built(run, devices)
     batch = _placed(host_batch, step.batch_shardings(host_batch))
     return compiled("jaxdist", step.step, step.init(), (batch,))
@@ -237,19 +291,36 @@ def compiled(name: str, step: Any, state: Any, arguments: tuple) -> Side:
     return Side(name, program, state, arguments, time.monotonic() - began)
 
 
-# --------------------------------------------------------------------------------- the hand-written
+# --------------------------------------------------------------------- the hand-written
 
 
 def yardstick(run: recipe.RunConfig) -> Yardstick | str:
-    """Returns the hand-written step of a run; if it does not have the model or the layout, why not."""
+    """Returns the hand-written step of a run; if it does not have the model or the
+    layout, why not.
+    """
     if run.model_class is not Transformer:
         return f"the yardstick is a decoder, not {run.model['target']}"
     usual, c = TransformerConfig(), run.model
-    free = {*_SIZES, "target", "head_dim", "rope_theta", "norm_eps", "init_std", "loss_chunk", "window"}
+    free = {
+        *_SIZES,
+        "target",
+        "head_dim",
+        "rope_theta",
+        "norm_eps",
+        "init_std",
+        "loss_chunk",
+        "window",
+    }
     has_experts = c["num_experts"] > 0
     free |= {*_EXPERTS, "expert_d_ff"} if has_experts else set()
-    odd = [name for name, value in c.items() if name not in free and value != getattr(usual, name, value)]
-    shape = resolve_mesh(run.mesh, jax.device_count(), slices_of(run.mesh, jax.devices()) or 1)
+    odd = [
+        name
+        for name, value in c.items()
+        if name not in free and value != getattr(usual, name, value)
+    ]
+    shape = resolve_mesh(
+        run.mesh, jax.device_count(), slices_of(run.mesh, jax.devices()) or 1
+    )
     sizes = {axis: shape.sizes[axis] for axis in ("data", "fsdp", "tensor")}
     unlike = {
         "model." + ", model.".join(odd): odd,
@@ -257,30 +328,40 @@ def yardstick(run: recipe.RunConfig) -> Yardstick | str:
         "optimizer.name": run.optimizer.name != "adamw",
         "batch.accumulation": run.batch.accumulation > 1,
         "data.packing": run.data.packing == "documents",
-        "mesh": math.prod(sizes.values()) != shape.num_devices or run.mesh.sequence_parallel,
+        "mesh": math.prod(sizes.values()) != shape.num_devices
+        or run.mesh.sequence_parallel,
         "model.num_experts on several devices or on an accelerator": has_experts
         and (shape.num_devices > 1 or jax.devices()[0].platform != "cpu"),
-        "model.num_experts in bfloat16": has_experts and run.precision.compute != "float32",
+        "model.num_experts in bfloat16": has_experts
+        and run.precision.compute != "float32",
         "mesh.zero": sizes["fsdp"] > 1 and run.mesh.zero != 3,
         "mesh.tensor": c["num_kv_heads"] % sizes["tensor"],
         "remat.policy": run.remat.policy not in ("none", "dots", "full"),
-        "precision": (run.precision.params, run.precision.reduce) != ("float32", "float32"),
+        "precision": (run.precision.params, run.precision.reduce)
+        != ("float32", "float32"),
         "lora.rank": run.lora.rank,
     }
     if reasons := [key for key, differs in unlike.items() if differs]:
         return f"the yardstick has not this run's {', '.join(reasons)}"
     known = {name: c[name] for name in _SIZES}
     sequence, batch = run.batch.sequence_length, run.batch.global_size
-    more = dict(sequence=sequence, batch=batch, theta=c["rope_theta"], eps=c["norm_eps"])
+    more = dict(
+        sequence=sequence, batch=batch, theta=c["rope_theta"], eps=c["norm_eps"]
+    )
     if has_experts:
         known["d_ff"] = c["expert_d_ff"] or c["d_ff"]
         routed = {name: c[name] for name in _EXPERTS}
-        return Yardstick(handwritten_experts.Shape(**known, **more, **routed), _options(run), sizes)
+        return Yardstick(
+            handwritten_experts.Shape(**known, **more, **routed), _options(run), sizes
+        )
     return Yardstick(Shape(**known, **more), _options(run), sizes)
 
 
 def _options(run: recipe.RunConfig) -> Options:
-    kernels = {"tpu": "splash", "gpu": "cudnn" if run.precision.compute == "bfloat16" else "tiles"}
+    kernels = {
+        "tpu": "splash",
+        "gpu": "cudnn" if run.precision.compute == "bfloat16" else "tiles",
+    }
     return Options(
         remat=run.remat.policy,
         dtype=run.precision.compute,
@@ -291,7 +372,9 @@ def _options(run: recipe.RunConfig) -> Options:
 
 
 def build_handwritten(
-    stick: Yardstick, host_batch: Mapping[str, np.ndarray], params: Callable[[Any], dict] | None = None
+    stick: Yardstick,
+    host_batch: Mapping[str, np.ndarray],
+    params: Callable[[Any], dict] | None = None,
 ) -> Side:
     """Returns the hand-written side.
 
@@ -313,7 +396,9 @@ def build_handwritten(
     inputs = known | {"rate": np.float32(LEARNING_RATE)}
     if mesh:
         specs = dict.fromkeys(known, P(handwritten.BATCH)) | {"rate": P()}
-        placed = _placed(inputs, {name: NamedSharding(mesh, spec) for name, spec in specs.items()})
+        placed = _placed(
+            inputs, {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+        )
     else:
         placed = jax.device_put(inputs)
     rate = placed.pop("rate")
@@ -321,11 +406,16 @@ def build_handwritten(
 
 
 def _module(shape: Shape) -> Any:
-    return handwritten_experts if isinstance(shape, handwritten_experts.Shape) else handwritten
+    return (
+        handwritten_experts
+        if isinstance(shape, handwritten_experts.Shape)
+        else handwritten
+    )
 
 
 def params_of(run: recipe.RunConfig, shape: Shape) -> Callable[[Any], dict]:
-    """Returns what makes jaxdist's initial parameters in the hand-written layout and shardings.
+    """Returns what makes jaxdist's initial parameters in the hand-written layout and
+    shardings.
 
     They are made anew, so that no state of jaxdist's need be there.
     """
@@ -339,7 +429,9 @@ def params_of(run: recipe.RunConfig, shape: Shape) -> Callable[[Any], dict]:
 
 
 def handwritten_params(trainable: Any, shape: Shape) -> dict:
-    """Returns jaxdist's parameters in the hand-written layout: the same numbers, heads joined."""
+    """Returns jaxdist's parameters in the hand-written layout: the same numbers, heads
+    joined.
+    """
     ours = {name: _flat(value) for name, value in trainable.items() if name != "blocks"}
     blocks = trainable["blocks"]
     joined = blocks["attention"] | blocks["mlp"]
@@ -362,7 +454,9 @@ def _flat(value: Any) -> jax.Array:
 
 
 def report_faults(main: Callable[[], None]) -> int:
-    """Returns the exit code of a benchmark: 78 after a line for each fault of its config."""
+    """Returns the exit code of a benchmark: 78 after a line for each fault of its
+    config.
+    """
     try:
         main()
     except ConfigError as error:

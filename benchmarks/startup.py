@@ -38,9 +38,15 @@ def main() -> None:
         write_inputs(folder, flags.shape)
         write_bytecode(folder)
         rounds = [one_round(folder, flags, number) for number in range(flags.rounds)]
-    record = measuring.record_head(sys.argv[1:]) | {"shape": flags.shape, "rounds": rounds}
+    record = measuring.record_head(sys.argv[1:]) | {
+        "shape": flags.shape,
+        "rounds": rounds,
+    }
     for kind in ("cold", "warm"):
-        pairs = [[measuring.Timing(*r[kind][s]) for r in rounds] for s in ("jaxdist", "handwritten")]
+        pairs = [
+            [measuring.Timing(*r[kind][s]) for r in rounds]
+            for s in ("jaxdist", "handwritten")
+        ]
         record[kind] = {
             side: measuring.quartiles([t.wall_s for t in times])
             for side, times in zip(("jaxdist", "handwritten"), pairs, strict=True)
@@ -73,7 +79,11 @@ usual = schema.flatten(recipe.default_config())
 print("\\n".join(f"    config.{{k}} = {{v!r}}" for k, v in flat.items() if usual.get(k) != v))
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=_environment()
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=_environment(),
     )
     lines = [
         "from jaxdist import default_config\n\n",
@@ -85,30 +95,43 @@ print("\\n".join(f"    config.{{k}} = {{v!r}}" for k, v in flat.items() if usual
         "    config.checkpoint.save_at_end = False\n    return config\n",
     ]
     (folder / "start.py").write_text("\n".join(lines))
-    np.random.default_rng(0).integers(0, 256, 2_000_000, dtype=np.uint16).tofile(folder / "tokens.bin")
+    np.random.default_rng(0).integers(0, 256, 2_000_000, dtype=np.uint16).tofile(
+        folder / "tokens.bin"
+    )
 
 
 def write_bytecode(folder: Path) -> None:
     """Imports what both sides import, so that no measured start compiles Python."""
     modules = "import jaxdist.train, handwritten"
-    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), _environment()["PYTHONPATH"]])}
+    paths = {
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parent), _environment()["PYTHONPATH"]]
+        )
+    }
     environment = _environment() | _bytecode(folder) | paths
     subprocess.run([sys.executable, "-c", modules], check=True, env=environment)
 
 
 def _bytecode(folder: Path) -> dict[str, str]:
     """Returns the variables that keep bytecode in the benchmark's folder."""
-    return {"PYTHONPYCACHEPREFIX": str(folder / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
+    return {
+        "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
 
 
 def one_round(folder: Path, flags: argparse.Namespace, number: int) -> dict:
-    """Returns {"cold": {side: (wall, processor)}, "warm": ...}; sides change places every round."""
+    """Returns {"cold": {side: (wall, processor)}, "warm": ...}; sides change places
+    every round.
+    """
     out: dict[str, dict] = {"cold": {}, "warm": {}}
     sides = SIDES if number % 2 == 0 else SIDES[::-1]
     for kind in ("cold", "warm"):
         for side in sides:
             place = folder / f"{side}{number}"
-            out[kind][side] = start(side, place, place.with_name(place.name + kind), flags.shape)
+            out[kind][side] = start(
+                side, place, place.with_name(place.name + kind), flags.shape
+            )
     text = ", ".join(
         f"{kind} {side} {t.wall_s:.2f} s ({t.processor_s:.2f} cpu)"
         for kind, found in out.items()
@@ -119,7 +142,9 @@ def one_round(folder: Path, flags: argparse.Namespace, number: int) -> dict:
 
 
 def start(side: str, cache: Path, workdir: Path, shape: str) -> measuring.Timing:
-    """Returns what it took until the first step was finished; the process is then ended."""
+    """Returns what it took until the first step was finished; the process is then
+    ended.
+    """
     folder = cache.parent
     if side == "jaxdist":
         config = ["--config", str(folder / "start.py"), "--workdir", str(workdir)]
@@ -129,16 +154,23 @@ def start(side: str, cache: Path, workdir: Path, shape: str) -> measuring.Timing
     environment = (
         _environment()
         | _bytecode(folder)
-        | {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
+        | {
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+        }
     )
     began = time.perf_counter()
     with open(workdir.with_suffix(".log"), "wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+        )
     metrics = workdir / "metrics.jsonl"
     while not (metrics.exists() and metrics.stat().st_size):
         if process.poll() is not None or time.perf_counter() - began > LIMIT_S:
             process.kill()
-            raise SystemExit(f"{side} ended early:\n{workdir.with_suffix('.log').read_text()}")
+            raise SystemExit(
+                f"{side} ended early:\n{workdir.with_suffix('.log').read_text()}"
+            )
         time.sleep(POLL_S)
     found = measuring.Timing(time.perf_counter() - began, processor_s(process.pid))
     process.wait()
@@ -164,7 +196,11 @@ def handwritten_start(shape_name: str, workdir: Path) -> None:
 
     shape, options = handwritten.SHAPES[shape_name], handwritten.Options()
     tokens = np.memmap(workdir.parent / "tokens.bin", np.uint16, "r")
-    rows = tokens[: shape.batch * (shape.sequence + 1)].reshape(shape.batch, -1).astype(np.int32)
+    rows = (
+        tokens[: shape.batch * (shape.sequence + 1)]
+        .reshape(shape.batch, -1)
+        .astype(np.int32)
+    )
     weights = np.ones((shape.batch, shape.sequence), np.float32)
     batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "weights": weights}
     state = jax.jit(handwritten.init, static_argnums=(0, 1))(shape, 0)

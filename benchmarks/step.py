@@ -45,7 +45,9 @@ def main() -> None:
     if why:
         say(f"jaxdist alone: {why}")
     spec, _ = sides.built(run)
-    say(f"{name}: {spec.parameter_count:,} parameters, {run.batch.global_size} x {run.batch.sequence_length}")
+    say(
+        f"{name}: {spec.parameter_count:,} parameters, {run.batch.global_size} x {run.batch.sequence_length}"
+    )
     found = measure(makers, flags, say)
     record = summary(run, found, flags) | {"alone_because": why or None}
     for line in lines(record):
@@ -61,18 +63,26 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     sides.add_run_flags(parser)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--sides", choices=("both", "jaxdist", "handwritten"), default="both")
+    parser.add_argument(
+        "--sides", choices=("both", "jaxdist", "handwritten"), default="both"
+    )
     parser.add_argument("--apart", action="store_true", help="one side after the other")
-    parser.add_argument("--control", action="store_true", help="hand-written against itself")
+    parser.add_argument(
+        "--control", action="store_true", help="hand-written against itself"
+    )
     parser.add_argument("--out", help="JSON file")
     return parser
 
 
-# ----------------------------------------------------------------------------------- who takes part
+# ----------------------------------------------------------------------- who takes part
 
 
-def contestants(run: RunConfig, flags: argparse.Namespace) -> tuple[list[Callable[[], Side]], str]:
-    """Returns what makes each side, jaxdist first, and why the hand-written one is not among them."""
+def contestants(
+    run: RunConfig, flags: argparse.Namespace
+) -> tuple[list[Callable[[], Side]], str]:
+    """Returns what makes each side, jaxdist first, and why the hand-written one is not
+    among them.
+    """
     batch = sides.full_batch(run)
     ours = partial(sides.build_jaxdist, run, batch)
     if flags.sides == "jaxdist" and not flags.control:
@@ -85,10 +95,14 @@ def contestants(run: RunConfig, flags: argparse.Namespace) -> tuple[list[Callabl
     if flags.control:
 
         def control() -> Side:
-            return dataclasses.replace(sides.build_handwritten(stick, batch), name="control")
+            return dataclasses.replace(
+                sides.build_handwritten(stick, batch), name="control"
+            )
 
         return [control, partial(sides.build_handwritten, stick, batch)], ""
-    theirs = partial(sides.build_handwritten, stick, batch, sides.params_of(run, stick.shape))
+    theirs = partial(
+        sides.build_handwritten, stick, batch, sides.params_of(run, stick.shape)
+    )
     return ([theirs] if flags.sides == "handwritten" else [ours, theirs]), ""
 
 
@@ -103,7 +117,9 @@ class Measured:
 
 
 def measure(
-    makers: Sequence[Callable[[], Side]], flags: argparse.Namespace, say: Callable[..., None]
+    makers: Sequence[Callable[[], Side]],
+    flags: argparse.Namespace,
+    say: Callable[..., None],
 ) -> list[Measured]:
     """Returns each side's numbers: turn by turn, or one side after the other."""
     groups = [[maker] for maker in makers] if flags.apart else [makers]
@@ -114,7 +130,10 @@ def measure(
 
 
 def measure_together(
-    makers: Sequence[Callable[[], Side]], rounds: int, steps: int | None, say: Callable[..., None]
+    makers: Sequence[Callable[[], Side]],
+    rounds: int,
+    steps: int | None,
+    say: Callable[..., None],
 ) -> list[Measured]:
     """Returns the numbers of sides that take turns; none of their memory stays in use.
 
@@ -131,7 +150,8 @@ def take_turns(
     inner = steps_per_turn(present) if steps is None else steps
     if steps is not None:
         for side in present:
-            side.advance(1)  # as `steps_per_turn` does: losses are compared after equal numbers of steps
+            # as `steps_per_turn` does: losses are compared after equal numbers of steps
+            side.advance(1)
 
     def report(number: int, times: list[measuring.Timing]) -> None:
         cells = (
@@ -140,7 +160,9 @@ def take_turns(
         )
         say(f"round {number + 1}/{rounds}: {', '.join(cells)}", flush=True)
 
-    times = measuring.interleaved([partial(side.advance, inner) for side in present], rounds, report)
+    times = measuring.interleaved(
+        [partial(side.advance, inner) for side in present], rounds, report
+    )
     return [
         Measured(side.name, found, inner, program_numbers(side))
         for side, found in zip(present, times, strict=True)
@@ -152,7 +174,10 @@ def warm(side: Side, say: Callable[..., None]) -> Side:
     side.advance(1)
     side.first_loss = float(side.metrics["loss"])
     side.advance(1)
-    say(f"{side.name}: compiled in {side.compile_s:.1f} s, first loss {side.first_loss:.7f}", flush=True)
+    say(
+        f"{side.name}: compiled in {side.compile_s:.1f} s, first loss {side.first_loss:.7f}",
+        flush=True,
+    )
     return side
 
 
@@ -164,29 +189,41 @@ def steps_per_turn(present: Sequence[Side]) -> int:
     return max(1, math.ceil(ROUND_S / slowest))
 
 
-# -------------------------------------------------------------------------------------- the record
+# --------------------------------------------------------------------------- the record
 
 
 def program_numbers(side: Side) -> dict:
     """Returns what a side's program and its state say."""
     memory = side.compiled.memory_analysis()
     sizes = ("argument", "output", "alias", "temp")
-    found = {f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") if memory else None for name in sizes}
+    found = {
+        f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") if memory else None
+        for name in sizes
+    }
     here = [d for d in jax.local_devices()[:1] if d.memory_stats()]
     return found | {
         # Of the process so far: what came before this side counts, too.
-        "device_peak_bytes": here[0].memory_stats().get("peak_bytes_in_use") if here else None,
+        "device_peak_bytes": here[0].memory_stats().get("peak_bytes_in_use")
+        if here
+        else None,
         "compile_s": side.compile_s,
         "first_loss": side.first_loss,
         "last_loss": float(side.metrics["loss"]),
     }
 
 
-def summary(run: RunConfig, found: Sequence[Measured], flags: argparse.Namespace) -> dict:
+def summary(
+    run: RunConfig, found: Sequence[Measured], flags: argparse.Namespace
+) -> dict:
     """Returns the record: what ran, on what, how fast, and the ratio."""
     spec, _ = sides.built(run)
-    tokens, rate = run.batch.global_size * run.batch.sequence_length, machine_rate(run.precision.compute)
-    flops = {name: tokens * each for name, each in workdir.model_flops(run, spec).items()}
+    tokens, rate = (
+        run.batch.global_size * run.batch.sequence_length,
+        machine_rate(run.precision.compute),
+    )
+    flops = {
+        name: tokens * each for name, each in workdir.model_flops(run, spec).items()
+    }
     first, last = found[0].numbers, found[-1].numbers
     return measuring.record_head(sys.argv[1:]) | {
         "run": {"name": flags.config or flags.shape, "model": dict(run.model)}
@@ -198,8 +235,13 @@ def summary(run: RunConfig, found: Sequence[Measured], flags: argparse.Namespace
         "matmul": rate,
         "rounds": flags.rounds,
         "apart": flags.apart,
-        "sides": {one.name: side_record(one, flops, tokens, run.precision.compute, rate) for one in found},
-        "ratio": measuring.ratios(found[0].times, found[1].times) if len(found) == 2 else None,
+        "sides": {
+            one.name: side_record(one, flops, tokens, run.precision.compute, rate)
+            for one in found
+        },
+        "ratio": measuring.ratios(found[0].times, found[1].times)
+        if len(found) == 2
+        else None,
         "first_loss_difference": abs(first["first_loss"] - last["first_loss"]),
         "last_loss_difference": abs(first["last_loss"] - last["last_loss"]),
     }
@@ -211,8 +253,12 @@ def machine_rate(dtype: str) -> dict[str, float]:
     return measuring.matmul_rate(dtype, size=2048 if on_cpu else 8192, repeats=10)
 
 
-def side_record(one: Measured, flops: Mapping[str, float], tokens: int, dtype: str, rate: dict) -> dict:
-    """Returns one contestant's numbers; MFU is null where the chip's peak is not known."""
+def side_record(
+    one: Measured, flops: Mapping[str, float], tokens: int, dtype: str, rate: dict
+) -> dict:
+    """Returns one contestant's numbers; MFU is null where the chip's peak is
+    not known.
+    """
     wall = measuring.quartiles([t.wall_s / one.steps for t in one.times])
     processor = measuring.quartiles([t.processor_s / one.steps for t in one.times])
     device, count = jax.devices()[0], jax.device_count()
@@ -221,7 +267,10 @@ def side_record(one: Measured, flops: Mapping[str, float], tokens: int, dtype: s
     causal, step_s = flops["causal"], wall["median"]
     # Emulated devices share the machine; a matmul on one of them had the whole of it.
     shares = 1 if device.platform == "cpu" else count
-    mfu = {f"mfu_{name}": n / step_s / count / peak if peak else None for name, n in flops.items()}
+    mfu = {
+        f"mfu_{name}": n / step_s / count / peak if peak else None
+        for name, n in flops.items()
+    }
     return {
         "step_s": wall,
         "processor_s": processor,
@@ -238,7 +287,9 @@ def side_record(one: Measured, flops: Mapping[str, float], tokens: int, dtype: s
         ),
         **one.numbers,
         "steps_per_round": one.steps,
-        "rounds": [{"wall_s": t.wall_s, "processor_s": t.processor_s} for t in one.times],
+        "rounds": [
+            {"wall_s": t.wall_s, "processor_s": t.processor_s} for t in one.times
+        ],
     }
 
 
@@ -252,10 +303,16 @@ def per_process(value: float) -> list[float]:
 def lines(record: dict) -> list[str]:
     """Returns what a person wants to read of the record."""
     rate = record["matmul"]
-    out = [f"matmul {rate['size']}^3: {rate['flops_per_s'] / 1e9:,.1f} GFLOP/s on one device"]
+    out = [
+        f"matmul {rate['size']}^3: {rate['flops_per_s'] / 1e9:,.1f} GFLOP/s on one device"
+    ]
     for name, side in record["sides"].items():
         full, causal = side["mfu_full"], side["mfu_causal"]
-        mfu = "unknown" if full is None else f"{full:.1%} (full attention), {causal:.1%} (causal)"
+        mfu = (
+            "unknown"
+            if full is None
+            else f"{full:.1%} (full attention), {causal:.1%} (causal)"
+        )
         out.append(
             f"{name}: {1e3 * side['step_s']['median']:.1f} ms a step "
             f"({1e3 * side['step_s']['low']:.1f} to {1e3 * side['step_s']['high']:.1f}), "

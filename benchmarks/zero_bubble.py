@@ -1,14 +1,15 @@
-"""Asks whether a split backward (dgrad now, wgrad later) would beat interleaved 1F1B here.
+"""Asks whether a split backward (dgrad now, wgrad later) would beat interleaved 1F1B
+here.
 
     python benchmarks/zero_bubble.py           # half a minute; nothing is timed
 
-1. FLOPs of a real block: forward F, recomputation F, dgrad D and wgrad W, by jaxpr. The split is a
-   prototype: a zero "tap" is added to the result of every matrix product with a kernel; the taps'
-   cotangents are the dy that W needs beside the product's input x, as dW = x^T dy. Its gradients
-   are compared with the ordinary ones.
-2. Time of a step in lockstep (every stage does what any stage does in a tick, as the executor
-   must): plain tables, and the same tables with W as late as it can be done on all stages at once.
-   No order of W is faster: see `late_weights`.
+1. FLOPs of a real block: forward F, recomputation F, dgrad D and wgrad W, by jaxpr. The
+   split is a prototype: a zero "tap" is added to the result of every matrix product
+   with a kernel; the taps' cotangents are the dy that W needs beside the product's
+   input x, as dW = x^T dy. Its gradients are compared with the ordinary ones.
+2. Time of a step in lockstep (every stage does what any stage does in a tick, as the
+   executor must): plain tables, and the same tables with W as late as it can be done on
+   all stages at once. No order of W is faster: see `late_weights`.
 3. Bytes that wait from B to W, by arithmetic and in compiled programs.
 """
 
@@ -36,36 +37,54 @@ from jaxdist.protocols.model_spec import describe
 from jaxdist.telemetry.flops import jaxpr_flops
 
 LLAMA_8B = TransformerConfig(
-    vocab_size=256, num_layers=2, d_model=4096, d_ff=14336, num_heads=32, num_kv_heads=8, head_dim=128
+    vocab_size=256,
+    num_layers=2,
+    d_model=4096,
+    d_ff=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
 )
 SMALL = TransformerConfig(
-    vocab_size=256, num_layers=2, d_model=256, d_ff=688, num_heads=8, num_kv_heads=4, head_dim=32
+    vocab_size=256,
+    num_layers=2,
+    d_model=256,
+    d_ff=688,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
 )
 STAGES, MICROBATCHES, CHUNKS = (4, 8, 16), (8, 16, 32, 64), (2, 4)
 
 
-# --- the tapped stage -----------------------------------------------------------------------------
+# --- the tapped stage -----------------------------------------------------------------
 
 
 class Stage:
     """The layers of one stage, on one device."""
 
-    def __init__(self, config: TransformerConfig, batch: int, length: int, compute: str):
+    def __init__(
+        self, config: TransformerConfig, batch: int, length: int, compute: str
+    ):
         self.compute = compute
         self.spec = describe(lambda rngs: Transformer(config, rngs=rngs))
         self.params = self.spec.trainable["blocks"]
         row = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
         self.fields = {"positions": row}
         self.x = jax.ShapeDtypeStruct((batch, length, config.d_model), compute)
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.params)
-        self.recorded = jax.eval_shape(lambda p, x: self.layer(p, x, None)[1], one, self.x)
+        one = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.params
+        )
+        self.recorded = jax.eval_shape(
+            lambda p, x: self.layer(p, x, None)[1], one, self.x
+        )
 
     def layer(self, params, x, taps):
         """Returns (y, [(x, y) of every product with a kernel]).
 
         Args:
-          taps: added to those y; None adds nothing; "whole" leaves the products as they are, with
-            their ordinary backward and nothing listed.
+          taps: added to those y; None adds nothing; "whole" leaves the products as they
+            are, with their ordinary backward and nothing listed.
         """
         unused = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), self.spec.trainable)
         stacked = jax.tree.map(lambda x: x[None], params)
@@ -96,7 +115,9 @@ class Stage:
 
     def forward(self, params, x):
         """Returns the stage's output, as training computes it."""
-        return jax.lax.scan(lambda x, p: (self.layer(p, x, "whole")[0], None), x, params)[0]
+        return jax.lax.scan(
+            lambda x, p: (self.layer(p, x, "whole")[0], None), x, params
+        )[0]
 
     def whole_backward(self, params, x, dy):
         """Returns (dx, dparams), recomputing the stage."""
@@ -107,7 +128,9 @@ class Stage:
         return [jnp.zeros((depth, *y.shape), y.dtype) for _, y in self.recorded]
 
     def dgrad(self, params, x, dy):
-        """B without W. Returns (dx, gradients of the vectors, stash of (x, dy) by product)."""
+        """B without W. Returns (dx, gradients of the vectors, stash of (x, dy) by
+        product).
+        """
 
         def tapped(params, x, taps):
             def one(x, item):
@@ -121,10 +144,14 @@ class Stage:
         return dx, dparams, [inputs, dtaps]
 
     def wgrad(self, stash):
-        """W. Returns the kernels' gradients, float32 [L, in, out], in the order of the products."""
+        """W. Returns the kernels' gradients, float32 [L, in, out], in the order of the
+        products.
+        """
 
         def product(x, dy):
-            x, dy = (v.reshape(v.shape[0], math.prod(v.shape[1:3]), -1) for v in (x, dy))
+            x, dy = (
+                v.reshape(v.shape[0], math.prod(v.shape[1:3]), -1) for v in (x, dy)
+            )
             return jnp.einsum("lti,lto->lio", x, dy, preferred_element_type=jnp.float32)
 
         return [product(x, dy) for x, dy in zip(*stash, strict=True)]
@@ -148,19 +175,29 @@ def count(stage: Stage) -> Flops:
     whole = flops(stage.whole_backward, stage.params, stage.x, stage.x)
     dgrad = flops(stage.dgrad, stage.params, stage.x, stage.x)
     stash = jax.eval_shape(stage.dgrad, stage.params, stage.x, stage.x)[2]
-    return Flops(dgrad / forward - 1, flops(stage.wgrad, stash) / forward, whole / forward - 1)
+    return Flops(
+        dgrad / forward - 1, flops(stage.wgrad, stash) / forward, whole / forward - 1
+    )
 
 
 def check(stage: Stage) -> float:
     """Returns the largest relative difference between split and ordinary gradients."""
     rng = np.random.default_rng(0)
     params = jax.tree.map(
-        lambda p: jnp.asarray(rng.normal(size=p.shape, scale=0.05), jnp.float32), stage.params
+        lambda p: jnp.asarray(rng.normal(size=p.shape, scale=0.05), jnp.float32),
+        stage.params,
     )
-    x, dy = (jnp.asarray(rng.normal(size=stage.x.shape), stage.x.dtype) for _ in range(2))
+    x, dy = (
+        jnp.asarray(rng.normal(size=stage.x.shape), stage.x.dtype) for _ in range(2)
+    )
     dx, whole = jax.jit(stage.whole_backward)(params, x, dy)
     split_dx, vectors, stash = jax.jit(stage.dgrad)(params, x, dy)
-    names = (("attention", "query"), ("attention", "key"), ("attention", "value"), ("attention", "out"))
+    names = (
+        ("attention", "query"),
+        ("attention", "key"),
+        ("attention", "value"),
+        ("attention", "out"),
+    )
     names += (("mlp", "gate"), ("mlp", "up"), ("mlp", "down"))
     pairs = [(split_dx, dx), (vectors["mlp_norm"]["scale"], whole["mlp_norm"]["scale"])]
     for (part, name), gradient in zip(names, stage.wgrad(stash), strict=True):
@@ -168,16 +205,19 @@ def check(stage: Stage) -> float:
     return max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs)
 
 
-# --- time -----------------------------------------------------------------------------------------
+# --- time -----------------------------------------------------------------------------
 
 
-def late_weights(stages: int, microbatches: int, chunks: int, flops: Flops) -> tuple[float, int]:
-    """Returns (time of a step, chunks' stashes held at the peak) with W split off, in forwards.
+def late_weights(
+    stages: int, microbatches: int, chunks: int, flops: Flops
+) -> tuple[float, int]:
+    """Returns (time of a step, chunks' stashes held at the peak) with W split off, in
+    forwards.
 
-    W of each op waits until the stage that is last to do the op's B has done it, so that all
-    stages do W in one tick. Lower bound of any lockstep order, which this meets: stage 0's vm
-    forwards stand in different ticks and p - 1 more must follow the last, so vm + p - 1 ticks pay
-    for F; as many for B; and vm ticks at least for W.
+    W of each op waits until the stage that is last to do the op's B has done it, so
+    that all stages do W in one tick. Lower bound of any lockstep order, which this
+    meets: stage 0's vm forwards stand in different ticks and p - 1 more must follow the
+    last, so vm + p - 1 ticks pay for F; as many for B; and vm ticks at least for W.
     """
     name = "1f1b" if chunks == 1 else "interleaved"
     schedule = build_schedule(name, stages, microbatches, chunks)
@@ -189,7 +229,9 @@ def late_weights(stages: int, microbatches: int, chunks: int, flops: Flops) -> t
     b_ticks = np.stack([np.nonzero(done[:, s, 1])[0] for s in range(stages)])
     w_ticks = b_ticks.max(axis=0)
     held = max(
-        int(((b_ticks[s] <= t) & (w_ticks >= t)).sum()) for s in range(stages) for t in range(len(done))
+        int(((b_ticks[s] <= t) & (w_ticks >= t)).sum())
+        for s in range(stages)
+        for t in range(len(done))
     )
     return time, held
 
@@ -197,7 +239,9 @@ def late_weights(stages: int, microbatches: int, chunks: int, flops: Flops) -> t
 def times(flops: Flops) -> None:
     """Prints the table of step times."""
     whole = flops.dgrad + flops.wgrad
-    print(f"time of a step over m (2F + D + W), F = 1, D = {flops.dgrad:.2f}, W = {flops.wgrad:.2f}\n")
+    print(
+        f"time of a step over m (2F + D + W), F = 1, D = {flops.dgrad:.2f}, W = {flops.wgrad:.2f}\n"
+    )
     head = ["p, m", "1f1b", "1f1b, late W", "ZB-H1, own clocks"]
     for v in CHUNKS:
         head += [f"interleaved v={v}", f"v={v}, late W", "gain"]
@@ -207,44 +251,71 @@ def times(flops: Flops) -> None:
             ideal = m * (2 + whole)
             cells = [f"{p}, {m}"]
             plain = simulate(build_schedule("1f1b", p, m), Costs(1.0, 1 + whole)).time
-            # arXiv:2401.10241, table 2: (p - 1) (F + B - W) idle, B with our recomputation
+            # arXiv:2401.10241, table 2: (p - 1) (F + B - W) idle, B with our
+            # recomputation
             own = ideal + (p - 1) * (2 + flops.dgrad - flops.wgrad)
-            cells += [f"{t / ideal:.3f}" for t in (plain, late_weights(p, m, 1, flops)[0], own)]
+            cells += [
+                f"{t / ideal:.3f}"
+                for t in (plain, late_weights(p, m, 1, flops)[0], own)
+            ]
             for v in CHUNKS:
-                plain = simulate(build_schedule("interleaved", p, m, v), Costs(1.0, 1 + whole)).time
+                plain = simulate(
+                    build_schedule("interleaved", p, m, v), Costs(1.0, 1 + whole)
+                ).time
                 late = late_weights(p, m, v, flops)[0]
-                cells += [f"{plain / ideal:.3f}", f"{late / ideal:.3f}", f"{1 - late / plain:.1%}"]
+                cells += [
+                    f"{plain / ideal:.3f}",
+                    f"{late / ideal:.3f}",
+                    f"{1 - late / plain:.1%}",
+                ]
             print("| " + " | ".join(cells) + " |")
 
 
-# --- bytes ----------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------
 
 
 def stash_elements(config: TransformerConfig) -> int:
-    """Returns numbers a token and layer that wait from B to W: each product's input and dy.
+    """Returns numbers a token and layer that wait from B to W: each product's input and
+    dy.
 
-    Inputs: two normed x, the heads' output, the gated hidden. dy: q, k, v, out, gate, up, down.
+    Inputs: two normed x, the heads' output, the gated hidden. dy: q, k, v, out, gate,
+    up, down.
     """
-    heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    heads, kv = (
+        config.num_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+    )
     inputs = 2 * config.d_model + heads + config.d_ff
     return inputs + heads + 2 * kv + config.d_model + 2 * config.d_ff + config.d_model
 
 
 def compiled_bytes(stage: Stage, slots: int, microbatches: int = 8) -> int:
-    """Returns temporary bytes of a compiled loop over B and the W of `slots - 1` turns before."""
+    """Returns temporary bytes of a compiled loop over B and the W of `slots - 1` turns
+    before.
+    """
 
     def loop(params, xs, dys):
         shapes = jax.eval_shape(stage.dgrad, params, xs[0], dys[0])[2]
-        ring = jax.tree.map(lambda s: jnp.zeros((slots, *s.shape), s.dtype), unique(shapes))
-        sums = [jnp.zeros(s.shape, s.dtype) for s in jax.eval_shape(stage.wgrad, shapes)]
+        ring = jax.tree.map(
+            lambda s: jnp.zeros((slots, *s.shape), s.dtype), unique(shapes)
+        )
+        sums = [
+            jnp.zeros(s.shape, s.dtype) for s in jax.eval_shape(stage.wgrad, shapes)
+        ]
 
         def turn(carry, item):
             number, (x, dy) = item
             ring, sums, dx_sum = carry
             dx, _, stash = stage.dgrad(params, x, dy)
-            ring = jax.tree.map(lambda r, s: r.at[number % slots].set(s), ring, unique(stash))
+            ring = jax.tree.map(
+                lambda r, s: r.at[number % slots].set(s), ring, unique(stash)
+            )
             old = whole(jax.tree.map(lambda r: r[(number + 1) % slots], ring))
-            return (ring, jax.tree.map(jnp.add, sums, stage.wgrad(old)), dx_sum + dx), None
+            return (
+                ring,
+                jax.tree.map(jnp.add, sums, stage.wgrad(old)),
+                dx_sum + dx,
+            ), None
 
         items = (jnp.arange(microbatches), (xs, dys))
         return jax.lax.scan(turn, (ring, sums, jnp.zeros_like(xs[0])), items)[0][1:]
@@ -268,17 +339,28 @@ def whole(stash):
 
 
 def main() -> None:
-    print(f"gradients of the split backward differ by {check(Stage(SMALL, 2, 64, 'float32')):.1e}\n")
-    for name, config, length in (("256 wide", SMALL, 256), ("Llama 3 8B", LLAMA_8B, 8192)):
-        found = count(Stage(config, 1, length, "bfloat16" if config is LLAMA_8B else "float32"))
+    print(
+        f"gradients of the split backward differ by {check(Stage(SMALL, 2, 64, 'float32')):.1e}\n"
+    )
+    for name, config, length in (
+        ("256 wide", SMALL, 256),
+        ("Llama 3 8B", LLAMA_8B, 8192),
+    ):
+        found = count(
+            Stage(config, 1, length, "bfloat16" if config is LLAMA_8B else "float32")
+        )
         print(
             f"{name}, {length} tokens: D = {found.dgrad:.3f} F, W = {found.wgrad:.3f} F, "
             f"ordinary backward {found.whole:.3f} F"
         )
     print()
     times(found)
-    print("\nnumbers that wait from B to W, against the one input that a recomputing stage keeps:\n")
-    print("| p, m | v | stashes | a layer's, in inputs | 80 layers: stash | inputs of the plain table |")
+    print(
+        "\nnumbers that wait from B to W, against the one input that a recomputing stage keeps:\n"
+    )
+    print(
+        "| p, m | v | stashes | a layer's, in inputs | 80 layers: stash | inputs of the plain table |"
+    )
     print("|---|---|---|---|---|---|")
     each = stash_elements(LLAMA_8B) / LLAMA_8B.d_model
     for p in STAGES:
@@ -286,12 +368,16 @@ def main() -> None:
             held = late_weights(p, 64, v, found)[1]
             schedule = build_schedule("interleaved" if v > 1 else "1f1b", p, 64, v)
             inputs = max(simulate(schedule).live_inputs)
-            print(f"| {p}, 64 | {v} | {held} | {each:.1f} | {held * each * 80 / (p * v):.0f} | {inputs} |")
+            print(
+                f"| {p}, 64 | {v} | {held} | {each:.1f} | {held * each * 80 / (p * v):.0f} | {inputs} |"
+            )
     stage = Stage(SMALL, 4, 256, "float32")
     slot = 4 * 4 * 256 * SMALL.num_layers * stash_elements(SMALL)
     found_bytes = [compiled_bytes(stage, slots) for slots in (1, 2, 3, 4)]
     growth = [b - a for a, b in zip(found_bytes, found_bytes[1:], strict=False)]
-    print(f"\ncompiled, 2 layers x 256, 4 x 256 tokens, 1 to 4 slots: {found_bytes} bytes; a slot more:")
+    print(
+        f"\ncompiled, 2 layers x 256, 4 x 256 tokens, 1 to 4 slots: {found_bytes} bytes; a slot more:"
+    )
     print(f"{growth} bytes; by arithmetic {slot}; a stage's input {4 * 4 * 256 * 256}")
 
 

@@ -20,13 +20,19 @@ def get_config(size=None):
     config.data.source = "bin"
 
     model = config.model
-    # 50,257 tokens, a prime, rounded up to a multiple of 128: the table then splits over tensor
-    # axes of 2, 4, ... 128, and fills matrix units. No target is ever one of the 47 rows more.
+    # 50,257 tokens, a prime, rounded up to a multiple of 128: the table then splits
+    # over tensor axes of 2, 4, ... 128, and fills matrix units. No target is ever one
+    # of the 47 rows more.
     model.vocab_size = 50_304
     model.num_layers, model.d_model, model.d_ff = 12, 768, 3072
     model.num_heads, model.num_kv_heads, model.head_dim = 12, 12, 64
     model.positions, model.max_positions = "learned", 1024
-    model.norm, model.activation, model.gated, model.bias = "layer", "gelu", False, "all"
+    model.norm, model.activation, model.gated, model.bias = (
+        "layer",
+        "gelu",
+        False,
+        "all",
+    )
     model.tie_embeddings = True
 
     optimizer = config.optimizer

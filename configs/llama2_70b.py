@@ -14,7 +14,8 @@ def get_config(size=None):
     config.train.steps = 477_000  # 2 T tokens
     config.batch.global_size = 1024
     config.batch.sequence_length = 4096
-    config.mesh.data, config.mesh.fsdp = 1, -1  # 12 bytes a parameter, shared by all devices
+    # 12 bytes a parameter, shared by all devices
+    config.mesh.data, config.mesh.fsdp = 1, -1
     config.precision.compute = "bfloat16"
     config.remat.policy = "full"
     config.data.source = "bin"

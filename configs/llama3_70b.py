@@ -17,7 +17,8 @@ def get_config(size=None):
     config.train.steps = 100_000  # 419 B tokens
     config.batch.global_size = 512
     config.batch.sequence_length = 8192
-    config.mesh.data, config.mesh.fsdp = 1, -1  # 12 bytes a parameter, shared by all devices
+    # 12 bytes a parameter, shared by all devices
+    config.mesh.data, config.mesh.fsdp = 1, -1
     config.precision.compute = "bfloat16"
     config.remat.policy = "full"
     config.data.source, config.data.bin_dtype = "bin", "uint32"
@@ -26,7 +27,8 @@ def get_config(size=None):
     model.vocab_size = 128_256
     model.num_layers, model.d_model, model.d_ff = 80, 8192, 28_672
     model.num_heads, model.num_kv_heads, model.head_dim = 64, 8, 128
-    # As pretrained. Llama 3.1's stretch to 131,072 tokens is rope_factor=8 beside the defaults.
+    # As pretrained. Llama 3.1's stretch to 131,072 tokens is rope_factor=8 beside the
+    # defaults.
     model.rope_theta, model.rope_factor = 500_000.0, 1.0
 
     optimizer = config.optimizer

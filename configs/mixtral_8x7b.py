@@ -15,7 +15,8 @@ def get_config(size=None):
     config.train.steps = 100_000  # 315 B tokens
     config.batch.global_size = 768
     config.batch.sequence_length = 4096
-    config.mesh.data, config.mesh.fsdp = 1, -1  # 12 bytes a parameter, shared by all devices
+    # 12 bytes a parameter, shared by all devices
+    config.mesh.data, config.mesh.fsdp = 1, -1
     config.precision.compute = "bfloat16"
     config.remat.policy = "full"
     config.data.source = "bin"
@@ -26,7 +27,8 @@ def get_config(size=None):
     model.num_heads, model.num_kv_heads, model.head_dim = 32, 8, 128
     model.rope_theta = 1_000_000.0
     model.num_experts, model.experts_per_token = 8, 2
-    # The loss of the batch, as in this family: the file format has no place for a bias of the choice.
+    # The loss of the batch, as in this family: the file format has no place for a bias
+    # of the choice.
     model.balance, model.balance_weight = "batch", 0.02
 
     optimizer = config.optimizer

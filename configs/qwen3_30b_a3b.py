@@ -15,7 +15,8 @@ def get_config(size=None):
     config.train.steps = 100_000  # 105 B tokens
     config.batch.global_size = 256
     config.batch.sequence_length = 4096
-    config.mesh.data, config.mesh.fsdp = 1, -1  # 12 bytes a parameter, shared by all devices
+    # 12 bytes a parameter, shared by all devices
+    config.mesh.data, config.mesh.fsdp = 1, -1
     config.precision.compute = "bfloat16"
     config.remat.policy = "full"
     config.data.source, config.data.bin_dtype = "bin", "uint32"
@@ -26,7 +27,8 @@ def get_config(size=None):
     model.num_heads, model.num_kv_heads, model.head_dim = 32, 4, 128
     model.qk_norm, model.norm_eps, model.rope_theta = "head", 1e-6, 1_000_000.0
     model.num_experts, model.experts_per_token, model.expert_d_ff = 128, 8, 768
-    # The loss of the batch, as in the paper: the file format has no place for a bias of the choice.
+    # The loss of the batch, as in the paper: the file format has no place for a bias of
+    # the choice.
     model.balance, model.balance_weight = "batch", 1e-3
 
     optimizer = config.optimizer

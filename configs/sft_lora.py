@@ -26,7 +26,8 @@ def get_config():
 
     config.data.source, config.data.format = "jsonl", "chat"
     config.data.path = str(HERE / "python_questions.jsonl")
-    config.data.chat_template = str(HERE / "bytes_chat.jinja")  # bytes have no template of their own
+    # bytes have no template of their own
+    config.data.chat_template = str(HERE / "bytes_chat.jinja")
     config.data.packing = "documents"
 
     config.optimizer.learning_rate = 3e-3

@@ -25,9 +25,13 @@ class Model(nnx.Module):
         return self.output(x)
 
     def loss(self, batch, key):
-        """Returns the mean over the batch; `key` is for what is random, None in evaluation."""
+        """Returns the mean over the batch; `key` is for what is random, None in
+        evaluation.
+        """
         logits = self(batch["image"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, batch["label"]
+        ).mean()
 
 
 def main(steps: int = 100) -> list[float]:
@@ -35,7 +39,10 @@ def main(steps: int = 100) -> list[float]:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    images, labels = jnp.asarray(digits.images[..., None] / 16, jnp.float32), jnp.asarray(digits.target)
+    images, labels = (
+        jnp.asarray(digits.images[..., None] / 16, jnp.float32),
+        jnp.asarray(digits.target),
+    )
     model, losses = Model(rngs=nnx.Rngs(0)), []
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
@@ -43,7 +50,9 @@ def main(steps: int = 100) -> list[float]:
     def train_step(model, optimizer, key):
         rows = jax.random.randint(key, (64,), 0, len(images))
         batch = {"image": images[rows], "label": labels[rows]}
-        loss, gradients = nnx.value_and_grad(lambda model: model.loss(batch, key))(model)
+        loss, gradients = nnx.value_and_grad(lambda model: model.loss(batch, key))(
+            model
+        )
         optimizer.update(model, gradients)
         return loss
 

@@ -31,17 +31,37 @@ def train(settings: dict) -> None:
     context = get_context()
     number, index = context.get_world_size(), context.get_world_rank()
     at = collective.broadcast_from_rank_zero(address_here())
-    place = {"JAXDIST_AGENTS": str(number), "JAXDIST_AGENT": str(index), "JAXDIST_AGENTS_AT": at}
-    command = [sys.executable, "-m", "jaxdist.launch", "--", sys.executable, "-m", "jaxdist.train"]
-    code = subprocess.call([*command, *settings["arguments"]], env=os.environ | place, cwd=settings["folder"])
+    place = {
+        "JAXDIST_AGENTS": str(number),
+        "JAXDIST_AGENT": str(index),
+        "JAXDIST_AGENTS_AT": at,
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "jaxdist.launch",
+        "--",
+        sys.executable,
+        "-m",
+        "jaxdist.train",
+    ]
+    code = subprocess.call(
+        [*command, *settings["arguments"]],
+        env=os.environ | place,
+        cwd=settings["folder"],
+    )
     if code not in (0, PREEMPTED):
-        raise RuntimeError(f"jaxdist launch ended with {code}: see docs/troubleshooting.md")
+        raise RuntimeError(
+            f"jaxdist launch ended with {code}: see docs/troubleshooting.md"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--failures", type=int, default=3, help="starts again after a failure")
+    parser.add_argument(
+        "--failures", type=int, default=3, help="starts again after a failure"
+    )
     parser.add_argument("--gpus", type=int, default=0, help="GPUs of a worker")
     parser.add_argument("arguments", nargs="+", help="flags of jaxdist train, after --")
     given = parser.parse_args()
@@ -49,7 +69,9 @@ def main() -> None:
     trainer = JaxTrainer(
         train,
         train_loop_config={"arguments": given.arguments, "folder": os.getcwd()},
-        scaling_config=ScalingConfig(num_workers=given.workers, resources_per_worker=of_a_worker),
+        scaling_config=ScalingConfig(
+            num_workers=given.workers, resources_per_worker=of_a_worker
+        ),
         run_config=RunConfig(failure_config=FailureConfig(max_failures=given.failures)),
     )
     trainer.fit()

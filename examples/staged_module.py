@@ -13,7 +13,9 @@ from flax import nnx
 
 
 def parameter(rngs: nnx.Rngs, dims: tuple, names: tuple, fan_in: int) -> nnx.Param:
-    return nnx.Param(jax.random.normal(rngs.params(), dims) * fan_in**-0.5, logical=names)
+    return nnx.Param(
+        jax.random.normal(rngs.params(), dims) * fan_in**-0.5, logical=names
+    )
 
 
 def norm(x):
@@ -25,22 +27,30 @@ class Block(nnx.Module):
 
     def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
         size, inner = width // heads, ("heads", "head_dim")
-        self.qkv = parameter(rngs, (width, 3, heads, size), ("d_model", None, *inner), width)
+        self.qkv = parameter(
+            rngs, (width, 3, heads, size), ("d_model", None, *inner), width
+        )
         self.out = parameter(rngs, (heads, size, width), (*inner, "d_model"), width)
         self.up = parameter(rngs, (width, 2 * width), ("d_model", "d_ff"), width)
         self.down = parameter(rngs, (2 * width, width), ("d_ff", "d_model"), 2 * width)
 
     def __call__(self, x, info):
-        q, k, v = jnp.moveaxis(jnp.einsum("bsd,dchn->bschn", norm(x), self.qkv[...]), 2, 0)
+        q, k, v = jnp.moveaxis(
+            jnp.einsum("bsd,dchn->bschn", norm(x), self.qkv[...]), 2, 0
+        )
         mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         x = x + jnp.einsum("bshn,hnd->bsd", mixed, self.out[...])
         return x + nnx.gelu(norm(x) @ self.up[...]) @ self.down[...]
 
 
 class Model(nnx.Module):
-    """A small language model of bytes; its blocks are one module with parameters [num_layers, ...]."""
+    """A small language model of bytes; its blocks are one module with parameters
+    [num_layers, ...].
+    """
 
-    def __init__(self, num_layers: int = 4, width: int = 64, heads: int = 8, *, rngs: nnx.Rngs):
+    def __init__(
+        self, num_layers: int = 4, width: int = 64, heads: int = 8, *, rngs: nnx.Rngs
+    ):
         self.embedding = parameter(rngs, (256, width), ("vocab", "d_model"), width)
         build = nnx.vmap(lambda rngs: Block(width, heads, rngs), in_axes=0, out_axes=0)
         self.blocks = nnx.split_rngs(splits=num_layers)(build)(rngs)
@@ -52,13 +62,21 @@ class Model(nnx.Module):
 
     def head(self, x, batch):
         """Returns the sum over the weighted targets, and their weight."""
-        each = optax.softmax_cross_entropy_with_integer_labels(norm(x) @ self.output[...], batch["targets"])
+        each = optax.softmax_cross_entropy_with_integer_labels(
+            norm(x) @ self.output[...], batch["targets"]
+        )
         return (each * batch["weights"]).sum(), batch["weights"].sum()
 
     def loss(self, batch, key):
-        """Returns the loss by itself; jaxdist runs the three parts, wherever they lie."""
+        """Returns the loss by itself; jaxdist runs the three parts, wherever
+        they lie.
+        """
         graph, stacked = nnx.split(self.blocks)
-        x, _ = jax.lax.scan(lambda x, one: (nnx.merge(graph, one)(x, None), None), self.embed(batch), stacked)
+        x, _ = jax.lax.scan(
+            lambda x, one: (nnx.merge(graph, one)(x, None), None),
+            self.embed(batch),
+            stacked,
+        )
         return self.head(x, batch)
 
 
@@ -72,8 +90,14 @@ def main(steps: int = 100) -> list[float]:
     def train_step(model, optimizer, key):
         start = jax.random.randint(key, (16, 1), 0, len(text) - 65)
         rows = text[start + jnp.arange(65)[None]]
-        batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "weights": jnp.ones((16, 64))}
-        loss, gradients = nnx.value_and_grad(lambda model: model.loss(batch, key)[0] / (16 * 64))(model)
+        batch = {
+            "tokens": rows[:, :-1],
+            "targets": rows[:, 1:],
+            "weights": jnp.ones((16, 64)),
+        }
+        loss, gradients = nnx.value_and_grad(
+            lambda model: model.loss(batch, key)[0] / (16 * 64)
+        )(model)
         optimizer.update(model, gradients)
         return loss
 

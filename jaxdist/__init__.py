@@ -1,7 +1,7 @@
 """jaxdist: single-device JAX models, trained on any layout of devices.
 
-Importing the package is free: it loads nothing, sets no flag and touches no device. A name below
-is imported from its module when it is first used.
+Importing the package is free: it loads nothing, sets no flag and touches no device. A
+name below is imported from its module when it is first used.
 """
 
 import importlib
@@ -28,7 +28,8 @@ _EXPORTS = {
 
 __all__ = ["__version__", *_EXPORTS]
 
-# Older config files say `from jaxdist.recipe import default_config` and `from jaxdist.tiny import sized`.
+# Older config files say `from jaxdist.recipe import default_config` and `from
+# jaxdist.tiny import sized`.
 recipe = tiny = sys.modules[__name__]
 sys.modules.update({f"{__name__}.recipe": recipe, f"{__name__}.tiny": tiny})
 

@@ -26,7 +26,9 @@ def help_text() -> str:
     """Returns the list of commands, a line each."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name.ljust(width)}  {meaning}" for name, meaning in COMMANDS.items()]
-    return "\n".join(["usage: jaxdist COMMAND [flags]", "", *lines, "", "jaxdist COMMAND --help"])
+    return "\n".join(
+        ["usage: jaxdist COMMAND [flags]", "", *lines, "", "jaxdist COMMAND --help"]
+    )
 
 
 def main() -> None:
@@ -42,7 +44,9 @@ def _run() -> int:
         print(jaxdist.__version__)
     elif name not in COMMANDS:
         hint = config.suggest(name, COMMANDS)
-        print(f"jaxdist {name}: no such command.{hint}\n\n{help_text()}", file=sys.stderr)
+        print(
+            f"jaxdist {name}: no such command.{hint}\n\n{help_text()}", file=sys.stderr
+        )
         return config.EXIT_CONFIG
     else:
         del sys.argv[1]

@@ -1,4 +1,6 @@
-"""`python -m jaxdist.doctor`: what is here, what a run would set, and what MFU will mean."""
+"""`python -m jaxdist.doctor`: what is here, what a run would set, and what MFU will
+mean.
+"""
 
 import dataclasses
 import json
@@ -47,13 +49,19 @@ def examine(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, Any
     """
     try:
         devices, trouble = jax.devices(), None
-    except Exception as error:  # plugins fail in many ways, and this is what one asks the doctor
+    except Exception as error:
+        # plugins fail in many ways, and this is what one asks the doctor
         devices, trouble = [], " ".join(f"{type(error).__name__}: {error}".split())
     kind = devices[0].device_kind if devices else "no device"
     chip = chips.chip_for(kind)
-    known: dict[str, str | None] = {"jaxdist": jaxdist.__version__, "python": host.python_version()}
+    known: dict[str, str | None] = {
+        "jaxdist": jaxdist.__version__,
+        "python": host.python_version(),
+    }
     known |= dict.fromkeys(PACKAGES) | versions()
-    programs = initialize.compile_cache_folder(environ) or environ.get("JAX_COMPILATION_CACHE_DIR")
+    programs = initialize.compile_cache_folder(environ) or environ.get(
+        "JAX_COMPILATION_CACHE_DIR"
+    )
     return {
         "devices": {
             "platform": devices[0].platform if devices else None,
@@ -62,7 +70,9 @@ def examine(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, Any
             "slices": count_slices(devices) if devices else 0,
             "processes": jax.process_count() if devices else 0,
             "launcher": initialize.detect_launcher(environ) or "none: one process",
-            "advice": f"{kind} {NO_BFLOAT16}" if devices and lacks_bfloat16(devices[0]) else None,
+            "advice": f"{kind} {NO_BFLOAT16}"
+            if devices and lacks_bfloat16(devices[0])
+            else None,
             "trouble": trouble,
         },
         "versions": known | {"faults": version_faults(known)},
@@ -76,9 +86,14 @@ def examine(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, Any
             "tokenised data": _disk(DataConfig().cache_folder()),
             "compiled programs": _disk(programs),
         },
-        "network": [fault._asdict() for fault in network_faults(root, environ, read_limits(root))],
+        "network": [
+            fault._asdict()
+            for fault in network_faults(root, environ, read_limits(root))
+        ],
         "extras": {
-            module: "present" if find_spec(module) else f"missing: {extras.install_command(extra)}"
+            module: "present"
+            if find_spec(module)
+            else f"missing: {extras.install_command(extra)}"
             for module, extra in sorted(extras.EXTRAS.items())
         },
         "flags": _flags(environ),
@@ -87,12 +102,17 @@ def examine(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, Any
 
 
 def _chip(chip: chips.Chip, device: jax.Device) -> dict[str, Any]:
-    limit = (device.memory_stats() or {}).get("bytes_limit")  # where the runtime says so
-    return dataclasses.asdict(chip) | {"usable_hbm_bytes": chip.compiler_hbm_bytes or limit}
+    # where the runtime says so
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return dataclasses.asdict(chip) | {
+        "usable_hbm_bytes": chip.compiler_hbm_bytes or limit
+    }
 
 
 def _disk(folder: Path | str | None) -> dict[str, Any]:
-    """Returns what is known of the file system that holds a folder, or would hold it."""
+    """Returns what is known of the file system that holds a folder, or would
+    hold it.
+    """
     if not folder:
         return {"folder": "off"}
     existing = next(f for f in (Path(folder), *Path(folder).parents) if f.exists())
@@ -122,9 +142,13 @@ def mfu_meaning(device_kind: str, chip: chips.Chip | None) -> str:
         return f"{device_kind}: peak unknown, so mfu will be null; it is never guessed"
     peak = chip.peak("bfloat16")
     if peak is None:
-        return f"{chip.name}: no published bfloat16 peak, so mfu will be null in bfloat16"
+        return (
+            f"{chip.name}: no published bfloat16 peak, so mfu will be null in bfloat16"
+        )
     byte = chip.peak("float8") if chip.fp8_gains else None
-    other = f" ({byte / 1e12:g} where precision.matmul is in 8-bit floats)" if byte else ""
+    other = (
+        f" ({byte / 1e12:g} where precision.matmul is in 8-bit floats)" if byte else ""
+    )
     return (
         f"model FLOPs (causal attention, no recomputation) / (time x {peak / 1e12:g} TFLOP/s in "
         f"bfloat16{other} x devices); precisions without a published peak give null"
@@ -138,7 +162,10 @@ def as_text(report: Mapping[str, Any]) -> str:
         lines.append(name)
         if isinstance(section, dict):
             known = {key: value for key, value in section.items() if value is not None}
-            lines += [f"  {key}: {_text(f'{name}.{key}', value)}" for key, value in known.items()]
+            lines += [
+                f"  {key}: {_text(f'{name}.{key}', value)}"
+                for key, value in known.items()
+            ]
         else:
             items = section if isinstance(section, list) else [section]
             lines += [f"  {_text(name, item)}" for item in items or ["none"]]
@@ -150,7 +177,9 @@ def _text(path: str, value: Any) -> str:
     if isinstance(value, Mapping):
         if "cure" in value:
             return f"{value['check']}: {value['fault']}; cure: {value['cure']}"
-        return ", ".join(f"{key} {_text(f'{path}.{key}', item)}" for key, item in value.items())
+        return ", ".join(
+            f"{key} {_text(f'{path}.{key}', item)}" for key, item in value.items()
+        )
     if isinstance(value, list | tuple):
         return "; ".join(_text(path, item) for item in value) or "none"
     if "flops_per_s" in path:

@@ -1,7 +1,8 @@
-"""`python -m jaxdist.evaluate --workdir W`: the exact loss of a checkpoint on the held-out text.
+"""`python -m jaxdist.evaluate --workdir W`: the exact loss of a checkpoint on the
+held-out text.
 
-With `--stride N`, each document by itself, in windows that move by N tokens. With `--tasks NAME,NAME`, the
-metrics of lm_eval's tasks instead (extra `eval`).
+With `--stride N`, each document by itself, in windows that move by N tokens. With
+`--tasks NAME,NAME`, the metrics of lm_eval's tasks instead (extra `eval`).
 """
 
 import argparse
@@ -25,10 +26,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags = _parser().parse_args(arguments)
     _check(flags)
-    harness = extras.load("jaxdist.evaluation.lm_eval", extra="eval") if flags.tasks else None
+    harness = (
+        extras.load("jaxdist.evaluation.lm_eval", extra="eval") if flags.tasks else None
+    )
     options = cli.run_options(flags)
     if flags.stride is not None and not flags.tasks:  # before weights are read
-        stored = workdir.read_config(flags.workdir, named=flags.target, trust_code=flags.trust_code)
+        stored = workdir.read_config(
+            flags.workdir, named=flags.target, trust_code=flags.trust_code
+        )
         held_out_set.check_stride(stored, flags.stride)
     run = trained_run.load_run(**options)
     watch = _show_progress() if jax.process_index() == 0 else None
@@ -37,33 +42,53 @@ def main(arguments: list[str] | None = None) -> int:
     if harness:
         chosen = {"folder": flags.tasks_folder, "limit": flags.limit}
         chosen |= {"longest": flags.max_length, "stride": flags.stride}
-        metrics = harness.evaluate_tasks(run, flags.tasks.split(","), watch=watch, **chosen)
-        results, text = {"step": int(run.state.step), "tasks": metrics}, _as_table(metrics)
+        metrics = harness.evaluate_tasks(
+            run, flags.tasks.split(","), watch=watch, **chosen
+        )
+        results, text = (
+            {"step": int(run.state.step), "tasks": metrics},
+            _as_table(metrics),
+        )
     else:
         data = arrays.read_file(flags.data, "--data") if flags.data else None
         chosen = {"validation_tokens": flags.validation_tokens, "stride": flags.stride}
         held_out = run.evaluate(data, **chosen, watch=watch)
-        results, text = held_out._asdict() | {"stride": flags.stride}, _as_text(held_out)
+        results, text = (
+            held_out._asdict() | {"stride": flags.stride},
+            _as_text(held_out),
+        )
     if jax.process_index() == 0:
         print(_as_json(results) if flags.json else text)
     return 0
 
 
 def _check(flags: argparse.Namespace) -> None:
-    """Raises ConfigError for flags that do not go together, before anything is loaded."""
+    """Raises ConfigError for flags that do not go together, before anything is
+    loaded.
+    """
     faults = [
         f"--{name.replace('_', '-')}={value}: must be >= 1"
         for name in ("limit", "max_length", "stride")
         if (value := getattr(flags, name)) is not None and value < 1
     ]
-    if not flags.tasks and (flags.tasks_folder, flags.limit, flags.max_length) != (None, None, None):
-        faults.append("--tasks-folder, --limit and --max-length go with --tasks; name some")
+    if not flags.tasks and (flags.tasks_folder, flags.limit, flags.max_length) != (
+        None,
+        None,
+        None,
+    ):
+        faults.append(
+            "--tasks-folder, --limit and --max-length go with --tasks; name some"
+        )
     if flags.data and (flags.tasks or flags.validation_tokens is not None):
-        faults.append("--data is scored as a whole; leave out --tasks and --validation-tokens")
+        faults.append(
+            "--data is scored as a whole; leave out --tasks and --validation-tokens"
+        )
     if flags.tasks and flags.validation_tokens is not None:
         faults.append("--validation-tokens does not go with --tasks; use --limit")
     if flags.stride is not None and flags.data:
-        faults.append("--stride is for documents of tokens, and --data are arrays; leave out one")
+        faults.append(
+            "--stride is for documents of tokens, and --data are arrays; leave out one"
+        )
     if faults:
         raise ConfigError(faults)
 
@@ -72,13 +97,37 @@ def _parser() -> argparse.ArgumentParser:
     parser = cli.WorkdirParser("evaluate", __doc__)
     add = parser.add_argument
     add("--json", action="store_true", help="one JSON object on standard output")
-    add("--validation-tokens", type=int, help="targets to score, 0 = all (default: data.validation_tokens)")
-    add("--stride", type=int, metavar="N", help="documents by themselves, in windows that move by N tokens")
-    add("--data", metavar="FILE.npz", help="arrays to score (numpy.savez), which a run of jaxdist.fit needs")
-    add("--tasks", help="NAME,NAME: tasks of lm_eval, e.g. python_lines, which is shipped")
-    add("--tasks-folder", type=Path, help="of task files and their data (default: shipped)")
+    add(
+        "--validation-tokens",
+        type=int,
+        help="targets to score, 0 = all (default: data.validation_tokens)",
+    )
+    add(
+        "--stride",
+        type=int,
+        metavar="N",
+        help="documents by themselves, in windows that move by N tokens",
+    )
+    add(
+        "--data",
+        metavar="FILE.npz",
+        help="arrays to score (numpy.savez), which a run of jaxdist.fit needs",
+    )
+    add(
+        "--tasks",
+        help="NAME,NAME: tasks of lm_eval, e.g. python_lines, which is shipped",
+    )
+    add(
+        "--tasks-folder",
+        type=Path,
+        help="of task files and their data (default: shipped)",
+    )
     add("--limit", type=int, help="documents of each task at most (default: all)")
-    add("--max-length", type=int, help="tokens read at once (default: the model's limit, or as trained)")
+    add(
+        "--max-length",
+        type=int,
+        help="tokens read at once (default: the model's limit, or as trained)",
+    )
     return parser
 
 
@@ -100,7 +149,11 @@ def _as_table(results: dict[str, dict[str, Any]]) -> str:
 
 def _as_text(result: HeldOut) -> str:
     bits = "unknown" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
-    sliding = f" ({result.windows} windows of {result.documents} documents)" if result.windows else ""
+    sliding = (
+        f" ({result.windows} windows of {result.documents} documents)"
+        if result.windows
+        else ""
+    )
     own = "".join(f", {name} {value:.6g}" for name, value in result.metrics.items())
     return (
         f"step {result.step}: loss {result.loss:.6f} nats per target over {result.tokens} targets, "
@@ -109,14 +162,21 @@ def _as_text(result: HeldOut) -> str:
 
 
 def _show_progress() -> Watch:
-    """Returns what shows how many batches are under way: one changing line on a terminal, else some."""
+    """Returns what shows how many batches are under way: one changing line on a
+    terminal, else some.
+    """
     shown_s = time.monotonic()
 
     def show(batch: int, total: int) -> None:
         nonlocal shown_s
         if sys.stderr.isatty():
             end = "\n" if batch == total else ""
-            print(f"\revaluating: batch {batch} of {total}", end=end, file=sys.stderr, flush=True)
+            print(
+                f"\revaluating: batch {batch} of {total}",
+                end=end,
+                file=sys.stderr,
+                flush=True,
+            )
         elif time.monotonic() - shown_s >= 10:
             shown_s = time.monotonic()
             print(f"evaluating: batch {batch} of {total}", file=sys.stderr)

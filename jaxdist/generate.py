@@ -1,4 +1,6 @@
-"""`python -m jaxdist.generate --workdir W --prompt TEXT`: text from a run's newest checkpoint."""
+"""`python -m jaxdist.generate --workdir W --prompt TEXT`: text from a run's newest
+checkpoint.
+"""
 
 import argparse
 import sys
@@ -25,7 +27,10 @@ def main(arguments: list[str] | None = None) -> int:
         return _interact(run, before if flags.chat else None, options)
     options["num_samples"] = flags.num_samples
     if flags.chat:
-        samples = run.chat([[*before, {"role": "user", "content": text}] for text in prompts], **options)
+        samples = run.chat(
+            [[*before, {"role": "user", "content": text}] for text in prompts],
+            **options,
+        )
     else:
         samples = run.generate(prompts, **options)
     texts = [sample.text for of_prompt in samples for sample in of_prompt]
@@ -36,7 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _prompts(flags: argparse.Namespace) -> list[str]:
-    """Returns the texts to go on from; raises ConfigError where there is none, or a file cannot be read."""
+    """Returns the texts to go on from; raises ConfigError where there is none, or a
+    file cannot be read.
+    """
     prompts, faults = list(flags.prompt), []
     for file in flags.prompt_file:
         try:
@@ -46,7 +53,11 @@ def _prompts(flags: argparse.Namespace) -> list[str]:
                 f"--prompt-file {file}: {getattr(error, 'strerror', None) or error}; give a UTF-8 text"
             )
     if bool(prompts or faults) == flags.interactive:
-        wrong = "--interactive reads its prompts: leave out" if flags.interactive else "give"
+        wrong = (
+            "--interactive reads its prompts: leave out"
+            if flags.interactive
+            else "give"
+        )
         faults.append(f"{wrong} --prompt TEXT or --prompt-file FILE")
     if flags.system and not flags.chat:
         faults.append("--system: a turn of a chat; give --chat, too")
@@ -59,14 +70,21 @@ def _prompts(flags: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _interact(run: trained_run.TrainedRun, chat: list[dict[str, str]] | None, options: dict[str, Any]) -> int:
-    """Answers each line of standard input, as the text comes; Ctrl-C ends an answer, Ctrl-D all.
+def _interact(
+    run: trained_run.TrainedRun,
+    chat: list[dict[str, str]] | None,
+    options: dict[str, Any],
+) -> int:
+    """Answers each line of standard input, as the text comes; Ctrl-C ends an answer,
+    Ctrl-D all.
 
     Args:
       chat: the turns so far, which then go on; None: each line is a text to go on from.
     """
     if jax.process_count() > 1:
-        raise ConfigError("--interactive: required one process; start it without launch")
+        raise ConfigError(
+            "--interactive: required one process; start it without launch"
+        )
     mark = "> " if sys.stdin.isatty() else ""
     if mark:
         print("a prompt a line; Ctrl-C ends an answer, Ctrl-D ends", file=sys.stderr)
@@ -77,7 +95,9 @@ def _interact(run: trained_run.TrainedRun, chat: list[dict[str, str]] | None, op
             return 0
         answer = ""
         try:
-            turns = None if chat is None else [*chat, {"role": "user", "content": prompt}]
+            turns = (
+                None if chat is None else [*chat, {"role": "user", "content": prompt}]
+            )
             for text in run.stream(turns or prompt, **options):
                 print(text, end="", flush=True)
                 answer += text
@@ -92,16 +112,60 @@ def _interact(run: trained_run.TrainedRun, chat: list[dict[str, str]] | None, op
 def _parser() -> argparse.ArgumentParser:
     parser = cli.WorkdirParser("generate", __doc__)
     add, sampling = parser.add_argument, SamplingConfig()
-    add("--prompt", action="append", default=[], help="how the text begins; may be repeated")
-    add("--prompt-file", action="append", default=[], type=Path, metavar="FILE", help="a file that has it")
-    add("--interactive", action="store_true", help="read prompts, a line each, and write as text is drawn")
-    add("--chat", action="store_true", help="prompts are a user's turns; print the assistant's (extra chat)")
-    add("--system", metavar="TEXT", help="with --chat: the system's turn, before the user's")
+    add(
+        "--prompt",
+        action="append",
+        default=[],
+        help="how the text begins; may be repeated",
+    )
+    add(
+        "--prompt-file",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="a file that has it",
+    )
+    add(
+        "--interactive",
+        action="store_true",
+        help="read prompts, a line each, and write as text is drawn",
+    )
+    add(
+        "--chat",
+        action="store_true",
+        help="prompts are a user's turns; print the assistant's (extra chat)",
+    )
+    add(
+        "--system",
+        metavar="TEXT",
+        help="with --chat: the system's turn, before the user's",
+    )
     add("--max-tokens", type=int, default=128, help="new tokens at most (default: 128)")
-    add("--temperature", type=float, default=sampling.temperature, help="0 = the likeliest (default: 1)")
-    add("--top-k", type=int, default=sampling.top_k, help="only the k likeliest; 0 = all (default)")
-    add("--top-p", type=float, default=sampling.top_p, help="the likeliest that sum to it (default: 1 = all)")
-    add("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
+    add(
+        "--temperature",
+        type=float,
+        default=sampling.temperature,
+        help="0 = the likeliest (default: 1)",
+    )
+    add(
+        "--top-k",
+        type=int,
+        default=sampling.top_k,
+        help="only the k likeliest; 0 = all (default)",
+    )
+    add(
+        "--top-p",
+        type=float,
+        default=sampling.top_p,
+        help="the likeliest that sum to it (default: 1 = all)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="the same seed gives the same text (default: 0)",
+    )
     add("--num-samples", type=int, default=1, help="texts for each prompt (default: 1)")
     return parser
 

@@ -1,6 +1,8 @@
-"""`python -m jaxdist.plan --config NAME --on v5p:4x4x4`: prove that a run fits hardware that is not here.
+"""`python -m jaxdist.plan --config NAME --on v5p:4x4x4`: prove that a run fits hardware
+that is not here.
 
-Exit code 0: it fits; 3: it does not; 4: the compiler did not answer; 78: there is nothing to compile.
+Exit code 0: it fits; 3: it does not; 4: the compiler did not answer; 78: there is
+nothing to compile.
 """
 
 import argparse
@@ -25,7 +27,16 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from jaxdist.config import ConfigError
 from jaxdist.distributed import initialize
 from jaxdist.parallel.remat import FIT
-from jaxdist.planner import calibration, fewest, fit_remat, restarts, run_in_workdir, search, show, targets
+from jaxdist.planner import (
+    calibration,
+    fewest,
+    fit_remat,
+    restarts,
+    run_in_workdir,
+    search,
+    show,
+    targets,
+)
 from jaxdist.planner.plan import Plan, make_plan, plan_by_arithmetic
 from jaxdist.report_page import planned, reproduce
 from jaxdist.trainer import cli, provenance, workdir
@@ -42,11 +53,17 @@ def main(arguments: list[str] | None = None) -> int:
         return _fewest(run, flags)
     run, target = _as_it_runs(run, flags)
     if flags.search and target.platform == "cpu":
-        raise ConfigError("--search ranks by time, of which a CPU's compiler says nothing; name a TPU or GPU")
+        raise ConfigError(
+            "--search ranks by time, of which a CPU's compiler says nothing; name a TPU or GPU"
+        )
     if flags.search and flags.fix:
-        raise ConfigError("--fix mends one layout, --search looks for another; give one of them")
+        raise ConfigError(
+            "--fix mends one layout, --search looks for another; give one of them"
+        )
     if flags.expert_load > 1 and not run.model.get("num_experts"):
-        raise ConfigError(f"--expert-load={flags.expert_load:g}: the model has no experts; leave it out")
+        raise ConfigError(
+            f"--expert-load={flags.expert_load:g}: the model has no experts; leave it out"
+        )
     measured = _calibration(flags, target)
     console = Console(quiet=flags.json, width=None if sys.stdout.isatty() else 120)
     folder = _folder(flags.workdir) if flags.workdir else None
@@ -60,19 +77,28 @@ def main(arguments: list[str] | None = None) -> int:
             fitted = fit_remat.fit(run, target, finalists=FIT_FINALISTS, say=say)
             plan, code = fitted.plan, fitted.plan.exit_code
         else:
-            more = {"check_edits": MOST_CHECKED if flags.fix else 0, "expert_load": flags.expert_load}
+            more = {
+                "check_edits": MOST_CHECKED if flags.fix else 0,
+                "expert_load": flags.expert_load,
+            }
             plan = make_plan(run, target, calibration=measured, say=say, **more)
             code = plan.exit_code
     tokens = int(flags.tokens) if flags.tokens else plan.tokens
-    assumed = restarts.Assumptions(flags.chip_hours_per_failure, flags.host_storage * 1e9)
+    assumed = restarts.Assumptions(
+        flags.chip_hours_per_failure, flags.host_storage * 1e9
+    )
     price = flags.price_per_chip_hour
-    report = replace(plan, tokens=tokens, price_per_chip_hour=price, assumed=assumed).to_json()
+    report = replace(
+        plan, tokens=tokens, price_per_chip_hour=price, assumed=assumed
+    ).to_json()
     report |= {
         planned.DATE: datetime.now(UTC).isoformat(timespec="seconds"),
         reproduce.SOURCE: {"hash": provenance.source_hash(plan.run.model_class)},
     }
     if ranked:
-        report["search"] = {name: value for name, value in ranked.items() if name != "winner"}
+        report["search"] = {
+            name: value for name, value in ranked.items() if name != "winner"
+        }
         search.show(ranked, console, _run_words(arguments or sys.argv))
     if fitted:
         report["remat_fit"] = fitted.to_json()
@@ -81,7 +107,8 @@ def main(arguments: list[str] | None = None) -> int:
     show.show(report, console)
     if folder:
         workdir.write_json(folder / planned.PLAN_FILE, report)
-        workdir.write_text(folder / "plan.txt", show.as_text(report))  # what `report` shows
+        # what `report` shows
+        workdir.write_text(folder / "plan.txt", show.as_text(report))
     if flags.json:
         print(json.dumps(report, indent=1))
     return code
@@ -100,10 +127,15 @@ def _fewest(run: RunConfig, flags: argparse.Namespace) -> int:
         flags.calibration,
     )
     if any(given):
-        others = "--on, --search, --fix, --workdir, --tokens, --expert-load, --calibration"
+        others = (
+            "--on, --search, --fix, --workdir, --tokens, --expert-load, --calibration"
+        )
         others += " and --price-per-chip-hour"
-        raise ConfigError(f"--fewest chooses the machine and says no more: leave out {others}")
-    jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are left alone
+        raise ConfigError(
+            f"--fewest chooses the machine and says no more: leave out {others}"
+        )
+    # this machine's accelerators are left alone
+    jax.config.update("jax_platforms", "cpu")
     with _progress() as say:
         found = fewest.fewest(run, flags.fewest, say=say)
     report = found.to_json()
@@ -115,19 +147,25 @@ def _fewest(run: RunConfig, flags: argparse.Namespace) -> int:
 
 
 def _first(ranking: search.Ranking) -> Plan:
-    """Returns the winner's plan; if none fits the nearest's; if none was compiled what arithmetic says."""
+    """Returns the winner's plan; if none fits the nearest's; if none was compiled what
+    arithmetic says.
+    """
     if ranking.compiled:
         return ranking.compiled[0].plan
     plan = plan_by_arithmetic(ranking.others[0][0].run, ranking.target)
     return replace(plan, exit_reason=f"not compiled: {ranking.summary['stopped']}")
 
 
-def _calibration(flags: argparse.Namespace, target: targets.Target) -> calibration.Calibration | None:
+def _calibration(
+    flags: argparse.Namespace, target: targets.Target
+) -> calibration.Calibration | None:
     """Returns what --calibration names; None without."""
     if not flags.calibration:
         return None
     if flags.search or flags.fix:
-        raise ConfigError("--calibration is of one plan's collectives: leave out --search and --fix")
+        raise ConfigError(
+            "--calibration is of one plan's collectives: leave out --search and --fix"
+        )
     return calibration.load(flags.calibration, target)
 
 
@@ -137,12 +175,18 @@ def _folder(name: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--workdir {name}: {error.strerror}; give a folder that can be written") from error
+        raise ConfigError(
+            f"--workdir {name}: {error.strerror}; give a folder that can be written"
+        ) from error
     return folder
 
 
-def _as_it_runs(run: RunConfig, flags: argparse.Namespace) -> tuple[RunConfig, targets.Target]:
-    """Returns the run and its hardware; of a workdir's own run those of its last start."""
+def _as_it_runs(
+    run: RunConfig, flags: argparse.Namespace
+) -> tuple[RunConfig, targets.Target]:
+    """Returns the run and its hardware; of a workdir's own run those of its
+    last start.
+    """
     folder = Path(flags.workdir) if flags.workdir else None
     if folder is None or Path(flags.config) != folder / workdir.CONFIG:
         return run, _target(flags.on or "here")
@@ -159,7 +203,8 @@ def _target(text: str) -> targets.Target:
     if text.partition("@")[0].strip().lower() == "here":
         initialize.skip_absent_tpu(os.environ)
         return targets.parse(text, jax.devices())
-    jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are left alone
+    # this machine's accelerators are left alone
+    jax.config.update("jax_platforms", "cpu")
     return targets.parse(text)
 
 
@@ -167,17 +212,29 @@ def _run_words(words: Sequence[str]) -> str:
     """Returns what says which run it is: `--config NAME --config.a.b=value`."""
     flag = "--config"  # without "=", its value is the next word
     pairs = itertools.pairwise(["", *words])
-    return shlex.join(w for v, w in pairs if w.startswith(flag) or (v.startswith(flag) and "=" not in v))
+    return shlex.join(
+        w
+        for v, w in pairs
+        if w.startswith(flag) or (v.startswith(flag) and "=" not in v)
+    )
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Gives what shows each stage of the work on stderr: as it runs on a terminal, else a line each."""
+    """Gives what shows each stage of the work on stderr: as it runs on a terminal, else
+    a line each.
+    """
     console, began = Console(stderr=True), time.monotonic()
     if not console.is_terminal:
-        yield lambda line: print(f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True)
+        yield lambda line: print(
+            f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True
+        )
         return
-    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    columns = (
+        SpinnerColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("")
         yield lambda line: bar.update(task, description=line)
@@ -194,23 +251,33 @@ def _at_least_one(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 1 <= (value := float(text)) < math.inf:
             return value
-    raise argparse.ArgumentTypeError(f"{text} must be a number of at least 1: the most over the mean")
+    raise argparse.ArgumentTypeError(
+        f"{text} must be a number of at least 1: the most over the mean"
+    )
 
 
 def _parser() -> cli.ConfigParser:
     parser = cli.ConfigParser("plan", __doc__)
-    on_help = (
-        "v5p:4x4x4, v6e:16x16x2, h100:4x8@25GB/s, cpu:8 or here (default: what the run of --workdir, given "
-    )
+    on_help = "v5p:4x4x4, v6e:16x16x2, h100:4x8@25GB/s, cpu:8 or here (default: what the run of --workdir, given "
     parser.add_argument("--on", help=f"{on_help}without --config, is on; else here)")
-    parser.add_argument("--fewest", metavar="FAMILY", help="the smallest h100, v5e, h100@25GB/s that fits")
-    parser.add_argument("--search", action="store_true", help="rank other layouts of the run; some minutes")
+    parser.add_argument(
+        "--fewest",
+        metavar="FAMILY",
+        help="the smallest h100, v5e, h100@25GB/s that fits",
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="rank other layouts of the run; some minutes",
+    )
     parser.add_argument(
         "--fix",
         action="store_true",
         help="compile the first edits that should make it fit; or resolve remat.policy=fit",
     )
-    parser.add_argument("--json", action="store_true", help="the plan as JSON on stdout")
+    parser.add_argument(
+        "--json", action="store_true", help="the plan as JSON on stdout"
+    )
     parser.add_argument(
         "--expert-load",
         type=_at_least_one,
@@ -220,7 +287,9 @@ def _parser() -> cli.ConfigParser:
     )
     help_text = "times of collectives that benchmarks/collectives.py measured, instead of datasheet rates"
     parser.add_argument("--calibration", metavar="FILE", help=help_text)
-    parser.add_argument("--tokens", type=_positive, help="of the training, such as 1e12; or samples")
+    parser.add_argument(
+        "--tokens", type=_positive, help="of the training, such as 1e12; or samples"
+    )
     parser.add_argument("--price-per-chip-hour", type=_positive, help="in any money")
     default = restarts.Assumptions()
     parser.add_argument(

@@ -1,4 +1,5 @@
-"""`python -m jaxdist.report WORKDIR ... [--out FILE]`: one HTML page of a run, or of several, overlaid.
+"""`python -m jaxdist.report WORKDIR ... [--out FILE]`: one HTML page of a run, or of
+several, overlaid.
 
 Needs neither jax nor a network: it also runs on a laptop to which a workdir was copied.
 """
@@ -17,7 +18,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Writes the page and prints its path; returns the exit code (0, 1 or 78)."""
     try:
         args = _parser().parse_args(argv)
-        runs = [summary.read_run(*pair) for pair in zip(args.workdir, _names(args.workdir), strict=True)]
+        runs = [
+            summary.read_run(*pair)
+            for pair in zip(args.workdir, _names(args.workdir), strict=True)
+        ]
         target = Path(args.out) if args.out else runs[0].folder / _file_name(runs)
         _refuse_foreign(target)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -37,14 +41,18 @@ def _parser() -> argparse.ArgumentParser:
         prog="jaxdist report",
         description="Writes one self-contained HTML page of a run; of several, overlaid.",
     )
-    parser.add_argument("workdir", nargs="+", help="workdir of a run; give several to compare them")
+    parser.add_argument(
+        "workdir", nargs="+", help="workdir of a run; give several to compare them"
+    )
     page_help = "page to write (default: report.html in the first workdir; report_vs_... for several)"
     parser.add_argument("--out", metavar="FILE", help=page_help)
     return parser
 
 
 def _names(workdirs: Sequence[str]) -> list[str]:
-    """Returns a name per workdir: the folder's, with as many parents as keep them apart."""
+    """Returns a name per workdir: the folder's, with as many parents as keep them
+    apart.
+    """
     parts = [Path(workdir).resolve().parts for workdir in workdirs]
     depth, deepest = 1, max(map(len, parts))
     while depth < deepest and len({each[-depth:] for each in parts}) < len(set(parts)):
@@ -55,7 +63,9 @@ def _names(workdirs: Sequence[str]) -> list[str]:
 def _file_name(runs: Sequence[summary.RunSummary]) -> str:
     if len(runs) == 1:
         return "report.html"
-    others = runs[-1].name.replace("/", "_") if len(runs) == 2 else f"{len(runs) - 1}_runs"
+    others = (
+        runs[-1].name.replace("/", "_") if len(runs) == 2 else f"{len(runs) - 1}_runs"
+    )
     return f"report_vs_{others}.html"
 
 

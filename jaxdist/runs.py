@@ -1,4 +1,5 @@
-"""`python -m jaxdist.runs [FOLDER]`: a table of the runs below a folder, and how their configs differ.
+"""`python -m jaxdist.runs [FOLDER]`: a table of the runs below a folder, and how their
+configs differ.
 
 Needs no jax, and disturbs no run.
 """
@@ -26,9 +27,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = config.Parser(prog="jaxdist runs", description=__doc__.partition("\n\n")[2])
-    parser.add_argument("folder", nargs="?", default="runs", help="folder with runs in it (default: runs)")
-    parser.add_argument("--json", action="store_true", help="the same as JSON, with all keys that differ")
+    parser = config.Parser(
+        prog="jaxdist runs", description=__doc__.partition("\n\n")[2]
+    )
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        default="runs",
+        help="folder with runs in it (default: runs)",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="the same as JSON, with all keys that differ",
+    )
     return parser
 
 

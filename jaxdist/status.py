@@ -1,6 +1,8 @@
-"""`python -m jaxdist.status WORKDIR [--watch]`: what a run is doing, since when, and where its time went.
+"""`python -m jaxdist.status WORKDIR [--watch]`: what a run is doing, since when, and
+where its time went.
 
-Reads the workdir alone, also that of a run on another machine; needs no jax, and disturbs nothing.
+Reads the workdir alone, also that of a run on another machine; needs no jax, and
+disturbs nothing.
 """
 
 import argparse
@@ -14,11 +16,15 @@ from jaxdist.report_page import status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the status, with --watch until the run is finished or Ctrl-C; returns 0, or 78."""
+    """Prints the status, with --watch until the run is finished or Ctrl-C; returns 0,
+    or 78.
+    """
     try:
         flags = _parser().parse_args(argv)
         if flags.watch is not None and not 0.1 <= flags.watch <= 86_400:
-            raise config.ConfigError(f"--watch {flags.watch:g}: must be seconds between 0.1 and 86400")
+            raise config.ConfigError(
+                f"--watch {flags.watch:g}: must be seconds between 0.1 and 86400"
+            )
         _show(flags)
     except config.ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -29,7 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(flags: argparse.Namespace) -> None:
-    clear = "\x1b[H\x1b[2J" if flags.watch and sys.stdout.isatty() and not flags.json else ""
+    clear = (
+        "\x1b[H\x1b[2J"
+        if flags.watch and sys.stdout.isatty() and not flags.json
+        else ""
+    )
     while True:
         document = status.read_status(flags.workdir).document()
         text = json.dumps(document) if flags.json else status.as_text(document)
@@ -40,11 +50,19 @@ def _show(flags: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = config.Parser(prog="jaxdist status", description=__doc__.partition("\n\n")[2])
+    parser = config.Parser(
+        prog="jaxdist status", description=__doc__.partition("\n\n")[2]
+    )
     parser.add_argument("workdir", help="workdir of a run")
-    watch_help = "show it again every so many seconds (default: 2), until the run is finished"
-    parser.add_argument("--watch", nargs="?", type=float, const=2.0, metavar="S", help=watch_help)
-    parser.add_argument("--json", action="store_true", help="one JSON object, on a line of its own")
+    watch_help = (
+        "show it again every so many seconds (default: 2), until the run is finished"
+    )
+    parser.add_argument(
+        "--watch", nargs="?", type=float, const=2.0, metavar="S", help=watch_help
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object, on a line of its own"
+    )
     return parser
 
 

@@ -27,7 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags, config = cli.parse(_parser(), arguments)
     if flags.dry_run:
-        dry_run = extras.load("jaxdist.planner.dry_run")  # here: a run starts without the planner
+        # here: a run starts without the planner
+        dry_run = extras.load("jaxdist.planner.dry_run")
         _prepare()
         if emulated := dry_run.missing_devices(config.mesh, os.environ):
             jax.config.update("jax_num_cpu_devices", emulated)
@@ -35,13 +36,20 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     folder = Path(flags.workdir or default_workdir(flags.config))
     try:
-        with Watchdog(config.watchdog, folder) as watch:  # joining, and finding devices, may hang
+        # joining, and finding devices, may hang
+        with Watchdog(config.watchdog, folder) as watch:
             with watch.ledger.aside(JOIN):
                 _prepare()
                 count = jax.local_device_count()
-            full = coordination.broadcast(elastic.full_devices(os.environ, folder, per_process=count))
-            config = _resolved(config, watch.lively(print_safe), folder=folder, full_devices=full)
-            trainer.run(config, folder, title=flags.config, full_devices=full, watch=watch)
+            full = coordination.broadcast(
+                elastic.full_devices(os.environ, folder, per_process=count)
+            )
+            config = _resolved(
+                config, watch.lively(print_safe), folder=folder, full_devices=full
+            )
+            trainer.run(
+                config, folder, title=flags.config, full_devices=full, watch=watch
+            )
     except trainer.Interrupted as interrupted:
         with contextlib.suppress(OSError):  # of a terminal that was closed
             print(interrupted)
@@ -53,13 +61,20 @@ def main(arguments: list[str] | None = None) -> int:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         planner = extras.load("jaxdist.planner.plan")
-        print(f"error: {planner.explain_shortage(config, jax.devices(), str(error))}", file=sys.stderr)
+        print(
+            f"error: {planner.explain_shortage(config, jax.devices(), str(error))}",
+            file=sys.stderr,
+        )
         return 1
     return 0
 
 
-def _resolved(config: RunConfig, say: Callable[[str], None] = print_safe, **options: Any) -> RunConfig:
-    """Returns the run with its `remat.policy=fit` resolved, or as it was resolved before."""
+def _resolved(
+    config: RunConfig, say: Callable[[str], None] = print_safe, **options: Any
+) -> RunConfig:
+    """Returns the run with its `remat.policy=fit` resolved, or as it was resolved
+    before.
+    """
     if config.remat.policy != FIT and not config.remat.fitted:
         return config
     fit_remat = extras.load("jaxdist.planner.fit_remat")  # here: as above
@@ -74,7 +89,9 @@ def _prepare() -> None:
 def _parser() -> cli.ConfigParser:
     parser = cli.ConfigParser("train", __doc__)
     parser.add_argument("--workdir", help="folder of the run (default: runs/NAME)")
-    parser.add_argument("--dry-run", action="store_true", help="batch, shardings, memory; no run")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="batch, shardings, memory; no run"
+    )
     return parser
 
 

@@ -1,6 +1,8 @@
-"""`python -m jaxdist.verify --config NAME --devices 8`: prove that layouts equal one device.
+"""`python -m jaxdist.verify --config NAME --devices 8`: prove that layouts equal one
+device.
 
-Exit code 0: all layouts are equal to one device; 1: one is not; 78: nothing could be compared.
+Exit code 0: all layouts are equal to one device; 1: one is not; 78: nothing could be
+compared.
 """
 
 import contextlib
@@ -28,8 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
     devices = _devices(flags.devices)
     of_flag = {"": precisions_of(config), "both": PRECISIONS}
     precisions = of_flag.get(flags.precision, (flags.precision,))
-    log = functools.partial(print, file=sys.stderr if flags.json else sys.stdout, flush=True)
-    report = verify_layouts(config, devices, precisions=precisions, only=flags.only, log=log)
+    log = functools.partial(
+        print, file=sys.stderr if flags.json else sys.stdout, flush=True
+    )
+    report = verify_layouts(
+        config, devices, precisions=precisions, only=flags.only, log=log
+    )
     if flags.json:
         print(json.dumps(report.to_json(), indent=1))
     else:
@@ -39,7 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> cli.ConfigParser:
     parser = cli.ConfigParser("verify", __doc__)
-    parser.add_argument("--devices", type=int, default=8, help="devices to lay out on (default: 8)")
+    parser.add_argument(
+        "--devices", type=int, default=8, help="devices to lay out on (default: 8)"
+    )
     parser.add_argument(
         "--precision",
         choices=(*PRECISIONS, "both", "float16", *RECIPES),
@@ -47,27 +55,37 @@ def _parser() -> cli.ConfigParser:
         help="default: both float32 and bfloat16 (float16 if the config sets it), and precision.matmul if "
         "the config sets it",
     )
-    parser.add_argument("--only", default="", help="just the layouts whose name contains this text")
-    parser.add_argument("--json", action="store_true", help="the result as JSON on stdout")
+    parser.add_argument(
+        "--only", default="", help="just the layouts whose name contains this text"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="the result as JSON on stdout"
+    )
     return parser
 
 
 def _devices(count: int) -> Sequence[jax.Device]:
-    """Returns `count` devices: of the CPU they are made; of accelerators, as many as there are.
+    """Returns `count` devices: of the CPU they are made; of accelerators, as many as
+    there are.
 
     Raises:
       ConfigError: fewer than two.
     """
     if count < 2:
-        raise ConfigError(f"--devices {count}: must be >= 2, there is nothing else to compare")
+        raise ConfigError(
+            f"--devices {count}: must be >= 2, there is nothing else to compare"
+        )
     platform = platform_flags.detect_platform(os.environ)
     family = platform_flags.detect_family(os.environ)
-    os.environ.update(platform_flags.flag_environment(platform, os.environ, family=family))
+    os.environ.update(
+        platform_flags.flag_environment(platform, os.environ, family=family)
+    )
     if platform == "cpu":
         with contextlib.suppress(RuntimeError):  # the backend is running already
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", count)
-            # XLA's threads: each collective of each device blocks one, and several may be under way.
+            # XLA's threads: each collective of each device blocks one, and several may
+            # be under way.
             os.environ.setdefault("NPROC", str(4 * count))
     devices = jax.devices()[:count]
     if len(devices) < 2:

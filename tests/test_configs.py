@@ -1,4 +1,6 @@
-"""The shipped configs: parameter counts, documented commands, pinned keys and shardings."""
+"""The shipped configs: parameter counts, documented commands, pinned keys and
+shardings.
+"""
 
 import ast
 import shlex
@@ -16,7 +18,8 @@ from support import goldens
 SMALL = ("quickstart", "vit_digits")  # CPU minutes as they are
 SIZED = [name for name in goldens.CONFIGS if name not in SMALL]
 
-# Meta's, Mistral's, Qwen's and HF's cards; 124 M + 47 x 768 rows of padding; MaxText's name for the 16B.
+# Meta's, Mistral's, Qwen's and HF's cards; 124 M + 47 x 768 rows of padding; MaxText's
+# name for the 16B.
 PARAMETERS = {
     "gpt2_124m": 124_439_808 + 47 * 768,
     "llama2_7b": 6_738_415_616,
@@ -44,9 +47,15 @@ def test_every_config_is_counted():
 
 @pytest.mark.parametrize("name", goldens.CONFIGS)
 def test_the_head_says_the_command_that_runs_it(name, tmp_path):
-    head = ast.get_docstring(ast.parse((goldens.ROOT / f"configs/{name}.py").read_text()))
+    head = ast.get_docstring(
+        ast.parse((goldens.ROOT / f"configs/{name}.py").read_text())
+    )
     lines = [line.partition(" #")[0].strip() for line in head.splitlines()]
-    commands = [shlex.split(line) for line in lines if line.startswith("python -m jaxdist.train")]
+    commands = [
+        shlex.split(line)
+        for line in lines
+        if line.startswith("python -m jaxdist.train")
+    ]
     assert commands, f"configs/{name}.py: write the command on top"
     for command in commands:
         run = parse(*command[3:])
@@ -60,7 +69,9 @@ def test_the_head_says_the_command_that_runs_it(name, tmp_path):
 def test_a_full_size_needs_tokens_and_fits_a_pod(name):
     run = parse("--config", name)
     assert run.precision.compute == "bfloat16"
-    with pytest.raises(ConfigError, match="needs data.path; it is empty. Set data.path"):
+    with pytest.raises(
+        ConfigError, match="needs data.path; it is empty. Set data.path"
+    ):
         validation.validate(run, jax.devices())
     shape, _, _ = validation.validate(run, jax.devices(), with_data=False)
     assert len(jax.devices()) == 8 and shape.batch_shards == 8
@@ -73,7 +84,9 @@ def test_tiny_is_small_and_of_the_same_family(name):
     assert spec.parameter_count < 2e6 and tiny.data.source == "stdlib"
     family = "positions norm activation gated bias tie_embeddings rope_theta".split()
     assert [tiny.model[key] for key in family] == [full.model[key] for key in family]
-    grouped = [run.model["num_kv_heads"] < run.model["num_heads"] for run in (full, tiny)]
+    grouped = [
+        run.model["num_kv_heads"] < run.model["num_heads"] for run in (full, tiny)
+    ]
     assert grouped[0] == grouped[1]
 
 
@@ -96,13 +109,18 @@ def test_a_tiny_config_trains(tmp_path):
         "data.cache_dir": tmp_path / "cache",
         "data.validation_share": 0,
     }
-    assert train.main(arguments + [f"--config.{key}={value}" for key, value in small.items()]) == 0
+    assert (
+        train.main(
+            arguments + [f"--config.{key}={value}" for key, value in small.items()]
+        )
+        == 0
+    )
     rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert len(rows) == 3
     assert workdir.read_config(tmp_path / "run").model["d_model"] == 128
 
 
-# --- goldens --------------------------------------------------------------------------------------
+# --- goldens --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", goldens.NAMES)
@@ -117,12 +135,17 @@ def test_goldens(name):
 
 
 def test_no_golden_is_left_over():
-    found = {file.relative_to(goldens.FOLDER).as_posix() for file in goldens.FOLDER.rglob("*.*")}
+    found = {
+        file.relative_to(goldens.FOLDER).as_posix()
+        for file in goldens.FOLDER.rglob("*.*")
+    }
     assert found == set(goldens.NAMES)
 
 
 def test_at_most_173_keys_each_with_a_meaning():
-    """Beside those of experts, a budget of their own: a dense model has none of them."""
+    """Beside those of experts, a budget of their own: a dense model has none
+    of them.
+    """
     fields = run_config.full_schema(run_config.registry.DEFAULT_TARGET)
     of_experts = {"model.num_experts", *(f"model.{name}" for name in EXPERT_FIELDS)}
     assert of_experts <= fields.keys() and len(of_experts) <= 16
@@ -132,7 +155,12 @@ def test_at_most_173_keys_each_with_a_meaning():
 
 def test_goldens_hold_splits_copies_and_refusals():
     text = goldens.text("sharding/llama3_8b.txt")
-    for word in ("(-,fsdp,tensor,-)", "8 kv heads < tensor 16: copied", "refused", "zero 1 keeps"):
+    for word in (
+        "(-,fsdp,tensor,-)",
+        "8 kv heads < tensor 16: copied",
+        "refused",
+        "zero 1 keeps",
+    ):
         assert word in text
 
 

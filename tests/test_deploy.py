@@ -1,4 +1,6 @@
-"""The templates under deploy/: what schedulers accept, what they start, what they do after a loss."""
+"""The templates under deploy/: what schedulers accept, what they start, what they do
+after a loss.
+"""
 
 import copy
 import json
@@ -31,21 +33,43 @@ def refused(value: Any, schema: dict, path: str = "") -> list[str]:
     schema = SCHEMA[schema["$ref"]] if "$ref" in schema else schema
     if "items" in schema:
         found = [] if isinstance(value, list) else [f"{path}: no list"]
-        return found or [x for n, v in enumerate(value) for x in refused(v, schema["items"], f"{path}[{n}]")]
+        return found or [
+            x
+            for n, v in enumerate(value)
+            for x in refused(v, schema["items"], f"{path}[{n}]")
+        ]
     if "properties" in schema or "values" in schema:
         if not isinstance(value, dict):
             return [f"{path}: no object"]
         known, rest = schema.get("properties", {}), schema.get("values")
-        found = [f"{path}.{name}: is missing" for name in schema.get("required", []) if name not in value]
-        found += [f"{path}.{name}: is unknown" for name in value if name not in known and rest is None]
+        found = [
+            f"{path}.{name}: is missing"
+            for name in schema.get("required", [])
+            if name not in value
+        ]
+        found += [
+            f"{path}.{name}: is unknown"
+            for name in value
+            if name not in known and rest is None
+        ]
         parts = {name: known.get(name, rest) for name in value if name in known or rest}
         return found + [
-            x for name, part in parts.items() for x in refused(value[name], part, f"{path}.{name}")
+            x
+            for name, part in parts.items()
+            for x in refused(value[name], part, f"{path}.{name}")
         ]
     if "enum" in schema:
-        return [] if value in schema["enum"] else [f"{path}: {value!r} is none of {schema['enum']}"]
+        return (
+            []
+            if value in schema["enum"]
+            else [f"{path}: {value!r} is none of {schema['enum']}"]
+        )
     if schema["type"] == "quantity":
-        return [] if re.fullmatch(QUANTITY, str(value)) else [f"{path}: {value!r} is no quantity"]
+        return (
+            []
+            if re.fullmatch(QUANTITY, str(value))
+            else [f"{path}: {value!r} is no quantity"]
+        )
     if type(value) is not TYPES[schema["type"]]:
         return [f"{path}: {value!r} is no {schema['type']}"]
     wrong = "pattern" in schema and not re.fullmatch(schema["pattern"], value)
@@ -61,20 +85,26 @@ def test_the_jobset_is_what_the_api_accepts():
 
 
 BREAKS = {
-    "spec.failurePolicy.restartStrategy: 'Blocking'": lambda s: s["failurePolicy"].update(
-        restartStrategy="Blocking"
+    "spec.failurePolicy.restartStrategy: 'Blocking'": lambda s: s[
+        "failurePolicy"
+    ].update(restartStrategy="Blocking"),
+    "spec.failurePolicy.maxRestart: is unknown": lambda s: s["failurePolicy"].update(
+        maxRestart=1
     ),
-    "spec.failurePolicy.maxRestart: is unknown": lambda s: s["failurePolicy"].update(maxRestart=1),
-    "spec.failurePolicy.rules[0].name: 'permanent-fault'": lambda s: s["failurePolicy"]["rules"][0].update(
-        name="permanent-fault"
+    "spec.failurePolicy.rules[0].name: 'permanent-fault'": lambda s: s["failurePolicy"][
+        "rules"
+    ][0].update(name="permanent-fault"),
+    "spec.replicatedJobs[0].template: is missing": lambda s: s["replicatedJobs"][0].pop(
+        "template"
     ),
-    "spec.replicatedJobs[0].template: is missing": lambda s: s["replicatedJobs"][0].pop("template"),
-    "spec.replicatedJobs[0].template.spec.parallelism: '4'": lambda s: s["replicatedJobs"][0]["template"][
-        "spec"
-    ].update(parallelism="4"),
-    "template.spec.template.spec.containers[0].env[0].value: 4": lambda s: s["replicatedJobs"][0]["template"][
-        "spec"
-    ]["template"]["spec"]["containers"][0]["env"][0].update(value=4),
+    "spec.replicatedJobs[0].template.spec.parallelism: '4'": lambda s: s[
+        "replicatedJobs"
+    ][0]["template"]["spec"].update(parallelism="4"),
+    "template.spec.template.spec.containers[0].env[0].value: 4": lambda s: s[
+        "replicatedJobs"
+    ][0]["template"]["spec"]["template"]["spec"]["containers"][0]["env"][0].update(
+        value=4
+    ),
 }
 
 
@@ -90,14 +120,22 @@ def test_the_jobset_starts_an_agent_that_finds_its_place():
     jobset = the_jobset()
     (workers,) = jobset["spec"]["replicatedJobs"]
     job = workers["template"]["spec"]
-    assert job["completionMode"] == "Indexed" and job["parallelism"] == job["completions"]
+    assert (
+        job["completionMode"] == "Indexed" and job["parallelism"] == job["completions"]
+    )
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["values"] == [77, 78]
-    assert rule["onExitCodes"]["containerName"] == container["name"] and pod["restartPolicy"] == "Never"
+    assert (
+        rule["onExitCodes"]["containerName"] == container["name"]
+        and pod["restartPolicy"] == "Never"
+    )
     options = launch._options(container["command"][3:] + container["args"])
-    assert options.processes == 1 and options.grace_s < pod["terminationGracePeriodSeconds"]
+    assert (
+        options.processes == 1
+        and options.grace_s < pod["terminationGracePeriodSeconds"]
+    )
     assert run_progress.run_folder(options.command) == Path("/runs/quickstart")
     labels = {
         "jobset.sigs.k8s.io/jobset-name": jobset["metadata"]["name"],
@@ -115,7 +153,9 @@ def test_the_jobset_starts_an_agent_that_finds_its_place():
 
 @pytest.mark.parametrize("name", ["slurm.sh", "tpu_vm.sh"])
 def test_the_scripts_are_whole(name):
-    checked = subprocess.run(["bash", "-n", DEPLOY / name], capture_output=True, text=True)
+    checked = subprocess.run(
+        ["bash", "-n", DEPLOY / name], capture_output=True, text=True
+    )
     assert checked.returncode == 0, checked.stderr
     assert os.access(DEPLOY / name, os.X_OK)
 
@@ -127,14 +167,21 @@ FAKES = {
 }
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(75, True), (70, True), (137, True), (0, False), (78, False)])
+@pytest.mark.parametrize(
+    ("code", "requeued"), [(75, True), (70, True), (137, True), (0, False), (78, False)]
+)
 def test_the_slurm_script_requeues_what_a_new_start_may_cure(tmp_path, code, requeued):
     for name, text in FAKES.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "code").write_text(str(code))
-    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    job = subprocess.Popen([DEPLOY / "slurm.sh", "--config", "x"], cwd=tmp_path, env=environ)
+    environ = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+    }
+    job = subprocess.Popen(
+        [DEPLOY / "slurm.sh", "--config", "x"], cwd=tmp_path, env=environ
+    )
     until = time.monotonic() + 20
     while not (tmp_path / "pid").exists():
         assert time.monotonic() < until
@@ -143,7 +190,10 @@ def test_the_slurm_script_requeues_what_a_new_start_may_cure(tmp_path, code, req
     assert job.wait(20) == (0 if requeued else code)
     said = (tmp_path / "said").read_text()
     assert "jaxdist.launch --processes 1 -- python -m jaxdist.train --config x" in said
-    assert "scancel --signal=TERM 7.0" in said and ("scontrol requeue 7" in said) == requeued
+    assert (
+        "scancel --signal=TERM 7.0" in said
+        and ("scontrol requeue 7" in said) == requeued
+    )
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI's mpirun")
@@ -163,10 +213,14 @@ def test_agents_under_a_real_mpirun():
         command = [*agents, "--processes", "2", "--", "/bin/sh", "-c", text]
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
-    done = run("echo $JAXDIST_PROCESS_ID of $JAXDIST_NUM_PROCESSES at $JAXDIST_COORDINATOR")
+    done = run(
+        "echo $JAXDIST_PROCESS_ID of $JAXDIST_NUM_PROCESSES at $JAXDIST_COORDINATOR"
+    )
     assert done.returncode == 0, done.stderr
     lines = [line.rpartition(":") for line in sorted(done.stdout.splitlines())]
-    assert [line[0] for line in lines] == [f"[{n}] {n} of 4 at 127.0.0.1" for n in range(4)]
+    assert [line[0] for line in lines] == [
+        f"[{n}] {n} of 4 at 127.0.0.1" for n in range(4)
+    ]
     assert len({port for *_, port in lines}) == 1
     assert run("[ $JAXDIST_PROCESS_ID = 3 ] && exit 5; sleep 30").returncode == 70
 
@@ -183,17 +237,33 @@ esac""",
 }
 
 
-@pytest.mark.parametrize(("code", "starts"), [(70, 3), (137, 3), (143, 3), (0, 1), (1, 1), (78, 1)])
-def test_the_tpu_script_tells_each_agent_its_place_and_starts_again_after_a_loss(tmp_path, code, starts):
+@pytest.mark.parametrize(
+    ("code", "starts"), [(70, 3), (137, 3), (143, 3), (0, 1), (1, 1), (78, 1)]
+)
+def test_the_tpu_script_tells_each_agent_its_place_and_starts_again_after_a_loss(
+    tmp_path, code, starts
+):
     (tmp_path / "code").write_text(str(code))
     for name, text in TPU_FAKES.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = [DEPLOY / "tpu_vm.sh", "slice", "zone", "--config", "a b"]
-    assert subprocess.run(command, cwd=tmp_path, env=environ).returncode == (75 if starts == 3 else code)
+    assert subprocess.run(command, cwd=tmp_path, env=environ).returncode == (
+        75 if starts == 3 else code
+    )
     said = (tmp_path / "said").read_text().splitlines()
     place = "1 2 10.0.0.7:61440 "
-    assert said == [place + "-m jaxdist.launch -- python3 -m jaxdist.train --config a b"] * starts
-    given = dict(zip(("JAXDIST_AGENT", "JAXDIST_AGENTS", "JAXDIST_AGENTS_AT"), place.split(), strict=True))
+    assert (
+        said
+        == [place + "-m jaxdist.launch -- python3 -m jaxdist.train --config a b"]
+        * starts
+    )
+    given = dict(
+        zip(
+            ("JAXDIST_AGENT", "JAXDIST_AGENTS", "JAXDIST_AGENTS_AT"),
+            place.split(),
+            strict=True,
+        )
+    )
     assert find_cluster(given).host == "10.0.0.7"

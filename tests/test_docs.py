@@ -1,4 +1,6 @@
-"""The pages: every file, function and link they name exists; nothing refers to documents from elsewhere."""
+"""The pages: every file, function and link they name exists; nothing refers to
+documents from elsewhere.
+"""
 
 import ast
 import functools
@@ -11,24 +13,48 @@ import pytest
 
 from support.paths import ROOT
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks/README.md"])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks/README.md"]
+)
 ARCHITECTURE = ROOT / "docs/architecture.md"
 TEXT = {".py", ".md", ".toml", ".yaml", ".sh", ".ipynb", ".css", ".js", ".txt", ""}
 # Notes that people wrote beside the project: a reader of a clone does not have them.
-ELSEWHERE = re.compile(r"\bDESIGN\b|\bHOUSE\b|\bSTYLE\.md|\bfacts/\w|\b[Ii]ssues? [0-9]")
+ELSEWHERE = re.compile(
+    r"\bDESIGN\b|\bHOUSE\b|\bSTYLE\.md|\bfacts/\w|\b[Ii]ssues? [0-9]"
+)
 
 
 def files_of_the_project() -> list[Path]:
-    folders = ("jaxdist", "configs", "tests", "docs", "examples", "benchmarks", "deploy", ".ci")
-    files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in TEXT]
+    folders = (
+        "jaxdist",
+        "configs",
+        "tests",
+        "docs",
+        "examples",
+        "benchmarks",
+        "deploy",
+        ".ci",
+    )
+    files = [
+        file
+        for folder in folders
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in TEXT
+    ]
     made = ROOT / ".ci" / "env"  # by .ci/run
-    kept = [f for f in files if f.is_file() and "__pycache__" not in f.parts and made not in f.parents]
+    kept = [
+        f
+        for f in files
+        if f.is_file() and "__pycache__" not in f.parts and made not in f.parents
+    ]
     return [*kept, *ROOT.glob("*.md"), *ROOT.glob("*.toml")]
 
 
 @functools.cache
 def names_in(file: Path) -> set[str]:
-    """Returns the functions, classes, "Class.method" and values that a module defines."""
+    """Returns the functions, classes, "Class.method" and values that a module
+    defines.
+    """
     found = set()
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
@@ -37,7 +63,9 @@ def names_in(file: Path) -> set[str]:
                 found.add(prefix + node.name)
                 visit(node.body, f"{prefix}{node.name}.")
             elif isinstance(node, ast.Assign):
-                found.update(prefix + t.id for t in node.targets if isinstance(t, ast.Name))
+                found.update(
+                    prefix + t.id for t in node.targets if isinstance(t, ast.Name)
+                )
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 found.add(prefix + node.target.id)
 
@@ -46,12 +74,17 @@ def names_in(file: Path) -> set[str]:
 
 
 def located(path: str) -> Path | None:
-    """Returns the file or folder that a page means: from the root, or below jaxdist/."""
+    """Returns the file or folder that a page means: from the root, or below
+    jaxdist/.
+    """
     return next((p for p in (ROOT / path, ROOT / "jaxdist" / path) if p.exists()), None)
 
 
 def test_what_the_architecture_page_names_exists():
-    quoted = re.findall(r"`([\w./]+\.(?:py|txt|md|toml)|[\w./]+/)(?::([\w., ]+))?`", ARCHITECTURE.read_text())
+    quoted = re.findall(
+        r"`([\w./]+\.(?:py|txt|md|toml)|[\w./]+/)(?::([\w., ]+))?`",
+        ARCHITECTURE.read_text(),
+    )
     assert len(quoted) > 60 and sum(bool(names) for _, names in quoted) > 30
     faults = []
     for path, names in quoted:
@@ -60,23 +93,38 @@ def test_what_the_architecture_page_names_exists():
             faults.append(path)
         else:
             faults += [
-                f"{path}:{name}" for name in re.split(r", ?", names) if name and name not in names_in(file)
+                f"{path}:{name}"
+                for name in re.split(r", ?", names)
+                if name and name not in names_in(file)
             ]
     assert not faults, f"docs/architecture.md names what is not there: {faults}"
 
 
 def test_the_architecture_page_draws_all_folders():
     page = ARCHITECTURE.read_text()
-    folders = {path.name for path in (ROOT / "jaxdist").iterdir() if (path / "__init__.py").is_file()}
-    assert len(folders) > 15 and not [name for name in folders if not re.search(rf"^ *{name}/ ", page, re.M)]
+    folders = {
+        path.name
+        for path in (ROOT / "jaxdist").iterdir()
+        if (path / "__init__.py").is_file()
+    }
+    assert len(folders) > 15 and not [
+        name for name in folders if not re.search(rf"^ *{name}/ ", page, re.M)
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     text = page.read_text()
-    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if not re.match(r"https?:", link)]
+    links = [
+        link
+        for link in re.findall(r"\]\(([^)#]+)", text)
+        if not re.match(r"https?:", link)
+    ]
     links += [
-        f"{ROOT}/{path}" for path in re.findall(r"`((?:docs|tests|benchmarks|jaxdist)/[\w/.]+\.\w+)`", text)
+        f"{ROOT}/{path}"
+        for path in re.findall(
+            r"`((?:docs|tests|benchmarks|jaxdist)/[\w/.]+\.\w+)`", text
+        )
     ]
     assert not [link for link in links if not (page.parent / link).exists()]
 
@@ -85,7 +133,11 @@ def test_pages_and_messages_install_from_a_clone():
     """No index has the package yet: one module says so, for the day that one has it."""
     files = [*PAGES, *(ROOT / "jaxdist").rglob("*.py"), *(ROOT / "examples").iterdir()]
     wrong = re.compile(r"pip install.{0,20}jaxdist(\[|\s|\"|@)|URL-OF")
-    named = {file.name for file in files if file.is_file() and wrong.search(file.read_text(errors="replace"))}
+    named = {
+        file.name
+        for file in files
+        if file.is_file() and wrong.search(file.read_text(errors="replace"))
+    }
     assert named == {"extras.py"}
     assert 'pip install -e ".[hf]"' in (ROOT / "README.md").read_text()
 
@@ -93,7 +145,9 @@ def test_pages_and_messages_install_from_a_clone():
 @pytest.mark.slow
 def test_the_fast_tests_are_most_of_the_unit_tests():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "fast"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT
+    )
     counted = re.search(r"(\d+)(/\d+)? tests collected", done.stdout)
     assert counted and int(counted[1]) > 500, done.stdout[-2000:] + done.stderr[-2000:]
 

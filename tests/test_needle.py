@@ -1,4 +1,6 @@
-"""benchmarks/needle.py: what its models learn are answers that stand in their haystacks, and nothing else."""
+"""benchmarks/needle.py: what its models learn are answers that stand in their
+haystacks, and nothing else.
+"""
 
 import importlib
 import json
@@ -20,23 +22,32 @@ def needle(monkeypatch):
 def test_the_answers_alone_are_learned(needle, tmp_path):
     needle.write_data(tmp_path, 3, needle.SHORT)
     data = DataConfig(
-        source="jsonl", format="chat", packing="documents", validation_share=0,
-        path=str(tmp_path / f"{needle.SHORT}.jsonl"), cache_dir=str(tmp_path / "cache"),
+        source="jsonl",
+        format="chat",
+        packing="documents",
+        validation_share=0,
+        path=str(tmp_path / f"{needle.SHORT}.jsonl"),
+        cache_dir=str(tmp_path / "cache"),
         chat_template=str(tmp_path / "needle.jinja"),
-    )  # fmt: skip
-    dataset = open_dataset(data, sequence_length=needle.SHORT, vocab_size=256, log=lambda _: None)
+    )
+    dataset = open_dataset(
+        data, sequence_length=needle.SHORT, vocab_size=256, log=lambda _: None
+    )
     batch = dataset.train_batch(0, 3)
     lines = (tmp_path / f"{needle.SHORT}.jsonl").read_text().splitlines()
     wanted = set()
     for line in lines:
-        asked, answers = ([m["content"] for m in json.loads(line)["messages"]][i::2] for i in (0, 1))
+        asked, answers = (
+            [m["content"] for m in json.loads(line)["messages"]][i::2] for i in (0, 1)
+        )
         assert sum(map(len, asked + answers)) == needle.SHORT
         for question, digits in zip(asked, answers, strict=True):
             assert asked[0].count(question[-1] + digits) == 1
         wanted.add("".join(answers))
     targets, weights = batch["targets"], batch["weights"]
     assert {
-        bytes(t[w > 0].astype(np.uint8)).decode() for t, w in zip(targets, weights, strict=True)
+        bytes(t[w > 0].astype(np.uint8)).decode()
+        for t, w in zip(targets, weights, strict=True)
     } == wanted
 
 

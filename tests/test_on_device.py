@@ -1,4 +1,6 @@
-"""benchmarks/on_device.py: what fails is recorded and stops nothing, and the next call does what is left."""
+"""benchmarks/on_device.py: what fails is recorded and stops nothing, and the next call
+does what is left.
+"""
 
 import importlib.util
 import os
@@ -25,15 +27,25 @@ CODE = {  # of the items' processes
 @pytest.fixture
 def on_device(monkeypatch) -> ModuleType:
     """Yields the script, its items replaced by CODE."""
-    spec = importlib.util.spec_from_file_location("on_device", ROOT / "benchmarks/on_device.py")
+    spec = importlib.util.spec_from_file_location(
+        "on_device", ROOT / "benchmarks/on_device.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "on_device", module)
     spec.loader.exec_module(module)
     items = [module.Item(name, "", "", "", usual_s=1) for name in CODE]
     monkeypatch.setattr(module, "ITEMS", tuple(items))
-    monkeypatch.setattr(module.Item, "limit_s", property(lambda item: 0.5 if item.name == "slow" else 60.0))
-    monkeypatch.setattr(module, "command_of", lambda item, tiny, out: [sys.executable, "-c", CODE[item.name]])
+    monkeypatch.setattr(
+        module.Item,
+        "limit_s",
+        property(lambda item: 0.5 if item.name == "slow" else 60.0),
+    )
+    monkeypatch.setattr(
+        module,
+        "command_of",
+        lambda item, tiny, out: [sys.executable, "-c", CODE[item.name]],
+    )
     return module
 
 
@@ -46,8 +58,11 @@ def test_a_failure_has_its_reason_and_stops_no_other(on_device, monkeypatch, tmp
     assert run(on_device, monkeypatch, "--out", str(tmp_path)) == 1
     rows = on_device.last_rows(tmp_path)
     assert {name: row["status"] for name, row in rows.items()} == {
-        "good": "done", "faulty": "failed", "slow": "failed", "last": "done",
-    }  # fmt: skip
+        "good": "done",
+        "faulty": "failed",
+        "slow": "failed",
+        "last": "done",
+    }
     assert "RESOURCE_EXHAUSTED: 7 GiB" in rows["faulty"]["reason"]
     assert "took more than" in rows["slow"]["reason"]
     with (tmp_path / on_device.RECORDS).open("a") as file:
@@ -56,8 +71,20 @@ def test_a_failure_has_its_reason_and_stops_no_other(on_device, monkeypatch, tmp
     assert run(on_device, monkeypatch, "--out", str(tmp_path)) == 1  # nothing is left
     assert (tmp_path / on_device.RECORDS).read_text() == before
     monkeypatch.setitem(CODE, "faulty", WRITE)
-    assert run(on_device, monkeypatch, "--out", str(tmp_path), "--retry", "--items", "faulty,good") == 0
-    assert (tmp_path / "summary.txt").read_text().count("\n") == len(CODE)  # of all, whatever was asked for
+    assert (
+        run(
+            on_device,
+            monkeypatch,
+            "--out",
+            str(tmp_path),
+            "--retry",
+            "--items",
+            "faulty,good",
+        )
+        == 0
+    )
+    # of all, whatever was asked for
+    assert (tmp_path / "summary.txt").read_text().count("\n") == len(CODE)
     assert on_device.last_rows(tmp_path)["faulty"]["status"] == "done"
 
 
@@ -66,14 +93,22 @@ def test_what_the_budget_cuts_short_is_left(on_device, monkeypatch, tmp_path):
     row = on_device.run_item(item, True, tmp_path, 0.2)
     assert row["status"] == "cut" and "all that the budget had left" in row["reason"]
     assert on_device._is_left(item, {"slow": row}, tiny=True)
-    assert on_device.left_of(on_device.ITEMS, {"slow": row}, True, False)[-1] == item  # it may take all again
+    # it may take all again
+    assert on_device.left_of(on_device.ITEMS, {"slow": row}, True, False)[-1] == item
     failed = {"slow": row | {"status": "failed"}}
-    assert not on_device._is_left(item, failed, tiny=True) and on_device._is_left(item, failed, True, True)
-    assert on_device._is_left(item, failed, tiny=False)  # at full size nothing was tried
+    assert not on_device._is_left(item, failed, tiny=True) and on_device._is_left(
+        item, failed, True, True
+    )
+    # at full size nothing was tried
+    assert on_device._is_left(item, failed, tiny=False)
 
 
-def test_a_plan_waits_for_what_it_is_compared_with(on_device, monkeypatch, tmp_path, capsys):
-    measured, plan = (on_device.Item(name, "", "", "", usual_s=1) for name in ("good", "last"))
+def test_a_plan_waits_for_what_it_is_compared_with(
+    on_device, monkeypatch, tmp_path, capsys
+):
+    measured, plan = (
+        on_device.Item(name, "", "", "", usual_s=1) for name in ("good", "last")
+    )
     plan = replace(plan, full="--measured good")
     on_device.measure([plan, measured], True, tmp_path, None, True)
     assert list(on_device.last_rows(tmp_path)) == ["good"]
@@ -83,25 +118,39 @@ def test_a_plan_waits_for_what_it_is_compared_with(on_device, monkeypatch, tmp_p
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1", "nan"])
-def test_a_budget_of_no_time_is_refused(on_device, monkeypatch, tmp_path, capsys, minutes):
+def test_a_budget_of_no_time_is_refused(
+    on_device, monkeypatch, tmp_path, capsys, minutes
+):
     arguments = ("--out", str(tmp_path / "new"), "--budget-minutes", minutes)
     assert run(on_device, monkeypatch, *arguments) == on_device.EXIT_CONFIG
-    assert "must be above 0" in capsys.readouterr().err and not (tmp_path / "new").exists()
+    assert (
+        "must be above 0" in capsys.readouterr().err and not (tmp_path / "new").exists()
+    )
 
 
-def test_two_at_once_and_a_folder_that_is_none_are_refused(on_device, monkeypatch, tmp_path, capsys):
+def test_two_at_once_and_a_folder_that_is_none_are_refused(
+    on_device, monkeypatch, tmp_path, capsys
+):
     with lock.exclusive(tmp_path / "lock"):
-        assert run(on_device, monkeypatch, "--out", str(tmp_path), "--items", "good") == on_device.EXIT_CONFIG
+        assert (
+            run(on_device, monkeypatch, "--out", str(tmp_path), "--items", "good")
+            == on_device.EXIT_CONFIG
+        )
     assert "process" in capsys.readouterr().err and not on_device.last_rows(tmp_path)
     (tmp_path / "file").touch()
-    assert run(on_device, monkeypatch, "--out", str(tmp_path / "file")) == on_device.EXIT_CONFIG
+    assert (
+        run(on_device, monkeypatch, "--out", str(tmp_path / "file"))
+        == on_device.EXIT_CONFIG
+    )
 
 
 def test_ended_by_a_signal_it_ends_its_item(on_device, monkeypatch, tmp_path):
     code = f"import os, signal, time; print(os.getpid(), flush=True); os.kill({os.getpid()}, signal.SIGTERM)"
     monkeypatch.setitem(CODE, "slow", f"{code}; time.sleep(60)")
     monkeypatch.setattr(on_device.Item, "limit_s", 60.0)
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    kept = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         with pytest.raises(SystemExit) as ended:
             run(on_device, monkeypatch, "--out", str(tmp_path), "--items", "slow")
@@ -131,7 +180,10 @@ def test_missing_packages_are_named_with_their_cure(on_device, monkeypatch, caps
 
 def test_the_commands_of_all_items_are_ones_that_their_scripts_take(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    module, sides = importlib.import_module("on_device"), importlib.import_module("sides")
+    module, sides = (
+        importlib.import_module("on_device"),
+        importlib.import_module("sides"),
+    )
     names = [item.name for item in module.ITEMS]
     assert len(names) == len(set(names)) > 15
     for item in module.ITEMS:
@@ -147,9 +199,17 @@ def test_the_commands_of_all_items_are_ones_that_their_scripts_take(monkeypatch)
 def test_memory_of_a_side_that_shared_the_device_is_its_programs(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     items = importlib.import_module("device_items")
-    sizes = {"argument_bytes": 10, "temp_bytes": 5, "output_bytes": 10, "alias_bytes": 9}
+    sizes = {
+        "argument_bytes": 10,
+        "temp_bytes": 5,
+        "output_bytes": 10,
+        "alias_bytes": 9,
+    }
     side = sizes | {"device_peak_bytes": 40, "alone": False}
-    assert items.taken_bytes(side) == 16 and items.taken_bytes(side | {"alone": True}) == 40
+    assert (
+        items.taken_bytes(side) == 16
+        and items.taken_bytes(side | {"alone": True}) == 40
+    )
     assert items.taken_bytes(sizes | {"device_peak_bytes": None, "alone": True}) == 16
 
 

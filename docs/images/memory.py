@@ -1,6 +1,8 @@
-"""Draws the memory of docs/pipeline.md: `python docs/images/memory.py` writes beside itself.
+"""Draws the memory of docs/pipeline.md: `python docs/images/memory.py` writes beside
+itself.
 
-The numbers are those of benchmarks/results/tpu-pipeline.json; a case that is not there is left out.
+The numbers are those of benchmarks/results/tpu-pipeline.json; a case that is not there
+is left out.
 """
 
 import html
@@ -35,22 +37,32 @@ _STYLE = (
 
 
 def bars(title: str, megabytes: dict[str, float], top: int) -> str:
-    """Returns SVG shapes from `top` on: a bar for each label, in order; m = 32 in the other colour."""
+    """Returns SVG shapes from `top` on: a bar for each label, in order; m = 32 in the
+    other colour.
+    """
     scale = (_WIDTH - _LEFT - _RIGHT) / max(megabytes.values())
     parts = [f'<text x="0" y="{top + 14}">{html.escape(title)}</text>']
     for row, (label, value) in enumerate(megabytes.items()):
         y, long = top + _TOP + _ROW * row, value * scale
         kind = "many" if "m = 32" in label else "few"
         parts.append(f'<text x="0" y="{y + 14}">{html.escape(label)}</text>')
-        parts.append(f'<rect class="{kind}" x="{_LEFT}" y="{y}" width="{long:.1f}" height="{_ROW - 5}"/>')
-        parts.append(f'<text x="{_LEFT + long + 6:.1f}" y="{y + 14}">{value:,.1f} MB</text>')
+        parts.append(
+            f'<rect class="{kind}" x="{_LEFT}" y="{y}" width="{long:.1f}" height="{_ROW - 5}"/>'
+        )
+        parts.append(
+            f'<text x="{_LEFT + long + 6:.1f}" y="{y + 14}">{value:,.1f} MB</text>'
+        )
     return "".join(parts)
 
 
 def drawing(cases: dict) -> str:
     """Returns the chart of the cases of a record, by name, as one SVG element."""
     large, small = (
-        {label: cases[name]["temp_bytes"] / 1e6 for name, label in rows.items() if name in cases}
+        {
+            label: cases[name]["temp_bytes"] / 1e6
+            for name, label in rows.items()
+            if name in cases
+        }
         for rows in (LARGE, SMALL)
     )
     below = _TOP + _ROW * len(large) + 14
@@ -60,7 +72,9 @@ def drawing(cases: dict) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" class="memory" {size} role="img" '
         f'aria-label="{title}"><style>{_STYLE}</style>'
         + bars(f"{title}TPU v5e:4x4, pipeline 4 x fsdp 4, 8 layers x 1024", large, 0)
-        + bars("TPU v5e:2x4, pipeline 4 x fsdp 2, 8 layers x 256, 256 tokens", small, below)
+        + bars(
+            "TPU v5e:2x4, pipeline 4 x fsdp 2, 8 layers x 256, 256 tokens", small, below
+        )
         + "</svg>\n"
     )
 

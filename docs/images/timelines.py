@@ -1,6 +1,8 @@
-"""Draws the timelines of docs/pipeline.md: `python docs/images/timelines.py` writes beside itself.
+"""Draws the timelines of docs/pipeline.md: `python docs/images/timelines.py` writes
+beside itself.
 
-A backward is three forwards long, since it computes its stage again; head and hops are left out.
+A backward is three forwards long, since it computes its stage again; head and hops are
+left out.
 """
 
 from pathlib import Path
@@ -8,7 +10,11 @@ from pathlib import Path
 from jaxdist.parallel.pipeline.schedules.simulator import Costs, draw_svg
 from jaxdist.parallel.pipeline.schedules.table import build_schedule
 
-PICTURES = {"gpipe": ("gpipe", 4, 8, 1), "1f1b": ("1f1b", 4, 8, 1), "interleaved": ("interleaved", 4, 8, 2)}
+PICTURES = {
+    "gpipe": ("gpipe", 4, 8, 1),
+    "1f1b": ("1f1b", 4, 8, 1),
+    "interleaved": ("interleaved", 4, 8, 2),
+}
 
 if __name__ == "__main__":
     for name, sizes in PICTURES.items():

@@ -1,4 +1,6 @@
-"""Work on a file system that may be slow, or not answer at all: in a thread, with an end to each wait."""
+"""Work on a file system that may be slow, or not answer at all: in a thread, with an
+end to each wait.
+"""
 
 import threading
 import time
@@ -7,12 +9,15 @@ from pathlib import Path
 
 
 class Background:
-    """Does one piece of work at a time. One that never ends does not keep the process from ending."""
+    """Does one piece of work at a time. One that never ends does not keep the process
+    from ending.
+    """
 
     def __init__(self, folder: Path, limit_s: float):
         """Args:
         folder: what the work is on, to name it.
-        limit_s: seconds that a piece of work may take, before nothing waits for it any more.
+        limit_s: seconds that a piece of work may take, before nothing waits for it any
+        more.
         """
         self._folder, self._limit_s = folder, limit_s
         self._thread: threading.Thread | None = None
@@ -37,7 +42,10 @@ class Background:
 
     def delay(self) -> str:
         """Returns what to say of work that has not ended."""
-        name, seconds = self._thread.name if self._thread else "", time.monotonic() - self._began
+        name, seconds = (
+            self._thread.name if self._thread else "",
+            time.monotonic() - self._began,
+        )
         return (
             f"{self._folder}: the {name} has taken {seconds:.0f} s and has not ended; a faster disk or fewer "
             f"saves would help, unless the disk is stuck (checkpoint.patience_s, checkpoint.timeout_s)"

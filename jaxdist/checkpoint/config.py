@@ -10,41 +10,70 @@ from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt, Positiv
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """Fields of `checkpoint.*`; a save is due when the step rule or the time rule says so."""
+    """Fields of `checkpoint.*`; a save is due when the step rule or the time rule says
+    so.
+    """
 
     every_steps: NonNegativeInt = 500  # steps between saves; 0 = no saves by step count
     every_minutes: NonNegativeFloat = 0.0  # minutes between saves; 0 = no saves by time
-    # auto: as often as loses least, by what saves take and the failures so far; every_* do not count
+    # auto: as often as loses least, by what saves take and the failures so far; every_*
+    # do not count
     interval: Literal["fixed", "auto"] = "fixed"
     # of interval=auto; 0 = as this run's starts say, and 50,000 until one has failed
     chip_hours_per_failure: NonNegativeFloat = 0.0
-    keep_last: PositiveInt = 2  # newest checkpoints kept, so that a run can always resume
-    keep_every: NonNegativeInt = 0  # steps; checkpoints at its multiples are kept for ever; 0 = none
-    # NAME, or NAME:max, of an evaluation row: the best checkpoint is kept; e.g. eval_loss; "" = none
+    # newest checkpoints kept, so that a run can always resume
+    keep_last: PositiveInt = 2
+    # steps; checkpoints at its multiples are kept for ever; 0 = none
+    keep_every: NonNegativeInt = 0
+    # NAME, or NAME:max, of an evaluation row: the best checkpoint is kept; e.g.
+    # eval_loss; "" = none
     keep_best: str = ""
     save_at_end: bool = True  # also save after the last step
     asynchronous: bool = True  # write in the background while training goes on
-    patience_s: NonNegativeFloat = 30.0  # seconds to wait for the save before, then this one is left out
-    timeout_s: PositiveInt = 600  # seconds that one save may take before it counts as failed
-    folder: str = ""  # where checkpoints go, a path or gs://...; empty = `checkpoints` in the workdir
-    # a store that finished steps are copied to, as s3://bucket/run, and fetched from where none is left here
+    # seconds to wait for the save before, then this one is left out
+    patience_s: NonNegativeFloat = 30.0
+    # seconds that one save may take before it counts as failed
+    timeout_s: PositiveInt = 600
+    # where checkpoints go, a path or gs://...; empty = `checkpoints` in the workdir
+    folder: str = ""
+    # a store that finished steps are copied to, as s3://bucket/run, and fetched from
+    # where none is left here
     copy_to: str = ""
-    copy_wait_s: NonNegativeFloat = 120.0  # seconds that a run's end waits for the copies
+    # seconds that a run's end waits for the copies
+    copy_wait_s: NonNegativeFloat = 120.0
 
     @property
     def saves(self) -> bool:
-        """Returns whether any rule asks for saves; a run that is stopped early saves all the same."""
+        """Returns whether any rule asks for saves; a run that is stopped early saves
+        all the same.
+        """
         auto = self.interval == "auto"
-        return bool(auto or self.every_steps or self.every_minutes or self.keep_best or self.save_at_end)
+        return bool(
+            auto
+            or self.every_steps
+            or self.every_minutes
+            or self.keep_best
+            or self.save_at_end
+        )
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """Returns whether a rule asks for a save after this step; the clock's is not looked at."""
-        by_steps = self.interval == "fixed" and self.every_steps > 0 and step % self.every_steps == 0
+        """Returns whether a rule asks for a save after this step; the clock's is not
+        looked at.
+        """
+        by_steps = (
+            self.interval == "fixed"
+            and self.every_steps > 0
+            and step % self.every_steps == 0
+        )
         return by_steps or (last and self.save_at_end)
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with the folder, or with the figure that chooses the best."""
-        if self.keep_best and not re.fullmatch(r"eval_[^:\s]+(:max|:min)?", self.keep_best):
+        """Yields what is wrong with the folder, or with the figure that chooses the
+        best.
+        """
+        if self.keep_best and not re.fullmatch(
+            r"eval_[^:\s]+(:max|:min)?", self.keep_best
+        ):
             yield (
                 f"checkpoint.keep_best={self.keep_best}: required a field of evaluation rows, as eval_loss, "
                 f"or with :max where more is better, as eval_accuracy:max"

@@ -1,4 +1,6 @@
-"""What copies a run's finished steps to a store while it trains: a thread that nothing waits for."""
+"""What copies a run's finished steps to a store while it trains: a thread that nothing
+waits for.
+"""
 
 import contextlib
 import queue
@@ -30,12 +32,14 @@ class CopyResult(NamedTuple):
 class Copier:
     """Copies the steps of a store of checkpoints in a thread of its own, newest first.
 
-    Nothing waits for it but `finish`. What a step lacks is tried again with the next one. A call of the
-    store that shows no sign for `checkpoint.timeout_s` is given up, and so is its step until the next start:
-    another thread goes on with the others.
+    Nothing waits for it but `finish`. What a step lacks is tried again with the next
+    one. A call of the store that shows no sign for `checkpoint.timeout_s` is given up,
+    and so is its step until the next start: another thread goes on with the others.
     """
 
-    def __init__(self, copies: Copies, store: CheckpointManager, beside: Sequence[Path] = ()):
+    def __init__(
+        self, copies: Copies, store: CheckpointManager, beside: Sequence[Path] = ()
+    ):
         """Begins with what the copies lack already.
 
         Args:
@@ -43,12 +47,14 @@ class Copier:
         """
         self.url, self._store, self._beside = copies.url, store, beside
         self._results = queue.SimpleQueue[CopyResult]()
-        self._known: set[tuple[int, int]] | None = None  # (step, its manifest's time) of what is copied
+        # (step, its manifest's time) of what is copied
+        self._known: set[tuple[int, int]] | None = None
         self._seen: set[int] = set()  # steps that were here in this process's time
         self._stuck: set[int] = set()  # steps in a call that did not return
         self._threads: list[threading.Thread] = []
         self._state, self._asked, self._idle = threading.Condition(), True, False
-        self._copies: Copies | None = None  # of the thread at work; None: too many are stuck
+        # of the thread at work; None: too many are stuck
+        self._copies: Copies | None = None
         self._begin(copies)
 
     def wake(self) -> None:
@@ -63,24 +69,32 @@ class Copier:
             self._report(None, self._store.newest, error, time.monotonic(), 0)
 
     def poll(self) -> list[CopyResult]:
-        """Returns the copies that ended since the last call, oldest first, without waiting."""
+        """Returns the copies that ended since the last call, oldest first, without
+        waiting.
+        """
         self._give_up_silent()
         return [self._results.get() for _ in range(self._results.qsize())]
 
     def finish(self, seconds: float) -> bool:
-        """Waits for what is under way or due, so long at most; returns whether it has ended."""
+        """Waits for what is under way or due, so long at most; returns whether it has
+        ended.
+        """
         until = time.monotonic() + seconds
         while True:
             self._give_up_silent()
             left_s = until - time.monotonic()
             with self._state:
-                if self._state.wait_for(lambda: self._idle or self._copies is None, min(left_s, _LOOK_S)):
+                if self._state.wait_for(
+                    lambda: self._idle or self._copies is None, min(left_s, _LOOK_S)
+                ):
                     return self._idle
             if left_s <= 0:
                 return False
 
     def _give_up_silent(self) -> None:
-        """Goes on with other steps where the call under way has shown no sign for too long."""
+        """Goes on with other steps where the call under way has shown no sign for too
+        long.
+        """
         copies, limit_s = self._copies, self._store.config.timeout_s
         if copies and (silent_s := copies.silent_s()) > limit_s:
             copies.abandoned = True
@@ -101,7 +115,10 @@ class Copier:
         self._copies = copies if len(self._threads) < _MOST_STUCK else None
         if self._copies:
             thread = threading.Thread(
-                target=self._run, args=(copies,), name="copy of checkpoints", daemon=True
+                target=self._run,
+                args=(copies,),
+                name="copy of checkpoints",
+                daemon=True,
             )
             self._threads.append(thread)
             thread.start()
@@ -125,13 +142,19 @@ class Copier:
             there = self._listed(copies)
             if self._known is None:
                 both = [step for step in local if MANIFEST in there.get(step, {})]
-                self._known = {self._key(n) for n in both if copies.holds(self._store.folder, n)}
+                self._known = {
+                    self._key(n) for n in both if copies.holds(self._store.folder, n)
+                }
             for step in there:  # halves, which may be what fills the store
                 if MANIFEST not in there[step] and step not in local:
                     copies.remove(step, there[step])
-            while missing := [n for n in self._store.steps() if n not in failed and self._is_due(n)]:
+            while missing := [
+                n for n in self._store.steps() if n not in failed and self._is_due(n)
+            ]:
                 self._copy(copies, missing[-1], failed)
-                if not failed:  # each time: where saves come faster than copies, there is always another
+                # each time: where saves come faster than copies, there is always
+                # another
+                if not failed:
                     self._expire(copies)
             if not failed:
                 self._expire(copies)
@@ -142,9 +165,12 @@ class Copier:
                 self._store.held = frozenset()
 
     def _listed(self, copies: Copies) -> dict[int, dict[str, int]]:
-        """Returns what the store has; raises CheckpointError if it is another run's, to be left alone."""
+        """Returns what the store has; raises CheckpointError if it is another run's, to
+        be left alone.
+        """
         there = copies.steps()
-        copies.is_claimed(self._store.folder)  # after it: who puts a file there has claimed it before
+        # after it: who puts a file there has claimed it before
+        copies.is_claimed(self._store.folder)
         return there
 
     def _is_due(self, step: int) -> bool:
@@ -166,7 +192,8 @@ class Copier:
         assert self._known is not None
         try:
             key = self._key(step)
-            # In this thread alone: at the end of the process, Python would wait for a pool's.
+            # In this thread alone: at the end of the process, Python would wait for a
+            # pool's.
             integrity.check(self._store.folder, step, run=self._store.run, threads=1)
             is_sound = True
             size = copies.copy(self._store.folder, step, self._beside)
@@ -176,29 +203,45 @@ class Copier:
             raise
         except Exception as error:  # of the store's client, or of the disk
             failed.add(step)
-            if isinstance(error, CheckpointError) and not is_sound:  # damaged here: reported once
+            # damaged here: reported once
+            if isinstance(error, CheckpointError) and not is_sound:
                 self._known.add(key)
             if not folders.is_deleted(self._store.folder, step):
                 self._report(copies, step, error_text(error), began, 0)
 
     def _expire(self, copies: Copies) -> None:
-        """Deletes what the rules of keeping would, and what the run has gone back behind.
+        """Deletes what the rules of keeping would, and what the run has gone back
+        behind.
 
-        Other steps that are newer than all here stay: what is here may be old, from a machine that had the
-        run before. They are replaced once the run comes to them.
+        Other steps that are newer than all here stay: what is here may be old, from a
+        machine that had the run before. They are replaced once the run comes to them.
         """
-        config, local, there = self._store.config, self._store.steps(), self._listed(copies)
+        config, local, there = (
+            self._store.config,
+            self._store.steps(),
+            self._listed(copies),
+        )
         if not local:
             return
-        good = [n for n in there if MANIFEST in there[n] and n not in self._store.milestones]
+        good = [
+            n for n in there if MANIFEST in there[n] and n not in self._store.milestones
+        ]
         last, every, best = config.keep_last, config.keep_every, self._store.best
-        gone = folders.expired(good, newest=local[-1], keep_last=last, keep_every=every, best=best)
+        gone = folders.expired(
+            good, newest=local[-1], keep_last=last, keep_every=every, best=best
+        )
         newer = [n for n in there if n > local[-1]]
-        gone += [n for n in newer if n in self._seen or copies.is_undone(self._store.folder, n)]
+        gone += [
+            n
+            for n in newer
+            if n in self._seen or copies.is_undone(self._store.folder, n)
+        ]
         for step in gone:
             if step not in local:
                 copies.remove(step, there[step])
 
-    def _report(self, copies: Copies | None, step: int, error: str, began: float, size: int) -> None:
+    def _report(
+        self, copies: Copies | None, step: int, error: str, began: float, size: int
+    ) -> None:
         if copies is None or not copies.abandoned:
             self._results.put(CopyResult(step, error, time.monotonic() - began, size))

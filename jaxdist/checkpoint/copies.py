@@ -2,10 +2,11 @@
 
     <copy_to>/config.json, run.json      the workdir's, as they were at the last copy
     <copy_to>/checkpoints/identity       the run whose steps these are
-    <copy_to>/checkpoints/<step>/...     a step's files as in `files`, manifest.json last
+    <copy_to>/checkpoints/<step>/...     a step's files as in `files`, manifest.json
+    last
 
-The layout is that of a workdir, so that a copy of it is one. Stores need no rename and no lock: a step
-counts from its manifest on, here as there. Without jax or a device.
+The layout is that of a workdir, so that a copy of it is one. Stores need no rename and
+no lock: a step counts from its manifest on, here as there. Without jax or a device.
 """
 
 import contextlib
@@ -39,7 +40,8 @@ class Abandoned(Exception):
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_LASTING = (*_NO_FILE, PermissionError, CheckpointError, Abandoned)  # trying again would not help
+# trying again would not help
+_LASTING = (*_NO_FILE, PermissionError, CheckpointError, Abandoned)
 
 
 class Copies:
@@ -59,27 +61,44 @@ class Copies:
             options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
             self._fs, root = fsspec.url_to_fs(url, **options)
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"checkpoint.copy_to={url}: {error}; give e.g. s3://bucket/run") from error
+            raise ConfigError(
+                f"checkpoint.copy_to={url}: {error}; give e.g. s3://bucket/run"
+            ) from error
         self._root = root.rstrip("/")
-        self.abandoned = False  # set by who waits no more; the next call of the store is refused then
-        self._called_at: float | None = None  # the last sign of the call under way, monotonic seconds
+        # set by who waits no more; the next call of the store is refused then
+        self.abandoned = False
+        # the last sign of the call under way, monotonic seconds
+        self._called_at: float | None = None
 
     def is_at(self, place: Path) -> bool:
         """Returns whether its steps would be those of a folder themselves."""
         is_local = isinstance(self._fs, LocalFileSystem)
-        return is_local and os.path.realpath(f"{self._root}/{_STEPS}") == os.path.realpath(place)
+        return is_local and os.path.realpath(
+            f"{self._root}/{_STEPS}"
+        ) == os.path.realpath(place)
 
     def silent_s(self) -> float:
-        """Returns for how long the call under way has shown no sign; 0 between calls."""
+        """Returns for how long the call under way has shown no sign; 0 between
+        calls.
+        """
         return 0.0 if (since := self._called_at) is None else time.monotonic() - since
 
     def steps(self) -> dict[int, dict[str, int]]:
-        """Returns {step: {file: bytes}} of all that is there, whole or not, ascending."""
+        """Returns {step: {file: bytes}} of all that is there, whole or not,
+        ascending.
+        """
         folder, found = f"{self._root}/{_STEPS}", dict[int, dict[str, int]]()
         self._fs.invalidate_cache()
-        for path, info in self._call(lambda: self._fs.find(folder, detail=True)).items():
+        for path, info in self._call(
+            lambda: self._fs.find(folder, detail=True)
+        ).items():
             step, _, name = path.removeprefix(f"{folder}/").partition("/")
-            if step.isdecimal() and str(int(step)) == step and int(step) <= folders.LAST_STEP and name:
+            if (
+                step.isdecimal()
+                and str(int(step)) == step
+                and int(step) <= folders.LAST_STEP
+                and name
+            ):
                 found.setdefault(int(step), {})[name] = info["size"]
         return dict(sorted(found.items()))
 
@@ -90,23 +109,29 @@ class Copies:
         return False
 
     def manifest(self, step: int) -> bytes:
-        """Returns the manifest of a step, unchecked; raises FileNotFoundError if there is none."""
+        """Returns the manifest of a step, unchecked; raises FileNotFoundError if there
+        is none.
+        """
         return self._call(lambda: self._fs.cat_file(self._path(step, MANIFEST)))
 
     def is_undone(self, folder: Path, step: int) -> bool:
-        """Returns whether a step is one that the run in `folder` has gone back behind."""
+        """Returns whether a step is one that the run in `folder` has gone back
+        behind.
+        """
         undone = folders.undone_manifests(folder, step)
         with contextlib.suppress(FileNotFoundError):
             return bool(undone) and self.manifest(step) in undone
         return False
 
     def copy(self, folder: Path, step: int, beside: Iterable[Path] = ()) -> int:
-        """Copies a step, its manifest last, and the files beside it; returns the step's bytes.
+        """Copies a step, its manifest last, and the files beside it; returns the step's
+        bytes.
 
         Another step that has its place in the store is deleted before.
 
         Raises:
-          CheckpointError: its manifest is damaged; the store has another run's; a file did not arrive.
+          CheckpointError: its manifest is damaged; the store has another run's; a file
+            did not arrive.
           Exception: any of the store's client.
         """
         if not self.is_claimed(folder):
@@ -114,7 +139,8 @@ class Copies:
             self._call(lambda: self._fs.pipe_file(self._identity, identity))
         manifest = integrity.read_manifest(folder / str(step))
         there = self.steps().get(step, {})
-        if MANIFEST in there and self.holds(folder, step):  # it may even be this one, by another path
+        # it may even be this one, by another path
+        if MANIFEST in there and self.holds(folder, step):
             return sum(size for size, _ in manifest.files.values())
         if there:
             self.remove(step, there)
@@ -136,8 +162,11 @@ class Copies:
         with contextlib.suppress(FileNotFoundError):  # it had nothing else
             self._call(lambda: self._fs.rm(self._path(step), recursive=True))
 
-    def fetch(self, step: int, folder: Path, *, run: str | None, say: Callable[[str], object]) -> int:
-        """Puts a step into `folder`, once all its files are there and are what was sealed; returns its bytes.
+    def fetch(
+        self, step: int, folder: Path, *, run: str | None, say: Callable[[str], object]
+    ) -> int:
+        """Puts a step into `folder`, once all its files are there and are what was
+        sealed; returns its bytes.
 
         What has its place there goes to quarantine. Args and errors: as `download`.
         """
@@ -148,7 +177,8 @@ class Copies:
     def download(
         self, step: int, folder: Path, *, run: str | None, say: Callable[[str], object]
     ) -> tuple[Path, int]:
-        """Gets a step's files, compares them with what was sealed; returns where they are, and their bytes.
+        """Gets a step's files, compares them with what was sealed; returns where they
+        are, and their bytes.
 
         Args:
           run: the identity that it must have; None: any.
@@ -159,8 +189,10 @@ class Copies:
           ConfigError: the disk has no room for it.
           Exception: any of the store's client, or of the disk.
         """
-        shutil.rmtree(folder / _FETCHING, ignore_errors=True)  # of a start that was killed
-        # A name of its own: a download that was given up may end later, and deletes what it has.
+        # of a start that was killed
+        shutil.rmtree(folder / _FETCHING, ignore_errors=True)
+        # A name of its own: a download that was given up may end later, and deletes
+        # what it has.
         target = folder / _FETCHING / secrets.token_hex(8) / str(step)
         target.mkdir(parents=True)
         try:
@@ -168,11 +200,18 @@ class Copies:
         except BaseException as error:
             _remove_partial(target)
             if isinstance(error, _NO_FILE):
-                raise CheckpointError(f"its files cannot all be fetched: {error}") from error
+                raise CheckpointError(
+                    f"its files cannot all be fetched: {error}"
+                ) from error
             raise
 
     def _download(
-        self, step: int, folder: Path, target: Path, run: str | None, say: Callable[[str], object]
+        self,
+        step: int,
+        folder: Path,
+        target: Path,
+        run: str | None,
+        say: Callable[[str], object],
     ) -> int:
         there = self.steps().get(step, {})
         if there.get(MANIFEST, 0) > untrusted.MAX_BYTES:
@@ -180,11 +219,15 @@ class Copies:
         self._get(self._path(step, MANIFEST), target / MANIFEST)
         manifest = integrity.read_manifest(target)
         if run is not None and manifest.run != run:
-            raise CheckpointError(f"it belongs to another run ({manifest.run}; this one is {run})")
+            raise CheckpointError(
+                f"it belongs to another run ({manifest.run}; this one is {run})"
+            )
         self._check_files(manifest, there)
         size = sum(size for size, _ in manifest.files.values())
         if (free := shutil.disk_usage(folder).free) < size:
-            raise ConfigError(f"{folder}: step {step} of {self.url} has {size:,} bytes, {free:,} are free")
+            raise ConfigError(
+                f"{folder}: step {step} of {self.url} has {size:,} bytes, {free:,} are free"
+            )
         for name in manifest.files:
             if self.abandoned:  # what it says would count as progress
                 raise Abandoned(self.url)
@@ -204,14 +247,20 @@ class Copies:
         _remove_partial(source)
 
     def fetch_beside(self, files: Iterable[Path]) -> None:
-        """Gets those of the files beside the steps that are not here and that the store has."""
+        """Gets those of the files beside the steps that are not here and that the store
+        has.
+        """
         for file in files:
             if not file.exists():
-                with contextlib.suppress(FileNotFoundError), atomic.replacing(file) as partial:
+                with (
+                    contextlib.suppress(FileNotFoundError),
+                    atomic.replacing(file) as partial,
+                ):
                     self._get(f"{self._root}/{file.name}", partial)
 
     def is_claimed(self, folder: Path) -> bool:
-        """Returns whether the store says whose copies it has; they are then those of the run in `folder`.
+        """Returns whether the store says whose copies it has; they are then those of
+        the run in `folder`.
 
         Raises:
           CheckpointError: they are another run's.
@@ -232,11 +281,15 @@ class Copies:
         return f"{self._root}/{_STEPS}/{integrity.IDENTITY}"
 
     def _check_files(self, manifest: integrity.Manifest, there: dict[str, int]) -> None:
-        """Raises CheckpointError if a file of a step has another size in the store, or no good name."""
+        """Raises CheckpointError if a file of a step has another size in the store, or
+        no good name.
+        """
         for name, (size, _) in manifest.files.items():
             parts = PurePosixPath(name)
             if parts.is_absolute() or ".." in parts.parts or str(parts) != name:
-                raise CheckpointError(f"{name!r} in its manifest is no name of a file in a step")
+                raise CheckpointError(
+                    f"{name!r} in its manifest is no name of a file in a step"
+                )
             if there.get(name) != size:
                 raise CheckpointError(
                     f"{name} has {there.get(name, 'no')} bytes in the store, {size} when sealed"
@@ -246,16 +299,21 @@ class Copies:
         return f"{self._root}/{_STEPS}/{step}/{name}".rstrip("/")
 
     def _put(self, file: Path, path: str) -> None:
-        self._call(lambda: self._fs.put_file(str(file), path, callback=_Signs(self._heard)))
+        self._call(
+            lambda: self._fs.put_file(str(file), path, callback=_Signs(self._heard))
+        )
 
     def _get(self, path: str, file: Path) -> None:
-        self._call(lambda: self._fs.get_file(path, str(file), callback=_Signs(self._heard)))
+        self._call(
+            lambda: self._fs.get_file(path, str(file), callback=_Signs(self._heard))
+        )
 
     def _heard(self) -> None:
         self._called_at = time.monotonic()
 
     def _call(self, call: Callable[[], Any]) -> Any:
-        """Returns what a call of the store's client returns; where it fails, after up to three more tries.
+        """Returns what a call of the store's client returns; where it fails, after up
+        to three more tries.
 
         Raises:
           Abandoned: nobody waits for this work any more.
@@ -302,7 +360,8 @@ def fetch_newest(
     wanted: Callable[[int], bool] = lambda step: True,
     say: Callable[[str], object] = lambda _: None,
 ) -> tuple[int, int, dict[int, str]]:
-    """Returns (step, its bytes) of the newest step that could be fetched, and {step: reason} of newer ones.
+    """Returns (step, its bytes) of the newest step that could be fetched, and {step:
+    reason} of newer ones.
 
     The step is 0 if the store has none that is whole and wanted.
 
@@ -316,7 +375,11 @@ def fetch_newest(
     """
     bad: dict[int, str] = {}
     try:
-        whole = [step for step, names in copies.steps().items() if MANIFEST in names and wanted(step)]
+        whole = [
+            step
+            for step, names in copies.steps().items()
+            if MANIFEST in names and wanted(step)
+        ]
         for step in reversed(whole):
             try:
                 size = copies.fetch(step, folder, run=run, say=say)
@@ -333,5 +396,7 @@ def fetch_newest(
         ) from error
     if bad:
         tried = "; ".join(f"step {step}: {reason}" for step, reason in bad.items())
-        raise CheckpointError(f"no usable copy in {copies.url}; all are left there: {tried}", bad)
+        raise CheckpointError(
+            f"no usable copy in {copies.url}; all are left there: {tried}", bad
+        )
     return 0, 0, bad

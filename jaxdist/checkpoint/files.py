@@ -1,16 +1,19 @@
-"""The folder of a run's checkpoints as plain files: which steps there are, what each one says.
+"""The folder of a run's checkpoints as plain files: which steps there are, what each
+one says.
 
     <folder>/<step>/state/...            the arrays, written by Orbax (OCDBT, zarr)
-    <folder>/<step>/metadata/metadata    JSON: format, step, arrays {name: dtype, shape}, run {...}
-    <folder>/<step>/manifest.json        checksums of all files (see `manifest`); written last
-    <folder>/<step>.unfinished           a marker: this step is being written or deleted
-    <folder>/<step>.orbax-checkpoint-tmp what Orbax has not committed (yet)
-    .lock                                held by the one process that writes here; object stores: owner.json
-    quarantine/<step>/, <step>.json      a step that cannot be trusted, and the reason
+    <folder>/<step>/metadata/metadata    JSON: format, step, arrays {name: dtype,
+    shape}, run {...} <folder>/<step>/manifest.json        checksums of all files (see
+    `manifest`); written last <folder>/<step>.unfinished           a marker: this step
+    is being written or deleted <folder>/<step>.orbax-checkpoint-tmp what Orbax has not
+    committed (yet) .lock                                held by the one process that
+    writes here; object stores: owner.json quarantine/<step>/, <step>.json      a step
+    that cannot be trusted, and the reason
 
-A step counts from the moment its manifest is there. Until then the marker tells a save that died,
-which is deleted, from a step that someone or something has damaged. No rename of ours is needed,
-so that object stores (gs://) work alike. Nothing here needs jax, Orbax or a device.
+A step counts from the moment its manifest is there. Until then the marker tells a save
+that died, which is deleted, from a step that someone or something has damaged. No
+rename of ours is needed, so that object stores (gs://) work alike. Nothing here needs
+jax, Orbax or a device.
 """
 
 import contextlib
@@ -35,11 +38,14 @@ STATE_ITEM = "state"
 METADATA_ITEM = "metadata"
 MANIFEST = "manifest.json"
 QUARANTINE = "quarantine"
-LOCK, OWNER = ".lock", "owner.json"  # of the process that writes to the folder; where no lock is, a lease
+# of the process that writes to the folder; where no lock is, a lease
+LOCK, OWNER = ".lock", "owner.json"
 _METADATA_FILE = Path(METADATA_ITEM) / "metadata"
 _MARKER = ".unfinished"
-_HEAD_CHARS, _TAIL_CHARS = 120, 200  # TensorStore errors run to pages; the cause stands last
-_GROUPS = {"progress", "fingerprints", "config"}  # of a run's metadata: objects, where they are there
+# TensorStore errors run to pages; the cause stands last
+_HEAD_CHARS, _TAIL_CHARS = 120, 200
+# of a run's metadata: objects, where they are there
+_GROUPS = {"progress", "fingerprints", "config"}
 _MOST_TRIED = 64  # whole steps that a restore looks at
 _MOST_LISTINGS = 20  # of a folder whose steps are deleted while they are read
 LAST_STEP = 2**31 - 1  # a state counts its steps in 32 bits
@@ -49,7 +55,9 @@ _LEFTOVER = re.compile(r"\d+\.orbax-checkpoint-tmp")
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be read or written; `steps` holds {step: reason} where several failed."""
+    """A checkpoint cannot be read or written; `steps` holds {step: reason} where
+    several failed.
+    """
 
     exit_code = EXIT_NO_CHECKPOINT
 
@@ -60,11 +68,16 @@ class CheckpointError(Exception):
 
 def error_text(error: Exception) -> str:
     """Returns an error in one line, with its type where it is none of ours."""
-    # TensorStore's reason comes last, but for a dump of its options, which says nothing to a user.
+    # TensorStore's reason comes last, but for a dump of its options, which says nothing
+    # to a user.
     text = " ".join(str(error).partition("[tensorstore_spec=")[0].split())
     if len(text) > _HEAD_CHARS + _TAIL_CHARS:
         text = f"{text[:_HEAD_CHARS]} ... {text[-_TAIL_CHARS:]}"
-    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+    return (
+        text
+        if isinstance(error, CheckpointError)
+        else f"{type(error).__name__}: {text}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +92,9 @@ class ArrayInfo:
 
 
 class StepInfo(NamedTuple):
-    """What a committed step says about itself: its arrays by canonical name, the run's metadata."""
+    """What a committed step says about itself: its arrays by canonical name, the run's
+    metadata.
+    """
 
     arrays: dict[str, ArrayInfo]
     metadata: dict[str, Any]
@@ -99,7 +114,8 @@ def as_path(folder: Path | str) -> Path:
 
 
 def locate(text: str) -> tuple[Path, int | None]:
-    """Returns the folder of checkpoints that a path means, and the step if it names one.
+    """Returns the folder of checkpoints that a path means, and the step if it names
+    one.
 
     The path is that of a workdir, of its `checkpoints`, or of one step in them.
 
@@ -124,10 +140,14 @@ def locate(text: str) -> tuple[Path, int | None]:
 def _chosen_folder(file: Path) -> str:
     """Returns the checkpoint.folder of a config.json, "" if it has none."""
     try:
-        options = of_kind(read_json(file, dict).get("checkpoint", {}), dict, "checkpoint")
+        options = of_kind(
+            read_json(file, dict).get("checkpoint", {}), dict, "checkpoint"
+        )
         return of_kind(options.get("folder", ""), str, "checkpoint.folder")
     except Malformed as error:
-        raise ConfigError(f"{file} is damaged ({error}); name its checkpoints instead") from None
+        raise ConfigError(
+            f"{file} is damaged ({error}); name its checkpoints instead"
+        ) from None
 
 
 def present_path(folder: Path, step: int) -> Path:
@@ -139,12 +159,16 @@ def present_path(folder: Path, step: int) -> Path:
     path = folder / str(step)
     if not path.is_dir():
         steps = ", ".join(map(str, list_steps(folder))) or "none"
-        raise CheckpointError(f"there is no checkpoint of step {step} in {folder}; steps: {steps}")
+        raise CheckpointError(
+            f"there is no checkpoint of step {step} in {folder}; steps: {steps}"
+        )
     return path
 
 
 def quarantine_folder(folder: Path) -> Path:
-    """Returns where untrusted steps go: beside a workdir's `checkpoints`, else inside."""
+    """Returns where untrusted steps go: beside a workdir's `checkpoints`, else
+    inside.
+    """
     return (folder.parent if folder.name == "checkpoints" else folder) / QUARANTINE
 
 
@@ -157,9 +181,15 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def all_steps(folder: Path) -> list[int]:
-    """Returns the committed steps and those that lack a part, damaged by hand or by the disk, ascending."""
+    """Returns the committed steps and those that lack a part, damaged by hand or by the
+    disk, ascending.
+    """
     steps = _numbered(folder)
-    return [step for step in steps if _is_whole(folder / str(step)) or not _marker(folder, step).exists()]
+    return [
+        step
+        for step in steps
+        if _is_whole(folder / str(step)) or not _marker(folder, step).exists()
+    ]
 
 
 def none_usable(folder: Path, failures: Mapping[int, str]) -> CheckpointError:
@@ -176,11 +206,14 @@ def none_usable(folder: Path, failures: Mapping[int, str]) -> CheckpointError:
     )
 
 
-def newest_first(folder: Path, listed: Callable[[Path], list[int]] | None = None) -> Iterator[int]:
-    """Yields the committed steps, newest first; lists them anew if the last one yielded is deleted by then.
+def newest_first(
+    folder: Path, listed: Callable[[Path], list[int]] | None = None
+) -> Iterator[int]:
+    """Yields the committed steps, newest first; lists them anew if the last one yielded
+    is deleted by then.
 
-    Who reads the checkpoints of a run that is training so comes to one that stays as long as it is read. No
-    step is yielded twice.
+    Who reads the checkpoints of a run that is training so comes to one that stays as
+    long as it is read. No step is yielded twice.
 
     Args:
       listed: what lists the steps, ascending, instead of `list_steps`.
@@ -205,7 +238,9 @@ def steps_to_try(folder: Path) -> list[int]:
 
 
 def is_deleted(folder: Path, step: int) -> bool:
-    """Returns whether a step was deleted, or is being deleted, by its run; not if it is damaged."""
+    """Returns whether a step was deleted, or is being deleted, by its run; not if it is
+    damaged.
+    """
     path = folder / str(step)
     return not _is_whole(path) and (_marker(folder, step).exists() or not path.is_dir())
 
@@ -213,16 +248,23 @@ def is_deleted(folder: Path, step: int) -> bool:
 def has_steps(folder: Path) -> bool:
     """Returns whether a run has saved here, however damaged that may be by now.
 
-    Also if all that is left is in quarantine: a run must not begin anew where one has been.
+    Also if all that is left is in quarantine: a run must not begin anew where one has
+    been.
     """
     aside = quarantine_folder(folder)
-    return bool(all_steps(folder)) or (aside.is_dir() and any(path.is_dir() for path in aside.iterdir()))
+    return bool(all_steps(folder)) or (
+        aside.is_dir() and any(path.is_dir() for path in aside.iterdir())
+    )
 
 
 def _numbered(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
-    names = [path.name for path in folder.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+    names = [
+        path.name
+        for path in folder.iterdir()
+        if _STEP.fullmatch(path.name) and path.is_dir()
+    ]
     return sorted(step for step in map(int, names) if step <= LAST_STEP)
 
 
@@ -241,16 +283,22 @@ def file_bytes(path: Path) -> int:
     return status.length if hasattr(status, "length") else status.st_size
 
 
-def describe(step: int, arrays: Mapping[str, ArrayInfo], metadata: Mapping[str, Any]) -> dict:
+def describe(
+    step: int, arrays: Mapping[str, ArrayInfo], metadata: Mapping[str, Any]
+) -> dict:
     """Returns the JSON document of a step, the inverse of `read_step`.
 
     Raises:
-      TypeError, ValueError: `metadata` is not JSON (or holds NaN, which JSON does not have).
+      TypeError, ValueError: `metadata` is not JSON (or holds NaN, which JSON does not
+      have).
     """
     document = {
         "format": FORMAT,
         "step": step,
-        "arrays": {name: {"dtype": info.dtype, "shape": list(info.shape)} for name, info in arrays.items()},
+        "arrays": {
+            name: {"dtype": info.dtype, "shape": list(info.shape)}
+            for name, info in arrays.items()
+        },
         "run": dict(metadata),
     }
     json.dumps(document, allow_nan=False)
@@ -261,18 +309,24 @@ def read_step(folder: Path, step: int) -> StepInfo:
     """Returns what the checkpoint of `step` says about itself.
 
     Raises:
-      CheckpointError: the step is absent, torn, of an unknown format or not what it claims to be.
+      CheckpointError: the step is absent, torn, of an unknown format or not what it
+        claims to be.
     """
     path = present_path(folder, step)
     if not _is_whole(path):
-        raise CheckpointError(f"{path} lacks {_METADATA_FILE}, {STATE_ITEM}/ or {MANIFEST}")
+        raise CheckpointError(
+            f"{path} lacks {_METADATA_FILE}, {STATE_ITEM}/ or {MANIFEST}"
+        )
     file = path / _METADATA_FILE
     try:
         document = read_json(file, dict)
         version = document["format"], document["step"]
         arrays = {
             name: ArrayInfo(
-                tuple(of_kind(size, int, name) for size in of_kind(entry["shape"], list, name)),
+                tuple(
+                    of_kind(size, int, name)
+                    for size in of_kind(entry["shape"], list, name)
+                ),
                 of_kind(entry["dtype"], str, name),
             )
             for name, entry in document["arrays"].items()
@@ -284,29 +338,45 @@ def read_step(folder: Path, step: int) -> StepInfo:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is not readable: {named(error)}") from error
     if version != (FORMAT, step):
-        raise CheckpointError(f"{file} says format, step = {version}; required: {(FORMAT, step)}")
+        raise CheckpointError(
+            f"{file} says format, step = {version}; required: {(FORMAT, step)}"
+        )
     if says != step:
-        raise CheckpointError(f"its run had made {says} steps, not {step}: another step's content")
+        raise CheckpointError(
+            f"its run had made {says} steps, not {step}: another step's content"
+        )
     return StepInfo(arrays, metadata)
 
 
 def expired(
-    steps: Collection[int], *, newest: int, keep_last: int, keep_every: int, best: Sequence[int] = ()
+    steps: Collection[int],
+    *,
+    newest: int,
+    keep_last: int,
+    keep_every: int,
+    best: Sequence[int] = (),
 ) -> list[int]:
     """Returns which of `steps` to delete once `newest` has been committed.
 
-    Kept are `newest` and the `keep_last - 1` before it, multiples of `keep_every` (0 = none), the last
-    of `best` that is there (the save of one may have failed), and all steps after `newest`: those belong
-    to a run that was rewound, and are not ours to delete.
+    Kept are `newest` and the `keep_last - 1` before it, multiples of `keep_every` (0 =
+    none), the last of `best` that is there (the save of one may have failed), and all
+    steps after `newest`: those belong to a run that was rewound, and are not ours to
+    delete.
     """
     past = sorted(step for step in steps if step < newest)
     recent = past[-(keep_last - 1) :] if keep_last > 1 else []
     stays = {*recent, *[step for step in best if step in steps][-1:]}
-    return [step for step in past if step not in stays and not (keep_every and step % keep_every == 0)]
+    return [
+        step
+        for step in past
+        if step not in stays and not (keep_every and step % keep_every == 0)
+    ]
 
 
 def begin_save(folder: Path, step: int) -> None:
-    """Mark `step` as being written; what is there without the marker was once finished."""
+    """Mark `step` as being written; what is there without the marker was once
+    finished.
+    """
     _marker(folder, step).write_text("")  # no bytes, so that it fits on a full disk
 
 
@@ -316,7 +386,9 @@ def end_save(folder: Path, step: int) -> None:
 
 
 def remove_step(folder: Path, step: int) -> None:
-    """Delete the checkpoint of `step`; should this be interrupted, `remove_leftovers` goes on."""
+    """Delete the checkpoint of `step`; should this be interrupted, `remove_leftovers`
+    goes on.
+    """
     begin_save(folder, step)
     (folder / str(step) / MANIFEST).unlink()
     _remove_tree(folder / str(step))
@@ -340,8 +412,8 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _remove_busy(path: Path) -> None:
-    # When one file of a save fails, writers of the others go on for a moment and add files. What
-    # they still manage to leave is deleted before the next save.
+    # When one file of a save fails, writers of the others go on for a moment and add
+    # files. What they still manage to leave is deleted before the next save.
     for _ in range(10):
         with contextlib.suppress(OSError):
             _remove_tree(path)
@@ -373,17 +445,26 @@ def quarantine(folder: Path, step: int, reason: str, *, undone: bool = False) ->
         number += 1
         target = aside / f"{step}-{number}"
     source, note = folder / str(step), target.with_name(f"{target.name}.json")
-    document = {"step": step, "reason": reason, "time": time.time(), "from": str(source)}
+    document = {
+        "step": step,
+        "reason": reason,
+        "time": time.time(),
+        "from": str(source),
+    }
     document |= {"undone": True} if undone else {}
     if isinstance(source, Path):
-        shutil.move(source, target)  # also to another disk; first, as a full one takes no note
+        # also to another disk; first, as a full one takes no note
+        shutil.move(source, target)
     atomic.write_text(note, json.dumps(document, indent=1) + "\n", durable=True)
     if not isinstance(source, Path):
-        source.rename(target)  # last: in an object store the note is what makes the folder be
+        # last: in an object store the note is what makes the folder be
+        source.rename(target)
 
 
 def undone_manifests(folder: Path, step: int) -> list[bytes]:
-    """Returns the manifests that `step` had each time when the run went back behind it."""
+    """Returns the manifests that `step` had each time when the run went back
+    behind it.
+    """
     found = []
     for note in quarantine_folder(folder).glob(f"{step}*.json"):
         with contextlib.suppress(OSError, Malformed):

@@ -1,4 +1,6 @@
-"""How often to save: as configured, or as often as loses least, by what saves cost and how a run fails."""
+"""How often to save: as configured, or as often as loses least, by what saves cost and
+how a run fails.
+"""
 
 import math
 import statistics
@@ -9,7 +11,8 @@ from typing import Any
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.telemetry.ledger import Life
 
-# 419 unexpected interruptions of 16,384 H100 in 54 days: "The Llama 3 Herd of Models", 2024, section 3.3.4.
+# 419 unexpected interruptions of 16,384 H100 in 54 days: "The Llama 3 Herd of Models",
+# 2024, section 3.3.4.
 CHIP_HOURS_PER_FAILURE = 50_000.0
 FIRST_S = 60.0  # until the first save of interval=auto, which is measured
 
@@ -18,49 +21,68 @@ _CHANGED = 1.2  # times longer or shorter is told
 
 
 def checkpoint_interval(save_s: float, mtbf_s: float) -> float:
-    """Returns the seconds between saves that lose least, where a save stops training for `save_s`.
+    """Returns the seconds between saves that lose least, where a save stops training
+    for `save_s`.
 
-    Young 1974: sqrt(2 save mtbf), with the higher terms of Daly 2006 (A higher order estimate of the optimum
-    checkpoint interval for restart dumps); failures come at random, `mtbf_s` apart on average.
+    Young 1974: sqrt(2 save mtbf), with the higher terms of Daly 2006 (A higher order
+    estimate of the optimum checkpoint interval for restart dumps); failures come at
+    random, `mtbf_s` apart on average.
     """
     if save_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = save_s / (2 * mtbf_s)
-    return math.sqrt(2 * save_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s
+    return (
+        math.sqrt(2 * save_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s
+    )
 
 
 def mean_time_between_failures(
     lives: Sequence[Life], *, chips: int, chip_hours_per_failure: float
 ) -> tuple[float, str]:
-    """Returns the seconds between failures of a run, and whose word that is: for people.
+    """Returns the seconds between failures of a run, and whose word that is: for
+    people.
 
     Args:
-      lives: of the run, the last of which goes on. One that ended before its first step counts for nothing:
-        no save could have helped it, and a start that always fails says nothing of how often a run does.
+      lives: of the run, the last of which goes on. One that ended before its first step
+        counts for nothing: no save could have helped it, and a start that always fails
+        says nothing of how often a run does.
       chips: of it.
-      chip_hours_per_failure: as configured; 0: as the lives say, and until one has failed as others' did.
+      chip_hours_per_failure: as configured; 0: as the lives say, and until one has
+        failed as others' did.
     """
     if chip_hours_per_failure:
-        return 3600 * chip_hours_per_failure / chips, "checkpoint.chip_hours_per_failure"
+        return (
+            3600 * chip_hours_per_failure / chips,
+            "checkpoint.chip_hours_per_failure",
+        )
     before = [life for life in lives[:-1] if life.has_trained]
     if failures := sum(life.failed for life in before):
         source = f"{failures} failure{'s' * (failures > 1)} of this run"
         return sum(life.seconds for life in [*before, lives[-1]]) / failures, source
-    return 3600 * CHIP_HOURS_PER_FAILURE / chips, f"a failure in {CHIP_HOURS_PER_FAILURE:,.0f} chip hours"
+    return (
+        3600 * CHIP_HOURS_PER_FAILURE / chips,
+        f"a failure in {CHIP_HOURS_PER_FAILURE:,.0f} chip hours",
+    )
 
 
 class SaveInterval:
-    """The seconds between saves by the clock. With several processes, what process 0 says counts."""
+    """The seconds between saves by the clock. With several processes, what process 0
+    says counts.
+    """
 
     def __init__(self, config: CheckpointConfig):
         self._auto = config.interval == "auto"
-        self.seconds = FIRST_S if self._auto else 60 * config.every_minutes  # 0: none by the clock
+        # 0: none by the clock
+        self.seconds = FIRST_S if self._auto else 60 * config.every_minutes
         self._blocked: deque[float] = deque(maxlen=_RECENT)
         self._written: deque[float] = deque(maxlen=_RECENT)
         self._told = 0.0
 
-    def measured(self, blocked_s: float, written_s: float, failures: tuple[float, str]) -> dict[str, Any]:
-        """Takes the times of a save and chooses the interval anew; returns what to tell, {} if nothing.
+    def measured(
+        self, blocked_s: float, written_s: float, failures: tuple[float, str]
+    ) -> dict[str, Any]:
+        """Takes the times of a save and chooses the interval anew; returns what to
+        tell, {} if nothing.
 
         One save after the other: none begins before the one before is written.
 
@@ -73,11 +95,19 @@ class SaveInterval:
             return {}
         self._blocked.append(blocked_s)
         self._written.append(written_s)
-        blocked_s, written_s = statistics.median(self._blocked), statistics.median(self._written)
+        blocked_s, written_s = (
+            statistics.median(self._blocked),
+            statistics.median(self._written),
+        )
         mtbf_s, source = failures
         self.seconds = max(checkpoint_interval(blocked_s, mtbf_s), written_s, 1.0)
         if self._told and 1 / _CHANGED < self.seconds / self._told < _CHANGED:
             return {}
         self._told = self.seconds
         costs = {"blocked_s": blocked_s, "written_s": written_s}
-        return {"interval_s": self.seconds, **costs, "mtbf_s": mtbf_s, "mtbf_by": source}
+        return {
+            "interval_s": self.seconds,
+            **costs,
+            "mtbf_s": mtbf_s,
+            "mtbf_by": source,
+        }

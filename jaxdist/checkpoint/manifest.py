@@ -1,12 +1,16 @@
-"""Which checkpoints can be trusted: a sealed manifest in each, and the run that it belongs to.
+"""Which checkpoints can be trusted: a sealed manifest in each, and the run that it
+belongs to.
 
-    <folder>/<step>/manifest.json  written last: {format, step, run, files {path: [bytes, sha256]},
+    <folder>/<step>/manifest.json  written last: {format, step, run, files {path:
+    [bytes, sha256]},
                                    fingerprints {array: hex}, seal: sha256 of the rest}
-    <folder>/identity              the run whose steps these are; a step of another run is foreign
+    <folder>/identity              the run whose steps these are; a step of another run
+    is foreign
 
-SHA-256 because it is in the standard library, `sha256sum` checks it by hand, and a second a GiB on
-a core is hidden behind training. Files are hashed by process 0 after the commit, as Orbax merges
-what the processes wrote there; on restore the processes share the work. Without jax or a device.
+SHA-256 because it is in the standard library, `sha256sum` checks it by hand, and a
+second a GiB on a core is hidden behind training. Files are hashed by process 0 after
+the commit, as Orbax merges what the processes wrote there; on restore the processes
+share the work. Without jax or a device.
 """
 
 import contextlib
@@ -38,10 +42,11 @@ class Manifest:
     step: int
     run: str  # identity of the run that wrote it
     files: dict[str, tuple[int, str]]  # {path inside the step: (bytes, sha256)}
-    fingerprints: dict[str, str]  # {array: hex}, the same for any mesh; see `fingerprint.py`
+    # {array: hex}, the same for any mesh; see `fingerprint.py`
+    fingerprints: dict[str, str]
 
 
-# --- writing --------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------
 
 
 def seal(folder: Path, step: int, run: str, fingerprints: Mapping[str, str]) -> None:
@@ -51,10 +56,14 @@ def seal(folder: Path, step: int, run: str, fingerprints: Mapping[str, str]) -> 
       OSError: a file cannot be read, the manifest cannot be written.
     """
     path = folder / str(step)
-    manifest = Manifest(step, run, _hashed(path, sorted(_files(path))), dict(fingerprints))
+    manifest = Manifest(
+        step, run, _hashed(path, sorted(_files(path))), dict(fingerprints)
+    )
     try:
         atomic.write_text(path / MANIFEST, _text(manifest), durable=True)
-    except OSError:  # there perhaps, but a power failure might take it: no step that failed may count
+    except OSError:
+        # there perhaps, but a power failure might take it: no step that failed may
+        # count
         with contextlib.suppress(OSError):
             (path / MANIFEST).unlink()
         raise
@@ -70,7 +79,7 @@ def _dump(document: Mapping[str, Any]) -> str:
     return json.dumps(document, sort_keys=True, indent=1)
 
 
-# --- checking -------------------------------------------------------------------------------------
+# --- checking -------------------------------------------------------------------------
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -85,15 +94,25 @@ def read_manifest(path: Path) -> Manifest:
         manifest = Manifest(
             of_kind(document["step"], int, "step"),
             of_kind(document["run"], str, "run"),
-            {n: (of_kind(b, int, n), of_kind(hex_, str, n)) for n, (b, hex_) in document["files"].items()},
-            {name: of_kind(hex_, str, name) for name, hex_ in document["fingerprints"].items()},
+            {
+                n: (of_kind(b, int, n), of_kind(hex_, str, n))
+                for n, (b, hex_) in document["files"].items()
+            },
+            {
+                name: of_kind(hex_, str, name)
+                for name, hex_ in document["fingerprints"].items()
+            },
         )
     except FileNotFoundError:
-        raise CheckpointError(f"{MANIFEST} is missing: half-written, planted or an older version's") from None
+        raise CheckpointError(
+            f"{MANIFEST} is missing: half-written, planted or an older version's"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST} is not readable: {named(error)}") from error
     if text != _text(manifest):  # also tells a changed seal or format
-        raise CheckpointError(f"{MANIFEST} is damaged: its seal does not fit its content")
+        raise CheckpointError(
+            f"{MANIFEST} is damaged: its seal does not fit its content"
+        )
     return manifest
 
 
@@ -111,7 +130,8 @@ def check(
 
     Args:
       run: the identity that the step must have; None: any.
-      part: (i, n): of the files hash only every n-th, from the i-th: n processes share the work.
+      part: (i, n): of the files hash only every n-th, from the i-th: n processes share
+        the work.
       contents: whether to hash at all, or to look only at names and sizes.
       inside: hash only files whose names begin so.
       threads: how many hash; 1: the caller's; None: up to eight.
@@ -122,19 +142,29 @@ def check(
     path = folders.present_path(folder, step)
     manifest = read_manifest(path)
     if manifest.step != step:
-        raise CheckpointError(f"it is the checkpoint of step {manifest.step}, not of step {step}")
+        raise CheckpointError(
+            f"it is the checkpoint of step {manifest.step}, not of step {step}"
+        )
     if run is not None and manifest.run != run:
-        raise CheckpointError(f"it belongs to another run ({manifest.run}; this one is {run})")
+        raise CheckpointError(
+            f"it belongs to another run ({manifest.run}; this one is {run})"
+        )
     sizes = dict(_files(path))
     faults = [f"{name} is missing" for name in manifest.files if name not in sizes]
-    faults += [f"{name} is not part of it" for name in sizes if name not in manifest.files]
+    faults += [
+        f"{name} is not part of it" for name in sizes if name not in manifest.files
+    ]
     for name, (size, _) in manifest.files.items():
         if name in sizes and sizes[name] != size:
             faults.append(f"{name} has {sizes[name]} bytes, {size} when sealed")
     if not faults and contents:
         chosen = sorted(file for file in sizes.items() if file[0].startswith(inside))
         hashed = _hashed(path, chosen[part[0] :: part[1]], threads)
-        faults = [f"{n} has changed since it was sealed" for n in hashed if hashed[n] != manifest.files[n]]
+        faults = [
+            f"{n} has changed since it was sealed"
+            for n in hashed
+            if hashed[n] != manifest.files[n]
+        ]
     if faults:
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise CheckpointError("; ".join(faults[:_SHOWN]) + more)
@@ -142,13 +172,18 @@ def check(
 
 
 def _files(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Yields (path inside the step, bytes) of all files but the manifest; -1 bytes of what is no such file.
+    """Yields (path inside the step, bytes) of all files but the manifest; -1 bytes of
+    what is no such file.
 
-    Those are links, since where they lead may change, pipes, which would hold us, and folders too deep.
+    Those are links, since where they lead may change, pipes, which would hold us, and
+    folders too deep.
     """
     for entry in path.iterdir():
         name = prefix + entry.name
-        is_link, is_folder = isinstance(entry, Path) and entry.is_symlink(), entry.is_dir()
+        is_link, is_folder = (
+            isinstance(entry, Path) and entry.is_symlink(),
+            entry.is_dir(),
+        )
         if is_folder and not is_link and prefix.count("/") < _DEEPEST:
             yield from _files(entry, f"{name}/")
         elif is_link or is_folder or isinstance(entry, Path) and not entry.is_file():
@@ -166,23 +201,27 @@ def _hashed(
     else:
         with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
             digests = list(pool.map(digest_file, names))
-    return {name: (size, hex_) for (name, size), hex_ in zip(files, digests, strict=True)}
+    return {
+        name: (size, hex_) for (name, size), hex_ in zip(files, digests, strict=True)
+    }
 
 
-# --- identity -------------------------------------------------------------------------------------
+# --- identity -------------------------------------------------------------------------
 
 
 def identity(folder: Path, *, create: bool, own: str | None = None) -> str | None:
     """Returns the identity of the run that owns `folder`.
 
-    Where the file is absent or damaged it is `own`, or else that of the steps, if all are of one run (a
-    step copied to a new folder begins a run there), and with `create` written, made up if need be.
+    Where the file is absent or damaged it is `own`, or else that of the steps, if all
+    are of one run (a step copied to a new folder begins a run there), and with `create`
+    written, made up if need be.
 
     Args:
       own: the identity that the caller's run is known to have.
 
     Raises:
-      CheckpointError: the folder is another run's than `own`, or nothing says whose of several it is.
+      CheckpointError: the folder is another run's than `own`, or nothing says whose of
+        several it is.
     """
     if (name := read_identity(folder)) is None:
         steps = _steps_by_run(folder)
@@ -191,9 +230,13 @@ def identity(folder: Path, *, create: bool, own: str | None = None) -> str | Non
                 f"{folder} holds steps of several runs, and which of them it belongs to is lost with its "
                 f"file {IDENTITY}: {_shown(steps)}; move the steps of all runs but one elsewhere"
             )
-        name = own or next(iter(steps), None) or (secrets.token_hex(8) if create else None)
+        name = (
+            own or next(iter(steps), None) or (secrets.token_hex(8) if create else None)
+        )
         if create and name:
-            atomic.write_text(folder / IDENTITY, f"{name} {digest(name)[:8]}\n", durable=True)
+            atomic.write_text(
+                folder / IDENTITY, f"{name} {digest(name)[:8]}\n", durable=True
+            )
     elif own not in (None, name):
         raise CheckpointError(
             f"{folder} belongs to run {name}, and this is run {own} (steps there: "
@@ -203,9 +246,13 @@ def identity(folder: Path, *, create: bool, own: str | None = None) -> str | Non
 
 
 def read_identity(folder: Path) -> str | None:
-    """Returns the identity that the folder's file names; None if it is absent or damaged."""
+    """Returns the identity that the folder's file names; None if it is absent or
+    damaged.
+    """
     with contextlib.suppress(OSError, ValueError):
-        name, _, check_sum = untrusted.read_bytes(folder / IDENTITY).decode().strip().partition(" ")
+        name, _, check_sum = (
+            untrusted.read_bytes(folder / IDENTITY).decode().strip().partition(" ")
+        )
         if check_sum == digest(name)[:8]:
             return name
     return None
@@ -221,11 +268,15 @@ def _steps_by_run(folder: Path) -> dict[str, list[int]]:
 
 
 def _shown(steps: Mapping[str, Sequence[int]]) -> str:
-    return "; ".join(f"run {run}: {', '.join(map(str, each[:_SHOWN]))}" for run, each in steps.items())
+    return "; ".join(
+        f"run {run}: {', '.join(map(str, each[:_SHOWN]))}"
+        for run, each in steps.items()
+    )
 
 
 def newest_metadata(folder: Path, run: str | None) -> dict[str, Any]:
-    """Returns what the newest step of a run that looks sound says beside its arrays; {} if there is none.
+    """Returns what the newest step of a run that looks sound says beside its arrays; {}
+    if there is none.
 
     Of its files only those of the metadata are hashed.
     """

@@ -1,8 +1,10 @@
-"""The one module that imports Orbax: arrays and a JSON document, written as one atomic step.
+"""The one module that imports Orbax: arrays and a JSON document, written as one atomic
+step.
 
-`AsyncCheckpointer` is used directly, not `CheckpointManager`: the manager keeps its own list of
-steps, refuses (returns False) steps below its newest even when that one is damaged, and infers its
-layout from the newest folder. Which steps exist and which are deleted is decided in `manager.py`.
+`AsyncCheckpointer` is used directly, not `CheckpointManager`: the manager keeps its own
+list of steps, refuses (returns False) steps below its newest even when that one is
+damaged, and infers its layout from the newest folder. Which steps exist and which are
+deleted is decided in `manager.py`.
 """
 
 import contextlib
@@ -20,25 +22,34 @@ from jaxdist.checkpoint.files import METADATA_ITEM, STATE_ITEM
 from jaxdist.config import trees
 from jaxdist.distributed import coordination
 
-# Below this many bytes the replicas of an array are not split over the processes that write it:
-# each split compiles a slice for each device, at the first save, while training waits.
+# Below this many bytes the replicas of an array are not split over the processes that
+# write it: each split compiles a slice for each device, at the first save, while
+# training waits.
 _SPLIT_BYTES = 1 << 20
 
 
 # Orbax logs the error of its thread with a traceback, and raises it for us to report.
-logging.getLogger("absl").addFilter(lambda record: not (record.exc_info and "orbax" in record.pathname))
+logging.getLogger("absl").addFilter(
+    lambda record: not (record.exc_info and "orbax" in record.pathname)
+)
 
 
 def _pass_over_late_writes(show: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Returns an unraisablehook without what TensorStore's threads say of a save that Orbax has given up."""
-    return lambda thrown: None if str(thrown.exc_value) == "Event loop is closed" else show(thrown)
+    """Returns an unraisablehook without what TensorStore's threads say of a save that
+    Orbax has given up.
+    """
+    return lambda thrown: (
+        None if str(thrown.exc_value) == "Event loop is closed" else show(thrown)
+    )
 
 
 sys.unraisablehook = _pass_over_late_writes(sys.unraisablehook)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Returns whether asyncio says more than that further writes of a failed save failed, too."""
+    """Returns whether asyncio says more than that further writes of a failed save
+    failed, too.
+    """
     text = record.getMessage()
     return not ("exception was never retrieved" in text and "orbax" in text)
 
@@ -47,22 +58,30 @@ logging.getLogger("asyncio").addFilter(_is_news)
 
 
 def _type_handlers() -> Any:
-    """Returns how leaves are written: arrays of any sharding, and host arrays by process 0."""
+    """Returns how leaves are written: arrays of any sharding, and host arrays by
+    process 0.
+    """
     arrays = ocp.type_handlers.ArrayHandler(
-        use_replica_parallel=jax.process_count() > 1, min_slice_bytes_for_replica_parallel=_SPLIT_BYTES
+        use_replica_parallel=jax.process_count() > 1,
+        min_slice_bytes_for_replica_parallel=_SPLIT_BYTES,
     )
     host_arrays = ocp.type_handlers.NumpyHandler()
-    return ocp.type_handlers.create_type_handler_registry((jax.Array, arrays), (np.ndarray, host_arrays))
+    return ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, arrays), (np.ndarray, host_arrays)
+    )
 
 
 class OrbaxBackend:
-    """Writes in the background, one step at a time; every process must make the same calls."""
+    """Writes in the background, one step at a time; every process must make the same
+    calls.
+    """
 
     def __init__(self, *, timeout_s: int):
-        # Named, the processes wait for each other through the coordination service, not in a collective:
-        # one whose save fails would leave the others in it, to be answered by its next step's.
-        # Orbax's own barrier knows nothing of failures: a full disk under one process would hold the saves
-        # of the others, and soon training, until it times out.
+        # Named, the processes wait for each other through the coordination service, not
+        # in a collective: one whose save fails would leave the others in it, to be
+        # answered by its next step's. Orbax's own barrier knows nothing of failures: a
+        # full disk under one process would hold the saves of the others, and soon
+        # training, until it times out.
         several = jax.process_count() > 1
         everyone = set(range(jax.process_count())) if several else None
         self._barrier = coordination.FailableBarrier("save") if several else None
@@ -77,13 +96,19 @@ class OrbaxBackend:
             handler, async_options=options, multiprocessing_options=processes
         )
 
-    def start(self, path: Path, arrays: Mapping[str, Any], document: Mapping[str, Any]) -> None:
-        """Begin to write; returns once the arrays are copied, so that they may be donated.
+    def start(
+        self, path: Path, arrays: Mapping[str, Any], document: Mapping[str, Any]
+    ) -> None:
+        """Begin to write; returns once the arrays are copied, so that they may be
+        donated.
 
         Raises:
           Exception: whatever Orbax or the disk raised; `path` does not exist then.
         """
-        leaves = {k: v if isinstance(v, jax.Array) else np.asarray(v) for k, v in arrays.items()}
+        leaves = {
+            k: v if isinstance(v, jax.Array) else np.asarray(v)
+            for k, v in arrays.items()
+        }
         state = ocp.args.PyTreeSave(trees.unflatten_names(leaves))
         items = {STATE_ITEM: state, METADATA_ITEM: ocp.args.JsonSave(dict(document))}
         if self._barrier:
@@ -98,26 +123,33 @@ class OrbaxBackend:
 
     @contextlib.contextmanager
     def _drained_on_error(self) -> Iterator[None]:
-        """Lets all writers of a failed save end, and takes their errors: else the next save has them."""
+        """Lets all writers of a failed save end, and takes their errors: else the next
+        save has them.
+        """
         try:
             yield
         except Exception as error:
             if self._barrier:
                 self._barrier.fail(error)
-            for _ in range(32):  # errors that one save can leave behind, at most; the first is what counts
+            # errors that one save can leave behind, at most; the first is what counts
+            for _ in range(32):
                 with contextlib.suppress(Exception):
                     self._checkpointer.wait_until_finished()
                     break
             raise
 
     def read(self, path: Path, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Returns the named arrays of a step, each read into the sharding of its abstract array.
+        """Returns the named arrays of a step, each read into the sharding of its
+        abstract array.
 
         Raises:
-          Exception: whatever Orbax or TensorStore raised (types and texts vary with the damage).
+          Exception: whatever Orbax or TensorStore raised (types and texts vary with the
+            damage).
         """
         restore_args = {
-            name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+            name: ocp.ArrayRestoreArgs(
+                sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
+            )
             for name, leaf in abstract.items()
         }
         item = ocp.args.PyTreeRestore(
@@ -125,10 +157,15 @@ class OrbaxBackend:
             restore_args=trees.unflatten_names(restore_args),
             partial_restore=True,  # which arrays there must be is checked before
         )
-        # Always Composite: with other arguments Orbax guesses the layout from what it finds.
-        restored = self._checkpointer.restore(path, args=ocp.args.Composite(**{STATE_ITEM: item}))
+        # Always Composite: with other arguments Orbax guesses the layout from what it
+        # finds.
+        restored = self._checkpointer.restore(
+            path, args=ocp.args.Composite(**{STATE_ITEM: item})
+        )
         arrays = trees.flatten_names(restored[STATE_ITEM])
-        if missing := [name for name in abstract if not isinstance(arrays.get(name), jax.Array)]:
+        if missing := [
+            name for name in abstract if not isinstance(arrays.get(name), jax.Array)
+        ]:
             raise ValueError(
                 f"the files do not hold {', '.join(missing[:8])}"
             )  # Orbax leaves out what is not there

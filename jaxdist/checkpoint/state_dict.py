@@ -1,14 +1,16 @@
 """Canonical names of a train state on disk.
 
-A name says what an array is, never how the program holds it: `trainable/blocks/mlp/w` (attribute
-path, layers stacked as [num_layers, ...]), `opt_state/mu/blocks/mlp/w`, `opt_state/count`, `step`.
-Optimizer states are nested tuples of NamedTuples; their names come from field names and dict keys
-alone. Positions in a chain and class names are left out, so that adding a stateless transform (a
-clip, a mask) or an optax release that renames a class leaves a checkpoint readable.
+A name says what an array is, never how the program holds it: `trainable/blocks/mlp/w`
+(attribute path, layers stacked as [num_layers, ...]), `opt_state/mu/blocks/mlp/w`,
+`opt_state/count`, `step`. Optimizer states are nested tuples of NamedTuples; their
+names come from field names and dict keys alone. Positions in a chain and class names
+are left out, so that adding a stateless transform (a clip, a mask) or an optax release
+that renames a class leaves a checkpoint readable.
 
-Collision rule: inside one container, members are visited in flatten order; where a member's first
-part is taken by an earlier sibling it becomes `part~2`, `part~3`, ... for that whole subtree. So a
-chain of adam and a schedule has `mu`, `nu`, `count` (adam) and `count~2` (schedule).
+Collision rule: inside one container, members are visited in flatten order; where a
+member's first part is taken by an earlier sibling it becomes `part~2`, `part~3`, ...
+for that whole subtree. So a chain of adam and a schedule has `mu`, `nu`, `count` (adam)
+and `count~2` (schedule).
 """
 
 import itertools
@@ -21,31 +23,39 @@ from jax import tree_util
 from jaxdist.checkpoint.files import ArrayInfo, CheckpointError
 from jaxdist.config import trees
 
-# Fields of optax's wrappers (partition, masked, inject_hyperparams, apply_if_finite, schedule_free)
-# that only hold another state: like a position in a chain, they say nothing about the array.
+# Fields of optax's wrappers (partition, masked, inject_hyperparams, apply_if_finite,
+# schedule_free) that only hold another state: like a position in a chain, they say
+# nothing about the array.
 _WRAPPERS = ("inner_state", "inner_states", "base_optimizer_state")
 _FOLLOWS = ("opt_state/", "ema/")  # arrays whose shapes follow from the model's
 _SHOWN = 3  # arrays named in a summary
 _UNNAMED = "value"  # the first part of an array that sits directly in a sequence
 
-# Scalars of older checkpoints: the schedule's position, and by how much a step moved it. train.max_minutes
-# could hurry the schedule; where it did not, the position is `step`, and nothing is lost without them.
+# Scalars of older checkpoints: the schedule's position, and by how much a step moved
+# it. train.max_minutes could hurry the schedule; where it did not, the position is
+# `step`, and nothing is lost without them.
 _POSITION, _PACE = RETIRED = ("opt_state/clock", "opt_state/pace")
 
 
 class LayoutError(CheckpointError):
-    """The arrays of a checkpoint are not those of the state; `faults` has one line for each."""
+    """The arrays of a checkpoint are not those of the state; `faults` has one line for
+    each.
+    """
 
     def __init__(self, faults: Sequence[str], differing: Sequence[str] = ()):
         """Args:
         differing: "NAME: what is there, what is here", in the order of the state.
         """
         self.faults, self.differing = tuple(faults), differing
-        super().__init__("the checkpoint does not fit this state:\n" + "\n".join(self.faults))
+        super().__init__(
+            "the checkpoint does not fit this state:\n" + "\n".join(self.faults)
+        )
 
     @property
     def is_of_model(self) -> bool:
-        """Whether arrays of the model differ, not of its optimizer alone, whose state follows them."""
+        """Whether arrays of the model differ, not of its optimizer alone, whose state
+        follows them.
+        """
         return any(not line.startswith(_FOLLOWS) for line in self.differing)
 
     @property
@@ -58,7 +68,8 @@ class LayoutError(CheckpointError):
 
 
 def to_canonical(state: Any) -> dict[str, Any]:
-    """Returns {canonical name: leaf} of a `State`; None and empty parts (ema) give no names.
+    """Returns {canonical name: leaf} of a `State`; None and empty parts (ema) give no
+    names.
 
     Leaves may be arrays or abstract arrays.
 
@@ -69,30 +80,50 @@ def to_canonical(state: Any) -> dict[str, Any]:
 
 
 def from_canonical(arrays: Mapping[str, Any], abstract_state: Any) -> Any:
-    """Returns a state with the structure of `abstract_state` and the leaves of `arrays`.
+    """Returns a state with the structure of `abstract_state` and the leaves of
+    `arrays`.
 
     Raises:
-      LayoutError: names are missing or unexpected, or a shape or dtype differs; all are listed.
+      LayoutError: names are missing or unexpected, or a shape or dtype differs; all are
+        listed.
     """
     check(describe(arrays), abstract_state)
     structure = tree_util.tree_structure(abstract_state)
-    return tree_util.tree_unflatten(structure, [arrays[name] for name in _names(abstract_state)])
+    return tree_util.tree_unflatten(
+        structure, [arrays[name] for name in _names(abstract_state)]
+    )
 
 
 def describe(arrays: Mapping[str, Any]) -> dict[str, ArrayInfo]:
     """Returns shape and dtype of each array, abstract array or Python scalar."""
-    typed = {name: leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for name, leaf in arrays.items()}
-    return {name: ArrayInfo(tuple(np.shape(leaf)), str(leaf.dtype)) for name, leaf in typed.items()}
+    typed = {
+        name: leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        for name, leaf in arrays.items()
+    }
+    return {
+        name: ArrayInfo(tuple(np.shape(leaf)), str(leaf.dtype))
+        for name, leaf in typed.items()
+    }
 
 
-def check(stored: Mapping[str, ArrayInfo], abstract_state: Any, *, partial: bool = False) -> None:
-    """Raise LayoutError unless `stored` has exactly the names, shapes and dtypes of the state.
+def check(
+    stored: Mapping[str, ArrayInfo], abstract_state: Any, *, partial: bool = False
+) -> None:
+    """Raise LayoutError unless `stored` has exactly the names, shapes and dtypes of the
+    state.
 
-    With `partial` more may be stored than the state has; `RETIRED` scalars may always be.
+    With `partial` more may be stored than the state has; `RETIRED` scalars may always
+    be.
     """
     wanted = describe(to_canonical(abstract_state))
-    faults = [f"missing in the checkpoint: {k} {wanted[k]}" for k in wanted if k not in stored]
-    extra = [] if partial else [name for name in stored if name not in wanted and name not in RETIRED]
+    faults = [
+        f"missing in the checkpoint: {k} {wanted[k]}" for k in wanted if k not in stored
+    ]
+    extra = (
+        []
+        if partial
+        else [name for name in stored if name not in wanted and name not in RETIRED]
+    )
     faults += [f"unexpected in the checkpoint: {name} {stored[name]}" for name in extra]
     faults += [
         f"different: {name} is {stored[name]} in the checkpoint, {wanted[name]} in this state"
@@ -101,13 +132,20 @@ def check(stored: Mapping[str, ArrayInfo], abstract_state: Any, *, partial: bool
     ]
     if faults:
         names = [*(name for name in wanted if stored.get(name) != wanted[name]), *extra]
-        shown = [(stored.get(name, "nothing"), wanted.get(name, "nothing")) for name in names]
+        shown = [
+            (stored.get(name, "nothing"), wanted.get(name, "nothing")) for name in names
+        ]
         pairs = zip(names, shown, strict=True)
-        raise LayoutError(faults, [f"{name}: {there} there, {here} here" for name, (there, here) in pairs])
+        raise LayoutError(
+            faults,
+            [f"{name}: {there} there, {here} here" for name, (there, here) in pairs],
+        )
 
 
 def check_retired(arrays: Mapping[str, Any]) -> None:
-    """Raise LayoutError if `RETIRED` scalars say more than `step` does: the run's schedule was hurried."""
+    """Raise LayoutError if `RETIRED` scalars say more than `step` does: the run's
+    schedule was hurried.
+    """
     if _PACE not in arrays:
         return
     step, position, pace = (arrays[name].item() for name in ("step", _POSITION, _PACE))
@@ -141,7 +179,10 @@ def _visit(node: dict[Any, Any] | None) -> list[tuple[str, ...]]:
     for key, child in node.items():
         prefix = () if _is_silent(key) else (trees.key_name(key),)
         members = [prefix + path or (_UNNAMED,) for path in _visit(child)]
-        renamed = {part: _free(part, taken) for part in dict.fromkeys(path[0] for path in members)}
+        renamed = {
+            part: _free(part, taken)
+            for part in dict.fromkeys(path[0] for path in members)
+        }
         taken.update(renamed.values())
         paths += [(renamed[path[0]], *path[1:]) for path in members]
     return paths
@@ -159,7 +200,15 @@ def _free(part: str, taken: set[str]) -> str:
 
 
 def require_shardings(abstract: Mapping[str, Any]) -> None:
-    """Raises TypeError for leaves of an abstract state that say no sharding to be restored into."""
-    bare = [name for name, leaf in abstract.items() if getattr(leaf, "sharding", None) is None]
+    """Raises TypeError for leaves of an abstract state that say no sharding to be
+    restored into.
+    """
+    bare = [
+        name
+        for name, leaf in abstract.items()
+        if getattr(leaf, "sharding", None) is None
+    ]
     if bare:
-        raise TypeError(f"leaves with a sharding are required; without one: {', '.join(bare)}")
+        raise TypeError(
+            f"leaves with a sharding are required; without one: {', '.join(bare)}"
+        )

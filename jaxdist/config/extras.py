@@ -1,4 +1,6 @@
-"""Optional packages: loaded by module name, with an error that names the extra to install."""
+"""Optional packages: loaded by module name, with an error that names the extra to
+install.
+"""
 
 import importlib
 import types
@@ -26,12 +28,15 @@ EXTRAS = {
 }
 
 
-PUBLISHED = False  # whether a package index has jaxdist: until then it is installed from a clone
+# whether a package index has jaxdist: until then it is installed from a clone
+PUBLISHED = False
 _CLONE = Path(__file__).parents[2]
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs an extra: by name, or from the clone that this code lies in."""
+    """Returns the command that installs an extra: by name, or from the clone that this
+    code lies in.
+    """
     if PUBLISHED:
         return f'pip install "jaxdist[{extra}]"'
     if not (_CLONE / "pyproject.toml").is_file():
@@ -40,7 +45,9 @@ def install_command(extra: str) -> str:
 
 
 class MissingExtra(ImportError):
-    """An optional package is not installed; the text is the command that installs it."""
+    """An optional package is not installed; the text is the command that
+    installs it.
+    """
 
     exit_code = EXIT_CONFIG
 
@@ -48,8 +55,8 @@ class MissingExtra(ImportError):
 def load(module: str, *, extra: str | None = None) -> types.ModuleType:
     """Returns an imported module that needs an optional package.
 
-    `module` is the package itself, or the one module of ours that wraps it; then `extra` names the
-    extra. By default the table above knows it.
+    `module` is the package itself, or the one module of ours that wraps it; then
+    `extra` names the extra. By default the table above knows it.
 
     Raises:
       MissingExtra: the package is not installed.
@@ -76,4 +83,6 @@ def require(module: str) -> None:
 
 def _missing(module: str, extra: str) -> MissingExtra:
     command = install_command(extra)
-    return MissingExtra(f"{module} is not installed. Install it with: {command}", name=module)
+    return MissingExtra(
+        f"{module} is not installed. Install it with: {command}", name=module
+    )

@@ -1,4 +1,6 @@
-"""Config files and command-line overrides: found, executed, applied, and listed for --help."""
+"""Config files and command-line overrides: found, executed, applied, and listed for
+--help.
+"""
 
 import contextlib
 import dataclasses
@@ -18,11 +20,20 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxdist.config import ConfigError, annotations, suggest
-from jaxdist.config.schema import MISSING, Schema, flatten, parse_value, to_config_dict, unknown_field
+from jaxdist.config.schema import (
+    MISSING,
+    Schema,
+    flatten,
+    parse_value,
+    to_config_dict,
+    unknown_field,
+)
 
 
 def packaged_folders() -> tuple[Path, ...]:
-    """Returns where packaged configs lie: `jaxdist/_configs` (wheel), or a checkout's `configs`."""
+    """Returns where packaged configs lie: `jaxdist/_configs` (wheel), or a checkout's
+    `configs`.
+    """
     package = Path(__file__).resolve().parent.parent
     shipped, checkout = package / "_configs", package.parent / "configs"
     if shipped.is_dir():
@@ -31,28 +42,37 @@ def packaged_folders() -> tuple[Path, ...]:
 
 
 def load(spec: str, *, folders: Sequence[Path]) -> ConfigDict:
-    """Returns the locked ConfigDict of `NAME`, `PATH.py`, `NAME:ARGUMENT` or `PATH.py:ARGUMENT`.
+    """Returns the locked ConfigDict of `NAME`, `PATH.py`, `NAME:ARGUMENT` or
+    `PATH.py:ARGUMENT`.
 
-    A path wins, then a packaged name (`-` and `_` are equal). The file's `get_config(argument)` is
-    executed: config files are the user's own Python. It may return a dataclass instance instead.
+    A path wins, then a packaged name (`-` and `_` are equal). The file's
+    `get_config(argument)` is executed: config files are the user's own Python. It may
+    return a dataclass instance instead.
 
     Raises:
-      ConfigError: no such config (with the nearest name), or the file fails (with file and line).
+      ConfigError: no such config (with the nearest name), or the file fails (with file
+        and line).
     """
     path, argument = _find(spec, folders)
     module = _execute(path)
     get_config = getattr(module, "get_config", None)
     if get_config is None:
-        raise ConfigError(f"{path}: no get_config. Define get_config(argument=None) -> ConfigDict.")
+        raise ConfigError(
+            f"{path}: no get_config. Define get_config(argument=None) -> ConfigDict."
+        )
     takes_argument = bool(inspect.signature(get_config).parameters)
     if argument is not None and not takes_argument:
-        raise ConfigError(f"--config={spec}: {path.name} takes no argument. Remove ':{argument}'.")
+        raise ConfigError(
+            f"--config={spec}: {path.name} takes no argument. Remove ':{argument}'."
+        )
     with _faults_of(path):
         config = get_config(argument) if takes_argument else get_config()
     if dataclasses.is_dataclass(config):
         return to_config_dict(config)
     if not isinstance(config, ConfigDict):
-        raise ConfigError(f"{path}: get_config returned {type(config).__name__}, not a ConfigDict.")
+        raise ConfigError(
+            f"{path}: get_config returned {type(config).__name__}, not a ConfigDict."
+        )
     return config.lock()
 
 
@@ -61,20 +81,32 @@ def _find(spec: str, folders: Sequence[Path]) -> tuple[Path, str | None]:
     chosen = argument if colon else None
     if os.path.isfile(name):  # false for what is too long for a path, too
         if Path(name).suffix != ".py":
-            raise ConfigError(f"--config={spec}: must be a .py or .json file, or a packaged name.")
+            raise ConfigError(
+                f"--config={spec}: must be a .py or .json file, or a packaged name."
+            )
         return Path(name).resolve(), chosen
-    packaged = {file.stem: file for folder in folders for file in sorted(folder.glob("[a-z]*.py"))}
+    packaged = {
+        file.stem: file
+        for folder in folders
+        for file in sorted(folder.glob("[a-z]*.py"))
+    }
     stem = name.removesuffix(".py").replace("-", "_")
     if stem in packaged:
         return packaged[stem], chosen
     if os.path.isdir(name):
-        inside = "its config.json" if (Path(name) / "config.json").is_file() else "a .py or .json file"
+        inside = (
+            "its config.json"
+            if (Path(name) / "config.json").is_file()
+            else "a .py or .json file"
+        )
         raise ConfigError(f"--config={spec}: is a folder; give {inside}.")
     if "/" in name or name.endswith((".py", ".json")):
         raise ConfigError(f"--config={spec}: no such file: {Path(name).resolve()}.")
     known = ", ".join(sorted(packaged)) or "(none)"
     hint = suggest(stem, packaged)
-    raise ConfigError(f"--config={spec}: no packaged config {name!r}.{hint} There are: {known}.")
+    raise ConfigError(
+        f"--config={spec}: no packaged config {name!r}.{hint} There are: {known}."
+    )
 
 
 def _execute(path: Path) -> types.ModuleType:
@@ -105,19 +137,29 @@ def _faults_of(path: Path) -> Iterator[None]:
 
 
 def _unknown_key(frames: Sequence[traceback.FrameSummary], error: Exception) -> str:
-    """Returns what is wrong with a key that a ConfigDict has not, "" of another error."""
-    if not isinstance(error, AttributeError | KeyError) or "ml_collections" not in frames[-1].filename:
+    """Returns what is wrong with a key that a ConfigDict has not, "" of
+    another error.
+    """
+    if (
+        not isinstance(error, AttributeError | KeyError)
+        or "ml_collections" not in frames[-1].filename
+    ):
         return ""
-    words = str(error.args[0]) if error.args else ""  # a KeyError's own text is the repr of its words
+    # a KeyError's own text is the repr of its words
+    words = str(error.args[0]) if error.args else ""
     missing = re.match(r"""\W*(?:Key "([^"]+)" does not exist|(\w+))\b""", words)
     if missing is None:
         return ""
     near = re.search(r'Did you mean "([^"]+)"', words)
-    hint = f"Did you mean {near[1]}?" if near else "--config NAME --help lists all fields."
+    hint = (
+        f"Did you mean {near[1]}?" if near else "--config NAME --help lists all fields."
+    )
     return f"no such field {missing[1] or missing[2]!r}. {hint}"
 
 
-def apply_overrides(config: ConfigDict, overrides: Mapping[str, str], schema: Schema) -> None:
+def apply_overrides(
+    config: ConfigDict, overrides: Mapping[str, str], schema: Schema
+) -> None:
     """Sets `--config.path=text` values in place, parsed by the schema's types.
 
     Raises:
@@ -145,8 +187,11 @@ def apply_overrides(config: ConfigDict, overrides: Mapping[str, str], schema: Sc
             owner[name] = value
 
 
-def help_text(config: Mapping | ConfigDict, schema: Schema, *, words: str = "", width: int = 80) -> str:
-    """Returns each field as `--config.path  type  = the config's value  meaning`, wrapped.
+def help_text(
+    config: Mapping | ConfigDict, schema: Schema, *, words: str = "", width: int = 80
+) -> str:
+    """Returns each field as `--config.path  type  = the config's value  meaning`,
+    wrapped.
 
     Args:
       words: only the fields whose path or meaning has this text; "" = all.
@@ -157,22 +202,34 @@ def help_text(config: Mapping | ConfigDict, schema: Schema, *, words: str = "", 
     """
     chosen = _fields_with(words, schema)
     values, lines = flatten(config), []
-    fold = functools.partial(textwrap.wrap, width=width, subsequent_indent=" " * 6, break_on_hyphens=False)
+    fold = functools.partial(
+        textwrap.wrap, width=width, subsequent_indent=" " * 6, break_on_hyphens=False
+    )
     for path, field in chosen.items():
         value = values.get(path, field.default)
         shown = "(required)" if value is MISSING else repr(value)
         head = f"--config.{path}  {annotations.describe(field.type)}  = {shown}"
         whole = f"{head}  {field.doc}".rstrip()
         one_line = len(whole) <= width
-        lines += [whole] if one_line else [*fold(head), *fold(field.doc, initial_indent=" " * 6)]
+        lines += (
+            [whole]
+            if one_line
+            else [*fold(head), *fold(field.doc, initial_indent=" " * 6)]
+        )
     return "\n".join(lines)
 
 
 def _fields_with(words: str, schema: Schema) -> Schema:
-    """Returns the fields whose path has a text; if there are none, those whose meaning has it."""
+    """Returns the fields whose path has a text; if there are none, those whose meaning
+    has it.
+    """
     text = words.lower().removeprefix("--").removeprefix("config.")
     by_path = {path: field for path, field in schema.items() if text in path.lower()}
-    if found := by_path or {path: field for path, field in schema.items() if text in field.doc.lower()}:
+    if found := by_path or {
+        path: field for path, field in schema.items() if text in field.doc.lower()
+    }:
         return found
     names = {part for path in schema for part in (path, *path.split("."))}
-    raise ConfigError(f"--help {words}: no field has this in its name or meaning.{suggest(text, names)}")
+    raise ConfigError(
+        f"--help {words}: no field has this in its name or meaning.{suggest(text, names)}"
+    )

@@ -9,10 +9,12 @@ SEPARATOR = "/"
 
 
 def key_name(key: object) -> str:
-    """Returns the text of one key of a pytree path: a dict key, a field name or an index.
+    """Returns the text of one key of a pytree path: a dict key, a field name or an
+    index.
 
     Raises:
-      ValueError: the text is empty or holds the separator, so that names would be ambiguous.
+      ValueError: the text is empty or holds the separator, so that names would be
+        ambiguous.
     """
     name = tree_util.keystr((key,), simple=True)
     if not name or SEPARATOR in name:
@@ -34,16 +36,20 @@ def flatten_names(tree: Any) -> dict[str, Any]:
     Dict keys, NamedTuple fields and sequence indexes become the parts of a name.
 
     Raises:
-      ValueError: a key holds the separator, or the tree is a single leaf without any name.
+      ValueError: a key holds the separator, or the tree is a single leaf without any
+        name.
     """
     leaves, _ = tree_util.tree_flatten_with_path(tree)
     if len(leaves) == 1 and not leaves[0][0]:
-        raise ValueError(f"a tree with names is required, a single {type(tree).__name__} was given")
+        raise ValueError(
+            f"a tree with names is required, a single {type(tree).__name__} was given"
+        )
     return {join(path): leaf for path, leaf in leaves}
 
 
 def unflatten_names(names: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested dicts from {name: leaf}; indexes stay text, as the names do not tell them.
+    """Returns nested dicts from {name: leaf}; indexes stay text, as the names do not
+    tell them.
 
     Raises:
       ValueError: one name is the beginning of another ("a" beside "a/b").
@@ -61,5 +67,7 @@ def unflatten_names(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Returns the bytes of all leaves, each counted once (global shapes, not per device)."""
+    """Returns the bytes of all leaves, each counted once (global shapes, not per
+    device).
+    """
     return sum(leaf.size * leaf.dtype.itemsize for leaf in tree_util.tree_leaves(tree))

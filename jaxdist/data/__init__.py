@@ -1,5 +1,6 @@
-"""Data: corpora, tokenizers, token files, and samples in an order that depends on nothing else than
-(seed, global sample index). Device placement is in `jaxdist.data.loader`; the rest needs no jax."""
+"""Data: corpora, tokenizers, token files, and samples in an order that depends on
+nothing else than (seed, global sample index). Device placement is in
+`jaxdist.data.loader`; the rest needs no jax."""
 
 from jaxdist.data.dataset import Dataset, SourceError, open_dataset, sample_shapes
 from jaxdist.data.sources import DataConfig

@@ -1,9 +1,11 @@
-"""Even attention work: which row of a packed global batch goes to which microbatch and batch shard.
+"""Even attention work: which row of a packed global batch goes to which microbatch and
+batch shard.
 
-A row of one document of S tokens needs S times the attention of a row of S documents. A batch keeps its rows,
-only their places change, so a step's sums are the same but for the order of adding. Work is counted in pairs
-of tokens of the same document (a query and a key not after it), as full causal attention computes; what is
-linear in tokens is even as it is.
+A row of one document of S tokens needs S times the attention of a row of S documents. A
+batch keeps its rows, only their places change, so a step's sums are the same but for
+the order of adding. Work is counted in pairs of tokens of the same document (a query
+and a key not after it), as full causal attention computes; what is linear in tokens is
+even as it is.
 
 Shapes: G rows of the global batch, n pieces of a row over the context axis.
 """
@@ -26,8 +28,10 @@ class StepGrid:
     accumulation: int
     microbatches: int  # of a pipeline, in each part of the accumulation; else 1
     batch_shards: int
-    context: int = 1  # devices that share out a row's queries; 1: each sees whole rows, with some heads
-    zigzag: bool = False  # whether they have chunks i and 2 context - 1 - i of 2 context; else chunk i
+    # devices that share out a row's queries; 1: each sees whole rows, with some heads
+    context: int = 1
+    # whether they have chunks i and 2 context - 1 - i of 2 context; else chunk i
+    zigzag: bool = False
 
     @property
     def parts(self) -> int:
@@ -40,23 +44,34 @@ class StepGrid:
         return 2 * self.context if self.zigzag else self.context
 
     def cells(self, global_size: int) -> np.ndarray:
-        """Returns the rows of each part and batch shard, [parts, shards, G / (parts x shards)]."""
-        # Row = shard, then place in the shard, microbatch, accumulation: parts take every so-manieth row.
+        """Returns the rows of each part and batch shard, [parts, shards, G / (parts x
+        shards)].
+        """
+        # Row = shard, then place in the shard, microbatch, accumulation: parts take
+        # every so-manieth row.
         shape = (self.batch_shards, -1, self.microbatches, self.accumulation)
         rows = np.arange(global_size).reshape(shape)
         return rows.transpose(3, 2, 0, 1).reshape(self.parts, self.batch_shards, -1)
 
     def on_devices(self, work: np.ndarray) -> np.ndarray:
-        """Returns the work of rows' chunks [G, chunks] as that of a context axis of n devices, [G, n]."""
-        return work[:, : self.context] + work[:, self.context :][:, ::-1] if self.zigzag else work
+        """Returns the work of rows' chunks [G, chunks] as that of a context axis of n
+        devices, [G, n].
+        """
+        return (
+            work[:, : self.context] + work[:, self.context :][:, ::-1]
+            if self.zigzag
+            else work
+        )
 
 
 def balanced_order(work: np.ndarray, grid: StepGrid) -> np.ndarray:
-    """Returns which row of the batch goes to each place, [G], so that cells have even work [G].
+    """Returns which row of the batch goes to each place, [G], so that cells have even
+    work [G].
 
-    The longest rows first, each to the cell that has the least work and still room (LPT with equal counts;
-    Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). Shards wait for each other in each part, so
-    cells of like work then make up a part; of these the shard with least work so far takes the one with most.
+    The longest rows first, each to the cell that has the least work and still room (LPT
+    with equal counts; Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
+    Shards wait for each other in each part, so cells of like work then make up a part;
+    of these the shard with least work so far takes the one with most.
     """
     cells = grid.cells(len(work))
     count, room = cells.shape[0] * cells.shape[1], cells.shape[2]
@@ -80,51 +95,88 @@ def balanced_order(work: np.ndarray, grid: StepGrid) -> np.ndarray:
 
 
 def imbalance(work: np.ndarray, grid: StepGrid) -> dict[str, float]:
-    """Returns how uneven the attention work of a step is, by name of the metric; 1 = even.
+    """Returns how uneven the attention work of a step is, by name of the metric; 1 =
+    even.
 
     Args:
       work: of the rows' chunks, in their places, [G, chunks].
     """
-    devices = grid.on_devices(work)[grid.cells(len(work))].sum(2)  # [parts, shards, context]
+    # [parts, shards, context]
+    devices = grid.on_devices(work)[grid.cells(len(work))].sum(2)
     cells = devices.sum(2)
     metrics = {
         "attention_imbalance": cells.max() / cells.mean(),  # the fullest cell
-        "attention_slowdown": cells.max(1).sum() / cells.mean(1).sum(),  # parts wait for their fullest shard
+        # parts wait for their fullest shard
+        "attention_slowdown": cells.max(1).sum() / cells.mean(1).sum(),
     }
     if grid.context > 1:
-        metrics["attention_imbalance_context"] = devices.max(2).sum() / devices.mean(2).sum()
+        metrics["attention_imbalance_context"] = (
+            devices.max(2).sum() / devices.mean(2).sum()
+        )
     return {name: float(value) for name, value in metrics.items()}
 
 
 class Balancer:
-    """The places of the rows of a run's batches, a function of the step alone, and how even their work is."""
+    """The places of the rows of a run's batches, a function of the step alone, and how
+    even their work is.
+    """
 
-    def __init__(self, dataset: Dataset, global_size: int, grid: StepGrid, *, balanced: bool):
+    def __init__(
+        self, dataset: Dataset, global_size: int, grid: StepGrid, *, balanced: bool
+    ):
         """Args:
-        balanced: whether rows change places; else the metrics are of the batches as they are.
+        balanced: whether rows change places; else the metrics are of the batches as
+        they are.
         """
-        self._dataset, self._size, self._grid, self._balanced = dataset, global_size, grid, balanced
+        self._dataset, self._size, self._grid, self._balanced = (
+            dataset,
+            global_size,
+            grid,
+            balanced,
+        )
 
     def order(self, step: int) -> np.ndarray:
         """Returns which row of the global batch of `step` goes to each place, [G]."""
-        work = self._dataset.attention_work(step, self._size) if self._balanced else None
-        return np.arange(self._size) if work is None else balanced_order(work[:, 0], self._grid)
+        work = (
+            self._dataset.attention_work(step, self._size) if self._balanced else None
+        )
+        return (
+            np.arange(self._size)
+            if work is None
+            else balanced_order(work[:, 0], self._grid)
+        )
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Returns `imbalance` of the batch of `step`; nothing where all rows need the same work."""
+        """Returns `imbalance` of the batch of `step`; nothing where all rows need the
+        same work.
+        """
         work = self._dataset.attention_work(step, self._size, self._grid.chunks)
-        return {} if work is None or not work.any() else imbalance(work[self.order(step)], self._grid)
+        return (
+            {}
+            if work is None or not work.any()
+            else imbalance(work[self.order(step)], self._grid)
+        )
 
     def lines(self) -> list[str]:
-        """Returns a line for people: the means of the first steps, as they are and as they could be."""
+        """Returns a line for people: the means of the first steps, as they are and as
+        they could be.
+        """
         steps = range(_SAMPLE_STEPS)
-        work = [self._dataset.attention_work(step, self._size, self._grid.chunks) for step in steps]
+        work = [
+            self._dataset.attention_work(step, self._size, self._grid.chunks)
+            for step in steps
+        ]
         known = [x for x in work if x is not None and x.any()]
         if not known:
             return []
         orders = [balanced_order(x.sum(1), self._grid) for x in known]
         before = _means([imbalance(x, self._grid) for x in known])
-        after = _means([imbalance(x[order], self._grid) for x, order in zip(known, orders, strict=True)])
+        after = _means(
+            [
+                imbalance(x[order], self._grid)
+                for x, order in zip(known, orders, strict=True)
+            ]
+        )
         now, then = (after, before) if self._balanced else (before, after)
         other = "none" if self._balanced else "attention"
         parts, shards = self._grid.parts, self._grid.batch_shards

@@ -1,8 +1,9 @@
 """Tokenizers of the `tokenizers` package (extra `text`); load it with `extras.load`.
 
-A tokenizer.json is a program: its patterns may backtrack for hours, its replacements fill the memory, and
-what the package does not expect ends in a panic. A file is therefore tried out first, in a process with
-limits; `python -m jaxdist.data.bpe` is that process.
+A tokenizer.json is a program: its patterns may backtrack for hours, its replacements
+fill the memory, and what the package does not expect ends in a panic. A file is
+therefore tried out first, in a process with limits; `python -m jaxdist.data.bpe` is
+that process.
 """
 
 import contextlib
@@ -26,14 +27,18 @@ from jaxdist.storage.digest import digest
 from jaxdist.storage.untrusted import read_bytes
 
 _MAX_ID = np.iinfo(np.int32).max  # what batches hold
-# Names under which published vocabularies hold the end of a document; the first one present wins.
+# Names under which published vocabularies hold the end of a document; the first one
+# present wins.
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>")
-# More text than this hardly changes the merges of vocabularies up to 64k; it bounds the time.
+# More text than this hardly changes the merges of vocabularies up to 64k; it bounds the
+# time.
 _TRAINING_CHARACTERS = 100_000_000
 
 
 class BpeTokenizer:
-    """A tokenizer.json file; see tokenizer.Tokenizer. Special ids are decoded to nothing."""
+    """A tokenizer.json file; see tokenizer.Tokenizer. Special ids are decoded to
+    nothing.
+    """
 
     def __init__(
         self,
@@ -42,8 +47,8 @@ class BpeTokenizer:
         config: TokenizerConfig = TokenizerConfig(),  # noqa: B008 (frozen)
     ):
         """Args:
-          special_tokens: what a text encodes to that spells one: its id, as the file says, or its characters.
-          config: what the files beside `content` say.
+          special_tokens: what a text encodes to that spells one: its id, as the file
+          says, or its characters. config: what the files beside `content` say.
 
         Raises:
           ConfigError: `content` is no tokenizer.json.
@@ -59,19 +64,38 @@ class BpeTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         end_tokens = (self._tokenizer.token_to_id(name) for name in _END_NAMES)
-        self.end_of_document: int | None = next((i for i in end_tokens if i is not None), None)
+        self.end_of_document: int | None = next(
+            (i for i in end_tokens if i is not None), None
+        )
         before = self._tokenizer.encode("", add_special_tokens=True).ids[:1]
-        self.begin_of_document: int | None = next((i for i in before if i != self.end_of_document), None)
+        self.begin_of_document: int | None = next(
+            (i for i in before if i != self.end_of_document), None
+        )
         ids = (*self._tokenizer.get_vocab(with_added_tokens=True).values(), *before)
         self.vocab_size = max(ids, default=-1) + 1
         if not 1 <= self.vocab_size <= _MAX_ID:
-            raise ConfigError(f"its largest id is {self.vocab_size - 1}; required 0 to {_MAX_ID - 1}")
-        named = (*self.config.end_ids, self._tokenizer.token_to_id(self.config.special.get("eos_token", "")))
+            raise ConfigError(
+                f"its largest id is {self.vocab_size - 1}; required 0 to {_MAX_ID - 1}"
+            )
+        named = (
+            *self.config.end_ids,
+            self._tokenizer.token_to_id(self.config.special.get("eos_token", "")),
+        )
         # Ids beyond the vocabulary, which some configs name, are never drawn.
-        ends = {i for i in (*named, self.end_of_document) if i is not None and 0 <= i < self.vocab_size}
+        ends = {
+            i
+            for i in (*named, self.end_of_document)
+            if i is not None and 0 <= i < self.vocab_size
+        }
         self.end_ids = tuple(sorted(ends))
-        added = self._tokenizer.get_added_tokens_decoder() if special_tokens == "tokens" else {}
-        self.special_tokens = {i: token.content for i, token in added.items() if token.special}
+        added = (
+            self._tokenizer.get_added_tokens_decoder()
+            if special_tokens == "tokens"
+            else {}
+        )
+        self.special_tokens = {
+            i: token.content for i, token in added.items() if token.special
+        }
         # Caches of the two settings must not be mixed up.
         how = ["special tokens"] if self.special_tokens else []
         self.fingerprint = digest(self._tokenizer.to_str(), *how)
@@ -81,17 +105,27 @@ class BpeTokenizer:
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         with _failures("the tokenizer (data.tokenizer) cannot encode a text"):
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self._tokenizer.encode_batch_fast(
+                list(texts), add_special_tokens=False
+            )
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
-    def encode_spans(self, texts: Sequence[tuple[str, Spans]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_spans(
+        self, texts: Sequence[tuple[str, Spans]]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         with _failures("the tokenizer (data.tokenizer) cannot encode a text"):
-            encodings = self._tokenizer.encode_batch([text for text, _ in texts], add_special_tokens=False)
+            encodings = self._tokenizer.encode_batch(
+                [text for text, _ in texts], add_special_tokens=False
+            )
         encoded = []
         for encoding, (_, spans) in zip(encodings, texts, strict=True):
             inside = np.zeros(len(encoding.ids), bool)
             for span in spans:  # a character may be in no token
-                tokens = [t for t in map(encoding.char_to_token, range(*span)) if t is not None]
+                tokens = [
+                    t
+                    for t in map(encoding.char_to_token, range(*span))
+                    if t is not None
+                ]
                 if tokens:
                     inside[tokens[0] : tokens[-1] + 1] = True
             encoded.append((np.asarray(encoding.ids, np.int32), inside))
@@ -99,7 +133,9 @@ class BpeTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         with _failures("the tokenizer (data.tokenizer) cannot decode ids"):
-            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+            return self._tokenizer.decode(
+                [int(i) for i in ids], skip_special_tokens=True
+            )
 
 
 @contextlib.contextmanager
@@ -109,21 +145,29 @@ def _failures(what: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from None
-    except BaseException as error:  # it raises bare Exception, and PanicException, which is none
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+    except BaseException as error:
+        # it raises bare Exception, and PanicException, which is none
+        if (
+            not isinstance(error, Exception)
+            and type(error).__name__ != "PanicException"
+        ):
             raise
         raise ConfigError(f"{what}: {one_line(error)}") from error
 
 
-def load(path: Path, cache: Path | None = None, special_tokens: SpecialTokens = "tokens") -> BpeTokenizer:
+def load(
+    path: Path, cache: Path | None = None, special_tokens: SpecialTokens = "tokens"
+) -> BpeTokenizer:
     """Returns the tokenizer of a tokenizer.json file, after a trial.
 
     Args:
-      cache: folder that remembers files that passed; None: the file is tried out in any case.
+      cache: folder that remembers files that passed; None: the file is tried out in any
+        case.
       special_tokens: see BpeTokenizer.
 
     Raises:
-      ConfigError: the file is no such thing, or fails or takes too long; a file beside it is malformed.
+      ConfigError: the file is no such thing, or fails or takes too long; a file beside
+        it is malformed.
     """
     try:
         data = read_bytes(path)
@@ -133,13 +177,17 @@ def load(path: Path, cache: Path | None = None, special_tokens: SpecialTokens = 
         raise ConfigError(f"data.tokenizer={path}: {fault}") from error
     try:
         trial.once("tokenizer", tokenizers.__version__, __name__, data, cache)
-        beside = tokenizer_config.read(path.parent) if path.name == TOKENIZER_FILE else TokenizerConfig()
+        beside = (
+            tokenizer_config.read(path.parent)
+            if path.name == TOKENIZER_FILE
+            else TokenizerConfig()
+        )
         return BpeTokenizer(content, special_tokens, beside)
     except ConfigError as error:
         raise ConfigError(f"data.tokenizer={path}: {error}") from error
 
 
-# --- The trial ------------------------------------------------------------------------------------
+# --- The trial ------------------------------------------------------------------------
 
 
 def _try_out(content: bytes) -> None:
@@ -150,10 +198,20 @@ def _try_out(content: bytes) -> None:
 
 
 def _trial_texts(content: str) -> Iterator[str]:
-    """Yields short texts on which patterns backtrack: runs of each character that a pattern names."""
+    """Yields short texts on which patterns backtrack: runs of each character that a
+    pattern names.
+    """
     patterns = re.findall(r'"Regex"\s*:\s*("(?:[^"\\]|\\.)*")', content)
-    letters = "".join(dict.fromkeys("".join(json.loads(pattern) for pattern in patterns)))[:100]
-    for run in (*dict.fromkeys("aA0 \n'.-_é中" + letters), letters, "ab ", "a1", letters[::-1]):
+    letters = "".join(
+        dict.fromkeys("".join(json.loads(pattern) for pattern in patterns))
+    )[:100]
+    for run in (
+        *dict.fromkeys("aA0 \n'.-_é中" + letters),
+        letters,
+        "ab ",
+        "a1",
+        letters[::-1],
+    ):
         for length in (30, 2000):
             yield (run * length)[:length]
             yield (run * length)[:length] + "\x01"
@@ -163,7 +221,8 @@ def train(texts: Sequence[Iterable[str]], size: int) -> str:
     """Returns the tokenizer.json of a byte-level BPE with `size` ids.
 
     Args:
-      texts: of each source; of each, the first 100 million characters / number of sources are used.
+      texts: of each source; of each, the first 100 million characters / number of
+        sources are used.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -171,11 +230,14 @@ def train(texts: Sequence[Iterable[str]], size: int) -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=[_END_NAMES[0]],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # so that every text can be encoded
+        # so that every text can be encoded
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     share = _TRAINING_CHARACTERS // len(texts)
-    tokenizer.train_from_iterator(chain(*(_capped(source, share) for source in texts)), trainer)
+    tokenizer.train_from_iterator(
+        chain(*(_capped(source, share) for source in texts)), trainer
+    )
     return tokenizer.to_str()
 
 

@@ -1,7 +1,8 @@
 """Chats, and prompts with completions, as tokens, and which of these are learned.
 
-Learned are the assistant's turns, each with what ends it, and of prompts with completions the completions.
-What is the assistant's, a template may mark; of one that does not, a turn is by what rendering it adds.
+Learned are the assistant's turns, each with what ends it, and of prompts with
+completions the completions. What is the assistant's, a template may mark; of one that
+does not, a turn is by what rendering it adds.
 """
 
 import json
@@ -35,7 +36,8 @@ class _Example(NamedTuple):
 
     text: str
     learned: Sequence[Span] = ()  # ranges of characters
-    prompt: str | None = None  # the text before what is learned, where that is how the row says it
+    # the text before what is learned, where that is how the row says it
+    prompt: str | None = None
     begins: bool = False  # whether what begins a document comes first
     note: str = ""  # a key of _NOTES
 
@@ -45,29 +47,43 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Tokenizer, template: Any = None):
         """Args:
-        template: a chat_template.ChatTemplate; None: rows have prompts and completions that are texts.
+        template: a chat_template.ChatTemplate; None: rows have prompts and completions
+        that are texts.
         """
-        self.tokenizer, self.template, self.vocab_size = tokenizer, template, tokenizer.vocab_size
+        self.tokenizer, self.template, self.vocab_size = (
+            tokenizer,
+            template,
+            tokenizer.vocab_size,
+        )
         special = tokenizer.config.special
         self.fingerprint = digest(
-            _VERSION, tokenizer.fingerprint, template and template.source, sorted(special.items())
+            _VERSION,
+            tokenizer.fingerprint,
+            template and template.source,
+            sorted(special.items()),
         )
         self.end_ids = tuple(sorted({*tokenizer.end_ids, *self._turn_ends()}))
         end = tokenizer.end_of_document
-        self._end = special.get("eos_token", "" if end is None else tokenizer.special_tokens.get(end, ""))
+        self._end = special.get(
+            "eos_token", "" if end is None else tokenizer.special_tokens.get(end, "")
+        )
 
     def prompt(self, messages: Messages) -> np.ndarray:
-        """Returns the ids of a conversation whose next turn is the assistant's, [length] int32.
+        """Returns the ids of a conversation whose next turn is the assistant's,
+        [length] int32.
 
         Raises:
           ConfigError: there is no template, or it refuses the messages.
         """
-        return self.tokenizer.encode(self._render(messages, add_generation_prompt=True)[0])
+        return self.tokenizer.encode(
+            self._render(messages, add_generation_prompt=True)[0]
+        )
 
     def encode(
         self, documents: Sequence[Document]
     ) -> tuple[list[np.ndarray], list[np.ndarray], Counter[str]]:
-        """Returns of each row ids and weights (1: learned), and how many rows were not as usual, by key.
+        """Returns of each row ids and weights (1: learned), and how many rows were not
+        as usual, by key.
 
         Args:
           documents: rows as JSON, see `chat_rows`.
@@ -82,13 +98,21 @@ class ChatEncoder:
             except ConfigError as error:
                 raise ConfigError(f"{document.id}: {error}") from error
         notes = Counter(example.note for example in examples if example.note)
-        encoded = self.tokenizer.encode_spans([(example.text, example.learned) for example in examples])
-        prompts = iter(self.tokenizer.encode_documents([e.prompt for e in examples if e.prompt is not None]))
+        encoded = self.tokenizer.encode_spans(
+            [(example.text, example.learned) for example in examples]
+        )
+        prompts = iter(
+            self.tokenizer.encode_documents(
+                [e.prompt for e in examples if e.prompt is not None]
+            )
+        )
         ids, weights = [], []
         for example, (tokens, learned) in zip(examples, encoded, strict=True):
             if example.prompt is not None:
                 before = next(prompts)
-                notes["mismatch"] += int(not np.array_equal(tokens[: len(before)], before))
+                notes["mismatch"] += int(
+                    not np.array_equal(tokens[: len(before)], before)
+                )
                 learned = np.arange(len(tokens)) >= len(before)
             if example.begins and self.tokenizer.begin_of_document is not None:
                 tokens, learned = (
@@ -101,7 +125,9 @@ class ChatEncoder:
 
     def notes(self, counts: Counter[str]) -> list[str]:
         """Returns what to say of the rows that were not as usual."""
-        return [f"{counts[key]} rows: {text}" for key, text in _NOTES.items() if counts[key]]
+        return [
+            f"{counts[key]} rows: {text}" for key, text in _NOTES.items() if counts[key]
+        ]
 
     def _example(self, row: Mapping[str, Any]) -> _Example:
         options = {"tools": row["tools"]} if "tools" in row else {}
@@ -111,31 +137,45 @@ class ChatEncoder:
         if isinstance(prompt, str):
             whole = prompt + completion
             return _Example(
-                whole if whole.endswith(self._end) else whole + self._end, prompt=prompt, begins=True
+                whole if whole.endswith(self._end) else whole + self._end,
+                prompt=prompt,
+                begins=True,
             )
         before, _ = self._render(prompt, add_generation_prompt=True, **options)
-        return _Example(self._render([*prompt, *completion], **options)[0], prompt=before)
+        return _Example(
+            self._render([*prompt, *completion], **options)[0], prompt=before
+        )
 
     def _conversation(self, messages: Messages, options: Mapping[str, Any]) -> _Example:
         text, marked = self._render(messages, **options)
         if self.template.marks_answers:
             return _Example(text, marked)
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [
+            i for i, message in enumerate(messages) if message["role"] == "assistant"
+        ]
         spans = [self._added(messages[: i + 1], options) for i in turns]
         if all(span is not None and text.startswith(span[0]) for span in spans):
             return _Example(text, [span[1] for span in spans if span])
-        last = self._added(messages, options) if turns[-1] == len(messages) - 1 else None
+        last = (
+            self._added(messages, options) if turns[-1] == len(messages) - 1 else None
+        )
         return _Example(text, [last[1]] if last else [], note="last")
 
-    def _added(self, messages: Messages, options: Mapping[str, Any]) -> tuple[str, Span] | None:
-        """Returns a conversation's text, and which characters the last turn, an answer, has added to it.
+    def _added(
+        self, messages: Messages, options: Mapping[str, Any]
+    ) -> tuple[str, Span] | None:
+        """Returns a conversation's text, and which characters the last turn, an answer,
+        has added to it.
 
         None: it does not begin with what the assistant is given to answer.
         """
         try:
-            before, _ = self._render(messages[:-1], add_generation_prompt=True, **options)
+            before, _ = self._render(
+                messages[:-1], add_generation_prompt=True, **options
+            )
             whole, _ = self._render(messages, **options)
-        except ConfigError:  # some templates refuse what does not end, or begin, with a user's turn
+        except ConfigError:
+            # some templates refuse what does not end, or begin, with a user's turn
             return None
         return (whole, (len(before), len(whole))) if whole.startswith(before) else None
 
@@ -147,8 +187,13 @@ class ChatEncoder:
         return self.template.render(messages, **options)
 
     def _turn_ends(self) -> list[int]:
-        """Returns the special token (of bytes: the control character) that follows an answer, if one does."""
-        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
+        """Returns the special token (of bytes: the control character) that follows an
+        answer, if one does.
+        """
+        chat = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": _ANSWER},
+        ]
         try:
             text = self.template.render(chat)[0] if self.template else ""
         except ConfigError:
@@ -160,8 +205,11 @@ class ChatEncoder:
         return [i for i in first if i in ends]
 
 
-def open_encoder(config: DataConfig, tokenizer: Tokenizer, folder: Path | None = None) -> ChatEncoder:
-    """Returns what encodes the rows of a config: with its template, else the tokenizer's own.
+def open_encoder(
+    config: DataConfig, tokenizer: Tokenizer, folder: Path | None = None
+) -> ChatEncoder:
+    """Returns what encodes the rows of a config: with its template, else the
+    tokenizer's own.
 
     Args:
       folder: where a run has kept a template (its workdir), which then is the one.
@@ -170,7 +218,10 @@ def open_encoder(config: DataConfig, tokenizer: Tokenizer, folder: Path | None =
       ConfigError: the template cannot be read, is none, or is harmful.
       ImportError: naming the extra, where jinja2 is not installed.
     """
-    kept, where = tokenizer_config.kept_template(folder), "the tokenizer's chat template"
+    kept, where = (
+        tokenizer_config.kept_template(folder),
+        "the tokenizer's chat template",
+    )
     source = kept or tokenizer.config.chat_template
     if config.chat_template and not kept:
         where = f"data.chat_template={config.chat_template}"
@@ -183,5 +234,7 @@ def open_encoder(config: DataConfig, tokenizer: Tokenizer, folder: Path | None =
     if not source:
         return ChatEncoder(tokenizer)
     load = extras.load(TEMPLATES, extra="chat").load
-    template = load(source, tokenizer.config.special, where=where, cache=config.cache_folder())
+    template = load(
+        source, tokenizer.config.special, where=where, cache=config.cache_folder()
+    )
     return ChatEncoder(tokenizer, template)

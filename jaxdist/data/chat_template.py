@@ -1,8 +1,10 @@
-"""Chat templates (package `jinja2`), rendered as transformers renders them; load it with `extras.load`.
+"""Chat templates (package `jinja2`), rendered as transformers renders them; load it
+with `extras.load`.
 
-A template is a program of a model's author: it runs in jinja2's sandbox, where it cannot reach files,
-modules or attributes of Python's own. Loops and long texts it can make, so it is tried out first, like a
-tokenizer.json; `python -m jaxdist.data.chat_template` is that process.
+A template is a program of a model's author: it runs in jinja2's sandbox, where it
+cannot reach files, modules or attributes of Python's own. Loops and long texts it can
+make, so it is tried out first, like a tokenizer.json; `python -m
+jaxdist.data.chat_template` is that process.
 """
 
 import datetime
@@ -40,10 +42,15 @@ class ChatTemplate:
             self._template = self._environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
             line = getattr(error, "lineno", None)
-            raise ConfigError(f"line {line}: {one_line(error)}" if line else one_line(error)) from error
+            raise ConfigError(
+                f"line {line}: {one_line(error)}" if line else one_line(error)
+            ) from error
 
-    def render(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[Span]]:
-        """Returns the text of a conversation, and which characters the template marks as generated.
+    def render(
+        self, messages: Sequence[Message], **options: Any
+    ) -> tuple[str, list[Span]]:
+        """Returns the text of a conversation, and which characters the template marks
+        as generated.
 
         Args:
           options: what else the template may read: `add_generation_prompt`, `tools`.
@@ -52,20 +59,25 @@ class ChatTemplate:
           ConfigError: the template fails on these messages, or refuses them.
         """
         variables = (
-            {"tools": None, "documents": None, "add_generation_prompt": False} | self._special | options
+            {"tools": None, "documents": None, "add_generation_prompt": False}
+            | self._special
+            | options
         )
         tracker: Any = self._environment.extensions[_Generation.identifier]
         tracker.blocks, tracker.spans = [], []
         try:
             for block in self._template.generate(messages=list(messages), **variables):
                 tracker.blocks.append(block)
-        except Exception as error:  # whatever an author's program raises: undefined names, wrong types
+        except Exception as error:
+            # whatever an author's program raises: undefined names, wrong types
             raise ConfigError(f"its chat template fails: {one_line(error)}") from error
         return "".join(tracker.blocks), tracker.spans
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`: what is between is the model's own text."""
+    """`{% generation %} ... {% endgeneration %}`: what is between is the model's own
+    text.
+    """
 
     tags = {"generation"}
 
@@ -109,21 +121,27 @@ def _now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
 
 
-# --- The trial ------------------------------------------------------------------------------------
+# --- The trial ------------------------------------------------------------------------
 
 
-def load(source: str, special: Mapping[str, str], *, where: str, cache: Path | None = None) -> ChatTemplate:
+def load(
+    source: str, special: Mapping[str, str], *, where: str, cache: Path | None = None
+) -> ChatTemplate:
     """Returns a template, after a trial.
 
     Args:
       where: what names it in errors: "data.chat_template=chat.jinja".
-      cache: folder that remembers templates that passed; None: it is tried out in any case.
+      cache: folder that remembers templates that passed; None: it is tried out in any
+        case.
 
     Raises:
-      ConfigError: it is no template, or takes too long or too much memory on a short conversation.
+      ConfigError: it is no template, or takes too long or too much memory on a short
+        conversation.
     """
     try:
-        trial.once("chat-template", f"{jinja2.__version__}", __name__, source.encode(), cache)
+        trial.once(
+            "chat-template", f"{jinja2.__version__}", __name__, source.encode(), cache
+        )
         return ChatTemplate(source, special)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
@@ -131,8 +149,12 @@ def load(source: str, special: Mapping[str, str], *, where: str, cache: Path | N
 
 def _try_out(content: bytes) -> None:
     """Renders a short conversation; what a template refuses is no fault of its own."""
-    template = ChatTemplate(content.decode(), dict.fromkeys(("bos_token", "eos_token"), "<>"))
-    turns = [{"role": role, "content": "text " * 40} for role in ("user", "assistant") * 2]
+    template = ChatTemplate(
+        content.decode(), dict.fromkeys(("bos_token", "eos_token"), "<>")
+    )
+    turns = [
+        {"role": role, "content": "text " * 40} for role in ("user", "assistant") * 2
+    ]
     for messages in (turns, turns[:1], [{"role": "system", "content": "text"}, *turns]):
         try:
             template.render(messages, add_generation_prompt=True)

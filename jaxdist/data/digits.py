@@ -1,4 +1,6 @@
-"""scikit-learn's handwritten digits, which come with it; load this with `extras.load`."""
+"""scikit-learn's handwritten digits, which come with it; load this with
+`extras.load`.
+"""
 
 import numpy as np
 from sklearn.datasets import load_digits

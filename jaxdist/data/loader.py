@@ -1,4 +1,5 @@
-"""Batches on devices: a thread reads ahead, every process reads only the rows its devices hold.
+"""Batches on devices: a thread reads ahead, every process reads only the rows its
+devices hold.
 
 Shapes: G global batch, S sequence length.
 """
@@ -24,8 +25,8 @@ DeviceBatch = dict[str, jax.Array]
 class Placer:
     """Puts the rows of global batches on devices.
 
-    Arrays that are not writeable and the same object as in the batch before (constant weights,
-    positions) keep their device copy, so a step must not donate its batch.
+    Arrays that are not writeable and the same object as in the batch before (constant
+    weights, positions) keep their device copy, so a step must not donate its batch.
     """
 
     def __init__(self, shardings: Mapping[str, Sharding], global_size: int):
@@ -35,16 +36,24 @@ class Placer:
         """
         self._shardings, self._size = shardings, global_size
         self._kept: dict[str, tuple[np.ndarray, jax.Array]] = {}
-        # [rows] of the global batch that this process reads, and [G] a row's number among them.
+        # [rows] of the global batch that this process reads, and [G] a row's number
+        # among them.
         self.rows = _local_rows(next(iter(shardings.values())), global_size)
         self._local_row = np.zeros(global_size, np.int64)
         self._local_row[self.rows] = np.arange(len(self.rows))
 
     def __call__(self, batch: Batch) -> DeviceBatch:
         """Returns global arrays made of the rows `self.rows`."""
-        kept = {name: array for name, (host, array) in self._kept.items() if batch.get(name) is host}
+        kept = {
+            name: array
+            for name, (host, array) in self._kept.items()
+            if batch.get(name) is host
+        }
         new = {name: values for name, values in batch.items() if name not in kept}
-        placed = {name: self._assemble(values, self._shardings[name]) for name, values in new.items()}
+        placed = {
+            name: self._assemble(values, self._shardings[name])
+            for name, values in new.items()
+        }
         for name, array in placed.items():
             if not new[name].flags.writeable:
                 self._kept[name] = new[name], array
@@ -55,12 +64,15 @@ class Placer:
             rows, *others = index or (slice(None),)
             return values[self._local_row[rows]][(slice(None), *others)]
 
-        return jax.make_array_from_callback((self._size, *values.shape[1:]), sharding, shard)
+        return jax.make_array_from_callback(
+            (self._size, *values.shape[1:]), sharding, shard
+        )
 
 
 def _local_rows(sharding: Sharding, global_size: int) -> np.ndarray:
     """Returns the rows of [G, ...] that devices of this process hold, ascending."""
-    # The second dim only has to divide: no sequence is split over more devices than there are.
+    # The second dim only has to divide: no sequence is split over more devices than
+    # there are.
     shape = (global_size, len(sharding.device_set))
     held = np.zeros(global_size, bool)
     for index in sharding.addressable_devices_indices_map(shape).values():
@@ -71,8 +83,9 @@ def _local_rows(sharding: Sharding, global_size: int) -> np.ndarray:
 class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
     """Iterates over device batches, prepared ahead by a thread.
 
-    Training batches start at any step and never end; held-out batches end after the last. Use as a
-    context manager, or call `close`. `data_wait_s` adds up the time that `next` waited.
+    Training batches start at any step and never end; held-out batches end after the
+    last. Use as a context manager, or call `close`. `data_wait_s` adds up the time that
+    `next` waited.
     """
 
     def __init__(
@@ -97,20 +110,27 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
         Raises ConfigError for validation, where nothing is held out."""
         training = split == "train"
         self._read = source.train_batch if training else source.validation_batch
-        self._stop = sys.maxsize if training else source.num_validation_batches(global_size)
+        self._stop = (
+            sys.maxsize if training else source.num_validation_batches(global_size)
+        )
         self._name, self._size, self.balancer = source.name, global_size, balancer
         self._placer = Placer(shardings, global_size)
         self.step = start  # of the batch that `next` returns
         self.data_wait_s = 0.0
         self._closed = False
-        self._ahead: deque[Future[DeviceBatch]] = deque()  # of self.step and the steps after it
-        self._thread = ThreadPoolExecutor(1, f"jaxdist-{split}-data") if prefetch else None
+        # of self.step and the steps after it
+        self._ahead: deque[Future[DeviceBatch]] = deque()
+        self._thread = (
+            ThreadPoolExecutor(1, f"jaxdist-{split}-data") if prefetch else None
+        )
         self._prefetch = prefetch
         self._fill()
 
     def _fill(self) -> None:
         """Orders the steps that are to be prepared ahead."""
-        for step in range(self.step + len(self._ahead), min(self.step + self._prefetch, self._stop)):
+        for step in range(
+            self.step + len(self._ahead), min(self.step + self._prefetch, self._stop)
+        ):
             assert self._thread
             self._ahead.append(self._thread.submit(self._make, step))
 
@@ -134,7 +154,11 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
             raise StopIteration
         begin_s = time.perf_counter()
         try:
-            batch = self._ahead.popleft().result() if self._thread else self._make(self.step)
+            batch = (
+                self._ahead.popleft().result()
+                if self._thread
+                else self._make(self.step)
+            )
         except BaseException:
             self.close()
             raise

@@ -1,5 +1,5 @@
-"""The order of samples: a pure function of (seed, global sample index), so resuming costs nothing.
-Nothing here knows of hosts, steps or batch sizes."""
+"""The order of samples: a pure function of (seed, global sample index), so resuming
+costs nothing. Nothing here knows of hosts, steps or batch sizes."""
 
 import hashlib
 from collections.abc import Sequence
@@ -13,23 +13,33 @@ _ROUND_KEYS = tuple(np.uint64(_GOLDEN * number % 2**64) for number in range(1, 7
 
 
 def order_key(seed: int, name: str) -> int:
-    """Returns the 64-bit key of a source's order; different names give unrelated orders."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
+    """Returns the 64-bit key of a source's order; different names give unrelated
+    orders.
+    """
+    return int.from_bytes(
+        hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little"
+    )
 
 
-def permute(index: np.ndarray, size: int | np.ndarray, key: int | np.ndarray) -> np.ndarray:
-    """Returns the sample in [0, size) that each running `index` takes: int64, shape of `index`.
+def permute(
+    index: np.ndarray, size: int | np.ndarray, key: int | np.ndarray
+) -> np.ndarray:
+    """Returns the sample in [0, size) that each running `index` takes: int64, shape of
+    `index`.
 
-    Epoch `index // size` visits every sample once, in its own pseudo-random order: a Feistel
-    network on the mixed radix a x b (a = ceil(sqrt(size)), b = ceil(size / a); Black and Rogaway,
-    "Ciphers with Arbitrary Finite Domains", 2002), walking the cycle for the fewer than `a` values
-    past the end.
+    Epoch `index // size` visits every sample once, in its own pseudo-random order: a
+    Feistel network on the mixed radix a x b (a = ceil(sqrt(size)), b = ceil(size / a);
+    Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), walking the cycle
+    for the fewer than `a` values past the end.
 
     Args:
-      size, key: of the source; arrays like `index` (int64, uint64) where sources differ.
+      size, key: of the source; arrays like `index` (int64, uint64) where sources
+      differ.
     """
     epoch, position = np.divmod(np.asarray(index, np.int64), size)
-    keys = _mix(epoch.astype(np.uint64) * np.uint64(_GOLDEN) + np.asarray(key, np.uint64))
+    keys = _mix(
+        epoch.astype(np.uint64) * np.uint64(_GOLDEN) + np.asarray(key, np.uint64)
+    )
     root = np.ceil(np.sqrt(size)).astype(np.int64)
     a, b = root.astype(np.uint64), (-(-size // root)).astype(np.uint64)
     end = np.asarray(size, np.uint64)
@@ -39,7 +49,9 @@ def permute(index: np.ndarray, size: int | np.ndarray, key: int | np.ndarray) ->
     return value.astype(np.int64)
 
 
-def _feistel(value: np.ndarray, keys: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _feistel(
+    value: np.ndarray, keys: np.ndarray, a: np.ndarray, b: np.ndarray
+) -> np.ndarray:
     left, right = np.divmod(value, b)
     for number, constant in enumerate(_ROUND_KEYS):
         if number % 2 == 0:
@@ -62,9 +74,10 @@ def _mix(x: np.ndarray) -> np.ndarray:
 class Mixture:
     """Which source each global sample index takes.
 
-    The pattern repeats every `PERIOD` samples; within a period source k has `counts[k]` evenly
-    spaced samples, so any run of samples holds the wanted proportions to within about one sample
-    per source. Weights (finite, > 0) are therefore rounded to multiples of 1 / PERIOD, at least one.
+    The pattern repeats every `PERIOD` samples; within a period source k has `counts[k]`
+    evenly spaced samples, so any run of samples holds the wanted proportions to within
+    about one sample per source. Weights (finite, > 0) are therefore rounded to
+    multiples of 1 / PERIOD, at least one.
     """
 
     PERIOD = 4096
@@ -78,7 +91,9 @@ class Mixture:
         self._source, self._rank = source[order], rank[order]
 
     def locate(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (source, running index within that source) of global sample indices, both [B]."""
+        """Returns (source, running index within that source) of global sample indices,
+        both [B].
+        """
         period, slot = np.divmod(np.asarray(index, np.int64), self.PERIOD)
         source = self._source[slot]
         return source, period * self.counts[source] + self._rank[slot]

@@ -1,11 +1,13 @@
-"""The token cache: a text corpus tokenised once, kept as files, found again by what it was made of.
+"""The token cache: a text corpus tokenised once, kept as files, found again by what it
+was made of.
 
-`<cache_dir>/tokens-<key>/` holds `tokens.bin` (ids of all documents, one after the other), of chats
-`weights.bin` (a byte for each of them, 1: learned),
-`documents.npy` ([documents, 3] int64: length in tokens, UTF-8 bytes, hash group), `ids.txt` (their
-ids, a JSON text per line) and `meta.json`, which has checksums of what is read. The folder appears
-whole or not at all. A damaged one is made again; where the damage shows only while a run reads (large
-corpora are checked in the background), the run stops, and its next start makes the folder again.
+`<cache_dir>/tokens-<key>/` holds `tokens.bin` (ids of all documents, one after the
+other), of chats `weights.bin` (a byte for each of them, 1: learned),
+`documents.npy` ([documents, 3] int64: length in tokens, UTF-8 bytes, hash group),
+`ids.txt` (their ids, a JSON text per line) and `meta.json`, which has checksums of what
+is read. The folder appears whole or not at all. A damaged one is made again; where the
+damage shows only while a run reads (large corpora are checked in the background), the
+run stops, and its next start makes the folder again.
 """
 
 import contextlib
@@ -34,7 +36,8 @@ _VERSION = 2  # 2: ids are not wrapped, checksums; of the layout above; part of 
 _BATCH_CHARACTERS = 4_000_000  # tokenised at once: enough for all cores, little memory
 _TOKENS, _WEIGHTS, _DOCUMENTS = "tokens.bin", "weights.bin", "documents.npy"
 _PROGRESS_S = 5.0  # between two lines of progress
-_CHECKED_BYTES = 64 << 20  # of one checksum; up to so many are checked at the start (0.04 s), more behind it
+# of one checksum; up to so many are checked at the start (0.04 s), more behind it
+_CHECKED_BYTES = 64 << 20
 _IDLE_SHARE = 3  # a check in the background sleeps so much longer than it works
 
 Log = Callable[[str], None]
@@ -49,14 +52,18 @@ class Encoder(Protocol):
     def encode(
         self, documents: Sequence[Document]
     ) -> tuple[list[np.ndarray], list[np.ndarray], Counter[str]]:
-        """Returns of each document ids and weights (1: learned; no list: all), and what it counted."""
+        """Returns of each document ids and weights (1: learned; no list: all), and what
+        it counted.
+        """
 
     def notes(self, counts: Counter[str]) -> list[str]:
         """Returns what to say of a corpus, from all that `encode` has counted of it."""
 
 
 class TextEncoder:
-    """Documents are texts, each of which ends with the tokenizer's end-of-document id, if it has one."""
+    """Documents are texts, each of which ends with the tokenizer's end-of-document id,
+    if it has one.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -65,14 +72,25 @@ class TextEncoder:
     def encode(
         self, documents: Sequence[Document]
     ) -> tuple[list[np.ndarray], list[np.ndarray], Counter[str]]:
-        """Returns the ids of texts, all learned, and how often they spell which special token."""
+        """Returns the ids of texts, all learned, and how often they spell which special
+        token.
+        """
         special, end = self._tokenizer.special_tokens, self._tokenizer.end_of_document
-        ids = self._tokenizer.encode_documents([document.text for document in documents])
+        ids = self._tokenizer.encode_documents(
+            [document.text for document in documents]
+        )
         spelt: Counter[str] = Counter()
         if special:
             joined = np.concatenate(ids)
-            pairs = np.unique(joined[np.isin(joined, list(special))], return_counts=True)
-            spelt.update({special[i]: n for i, n in zip(*(x.tolist() for x in pairs), strict=True)})
+            pairs = np.unique(
+                joined[np.isin(joined, list(special))], return_counts=True
+            )
+            spelt.update(
+                {
+                    special[i]: n
+                    for i, n in zip(*(x.tolist() for x in pairs), strict=True)
+                }
+            )
         return [np.append(x, end) for x in ids] if end is not None else ids, [], spelt
 
     def notes(self, counts: Counter[str]) -> list[str]:
@@ -86,8 +104,9 @@ class TextEncoder:
 
 
 def open_tokens(corpus: Corpus, encoder: Encoder, folder: Path, log: Log) -> TokenStore:
-    """Returns the corpus as tokens, from `folder` if they are there, else made and kept there.
-    Raises ConfigError where the corpus is empty, the folder cannot be written, or a document is refused."""
+    """Returns the corpus as tokens, from `folder` if they are there, else made and kept
+    there. Raises ConfigError where the corpus is empty, the folder cannot be written,
+    or a document is refused."""
     key = digest(_VERSION, corpus.name, corpus.stamp, encoder.fingerprint)[:16]
     target = folder / f"tokens-{key}"
     with one_builder(target, log):
@@ -106,7 +125,8 @@ def one_builder(target: Path, log: Log) -> Iterator[None]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         waiting = f"data: waiting for another process that makes {target.name}"
-        # Without locks on this file system the work may be done twice, the rename still wins.
+        # Without locks on this file system the work may be done twice, the rename still
+        # wins.
         with lock.exclusive(Path(f"{target}.lock"), before_wait=lambda: log(waiting)):
             yield
     except OSError as error:
@@ -117,7 +137,9 @@ def one_builder(target: Path, log: Log) -> Iterator[None]:
 
 
 def _load(target: Path, name: str, log: Log) -> TokenStore | None:
-    """Returns the store of a cache folder, and says what is to know of it; None: it is absent or damaged."""
+    """Returns the store of a cache folder, and says what is to know of it; None: it is
+    absent or damaged.
+    """
     try:
         meta = read_json(target / "meta.json", dict)
         if meta.pop("digest") != _digest_of(meta):
@@ -129,24 +151,39 @@ def _load(target: Path, name: str, log: Log) -> TokenStore | None:
             documents = np.load(content, allow_pickle=False)
         dtypes = {_TOKENS: meta["dtype"], _WEIGHTS: "<u1"}
         names = [name for name in dtypes if name in expected]
-        files = [TokenFile(target / name, dtypes[name], count=meta["tokens"]) for name in names]
+        files = [
+            TokenFile(target / name, dtypes[name], count=meta["tokens"])
+            for name in names
+        ]
         large = [file for file in files if len(expected[file.path.name]) > 1]
         for file in files:
-            if file not in large and list(_checksums(file.path)) != expected[file.path.name]:
+            if (
+                file not in large
+                and list(_checksums(file.path)) != expected[file.path.name]
+            ):
                 return None
     except (OSError, ValueError, KeyError):
         return None
     for file in large:
         checked = (file, expected[file.path.name], target / "meta.json")
-        threading.Thread(target=_check_slowly, args=checked, name="jaxdist-token-check", daemon=True).start()
+        threading.Thread(
+            target=_check_slowly, args=checked, name="jaxdist-token-check", daemon=True
+        ).start()
     length, num_bytes, group = documents.T
-    owner, start, group = np.zeros(len(length), np.int32), np.cumsum(length) - length, group.astype(np.uint8)
+    owner, start, group = (
+        np.zeros(len(length), np.int32),
+        np.cumsum(length) - length,
+        group.astype(np.uint8),
+    )
     for note in meta.get("notes", ()):  # older caches have none
         log(f"data: {name}: {note}")
     metadata = {"max_id": meta["max_id"], "fingerprint": meta["fingerprint"]}
     tokens, weights = tuple(files[:1]), tuple(files[1:])
-    known = None if weights else num_bytes  # a chat's are not those of its learned tokens
-    return TokenStore(name, tokens, owner, start, length, group, known, weights=weights, **metadata)
+    # a chat's are not those of its learned tokens
+    known = None if weights else num_bytes
+    return TokenStore(
+        name, tokens, owner, start, length, group, known, weights=weights, **metadata
+    )
 
 
 def _digest_of(meta: dict[str, Any]) -> str:
@@ -161,12 +198,14 @@ def _checksums(path: Path) -> Iterator[int]:
 
 
 def _check_slowly(file: TokenFile, expected: list[int], meta: Path) -> None:
-    """Compares a file with its checksums, slowly. Damage stops its readers, and removes `meta`, so that
-    the next start makes the cache again."""
+    """Compares a file with its checksums, slowly. Damage stops its readers, and removes
+    `meta`, so that the next start makes the cache again."""
     begin_s = time.perf_counter()
     # Of a file that is gone or shorter its readers learn by themselves.
     with contextlib.suppress(OSError, ValueError):
-        for number, (crc, right) in enumerate(zip(_checksums(file.path), expected, strict=True)):
+        for number, (crc, right) in enumerate(
+            zip(_checksums(file.path), expected, strict=True)
+        ):
             if crc != right:
                 place = f"the {_CHECKED_BYTES >> 20} MiB from byte {number * _CHECKED_BYTES}"
                 file.fault = (
@@ -188,20 +227,25 @@ def _build(corpus: Corpus, encoder: Encoder, target: Path, log: Log) -> None:
                 log(f"data: {target} is damaged; made again")
                 shutil.rmtree(target)
     except OSError:
-        if not (target / "meta.json").is_file():  # not just another process that was faster
+        # not just another process that was faster
+        if not (target / "meta.json").is_file():
             raise
 
 
 def _write(corpus: Corpus, encoder: Encoder, part: Path, log: Log) -> None:
     vocab = encoder.vocab_size
-    # From the largest id: vocabularies may have gaps, so that a count of their entries is too small.
+    # From the largest id: vocabularies may have gaps, so that a count of their entries
+    # is too small.
     dtype = np.dtype("<u1" if vocab <= 1 << 8 else "<u2" if vocab <= 1 << 16 else "<u4")
     rows: list[tuple[int, int, int]] = []
     counts: Counter[str] = Counter()
     content, max_id, begin_s = hashlib.sha256(), 0, time.monotonic()
     progress_s, files = begin_s, [_TOKENS]
     with contextlib.ExitStack() as opened:
-        tokens, weights = (opened.enter_context((part / name).open("wb")) for name in (_TOKENS, _WEIGHTS))
+        tokens, weights = (
+            opened.enter_context((part / name).open("wb"))
+            for name in (_TOKENS, _WEIGHTS)
+        )
         names = opened.enter_context((part / "ids.txt").open("w"))
         for batch in _batches(corpus):
             ids, learned, counted = encoder.encode(batch)
@@ -216,7 +260,9 @@ def _write(corpus: Corpus, encoder: Encoder, part: Path, log: Log) -> None:
                 weights.write(mask.data)
             max_id = max(max_id, int(block.max(initial=0)))
             groups = group_of(document.id for document in batch)
-            sizes = (len(document.text.encode("utf-8", "replace")) for document in batch)
+            sizes = (
+                len(document.text.encode("utf-8", "replace")) for document in batch
+            )
             rows += zip(map(len, ids), sizes, groups.tolist(), strict=True)
             names.writelines(json.dumps(document.id) + "\n" for document in batch)
             if time.monotonic() - progress_s > _PROGRESS_S:
@@ -225,7 +271,9 @@ def _write(corpus: Corpus, encoder: Encoder, part: Path, log: Log) -> None:
     if _WEIGHTS not in files:
         (part / _WEIGHTS).unlink()
     if not rows:
-        raise ConfigError(f"data.source: {corpus.name} has no documents. Set data.path.")
+        raise ConfigError(
+            f"data.source: {corpus.name} has no documents. Set data.path."
+        )
     table = np.asarray(rows, np.int64)
     np.save(part / _DOCUMENTS, table)
     meta = {
@@ -234,20 +282,27 @@ def _write(corpus: Corpus, encoder: Encoder, part: Path, log: Log) -> None:
         "summary": corpus.summary,
         "tokenizer": encoder.fingerprint,
         "dtype": dtype.str,
-        "checksums": {name: list(_checksums(part / name)) for name in (*files, _DOCUMENTS)},
+        "checksums": {
+            name: list(_checksums(part / name)) for name in (*files, _DOCUMENTS)
+        },
         "documents": len(rows),
         "tokens": int(table[:, 0].sum()),
         "max_id": max_id,
         "notes": encoder.notes(counts),
         "fingerprint": digest(content.hexdigest(), digest_bytes(table.tobytes())),
     }
-    (part / "meta.json").write_text(json.dumps(meta | {"digest": _digest_of(meta)}, indent=1))
-    log(f"data: tokenised {_amount(rows)} in {time.monotonic() - begin_s:.1f} s -> {part.parent}")
+    (part / "meta.json").write_text(
+        json.dumps(meta | {"digest": _digest_of(meta)}, indent=1)
+    )
+    log(
+        f"data: tokenised {_amount(rows)} in {time.monotonic() - begin_s:.1f} s -> {part.parent}"
+    )
 
 
 def _narrowed(ids: np.ndarray, dtype: np.dtype, encoder: Encoder) -> np.ndarray:
     """Returns ids as the cache holds them.
-    Raises ConfigError where one is outside the tokenizer's vocabulary: it might wrap."""
+    Raises ConfigError where one is outside the tokenizer's vocabulary: it might
+    wrap."""
     for extreme in (ids.min(initial=0), ids.max(initial=0)):
         if not 0 <= extreme < encoder.vocab_size:
             raise ConfigError(

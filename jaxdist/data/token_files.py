@@ -1,8 +1,10 @@
-"""Token files: memory-mapped ids with a table of documents. Formats: .bin and Megatron .bin/.idx.
+"""Token files: memory-mapped ids with a table of documents. Formats: .bin and Megatron
+.bin/.idx.
 
-Layouts. nanoGPT: raw little-endian uint16 (or uint32), nothing else. Karpathy's later files (llm.c,
-modded-nanogpt): 256 int32 = (20240520, version 1, number of tokens, 0...), then uint16. Megatron:
-as Megatron-LM reads it (megatron/core/datasets/indexed_dataset.py); the tests have a writer of their own.
+Layouts. nanoGPT: raw little-endian uint16 (or uint32), nothing else. Karpathy's later
+files (llm.c, modded-nanogpt): 256 int32 = (20240520, version 1, number of tokens,
+0...), then uint16. Megatron: as Megatron-LM reads it
+(megatron/core/datasets/indexed_dataset.py); the tests have a writer of their own.
 """
 
 import glob
@@ -16,33 +18,55 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.config import ConfigError
-from jaxdist.data.sources import DataConfig, File, expanded, find_files, one_line, reading
+from jaxdist.data.sources import (
+    DataConfig,
+    File,
+    expanded,
+    find_files,
+    one_line,
+    reading,
+)
 from jaxdist.storage.digest import digest, digest_bytes
 from jaxdist.storage.untrusted import open_regular
 
-BLOCK_TOKENS = 16384  # .bin files have no documents: this many tokens are held out together
+# .bin files have no documents: this many tokens are held out together
+BLOCK_TOKENS = 16384
 _KARPATHY_MAGIC, _KARPATHY_HEADER_BYTES = 20240520, 1024
 _MEGATRON_MAGIC = b"MMIDIDX\0\0"
-_MEGATRON_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6, 7: floats
-_MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, document borders
-_SCAN_TOKENS = 1 << 27  # up to this many tokens the largest id is found when the files are opened
+# 6, 7: floats
+_MEGATRON_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+# magic, version, dtype, sequences, document borders
+_MEGATRON_HEADER = struct.Struct("<9sQBQQ")
+# up to this many tokens the largest id is found when the files are opened
+_SCAN_TOKENS = 1 << 27
 _MAX_ID = np.iinfo(np.int32).max  # what batches hold
-_EDGE_BYTES = 1 << 20  # hashed at each end of a foreign file: all of it may be terabytes
+# hashed at each end of a foreign file: all of it may be terabytes
+_EDGE_BYTES = 1 << 20
 
 
 class TokenFile:
     """A memory-mapped array of token ids."""
 
-    def __init__(self, path: Path, dtype: str, *, offset_bytes: int = 0, count: int | None = None):
+    def __init__(
+        self, path: Path, dtype: str, *, offset_bytes: int = 0, count: int | None = None
+    ):
         open_regular(path).close()
         present, kind = path.stat().st_size, np.dtype(dtype)
-        whole, odd = divmod(present - offset_bytes, kind.itemsize) if count is None else (count, 0)
+        whole, odd = (
+            divmod(present - offset_bytes, kind.itemsize)
+            if count is None
+            else (count, 0)
+        )
         self.path, self.count = path, whole
         self.fault = ""  # set by whoever finds the ids damaged; readers then stop
         self._end_bytes = offset_bytes + self.count * kind.itemsize
         if odd or self.count < 0 or self._end_bytes > present:
             torn = f"token {whole} of {kind} has {odd} of its {kind.itemsize} bytes"
-            ends = torn if odd else f"{count} tokens of {kind} end at byte {self._end_bytes}"
+            ends = (
+                torn
+                if odd
+                else f"{count} tokens of {kind} end at byte {self._end_bytes}"
+            )
             raise ConfigError(
                 f"{path}: {ends}, the file at byte {present}: it is cut off or of another type; write it "
                 f"again, or set data.bin_dtype."
@@ -57,7 +81,8 @@ class TokenFile:
         """[count] ids.
 
         Raises:
-          OSError: the file is damaged, or it shrank: reading past its end would kill the process.
+          OSError: the file is damaged, or it shrank: reading past its end would kill
+            the process.
         """
         if self.fault:
             raise OSError(self.fault)
@@ -74,8 +99,8 @@ class TokenFile:
 class TokenStore:
     """Tokenised documents of one source, in the order of the token stream.
 
-    Document d is `files[file[d]].tokens[start[d] : start[d] + length[d]]`. Its `group`, the first
-    byte of the sha256 of its id, decides whether it is held out.
+    Document d is `files[file[d]].tokens[start[d] : start[d] + length[d]]`. Its `group`,
+    the first byte of the sha256 of its id, decides whether it is held out.
     """
 
     name: str
@@ -84,7 +109,8 @@ class TokenStore:
     start: np.ndarray  # [documents] int64
     length: np.ndarray  # [documents] int64, tokens
     group: np.ndarray  # [documents] uint8
-    num_bytes: np.ndarray | None  # [documents], UTF-8 bytes of the text; None if unknown
+    # [documents], UTF-8 bytes of the text; None if unknown
+    num_bytes: np.ndarray | None
     max_id: int | None  # None: not scanned (too large); readers check what they read
     fingerprint: str
     # Of each file's tokens: 1 = learned. (): all are, and documents are texts.
@@ -92,40 +118,61 @@ class TokenStore:
 
 
 def group_of(ids: Iterable[str]) -> np.ndarray:
-    """Returns the first byte of the sha256 of each id: the same on every machine, [ids] uint8."""
-    digests = (hashlib.sha256(id_.encode("utf-8", "surrogatepass")).digest() for id_ in ids)
+    """Returns the first byte of the sha256 of each id: the same on every machine, [ids]
+    uint8.
+    """
+    digests = (
+        hashlib.sha256(id_.encode("utf-8", "surrogatepass")).digest() for id_ in ids
+    )
     return np.fromiter((one[0] for one in digests), np.uint8)
 
 
-# A token file, its id, and start and length of its documents, which are called `id#0`, `id#1`, ...
+# A token file, its id, and start and length of its documents, which are called `id#0`,
+# `id#1`, ...
 _Opened = tuple[TokenFile, str, np.ndarray, np.ndarray]
 
 
 def _store_of(name: str, opened: list[_Opened]) -> TokenStore:
     files, ids, starts, lengths = zip(*opened, strict=True)
-    start, length = np.concatenate(starts).astype(np.int64), np.concatenate(lengths).astype(np.int64)
+    start, length = (
+        np.concatenate(starts).astype(np.int64),
+        np.concatenate(lengths).astype(np.int64),
+    )
     counts = [len(one) for one in starts]
     owner = np.repeat(np.arange(len(files), dtype=np.int32), counts)
-    group = group_of(f"{id_}#{i}" for id_, n in zip(ids, counts, strict=True) for i in range(n))
-    # Batches show ids of 8 bytes wrapped, so that those must be looked at here, however many there are.
+    group = group_of(
+        f"{id_}#{i}" for id_, n in zip(ids, counts, strict=True) for i in range(n)
+    )
+    # Batches show ids of 8 bytes wrapped, so that those must be looked at here, however
+    # many there are.
     scanned = sum(file.count for file in files) <= _SCAN_TOKENS
-    extremes = [_extremes(file) if scanned or file.itemsize == 8 else (0, 0) for file in files]
-    faults = [_range_fault(file, *pair) for file, pair in zip(files, extremes, strict=True)]
+    extremes = [
+        _extremes(file) if scanned or file.itemsize == 8 else (0, 0) for file in files
+    ]
+    faults = [
+        _range_fault(file, *pair) for file, pair in zip(files, extremes, strict=True)
+    ]
     if any(faults):
         raise ConfigError(filter(None, faults))
     max_id = max(high for _, high in extremes) if scanned else None
     fingerprint = digest(*map(_edges_digest, files), start.tobytes(), length.tobytes())
-    return TokenStore(name, files, owner, start, length, group, None, max_id, fingerprint)
+    return TokenStore(
+        name, files, owner, start, length, group, None, max_id, fingerprint
+    )
 
 
 def _extremes(file: TokenFile) -> tuple[int, int]:
     """Returns the smallest and the largest id; 0 among them."""
     ids = file.tokens
-    return int(ids.min(initial=0)) if ids.dtype.kind == "i" else 0, int(ids.max(initial=0))
+    return int(ids.min(initial=0)) if ids.dtype.kind == "i" else 0, int(
+        ids.max(initial=0)
+    )
 
 
 def _range_fault(file: TokenFile, low: int, high: int) -> str:
-    """Returns what is wrong with a file's extremes, and where; empty where nothing is."""
+    """Returns what is wrong with a file's extremes, and where; empty where
+    nothing is.
+    """
     if low >= 0 and high <= _MAX_ID:
         return ""
     place = int(np.argmax((file.tokens < 0) | (file.tokens > _MAX_ID)))
@@ -142,15 +189,17 @@ def _edges_digest(file: TokenFile) -> str:
     return digest(file.count, file.tokens.dtype.str, digest_bytes(edges))
 
 
-# --- nanoGPT .bin ---------------------------------------------------------------------------------
+# --- nanoGPT .bin ---------------------------------------------------------------------
 
 
 def open_bin(config: DataConfig) -> TokenStore:
-    """Returns the .bin files of `data.path` in blocks of BLOCK_TOKENS with ids `file#number`.
-    Raises ConfigError where a file is missing or cut off."""
+    """Returns the .bin files of `data.path` in blocks of BLOCK_TOKENS with ids
+    `file#number`. Raises ConfigError where a file is missing or cut off."""
     files = find_files(config, ".bin")
     with reading(config.name):
-        return _store_of(config.name, [_open_bin_file(file, config.bin_dtype) for file in files])
+        return _store_of(
+            config.name, [_open_bin_file(file, config.bin_dtype) for file in files]
+        )
 
 
 def _open_bin_file(source: File, dtype: str) -> _Opened:
@@ -165,12 +214,13 @@ def _open_bin_file(source: File, dtype: str) -> _Opened:
     return file, source.id, start, np.minimum(BLOCK_TOKENS, file.count - start)
 
 
-# --- Megatron -------------------------------------------------------------------------------------
+# --- Megatron -------------------------------------------------------------------------
 
 
 def open_megatron(config: DataConfig) -> TokenStore:
-    """Returns the Megatron pairs of `data.path`: prefixes, .bin or .idx files, or globs of them.
-    Raises ConfigError where a pair is incomplete, no Megatron index, or inconsistent."""
+    """Returns the Megatron pairs of `data.path`: prefixes, .bin or .idx files, or globs
+    of them. Raises ConfigError where a pair is incomplete, no Megatron index, or
+    inconsistent."""
     indexes: list[str] = []
     for entry in filter(None, (part.strip() for part in config.path.split(","))):
         prefix = str(expanded(entry)).removesuffix(".idx").removesuffix(".bin")
@@ -178,12 +228,16 @@ def open_megatron(config: DataConfig) -> TokenStore:
             there = sorted(glob.glob(f"{prefix}.idx", recursive=True))
         if not there:
             shown, missing = one_line(entry), one_line(f"{prefix}.idx")
-            raise ConfigError(f"data.path={shown}: no file {missing}; give the PREFIX of both.")
+            raise ConfigError(
+                f"data.path={shown}: no file {missing}; give the PREFIX of both."
+            )
         indexes += there
     if not indexes:
         raise ConfigError(f"data.path={config.path!r}: empty. Set data.path.")
     with reading(config.name):
-        return _store_of(config.name, [_open_megatron_pair(Path(index)) for index in indexes])
+        return _store_of(
+            config.name, [_open_megatron_pair(Path(index)) for index in indexes]
+        )
 
 
 def _open_megatron_pair(index: Path) -> _Opened:
@@ -196,10 +250,14 @@ def _open_megatron_pair(index: Path) -> _Opened:
         file = TokenFile(data, dtype)
     if len(lengths) and lengths.min() < 0:
         place = int(np.argmax(lengths < 0))
-        raise ConfigError(f"{index}: sequence {place} has {lengths[place]} tokens; write the pair again.")
+        raise ConfigError(
+            f"{index}: sequence {place} has {lengths[place]} tokens; write the pair again."
+        )
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     # Ends within the file first: then bytes cannot exceed 64 bits.
-    if ends[-1] > file.count or not np.array_equal(offsets, ends[:-1] * np.dtype(dtype).itemsize):
+    if ends[-1] > file.count or not np.array_equal(
+        offsets, ends[:-1] * np.dtype(dtype).itemsize
+    ):
         raise ConfigError(
             f"{index}: {len(lengths)} sequences do not follow each other within the {file.count} "
             f"tokens of {data.name}; write the pair again."
@@ -209,20 +267,23 @@ def _open_megatron_pair(index: Path) -> _Opened:
 
 
 def _read_megatron_index(index: Path) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns (dtype, tokens per sequence, byte offset per sequence, sequence index of borders)."""
+    """Returns (dtype, tokens per sequence, byte offset per sequence, sequence index of
+    borders).
+    """
     with open_regular(index) as file:
         content, at = file.read(), _MEGATRON_HEADER.size
     if len(content) < at:
         raise _index_fault(index, f"it has {len(content)} bytes, its header alone {at}")
     magic, version, code, sequences, borders = _MEGATRON_HEADER.unpack_from(content)
     needed = at + 12 * sequences + 8 * borders
-    short = (
-        f"{sequences} sequences and {borders} borders need {needed} bytes, and the file has {len(content)}"
-    )
+    short = f"{sequences} sequences and {borders} borders need {needed} bytes, and the file has {len(content)}"
     faults = [
         (magic != _MEGATRON_MAGIC, f"byte 0: {magic!r}, required {_MEGATRON_MAGIC!r}"),
         (version != 1, f"byte 9: version {version}, required 1"),
-        (code not in _MEGATRON_TYPES, f"byte 17: type {code} of tokens, required one of integers"),
+        (
+            code not in _MEGATRON_TYPES,
+            f"byte 17: type {code} of tokens, required one of integers",
+        ),
         (borders < 1, "byte 26: no border of documents"),
         (len(content) < needed, f"byte 18: {short}"),
     ]
@@ -236,7 +297,10 @@ def _read_megatron_index(index: Path) -> tuple[str, np.ndarray, np.ndarray, np.n
     falls = np.flatnonzero(documents[1:] < documents[:-1])
     if (documents[0], documents[-1]) != (0, sequences) or falls.size:
         place = at + 12 * sequences + 8 * (int(falls[0]) + 1 if falls.size else 0)
-        raise _index_fault(index, f"byte {place}: borders of documents do not rise from 0 to {sequences}")
+        raise _index_fault(
+            index,
+            f"byte {place}: borders of documents do not rise from 0 to {sequences}",
+        )
     return _MEGATRON_TYPES[code], lengths, offsets, documents
 
 

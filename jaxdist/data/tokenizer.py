@@ -1,9 +1,9 @@
 """Tokenizers: text <-> token ids.
 
-`bytes` is built in: ids 0..255 are the UTF-8 bytes and there is no end-of-document id, so a loss in
-nats per token is nats per byte and compares with any other byte-level model. `bpe:SIZE` and
-tokenizer.json files go through the optional `tokenizers` package (bpe.py); they do have an
-end-of-document id where the vocabulary holds one.
+`bytes` is built in: ids 0..255 are the UTF-8 bytes and there is no end-of-document id,
+so a loss in nats per token is nats per byte and compares with any other byte-level
+model. `bpe:SIZE` and tokenizer.json files go through the optional `tokenizers` package
+(bpe.py); they do have an end-of-document id where the vocabulary holds one.
 """
 
 import contextlib
@@ -29,9 +29,12 @@ BPE = "jaxdist.data.bpe"  # needs an optional package: for extras.load
 class Tokenizer(Protocol):
     """What the package needs of a tokenizer."""
 
-    vocab_size: int  # largest id + 1: ids may have gaps, so that this is not their count
-    end_of_document: int | None  # id appended to every document, if the vocabulary has one
-    begin_of_document: int | None  # id that its file puts before a text: published models expect it
+    # largest id + 1: ids may have gaps, so that this is not their count
+    vocab_size: int
+    # id appended to every document, if the vocabulary has one
+    end_of_document: int | None
+    # id that its file puts before a text: published models expect it
+    begin_of_document: int | None
     end_ids: tuple[int, ...]  # ids after which a generated text ends, ascending
     special_tokens: Mapping[int, str]  # by id, those that a text can spell
     config: TokenizerConfig  # what the files beside it say
@@ -44,8 +47,12 @@ class Tokenizer(Protocol):
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text, of any integer type; may use all cores."""
 
-    def encode_spans(self, texts: Sequence[tuple[str, Spans]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns of each text its ids, and which of them are, also in part, in its ranges, bool."""
+    def encode_spans(
+        self, texts: Sequence[tuple[str, Spans]]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns of each text its ids, and which of them are, also in part, in its
+        ranges, bool.
+        """
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of ids; invalid UTF-8 becomes U+FFFD."""
@@ -63,27 +70,37 @@ class ByteTokenizer:
 
     def __init__(self, config: TokenizerConfig = TokenizerConfig()):  # noqa: B008 (frozen)
         self.config = config
-        self.end_ids = tuple(sorted(i for i in config.end_ids if 0 <= i < self.vocab_size))
+        self.end_ids = tuple(
+            sorted(i for i in config.end_ids if 0 <= i < self.vocab_size)
+        )
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_documents([text])[0].astype(np.int32)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8) for text in texts]
+        return [
+            np.frombuffer(text.encode("utf-8", "replace"), np.uint8) for text in texts
+        ]
 
-    def encode_spans(self, texts: Sequence[tuple[str, Spans]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_spans(
+        self, texts: Sequence[tuple[str, Spans]]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         encoded = []
         for text, spans in texts:
             ids = self.encode(text)
             inside = np.zeros(len(ids), bool)
             for span in spans:
-                first, last = (len(text[:place].encode("utf-8", "replace")) for place in span)
+                first, last = (
+                    len(text[:place].encode("utf-8", "replace")) for place in span
+                )
                 inside[first:last] = True
             encoded.append((ids, inside))
         return encoded
 
     def decode(self, ids: Iterable[int]) -> str:
-        parts = (bytes([i]) if 0 <= i < 256 else "\ufffd".encode() for i in map(int, ids))
+        parts = (
+            bytes([i]) if 0 <= i < 256 else "\ufffd".encode() for i in map(int, ids)
+        )
         return b"".join(parts).decode("utf-8", "replace")
 
 
@@ -94,21 +111,26 @@ def load_tokenizer(
     cache: Path | None = None,
     special_tokens: SpecialTokens = "tokens",
 ) -> Tokenizer:
-    """Returns a tokenizer that needs no training, for commands that have no corpus at hand.
+    """Returns a tokenizer that needs no training, for commands that have no corpus at
+    hand.
 
     Args:
       name: `data.tokenizer`.
-      folder: where a run saved its tokenizer.json (its workdir); it wins over a path in `name`.
-      cache: folder that remembers which files were tried out; None: each is, which takes half a second.
+      folder: where a run saved its tokenizer.json (its workdir); it wins over a path in
+        `name`.
+      cache: folder that remembers which files were tried out; None: each is, which
+        takes half a second.
       special_tokens: what a text encodes to that spells one, `data.special_tokens`.
 
     Raises:
-      ConfigError: where the tokenizer is `bpe:SIZE` and `folder` holds none, or a file is missing, is no
-        tokenizer.json, or fails or takes too long on short texts.
+      ConfigError: where the tokenizer is `bpe:SIZE` and `folder` holds none, or a file
+        is missing, is no tokenizer.json, or fails or takes too long on short texts.
       ImportError: naming the extra, where `tokenizers` is not installed.
     """
     if name == "bytes":
-        return ByteTokenizer(tokenizer_config.read(folder)) if folder else ByteTokenizer()
+        return (
+            ByteTokenizer(tokenizer_config.read(folder)) if folder else ByteTokenizer()
+        )
     size, saved = bpe_size(name), folder and folder / TOKENIZER_FILE
     if saved and saved.is_file():
         return extras.load(BPE, extra="text").load(saved, cache, special_tokens)
@@ -130,9 +152,12 @@ def load_tokenizer(
 
 def bpe_size(name: str) -> int | None:
     """Returns SIZE of `bpe:SIZE`, None for any other tokenizer name.
-    Raises ConfigError where SIZE is not a number from 257 (256 bytes and the end of a document) to 10^9."""
+    Raises ConfigError where SIZE is not a number from 257 (256 bytes and the end of a
+    document) to 10^9."""
     if not name.startswith("bpe:"):
         return None
     if not re.fullmatch(r"\d{3,9}", name[4:]) or int(name[4:]) < 257:
-        raise ConfigError(f"data.tokenizer={name}: required bpe:SIZE with SIZE >= 257 and < 10^9.")
+        raise ConfigError(
+            f"data.tokenizer={name}: required bpe:SIZE with SIZE >= 257 and < 10^9."
+        )
     return int(name[4:])

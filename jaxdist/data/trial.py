@@ -1,4 +1,6 @@
-"""Files that are programs (tokenizers, chat templates), tried out in a process with limits before use."""
+"""Files that are programs (tokenizers, chat templates), tried out in a process with
+limits before use.
+"""
 
 import contextlib
 import os
@@ -14,13 +16,18 @@ from jaxdist.data.sources import one_line
 from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest, digest_bytes
 
-_SECONDS = 4  # of processor time to try a file out, and as much per 10 MB; Gemma's tokenizer has 33 MB
+# of processor time to try a file out, and as much per 10 MB; Gemma's tokenizer has 33
+# MB
+_SECONDS = 4
 _BYTES = 1 << 30  # of memory
 _TIMEOUT_S = 300  # by the clock, on a machine that does other things too
 
 
-def once(kind: str, version: str, module: str, content: bytes, cache: Path | None) -> None:
-    """Runs the trial of a file's content, `python -m module`, unless it has passed one before.
+def once(
+    kind: str, version: str, module: str, content: bytes, cache: Path | None
+) -> None:
+    """Runs the trial of a file's content, `python -m module`, unless it has passed one
+    before.
 
     Args:
       kind: names the file in `cache` that remembers it.
@@ -30,7 +37,9 @@ def once(kind: str, version: str, module: str, content: bytes, cache: Path | Non
     Raises:
       ConfigError: the trial failed, or took too long.
     """
-    passed = cache and cache / f"{kind}-{digest(version, digest_bytes(content))[:32]}.passed"
+    passed = (
+        cache and cache / f"{kind}-{digest(version, digest_bytes(content))[:32]}.passed"
+    )
     if passed and passed.is_file():
         return
     _run(module, content)
@@ -41,12 +50,23 @@ def once(kind: str, version: str, module: str, content: bytes, cache: Path | Non
 
 
 def _run(module: str, content: bytes) -> None:
-    variables = {"OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
-    variables |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8:replace"}
+    variables = {
+        "OPENBLAS_NUM_THREADS": "1",
+        "RAYON_NUM_THREADS": "1",
+        "RUST_BACKTRACE": "0",
+    }
+    variables |= {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONIOENCODING": "utf-8:replace",
+    }
     command = [sys.executable, "-P", "-m", module]
     try:
         done = subprocess.run(
-            command, input=content, capture_output=True, env=os.environ | variables, timeout=_TIMEOUT_S
+            command,
+            input=content,
+            capture_output=True,
+            env=os.environ | variables,
+            timeout=_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"it could not be tried out ({one_line(error)})") from error
@@ -61,7 +81,9 @@ def _run(module: str, content: bytes) -> None:
 
 
 def child(try_out: Callable[[bytes], None], content: bytes) -> None:
-    """Runs `try_out` on a file's content within limits; prints why it fails, and ends the process."""
+    """Runs `try_out` on a file's content within limits; prints why it fails, and ends
+    the process.
+    """
     limit_s = _SECONDS + _SECONDS * len(content) // 10_000_000
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 1))

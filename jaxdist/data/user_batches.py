@@ -1,4 +1,5 @@
-"""Batches that a caller hands over: arrays, a function of the step, or an iterable, as a dataset.
+"""Batches that a caller hands over: arrays, a function of the step, or an iterable, as
+a dataset.
 
 Shapes: N samples, G global batch.
 """
@@ -20,19 +21,25 @@ from jaxdist.data.packing import Batch
 from jaxdist.data.splits import array_splits
 from jaxdist.storage.digest import digest
 
-Batches = Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | Iterable[Mapping[str, Any]]
+Batches = (
+    Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | Iterable[Mapping[str, Any]]
+)
 DEFAULT_SIZE = 32  # samples a step, where arrays are given and no size
 
 
 def open_user_batches(
-    batches: Batches, *, size: int | None = None, validation: Mapping[str, Any] | None = None, seed: int = 0
+    batches: Batches,
+    *,
+    size: int | None = None,
+    validation: Mapping[str, Any] | None = None,
+    seed: int = 0,
 ) -> tuple[UserDataset, int]:
     """Returns a dataset of what was given, and the samples of a global batch.
 
     Args:
-      batches: {entry: [N, ...]}, whose order is ours; or a function from the step (updates finished, from
-        0) to its global batch {entry: [G, ...]}; or an iterable of global batches, begun anew where it
-        ends, if it can be.
+      batches: {entry: [N, ...]}, whose order is ours; or a function from the step
+        (updates finished, from 0) to its global batch {entry: [G, ...]}; or an iterable
+        of global batches, begun anew where it ends, if it can be.
       size: G; default: that of the first batch, for arrays DEFAULT_SIZE.
       validation: {entry: [N, ...]}, held out.
 
@@ -44,7 +51,10 @@ def open_user_batches(
         raise ConfigError(f"batches: {fault}")
     if isinstance(batches, Mapping):
         rows = _checked("batches", batches)
-        train, fingerprint = ArrayRows(rows, np.arange(arrays.count_of(rows))), _contents(rows)
+        train, fingerprint = (
+            ArrayRows(rows, np.arange(arrays.count_of(rows))),
+            _contents(rows),
+        )
         size = size or DEFAULT_SIZE
     elif callable(batches) or isinstance(batches, Iterable):
         compute = batches if callable(batches) else Iterated(batches)
@@ -53,9 +63,15 @@ def open_user_batches(
         except NoBatch as error:
             raise ConfigError(f"batches: {error}") from error
         train, count = ArrayRows({}, np.arange(1)), arrays.count_of(rows)
-        fingerprint = _contents(rows) if callable(batches) else digest(arrays.describe_samples(rows))
+        fingerprint = (
+            _contents(rows)
+            if callable(batches)
+            else digest(arrays.describe_samples(rows))
+        )
         if size not in (None, count):
-            raise ConfigError(f"batch_size={size}: the batches have {count} samples; leave it out")
+            raise ConfigError(
+                f"batch_size={size}: the batches have {count} samples; leave it out"
+            )
         size = count
     else:
         raise ConfigError(
@@ -64,9 +80,13 @@ def open_user_batches(
         )
     like = arrays.describe_samples(_without_index(rows))
     none = ArrayRows({}, np.arange(0))
-    held = none if validation is None else _held_out("validation", validation, like, size)
+    held = (
+        none if validation is None else _held_out("validation", validation, like, size)
+    )
     sides = array_splits("batches", train, held)
-    return UserDataset([sides], seed=seed, fingerprint=fingerprint, compute=compute, example=rows), size
+    return UserDataset(
+        [sides], seed=seed, fingerprint=fingerprint, compute=compute, example=rows
+    ), size
 
 
 def open_held_out(data: Mapping[str, Any], *, like: str, size: int) -> Dataset:
@@ -95,13 +115,21 @@ def _held_out(what: str, data: Any, like: str, size: int) -> ArrayRows:
             f"samples or more, or a smaller batch_size"
         )
     if left := count % size:
-        print(f"{what}: the last {left} of {count} samples are no whole batch of {size}, and not scored")
+        print(
+            f"{what}: the last {left} of {count} samples are no whole batch of {size}, and not scored"
+        )
     return ArrayRows(rows, np.arange(count))
 
 
 def _library_fault(batches: Any) -> str:
-    """Returns what is wrong with a dataset of a library that gives no batches; "" if nothing is known."""
-    kinds = {kind.__name__ for kind in type(batches).__mro__ if kind.__module__.startswith("datasets.")}
+    """Returns what is wrong with a dataset of a library that gives no batches; "" if
+    nothing is known.
+    """
+    kinds = {
+        kind.__name__
+        for kind in type(batches).__mro__
+        if kind.__module__.startswith("datasets.")
+    }
     if kinds & {"DatasetDict", "IterableDatasetDict"}:
         return f"{type(batches).__name__}: the splits of a Hugging Face dataset; choose one, ['train'] say"
     if "Dataset" in kinds:
@@ -110,7 +138,9 @@ def _library_fault(batches: Any) -> str:
             "dataset.with_format('numpy')[:], or batches, "
             "dataset.to_iterable_dataset().with_format('numpy').batch(32)"
         )
-    if "IterableDataset" in kinds and any(np.ndim(x) == 0 for x in next(iter(batches), {}).values()):
+    if "IterableDataset" in kinds and any(
+        np.ndim(x) == 0 for x in next(iter(batches), {}).values()
+    ):
         return "a Hugging Face stream gives a row at a time; give stream.with_format('numpy').batch(32)"
     return ""
 
@@ -118,35 +148,58 @@ def _library_fault(batches: Any) -> str:
 class UserDataset(Dataset):
     """A dataset whose training batches may come whole from a source, in its order."""
 
-    def __init__(self, *args: Any, compute: Callable[[int], Any] | None, example: Batch, **options: Any):
+    def __init__(
+        self,
+        *args: Any,
+        compute: Callable[[int], Any] | None,
+        example: Batch,
+        **options: Any,
+    ):
         super().__init__(*args, **options)
-        self.samples = arrays.describe_samples(_without_index(example))  # as `data.path` has it
+        # as `data.path` has it
+        self.samples = arrays.describe_samples(_without_index(example))
         self._compute, self._first = compute, example
 
-    def train_batch(self, step: int, global_size: int, rows: slice | np.ndarray = slice(None)) -> Batch:
+    def train_batch(
+        self, step: int, global_size: int, rows: slice | np.ndarray = slice(None)
+    ) -> Batch:
         """Returns rows of a global batch, see Dataset.
 
         Raises:
-          SourceError: the batch has other entries, dims or dtypes than the first, or there is none.
+          SourceError: the batch has other entries, dims or dtypes than the first, or
+            there is none.
         """
         if self._compute is None:
             return super().train_batch(step, global_size, rows)
         batch = self._first if step == 0 else self._computed(step, self._compute)
-        numbers = ((step * global_size + np.arange(global_size)) & SAMPLE_MASK).astype(np.int32)
-        return {name: values[rows] for name, values in ({INDEX: numbers} | batch).items()}
+        numbers = ((step * global_size + np.arange(global_size)) & SAMPLE_MASK).astype(
+            np.int32
+        )
+        return {
+            name: values[rows] for name, values in ({INDEX: numbers} | batch).items()
+        }
 
     def reader_state(self, step: int) -> Any:
-        """Returns the state of an iterator that has one, before the batch after `step` updates; else None."""
-        return self._compute.state(step) if isinstance(self._compute, Iterated) else None
+        """Returns the state of an iterator that has one, before the batch after `step`
+        updates; else None.
+        """
+        return (
+            self._compute.state(step) if isinstance(self._compute, Iterated) else None
+        )
 
     def go_to(self, step: int, state: Any) -> str:
-        """Prepares an iterator to give the batch after `step` updates; returns a line that says how.
+        """Prepares an iterator to give the batch after `step` updates; returns a line
+        that says how.
 
         Raises:
           ConfigError: the iterator does not take the state.
         """
         try:
-            return self._compute.go_to(step, state) if isinstance(self._compute, Iterated) else ""
+            return (
+                self._compute.go_to(step, state)
+                if isinstance(self._compute, Iterated)
+                else ""
+            )
         except NoBatch as error:
             raise ConfigError(f"batches: {error}") from error
 
@@ -162,10 +215,13 @@ class UserDataset(Dataset):
         except ConfigError as error:
             raise SourceError(str(error)) from error
         this, first = (
-            f"{arrays.count_of(x)} x {arrays.describe_samples(x)}" for x in (converted, self._first)
+            f"{arrays.count_of(x)} x {arrays.describe_samples(x)}"
+            for x in (converted, self._first)
         )
         if this != first:
-            raise SourceError(f"{name} has {this}; the first {first}, and all must be alike")
+            raise SourceError(
+                f"{name} has {this}; the first {first}, and all must be alike"
+            )
         return converted
 
 
@@ -176,7 +232,9 @@ def _checked(what: str, batch: Any, *, whole: bool = False) -> dict[str, np.ndar
       ConfigError: every fault.
     """
     if not isinstance(batch, Mapping):
-        raise ConfigError(f"{what}: {type(batch).__name__}; required a dict of arrays, e.g. dict(x=x, y=y)")
+        raise ConfigError(
+            f"{what}: {type(batch).__name__}; required a dict of arrays, e.g. dict(x=x, y=y)"
+        )
     checked = {str(name): np.asarray(values) for name, values in batch.items()}
     faults = arrays.faults_of(_without_index(checked) if whole else checked)
     faults += [f"{name} exceeds int32" for name in arrays.beyond_int32(checked)]
@@ -197,5 +255,8 @@ def _without_index(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def _contents(batch: Mapping[str, np.ndarray]) -> str:
     """Returns a hash of values, cheap enough for gigabytes."""
-    sums = (zlib.crc32(np.ascontiguousarray(x).view(np.uint8).ravel().data) for x in batch.values())
+    sums = (
+        zlib.crc32(np.ascontiguousarray(x).view(np.uint8).ravel().data)
+        for x in batch.values()
+    )
     return digest(arrays.describe_samples(batch), arrays.count_of(batch), *sums)

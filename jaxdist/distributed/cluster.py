@@ -1,4 +1,6 @@
-"""The agents of a run, one per node, as the scheduler's environment variables say. No jax, no network."""
+"""The agents of a run, one per node, as the scheduler's environment variables say. No
+jax, no network.
+"""
 
 import re
 import sys
@@ -15,7 +17,9 @@ _FIRST_PORT, _NUM_PORTS = 61440, 4096  # above Linux's ephemeral ports
 
 @dataclass(frozen=True)
 class ClusterInfo:
-    """This agent among those of the run. A lone one chooses a free port itself (port 0)."""
+    """This agent among those of the run. A lone one chooses a free port itself (port
+    0).
+    """
 
     launcher: str | None = None
     number: int = 1
@@ -28,10 +32,12 @@ class ClusterInfo:
 
 
 def find_cluster(environ: Mapping[str, str]) -> ClusterInfo:
-    """Returns this agent's place among those that a scheduler started; ClusterInfo() if it is alone.
+    """Returns this agent's place among those that a scheduler started; ClusterInfo() if
+    it is alone.
 
     Raises:
-      ConfigError: there are several, but the address of the first is unknown; the number is out of range.
+      ConfigError: there are several, but the address of the first is unknown; the
+        number is out of range.
     """
     for find in (_from_variables, find_torchrun, *_SCHEDULERS):
         cluster = _in_range(find(environ) or ClusterInfo())
@@ -42,17 +48,23 @@ def find_cluster(environ: Mapping[str, str]) -> ClusterInfo:
 
 def _in_range(cluster: ClusterInfo) -> ClusterInfo:
     if not 0 <= cluster.index < cluster.number:
-        raise ConfigError(f"{cluster}: its number must be >= 0, and less than how many there are")
+        raise ConfigError(
+            f"{cluster}: its number must be >= 0, and less than how many there are"
+        )
     return cluster
 
 
 def _port(*names: str | None) -> int:
-    """Returns a port that all agents of one start compute, and hardly those of the next."""
+    """Returns a port that all agents of one start compute, and hardly those of the
+    next.
+    """
     return _FIRST_PORT + zlib.crc32("/".join(map(str, names)).encode()) % _NUM_PORTS
 
 
 def _from_variables(environ: Mapping[str, str]) -> ClusterInfo | None:
-    """JAXDIST_AGENTS, JAXDIST_AGENT and JAXDIST_AGENTS_AT (host:port of agent 0), for any launcher."""
+    """JAXDIST_AGENTS, JAXDIST_AGENT and JAXDIST_AGENTS_AT (host:port of agent 0), for
+    any launcher.
+    """
     if "JAXDIST_AGENTS" not in environ:
         return None
     try:
@@ -66,19 +78,28 @@ def _from_variables(environ: Mapping[str, str]) -> ClusterInfo | None:
 
 
 def find_torchrun(environ: Mapping[str, str]) -> ClusterInfo | None:
-    """Returns the place that torchrun's variables give a process; None without them, or by a scheduler's.
+    """Returns the place that torchrun's variables give a process; None without them, or
+    by a scheduler's.
 
-    They are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which others set for PyTorch, too. On one machine
-    the processes meet on loopback. torchrun itself listens on MASTER_PORT, so there it is another port.
+    They are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which others set for
+    PyTorch, too. On one machine the processes meet on loopback. torchrun itself listens
+    on MASTER_PORT, so there it is another port.
 
     Raises:
-      ConfigError: a variable is missing or no number, or a scheduler has started another number of processes.
+      ConfigError: a variable is missing or no number, or a scheduler has started
+        another number of processes.
     """
     number = _number(environ, "WORLD_SIZE")
-    if number is None or number <= 1:  # without it the others mean nothing: Kubernetes has a MASTER_PORT, too
+    # without it the others mean nothing: Kubernetes has a MASTER_PORT, too
+    if number is None or number <= 1:
         return None
-    index, local, port = (_number(environ, name) for name in ("RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"))
-    elastic, said = environ.get("TORCHELASTIC_RUN_ID"), f"WORLD_SIZE={number}, RANK={index}"
+    index, local, port = (
+        _number(environ, name) for name in ("RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    )
+    elastic, said = (
+        environ.get("TORCHELASTIC_RUN_ID"),
+        f"WORLD_SIZE={number}, RANK={index}",
+    )
     if elastic is None and (other := _scheduled(environ)):  # what has started it
         if index is None or (other.number, other.index) == (number, index):
             return None
@@ -86,20 +107,29 @@ def find_torchrun(environ: Mapping[str, str]) -> ClusterInfo | None:
             f"{said}, but this is process {other.index} of {other.number} of {other.launcher}; unset RANK "
             f"and WORLD_SIZE, or start the processes by torchrun alone"
         )
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    missing = [
+        name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)
+    ]
     if missing or index is None or port is None:
-        raise ConfigError(f"WORLD_SIZE={number}, but {', '.join(missing)} not set; unset it to run alone")
+        raise ConfigError(
+            f"WORLD_SIZE={number}, but {', '.join(missing)} not set; unset it to run alone"
+        )
     host = LOOPBACK if local == number else environ["MASTER_ADDR"]
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        port = _port("torchrun", elastic, str(port), environ.get("TORCHELASTIC_RESTART_COUNT"))
+        port = _port(
+            "torchrun", elastic, str(port), environ.get("TORCHELASTIC_RESTART_COUNT")
+        )
     return _in_range(ClusterInfo(TORCHRUN, number, index, host, port))
 
 
 def count_ray_workers() -> int:
-    """Returns how many workers Ray Train has started as this one; 1 outside of it. Imports nothing."""
+    """Returns how many workers Ray Train has started as this one; 1 outside of it.
+    Imports nothing.
+    """
     try:
         return int(sys.modules["ray.train"].get_context().get_world_size())
-    except Exception:  # no Ray, no worker of its Train: each version has another error for that
+    except Exception:
+        # no Ray, no worker of its Train: each version has another error for that
         return 1
 
 
@@ -107,21 +137,33 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     try:
         return int(environ[name]) if environ.get(name) else None
     except ValueError:
-        raise ConfigError(f"{name}={environ[name]}: must be a whole number, as torchrun sets it") from None
+        raise ConfigError(
+            f"{name}={environ[name]}: must be a whole number, as torchrun sets it"
+        ) from None
 
 
 def _scheduled(environ: Mapping[str, str]) -> ClusterInfo | None:
-    """Returns this process's place among those that a scheduler started, if there are several."""
+    """Returns this process's place among those that a scheduler started, if there are
+    several.
+    """
     found = (find(environ) for find in _SCHEDULERS)
     return next((cluster for cluster in found if cluster and cluster.number > 1), None)
 
 
 def _slurm(environ: Mapping[str, str]) -> ClusterInfo | None:
-    if "SLURM_STEP_NODELIST" not in environ:  # a batch script's own process is in no step
+    # a batch script's own process is in no step
+    if "SLURM_STEP_NODELIST" not in environ:
         return None
-    port = _port(*(environ.get(f"SLURM_{name}") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")))
+    port = _port(
+        *(
+            environ.get(f"SLURM_{name}")
+            for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")
+        )
+    )
     number, index = int(environ["SLURM_NTASKS"]), int(environ["SLURM_PROCID"])
-    return ClusterInfo("Slurm", number, index, first_host(environ["SLURM_STEP_NODELIST"]), port)
+    return ClusterInfo(
+        "Slurm", number, index, first_host(environ["SLURM_STEP_NODELIST"]), port
+    )
 
 
 def first_host(nodes: str) -> str:
@@ -134,7 +176,10 @@ def _open_mpi(environ: Mapping[str, str]) -> ClusterInfo | None:
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
     number, host = int(environ["OMPI_COMM_WORLD_SIZE"]), LOOPBACK
-    start = map(environ.get, ("PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_ess_base_jobid"))
+    start = map(
+        environ.get,
+        ("PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_ess_base_jobid"),
+    )
     if number > int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0")):
         match = re.search(r"tcp://([^,:;]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
         if number > 1 and not match:
@@ -143,27 +188,48 @@ def _open_mpi(environ: Mapping[str, str]) -> ClusterInfo | None:
                 "-x JAXDIST_AGENTS_AT=HOST:PORT -x JAXDIST_AGENTS=N, and JAXDIST_AGENT=$OMPI_COMM_WORLD_RANK"
             )
         host = match[1] if match else host
-    return ClusterInfo("Open MPI", number, int(environ["OMPI_COMM_WORLD_RANK"]), host, _port(*start))
+    return ClusterInfo(
+        "Open MPI", number, int(environ["OMPI_COMM_WORLD_RANK"]), host, _port(*start)
+    )
 
 
 def _kubernetes(environ: Mapping[str, str]) -> ClusterInfo | None:
-    """An Indexed Job of a JobSet; the names come through deploy/jobset.yaml's downward API."""
-    names = [environ.get(name) for name in ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOBSET_RESTART_ATTEMPT")]
+    """An Indexed Job of a JobSet; the names come through deploy/jobset.yaml's downward
+    API.
+    """
+    names = [
+        environ.get(name)
+        for name in ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOBSET_RESTART_ATTEMPT")
+    ]
     if "JOB_COMPLETION_INDEX" not in environ or None in names[:2]:
         return None
     if "JAXDIST_NUM_PODS" not in environ:
-        raise ConfigError("JAXDIST_NUM_PODS is not set: write the job's parallelism into the environment")
-    host = f"{names[0]}-{names[1]}-0-0.{names[0]}"  # job 0, pod 0, of the JobSet's headless service
-    number, index = int(environ["JAXDIST_NUM_PODS"]), int(environ["JOB_COMPLETION_INDEX"])
+        raise ConfigError(
+            "JAXDIST_NUM_PODS is not set: write the job's parallelism into the environment"
+        )
+    # job 0, pod 0, of the JobSet's headless service
+    host = f"{names[0]}-{names[1]}-0-0.{names[0]}"
+    number, index = (
+        int(environ["JAXDIST_NUM_PODS"]),
+        int(environ["JOB_COMPLETION_INDEX"]),
+    )
     return ClusterInfo("Kubernetes", number, index, host, _port(*names))
 
 
 def _tpu(environ: Mapping[str, str]) -> ClusterInfo | None:
     """The hosts of one TPU slice."""
-    hosts = [host for host in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
+    hosts = [
+        host for host in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host
+    ]
     if "TPU_WORKER_ID" not in environ or not hosts:
         return None
-    return ClusterInfo("a multi-host TPU", len(hosts), int(environ["TPU_WORKER_ID"]), hosts[0], _port(*hosts))
+    return ClusterInfo(
+        "a multi-host TPU",
+        len(hosts),
+        int(environ["TPU_WORKER_ID"]),
+        hosts[0],
+        _port(*hosts),
+    )
 
 
 _SCHEDULERS = (_slurm, _open_mpi, _kubernetes, _tpu)

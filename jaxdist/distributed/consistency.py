@@ -12,14 +12,24 @@ from jaxdist.storage.digest import digest, digest_file
 
 
 def code(model: type) -> dict[str, str]:
-    """Returns hashes of this package's and of the model's source, and the versions that matter."""
+    """Returns hashes of this package's and of the model's source, and the versions that
+    matter.
+    """
     root = Path(jaxdist.__file__).parent
-    ours = (f"{path.relative_to(root)} {digest_file(path)}" for path in sorted(root.rglob("*.py")))
+    ours = (
+        f"{path.relative_to(root)} {digest_file(path)}"
+        for path in sorted(root.rglob("*.py"))
+    )
     source = getattr(sys.modules.get(model.__module__), "__file__", None)
-    versions = {f"version of {name}": version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+    versions = {
+        f"version of {name}": version(name)
+        for name in ("jax", "jaxlib", "flax", "optax")
+    }
     return versions | {
         "source of jaxdist": digest(*ours)[:16],
-        f"source of {model.__module__}": digest_file(Path(source))[:16] if source else "(none)",
+        f"source of {model.__module__}": digest_file(Path(source))[:16]
+        if source
+        else "(none)",
         "version of Python": ".".join(map(str, sys.version_info[:3])),
     }
 

@@ -1,9 +1,11 @@
-"""How the processes of a run agree, through the key-value store of jax's coordination service.
+"""How the processes of a run agree, through the key-value store of jax's coordination
+service.
 
-Nothing here is a collective: no device is needed, and none waits. All processes make the same calls
-of `broadcast`, `gather`, `all_equal`, `first_error`, `raise_on_all` and `barrier` in the same order, from the
-main thread. A lone process never waits. If a process is lost, the others fail as soon as the service
-hears of it; what takes too long is for the watchdog to say.
+Nothing here is a collective: no device is needed, and none waits. All processes make
+the same calls of `broadcast`, `gather`, `all_equal`, `first_error`, `raise_on_all` and
+`barrier` in the same order, from the main thread. A lone process never waits. If a
+process is lost, the others fail as soon as the service hears of it; what takes too long
+is for the watchdog to say.
 """
 
 import contextlib
@@ -17,9 +19,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import distributed  # the service's client has no public name in jax 0.10 to 0.12
 
-from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT, EXIT_PEER_LOST, ConfigError, exit_code_of
+# the service's client has no public name in jax 0.10 to 0.12
+from jax._src import distributed
+
+from jaxdist.config import (
+    EXIT_CONFIG,
+    EXIT_NO_CHECKPOINT,
+    EXIT_PEER_LOST,
+    ConfigError,
+    exit_code_of,
+)
 from jaxdist.telemetry import ledger
 
 _FOREVER_S = 7 * 24 * 3_600  # the watchdog knows what is too long
@@ -27,7 +37,8 @@ _SHOWN_CHARS = 60  # of a value that differs
 _LINE_CHARS = 500  # of an error
 _MOST_CALLS = 1_000  # of this module, in the body of `raise_on_all`
 
-_numbers = itertools.count()  # the same on all processes: they make the same calls in order
+# the same on all processes: they make the same calls in order
+_numbers = itertools.count()
 
 
 class PeerFailed(RuntimeError):
@@ -39,12 +50,16 @@ class PeerFailed(RuntimeError):
 
 
 def kv_client() -> Any:
-    """Returns the client of the coordination service, or None for a lone process. It needs no device."""
+    """Returns the client of the coordination service, or None for a lone process. It
+    needs no device.
+    """
     return distributed.global_state.client
 
 
 def broadcast(value: Any) -> Any:
-    """Returns the first process's JSON value on all: its clock and files may differ from the others'."""
+    """Returns the first process's JSON value on all: its clock and files may differ
+    from the others'.
+    """
     client, key = kv_client(), f"jaxdist/broadcast/{next(_numbers)}"
     if client is None:
         return value
@@ -71,7 +86,9 @@ def _barrier(number: int, timeout_s: int = _FOREVER_S) -> None:
 
 
 def gather(value: Any, timeout_s: int = 1_800) -> dict[int, Any]:
-    """Returns {process: its JSON value} on the first process, {} on the others, once all have given one."""
+    """Returns {process: its JSON value} on the first process, {} on the others, once
+    all have given one.
+    """
     board = Board("gather")
     if board.client is None:
         return {0: value}
@@ -81,24 +98,32 @@ def gather(value: Any, timeout_s: int = 1_800) -> dict[int, Any]:
 
 
 class ClockOffset(NamedTuple):
-    """How far a process's wall clock is ahead of the first process's, and how exactly that is known."""
+    """How far a process's wall clock is ahead of the first process's, and how exactly
+    that is known.
+    """
 
     ahead_s: float
-    within_s: float  # half a round trip: the true offset is at most so far from `ahead_s`
+    # half a round trip: the true offset is at most so far from `ahead_s`
+    within_s: float
 
 
 def clock_offsets(
     now: Callable[[], float] = time.time, tries: int = 5, timeout_s: int = 600
 ) -> dict[int, ClockOffset]:
-    """Returns {process: its clock's offset} of all but the first on the first process, {} on the others.
+    """Returns {process: its clock's offset} of all but the first on the first process,
+    {} on the others.
 
-    The first asks the others one by one and notes its own time before and after each answer; of `tries`
-    answers the quickest counts.
+    The first asks the others one by one and notes its own time before and after each
+    answer; of `tries` answers the quickest counts.
 
     Raises:
       jax.errors.JaxRuntimeError: a process was lost, or did not answer in time.
     """
-    client, place, timeout_ms = kv_client(), f"jaxdist/clocks/{next(_numbers)}", 1000 * timeout_s
+    client, place, timeout_ms = (
+        kv_client(),
+        f"jaxdist/clocks/{next(_numbers)}",
+        1000 * timeout_s,
+    )
     if client is None:
         return {}
     if process := jax.process_index():
@@ -110,17 +135,25 @@ def clock_offsets(
     def ask(key: str) -> ClockOffset:
         began = now()
         client.key_value_set(f"{key}/asked", "")
-        answer, ended = float(client.blocking_key_value_get(f"{key}/answer", timeout_ms)), now()
+        answer, ended = (
+            float(client.blocking_key_value_get(f"{key}/answer", timeout_ms)),
+            now(),
+        )
         return ClockOffset(answer - (began + ended) / 2, (ended - began) / 2)
 
     return {
-        other: min((ask(f"{place}/{other}/{turn}") for turn in range(tries)), key=lambda o: o.within_s)
+        other: min(
+            (ask(f"{place}/{other}/{turn}") for turn in range(tries)),
+            key=lambda o: o.within_s,
+        )
         for other in range(1, jax.process_count())
     }
 
 
 def first_error(error: str) -> str:
-    """Returns the error of the first process that has one, on all of them; "" if none has."""
+    """Returns the error of the first process that has one, on all of them; "" if none
+    has.
+    """
     board = Board("error")
     if board.client is None:
         return error
@@ -133,18 +166,27 @@ def first_error(error: str) -> str:
 
 
 def all_equal(facts: Mapping[str, Any]) -> list[str]:
-    """Returns, on all processes, a line for each fact in which one differs; [] if all say the same."""
-    lines = broadcast(disagreements(gather({key: str(value) for key, value in facts.items()})))
+    """Returns, on all processes, a line for each fact in which one differs; [] if all
+    say the same.
+    """
+    lines = broadcast(
+        disagreements(gather({key: str(value) for key, value in facts.items()}))
+    )
     if lines:
-        barrier()  # the first process, which is the service, must not end before all have heard
+        # the first process, which is the service, must not end before all have heard
+        barrier()
     return lines
 
 
 def disagreements(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """Returns a line for each process and fact that differs from what most processes say."""
+    """Returns a line for each process and fact that differs from what most processes
+    say.
+    """
     lines = []
     for key in sorted({key for each in facts.values() for key in each}):
-        values = {process: each.get(key, "(none)") for process, each in sorted(facts.items())}
+        values = {
+            process: each.get(key, "(none)") for process, each in sorted(facts.items())
+        }
         usual, count = Counter(values.values()).most_common(1)[0]
         lines += [
             f"process {process} differs from {count} of {len(facts)} processes: {key} is "
@@ -157,11 +199,13 @@ def disagreements(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
 
 @contextlib.contextmanager
 def raise_on_all() -> Iterator[None]:
-    """Raises on all processes where the body raises on any, so that none waits for one that has gone.
+    """Raises on all processes where the body raises on any, so that none waits for one
+    that has gone.
 
     Raises:
       Exception, SystemExit: where the body raised it.
-      ConfigError, PeerFailed: elsewhere; they name the first such process and the first line of its error.
+      ConfigError, PeerFailed: elsewhere; they name the first such process and the first
+      line of its error.
     """
     global _numbers
     if kv_client() is None:
@@ -179,7 +223,8 @@ def raise_on_all() -> Iterator[None]:
             board.put({"exit_code": exit_code_of(own), "line": _line(own)})
         _barrier(number)
         if errors := board.values():
-            # Bodies that raised have made fewer calls; a script that goes on needs the same numbers again.
+            # Bodies that raised have made fewer calls; a script that goes on needs the
+            # same numbers again.
             _numbers = itertools.count(number + _MOST_CALLS)
             barrier()  # see all_equal
     except jax.errors.JaxRuntimeError:  # a process was lost meanwhile
@@ -192,14 +237,19 @@ def raise_on_all() -> Iterator[None]:
 
 
 def _line(error: BaseException) -> str:
-    """Returns the first line of an error; with its type and place, unless it is the user's."""
+    """Returns the first line of an error; with its type and place, unless it is the
+    user's.
+    """
     try:
         first = str(error).partition("\n")[0]
-    except Exception:  # of a user's class; those who wait are to hear of it all the same
+    except Exception:
+        # of a user's class; those who wait are to hear of it all the same
         first = "(its text cannot be had)"
     if exit_code_of(error) != EXIT_CONFIG:
         frames = traceback.extract_tb(error.__traceback__)
-        place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        place = (
+            f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        )
         first = f"{type(error).__name__}: {first}{place}"
     return first[:_LINE_CHARS]
 
@@ -212,14 +262,18 @@ def _of_peer(process: int, error: Mapping[str, Any]) -> Exception:
 
 
 class Board:
-    """One JSON value a process, to replace and to read at any time; nobody waits. Not for a lone process."""
+    """One JSON value a process, to replace and to read at any time; nobody waits. Not
+    for a lone process.
+    """
 
     def __init__(self, name: str):
         self.client, self._name = kv_client(), f"jaxdist/{name}/{next(_numbers)}/"
 
     def put(self, value: Any) -> None:
         """Replaces this process's value."""
-        self.client.key_value_set(f"{self._name}{jax.process_index()}", json.dumps(value), True)
+        self.client.key_value_set(
+            f"{self._name}{jax.process_index()}", json.dumps(value), True
+        )
 
     def values(self) -> dict[int, Any]:
         """Returns {process: value} of those that have one."""
@@ -228,13 +282,18 @@ class Board:
 
 
 class FailableBarrier:
-    """Barriers of a thread in the background, in rounds; a process that fails ends the wait of all.
+    """Barriers of a thread in the background, in rounds; a process that fails ends the
+    wait of all.
 
     Every process makes the same ones. Not for a lone process.
     """
 
     def __init__(self, name: str):
-        self._client, self._name, self._round = kv_client(), f"jaxdist/{name}/{next(_numbers)}", 0
+        self._client, self._name, self._round = (
+            kv_client(),
+            f"jaxdist/{name}/{next(_numbers)}",
+            0,
+        )
 
     def begin(self) -> None:
         """Starts a new round; the one before the last is over for all."""
@@ -246,15 +305,22 @@ class FailableBarrier:
         """Ends the waits of this round with the error, in all processes."""
         process = jax.process_index()
         text = f"process {process}: {error}"[:500]
-        self._client.key_value_set(f"{self._name}/{self._round}/failed/{process}", text, True)
+        self._client.key_value_set(
+            f"{self._name}/{self._round}/failed/{process}", text, True
+        )
 
     def wait(self, *, key: str, timeout_ms: int) -> None:
-        """Returns once all processes wait for the key: the first waits for each, the others for it.
+        """Returns once all processes wait for the key: the first waits for each, the
+        others for it.
 
         Raises:
-          RuntimeError: another process has failed. TimeoutError: one did not come in time.
+          RuntimeError: another process has failed. TimeoutError: one did not come in
+            time.
         """
-        place, deadline = f"{self._name}/{self._round}/{key}", time.monotonic() + timeout_ms / 1000
+        place, deadline = (
+            f"{self._name}/{self._round}/{key}",
+            time.monotonic() + timeout_ms / 1000,
+        )
         if process := jax.process_index():
             self._client.key_value_set(f"{place}/{process}", "", True)
             self._wait_for(f"{place}/all", deadline)
@@ -266,11 +332,14 @@ class FailableBarrier:
     def _wait_for(self, key: str, deadline: float) -> None:
         while time.monotonic() < deadline:
             try:
-                self._client.blocking_key_value_get(key, 500)  # ms; then a look whether one has failed
+                # ms; then a look whether one has failed
+                self._client.blocking_key_value_get(key, 500)
                 return
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-            if failed := self._client.key_value_dir_get(f"{self._name}/{self._round}/failed/"):
+            if failed := self._client.key_value_dir_get(
+                f"{self._name}/{self._round}/failed/"
+            ):
                 raise RuntimeError(failed[0][1])
         raise TimeoutError(f"{key}: not all processes came")

@@ -1,4 +1,6 @@
-"""What is set up before the first device is touched: flags, compile cache, process group."""
+"""What is set up before the first device is touched: flags, compile cache, process
+group.
+"""
 
 import contextlib
 import functools
@@ -22,12 +24,17 @@ from jaxdist.distributed.local_devices import visible_gpus
 from jaxdist.hardware import flags
 
 LAUNCH = "jaxdist launch"
-# A frozen machine is noticed after the first; the others wait that long for the lead's last words.
-TIMEOUTS: dict[str, Any] = {"heartbeat_timeout_seconds": 60, "shutdown_timeout_seconds": 120}
+# A frozen machine is noticed after the first; the others wait that long for the lead's
+# last words.
+TIMEOUTS: dict[str, Any] = {
+    "heartbeat_timeout_seconds": 60,
+    "shutdown_timeout_seconds": 120,
+}
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> str | None:
-    """Sets the platform's flags, keeps compiled programs on disk, and joins a process group.
+    """Sets the platform's flags, keeps compiled programs on disk, and joins a process
+    group.
 
     The user's own flags and cache settings win. Returns lines that say which flags were
     set and which launcher was found; None if neither.
@@ -46,36 +53,47 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> str | None:
 
 
 def skip_absent_tpu(environ: Mapping[str, str]) -> None:
-    """Keeps jax from a long, loud search for TPUs where libtpu is only here for its compiler."""
+    """Keeps jax from a long, loud search for TPUs where libtpu is only here for its
+    compiler.
+    """
     cpu = flags.detect_platform(environ) == "cpu"
     if cpu and "JAX_PLATFORMS" not in environ and find_spec("libtpu"):
         jax.config.update("jax_platforms", "cpu")
 
 
 def add_threads(environ: MutableMapping[str, str]) -> None:
-    """Gives emulated CPU devices threads to spare, unless the user has said how many (NPROC).
+    """Gives emulated CPU devices threads to spare, unless the user has said how many
+    (NPROC).
 
-    XLA's CPU collectives each hold a thread while they wait for the other devices. With a thread a
-    device, one that takes part in two at once can starve the others for ever.
+    XLA's CPU collectives each hold a thread while they wait for the other devices. With
+    a thread a device, one that takes part in two at once can starve the others for
+    ever.
     """
-    match = re.search(r"--xla_force_host_platform_device_count=(\d+)", environ.get("XLA_FLAGS", ""))
+    match = re.search(
+        r"--xla_force_host_platform_device_count=(\d+)", environ.get("XLA_FLAGS", "")
+    )
     if match and int(match[1]) > 1:
         environ.setdefault("NPROC", str(4 * int(match[1])))
 
 
 def compile_cache_folder(environ: Mapping[str, str]) -> Path | None:
-    """Returns where compiled programs are kept; None where the user has said where, or has no home."""
-    with contextlib.suppress(RuntimeError):  # no HOME, and a container's uid that passwd does not know
+    """Returns where compiled programs are kept; None where the user has said where, or
+    has no home.
+    """
+    # no HOME, and a container's uid that passwd does not know
+    with contextlib.suppress(RuntimeError):
         if "JAX_COMPILATION_CACHE_DIR" not in environ:
             return Path.home() / ".cache" / "jaxdist" / "xla"
     return None
 
 
 def join_processes(environ: MutableMapping[str, str] = os.environ) -> str | None:
-    """Joins the process group if a launcher is detected; returns a line that says which, or None.
+    """Joins the process group if a launcher is detected; returns a line that says
+    which, or None.
 
-    Detected are `jaxdist launch` (JAXDIST_COORDINATOR, JAXDIST_NUM_PROCESSES, JAXDIST_PROCESS_ID), torchrun
-    and what `jax.distributed` knows itself: Slurm, Open MPI, Kubernetes, a multi-host TPU.
+    Detected are `jaxdist launch` (JAXDIST_COORDINATOR, JAXDIST_NUM_PROCESSES,
+    JAXDIST_PROCESS_ID), torchrun and what `jax.distributed` knows itself: Slurm, Open
+    MPI, Kubernetes, a multi-host TPU.
 
     Raises:
       ConfigError: a launcher was detected, but not its group; or two that differ.
@@ -83,7 +101,8 @@ def join_processes(environ: MutableMapping[str, str] = os.environ) -> str | None
     launcher = detect_launcher(environ)
     if launcher is None:
         return None
-    # Ours (resilience.preemption) does more; jax's would take SIGTERM from every other handler.
+    # Ours (resilience.preemption) does more; jax's would take SIGTERM from every other
+    # handler.
     jax.config.update("jax_enable_preemption_service", False)
     _pass_proxies_by(environ)
     if group := _group(environ):
@@ -93,9 +112,18 @@ def join_processes(environ: MutableMapping[str, str] = os.environ) -> str | None
             _listen_on_loopback()
             _share_compiled_programs()
         # launch has chosen the devices: under Slurm, jax would choose again among them.
-        options = {"cluster_detection_method": "deactivate", "coordinator_bind_address": bind_address}
-        share: dict[str, Any] = {"local_device_ids": _share_of_gpus(environ)} if launcher == TORCHRUN else {}
-        jax.distributed.initialize(address, number, rank, **(TIMEOUTS | options | share))
+        options = {
+            "cluster_detection_method": "deactivate",
+            "coordinator_bind_address": bind_address,
+        }
+        share: dict[str, Any] = (
+            {"local_device_ids": _share_of_gpus(environ)}
+            if launcher == TORCHRUN
+            else {}
+        )
+        jax.distributed.initialize(
+            address, number, rank, **(TIMEOUTS | options | share)
+        )
         return f"process {rank} of {number}, joined through {launcher}"
     try:
         jax.distributed.initialize(**TIMEOUTS)
@@ -108,19 +136,26 @@ def join_processes(environ: MutableMapping[str, str] = os.environ) -> str | None
 
 
 def _group(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
-    """Returns (address of process 0, number of processes, this one's) that `launch` or torchrun has set."""
+    """Returns (address of process 0, number of processes, this one's) that `launch` or
+    torchrun has set.
+    """
     if address := environ.get("JAXDIST_COORDINATOR"):
-        return address, int(environ["JAXDIST_NUM_PROCESSES"]), int(environ["JAXDIST_PROCESS_ID"])
+        return (
+            address,
+            int(environ["JAXDIST_NUM_PROCESSES"]),
+            int(environ["JAXDIST_PROCESS_ID"]),
+        )
     if cluster := find_torchrun(environ):
         return f"{cluster.host}:{cluster.port}", cluster.number, cluster.index
     return None
 
 
 def _pass_proxies_by(environ: MutableMapping[str, str]) -> None:
-    """Has processes reach the first one's host directly, whatever proxies the environment names.
+    """Has processes reach the first one's host directly, whatever proxies the
+    environment names.
 
-    They join by gRPC, which would ask the proxy, and wait. It reads names in lower case, and no_grpc_proxy
-    before no_proxy.
+    They join by gRPC, which would ask the proxy, and wait. It reads names in lower
+    case, and no_grpc_proxy before no_proxy.
     """
     if not environ.keys() & {"grpc_proxy", "https_proxy", "http_proxy"}:
         return
@@ -132,33 +167,45 @@ def _pass_proxies_by(environ: MutableMapping[str, str]) -> None:
 
 
 def _share_of_gpus(environ: Mapping[str, str]) -> list[int] | None:
-    """Returns which of the visible GPUs are a process's of torchrun; None: all that it sees.
+    """Returns which of the visible GPUs are a process's of torchrun; None: all that it
+    sees.
 
     Raises:
       ConfigError: several processes of a machine would share TPUs.
     """
-    local, platform = int(environ.get("LOCAL_WORLD_SIZE", "1")), flags.detect_platform(environ)
+    local, platform = (
+        int(environ.get("LOCAL_WORLD_SIZE", "1")),
+        flags.detect_platform(environ),
+    )
     if platform == "tpu" and local > 1:
-        raise ConfigError(f"torchrun --nproc-per-node={local}: one process has all TPUs of a host; give 1")
-    share = len(visible_gpus(environ)) // local if platform == "gpu" and local > 1 else 0
+        raise ConfigError(
+            f"torchrun --nproc-per-node={local}: one process has all TPUs of a host; give 1"
+        )
+    share = (
+        len(visible_gpus(environ)) // local if platform == "gpu" and local > 1 else 0
+    )
     first = share * int(environ.get("LOCAL_RANK", "0"))
     return list(range(first, first + share)) or None  # none: each sees its own already
 
 
 def _listen_on_loopback() -> None:
-    """Makes CPU collectives listen on loopback; by default they take the host's own address.
+    """Makes CPU collectives listen on loopback; by default they take the host's own
+    address.
 
-    jax 0.10 to 0.12 has no setting for that: its flag names gloo or mpi, but no address.
+    jax 0.10 to 0.12 has no setting for that: its flag names gloo or mpi, but no
+    address.
     """
     if make := getattr(_jax, "make_gloo_tcp_collectives", None):
         _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=LOOPBACK)
 
 
 def _share_compiled_programs() -> None:
-    """Gives a CPU program one key in the compile cache for all processes of this machine.
+    """Gives a CPU program one key in the compile cache for all processes of this
+    machine.
 
-    jax's key has each process's own devices in it, and only process 0 writes: no other ever reads, and
-    compiles the step again at each start (7 to 9 s of CPU for a small model). jax has no setting for it.
+    jax's key has each process's own devices in it, and only process 0 writes: no other
+    ever reads, and compiles the step again at each start (7 to 9 s of CPU for a small
+    model). jax has no setting for it.
     """
     hash_devices = cache_key._hash_accelerator_config
 
@@ -182,15 +229,22 @@ def _instruction_set() -> str:
 
 @contextlib.contextmanager
 def lead_first(what: str) -> Iterator[None]:
-    """Lets process 0 compile first where processes share a machine's cores; the others read its cache.
+    """Lets process 0 compile first where processes share a machine's cores; the others
+    read its cache.
 
-    So a program costs the machine one compilation and not one a process. Each process enters with the
-    same name; a second time nobody waits.
+    So a program costs the machine one compilation and not one a process. Each process
+    enters with the same name; a second time nobody waits.
     """
     client = kv_client()
     settings: Any = jax.config
-    cached = settings.jax_enable_compilation_cache and settings.jax_compilation_cache_dir
-    local = client is not None and _is_one_machine(os.environ) and jax.default_backend() == "cpu"
+    cached = (
+        settings.jax_enable_compilation_cache and settings.jax_compilation_cache_dir
+    )
+    local = (
+        client is not None
+        and _is_one_machine(os.environ)
+        and jax.default_backend() == "cpu"
+    )
     shared = local and cached
     if shared and jax.process_index() > 0:
         client.blocking_key_value_get(f"jaxdist/compiled/{what}", 1000 * _FOREVER_S)
@@ -210,17 +264,23 @@ def detect_launcher(environ: Mapping[str, str]) -> str | None:
     """Returns what started this process as one of several, or None.
 
     Raises:
-      ConfigError: torchrun's variables are not whole, or say something else than a scheduler's.
+      ConfigError: torchrun's variables are not whole, or say something else than a
+        scheduler's.
     """
     if "JAXDIST_COORDINATOR" in environ:  # whatever else the environment says
         return LAUNCH
     if find_torchrun(environ):
         return TORCHRUN
     launchers = {
-        # srun sets the step's variables; a batch script on its own is one process of no group.
-        "Slurm": int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_NODELIST" in environ,
+        # srun sets the step's variables; a batch script on its own is one process of no
+        # group.
+        "Slurm": int(environ.get("SLURM_NTASKS", "1")) > 1
+        and "SLURM_STEP_NODELIST" in environ,
         "Open MPI": int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1,
-        "Kubernetes": "JOB_COMPLETION_INDEX" in environ and "KUBERNETES_SERVICE_HOST" in environ,
+        "Kubernetes": "JOB_COMPLETION_INDEX" in environ
+        and "KUBERNETES_SERVICE_HOST" in environ,
         "a multi-host TPU": "," in environ.get("TPU_WORKER_HOSTNAMES", ""),
     }
-    return next((launcher for launcher, is_found in launchers.items() if is_found), None)
+    return next(
+        (launcher for launcher, is_found in launchers.items() if is_found), None
+    )

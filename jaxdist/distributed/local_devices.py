@@ -1,4 +1,6 @@
-"""The devices and ports of the machine that an agent shares out among its processes. No jax."""
+"""The devices and ports of the machine that an agent shares out among its processes. No
+jax.
+"""
 
 import re
 import socket
@@ -22,8 +24,9 @@ def device_environment(
 ) -> dict[str, str]:
     """Returns the variables that give a process its part of the node's devices.
 
-    CPUs are emulated, `devices` for each process (None: as the environment says). Of the visible
-    GPUs slot s has the s-th part: `devices` of them, or an equal share of all.
+    CPUs are emulated, `devices` for each process (None: as the environment says). Of
+    the visible GPUs slot s has the s-th part: `devices` of them, or an equal share of
+    all.
 
     Raises:
       ConfigError: there are too few GPUs, or several processes would share TPUs.
@@ -32,12 +35,20 @@ def device_environment(
     if platform == "cpu":
         if devices is None:
             return {}
-        flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", environ.get("XLA_FLAGS", ""))
-        return {"XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}".strip()}
+        flags = re.sub(
+            r"--xla_force_host_platform_device_count=\d+",
+            "",
+            environ.get("XLA_FLAGS", ""),
+        )
+        return {
+            "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}".strip()
+        }
     if slots == 1 and devices is None:
         return {}
     if platform == "tpu":
-        raise ConfigError("one process has all TPUs of a host: give --processes 1, no --devices-per-process")
+        raise ConfigError(
+            "one process has all TPUs of a host: give --processes 1, no --devices-per-process"
+        )
     visible = visible_gpus(environ)
     share = devices or len(visible) // slots
     if not 0 < share * slots <= len(visible):
@@ -45,11 +56,21 @@ def device_environment(
             f"--processes {slots} x --devices-per-process {devices or 1} need {slots * (devices or 1)} GPUs, "
             f"there are {len(visible)}; lower one of them"
         )
-    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[slot * share : (slot + 1) * share])}
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(visible[slot * share : (slot + 1) * share])
+    }
 
 
-def visible_gpus(environ: Mapping[str, str], folder: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """Returns the names of the GPUs that a process here would see: CUDA_VISIBLE_DEVICES, or all."""
+def visible_gpus(
+    environ: Mapping[str, str], folder: Path = Path("/proc/driver/nvidia/gpus")
+) -> list[str]:
+    """Returns the names of the GPUs that a process here would see:
+    CUDA_VISIBLE_DEVICES, or all.
+    """
     if "CUDA_VISIBLE_DEVICES" in environ:
-        return [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+        return [
+            name.strip()
+            for name in environ["CUDA_VISIBLE_DEVICES"].split(",")
+            if name.strip()
+        ]
     return [str(number) for number, _ in enumerate(folder.glob("*"))]

@@ -1,7 +1,8 @@
-"""What slows or breaks the network of a run on this machine, each fault with its cure; `doctor` prints them.
+"""What slows or breaks the network of a run on this machine, each fault with its cure;
+`doctor` prints them.
 
-Facts: NVIDIA's NCCL user guide and NCCL's sources of 2026; gloo, as jax 0.10.2 has it (tried with a name in
-/etc/hosts).
+Facts: NVIDIA's NCCL user guide and NCCL's sources of 2026; gloo, as jax 0.10.2 has it
+(tried with a name in /etc/hosts).
 """
 
 import contextlib
@@ -18,15 +19,16 @@ from jaxdist.distributed.cluster import ClusterInfo, find_cluster
 from jaxdist.hardware.network import Limits, Machine
 from jaxdist.telemetry.units import gib_text
 
-# NVIDIA's user guide asks for --shm-size=1g in containers; docker's default, 64 MiB, is too little for any
-# program that shares memory.
+# NVIDIA's user guide asks for --shm-size=1g in containers; docker's default, 64 MiB, is
+# too little for any program that shares memory.
 _NCCL_SHM, _DOCKER_SHM = 2**30, 2**26
-# Process 0 has a connection to each process, and NCCL over TCP one for each channel and peer: 1,024, the
-# default of most systems, is used up by some hundred. Fewer processes without GPUs need no more than that,
-# nor does a machine that is alone.
+# Process 0 has a connection to each process, and NCCL over TCP one for each channel and
+# peer: 1,024, the default of most systems, is used up by some hundred. Fewer processes
+# without GPUs need no more than that, nor does a machine that is alone.
 _OPEN_FILES, _OPEN_FILES_OF_FEW, _FEW = 4096, 1024, 100
-# What NCCL registers of the host's memory is far below this; limits of a share of the memory, as systemd and
-# sites set them, are far above, the kernel's and docker's of at most 64 MiB far below.
+# What NCCL registers of the host's memory is far below this; limits of a share of the
+# memory, as systemd and sites set them, are far above, the kernel's and docker's of at
+# most 64 MiB far below.
 _NCCL_LOCKED = 2**32
 _MAX_CLOCK_ERROR_S = 1.0  # as between machines, see `resilience/preflight.py`
 
@@ -55,29 +57,44 @@ class _Node(Machine):
     @property
     def is_one_of_several(self) -> bool:
         """Whether other machines have processes of the run."""
-        is_alone = self.cluster.launcher == "Slurm" and self.environ.get("SLURM_STEP_NUM_NODES") == "1"
-        return self.cluster.number > 1 and not is_alone and not _is_loopback(self.cluster.host)
+        is_alone = (
+            self.cluster.launcher == "Slurm"
+            and self.environ.get("SLURM_STEP_NUM_NODES") == "1"
+        )
+        return (
+            self.cluster.number > 1
+            and not is_alone
+            and not _is_loopback(self.cluster.host)
+        )
 
     @property
     def talks_to_hosts(self) -> bool:
-        """Whether NCCL would send to other machines: there are some, or a network for it."""
+        """Whether NCCL would send to other machines: there are some, or a network for
+        it.
+        """
         return self.gpus > 0 and (self.is_one_of_several or bool(self.rdma))
 
 
-def network_faults(root: Path, environ: Mapping[str, str], limits: Limits) -> list[Fault]:
-    """Returns what is wrong for the run that this environment would start; [] where all is well.
+def network_faults(
+    root: Path, environ: Mapping[str, str], limits: Limits
+) -> list[Fault]:
+    """Returns what is wrong for the run that this environment would start; [] where all
+    is well.
 
-    A check is silent where it does not apply: those of NCCL without GPUs, of several machines on a lone one
-    (but for the clock: a run may go on on another).
+    A check is silent where it does not apply: those of NCCL without GPUs, of several
+    machines on a lone one (but for the clock: a run may go on on another).
 
     Args:
-      root: below which /sys, /proc, /etc, /dev and /opt lie; no tree and no environment raises.
+      root: below which /sys, /proc, /etc, /dev and /opt lie; no tree and no environment
+        raises.
     """
     node = _Node(root, environ, limits)
-    return [Fault(check, *found) for check, find in CHECKS.items() for found in find(node)]
+    return [
+        Fault(check, *found) for check, find in CHECKS.items() for found in find(node)
+    ]
 
 
-# --- checks: each yields (what is wrong, cure) -----------------------------------------------------
+# --- checks: each yields (what is wrong, cure) ----------------------------------------
 
 Found = Iterator[tuple[str, str]]
 
@@ -91,7 +108,10 @@ def _is_on(node: _Node, name: str) -> str:
 def _nccl_ib_disabled(node: _Node) -> Found:
     others = [device for device in node.rdma if device not in node.efa]
     if node.gpus and others and (setting := _is_on(node, "NCCL_IB_DISABLE")):
-        yield f"{setting}: NCCL leaves {_few(others)} alone and sends over TCP", "unset NCCL_IB_DISABLE"
+        yield (
+            f"{setting}: NCCL leaves {_few(others)} alone and sends over TCP",
+            "unset NCCL_IB_DISABLE",
+        )
 
 
 def _nccl_socket(node: _Node) -> Found:
@@ -119,31 +139,55 @@ def _nccl_shm_disabled(node: _Node) -> Found:
 
 
 def _nccl_interface(node: _Node) -> Found:
-    """As NCCL matches names: prefixes, or whole names after "="; "^" takes all others, loopback too."""
+    """As NCCL matches names: prefixes, or whole names after "="; "^" takes all others,
+    loopback too.
+    """
     value, where = node.nccl.get("NCCL_SOCKET_IFNAME", ("", ""))
-    if len(value) < 2 or not node.interfaces or not (node.gpus > 1 or node.talks_to_hosts):
+    if (
+        len(value) < 2
+        or not node.interfaces
+        or not (node.gpus > 1 or node.talks_to_hosts)
+    ):
         return
     text = value.removeprefix("^")
     words, is_exact = text.removeprefix("=").split(","), text.startswith("=")
 
     def matches(name: str) -> bool:
-        return any(name == word if is_exact else name.startswith(word) for word in words if word)
+        return any(
+            name == word if is_exact else name.startswith(word)
+            for word in words
+            if word
+        )
 
     taken = [i for i in node.interfaces if matches(i.name) != value.startswith("^")]
     others = [i.name for i in node.interfaces if i.is_up and i.name != "lo"]
     cure = f"name the one that reaches the other hosts: {_few(others) or 'none is up'}"
     setting = f"NCCL_SOCKET_IFNAME={value}{where}"
     if not taken:
-        yield f"{setting} matches no interface of this machine: NCCL does not start", cure
+        yield (
+            f"{setting} matches no interface of this machine: NCCL does not start",
+            cure,
+        )
     elif not any(i.is_up for i in taken):
-        yield f"{setting}: {_few([i.name for i in taken])} is down: NCCL does not start", cure
+        yield (
+            f"{setting}: {_few([i.name for i in taken])} is down: NCCL does not start",
+            cure,
+        )
     elif node.is_one_of_several and any(i.name == "lo" for i in taken):
-        yield f"{setting} takes loopback (lo), over which no other host is reached", cure
+        yield (
+            f"{setting} takes loopback (lo), over which no other host is reached",
+            cure,
+        )
 
 
 def _nccl_interface_unset(node: _Node) -> Found:
-    """NCCL takes those named ib*, else all but docker*, lo and virbr*; beside RDMA cards the first alone."""
-    if not node.talks_to_hosts or len(node.nccl.get("NCCL_SOCKET_IFNAME", ("", ""))[0]) > 1:
+    """NCCL takes those named ib*, else all but docker*, lo and virbr*; beside RDMA
+    cards the first alone.
+    """
+    if (
+        not node.talks_to_hosts
+        or len(node.nccl.get("NCCL_SOCKET_IFNAME", ("", ""))[0]) > 1
+    ):
         return
     skipped = ("docker", "lo", "virbr")
     taken = [i for i in node.interfaces if i.is_up and not i.name.startswith(skipped)]
@@ -159,7 +203,13 @@ def _nccl_interface_unset(node: _Node) -> Found:
 
 def _rdma_missing(node: _Node) -> Found:
     cards = node.rdma_cards
-    if node.gpus and node.is_one_of_several and cards and not node.rdma and node.plugin is None:
+    if (
+        node.gpus
+        and node.is_one_of_several
+        and cards
+        and not node.rdma
+        and node.plugin is None
+    ):
         yield (
             f"RDMA cards ({_few(cards)}) have no driver (/sys/class/infiniband), and NCCL has no network "
             f"plugin: it sends to other hosts over TCP",
@@ -168,7 +218,9 @@ def _rdma_missing(node: _Node) -> Found:
 
 
 def _rdma_container(node: _Node) -> Found:
-    given = [name for name in node.names("/dev/infiniband") if name.startswith("uverbs")]
+    given = [
+        name for name in node.names("/dev/infiniband") if name.startswith("uverbs")
+    ]
     if node.gpus and node.rdma and not given:
         yield (
             f"{_few(node.rdma)} are here, but /dev/infiniband/uverbs* are not: NCCL sends over TCP",
@@ -188,13 +240,18 @@ def _efa_driver(node: _Node) -> Found:
 def _nccl_plugin(node: _Node) -> Found:
     if not node.talks_to_hosts or node.plugin:
         return
-    folders = [folder for folder in node.plugin_folders if node.efa or "ofi-nccl" not in folder]
+    folders = [
+        folder for folder in node.plugin_folders if node.efa or "ofi-nccl" not in folder
+    ]
     path = f"LD_LIBRARY_PATH={folders[0]}:$LD_LIBRARY_PATH" if folders else ""
     asked = "".join(node.nccl.get("NCCL_NET_PLUGIN", ("", "")))
     if node.efa:
         what = f"NCCL_NET_PLUGIN={asked}" if asked else "libnccl-net.so of aws-ofi-nccl"
         fault = f"the loader does not find {what}: NCCL sends over TCP and not over EFA"
-        yield fault, f"{path or 'install aws-ofi-nccl'}; NCCL_DEBUG=INFO then says NET/OFI"
+        yield (
+            fault,
+            f"{path or 'install aws-ofi-nccl'}; NCCL_DEBUG=INFO then says NET/OFI",
+        )
     elif path:
         yield (
             f"NCCL's network plugin lies in {folders[0]}, where the loader does not look",
@@ -203,8 +260,8 @@ def _nccl_plugin(node: _Node) -> Found:
 
 
 def _ib_port(node: _Node) -> Found:
-    """A card with one active port is in order. Ethernet cards, and all of a lone machine, may be unused: not
-    one among its like.
+    """A card with one active port is in order. Ethernet cards, and all of a lone
+    machine, may be unused: not one among its like.
     """
     active = [port for port in node.ports if port.state.startswith("4:")]
     working = {port.slot for port in active}
@@ -214,10 +271,15 @@ def _ib_port(node: _Node) -> Found:
         for port in node.ports
         if port.slot not in working
         and port.state
-        and (port.board in boards or (node.is_one_of_several and port.layer != "Ethernet"))
+        and (
+            port.board in boards
+            or (node.is_one_of_several and port.layer != "Ethernet")
+        )
     ]
     if bad:
-        states = ", ".join(f"{port} is {port.state} ({port.physical})" for port in bad[:8])
+        states = ", ".join(
+            f"{port} is {port.state} ({port.physical})" for port in bad[:8]
+        )
         yield (
             f"RDMA ports are not active: {states}{' ...' if len(bad) > 8 else ''}",
             "DOWN: cable, switch; INIT, ARMED: the subnet manager does not answer; or leave it out of "
@@ -230,7 +292,9 @@ def _ib_rate(node: _Node) -> Found:
     best: dict[tuple[str, str], float] = {}
     active = [port for port in node.ports if port.state.startswith("4:") and port.rate]
     for port in active:
-        best[port.board, port.layer] = max(port.rate, best.get((port.board, port.layer), 0))
+        best[port.board, port.layer] = max(
+            port.rate, best.get((port.board, port.layer), 0)
+        )
     slow = [port for port in active if port.rate < best[port.board, port.layer]]
     if slow:
         rates = ", ".join(f"{port} has {port.rate:g}" for port in slow[:8])
@@ -244,7 +308,11 @@ def _ib_rate(node: _Node) -> Found:
 def _shm(node: _Node) -> Found:
     size, free = node.limits.shm_bytes, node.limits.shm_free_bytes
     joins = node.gpus > 1 or (node.gpus and node.is_one_of_several)
-    if size is None or free is None or not (free < _NCCL_SHM if joins else size <= _DOCKER_SHM):
+    if (
+        size is None
+        or free is None
+        or not (free < _NCCL_SHM if joins else size <= _DOCKER_SHM)
+    ):
         return
     need = "NCCL needs 1 GiB" if joins else "data workers need more"
     yield (
@@ -285,7 +353,11 @@ def _clock(node: _Node) -> Found:
     clock = node.limits.clock
     if clock is None or (clock.is_kept and clock.max_error_s <= _MAX_CLOCK_ERROR_S):
         return
-    what = f"may be {clock.max_error_s:.3g} s off" if clock.is_kept else "is kept by no time service"
+    what = (
+        f"may be {clock.max_error_s:.3g} s off"
+        if clock.is_kept
+        else "is kept by no time service"
+    )
     yield (
         f"by the kernel's word this machine's clock {what}: times of events and leases are compared between "
         f"machines",
@@ -308,7 +380,11 @@ def _hostname_loopback(node: _Node) -> Found:
 
 def _coordinator_loopback(node: _Node) -> Found:
     cluster = node.cluster
-    if cluster.launcher == "its environment" and cluster.number > 1 and _is_loopback(cluster.host):
+    if (
+        cluster.launcher == "its environment"
+        and cluster.number > 1
+        and _is_loopback(cluster.host)
+    ):
         yield (
             f"{cluster.number} agents meet at {cluster.host}: those of other machines look for it on their "
             f"own",
@@ -327,7 +403,9 @@ def _size(num_bytes: int) -> str:
 
 
 def _few(names: list[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(names[:most]) + (
+        f" and {len(names) - most} more" if len(names) > most else ""
+    )
 
 
 CHECKS: Mapping[str, Callable[[_Node], Found]] = {

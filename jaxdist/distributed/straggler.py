@@ -12,28 +12,35 @@ import jax
 
 from jaxdist.distributed import coordination
 
-_ROWS, _ENOUGH, _ENOUGH_S = 20, 5, 1.0  # of metrics that a pace is measured over; that make an event
+# of metrics that a pace is measured over; that make an event
+_ROWS, _ENOUGH, _ENOUGH_S = 20, 5, 1.0
 
 
 class Pace:
-    """Says at each row of metrics which process has held up the others, from their own clocks.
+    """Says at each row of metrics which process has held up the others, from their own
+    clocks.
 
-    A process that is late waits less for its devices than those that wait for it. So its time outside
-    that wait is what counts: data, host work, an interpreter that was not running. (A slow chip does
-    not show: all devices end together.)
+    A process that is late waits less for its devices than those that wait for it. So
+    its time outside that wait is what counts: data, host work, an interpreter that was
+    not running. (A slow chip does not show: all devices end together.)
     """
 
     def __init__(self, event: Callable[..., None]) -> None:
         self._event, self._last = event, -1  # the last that lagged
-        self.held_s = 0.0  # of the last row's seconds: what this process waited for one that lags
+        # of the last row's seconds: what this process waited for one that lags
+        self.held_s = 0.0
         self._board = coordination.Board("pace")
         self._begun = False
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=_ROWS)
 
-    def row(self, step: int, *, steps: int, seconds: float, waited_s: float) -> dict[str, Any]:
-        """Tells the others; returns fields for the first process's row, {} on others and for a lone one.
+    def row(
+        self, step: int, *, steps: int, seconds: float, waited_s: float
+    ) -> dict[str, Any]:
+        """Tells the others; returns fields for the first process's row, {} on others
+        and for a lone one.
 
-        What the others have said may be a row old: nobody waits. One that lags makes an event.
+        What the others have said may be a row old: nobody waits. One that lags makes an
+        event.
 
         Args:
           step: the newest of the row.
@@ -41,12 +48,16 @@ class Pace:
           waited_s: seconds of them that this process waited for its devices.
         """
         self.held_s = 0.0
-        if self._board.client is None or not self._begun:  # the first steps of a program are no measure
+        # the first steps of a program are no measure
+        if self._board.client is None or not self._begun:
             self._begun = True
             return {}
-        # Rows come in bursts, when a pause looks at all steps under way: some together tell more.
+        # Rows come in bursts, when a pause looks at all steps under way: some together
+        # tell more.
         self._recent.append((steps, seconds, seconds - waited_s))
-        number, time_s, busy_s = (sum(column) for column in zip(*self._recent, strict=True))
+        number, time_s, busy_s = (
+            sum(column) for column in zip(*self._recent, strict=True)
+        )
         try:
             self._board.put(busy_s / number)
             busy_s_of = self._board.values() if jax.process_index() == 0 else {}
@@ -55,32 +66,47 @@ class Pace:
         if not busy_s_of:
             return {}
         fields = slowest(busy_s_of)
-        process, excess_s = fields["slowest_process"], fields["slowest_busy_s"] - fields["median_busy_s"]
+        process, excess_s = (
+            fields["slowest_process"],
+            fields["slowest_busy_s"] - fields["median_busy_s"],
+        )
         is_known = len(self._recent) >= _ENOUGH and time_s >= _ENOUGH_S
         lags = is_known and excess_s > 0.2 * time_s / number
         if lags and process != self._last:
             self._event("straggler", step, process=process, **fields)
         self._last = process if lags else -1
         if lags and process != jax.process_index():
-            self.held_s = min(waited_s, steps * max(0.0, fields["slowest_busy_s"] - busy_s / number))
+            self.held_s = min(
+                waited_s, steps * max(0.0, fields["slowest_busy_s"] - busy_s / number)
+            )
         return fields
 
 
 def slowest(busy_s: Mapping[int, float]) -> dict[str, Any]:
-    """Returns the process that was busy longest, its seconds per step, and the (lower) median."""
+    """Returns the process that was busy longest, its seconds per step, and the (lower)
+    median.
+    """
     process = max(busy_s, key=lambda number: busy_s[number])
     median = sorted(busy_s.values())[(len(busy_s) - 1) // 2]
-    return {"slowest_process": process, "slowest_busy_s": busy_s[process], "median_busy_s": median}
+    return {
+        "slowest_process": process,
+        "slowest_busy_s": busy_s[process],
+        "median_busy_s": median,
+    }
 
 
-# --- slow steps -----------------------------------------------------------------------------------
+# --- slow steps -----------------------------------------------------------------------
 
 _WINDOW, _EVERY = 16, 4  # steps whose median is the pace; steps between two looks at it
 _LOOKS, _LEARNT = 64, 4  # looks at paces that tell what is usual; how many are enough
 _SLOW, _USUAL = 1.5, 1.25  # times the usual pace: an event from here on, and its end
 _LONG_S = 0.5  # that a window must have lasted: shorter pauses are the machine's own
-_ANSWER = 8  # steps that other processes have to say what they see, where nothing explains a slowdown
-_RECENT = 48  # steps that what they have said holds: the one that is slow sees it first, by its queues
+# steps that other processes have to say what they see, where nothing explains a
+# slowdown
+_ANSWER = 8
+# steps that what they have said holds: the one that is slow sees it first, by its
+# queues
+_RECENT = 48
 _KEPT = 512  # slow steps after which their pace is the usual one
 
 
@@ -107,16 +133,19 @@ class Parts:
     step: float
     data: float  # waited for its batch
     host: float  # other work of its own
-    devices: float  # waited for devices: its own, or those that wait for another process
+    # waited for devices: its own, or those that wait for another process
+    devices: float
 
 
 class StepAlarm:
-    """Learns how long a step takes; a lasting slowdown is an event `slow_steps` that names its cause.
+    """Learns how long a step takes; a lasting slowdown is an event `slow_steps` that
+    names its cause.
 
-    The pace is a median of 16 steps, so one slow step is none. Steps are timed twice, where they are
-    started and where they are recorded, and the slower pace counts: after a pause of the loop some are
-    started at once, before one some are recorded at once. With several processes each says what it
-    sees; the first blames the one whose own work grew most, or, where no process's did, devices.
+    The pace is a median of 16 steps, so one slow step is none. Steps are timed twice,
+    where they are started and where they are recorded, and the slower pace counts:
+    after a pause of the loop some are started at once, before one some are recorded at
+    once. With several processes each says what it sees; the first blames the one whose
+    own work grew most, or, where no process's did, devices.
     """
 
     def __init__(
@@ -157,7 +186,8 @@ class StepAlarm:
         """Says that a step has just been started. All processes make the same calls.
 
         Args:
-          data_s, devices_s: that this process has waited for batches and for devices, in all.
+          data_s, devices_s: that this process has waited for batches and for devices,
+          in all.
         """
         self._started.lap(self._clock())
         self._waits.append((data_s, devices_s))
@@ -187,7 +217,11 @@ class StepAlarm:
 
     def _parts(self) -> Parts:
         (data, devices), (data_then, devices_then) = self._waits[-1], self._waits[0]
-        paces = [statistics.median(laps.recent) for laps in (self._started, self._recorded) if laps.recent]
+        paces = [
+            statistics.median(laps.recent)
+            for laps in (self._started, self._recorded)
+            if laps.recent
+        ]
         waited = (data - data_then) / _WINDOW, (devices - devices_then) / _WINDOW
         host = max(0.0, statistics.fmean(self._started.recent) - sum(waited))
         return Parts(max(paces), waited[0], host, waited[1])
@@ -196,12 +230,18 @@ class StepAlarm:
         if len(self._looks) < _LEARNT:
             return None
         names = ("step", *_PARTS)
-        return Parts(*(statistics.median(getattr(look, name) for look in self._looks) for name in names))
+        return Parts(
+            *(
+                statistics.median(getattr(look, name) for look in self._looks)
+                for name in names
+            )
+        )
 
     def _share(self, step: int, now: Parts, usual: Parts) -> None:
         """Tells the first process what has grown in this one, and again while it lasts.
 
-        The first steps that are slow are few of a window: what came before them may have grown as much.
+        The first steps that are slow are few of a window: what came before them may
+        have grown as much.
         """
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if not self._is_alone():
@@ -211,21 +251,35 @@ class StepAlarm:
         return self._board.client is None
 
     def _name_cause(self, step: int, now: Parts, usual: Parts) -> None:
-        """Writes the event once a process's own work explains the slowdown, or all had time to tell of it."""
+        """Writes the event once a process's own work explains the slowdown, or all had
+        time to tell of it.
+        """
         assert self._report_by is not None
         grown: dict[int, Mapping[str, float]] = {0: _grown(now, usual)}
         if not self._is_alone():
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 told = self._board.values()
-                grown |= {n: said for n, said in told.items() if n and said["step"] >= step - _RECENT}
+                grown |= {
+                    n: said
+                    for n, said in told.items()
+                    if n and said["step"] >= step - _RECENT
+                }
         process, phase = blamed(grown, alone=self._is_alone())
         if phase == "devices" and step < self._report_by:
             return
         self._report_by = None
         times = {"step_s": now.step, "usual_step_s": usual.step}
         self._event("slow_steps", step, process=process, phase=phase, **times)
-        who = "" if process is None else "its " if self._is_alone() else f"process {process}'s "
-        what = {"data": "data", "host": "own work, beside data and devices"}.get(phase, "devices")
+        who = (
+            ""
+            if process is None
+            else "its "
+            if self._is_alone()
+            else f"process {process}'s "
+        )
+        what = {"data": "data", "host": "own work, beside data and devices"}.get(
+            phase, "devices"
+        )
         self._note(
             f"step {step}: steps take {1e3 * now.step:.0f} ms, usual are {1e3 * usual.step:.0f} ms; "
             f"what takes longer: {who}{what}"
@@ -236,12 +290,16 @@ def _grown(now: Parts, usual: Parts) -> dict[str, float]:
     return {name: getattr(now, name) - getattr(usual, name) for name in _PARTS}
 
 
-def blamed(grown: Mapping[int, Mapping[str, float]], *, alone: bool) -> tuple[int | None, str]:
-    """Returns which process holds up a step, and what it does: "data", "host" or "devices".
+def blamed(
+    grown: Mapping[int, Mapping[str, float]], *, alone: bool
+) -> tuple[int | None, str]:
+    """Returns which process holds up a step, and what it does: "data", "host" or
+    "devices".
 
     Args:
-      grown: by process, by how many seconds a step each of `_PARTS` takes longer than usual. Where no
-        process's own work is the most of it, devices are slow: of several processes nobody knows whose.
+      grown: by process, by how many seconds a step each of `_PARTS` takes longer than
+        usual. Where no process's own work is the most of it, devices are slow: of
+        several processes nobody knows whose.
       alone: whether there is one process only.
     """
 

@@ -1,4 +1,6 @@
-"""What a trained run is scored on: its own held-out documents, cut as asked for, or a caller's arrays."""
+"""What a trained run is scored on: its own held-out documents, cut as asked for, or a
+caller's arrays.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -21,16 +23,19 @@ def open_set(
     validation_tokens: int | None = None,
     stride: int | None = None,
 ) -> Dataset:
-    """Returns the held-out set of the run in `folder`, or arrays; see `TrainedRun.evaluate`.
+    """Returns the held-out set of the run in `folder`, or arrays; see
+    `TrainedRun.evaluate`.
 
     Raises:
-      ConfigError: nothing is held out; data of another kind than the model was trained on; a stride that is
-        none.
+      ConfigError: nothing is held out; data of another kind than the model was trained
+        on; a stride that is none.
     """
     if stride is not None:
         check_stride(config, stride, data)
         if config.data.source == "bin":
-            log("stride: token files (data.source=bin) do not tell documents apart; windows slide over files")
+            log(
+                "stride: token files (data.source=bin) do not tell documents apart; windows slide over files"
+            )
     if data is not None:
         return open_held_out(data, like=config.data.path, size=config.batch.global_size)
     if config.data.source == "given":
@@ -44,8 +49,12 @@ def open_set(
     return build.open_data(config, folder, log, stride=stride)
 
 
-def check_stride(config: RunConfig, stride: int, data: Mapping[str, Any] | None = None) -> None:
-    """Raises ConfigError if held-out data cannot be scored in windows that move by so many tokens."""
+def check_stride(
+    config: RunConfig, stride: int, data: Mapping[str, Any] | None = None
+) -> None:
+    """Raises ConfigError if held-out data cannot be scored in windows that move by so
+    many tokens.
+    """
     if data is not None or not config.data.is_text:
         raise ConfigError(
             f"stride={stride}: windows slide over documents of tokens, and "
@@ -55,6 +64,8 @@ def check_stride(config: RunConfig, stride: int, data: Mapping[str, Any] | None 
 
 
 def check_range(stride: int | None, longest: int, meaning: str) -> None:
-    """Raises ConfigError if windows of `longest` tokens, `meaning`, cannot move by so many."""
+    """Raises ConfigError if windows of `longest` tokens, `meaning`, cannot move by so
+    many.
+    """
     if stride is not None and not 1 <= stride <= longest:
         raise ConfigError(f"stride={stride}: required 1 to {longest}, {meaning}")

@@ -1,4 +1,6 @@
-"""A trained run on the devices at hand: a mesh and a batch that fit them, the weights alone."""
+"""A trained run on the devices at hand: a mesh and a batch that fit them, the weights
+alone.
+"""
 
 import contextlib
 import dataclasses
@@ -18,15 +20,20 @@ from jaxdist.trainer.run_config import Build, RunConfig
 
 
 def fitted(
-    config: RunConfig, devices: list[jax.Device], mesh: MeshConfig | None, maker: Build | None = None
+    config: RunConfig,
+    devices: list[jax.Device],
+    mesh: MeshConfig | None,
+    maker: Build | None = None,
 ) -> tuple[RunConfig, Rules, ModelSpec]:
     """Returns the run's config with a mesh and a batch that fit these devices.
 
     Args:
-      mesh: default: the run's own, the stages of a pipeline as fsdp; else all as fsdp; else all as data.
+      mesh: default: the run's own, the stages of a pipeline as fsdp; else all as fsdp;
+        else all as data.
 
     Raises:
-      ConfigError: none does, and the faults are those of the last mesh tried; a mesh with a pipeline.
+      ConfigError: none does, and the faults are those of the last mesh tried; a mesh
+        with a pipeline.
     """
     if mesh and mesh.pipeline != 1:  # one text at a time fills none
         raise ConfigError(
@@ -35,24 +42,40 @@ def fitted(
         )
     own, stages = config.mesh, config.mesh.pipeline
     if stages > 1:
-        own = dataclasses.replace(own, pipeline=1, fsdp=own.fsdp * stages if own.fsdp > 0 else own.fsdp)
-    meshes = [mesh] if mesh else [own, MeshConfig(data=1, fsdp=len(devices)), MeshConfig()]
+        own = dataclasses.replace(
+            own, pipeline=1, fsdp=own.fsdp * stages if own.fsdp > 0 else own.fsdp
+        )
+    meshes = (
+        [mesh] if mesh else [own, MeshConfig(data=1, fsdp=len(devices)), MeshConfig()]
+    )
     # On another mesh the heads may not divide; auto is the same where they do.
     form = "auto" if config.context.attention == "heads" else config.context.attention
-    config = dataclasses.replace(config, context=dataclasses.replace(config.context, attention=form))
+    config = dataclasses.replace(
+        config, context=dataclasses.replace(config.context, attention=form)
+    )
     part = config.batch.global_size // config.batch.accumulation
-    rows = -(-part // len(devices)) * len(devices)  # any number of batch shards divides it
+    # any number of batch shards divides it
+    rows = -(-part // len(devices)) * len(devices)
     batch = dataclasses.replace(config.batch, global_size=rows, accumulation=1)
     # What is trained in 8-bit floats is read in the compute dtype, by any device.
-    precision = dataclasses.replace(config.precision, matmul="compute", fp8_small_kernels=False)
+    precision = dataclasses.replace(
+        config.precision, matmul="compute", fp8_small_kernels=False
+    )
     if any(precisions.device_faults(precision, devices[0])):
         precision = dataclasses.replace(precision, compute="bfloat16")
 
     def validated(mesh: MeshConfig) -> tuple[RunConfig, Rules, ModelSpec]:
         fitted = dataclasses.replace(
-            config, mesh=mesh, batch=batch, precision=precision, offload=OffloadConfig(), remat=RematConfig()
+            config,
+            mesh=mesh,
+            batch=batch,
+            precision=precision,
+            offload=OffloadConfig(),
+            remat=RematConfig(),
         )
-        _, rules, spec = validation.validate(fitted, devices, with_data=False, build=maker)
+        _, rules, spec = validation.validate(
+            fitted, devices, with_data=False, build=maker
+        )
         return fitted, rules, spec
 
     for choice in meshes[:-1]:
@@ -62,10 +85,14 @@ def fitted(
 
 
 def weights_alone(state: State) -> State:
-    """Returns of an abstract state what the forward pass needs, laid out like the parameters."""
+    """Returns of an abstract state what the forward pass needs, laid out like the
+    parameters.
+    """
     if state.ema is None:
         return state._replace(opt_state=None)
     average = jax.tree.map(
-        lambda e, p: jax.ShapeDtypeStruct(e.shape, e.dtype, sharding=p.sharding), state.ema, state.trainable
+        lambda e, p: jax.ShapeDtypeStruct(e.shape, e.dtype, sharding=p.sharding),
+        state.ema,
+        state.trainable,
     )
     return state._replace(trainable=None, opt_state=None, ema=average)

@@ -1,7 +1,8 @@
-"""A trained run, from its workdir onto the devices at hand: writes text, scores held-out text.
+"""A trained run, from its workdir onto the devices at hand: writes text, scores
+held-out text.
 
-Of a checkpoint only the weights are read (the moving average, where there is one), straight into
-the shardings of any legal mesh.
+Of a checkpoint only the weights are read (the moving average, where there is one),
+straight into the shardings of any legal mesh.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from jaxdist.config import ConfigError, is_text
 from jaxdist.data import Tokenizer, load_tokenizer
 from jaxdist.data.chat import ChatEncoder, Messages, open_encoder
 from jaxdist.evaluation import held_out_set, layout
-from jaxdist.inference.decoding import Generation, SamplingConfig, TokenGenerator, longest_text, until_stop
+from jaxdist.inference.decoding import (
+    Generation,
+    SamplingConfig,
+    TokenGenerator,
+    longest_text,
+    until_stop,
+)
 from jaxdist.inference.scoring import Scorer, build_scorer, windows
 from jaxdist.parallel.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.sharding import Rules
@@ -70,22 +77,24 @@ def load_run(
     trust_code: bool | None = None,
     model: Model | None = None,
 ) -> TrainedRun:
-    """Returns the run of a workdir with the weights of `step`, or of the newest usable checkpoint.
+    """Returns the run of a workdir with the weights of `step`, or of the newest usable
+    checkpoint.
 
     Args:
       step: "best": the one that checkpoint.keep_best has kept.
-      mesh: default: the run's own (a pipeline's stages as fsdp) where it fits the devices, else all as
-        fsdp, else all as data. With `context` devices share out prompts and the cache.
+      mesh: default: the run's own (a pipeline's stages as fsdp) where it fits the
+        devices, else all as fsdp, else all as data. With `context` devices share out
+        prompts and the cache.
       devices: default: all.
       log: receives a line per event.
       target: the model.target that the run must have; its code is then trusted.
-      trust_code: whether to import the model's module because the run's config names it. None: only one
-        of jaxdist's, or one that is imported already.
+      trust_code: whether to import the model's module because the run's config names
+        it. None: only one of jaxdist's, or one that is imported already.
       model: of a run of `jaxdist.fit`: what was given to it, to make the model again.
 
     Raises:
-      ConfigError: no run there, a model whose code is not trusted, or a mesh that is not legal; weights of
-        another model than the one given.
+      ConfigError: no run there, a model whose code is not trusted, or a mesh that is
+        not legal; weights of another model than the one given.
       CheckpointError: no usable checkpoint.
     """
     folder = Path(folder)
@@ -95,19 +104,29 @@ def load_run(
     config, rules, spec = layout.fitted(config, devices, mesh, maker)
     # What was trained with a transformation of optax needs none here.
     optimizer = optax.identity() if config.optimizer.name == "given" else None
-    built = build.build_step(config, spec, build_mesh(config.mesh, devices), rules, optimizer=optimizer)
+    built = build.build_step(
+        config, spec, build_mesh(config.mesh, devices), rules, optimizer=optimizer
+    )
     checkpoints = workdir.checkpoints_folder(folder, config)
     run = workdir.own_identity(folder)
     step = best_step(checkpoints) if step == "best" else step
-    with CheckpointManager(checkpoints, config.checkpoint, mode="read", run=run) as store:
+    with CheckpointManager(
+        checkpoints, config.checkpoint, mode="read", run=run
+    ) as store:
         try:
-            restored = store.restore(layout.weights_alone(built.abstract_state), step, partial=True).state
+            restored = store.restore(
+                layout.weights_alone(built.abstract_state), step, partial=True
+            ).state
         except LayoutError as error:
-            raise ConfigError(f"model: the run in {folder} has another; {error.summary}") from error
+            raise ConfigError(
+                f"model: the run in {folder} has another; {error.summary}"
+            ) from error
         for bad, reason in store.bad_steps.items():
             log(f"checkpoint {bad} cannot be used: {reason}")
     state = restored._replace(trainable=restored.model_arrays[0], ema=None)
-    log(f"{folder}: step {int(state.step)}, {spec.parameter_count:,} parameters, {rules.shape}")
+    log(
+        f"{folder}: step {int(state.step)}, {spec.parameter_count:,} parameters, {rules.shape}"
+    )
     return TrainedRun(folder, config, spec, built, state, log)
 
 
@@ -119,7 +138,8 @@ class TrainedRun:
     config: RunConfig  # mesh and batch as they are here
     spec: ModelSpec
     built: TrainStep
-    state: State  # without optimizer state; trainable holds the average, where there is one
+    # without optimizer state; trainable holds the average, where there is one
+    state: State
     log: Callable[[str], None]
 
     @property
@@ -135,17 +155,25 @@ class TrainedRun:
         """The run's tokenizer.
 
         Raises:
-          ConfigError: its tokens were made elsewhere, or the tokenizer is not the model's.
+          ConfigError: its tokens were made elsewhere, or the tokenizer is not the
+            model's.
         """
         data = self.config.data
         if data.source in ("bin", "megatron", "given") and data.tokenizer == "bytes":
-            by_ids = "; or take generate_tokens, whose prompts are ids" if data.source == "given" else ""
+            by_ids = (
+                "; or take generate_tokens, whose prompts are ids"
+                if data.source == "given"
+                else ""
+            )
             raise ConfigError(
                 f"data.source={data.source}: these tokens were made elsewhere; set data.tokenizer "
                 f"in {self.folder / workdir.CONFIG} to the path of their tokenizer.json{by_ids}"
             )
         tokenizer = load_tokenizer(
-            data.tokenizer, folder=self.folder, cache=data.cache_folder(), special_tokens=data.special_tokens
+            data.tokenizer,
+            folder=self.folder,
+            cache=data.cache_folder(),
+            special_tokens=data.special_tokens,
         )
         vocab_size = self.config.vocab_size
         if vocab_size is not None and tokenizer.vocab_size > vocab_size:
@@ -173,11 +201,13 @@ class TrainedRun:
     ) -> list[list[Sample]]:
         """Returns `num_samples` continuations of each prompt.
 
-        They depend on the weights, the prompt, its number, the settings and the seed alone. Where
-        `sampling` has no end tokens, those of the tokenizer and its model are used.
+        They depend on the weights, the prompt, its number, the settings and the seed
+        alone. Where `sampling` has no end tokens, those of the tokenizer and its model
+        are used.
 
         Raises:
-          ConfigError: illegal settings, an empty prompt, a text longer than the model can hold.
+          ConfigError: illegal settings, an empty prompt, a text longer than the model
+            can hold.
         """
         self._check_decodes()
         rows = [self._encode(prompt) for prompt in prompts]
@@ -197,29 +227,48 @@ class TrainedRun:
         seed: int = 0,
         num_samples: int = 1,
     ) -> list[list[Sample]]:
-        """Returns `num_samples` answers of the assistant to each conversation, a list of messages.
+        """Returns `num_samples` answers of the assistant to each conversation, a list
+        of messages.
 
         A sample's text is the answer alone. See `generate` for the rest.
 
         Raises:
-          ConfigError: as `generate`; the tokenizer has no chat template, or it refuses the messages.
+          ConfigError: as `generate`; the tokenizer has no chat template, or it refuses
+            the messages.
           ImportError: naming the extra that templates need.
         """
         rows = [self._chats.prompt(messages) for messages in conversations]
-        options = {"sampling": self._ending_turns(sampling), "max_tokens": max_tokens, "seed": seed}
+        options = {
+            "sampling": self._ending_turns(sampling),
+            "max_tokens": max_tokens,
+            "seed": seed,
+        }
         return self._samples(
-            rows, lambda number, new: self._answer(rows[number], new), num_samples, **options
+            rows,
+            lambda number, new: self._answer(rows[number], new),
+            num_samples,
+            **options,
         )
 
     def _samples(
-        self, rows: list[np.ndarray], text_of: Callable[[int, np.ndarray], str], count: int, **options: Any
+        self,
+        rows: list[np.ndarray],
+        text_of: Callable[[int, np.ndarray], str],
+        count: int,
+        **options: Any,
     ) -> list[list[Sample]]:
-        """Returns `count` continuations of each row; `text_of` makes texts of row number and new tokens."""
+        """Returns `count` continuations of each row; `text_of` makes texts of row
+        number and new tokens.
+        """
         if count < 1:
             raise ConfigError(f"num_samples={count}: must be >= 1")
         numbers = range(count * len(rows))
-        answers = self._continued([rows[i // count] for i in numbers], numbers, **options)
-        samples = [Sample(text_of(i // count, answers[i].tokens), *answers[i]) for i in numbers]
+        answers = self._continued(
+            [rows[i // count] for i in numbers], numbers, **options
+        )
+        samples = [
+            Sample(text_of(i // count, answers[i].tokens), *answers[i]) for i in numbers
+        ]
         return [samples[i : i + count] for i in numbers[::count]]
 
     def _ending_turns(self, sampling: SamplingConfig | None) -> SamplingConfig:
@@ -239,7 +288,9 @@ class TrainedRun:
 
     def _check_decodes(self) -> None:
         if not hasattr(self.spec.model_class, "decode"):
-            raise ConfigError(f"the model {self.spec.model_class.__name__} has no decode method")
+            raise ConfigError(
+                f"the model {self.spec.model_class.__name__} has no decode method"
+            )
 
     def generate_tokens(
         self,
@@ -249,18 +300,27 @@ class TrainedRun:
         sampling: SamplingConfig | None = None,
         seed: int = 0,
     ) -> list[Generation]:
-        """Returns the ids that follow each prompt of ids: `generate` for a model whose tokens are your own.
+        """Returns the ids that follow each prompt of ids: `generate` for a model whose
+        tokens are your own.
 
         Raises:
           ConfigError: the model has no decode method; as `generate`.
         """
         weights, sampling = self.state.model_arrays, sampling or SamplingConfig()
-        return self._generate(weights, prompts, max_tokens=max_tokens, sampling=sampling, seed=seed)
+        return self._generate(
+            weights, prompts, max_tokens=max_tokens, sampling=sampling, seed=seed
+        )
 
     def _continued(
-        self, rows: list[np.ndarray], samples: Sequence[int], sampling: SamplingConfig | None, **options: Any
+        self,
+        rows: list[np.ndarray],
+        samples: Sequence[int],
+        sampling: SamplingConfig | None,
+        **options: Any,
     ) -> list[Generation]:
-        """Returns what follows each row of tokens, a batch at a time; options as of `TokenGenerator`."""
+        """Returns what follows each row of tokens, a batch at a time; options as of
+        `TokenGenerator`.
+        """
         sampling = sampling or SamplingConfig()
         if not sampling.end_tokens:
             sampling = dataclasses.replace(sampling, end_tokens=self.tokenizer.end_ids)
@@ -281,10 +341,11 @@ class TrainedRun:
         seed: int = 0,
         longest: int | None = None,
     ) -> list[str]:
-        """Returns what follows each prompt, without it, up to where the first of `stops` would begin.
+        """Returns what follows each prompt, without it, up to where the first of
+        `stops` would begin.
 
-        Tokens are those that `generate` draws. A prompt that leaves no room is cut off on the left; an
-        answer takes at most half of the longest text.
+        Tokens are those that `generate` draws. A prompt that leaves no room is cut off
+        on the left; an answer takes at most half of the longest text.
 
         Args:
           longest: tokens of prompt and answer; default: `longest`.
@@ -297,11 +358,14 @@ class TrainedRun:
         rows = [self._encode(prompt)[-(longest - most) :] for prompt in prompts]
         new = [np.zeros(0, np.int32) for _ in rows]
         texts, running, done = [""] * len(rows), list(range(len(rows))), 0
-        size = 32 if any(stops) else most  # new tokens before a look for a stop; doubled each time
+        # new tokens before a look for a stop; doubled each time
+        size = 32 if any(stops) else most
         while running:
             size = min(size, most - done)
             begun = [np.concatenate([rows[i], new[i]]) for i in running]
-            answers = self._continued(begun, running, sampling, max_tokens=size, seed=seed)
+            answers = self._continued(
+                begun, running, sampling, max_tokens=size, seed=seed
+            )
             done += size
             for i, answer in zip(tuple(running), answers, strict=True):
                 new[i] = np.concatenate([new[i], answer.tokens])
@@ -312,23 +376,37 @@ class TrainedRun:
         return texts
 
     def _whole(self, prompt: str, ids: np.ndarray, new: np.ndarray) -> str:
-        """Returns a prompt and what follows it; special tokens that it spells are decoded to nothing."""
+        """Returns a prompt and what follows it; special tokens that it spells are
+        decoded to nothing.
+        """
         if set(ids[1:].tolist()).isdisjoint(self.tokenizer.special_tokens):
             return self._decode(ids, new)
         return prompt + self._answer(ids, new)
 
     def stream(
-        self, prompt: str | Messages, *, max_tokens: int, sampling: SamplingConfig | None = None, seed: int
+        self,
+        prompt: str | Messages,
+        *,
+        max_tokens: int,
+        sampling: SamplingConfig | None = None,
+        seed: int,
     ) -> Iterator[str]:
-        """Yields what `generate` (of a text) or `chat` (of messages) gives, some tokens at a time."""
+        """Yields what `generate` (of a text) or `chat` (of messages) gives, some tokens
+        at a time.
+        """
         if isinstance(prompt, str):
             ids = self._encode(prompt)
         else:
             ids, sampling = self._chats.prompt(prompt), self._ending_turns(sampling)
         new, shown, ended = np.zeros(0, np.int32), "", False
         while not ended:
-            begun, size = [np.concatenate([ids, new])], min(_STREAMED, max_tokens - new.size)
-            (answer,) = self._continued(begun, [0], sampling, max_tokens=size, seed=seed)
+            begun, size = (
+                [np.concatenate([ids, new])],
+                min(_STREAMED, max_tokens - new.size),
+            )
+            (answer,) = self._continued(
+                begun, [0], sampling, max_tokens=size, seed=seed
+            )
             new = np.concatenate([new, answer.tokens])
             text, ended = self._answer(ids, new), answer.ended or new.size >= max_tokens
             if ended or not text.endswith("\ufffd"):  # half a character is held back
@@ -336,9 +414,15 @@ class TrainedRun:
                 shown = text
 
     def _answer(self, prompt: np.ndarray, new: np.ndarray) -> str:
-        """Returns the text of new tokens, which may depend on those before: a space, half a character."""
+        """Returns the text of new tokens, which may depend on those before: a space,
+        half a character.
+        """
         before, whole = self._decode(prompt, new[:0]), self._decode(prompt, new)
-        return whole[len(before) :] if whole.startswith(before) else self._decode(new[:0], new)
+        return (
+            whole[len(before) :]
+            if whole.startswith(before)
+            else self._decode(new[:0], new)
+        )
 
     def score(
         self,
@@ -348,11 +432,13 @@ class TrainedRun:
         stride: int | None = None,
         watch: Watch | None = None,
     ) -> list[TextScore]:
-        """Returns how probable each pair's second text is after its first, which may be empty.
+        """Returns how probable each pair's second text is after its first, which may be
+        empty.
 
-        A text that is too long for the model is scored in windows: each token once, after as much of
-        what is before it as there is room for. With no context, a text is scored as one that a document
-        begins with: after the tokenizer's begin or end of a document, else after a newline.
+        A text that is too long for the model is scored in windows: each token once,
+        after as much of what is before it as there is room for. With no context, a text
+        is scored as one that a document begins with: after the tokenizer's begin or end
+        of a document, else after a newline.
 
         Args:
           longest: tokens that the model reads at once; default: `longest`.
@@ -360,33 +446,46 @@ class TrainedRun:
           watch: told of every batch.
 
         Raises:
-          ConfigError: the model has no decode method, or a stride beyond 1 to `longest`.
+          ConfigError: the model has no decode method, or a stride beyond 1 to
+            `longest`.
         """
         longest = longest or self.longest
         held_out_set.check_range(stride, longest, "tokens read at once")
         cut = [windows(*self._encode_pair(*pair), longest, stride) for pair in pairs]
         flat = list(itertools.chain(*cut))
-        scores = iter(self._score(self.state.model_arrays, flat, longest=longest, watch=watch))
+        scores = iter(
+            self._score(self.state.model_arrays, flat, longest=longest, watch=watch)
+        )
         texts = []
         for parts in (list(itertools.islice(scores, len(some))) for some in cut):
             probabilities = [float(x) for part in parts for x in part.log_probabilities]
             greedy = all(bool(part.likeliest.all()) for part in parts)
-            texts.append(TextScore(math.fsum(probabilities), greedy, len(probabilities)))
+            texts.append(
+                TextScore(math.fsum(probabilities), greedy, len(probabilities))
+            )
         return texts
 
     @functools.cached_property
     def _score(self) -> Scorer:
         self._check_decodes()
         rows, compute = self.config.batch.global_size, self.config.precision.compute
-        return build_scorer(self.spec, self.built.mesh, self.built.rules, rows=rows, compute=compute)
+        return build_scorer(
+            self.spec, self.built.mesh, self.built.rules, rows=rows, compute=compute
+        )
 
     @functools.cached_property
     def longest(self) -> int:
-        """Tokens that the model can take, or, without such a limit, that it was trained on at once."""
+        """Tokens that the model can take, or, without such a limit, that it was trained
+        on at once.
+        """
         return longest_text(self.spec) or self.config.batch.sequence_length
 
-    def _encode_pair(self, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids of both; spaces between them go to the second, as tokenizers have it."""
+    def _encode_pair(
+        self, context: str, continuation: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of both; spaces between them go to the second, as tokenizers
+        have it.
+        """
         kept = context.rstrip()
         if not kept:
             begin = self._encode("")
@@ -396,19 +495,27 @@ class TrainedRun:
         return first, whole[len(first) :]
 
     def _encode(self, prompt: str) -> np.ndarray:
-        """Returns a prompt's ids after what begins a document, if the tokenizer can say so.
+        """Returns a prompt's ids after what begins a document, if the tokenizer can say
+        so.
 
-        Where it has no begin, only an empty prompt starts a document: after the end of another.
+        Where it has no begin, only an empty prompt starts a document: after the end of
+        another.
         """
         begin, end = self.tokenizer.begin_of_document, self.tokenizer.end_of_document
         first = begin if begin is not None else None if prompt else end
         ids = self.tokenizer.encode(_text(prompt))
-        return ids if first is None else np.concatenate([np.array([first], np.int32), ids])
+        return (
+            ids if first is None else np.concatenate([np.array([first], np.int32), ids])
+        )
 
     def _decode(self, prompt: np.ndarray, new: np.ndarray) -> str:
-        """Returns the whole text: a character may begin in the prompt and end behind it."""
+        """Returns the whole text: a character may begin in the prompt and end behind
+        it.
+        """
         ends = self.tokenizer.end_ids
-        return self.tokenizer.decode([t for t in (*prompt.tolist(), *new.tolist()) if t not in ends])
+        return self.tokenizer.decode(
+            [t for t in (*prompt.tolist(), *new.tolist()) if t not in ends]
+        )
 
     def evaluate(
         self,
@@ -418,21 +525,27 @@ class TrainedRun:
         stride: int | None = None,
         watch: Watch | None = None,
     ) -> HeldOut:
-        """Returns the exact loss over the run's held-out set, and the model's own metrics.
+        """Returns the exact loss over the run's held-out set, and the model's own
+        metrics.
 
         Args:
-          data: arrays {entry: [N, ...]} to score instead; a run of `jaxdist.fit` has no others.
-          validation_tokens: targets at most, 0 = all; default: the run's data.validation_tokens.
-          stride: score each document by itself, in windows that move by so many tokens, so that all but its
-            first sequence_length - stride tokens are scored after at least as many. Default: as in training.
+          data: arrays {entry: [N, ...]} to score instead; a run of `jaxdist.fit` has no
+            others.
+          validation_tokens: targets at most, 0 = all; default: the run's
+            data.validation_tokens.
+          stride: score each document by itself, in windows that move by so many tokens,
+            so that all but its first sequence_length - stride tokens are scored after
+            at least as many. Default: as in training.
           watch: told of every batch.
 
         Raises:
-          ConfigError: nothing is held out; data of another kind than the model was trained on; a stride that
-            is none.
+          ConfigError: nothing is held out; data of another kind than the model was
+            trained on; a stride that is none.
         """
         options = {"validation_tokens": validation_tokens, "stride": stride}
-        dataset = held_out_set.open_set(self.config, self.folder, self.log, data, **options)
+        dataset = held_out_set.open_set(
+            self.config, self.folder, self.log, data, **options
+        )
         return held_out(self.config, self.built, self.state, dataset, watch)
 
 
@@ -440,4 +553,6 @@ def _text(text: str) -> str:
     """Returns a text that can be encoded; raises ConfigError if it cannot."""
     if is_text(text):
         return text
-    raise ConfigError(f"the prompt {text[:80]!r} is not UTF-8 text; give its characters as UTF-8")
+    raise ConfigError(
+        f"the prompt {text[:80]!r} is not UTF-8 text; give its characters as UTF-8"
+    )

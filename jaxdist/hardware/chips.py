@@ -1,9 +1,11 @@
-"""Facts about chips, and the flags each platform starts with, every row with its source.
+"""Facts about chips, and the flags each platform starts with, every row with its
+source.
 
-Numbers are dense (no sparsity) and of ONE JAX DEVICE, so they may be multiplied by a device count;
-a chip that shows up as two devices has its datasheet halved. Only links, slices and hosts are of whole
-chips. Bandwidths are bytes per second in one direction. An unknown chip is None, an unknown number too:
-nothing is ever guessed. Nothing here imports jax.
+Numbers are dense (no sparsity) and of ONE JAX DEVICE, so they may be multiplied by a
+device count; a chip that shows up as two devices has its datasheet halved. Only links,
+slices and hosts are of whole chips. Bandwidths are bytes per second in one direction.
+An unknown chip is None, an unknown number too: nothing is ever guessed. Nothing here
+imports jax.
 """
 
 import dataclasses
@@ -13,12 +15,19 @@ from typing import Any, Literal
 
 Platform = Literal["tpu", "gpu", "cpu"]
 
-_PLATFORMS: dict[str, Platform] = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
+_PLATFORMS: dict[str, Platform] = {
+    "tpu": "tpu",
+    "gpu": "gpu",
+    "cuda": "gpu",
+    "rocm": "gpu",
+}
 _T, _G, _GIB = 1e12, 1e9, 2**30
 
 
 def platform_of(name: str) -> Platform:
-    """Returns the platform of a name that jax has for it, e.g. "gpu" of "cuda"; what is unknown is a CPU."""
+    """Returns the platform of a name that jax has for it, e.g. "gpu" of "cuda"; what is
+    unknown is a CPU.
+    """
     return _PLATFORMS.get(name.lower(), "cpu")
 
 
@@ -28,28 +37,39 @@ class Chip:
 
     name: str
     device_kinds: tuple[str, ...]  # jax.Device.device_kind
-    peak_flops_per_s: Mapping[str, float] = dataclasses.field(hash=False)  # by dtype, where published
+    # by dtype, where published
+    peak_flops_per_s: Mapping[str, float] = dataclasses.field(hash=False)
     hbm_bytes: int  # as sold; what a program may use is less
     hbm_bytes_per_s: float
     source: str
     link: str  # what joins the chips of one slice or node: ICI, NVLink or PCIe
     link_bytes_per_s: float  # of one link of the chip, one direction
     num_links: int  # of the chip; a torus has two for each of its dims
-    compiler_hbm_bytes: int | None = None  # above it libtpu 0.0.42.1 refuses a program (measured)
+    # above it libtpu 0.0.42.1 refuses a program (measured)
+    compiler_hbm_bytes: int | None = None
     family: str = ""  # its name in a planner's target ("v5p", "h100"); "" cannot be one
     devices_per_chip: int = 1
     clock_hz: float | None = None  # that turns the compiler's cycles into seconds
     chips_per_host: int = 8  # of one machine: TPU VMs of multi-host slices have 4
-    network: str = ""  # what joins slices or nodes: DCN, InfiniBand, or another of `NETWORKS`
-    network_bytes_per_s: float | None = None  # the share of one device; None: not part of what is sold
-    pcie_bytes_per_s: float | None = None  # to the host's memory, the share of one device
-    slices: tuple[tuple[int, ...], ...] = ()  # chips along each ICI dim; see `legal_slice` for cubes
-    max_slice_chips: int = 0  # of slices built from 4x4x4 cubes; 0: only the ones in `slices`
-    pci_device_id: str = ""  # of Google's chips, as /sys/bus/pci/devices/*/device has it
-    # Cycles of a product of 8-bit floats over those of bfloat16, with both operands converted before: e4m3,
-    # 8192 x 4096 x 14336, by the compiler (libtpu 0.0.42.1). None: not compiled, or of no meaning.
+    # what joins slices or nodes: DCN, InfiniBand, or another of `NETWORKS`
+    network: str = ""
+    # the share of one device; None: not part of what is sold
+    network_bytes_per_s: float | None = None
+    # to the host's memory, the share of one device
+    pcie_bytes_per_s: float | None = None
+    # chips along each ICI dim; see `legal_slice` for cubes
+    slices: tuple[tuple[int, ...], ...] = ()
+    # of slices built from 4x4x4 cubes; 0: only the ones in `slices`
+    max_slice_chips: int = 0
+    # of Google's chips, as /sys/bus/pci/devices/*/device has it
+    pci_device_id: str = ""
+    # Cycles of a product of 8-bit floats over those of bfloat16, with both operands
+    # converted before: e4m3,
+    # 8192 x 4096 x 14336, by the compiler (libtpu 0.0.42.1). None: not compiled, or of
+    # no meaning.
     fp8_cost: float | None = None
-    sparse_core_collectives: bool = False  # its SparseCores can move them while the TensorCores compute
+    # its SparseCores can move them while the TensorCores compute
+    sparse_core_collectives: bool = False
 
     @property
     def torus_dims(self) -> int:
@@ -58,11 +78,15 @@ class Chip:
 
     @property
     def capacity_bytes(self) -> int:
-        """Memory of one device that a program may fill: the compiler's limit where it is known."""
+        """Memory of one device that a program may fill: the compiler's limit where it
+        is known.
+        """
         return self.compiler_hbm_bytes or self.hbm_bytes
 
     def legal_slice(self, shape: tuple[int, ...]) -> bool:
-        """Whether such a slice is sold: the compiler also accepts shapes that do not exist."""
+        """Whether such a slice is sold: the compiler also accepts shapes that do not
+        exist.
+        """
         cubes = all(n % 4 == 0 for n in shape) and list(shape) == sorted(shape)
         fits = len(shape) == 3 and 0 < math.prod(shape) <= self.max_slice_chips
         return shape in self.slices or (cubes and fits)
@@ -70,25 +94,36 @@ class Chip:
     def wraps(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
         """Returns whether each ICI dim of a slice is a ring.
 
-        "How to Think About TPUs", and MaxText's map of topologies: a slice of whole 4x4x4 cubes has a ring
-        along every dim, a 2D slice along a dim that spans the pod's 16 chips.
+        "How to Think About TPUs", and MaxText's map of topologies: a slice of whole
+        4x4x4 cubes has a ring along every dim, a 2D slice along a dim that spans the
+        pod's 16 chips.
         """
-        return (all(n % 4 == 0 for n in shape),) * 3 if len(shape) == 3 else tuple(n == 16 for n in shape)
+        return (
+            (all(n % 4 == 0 for n in shape),) * 3
+            if len(shape) == 3
+            else tuple(n == 16 for n in shape)
+        )
 
     def peak(self, dtype: str) -> float | None:
-        """Returns the peak FLOP/s of one device for a dtype name, or None if none is published."""
+        """Returns the peak FLOP/s of one device for a dtype name, or None if none is
+        published.
+        """
         return self.peak_flops_per_s.get(dtype)
 
     @property
     def fp8_gains(self) -> bool:
         """Whether products of 8-bit floats are known to be faster than bfloat16's."""
         half, byte = self.peak("bfloat16"), self.peak("float8")
-        return self.link != "ICI" and half is not None and byte is not None and byte > half
+        return (
+            self.link != "ICI" and half is not None and byte is not None and byte > half
+        )
 
     def with_network(self, network: "Network") -> "Chip":
         """Returns the chip behind another network between its slices or hosts."""
         share = network.bytes_per_s / self.devices_per_chip
-        return dataclasses.replace(self, network=network.name, network_bytes_per_s=share)
+        return dataclasses.replace(
+            self, network=network.name, network_bytes_per_s=share
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,19 +131,39 @@ class Network:
     """What joins hosts of GPUs, or slices."""
 
     name: str
-    bytes_per_s: float  # that one chip sends to other hosts while all chips do; in one direction
+    # that one chip sends to other hosts while all chips do; in one direction
+    bytes_per_s: float
     source: str
 
 
-# A host's ports, shared by its 8 GPUs, in the names that `plan --on h100:4x8@NAME` takes.
+# A host's ports, shared by its 8 GPUs, in the names that `plan --on h100:4x8@NAME`
+# takes.
 NETWORKS: Mapping[str, Network] = {
-    "ib200": Network("InfiniBand", 25 * _G, "NVIDIA DGX A100 datasheet: a 200 Gbit/s port for each GPU"),
-    "ib400": Network("InfiniBand", 50 * _G, "NVIDIA DGX H100, H200, B200, GB200 datasheets: 400 Gbit/s"),
-    "efa-p4d": Network("EFA", 6.25 * _G, "AWS EC2 P4 instances: 400 Gbit/s a host (p4d, p4de)"),
-    "efa-p5": Network("EFA", 50 * _G, "AWS EC2 P5, P6 instances: 3,200 Gbit/s a host (p5*, p6-b200)"),
-    "gcp-a3-high": Network("Ethernet", 12.5 * _G, "Google Cloud, GPU network bandwidth: 4 x 200 Gbit/s"),
-    "gcp-a3-mega": Network("Ethernet", 25 * _G, "Google Cloud, GPU network bandwidth: 8 x 200 Gbit/s"),
-    "gcp-a3-ultra": Network("Ethernet", 50 * _G, "Google Cloud, GPU network bandwidth: 8 x 400 Gbit/s"),
+    "ib200": Network(
+        "InfiniBand",
+        25 * _G,
+        "NVIDIA DGX A100 datasheet: a 200 Gbit/s port for each GPU",
+    ),
+    "ib400": Network(
+        "InfiniBand",
+        50 * _G,
+        "NVIDIA DGX H100, H200, B200, GB200 datasheets: 400 Gbit/s",
+    ),
+    "efa-p4d": Network(
+        "EFA", 6.25 * _G, "AWS EC2 P4 instances: 400 Gbit/s a host (p4d, p4de)"
+    ),
+    "efa-p5": Network(
+        "EFA", 50 * _G, "AWS EC2 P5, P6 instances: 3,200 Gbit/s a host (p5*, p6-b200)"
+    ),
+    "gcp-a3-high": Network(
+        "Ethernet", 12.5 * _G, "Google Cloud, GPU network bandwidth: 4 x 200 Gbit/s"
+    ),
+    "gcp-a3-mega": Network(
+        "Ethernet", 25 * _G, "Google Cloud, GPU network bandwidth: 8 x 200 Gbit/s"
+    ),
+    "gcp-a3-ultra": Network(
+        "Ethernet", 50 * _G, "Google Cloud, GPU network bandwidth: 8 x 400 Gbit/s"
+    ),
 }
 
 
@@ -135,17 +190,22 @@ def _chip(
     gpus_per_host: int = 8,
     **more: Any,
 ) -> Chip:
-    """Returns a row from a chip's TFLOP/s by dtype, and GB/s of memory, of each link, network and PCIe.
+    """Returns a row from a chip's TFLOP/s by dtype, and GB/s of memory, of each link,
+    network and PCIe.
 
-    `usable_gib` is of one of its `devices`; `network` GB/s of DCN, or a name in NETWORKS. A chip whose link
-    is PCIe has that for its host, too.
+    `usable_gib` is of one of its `devices`; `network` GB/s of DCN, or a name in
+    NETWORKS. A chip whose link is PCIe has that for its host, too.
     """
     num_links, link, link_rate = links
     is_tpu = link == "ICI"
     pcie = link_rate if link == "PCIe" else pcie
     net = Network("DCN" if is_tpu else "", 0, source)
     if network is not None:
-        net = NETWORKS[network] if isinstance(network, str) else Network("DCN", network * _G, source)
+        net = (
+            NETWORKS[network]
+            if isinstance(network, str)
+            else Network("DCN", network * _G, source)
+        )
     return Chip(
         name=name,
         device_kinds=kinds,
@@ -167,29 +227,38 @@ def _chip(
     )
 
 
-def _tensor_cores(half: float, tf32: float, single: float, byte: float, **others: float) -> dict[str, float]:
-    """Returns TFLOP/s by dtype; `others` has what is not as fast as the other dtypes of its size."""
+def _tensor_cores(
+    half: float, tf32: float, single: float, byte: float, **others: float
+) -> dict[str, float]:
+    """Returns TFLOP/s by dtype; `others` has what is not as fast as the other dtypes of
+    its size.
+    """
     rates = {"bfloat16": half, "float16": half, "tfloat32": tf32, "float32": single}
     return rates | {"float8": byte, "int8": byte} | others
 
 
-# What products of 8-bit floats reach of their peak, over what bfloat16's reach of theirs. H100 at 500 W,
-# 8192^3 and 65536 x 8192 x 7168, by row: 0.96, 0.94 (FBGEMM, pull request 2546: 1125 and 585, 1083 and 575
-# TFLOP/s). B200, 4096^3: 0.98 (OpenXLA, matmul_interpolator_data.h: 2765 and 1417; the 2424 that it has for
-# H100 is above the peak).
+# What products of 8-bit floats reach of their peak, over what bfloat16's reach of
+# theirs. H100 at 500 W,
+# 8192^3 and 65536 x 8192 x 7168, by row: 0.96, 0.94 (FBGEMM, pull request 2546: 1125
+# and 585, 1083 and 575 TFLOP/s). B200, 4096^3: 0.98 (OpenXLA,
+# matmul_interpolator_data.h: 2765 and 1417; the 2424 that it has for H100 is above the
+# peak).
 FP8_REACHED = 0.95
 
-# Clock: the datasheet's bfloat16 peak over the multiply-adds of its matrix units (v5e 4 x 128 x 128, v4 and
-# v5p 8 of them, v6e 4 x 256 x 256, 7x the same in each of its two devices). With it the compiler's cycles of
-# single ops (matmuls 8192^3 and 8192x4096x14336, a 3 GiB stream; libtpu 0.0.50.1) are 70 to 98 % of peak.
-# DCN: Google Cloud documentation; v5p, v6e and 7x give it per chip (50, 100, 100 Gbit/s), v5e per pod of
-# 256 (6.4 Tbit/s); v4: 25 GB/s of a host, as PCIe 15 and 32 (v6e) GB/s of a chip: "How to Think About TPUs".
-# Slices: Google Cloud documentation. 3D ones of whole 4x4x4 cubes have ascending dims, multiples of 4.
-# PCI ids: jax 0.10.2, jax/_src/hardware_utils.py. SparseCore: no flag moves collectives of v4 or v5e there,
-# and 7x moves them by itself (libtpu 0.0.42.1 and 0.0.50.1).
-# NVLink and PCIe are half of the datasheets' bidirectional numbers; PCIe 4.0 x16 is 32, 5.0 x16 64 GB/s.
-# GB200: 36 or 72 GPUs of a rack share one NVLink domain, which is a "host" here; to memory of the CPU each
-# has a quarter of NVLink-C2C's 900 GB/s (two GPUs, two directions).
+# Clock: the datasheet's bfloat16 peak over the multiply-adds of its matrix units (v5e 4
+# x 128 x 128, v4 and v5p 8 of them, v6e 4 x 256 x 256, 7x the same in each of its two
+# devices). With it the compiler's cycles of single ops (matmuls 8192^3 and
+# 8192x4096x14336, a 3 GiB stream; libtpu 0.0.50.1) are 70 to 98 % of peak. DCN: Google
+# Cloud documentation; v5p, v6e and 7x give it per chip (50, 100, 100 Gbit/s), v5e per
+# pod of
+# 256 (6.4 Tbit/s); v4: 25 GB/s of a host, as PCIe 15 and 32 (v6e) GB/s of a chip: "How
+# to Think About TPUs". Slices: Google Cloud documentation. 3D ones of whole 4x4x4 cubes
+# have ascending dims, multiples of 4. PCI ids: jax 0.10.2, jax/_src/hardware_utils.py.
+# SparseCore: no flag moves collectives of v4 or v5e there, and 7x moves them by itself
+# (libtpu 0.0.42.1 and 0.0.50.1). NVLink and PCIe are half of the datasheets'
+# bidirectional numbers; PCIe 4.0 x16 is 32, 5.0 x16 64 GB/s. GB200: 36 or 72 GPUs of a
+# rack share one NVLink domain, which is a "host" here; to memory of the CPU each has a
+# quarter of NVLink-C2C's 900 GB/s (two GPUs, two directions).
 _SUB_CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _IB200: dict[str, Any] = {"pcie": 32, "network": "ib200"}
@@ -197,7 +266,13 @@ _IB400: dict[str, Any] = {"pcie": 64, "network": "ib400"}
 
 _HOPPER = _tensor_cores(989.4, 494.7, 66.9, 1978.9)
 _HOPPER_NVL = _tensor_cores(835.5, 417.5, 60.0, 1670.5)
-_AMPERE = {"bfloat16": 312.0, "float16": 312.0, "tfloat32": 156.0, "float32": 19.5, "int8": 624.0}
+_AMPERE = {
+    "bfloat16": 312.0,
+    "float16": 312.0,
+    "tfloat32": 156.0,
+    "float32": 19.5,
+    "int8": 624.0,
+}
 _VOLTA = {"float16": 125.0, "float32": 15.7}
 _VOLTA_PCIE = {"float16": 112.0, "float32": 14.0}
 _A100 = "NVIDIA A100 Tensor Core GPU datasheet"
@@ -268,24 +343,39 @@ CHIPS: tuple[Chip, ...] = (
 _BY_KIND = {kind: chip for chip in CHIPS for kind in chip.device_kinds}
 FAMILIES: Mapping[str, Chip] = {chip.family: chip for chip in CHIPS if chip.family}
 # Other names of families: of Google Cloud's accelerator types, and of products.
-FAMILY_ALIASES = {"v5litepod": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x"}
+FAMILY_ALIASES = {
+    "v5litepod": "v5e",
+    "trillium": "v6e",
+    "ironwood": "tpu7x",
+    "v7x": "tpu7x",
+}
 
 
 def chip_for(device_kind: str) -> Chip | None:
-    """Returns the chip of a `jax.Device.device_kind`, or None when it is not in the table."""
+    """Returns the chip of a `jax.Device.device_kind`, or None when it is not in the
+    table.
+    """
     return _BY_KIND.get(device_kind)
 
 
 def count_chips(device_kind: str, devices: int) -> int:
-    """Returns the chips that so many JAX devices are; those of an unknown kind are one each."""
+    """Returns the chips that so many JAX devices are; those of an unknown kind are one
+    each.
+    """
     chip = chip_for(device_kind)
     return -(-devices // chip.devices_per_chip) if chip else devices
 
 
 def slice_shape(chip: Chip, devices: Sequence[Any]) -> tuple[tuple[int, ...], int]:
-    """Returns the chips along each ICI dim of a slice, and how many slices, that TPU devices are."""
+    """Returns the chips along each ICI dim of a slice, and how many slices, that TPU
+    devices are.
+    """
     places = zip(*(device.coords for device in devices), strict=True)
-    shape = sorted(max(along) - min(along) + 1 for along in places)[3 - chip.torus_dims :]
+    shape = sorted(max(along) - min(along) + 1 for along in places)[
+        3 - chip.torus_dims :
+    ]
     if chip.torus_dims == 3 and shape == [1, 2, 2]:
         shape.reverse()  # the one slice that is not written in ascending order
-    return tuple(int(n) for n in shape), len({getattr(device, "slice_index", 0) for device in devices})
+    return tuple(int(n) for n in shape), len(
+        {getattr(device, "slice_index", 0) for device in devices}
+    )

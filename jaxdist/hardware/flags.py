@@ -1,4 +1,6 @@
-"""XLA and libtpu flags per platform and chip family, and which of them this machine has; no jax."""
+"""XLA and libtpu flags per platform and chip family, and which of them this machine
+has; no jax.
+"""
 
 import contextlib
 import dataclasses
@@ -6,7 +8,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from jaxdist.hardware.chips import CHIPS, FAMILIES, FAMILY_ALIASES, Platform, platform_of
+from jaxdist.hardware.chips import (
+    CHIPS,
+    FAMILIES,
+    FAMILY_ALIASES,
+    Platform,
+    platform_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,9 +26,11 @@ class Flag:
     value: str
     why: str
     source: str
-    families: tuple[str, ...] = ()  # of chips that it is for (`Chip.family`); () is the whole platform
+    # of chips that it is for (`Chip.family`); () is the whole platform
+    families: tuple[str, ...] = ()
     group: str = ""  # flags that work together: who sets one of them sets them all
-    compile_option: bool = True  # False: a process starts with it, no single compilation takes it
+    # False: a process starts with it, no single compilation takes it
+    compile_option: bool = True
 
     @property
     def setting(self) -> str:
@@ -28,10 +38,11 @@ class Flag:
         return f"{self.variable} {self.name}".strip()
 
 
-# Each name was found in the binaries of jaxlib and the CUDA 13 plugin, 0.10.2 and 0.12.0, and each
-# libtpu flag compiled a program for every TPU above with libtpu 0.0.42.1: an unknown name aborts
-# the process. `xla_tpu_enable_async_collective_fusion` is left out on purpose: libtpu 0.0.50.1
-# refuses it on v5p and v6e, and it is the default where it helps.
+# Each name was found in the binaries of jaxlib and the CUDA 13 plugin, 0.10.2 and
+# 0.12.0, and each libtpu flag compiled a program for every TPU above with libtpu
+# 0.0.42.1: an unknown name aborts the process. `xla_tpu_enable_async_collective_fusion`
+# is left out on purpose: libtpu 0.0.50.1 refuses it on v5p and v6e, and it is the
+# default where it helps.
 _TOOLBOX = "NVIDIA JAX Toolbox, "
 _MAXTEXT = "MaxText benchmarks/xla_flags_library.py, DATA_PARALLEL_OVERLAP"
 
@@ -39,20 +50,33 @@ _LIBRARY = "MaxText benchmarks/xla_flags_library.py, ENABLE_SPARSECORE_OFFLOADIN
 _SPARSE_CORE = "collectives on the SparseCore"
 
 
-def _sparse_core(name: str, value: str, why: str, source: str, *, compile_option: bool = True) -> Flag:
-    """Returns one of the flags that move collectives from the TensorCore, which they would stop.
+def _sparse_core(
+    name: str, value: str, why: str, source: str, *, compile_option: bool = True
+) -> Flag:
+    """Returns one of the flags that move collectives from the TensorCore, which they
+    would stop.
 
-    v5p and v6e only: 7x does it by itself, v4 and v5e keep their collectives on the TensorCore whatever
-    is set.
+    v5p and v6e only: 7x does it by itself, v4 and v5e keep their collectives on the
+    TensorCore whatever is set.
     """
     return Flag(
-        "LIBTPU_INIT_ARGS", f"--{name}", value, why, source, ("v5p", "v6e"), _SPARSE_CORE, compile_option
+        "LIBTPU_INIT_ARGS",
+        f"--{name}",
+        value,
+        why,
+        source,
+        ("v5p", "v6e"),
+        _SPARSE_CORE,
+        compile_option,
     )
 
 
-# A sum over 64 chips of a 4x4x4 torus stays a reduce-scatter only with nd_reduce_scatter, and a gather of
-# them is asynchronous only with 3d_all_gather.
-_OFFLOAD, _ITS_USERS = "xla_tpu_enable_sparse_core_collective_offload_", "as its published users run it"
+# A sum over 64 chips of a 4x4x4 torus stays a reduce-scatter only with
+# nd_reduce_scatter, and a gather of them is asynchronous only with 3d_all_gather.
+_OFFLOAD, _ITS_USERS = (
+    "xla_tpu_enable_sparse_core_collective_offload_",
+    "as its published users run it",
+)
 _OFFLOADED = {
     "all_gather": "gathers run beside compute",
     "2d_all_gather": "over two dims of the torus as well",
@@ -64,39 +88,90 @@ _OFFLOADED = {
 
 FLAGS: Mapping[Platform, tuple[Flag, ...]] = {
     "gpu": (
-        Flag("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler", "true",
-             "moves collectives so that they overlap with compute", _TOOLBOX + "Environment Variables"),
-        Flag("XLA_PYTHON_CLIENT_MEM_FRACTION", "", "0.9",
-             "the default (0.75) leaves a quarter of the memory unused; libraries need a tenth",
-             _TOOLBOX + "Tips for High-Performance LLMs with JAX and XLA"),
+        Flag(
+            "XLA_FLAGS",
+            "--xla_gpu_enable_latency_hiding_scheduler",
+            "true",
+            "moves collectives so that they overlap with compute",
+            _TOOLBOX + "Environment Variables",
+        ),
+        Flag(
+            "XLA_PYTHON_CLIENT_MEM_FRACTION",
+            "",
+            "0.9",
+            "the default (0.75) leaves a quarter of the memory unused; libraries need a tenth",
+            _TOOLBOX + "Tips for High-Performance LLMs with JAX and XLA",
+        ),
     ),
     "tpu": (
-        Flag("LIBTPU_INIT_ARGS", "--xla_tpu_enable_data_parallel_all_reduce_opt", "true",
-             "optimises the all-reduces of data parallelism between slices", _MAXTEXT),
-        Flag("LIBTPU_INIT_ARGS", "--xla_tpu_data_parallel_opt_different_sized_ops", "true",
-             "pipelines data-parallel collectives across loop iterations", _MAXTEXT),
-        *(_sparse_core(_OFFLOAD + name, "true", why, _LIBRARY + "..., docs/plan.md, Overlap on TPUs")
-          for name, why in _OFFLOADED.items()),
-        _sparse_core("xla_tpu_use_tc_device_shape_on_sc", "true", _ITS_USERS, _LIBRARY + "ALL_REDUCE"),
-        _sparse_core("xla_sc_disable_megacore_partitioning", "true", _ITS_USERS, _LIBRARY + "ALL_REDUCE"),
-        _sparse_core("xla_sc_enable_instruction_fusion", "false", _ITS_USERS, _LIBRARY + "ALL_REDUCE"),
-        _sparse_core("xla_sc_disjoint_spmem", "false", _ITS_USERS, _LIBRARY + "ALL_REDUCE",
-                     compile_option=False),
+        Flag(
+            "LIBTPU_INIT_ARGS",
+            "--xla_tpu_enable_data_parallel_all_reduce_opt",
+            "true",
+            "optimises the all-reduces of data parallelism between slices",
+            _MAXTEXT,
+        ),
+        Flag(
+            "LIBTPU_INIT_ARGS",
+            "--xla_tpu_data_parallel_opt_different_sized_ops",
+            "true",
+            "pipelines data-parallel collectives across loop iterations",
+            _MAXTEXT,
+        ),
+        *(
+            _sparse_core(
+                _OFFLOAD + name,
+                "true",
+                why,
+                _LIBRARY + "..., docs/plan.md, Overlap on TPUs",
+            )
+            for name, why in _OFFLOADED.items()
+        ),
+        _sparse_core(
+            "xla_tpu_use_tc_device_shape_on_sc",
+            "true",
+            _ITS_USERS,
+            _LIBRARY + "ALL_REDUCE",
+        ),
+        _sparse_core(
+            "xla_sc_disable_megacore_partitioning",
+            "true",
+            _ITS_USERS,
+            _LIBRARY + "ALL_REDUCE",
+        ),
+        _sparse_core(
+            "xla_sc_enable_instruction_fusion",
+            "false",
+            _ITS_USERS,
+            _LIBRARY + "ALL_REDUCE",
+        ),
+        _sparse_core(
+            "xla_sc_disjoint_spmem",
+            "false",
+            _ITS_USERS,
+            _LIBRARY + "ALL_REDUCE",
+            compile_option=False,
+        ),
     ),
     "cpu": (),
-}  # fmt: skip
+}
 
 
 def flags_for(platform: Platform, family: str = "") -> tuple[Flag, ...]:
-    """Returns the flags of a platform's chip family; of an unknown family (""), those of all."""
+    """Returns the flags of a platform's chip family; of an unknown family (""), those
+    of all.
+    """
     return tuple(f for f in FLAGS[platform] if not f.families or family in f.families)
 
 
-def flag_environment(platform: Platform, environ: Mapping[str, str], *, family: str = "") -> dict[str, str]:
-    """Returns the variables to set: only those that change, each with its full new value.
+def flag_environment(
+    platform: Platform, environ: Mapping[str, str], *, family: str = ""
+) -> dict[str, str]:
+    """Returns the variables to set: only those that change, each with its full new
+    value.
 
-    A setting that `environ` already holds, as a variable or as a flag inside one, is the user's
-    own and stays; with it the others of its group, set or not.
+    A setting that `environ` already holds, as a variable or as a flag inside one, is
+    the user's own and stays; with it the others of its group, set or not.
     """
     changed: dict[str, str] = {}
     users = {flag.group for flag in _users(platform, environ, family)} - {""}
@@ -110,8 +185,11 @@ def flag_environment(platform: Platform, environ: Mapping[str, str], *, family: 
     return changed
 
 
-def left_to_the_user(platform: Platform, environ: Mapping[str, str], *, family: str = "") -> list[str]:
-    """Returns a line for each group of flags that is not set, since the user has set one of it.
+def left_to_the_user(
+    platform: Platform, environ: Mapping[str, str], *, family: str = ""
+) -> list[str]:
+    """Returns a line for each group of flags that is not set, since the user has set
+    one of it.
 
     What we have set before (a parent process did) is the whole group, so it gets none.
     """
@@ -121,7 +199,9 @@ def left_to_the_user(platform: Platform, environ: Mapping[str, str], *, family: 
     lines = []
     for group in filter(None, users):
         missing = [
-            f.name for f in flags_for(platform, family) if f.group == group and f.name not in users[group]
+            f.name
+            for f in flags_for(platform, family)
+            if f.group == group and f.name not in users[group]
         ]
         if missing:
             lines.append(
@@ -131,9 +211,15 @@ def left_to_the_user(platform: Platform, environ: Mapping[str, str], *, family: 
     return lines
 
 
-def _users(platform: Platform, environ: Mapping[str, str], family: str) -> Iterator[Flag]:
+def _users(
+    platform: Platform, environ: Mapping[str, str], family: str
+) -> Iterator[Flag]:
     """Yields the flags that the environment already holds."""
-    return (f for f in flags_for(platform, family) if f.name and f.name in _names(environ.get(f.variable)))
+    return (
+        f
+        for f in flags_for(platform, family)
+        if f.name and f.name in _names(environ.get(f.variable))
+    )
 
 
 def _names(words: str | None) -> set[str]:
@@ -152,14 +238,18 @@ def detect_platform(
 ) -> Platform:
     """Returns the platform that jax will choose, without importing it.
 
-    JAX_PLATFORMS decides if set (its first entry); else a device file does. /dev/vfio alone also
-    exists on machines without a TPU, so it counts only with a group in it.
+    JAX_PLATFORMS decides if set (its first entry); else a device file does. /dev/vfio
+    alone also exists on machines without a TPU, so it counts only with a group in it.
     """
     if named := environ.get("JAX_PLATFORMS", "").partition(",")[0].strip():
         return platform_of(named)
     if any(map(exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd"))):
         return "gpu"
-    if any(exists(f"{folder}{i}") for folder in ("/dev/accel", "/dev/vfio/") for i in range(8)):
+    if any(
+        exists(f"{folder}{i}")
+        for folder in ("/dev/accel", "/dev/vfio/")
+        for i in range(8)
+    ):
         return "tpu"
     return "cpu"
 
@@ -168,11 +258,14 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _GOOGLE = "0x1ae0"  # its PCI vendor id
 
 
-def detect_family(environ: Mapping[str, str], *, pci_devices: Path = _PCI_DEVICES) -> str:
-    """Returns the family of this machine's TPUs ("v5p"), or "" without them, or if it is not known.
+def detect_family(
+    environ: Mapping[str, str], *, pci_devices: Path = _PCI_DEVICES
+) -> str:
+    """Returns the family of this machine's TPUs ("v5p"), or "" without them, or if it
+    is not known.
 
-    Cloud's name of the machine type (TPU_ACCELERATOR_TYPE=v5p-128) decides if set; else the ids of the
-    devices on the PCI bus, as in jax.
+    Cloud's name of the machine type (TPU_ACCELERATOR_TYPE=v5p-128) decides if set; else
+    the ids of the devices on the PCI bus, as in jax.
     """
     if detect_platform(environ) != "tpu":
         return ""
@@ -183,6 +276,8 @@ def detect_family(environ: Mapping[str, str], *, pci_devices: Path = _PCI_DEVICE
     for vendor in sorted(pci_devices.glob("*/vendor")):
         with contextlib.suppress(OSError):
             if vendor.read_text().strip() == _GOOGLE:
-                if family := families.get((vendor.parent / "device").read_text().strip()):
+                if family := families.get(
+                    (vendor.parent / "device").read_text().strip()
+                ):
                     return family
     return ""

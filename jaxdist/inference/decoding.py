@@ -1,12 +1,15 @@
-"""Text from a model: prefill, then token by token against a sharded cache, in one program.
+"""Text from a model: prefill, then token by token against a sharded cache, in one
+program.
 
-The model gives `init_cache(B, S)` and `decode(tokens_BT, cache) -> (logits_BTV, cache)`, where
-`cache.length` [B] may be set back: what lies beyond it is never read. So prompts of unequal length
-are padded on the right. A model with a longest sequence says so as `max_length`. A model may have
-`prefill(tokens_BP, empty cache) -> cache`, too, which reads long prompts as training does; then devices of
-the mesh axis `context` may share out the cache's slots, and else each of them has whole sequences.
+The model gives `init_cache(B, S)` and `decode(tokens_BT, cache) -> (logits_BTV,
+cache)`, where `cache.length` [B] may be set back: what lies beyond it is never read. So
+prompts of unequal length are padded on the right. A model with a longest sequence says
+so as `max_length`. A model may have `prefill(tokens_BP, empty cache) -> cache`, too,
+which reads long prompts as training does; then devices of the mesh axis `context` may
+share out the cache's slots, and else each of them has whole sequences.
 
-Shapes: B rows (prompts, padded to what the mesh divides), P prompt, M new tokens, V vocabulary.
+Shapes: B rows (prompts, padded to what the mesh divides), P prompt, M new tokens, V
+vocabulary.
 """
 
 import sys
@@ -30,7 +33,9 @@ from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
 
 _SMALLEST_BUCKET = 16  # tokens; shorter prompts and answers share one compiled program
-_LONG = 128  # tokens of a prompt from which on attention as in training pays: a tile of the TPU's kernel
+# tokens of a prompt from which on attention as in training pays: a tile of the TPU's
+# kernel
+_LONG = 128
 _NO_TOKEN = -1
 
 
@@ -38,11 +43,14 @@ _NO_TOKEN = -1
 class SamplingConfig:
     """How the next token is chosen: temperature, then top_k, then top_p."""
 
-    temperature: NonNegativeFloat = 1.0  # logits are divided by it; 0 = always the likeliest token
-    top_k: NonNegativeInt = 0  # only the k likeliest tokens, ties with the last included; 0 = all
+    # logits are divided by it; 0 = always the likeliest token
+    temperature: NonNegativeFloat = 1.0
+    # only the k likeliest tokens, ties with the last included; 0 = all
+    top_k: NonNegativeInt = 0
     # only the likeliest tokens that together reach this probability; 1 = all
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    end_tokens: tuple[int, ...] = ()  # ids, each of which ends a text; (): only the length does
+    # ids, each of which ends a text; (): only the length does
+    end_tokens: tuple[int, ...] = ()
 
 
 class Generation(NamedTuple):
@@ -55,23 +63,30 @@ class Generation(NamedTuple):
 class TokenGenerator:
     """Continues prompts with a model on a mesh.
 
-    It compiles once for each bucket of sizes (powers of two of rows, prompt and answer lengths) and
-    each `SamplingConfig`. The cache is split like activations: rows over the batch axes, slots over
-    context, kv heads over tensor.
+    It compiles once for each bucket of sizes (powers of two of rows, prompt and answer
+    lengths) and each `SamplingConfig`. The cache is split like activations: rows over
+    the batch axes, slots over context, kv heads over tensor.
     """
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, rules: Rules, *, compute: str = "float32"):
-        splits = hasattr(spec.model_class, "prefill")  # or each device has whole sequences, as in the cache
+    def __init__(
+        self, spec: ModelSpec, mesh: Mesh, rules: Rules, *, compute: str = "float32"
+    ):
+        # or each device has whole sequences, as in the cache
+        splits = hasattr(spec.model_class, "prefill")
         self._mesh, self._longest = mesh, longest_text(spec)
         self._rules = rules if splits else rules.inside(SEQUENCE_AXES)
 
         def run(*args, **sizes):
             weights, by = laid_out(spec, args[0], mesh, rules, compute)
-            with execution.activate(mesh, by if splits else by.inside(SEQUENCE_AXES), compute=compute):
+            with execution.activate(
+                mesh, by if splits else by.inside(SEQUENCE_AXES), compute=compute
+            ):
                 return _generate(spec.assemble(*weights), *args[1:], **sizes)
 
         whole = NamedSharding(mesh, P())
-        self._run = jax.jit(run, static_argnames=("room", "capacity", "sampling"), out_shardings=whole)
+        self._run = jax.jit(
+            run, static_argnames=("room", "capacity", "sampling"), out_shardings=whole
+        )
 
     def __call__(
         self,
@@ -85,16 +100,18 @@ class TokenGenerator:
     ) -> list[Generation]:
         """Returns what follows each prompt.
 
-        A token is drawn with a key made of (seed, sample, position in its text), so neither the
-        mesh nor the other prompts of the call change it.
+        A token is drawn with a key made of (seed, sample, position in its text), so
+        neither the mesh nor the other prompts of the call change it.
 
         Args:
           prompts: token ids, each at least one.
           max_tokens: new tokens at most, M.
-          samples: the prompts' sample numbers, distinct for distinct draws; default 0, 1, ...
+          samples: the prompts' sample numbers, distinct for distinct draws; default 0,
+            1, ...
 
         Raises:
-          ConfigError: an empty prompt, a text beyond the model's longest, illegal settings.
+          ConfigError: an empty prompt, a text beyond the model's longest, illegal
+            settings.
         """
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
         numbers = np.arange(len(rows)) if samples is None else np.asarray(samples)
@@ -106,17 +123,26 @@ class TokenGenerator:
         B = shards * bucket(-(-len(rows) // shards), smallest=1)
         width = min(bucket(max(row.size for row in rows)), longest)
         prompts_BP = padded(rows, B, width)
-        lengths_B = np.array([row.size for row in rows] + [1] * (B - len(rows)), np.int32)
+        lengths_B = np.array(
+            [row.size for row in rows] + [1] * (B - len(rows)), np.int32
+        )
         samples_B = np.resize(numbers, B).astype(np.int32)
         inputs = placed((prompts_BP, lengths_B, samples_B), self._mesh, self._rules)
         scalars = np.int32(len(rows)), np.int32(max_tokens), np.uint32(seed % 2**32)
-        capacity = divided(min(width + room, longest), self._rules.shape.sizes["context"])
+        capacity = divided(
+            min(width + room, longest), self._rules.shape.sizes["context"]
+        )
         sizes = {"room": room, "capacity": capacity, "sampling": sampling}
-        tokens, counts, ended = jax.device_get(self._run(weights, *inputs, *scalars, **sizes))
-        return [Generation(tokens[i, : counts[i] - ended[i]], bool(ended[i])) for i in range(len(rows))]
+        tokens, counts, ended = jax.device_get(
+            self._run(weights, *inputs, *scalars, **sizes)
+        )
+        return [
+            Generation(tokens[i, : counts[i] - ended[i]], bool(ended[i]))
+            for i in range(len(rows))
+        ]
 
 
-# --- the program ----------------------------------------------------------------------------------
+# --- the program ----------------------------------------------------------------------
 
 
 class _Progress(NamedTuple):
@@ -143,15 +169,22 @@ def _generate(
     capacity: int,
     sampling: SamplingConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the chosen tokens [B, M], how many of them count [B], whether the end was met [B]."""
+    """Returns the chosen tokens [B, M], how many of them count [B], whether the end was
+    met [B].
+    """
     B = prompts_BP.shape[0]
     key = jax.random.key(seed)
     end_tokens = jnp.asarray(sampling.end_tokens or (_NO_TOKEN,), jnp.int32)
     keys_B = jax.vmap(lambda sample: jax.random.fold_in(key, sample))(samples_B)
-    # All but each row's last token go in at once; nobody reads these logits, so XLA drops them.
+    # All but each row's last token go in at once; nobody reads these logits, so XLA
+    # drops them.
     cache = model.init_cache(B, capacity)
     fills = hasattr(model, "prefill") and prompts_BP.shape[1] >= _LONG
-    cache = model.prefill(prompts_BP, cache) if fills else model.decode(prompts_BP, cache)[1]
+    cache = (
+        model.prefill(prompts_BP, cache)
+        if fills
+        else model.decode(prompts_BP, cache)[1]
+    )
     cache = cache._replace(length=lengths_B - 1)
     last_B = jnp.take_along_axis(prompts_BP, lengths_B[:, None] - 1, axis=1)[:, 0]
 
@@ -162,19 +195,25 @@ def _generate(
         logits, cache = model.decode(now.last_B[:, None], now.cache)
         position_keys_B = jax.vmap(jax.random.fold_in)(keys_B, cache.length)
         token_B = choose(logits[:, 0], position_keys_B, sampling)
-        chosen_BM = jax.lax.dynamic_update_slice(now.chosen_BM, token_B[:, None], (jnp.int32(0), now.step))
+        chosen_BM = jax.lax.dynamic_update_slice(
+            now.chosen_BM, token_B[:, None], (jnp.int32(0), now.step)
+        )
         counts_B = now.counts_B + ~now.done_B
         done_B = now.done_B | jnp.isin(token_B, end_tokens)
         return _Progress(now.step + 1, token_B, cache, chosen_BM, counts_B, done_B)
 
     padding_B = jnp.arange(B) >= num_rows
     zeros_B = jnp.zeros(B, jnp.int32)
-    start = _Progress(jnp.int32(0), last_B, cache, jnp.zeros((B, room), jnp.int32), zeros_B, padding_B)
+    start = _Progress(
+        jnp.int32(0), last_B, cache, jnp.zeros((B, room), jnp.int32), zeros_B, padding_B
+    )
     end = jax.lax.while_loop(unfinished, one_token, start)
     return end.chosen_BM, end.counts_B, end.done_B
 
 
-def choose(logits_BV: jax.Array, keys_B: jax.Array, sampling: SamplingConfig) -> jax.Array:
+def choose(
+    logits_BV: jax.Array, keys_B: jax.Array, sampling: SamplingConfig
+) -> jax.Array:
     """Returns one token a row, [B] int32, drawn with the row's own key."""
     if sampling.temperature == 0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
@@ -185,7 +224,8 @@ def choose(logits_BV: jax.Array, keys_B: jax.Array, sampling: SamplingConfig) ->
 
 
 def restrict(logits_BV: jax.Array, sampling: SamplingConfig) -> jax.Array:
-    """Returns the logits with -inf where top_k, then top_p (arXiv:1904.09751), rule a token out.
+    """Returns the logits with -inf where top_k, then top_p (arXiv:1904.09751), rule a
+    token out.
 
     Tokens that tie with the last one allowed stay, so ranks among equals don't matter.
     """
@@ -202,7 +242,7 @@ def restrict(logits_BV: jax.Array, sampling: SamplingConfig) -> jax.Array:
     return logits_BV
 
 
-# --- what goes in ---------------------------------------------------------------------------------
+# --- what goes in ---------------------------------------------------------------------
 
 
 def longest_text(spec: ModelSpec) -> int | None:
@@ -219,7 +259,9 @@ def _check(
 ) -> None:
     faults = schema.faults(sampling)
     if samples.shape != (len(rows),):
-        faults.append(f"{samples.size} sample numbers for {len(rows)} prompts; give one a prompt")
+        faults.append(
+            f"{samples.size} sample numbers for {len(rows)} prompts; give one a prompt"
+        )
     if max_tokens < 1:
         faults.append(f"max_tokens={max_tokens}: must be >= 1")
     empty = [i for i, row in enumerate(rows) if not row.size]
@@ -235,7 +277,9 @@ def _check(
 
 
 def padded(rows: Sequence[np.ndarray], batch_size: int, width: int) -> np.ndarray:
-    """Returns rows of tokens as one int32 array [B, W], with zeros to the right and below."""
+    """Returns rows of tokens as one int32 array [B, W], with zeros to the right and
+    below.
+    """
     padded_BW = np.zeros((batch_size, width), np.int32)
     for padded_W, row in zip(padded_BW, rows, strict=False):
         padded_W[: row.size] = row
@@ -248,14 +292,19 @@ def bucket(size: int, smallest: int = _SMALLEST_BUCKET) -> int:
 
 
 def divided(size: int, parts: int) -> int:
-    """Returns the multiple of `parts` at or above `size`, so that devices can share it out."""
+    """Returns the multiple of `parts` at or above `size`, so that devices can share it
+    out.
+    """
     return -(-size // parts) * parts
 
 
 def placed(arrays: Sequence[np.ndarray], mesh: Mesh, rules: Rules) -> list[jax.Array]:
     """Returns host arrays [B, ...] on the devices, rows over the batch axes."""
     specs = [rules.activation(("batch", None)[: x.ndim], x.shape) for x in arrays]
-    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+    return [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arrays, specs, strict=True)
+    ]
 
 
 def until_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:

@@ -1,8 +1,10 @@
-"""Weights as programs of many tokens read them: in the compute dtype, gathered once where a device has room.
+"""Weights as programs of many tokens read them: in the compute dtype, gathered once
+where a device has room.
 
-In training devices of the mesh axis `context` share out parameters and their state, and gather a layer's
-kernels when it has its turn. Here each token has all layers' turns, and there is no state: the kernels'
-shards over `context` are gathered once a call, before the first token.
+In training devices of the mesh axis `context` share out parameters and their state, and
+gather a layer's kernels when it has its turn. Here each token has all layers' turns,
+and there is no state: the kernels' shards over `context` are gathered once a call,
+before the first token.
 """
 
 import dataclasses
@@ -17,8 +19,11 @@ from jaxdist.parallel.axes import SEQUENCE_AXES
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 
-Weights = tuple[Tree, Tree, Tree]  # (trainable, model state, frozen): the arguments of `ModelSpec.assemble`
-MOST = 0.5  # of a device's memory for weights, as stored and gathered; the rest is for cache and activations
+# (trainable, model state, frozen): the arguments of `ModelSpec.assemble`
+Weights = tuple[Tree, Tree, Tree]
+# of a device's memory for weights, as stored and gathered; the rest is for cache and
+# activations
+MOST = 0.5
 
 
 def laid_out(
@@ -26,8 +31,8 @@ def laid_out(
 ) -> tuple[Weights, Rules]:
     """Returns the weights as tokens read them, and the rules by which they lie.
 
-    The values are those of training, where every product casts its kernel; what float32 parts read (the
-    norms' scales) stays as it is. Call it while a program is traced.
+    The values are those of training, where every product casts its kernel; what float32
+    parts read (the norms' scales) stays as it is. Call it while a program is traced.
 
     Args:
       rules: by which the weights are stored.
@@ -37,9 +42,13 @@ def laid_out(
         cast, frozen = precision.cast((trainable, frozen), compute)
     else:
         cast = jax.tree.map(
-            lambda x, names: precision.cast(x, compute) if len(names) > 1 else x, trainable, spec.names
+            lambda x, names: precision.cast(x, compute) if len(names) > 1 else x,
+            trainable,
+            spec.names,
         )
-    kept = dataclasses.replace(rules, shards=tuple(a for a in rules.shards if a not in SEQUENCE_AXES))
+    kept = dataclasses.replace(
+        rules, shards=tuple(a for a in rules.shards if a not in SEQUENCE_AXES)
+    )
     if all(rules.shape.sizes[axis] == 1 for axis in SEQUENCE_AXES) or mesh.size == 1:
         return (cast, model_state, frozen), rules
     resident = _bytes(spec, (trainable, frozen), rules)
@@ -48,7 +57,8 @@ def laid_out(
         return (cast, model_state, frozen), rules
 
     def gathered(x: jax.Array, names) -> jax.Array:
-        # Held to its shards first, or the partitioner might gather what is not cast yet: twice the bytes.
+        # Held to its shards first, or the partitioner might gather what is not cast
+        # yet: twice the bytes.
         for one in (rules, kept):
             place = NamedSharding(mesh, one.stored(names, x.shape))
             x = jax.lax.with_sharding_constraint(x, place)
@@ -62,15 +72,20 @@ def laid_out(
 
 
 def fits(size: int, device_kind: str) -> bool:
-    """Returns whether a device has room for so many bytes of weights; one that is not known has."""
+    """Returns whether a device has room for so many bytes of weights; one that is not
+    known has.
+    """
     chip = chip_for(device_kind)
     return chip is None or size <= MOST * chip.capacity_bytes
 
 
 def _bytes(spec: ModelSpec, trees: tuple[Tree, Tree], rules: Rules) -> int:
-    """Returns a device's bytes of (trainable, frozen) parameters that lie by some rules."""
+    """Returns a device's bytes of (trainable, frozen) parameters that lie by some
+    rules.
+    """
     sizes = (
-        math.prod(rules.shard_dims(rules.stored(names, x.shape), x.shape)) * x.dtype.itemsize
+        math.prod(rules.shard_dims(rules.stored(names, x.shape), x.shape))
+        * x.dtype.itemsize
         for tree, all_names in zip(trees, (spec.names, spec.frozen_names), strict=True)
         for x, names in zip(
             jax.tree.leaves(tree),

@@ -1,8 +1,8 @@
 """Hugging Face folders: import and export.
 
-`families` are the tables (with `config_rules` and `expert_rules`, those of config.json), read in both
-directions: by `hf_config` config.json <-> the transformer's values, by `hf_reader` and `hf_writer`
-tensors <-> its parameters.
+`families` are the tables (with `config_rules` and `expert_rules`, those of
+config.json), read in both directions: by `hf_config` config.json <-> the transformer's
+values, by `hf_reader` and `hf_writer` tensors <-> its parameters.
 """
 
 from jaxdist.interop.families import FAMILIES
@@ -27,7 +27,21 @@ from jaxdist.interop.hf_writer import (
 )
 
 __all__ = [
-    "FAMILIES", "KEPT", "POSITIONS", "TRAINING", "CheckpointWeights", "Tensors", "copy_own_tokenizer",
-    "copy_small_files", "derive", "different", "export", "fields_of", "open_weights", "read_config",
-    "settled",     "canonical_values", "write_chat_files",
-]  # fmt: skip
+    "FAMILIES",
+    "KEPT",
+    "POSITIONS",
+    "TRAINING",
+    "CheckpointWeights",
+    "Tensors",
+    "copy_own_tokenizer",
+    "copy_small_files",
+    "derive",
+    "different",
+    "export",
+    "fields_of",
+    "open_weights",
+    "read_config",
+    "settled",
+    "canonical_values",
+    "write_chat_files",
+]

@@ -1,9 +1,10 @@
-"""How fields of a Hugging Face config.json and the transformer's values give each other.
+"""How fields of a Hugging Face config.json and the transformer's values give each
+other.
 
-A rule reads some fields and gives some values; written backwards, it gives the fields that it would
-read those values from (or ones that come near: `hf_config` reads back what was written and compares).
-Fields have the older spelling where there are two (rope_theta and rope_scaling, not rope_parameters):
-transformers 4 and 5 read that.
+A rule reads some fields and gives some values; written backwards, it gives the fields
+that it would read those values from (or ones that come near: `hf_config` reads back
+what was written and compares). Fields have the older spelling where there are two
+(rope_theta and rope_scaling, not rope_parameters): transformers 4 and 5 read that.
 """
 
 from __future__ import annotations
@@ -31,12 +32,16 @@ class Source:
         """Returns a field, or its default where it is absent."""
         self.read.add(key)
         if key not in self.config and default is REQUIRED:
-            self.faults.append(f"{self.prefix}{key} is missing from config.json, and required")
+            self.faults.append(
+                f"{self.prefix}{key} is missing from config.json, and required"
+            )
             return 1  # a number, for the rules that go on with it
         return self.config.get(key, default)
 
     def number(self, key: str, default: Any = REQUIRED, kind: type = float) -> Any:
-        """Returns a field of a kind: bool, int (>= 0) or float (> 0, any number); null is the default."""
+        """Returns a field of a kind: bool, int (>= 0) or float (> 0, any number); null
+        is the default.
+        """
         value = self.take(key, default)
         value = default if value is None and default is not REQUIRED else value
         if value is None and default is None:
@@ -52,7 +57,11 @@ class Source:
     def count(self, key: str, default: int | None) -> Any:
         """Returns a field that is a whole number > 0; null is the default."""
         value = self.number(key, default, int)
-        return self.refuse(key, value, "a whole number > 0 is required", 1) if value == 0 else value
+        return (
+            self.refuse(key, value, "a whole number > 0 is required", 1)
+            if value == 0
+            else value
+        )
 
     def refuse(self, key: str, value: Any, why: str, instead: Any = None) -> Any:
         """Notes a fault of a field; returns `instead`."""
@@ -60,12 +69,16 @@ class Source:
         return instead
 
     def inside(self, key: str, value: Any) -> Source:
-        """Returns a nested mapping as a source of its own; what it lacks is its reader's to say."""
+        """Returns a nested mapping as a source of its own; what it lacks is its
+        reader's to say.
+        """
         if not isinstance(value, Mapping):
             value = self.refuse(key, value, "a mapping is required", {})
         return Source(value, f"{self.prefix}{key}.")
 
-    def close(self, harmless: Callable[[str, Any], object] = lambda key, value: False) -> list[str]:
+    def close(
+        self, harmless: Callable[[str, Any], object] = lambda key, value: False
+    ) -> list[str]:
         """Returns all faults: those noted, and the fields that nothing has read."""
         return self.faults + [
             f"{self.prefix}{key}={value!r}: this field is not understood"
@@ -76,7 +89,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Rule:
-    """Values from fields, given the values of the rules before; and fields from all values."""
+    """Values from fields, given the values of the rules before; and fields from all
+    values.
+    """
 
     read: Callable[[Source, Values], dict[str, Any]]
     write: Callable[[Values], dict[str, Any]] = lambda values: {}
@@ -88,8 +103,11 @@ def plain(ours: str, key: str, default: Any = REQUIRED) -> Rule:
 
     def read(source: Source, _: Values) -> dict[str, Any]:
         value = source.number(key, default, kind)
-        if ours == "num_layers" and value > _MOST_LAYERS:  # a list of their kinds must fit into memory
-            value = source.refuse(key, value, f"at most {_MOST_LAYERS:,} layers are supported", 1)
+        # a list of their kinds must fit into memory
+        if ours == "num_layers" and value > _MOST_LAYERS:
+            value = source.refuse(
+                key, value, f"at most {_MOST_LAYERS:,} layers are supported", 1
+            )
         return {ours: value}
 
     return Rule(read, lambda values: {key: values[ours]})
@@ -101,21 +119,28 @@ def implied(**ours: Any) -> Rule:
 
 
 def only(key: str, *legal: Any) -> Rule:
-    """Returns the rule of a field of which we build some values alone; absent, it has the first."""
+    """Returns the rule of a field of which we build some values alone; absent, it has
+    the first.
+    """
 
     def read(source: Source, _: Values) -> dict[str, Any]:
         if (value := source.take(key, legal[0])) not in legal:
-            source.refuse(key, value, f"not supported; required {' or '.join(map(repr, legal))}")
+            source.refuse(
+                key, value, f"not supported; required {' or '.join(map(repr, legal))}"
+            )
         return {}
 
     return Rule(read, lambda values: {key: legal[0]})
 
 
-# --- heads, activation, biases, scales ------------------------------------------------------------
+# --- heads, activation, biases, scales ------------------------------------------------
 
 
-def heads(*, kv: int | None = None, head_dim: int | None = None, whole: bool = False) -> Rule:
-    """Returns the rule of key heads and head size; by default num_heads, and hidden_size / num_heads.
+def heads(
+    *, kv: int | None = None, head_dim: int | None = None, whole: bool = False
+) -> Rule:
+    """Returns the rule of key heads and head size; by default num_heads, and
+    hidden_size / num_heads.
 
     Args:
       whole: no other size than the latter is possible.
@@ -130,11 +155,16 @@ def heads(*, kv: int | None = None, head_dim: int | None = None, whole: bool = F
             source.refuse("head_dim", size, why)
         return {"num_kv_heads": num, "head_dim": size}
 
-    return Rule(read, lambda v: {"num_key_value_heads": v["num_kv_heads"], "head_dim": v["head_dim"]})
+    return Rule(
+        read,
+        lambda v: {"num_key_value_heads": v["num_kv_heads"], "head_dim": v["head_dim"]},
+    )
 
 
 def gpt2_heads() -> Rule:
-    """Returns the rule of GPT-2's heads and feed-forward width, which follow from the others."""
+    """Returns the rule of GPT-2's heads and feed-forward width, which follow from the
+    others.
+    """
 
     def read(source: Source, values: Values) -> dict[str, Any]:
         width, num = values["d_model"], values["num_heads"]
@@ -146,13 +176,20 @@ def gpt2_heads() -> Rule:
 
 # Of a function with several names the one that we write comes first.
 _ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu",
-    "gelu": "gelu_exact", "relu": "relu",
-}  # fmt: skip
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_new": "gelu",
+    "gelu_fast": "gelu",
+    "gelu": "gelu_exact",
+    "relu": "relu",
+}
 
 
 def activation(key: str, default: Any = REQUIRED) -> Rule:
-    """Returns the rule of the feed-forward part's activation; GPT-2's files call the tanh one gelu_new."""
+    """Returns the rule of the feed-forward part's activation; GPT-2's files call the
+    tanh one gelu_new.
+    """
     names = {ours: name for name, ours in reversed(_ACTIVATIONS.items())}
     names |= {"gelu": "gelu_new"} if default == "gelu_new" else {}
 
@@ -166,16 +203,24 @@ def activation(key: str, default: Any = REQUIRED) -> Rule:
 
 
 def attention_bias() -> Rule:
-    """Returns the rule of Llama's attention_bias: q, k, v and out have one, or none has."""
+    """Returns the rule of Llama's attention_bias: q, k, v and out have one, or none
+    has.
+    """
 
     def read(source: Source, _: Values) -> dict[str, Any]:
-        return {"bias": "attention" if source.number("attention_bias", False, bool) else "none"}
+        return {
+            "bias": "attention"
+            if source.number("attention_bias", False, bool)
+            else "none"
+        }
 
     return Rule(read, lambda values: {"attention_bias": values["bias"] == "attention"})
 
 
 def caps(attention: float | None, final: float | None) -> Rule:
-    """Returns the rule of Gemma's soft-caps, with their defaults; null is none, as 0 is here."""
+    """Returns the rule of Gemma's soft-caps, with their defaults; null is none, as 0 is
+    here.
+    """
     ours = {
         "attention_softcap": ("attn_logit_softcapping", attention),
         "logit_softcap": ("final_logit_softcapping", final),
@@ -187,7 +232,10 @@ def caps(attention: float | None, final: float | None) -> Rule:
             for name, field in ours.items()
         }
 
-    return Rule(read, lambda values: {key: values[name] or None for name, (key, _) in ours.items()})
+    return Rule(
+        read,
+        lambda values: {key: values[name] or None for name, (key, _) in ours.items()},
+    )
 
 
 def gemma_scales() -> Rule:
@@ -195,25 +243,40 @@ def gemma_scales() -> Rule:
 
     def read(source: Source, values: Values) -> dict[str, Any]:
         scalar = source.number("query_pre_attn_scalar", 256) or 1
-        return {"attention_scale": scalar**-0.5, "embedding_scale": float(values["d_model"]) ** 0.5}
+        return {
+            "attention_scale": scalar**-0.5,
+            "embedding_scale": float(values["d_model"]) ** 0.5,
+        }
 
     def write(values: Values) -> dict[str, Any]:
-        scalar = values["attention_scale"] ** -2 if values["attention_scale"] else values["head_dim"]
+        scalar = (
+            values["attention_scale"] ** -2
+            if values["attention_scale"]
+            else values["head_dim"]
+        )
         whole = round(scalar)  # the field's type
-        return {"query_pre_attn_scalar": whole if math.isclose(whole, scalar, rel_tol=1e-9) else scalar}
+        return {
+            "query_pre_attn_scalar": whole
+            if math.isclose(whole, scalar, rel_tol=1e-9)
+            else scalar
+        }
 
     return Rule(read, write)
 
 
-# --- layers ---------------------------------------------------------------------------------------
+# --- layers ---------------------------------------------------------------------------
 
 KINDS = {"full_attention": "global", "sliding_attention": "local"}
 
 
 def shortest_period(kinds: Sequence[str]) -> tuple[str, ...]:
-    """Returns the shortest pattern that, repeated and cut off, gives the kinds of all layers."""
+    """Returns the shortest pattern that, repeated and cut off, gives the kinds of all
+    layers.
+    """
     periods = (tuple(kinds[:size]) for size in range(1, len(kinds) + 1))
-    return next((period for period in periods if spread(period, len(kinds)) == list(kinds)), ())
+    return next(
+        (period for period in periods if spread(period, len(kinds)) == list(kinds)), ()
+    )
 
 
 def spread(pattern: Sequence[str], depth: int) -> list[str]:
@@ -225,8 +288,9 @@ def layers(form: str, window: int | None, period: int = 0) -> Rule:
     """Returns the rule of sliding windows, with the class's default window.
 
     Args:
-      form: "all": every layer has the window, unless it is null (Mistral, Phi-3); "flag": of
-        use_sliding_window, from max_window_layers on (Qwen); "pattern": all but each `period`-th (Gemma).
+      form: "all": every layer has the window, unless it is null (Mistral, Phi-3);
+        "flag": of use_sliding_window, from max_window_layers on (Qwen); "pattern": all
+        but each `period`-th (Gemma).
     """
 
     def kinds(source: Source, depth: int) -> list[str]:
@@ -243,17 +307,26 @@ def layers(form: str, window: int | None, period: int = 0) -> Rule:
         names = source.take("layer_types", None)
         if names is None:
             return computed
-        if not isinstance(names, list) or len(names) != depth or not set(map(str, names)) <= set(KINDS):
+        if (
+            not isinstance(names, list)
+            or len(names) != depth
+            or not set(map(str, names)) <= set(KINDS)
+        ):
             why = f"required one of {', '.join(KINDS)} for each of {depth} layers"
             return source.refuse("layer_types", names, why, computed)
         return [KINDS[name] for name in names]
 
     def read(source: Source, values: Values) -> dict[str, Any]:
-        size, of_layers = source.take("sliding_window", window), kinds(source, values["num_layers"])
+        size, of_layers = (
+            source.take("sliding_window", window),
+            kinds(source, values["num_layers"]),
+        )
         if "local" not in of_layers or (size is None and form == "all"):
             return {"window": 0, "layer_pattern": ("global",)}
         if not isinstance(size, int) or size < 1:
-            source.refuse("sliding_window", size, "there are sliding layers, so it must be >= 1")
+            source.refuse(
+                "sliding_window", size, "there are sliding layers, so it must be >= 1"
+            )
         return {"window": size, "layer_pattern": shortest_period(of_layers)}
 
     def write(values: Values) -> dict[str, Any]:
@@ -261,34 +334,56 @@ def layers(form: str, window: int | None, period: int = 0) -> Rule:
         of_layers, some = spread(pattern, depth), "local" in pattern
         if form == "all":
             return {"sliding_window": values["window"] if some else None}
-        types = ["sliding_attention" if kind == "local" else "full_attention" for kind in of_layers]
-        fields = {"sliding_window": values["window"] if some else window, "layer_types": types}
+        types = [
+            "sliding_attention" if kind == "local" else "full_attention"
+            for kind in of_layers
+        ]
+        fields = {
+            "sliding_window": values["window"] if some else window,
+            "layer_types": types,
+        }
         if form == "flag":
             first = of_layers.index("local") if some else depth
             return fields | {"use_sliding_window": some, "max_window_layers": first}
         every = len(pattern)  # transformers before 4.53 knows this field alone
         regular = pattern == ("local",) * (every - 1) + ("global",)
-        return fields | ({"sliding_window_pattern": every} if regular and period == 6 else {})
+        return fields | (
+            {"sliding_window_pattern": every} if regular and period == 6 else {}
+        )
 
     return Rule(read, write)
 
 
 def switched_window(window: int) -> Rule:
-    """Returns the rule of Qwen3-MoE's window: with use_sliding_window all layers have it."""
+    """Returns the rule of Qwen3-MoE's window: with use_sliding_window all layers have
+    it.
+    """
 
     def read(source: Source, _: Values) -> dict[str, Any]:
         used = source.number("use_sliding_window", False, bool)
-        size, first = source.take("sliding_window", window), source.number("max_window_layers", 0, int)
+        size, first = (
+            source.take("sliding_window", window),
+            source.number("max_window_layers", 0, int),
+        )
         if not used or size is None:
             return {"window": 0, "layer_pattern": ("global",)}
         if first:
-            source.refuse("max_window_layers", first, "versions of transformers differ in it; required 0")
+            source.refuse(
+                "max_window_layers",
+                first,
+                "versions of transformers differ in it; required 0",
+            )
         if type(size) is not int or size < 1:
-            size = source.refuse("sliding_window", size, "a whole number > 0 is required", 1)
+            size = source.refuse(
+                "sliding_window", size, "a whole number > 0 is required", 1
+            )
         return {"window": size, "layer_pattern": ("local",)}
 
     def write(values: Values) -> dict[str, Any]:
         pattern, size = set(values["layer_pattern"]), values["window"]
-        return {"use_sliding_window": pattern == {"local"}, "sliding_window": size or None}
+        return {
+            "use_sliding_window": pattern == {"local"},
+            "sliding_window": size or None,
+        }
 
     return Rule(read, write)

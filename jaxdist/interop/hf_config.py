@@ -1,4 +1,6 @@
-"""config.json of Hugging Face <-> the transformer's values, with every field accounted for."""
+"""config.json of Hugging Face <-> the transformer's values, with every field accounted
+for.
+"""
 
 import dataclasses
 import math
@@ -18,15 +20,26 @@ from jaxdist.storage.untrusted import Malformed, read_json
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 DEFAULTS = vars(TransformerConfig())
-# What is no matter for logits; and how the load of experts is kept even, which a run has to go on with.
+# What is no matter for logits; and how the load of experts is kept even, which a run
+# has to go on with.
 TRAINING = (
-    "dropout", "z_loss", "loss_chunk", "init_std", "zero_init_outputs", "balance_rate", "balance_weight",
-    "router_z_loss", "capacity_factor",
-)  # fmt: skip
+    "dropout",
+    "z_loss",
+    "loss_chunk",
+    "init_std",
+    "zero_init_outputs",
+    "balance_rate",
+    "balance_weight",
+    "router_z_loss",
+    "capacity_factor",
+)
 _NO_FIELD = (*TRAINING, "balance")
-_STRETCH = tuple(f"rope_{field.name}" for field in dataclasses.fields(rotary.Stretch))  # scaling, factor, ...
-POSITIONS = ("rope_theta", *_STRETCH)  # what a run may change of a model to go on with longer sequences
-# Fields that change no logits: bookkeeping, dropout rates (ours is model.dropout), other heads.
+# scaling, factor, ...
+_STRETCH = tuple(f"rope_{field.name}" for field in dataclasses.fields(rotary.Stretch))
+# what a run may change of a model to go on with longer sequences
+POSITIONS = ("rope_theta", *_STRETCH)
+# Fields that change no logits: bookkeeping, dropout rates (ours is model.dropout),
+# other heads.
 _HARMLESS = re.compile(
     "architectures|model_type|transformers_version|(torch_)?dtype|_name_or_path|use_cache|auto_map|"
     "((bos|eos|pad|unk|sep|cls|mask|decoder_start)_)?token_id|initializer_range|max_position_embeddings|"
@@ -46,9 +59,12 @@ _CARRIED = re.compile(
     "router_(aux_loss_coef|jitter_noise)"
 )
 # Their config and tensors have Llama's names, and they compute something else.
-_UNLIKE = {"gemma": "its norms scale by 1 + weight, and its embeddings by the root of their size"}
+_UNLIKE = {
+    "gemma": "its norms scale by 1 + weight, and its embeddings by the root of their size"
+}
 _UNLIKE |= dict.fromkeys(
-    ("cohere", "ernie4_5", "glm", "glm4", "gptj", "helium"), "it rotates pairs of dims, not halves of a head"
+    ("cohere", "ernie4_5", "glm", "glm4", "gptj", "helium"),
+    "it rotates pairs of dims, not halves of a head",
 )
 
 
@@ -65,8 +81,12 @@ def read_config(folder: Path | str) -> dict[str, Any]:
         raise ConfigError(_absence(folder)) from None
     except Malformed as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    if config.get("model_type") == "gemma3" and isinstance(config.get("text_config"), dict):
-        return {k: v for k, v in config.items() if k != "text_config"} | config["text_config"]
+    if config.get("model_type") == "gemma3" and isinstance(
+        config.get("text_config"), dict
+    ):
+        return {k: v for k, v in config.items() if k != "text_config"} | config[
+            "text_config"
+        ]
     return config
 
 
@@ -74,7 +94,8 @@ def _absence(folder: Path | str) -> str:
     """Returns what to say where no config.json is; a name of a hub is told as such."""
     if _HUB_NAME.fullmatch(str(folder)) and not Path(folder).exists():
         owner = Path(folder).parts[0]
-        name = "OWNER/MODEL" if owner == "models" else folder  # of the hub; "models" is where folders lie
+        # of the hub; "models" is where folders lie
+        name = "OWNER/MODEL" if owner == "models" else folder
         return (
             f"{folder}: no such folder here; if it is a model of the Hugging Face hub, nothing is downloaded "
             f"unasked: hf download {name} --local-dir models/{Path(folder).name}, then give that folder"
@@ -83,30 +104,45 @@ def _absence(folder: Path | str) -> str:
 
 
 def derive(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
-    """Returns the family of a config.json, and the values of the transformer that it describes.
+    """Returns the family of a config.json, and the values of the transformer that it
+    describes.
 
     An architecture that has no table is read as Llama's.
 
     Raises:
-      ConfigError: a field for each fault: missing, not understood, or with a value that is not built.
+      ConfigError: a field for each fault: missing, not understood, or with a value that
+        is not built.
     """
     kind = config.get("model_type")
-    family, source, values = FAMILIES.get(str(kind), LLAMA), Source(config), dict[str, Any]()
+    family, source, values = (
+        FAMILIES.get(str(kind), LLAMA),
+        Source(config),
+        dict[str, Any](),
+    )
     for rule in family.rules:
         values |= rule.read(source, values)
-    faults = source.close(lambda key, value: _HARMLESS.fullmatch(key) or not value and _OFF.fullmatch(key))
+    faults = source.close(
+        lambda key, value: _HARMLESS.fullmatch(key) or not value and _OFF.fullmatch(key)
+    )
     if not isinstance(kind, str | None):
         faults.append(f"model_type={kind!r}: a name is required")
     if family.model_type != kind:
         if "auto_map" in config:
-            faults.append(f"auto_map={config['auto_map']!r}: code of the folder, never run")
+            faults.append(
+                f"auto_map={config['auto_map']!r}: code of the folder, never run"
+            )
         if str(kind) in _UNLIKE:
             faults.append(f"model_type={kind!r}: {_UNLIKE[str(kind)]}")
     if not faults:
         faults = schema.faults(TransformerConfig(**values), "model.")
     if faults and family.model_type != kind:
-        known = f"there are {', '.join(FAMILIES)}, and what has Llama's fields and tensors"
-        faults.insert(0, f"model_type={kind!r} is not known:{suggest(str(kind), FAMILIES)} {known}")
+        known = (
+            f"there are {', '.join(FAMILIES)}, and what has Llama's fields and tensors"
+        )
+        faults.insert(
+            0,
+            f"model_type={kind!r} is not known:{suggest(str(kind), FAMILIES)} {known}",
+        )
     if faults:
         raise ConfigError(f"{CONFIG}: {fault}" for fault in faults)
     return family, canonical_values(values)
@@ -120,18 +156,27 @@ def fields_of(
     Each family writes what it can and reads it back: it fits if nothing has changed.
 
     Args:
-      origin: the config.json that the model came with: its family is tried first, and what it says of
-        special tokens and dropout stays. Without one no token is special: classes' defaults may not exist.
+      origin: the config.json that the model came with: its family is tried first, and
+        what it says of special tokens and dropout stays. Without one no token is
+        special: classes' defaults may not exist.
 
     Raises:
       ConfigError: none fits; the values in which the nearest one differs.
     """
     wanted, origin = canonical_values(values), origin or {}
-    differences: dict[str, tuple[bool, Sequence[str]]] = {}  # of each family that does not fit
+    # of each family that does not fit
+    differences: dict[str, tuple[bool, Sequence[str]]] = {}
     carried = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    carried |= {name: value for name, value in origin.items() if _CARRIED.fullmatch(name)}
-    for family in sorted(FAMILIES.values(), key=lambda f: f.model_type != origin.get("model_type")):
-        fields = carried | {"architectures": [family.architecture], "model_type": family.model_type}
+    carried |= {
+        name: value for name, value in origin.items() if _CARRIED.fullmatch(name)
+    }
+    for family in sorted(
+        FAMILIES.values(), key=lambda f: f.model_type != origin.get("model_type")
+    ):
+        fields = carried | {
+            "architectures": [family.architecture],
+            "model_type": family.model_type,
+        }
         for rule in family.rules:
             fields |= rule.write(wanted)
         try:
@@ -141,13 +186,17 @@ def fields_of(
         if not faults:
             return family, fields
         differences[family.model_type] = not legal, faults
-    nearest = min(differences, key=lambda kind: (differences[kind][0], len(differences[kind][1])))
+    nearest = min(
+        differences, key=lambda kind: (differences[kind][0], len(differences[kind][1]))
+    )
     known = f"none of {', '.join(FAMILIES)} has these values; the nearest, {nearest}, differs:"
     raise ConfigError([known, *differences[nearest][1]])
 
 
 def different(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each value that is not the same, up to rounding; of those without effect none."""
+    """Returns a line for each value that is not the same, up to rounding; of those
+    without effect none.
+    """
     unused = {"d_ff"} if _all_sparse(ours) and _all_sparse(theirs) else set()
     return [
         f"model.{name}={ours[name]!r}, there {theirs[name]!r}"
@@ -157,14 +206,18 @@ def different(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
 
 
 def _all_sparse(values: Mapping[str, Any]) -> bool:
-    dense = values.get("first_dense_layers") or "dense" in values.get("feed_forward_pattern", ())
+    dense = values.get("first_dense_layers") or "dense" in values.get(
+        "feed_forward_pattern", ()
+    )
     return bool(values.get("num_experts")) and not dense
 
 
 def settled(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns theirs without the positions that ours may have changed, to go on with longer sequences.
+    """Returns theirs without the positions that ours may have changed, to go on with
+    longer sequences.
 
-    A base or a factor that ours leaves at the default is no change: it has been forgotten.
+    A base or a factor that ours leaves at the default is no change: it has been
+    forgotten.
     """
     forgotten = {n for n in ("rope_theta", "rope_factor") if ours.get(n) == DEFAULTS[n]}
     return {n: v for n, v in theirs.items() if n not in POSITIONS or n in forgotten}
@@ -176,8 +229,14 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def canonical_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that logits depend on, those without effect at their defaults."""
-    v = {name: value for name, value in (DEFAULTS | dict(values)).items() if name not in _NO_FIELD}
+    """Returns the values that logits depend on, those without effect at their
+    defaults.
+    """
+    v = {
+        name: value
+        for name, value in (DEFAULTS | dict(values)).items()
+        if name not in _NO_FIELD
+    }
     idle: list[str] = []
     kinds = spread(v["layer_pattern"] if v["window"] else ("global",), v["num_layers"])
     v["layer_pattern"] = shortest_period(kinds)
@@ -193,9 +252,16 @@ def canonical_values(values: Mapping[str, Any]) -> dict[str, Any]:
         idle += ["window", "rope_theta_local"]
     stretch = rotary.Stretch(**{n.removeprefix("rope_"): v[n] for n in _STRETCH})
     if not stretch.changes:
-        idle += [*_STRETCH, *["rope_theta_local"] * (v["rope_theta_local"] == v["rope_theta"])]
+        idle += [
+            *_STRETCH,
+            *["rope_theta_local"] * (v["rope_theta_local"] == v["rope_theta"]),
+        ]
     else:
-        idle += [n for n in _STRETCH[2:] if n.removeprefix("rope_") not in rotary.READ[stretch.scaling]]
+        idle += [
+            n
+            for n in _STRETCH[2:]
+            if n.removeprefix("rope_") not in rotary.READ[stretch.scaling]
+        ]
     turns = [*_STRETCH, "rope_theta", "rope_theta_local", "rotary_fraction"]
     idle += turns if v["positions"] == "learned" else ["max_positions"]
     return v | {name: DEFAULTS[name] for name in idle}

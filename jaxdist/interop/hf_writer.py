@@ -1,8 +1,10 @@
-"""A Hugging Face folder from a checkpoint: sharded safetensors, index, config and tokenizer files.
+"""A Hugging Face folder from a checkpoint: sharded safetensors, index, config and
+tokenizer files.
 
-One of our parameters, the stack of its layers, is in memory at a time; files are mapped, and filled in
-whatever order that brings. So the host needs the largest parameter (of Llama 70B a sixth of the model),
-beside what the kernel keeps of files and can drop.
+One of our parameters, the stack of its layers, is in memory at a time; files are
+mapped, and filled in whatever order that brings. So the host needs the largest
+parameter (of Llama 70B a sixth of the model), beside what the kernel keeps of files and
+can drop.
 """
 
 import itertools
@@ -31,15 +33,30 @@ from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 KEPT = tokenizer_config.HUGGINGFACE
 _GENERATION = "generation_config.json"
 _SMALL_FILES = (
-    hf_config.CONFIG, _GENERATION,
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.json", "chat_template.jinja",
-)  # fmt: skip
-_DTYPES = {"float32": ("F32", np.dtype(np.float32)), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
+    hf_config.CONFIG,
+    _GENERATION,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+_DTYPES = {
+    "float32": ("F32", np.dtype(np.float32)),
+    "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16)),
+}
 
 
 def copy_small_files(source: Path | str, target: Path) -> None:
-    """Copies what of a Hugging Face folder says how to use its weights, if it is there at all."""
+    """Copies what of a Hugging Face folder says how to use its weights, if it is there
+    at all.
+    """
     target.mkdir(parents=True, exist_ok=True)
     for name in _SMALL_FILES:
         if (file := Path(source) / name).is_file():
@@ -47,10 +64,13 @@ def copy_small_files(source: Path | str, target: Path) -> None:
 
 
 class CheckpointWeights:
-    """The weights of a checkpoint, checked against its manifest and read one parameter at a time."""
+    """The weights of a checkpoint, checked against its manifest and read one parameter
+    at a time.
+    """
 
     def __init__(self, folder: Path, step: int | None = None):
-        """Chooses `step`, or the newest one that is sound; of a run that has one, the moving average.
+        """Chooses `step`, or the newest one that is sound; of a run that has one, the
+        moving average.
 
         Raises:
           CheckpointError: there is none.
@@ -67,16 +87,32 @@ class CheckpointWeights:
             except (CheckpointError, OSError) as error:
                 reasons[number] = str(error)
         else:
-            tried = "; ".join(f"step {number}: {reason}" for number, reason in reasons.items())
-            raise CheckpointError(f"no usable checkpoint in {folder}{tried and ': '}{tried}", reasons)
-        groups = ("ema/" if any(n.startswith("ema/") for n in self._arrays) else "trainable/", "frozen/")
-        self._names = {n.partition("/")[2]: n for n in self._arrays if n.startswith(groups)}
-        self._state = {n.partition("/")[2]: n for n in self._arrays if n.startswith("model_state/")}
-        self.shapes = {path: self._arrays[name].shape for path, name in self._names.items()}
-        self._backend = extras.load("jaxdist.checkpoint.orbax_backend").OrbaxBackend(timeout_s=600)
+            tried = "; ".join(
+                f"step {number}: {reason}" for number, reason in reasons.items()
+            )
+            raise CheckpointError(
+                f"no usable checkpoint in {folder}{tried and ': '}{tried}", reasons
+            )
+        groups = (
+            "ema/" if any(n.startswith("ema/") for n in self._arrays) else "trainable/",
+            "frozen/",
+        )
+        self._names = {
+            n.partition("/")[2]: n for n in self._arrays if n.startswith(groups)
+        }
+        self._state = {
+            n.partition("/")[2]: n for n in self._arrays if n.startswith("model_state/")
+        }
+        self.shapes = {
+            path: self._arrays[name].shape for path, name in self._names.items()
+        }
+        self._backend = extras.load("jaxdist.checkpoint.orbax_backend").OrbaxBackend(
+            timeout_s=600
+        )
 
     def check_choices(self, family: Family) -> None:
-        """Checks that experts are chosen without the biases that the family has no tensor for.
+        """Checks that experts are chosen without the biases that the family has no
+        tensor for.
 
         Raises:
           ConfigError: they make a difference.
@@ -100,12 +136,16 @@ class CheckpointWeights:
         Raises:
           CheckpointError: it is not what was saved.
         """
-        name, cpu = (self._names | self._state)[path], jax.local_devices(backend="cpu")[0]
+        name, cpu = (
+            (self._names | self._state)[path],
+            jax.local_devices(backend="cpu")[0],
+        )
         stored, host = self._arrays[name], jax.sharding.SingleDeviceSharding(cpu)
         wanted = {name: jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=host)}
         try:
             arrays = self._backend.read(self._path, wanted)
-        except Exception as error:  # of Orbax and TensorStore: they raise many types for what is not there
+        except Exception as error:
+            # of Orbax and TensorStore: they raise many types for what is not there
             if not folders.is_deleted(self._path.parent, self.step):
                 raise
             raise CheckpointError(
@@ -113,7 +153,9 @@ class CheckpointWeights:
                 f"or give --step of one that checkpoint.keep_every keeps"
             ) from error
         if fingerprint.of(arrays)[name] != self.manifest.fingerprints.get(name):
-            raise CheckpointError(f"step {self.step}: {name} is not what was saved, by fingerprint")
+            raise CheckpointError(
+                f"step {self.step}: {name} is not what was saved, by fingerprint"
+            )
         return np.asarray(arrays[name])
 
     def close(self) -> None:
@@ -130,7 +172,8 @@ def export(
     dtype: str,
     max_shard_bytes: int,
 ) -> int:
-    """Writes weights and config.json for `from_pretrained`; returns the bytes of the tensors.
+    """Writes weights and config.json for `from_pretrained`; returns the bytes of the
+    tensors.
 
     Args:
       fields: config.json as `hf_config.fields_of` made it.
@@ -143,11 +186,20 @@ def export(
     if faults := unmapped(family, shapes):
         raise ConfigError(faults)
     target.mkdir(parents=True, exist_ok=True)
-    views, total = _create_files(target, stored_shapes(family, shapes), dtype, max_shard_bytes)
-    for stored, part in [(tensor, part) for tensor in family.present(shapes) for part in tensor.parts]:
+    views, total = _create_files(
+        target, stored_shapes(family, shapes), dtype, max_shard_bytes
+    )
+    for stored, part in [
+        (tensor, part) for tensor in family.present(shapes) for part in tensor.parts
+    ]:
         value, shape = read(part.path), part.stored_shape(shapes[part.path])
-        start, order = stored.offset(part, shapes), [part.ours.index(x) for x in "".join(part.theirs)]
-        place = (slice(None),) * stored.axis + (slice(start, start + shape[stored.axis]),)
+        start, order = (
+            stored.offset(part, shapes),
+            [part.ours.index(x) for x in "".join(part.theirs)],
+        )
+        place = (slice(None),) * stored.axis + (
+            slice(start, start + shape[stored.axis]),
+        )
         for at, name in stored.names((0, size) for size in shapes[part.path]).items():
             views[name][place] = value[at].transpose(order).reshape(shape)
     _write_json(target / hf_config.CONFIG, dict(fields) | {"torch_dtype": dtype})
@@ -157,9 +209,14 @@ def export(
 def _create_files(
     target: Path, shapes: Shapes, dtype: str, max_shard_bytes: int
 ) -> tuple[dict[str, np.ndarray], int]:
-    """Creates files of zeros and their index; returns a mapped array for each tensor, and all their bytes."""
+    """Creates files of zeros and their index; returns a mapped array for each tensor,
+    and all their bytes.
+    """
     code, kind = _DTYPES[dtype]
-    sizes = {name: math.prod(shapes[name]) * kind.itemsize for name in sorted(shapes, key=_by_number)}
+    sizes = {
+        name: math.prod(shapes[name]) * kind.itemsize
+        for name in sorted(shapes, key=_by_number)
+    }
     shards: list[dict[str, int]] = [{}]
     for name, size in sizes.items():
         if shards[-1] and sum(shards[-1].values()) + size > max_shard_bytes:
@@ -167,23 +224,35 @@ def _create_files(
         shards[-1][name] = size
     views, index = {}, {}
     for number, shard in enumerate(shards, 1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file = (
+            SINGLE
+            if len(shards) == 1
+            else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        )
         ends = dict(zip(shard, itertools.accumulate(shard.values()), strict=True))
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}} | {
-            name: {"dtype": code, "shape": shapes[name], "data_offsets": [end - shard[name], end]}
+            name: {
+                "dtype": code,
+                "shape": shapes[name],
+                "data_offsets": [end - shard[name], end],
+            }
             for name, end in ends.items()
         }
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # so that tensors are aligned
         first = 8 + len(text)
         (target / file).write_bytes(len(text).to_bytes(8, "little") + text)
-        data = np.memmap(target / file, np.uint8, "r+", shape=(first + sum(shard.values()),))
+        data = np.memmap(
+            target / file, np.uint8, "r+", shape=(first + sum(shard.values()),)
+        )
         for name, end in ends.items():
             part = data[first + end - shard[name] : first + end]
             views[name], index[name] = part.view(kind).reshape(shapes[name]), file
     total = sum(sizes.values())
     if len(shards) > 1:
-        _write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+        _write_json(
+            target / INDEX, {"metadata": {"total_size": total}, "weight_map": index}
+        )
     return views, total
 
 
@@ -193,25 +262,34 @@ def _by_number(name: str) -> list:
 
 
 def copy_own_tokenizer(file: Path, target: Path) -> dict[str, int]:
-    """Copies a tokenizer.json of ours so that transformers can load it; returns fields for config.json.
+    """Copies a tokenizer.json of ours so that transformers can load it; returns fields
+    for config.json.
 
     Raises:
       ConfigError: it cannot be read.
     """
     special, named = _special_tokens(file), tokenizer_config.read(file.parent).special
     shutil.copyfile(file, target / file.name)
-    fields: dict[str, str] = {"eos_token": special[0]["content"]} if len(special) == 1 else {}
+    fields: dict[str, str] = (
+        {"eos_token": special[0]["content"]} if len(special) == 1 else {}
+    )
     fields |= named
     about = {"tokenizer_class": "PreTrainedTokenizerFast"} | fields
     _write_json(target / tokenizer_config.FILE, about)
-    ends = [token["id"] for token in special if token["content"] == fields.get("eos_token")]
+    ends = [
+        token["id"] for token in special if token["content"] == fields.get("eos_token")
+    ]
     return {"eos_token_id": ends[0]} if ends else {}
 
 
 def write_chat_files(config: tokenizer_config.TokenizerConfig, target: Path) -> None:
-    """Writes a run's chat template and the ids that end its texts where transformers looks for them."""
+    """Writes a run's chat template and the ids that end its texts where transformers
+    looks for them.
+    """
     if config.chat_template:
-        (target / tokenizer_config.TEMPLATE).write_text(config.chat_template, encoding="utf-8")
+        (target / tokenizer_config.TEMPLATE).write_text(
+            config.chat_template, encoding="utf-8"
+        )
     if config.end_ids:
         file = target / _GENERATION
         fields = read_json(file, dict) if file.is_file() else {}
@@ -220,8 +298,14 @@ def write_chat_files(config: tokenizer_config.TokenizerConfig, target: Path) -> 
 
 def _special_tokens(file: Path) -> list[dict[str, Any]]:
     try:
-        added = of_kind(read_json(file, dict).get("added_tokens", []), list, "added_tokens")
-        special = [token for token in added if of_kind(token, dict, "an added token").get("special")]
+        added = of_kind(
+            read_json(file, dict).get("added_tokens", []), list, "added_tokens"
+        )
+        special = [
+            token
+            for token in added
+            if of_kind(token, dict, "an added token").get("special")
+        ]
         for token in special:
             of_kind(token.get("id"), int, "an id")
             of_kind(token.get("content"), str, "a content")

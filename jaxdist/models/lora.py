@@ -1,12 +1,15 @@
-"""LoRA: a frozen model whose kernels W are read as W + alpha / rank x A B; only A and B are trained.
+"""LoRA: a frozen model whose kernels W are read as W + alpha / rank x A B; only A and B
+are trained.
 
-`adapted` changes how a model is built: each matrix in it becomes a `LoraKernel`, which stands where the
-parameter stood. Layers that multiply with `ops.matmul.project` (ours do) get x W + (x A) B, and
-never a copy of W: a quantised one (QLoRA) is gathered from its shards as it is stored, and restored
-layer by layer. Other layers read `kernel[...]`, which is W + alpha / rank x A B of the layers at hand, as
-`ops.experts` does: each expert has an A and a B, and they are added up in the shards that W is stored in.
-qwix adapts the modules it sees called, so none in a scan; A and B are therefore made here, in stacks
-like W's, and qwix does the quantising. Sources: LoRA (arXiv:2106.09685), QLoRA (arXiv:2305.14314).
+`adapted` changes how a model is built: each matrix in it becomes a `LoraKernel`, which
+stands where the parameter stood. Layers that multiply with `ops.matmul.project` (ours
+do) get x W + (x A) B, and never a copy of W: a quantised one (QLoRA) is gathered from
+its shards as it is stored, and restored layer by layer. Other layers read
+`kernel[...]`, which is W + alpha / rank x A B of the layers at hand, as `ops.experts`
+does: each expert has an A and a B, and they are added up in the shards that W is stored
+in. qwix adapts the modules it sees called, so none in a scan; A and B are therefore
+made here, in stacks like W's, and qwix does the quantising. Sources: LoRA
+(arXiv:2106.09685), QLoRA (arXiv:2305.14314).
 """
 
 from __future__ import annotations
@@ -42,10 +45,13 @@ class LoraConfig:
 
     rank: NonNegativeInt = 0  # columns of A, rows of B; 0 = no adapters, all is trained
     alpha: PositiveFloat = 16.0  # kernels act as W + alpha / rank x A B
-    targets: tuple[str, ...] = (".*",)  # regexes of how paths of kernels end: query, mlp/.*
-    base: Base = "none"  # how kernels of blocks are stored: none = as they are, int8, nf4 (half a byte)
+    # regexes of how paths of kernels end: query, mlp/.*
+    targets: tuple[str, ...] = (".*",)
+    # how kernels of blocks are stored: none = as they are, int8, nf4 (half a byte)
+    base: Base = "none"
     dropout: Share = 0.0  # share of an adapter's inputs that are dropped while training
-    from_peft: str = ""  # folder of an adapter that PEFT wrote, to begin with; "" = B is 0
+    # folder of an adapter that PEFT wrote, to begin with; "" = B is 0
+    from_peft: str = ""
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong between the values, each with its cure."""
@@ -66,26 +72,35 @@ class LoraConfig:
 
 
 class LoraKernel(nnx.Module):
-    """What stands for a kernel [*stack, *inputs, *outputs]: its frozen value, and perhaps A and B.
+    """What stands for a kernel [*stack, *inputs, *outputs]: its frozen value, and
+    perhaps A and B.
 
     Experts, [*stack, E, *inputs, *outputs], each have an A and a B of their own.
     """
 
-    block_info: BlockInfo | None = None  # of the block that runs: `protocols.model.run_blocks` sets it
+    # of the block that runs: `protocols.model.run_blocks` sets it
+    block_info: BlockInfo | None = None
 
     def __init__(self, kernel: nnx.Param, shape: Shape, config: LoraConfig):
         self.contract = shape.contract
         self.scaling = config.alpha / config.rank
         self.dropout, self.site = config.dropout, zlib.crc32(shape.path.encode()) >> 1
-        split = (name if name in ("heads", "d_ff") else None for name in shape.names[: shape.contract])
+        split = (
+            name if name in ("heads", "d_ff") else None
+            for name in shape.names[: shape.contract]
+        )
         self.input_dims = ("sequence", *split)
         self.form = None
         names = [(*shape.lead, *shape.names)]
         if config.base != "none":
             make = extras.load("jaxdist.models.lora_quantization", extra="lora").form_of
-            self.form = make(config.base, shape.names, shape.dims, shape.contract, shape.path)
+            self.form = make(
+                config.base, shape.names, shape.dims, shape.contract, shape.path
+            )
             names.append((*shape.lead, *self.form.scale_names(shape.names)))
-        for part, name, value in zip(self.parts, names, self._stored(kernel[...]), strict=True):
+        for part, name, value in zip(
+            self.parts, names, self._stored(kernel[...]), strict=True
+        ):
             setattr(self, part, nnx.Param(value, logical=name, trainable=False))
 
     @property
@@ -108,27 +123,39 @@ class LoraKernel(nnx.Module):
             getattr(self, part).set_value(value)
 
     def add_low_rank(self, shape: Shape, rank: int, rngs: nnx.Rngs) -> None:
-        """Gives it A ~ U(-1, 1) / sqrt(inputs), as PEFT does, and B = 0: at first nothing changes."""
+        """Gives it A ~ U(-1, 1) / sqrt(inputs), as PEFT does, and B = 0: at first
+        nothing changes.
+        """
         inputs, outputs = shape.dims[: shape.contract], shape.dims[shape.contract :]
         bound = math.prod(inputs) ** -0.5
-        a = jax.random.uniform(rngs.params(), (*shape.stack, *inputs, rank), minval=-bound, maxval=bound)
+        a = jax.random.uniform(
+            rngs.params(), (*shape.stack, *inputs, rank), minval=-bound, maxval=bound
+        )
         b = jnp.zeros((*shape.stack, rank, *outputs))
         before, after = shape.names[: shape.contract], shape.names[shape.contract :]
-        self.lora_a = nnx.Param(a, logical=(*shape.lead, *before, None) if before else ())
+        self.lora_a = nnx.Param(
+            a, logical=(*shape.lead, *before, None) if before else ()
+        )
         self.lora_b = nnx.Param(b, logical=(*shape.lead, None, *after) if after else ())
 
     def frozen(self) -> FrozenKernel:
         """Returns W as `project` takes it."""
         parts = [getattr(self, part) for part in self.parts]
         restored = (self.form.restore,) if self.form else ()
-        return FrozenKernel(tuple(p[...] for p in parts), tuple(p.logical for p in parts), *restored)
+        return FrozenKernel(
+            tuple(p[...] for p in parts), tuple(p.logical for p in parts), *restored
+        )
 
     def apply_adapter(self, y: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns x W + alpha / rank x (x A) B for y = x W; what A reads of x is dropped in part."""
+        """Returns x W + alpha / rank x (x A) B for y = x W; what A reads of x is
+        dropped in part.
+        """
         if not hasattr(self, "lora_a"):
             return y
         if self.dropout and self.block_info:
-            x = layers.dropout(x, self.dropout, self.block_info, self.site, self.input_dims)
+            x = layers.dropout(
+                x, self.dropout, self.block_info, self.site, self.input_dims
+            )
         (low,) = project(x, self.lora_a, contract=self.contract)
         return y + project_lightly(low * self.scaling, self.lora_b)
 
@@ -140,7 +167,9 @@ class LoraKernel(nnx.Module):
             product = jnp.tensordot
             for _ in range(self.lora_a.ndim - self.contract - 1):
                 product = jax.vmap(product, in_axes=(0, 0, None))
-            kernel = kernel + self.scaling * product(self.lora_a[...], self.lora_b[...], 1)
+            kernel = kernel + self.scaling * product(
+                self.lora_a[...], self.lora_b[...], 1
+            )
         return execution.current().lay_out(kernel, Rules.stored, self.logical)
 
     def __getitem__(self, index) -> jax.Array:
@@ -169,16 +198,23 @@ class Shape:
 def shape_of(path: str, kernel: nnx.Param) -> Shape | str:
     """Returns the dims of a parameter that is a matrix, or why it gets no adapter.
 
-    Heads and head_dim are one dim. Without names a parameter under `blocks` has one stack dim.
+    Heads and head_dim are one dim. Without names a parameter under `blocks` has one
+    stack dim.
     """
     names: Names = tuple(kernel.get_metadata().get("logical") or ())
     lead: Names = ("experts",) if names[:1] == ("experts",) else ()
     names = names[len(lead) :]
     rank = len(names) if names else kernel.ndim - in_stack(path)
-    if "vocab" in names or "positions" in names or (not names and "embed" in path.lower()):
+    if (
+        "vocab" in names
+        or "positions" in names
+        or (not names and "embed" in path.lower())
+    ):
         return "rows of a table are looked up, not multiplied; train it in full, or leave it frozen"
     contract = 2 if names[1:2] == ("head_dim",) else 1
-    if rank - contract - (names[-1:] == ("head_dim",)) != 1 or not jnp.issubdtype(kernel.dtype, jnp.floating):
+    if rank - contract - (names[-1:] == ("head_dim",)) != 1 or not jnp.issubdtype(
+        kernel.dtype, jnp.floating
+    ):
         return "it is no matrix"
     dims, stacks = tuple(kernel.shape), kernel.ndim - rank
     return Shape(path, names, dims[:stacks], dims[stacks:], contract, lead)
@@ -190,7 +226,8 @@ def adapted(build: Build, config: LoraConfig) -> Build:
 
 
 def adapt(model: Any, config: LoraConfig, rngs: nnx.Rngs) -> Any:
-    """Returns the model, changed in place: kernels adapted, all that was a parameter frozen.
+    """Returns the model, changed in place: kernels adapted, all that was a parameter
+    frozen.
 
     Raises:
       ConfigError: a target that is no kernel; a kernel that cannot be quantised.
@@ -203,8 +240,12 @@ def adapt(model: Any, config: LoraConfig, rngs: nnx.Rngs) -> Any:
     }
     shapes = {path: shape_of(path, getattr(*owner)) for path, owner in owners.items()}
     chosen = _chosen(shapes, config)
-    outside = sorted(path for path in chosen if not (in_stack(path) and is_staged(model)))
-    merged = sorted(path for path in chosen if isinstance(s := shapes[path], Shape) and s.lead)
+    outside = sorted(
+        path for path in chosen if not (in_stack(path) and is_staged(model))
+    )
+    merged = sorted(
+        path for path in chosen if isinstance(s := shapes[path], Shape) and s.lead
+    )
     if config.dropout and merged:
         raise ConfigError(
             f"lora.dropout: {merged[0]} is of experts, to which A B is added before they read anything; set "
@@ -230,7 +271,9 @@ def adapt(model: Any, config: LoraConfig, rngs: nnx.Rngs) -> Any:
 
 
 def _chosen(shapes: dict[str, Shape | str], config: LoraConfig) -> set[str]:
-    """Returns the paths of the kernels that the targets name; ConfigError for one that names none."""
+    """Returns the paths of the kernels that the targets name; ConfigError for one that
+    names none.
+    """
     kernels = [path for path, shape in shapes.items() if isinstance(shape, Shape)]
     chosen: set[str] = set()
     faults = []
@@ -241,46 +284,70 @@ def _chosen(shapes: dict[str, Shape | str], config: LoraConfig) -> set[str]:
         if not fitting:
             why = f"{hits[0]}: {shapes[hits[0]]}" if hits else "finds no parameter"
             legal = ", ".join(kernels[:8]) or "none"
-            faults.append(f"lora.targets: {pattern!r}: {why}; kernels that adapters fit: {legal}")
+            faults.append(
+                f"lora.targets: {pattern!r}: {why}; kernels that adapters fit: {legal}"
+            )
     if faults:
         raise ConfigError(faults)
     return chosen
 
 
 def kernels(model: Any) -> dict[str, LoraKernel]:
-    """Returns what stands for kernels in a (perhaps abstract) model, by the kernels' paths."""
-    modules = {trees.SEPARATOR.join(map(str, path)): module for path, module in nnx.iter_modules(model)}
-    return {path: module for path, module in modules.items() if isinstance(module, LoraKernel)}
+    """Returns what stands for kernels in a (perhaps abstract) model, by the kernels'
+    paths.
+    """
+    modules = {
+        trees.SEPARATOR.join(map(str, path)): module
+        for path, module in nnx.iter_modules(model)
+    }
+    return {
+        path: module
+        for path, module in modules.items()
+        if isinstance(module, LoraKernel)
+    }
 
 
 def unadapted(
     model: Any, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Any]
 ) -> tuple[dict[str, tuple[int, ...]], Callable[[str], Any]]:
-    """Returns shapes and a reader of the model's parameters without adapters: these are merged in.
+    """Returns shapes and a reader of the model's parameters without adapters: these are
+    merged in.
 
     Args:
       model: may be abstract.
       shapes: of the parameters with adapters by path, of which `read` gives each.
     """
     splits = {path: nnx.split(module) for path, module in kernels(model).items()}
-    plain = {path: dims for path, dims in shapes.items() if path.rpartition("/")[0] not in splits}
+    plain = {
+        path: dims
+        for path, dims in shapes.items()
+        if path.rpartition("/")[0] not in splits
+    }
     programs = {}
     for path, (graph, state) in splits.items():
-        programs[path] = jax.jit(lambda state, graph=graph: nnx.merge(graph, state).merged())
+        programs[path] = jax.jit(
+            lambda state, graph=graph: nnx.merge(graph, state).merged()
+        )
         plain[path] = jax.eval_shape(programs[path], state).shape
 
     def read_merged(path: str) -> Any:
         if path not in splits:
             return read(path)
         names = nnx.to_pure_dict(splits[path][1])
-        return jax.device_get(programs[path](nnx.State({name: read(f"{path}/{name}") for name in names})))
+        return jax.device_get(
+            programs[path](nnx.State({name: read(f"{path}/{name}") for name in names}))
+        )
 
     return plain, read_merged
 
 
 def weights(frozen: Any, config: LoraConfig) -> dict[str, int]:
-    """Returns how many weights each frozen array stands for: a byte of nf4 for two, scales for none."""
-    each = {"none": {}, "int8": {"scales": 0}, "nf4": {"scales": 0, "codes": 2}}[config.base]
+    """Returns how many weights each frozen array stands for: a byte of nf4 for two,
+    scales for none.
+    """
+    each = {"none": {}, "int8": {"scales": 0}, "nf4": {"scales": 0, "codes": 2}}[
+        config.base
+    ]
     return {
         path: each.get(path.rpartition(trees.SEPARATOR)[2], 1) * leaf.size
         for path, leaf in trees.flatten_names(frozen).items()
@@ -288,10 +355,15 @@ def weights(frozen: Any, config: LoraConfig) -> dict[str, int]:
 
 
 def summary(trainable: Any, frozen: Any, config: LoraConfig) -> str:
-    """Returns how much is trained and how much lies frozen, of (abstract) parameters."""
+    """Returns how much is trained and how much lies frozen, of (abstract)
+    parameters.
+    """
     adapters = sum(leaf.size for leaf in jax.tree.leaves(trainable))
     base = sum(weights(frozen, config).values())
-    share, kind = 100 * adapters / (adapters + base), "as it is" if config.base == "none" else config.base
+    share, kind = (
+        100 * adapters / (adapters + base),
+        "as it is" if config.base == "none" else config.base,
+    )
     return (
         f"trainable {adapters:,} of {adapters + base:,} parameters ({share:.2g} %), adapters "
         f"{trees.tree_bytes(trainable):,} bytes, base {trees.tree_bytes(frozen):,} bytes ({kind})"

@@ -1,7 +1,8 @@
-"""Frequencies of rotary positions, and how they are stretched to sequences longer than those trained on.
+"""Frequencies of rotary positions, and how they are stretched to sequences longer than
+those trained on.
 
-RoFormer, arXiv:2104.09864. What the kinds of stretch compute is what `transformers` computes for the
-`rope_type` of their name.
+RoFormer, arXiv:2104.09864. What the kinds of stretch compute is what `transformers`
+computes for the `rope_type` of their name.
 """
 
 import math
@@ -17,8 +18,19 @@ READ = {
     "linear": (),
     "llama3": ("low_factor", "high_factor", "original_positions"),
     "dynamic": ("original_positions",),
-    "yarn": ("beta_slow", "beta_fast", "truncate", "attention_factor", "original_positions"),
-    "longrope": ("short_factor", "long_factor", "attention_factor", "original_positions"),
+    "yarn": (
+        "beta_slow",
+        "beta_fast",
+        "truncate",
+        "attention_factor",
+        "original_positions",
+    ),
+    "longrope": (
+        "short_factor",
+        "long_factor",
+        "attention_factor",
+        "original_positions",
+    ),
 }
 
 
@@ -40,11 +52,15 @@ class Stretch:
 
     @property
     def changes(self) -> bool:
-        """Returns whether anything is stretched; the lists of longrope do so whatever the factor is."""
+        """Returns whether anything is stretched; the lists of longrope do so whatever
+        the factor is.
+        """
         return self.factor != 1 or self.scaling == "longrope"
 
     def faults(self, dims: int, theta: float) -> Iterator[str]:
-        """Yields what is wrong with the values for heads of which so many dims turn, each with its cure."""
+        """Yields what is wrong with the values for heads of which so many dims turn,
+        each with its cure.
+        """
         kind = f"model.rope_scaling={self.scaling}"
         if self.scaling not in ("yarn", "longrope"):
             if self.attention_factor:
@@ -58,9 +74,16 @@ class Stretch:
                 f"model.rope_factor=1; set how much longer sequences are, or leave both out"
             )
         for name in ("short_factor", "long_factor"):
-            there, needed = len(getattr(self, name)), dims // 2 if self.scaling == "longrope" else 0
+            there, needed = (
+                len(getattr(self, name)),
+                dims // 2 if self.scaling == "longrope" else 0,
+            )
             if there != needed:
-                cure = f"{kind} needs {needed}, one for each frequency" if needed else f"{kind} has none"
+                cure = (
+                    f"{kind} needs {needed}, one for each frequency"
+                    if needed
+                    else f"{kind} has none"
+                )
                 yield f"model.rope_{name} has {there} numbers: {cure}"
         if not self.changes:
             return
@@ -69,7 +92,9 @@ class Stretch:
                 f"model.rope_original_positions={self.original_positions}: {kind} needs the length of the "
                 f"sequences before the stretch, >= 2"
             )
-        if self.scaling == "yarn" and (theta <= 1 or not 0 < self.beta_slow <= self.beta_fast):
+        if self.scaling == "yarn" and (
+            theta <= 1 or not 0 < self.beta_slow <= self.beta_fast
+        ):
             yield (
                 f"model.rope_beta_slow={self.beta_slow}, model.rope_beta_fast={self.beta_fast}, "
                 f"model.rope_theta={theta}: {kind} needs 0 < beta_slow <= beta_fast and theta > 1"
@@ -85,26 +110,34 @@ class Rotary(NamedTuple):
     """What turns queries and keys."""
 
     frequencies: jax.Array  # [R/2] in radians per position
-    scale: float = 1.0  # factor of cos and sin: attention logits are multiplied by its square
+    # factor of cos and sin: attention logits are multiplied by its square
+    scale: float = 1.0
 
 
-def rotary_frequencies(dims: int, theta: float, length: int = 0, stretch: Stretch = Stretch()) -> Rotary:
-    """Returns the frequencies of R = `dims` rotary dims, base `theta`, and the scale of their tables.
+def rotary_frequencies(
+    dims: int, theta: float, length: int = 0, stretch: Stretch = Stretch()
+) -> Rotary:
+    """Returns the frequencies of R = `dims` rotary dims, base `theta`, and the scale of
+    their tables.
 
-    linear: all are divided by factor (arXiv:2306.15595). llama3: those of wavelengths beyond
-    original_positions / low_factor are, those under original_positions / high_factor stay, the ones
-    between are interpolated (Llama 3.1, arXiv:2407.21783). yarn: see `_yarn`. longrope: frequency i is
-    divided by long_factor[i] in sequences longer than original_positions, else by short_factor[i]
-    (arXiv:2402.13753). dynamic: the base grows with the length of longer ones ("NTK-aware" scaling
-    made dynamic: arXiv:2309.00071, appendix B).
+    linear: all are divided by factor (arXiv:2306.15595). llama3: those of wavelengths
+    beyond original_positions / low_factor are, those under original_positions /
+    high_factor stay, the ones between are interpolated (Llama 3.1, arXiv:2407.21783).
+    yarn: see `_yarn`. longrope: frequency i is divided by long_factor[i] in sequences
+    longer than original_positions, else by short_factor[i] (arXiv:2402.13753). dynamic:
+    the base grows with the length of longer ones ("NTK-aware" scaling made dynamic:
+    arXiv:2309.00071, appendix B).
 
     Args:
-      length: of the sequences, in tokens: a program has one. Only longrope and dynamic depend on it.
+      length: of the sequences, in tokens: a program has one. Only longrope and dynamic
+        depend on it.
     """
     s = stretch
     exponents = jnp.arange(0, dims, 2, dtype=jnp.float32) / dims
     if s.scaling == "dynamic" and s.changes and length > s.original_positions:
-        theta *= (s.factor * length / s.original_positions - (s.factor - 1)) ** (dims / (dims - 2))
+        theta *= (s.factor * length / s.original_positions - (s.factor - 1)) ** (
+            dims / (dims - 2)
+        )
     frequencies = theta**-exponents
     if not s.changes or s.scaling == "dynamic":
         return Rotary(frequencies)
@@ -112,7 +145,9 @@ def rotary_frequencies(dims: int, theta: float, length: int = 0, stretch: Stretc
         return Rotary(frequencies / s.factor)
     if s.scaling == "longrope":
         factors = s.long_factor if length > s.original_positions else s.short_factor
-        return Rotary(frequencies / jnp.asarray(factors, jnp.float32), _attention_factor(s))
+        return Rotary(
+            frequencies / jnp.asarray(factors, jnp.float32), _attention_factor(s)
+        )
     if s.scaling == "yarn":
         return Rotary(_yarn(frequencies, dims, theta, s), _attention_factor(s))
     turns = s.original_positions * frequencies / (2 * math.pi)
@@ -123,20 +158,27 @@ def rotary_frequencies(dims: int, theta: float, length: int = 0, stretch: Stretc
 def _yarn(frequencies: jax.Array, dims: int, theta: float, s: Stretch) -> jax.Array:
     """Returns frequencies stretched by parts (YaRN, arXiv:2309.00071, section 3.2).
 
-    Those that turn more than beta_fast times within original_positions stay, those that turn less than
-    beta_slow times are divided by factor; between them is a ramp, linear in the dim's number (in the
-    paper: in the turns), whose ends are rounded outwards with `truncate`.
+    Those that turn more than beta_fast times within original_positions stay, those that
+    turn less than beta_slow times are divided by factor; between them is a ramp, linear
+    in the dim's number (in the paper: in the turns), whose ends are rounded outwards
+    with `truncate`.
     """
 
     def dim_of(turns: float) -> float:
-        return dims * math.log(s.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            dims
+            * math.log(s.original_positions / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
     low, high = dim_of(s.beta_fast), dim_of(s.beta_slow)
     if s.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)
     high += 0.001 * (low == high)
-    ramp = jnp.clip((jnp.arange(dims // 2, dtype=jnp.float32) - low) / (high - low), 0, 1)
+    ramp = jnp.clip(
+        (jnp.arange(dims // 2, dtype=jnp.float32) - low) / (high - low), 0, 1
+    )
     return frequencies * (1 - ramp) + frequencies / s.factor * ramp
 
 

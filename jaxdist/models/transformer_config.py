@@ -1,4 +1,6 @@
-"""The values of the one transformer: which model it is, and what is wrong with a choice."""
+"""The values of the one transformer: which model it is, and what is wrong with a
+choice.
+"""
 
 import math
 from collections.abc import Iterator
@@ -7,14 +9,30 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, Len
 
-from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from jaxdist.config.annotations import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+)
 from jaxdist.models.rotary import Stretch
 from jaxdist.ops.experts import explain
 from jaxdist.telemetry.flops import Convention, transformer_flops_per_token
 
-SIZES = ("vocab_size", "num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
-Kind = Literal["global", "local"]  # of layer: it sees all tokens before, or the last `window` of them
-Part = Literal["dense", "sparse"]  # of layer: its feed-forward part is one of width d_ff, or experts
+SIZES = (
+    "vocab_size",
+    "num_layers",
+    "d_model",
+    "d_ff",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+)
+# of layer: it sees all tokens before, or the last `window` of them
+Kind = Literal["global", "local"]
+# of layer: its feed-forward part is one of width d_ff, or experts
+Part = Literal["dense", "sparse"]
 
 
 @dataclass(frozen=True)
@@ -29,62 +47,90 @@ class TransformerConfig:
     num_kv_heads: PositiveInt = 4  # key and value heads, divides num_heads
     head_dim: PositiveInt = 32  # size of a head, even with rotary positions
     positions: Literal["rotary", "learned"] = "rotary"  # how a token knows its place
-    max_positions: int = 0  # rows of the learned table = longest sequence; unused with rotary
+    # rows of the learned table = longest sequence; unused with rotary
+    max_positions: int = 0
     # share of head_dim that turns, its first dims; 1 = whole heads (Phi: 0.4)
     rotary_fraction: Annotated[float, Interval(gt=0, le=1)] = 1.0
     rope_theta: PositiveFloat = 10000.0  # base of the rotary frequencies
-    rope_theta_local: NonNegativeFloat = 0.0  # base in local layers (Gemma 3); 0 = rope_theta
-    rope_factor: PositiveFloat = 1.0  # stretch of positions, but in local layers with their own base
-    # what it stretches: long wavelengths (llama3, yarn), all, each by its own (longrope), all as needed
+    # base in local layers (Gemma 3); 0 = rope_theta
+    rope_theta_local: NonNegativeFloat = 0.0
+    # stretch of positions, but in local layers with their own base
+    rope_factor: PositiveFloat = 1.0
+    # what it stretches: long wavelengths (llama3, yarn), all, each by its own
+    # (longrope), all as needed
     rope_scaling: Literal["llama3", "linear", "yarn", "longrope", "dynamic"] = "llama3"
-    rope_low_factor: float = 1.0  # llama3: turns within the original length below which all is stretched
+    # llama3: turns within the original length below which all is stretched
+    rope_low_factor: float = 1.0
     rope_high_factor: float = 4.0  # llama3: turns above which nothing is
-    rope_original_positions: int = 8192  # not linear: sequence length before the stretch
-    rope_beta_slow: float = 1.0  # yarn: turns within the original length below which all is stretched
+    # not linear: sequence length before the stretch
+    rope_original_positions: int = 8192
+    # yarn: turns within the original length below which all is stretched
+    rope_beta_slow: float = 1.0
     rope_beta_fast: float = 32.0  # yarn: turns above which nothing is
-    rope_truncate: bool = True  # yarn: the bounds between are whole dims (gpt-oss: false)
-    rope_attention_factor: NonNegativeFloat = 0.0  # yarn, longrope: of cos and sin; 0 = the paper's
-    rope_short_factor: tuple[PositiveFloat, ...] = ()  # longrope: of each wavelength, up to that length
-    rope_long_factor: tuple[PositiveFloat, ...] = ()  # longrope: of each wavelength, in longer sequences
-    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"  # Gemma: scale is 1 + parameter
-    norm_position: Literal["pre", "post", "both"] = "pre"  # of each part; OLMo 2: post; Gemma 2, 3: both
+    # yarn: the bounds between are whole dims (gpt-oss: false)
+    rope_truncate: bool = True
+    # yarn, longrope: of cos and sin; 0 = the paper's
+    rope_attention_factor: NonNegativeFloat = 0.0
+    # longrope: of each wavelength, up to that length
+    rope_short_factor: tuple[PositiveFloat, ...] = ()
+    # longrope: of each wavelength, in longer sequences
+    rope_long_factor: tuple[PositiveFloat, ...] = ()
+    # Gemma: scale is 1 + parameter
+    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
+    # of each part; OLMo 2: post; Gemma 2, 3: both
+    norm_position: Literal["pre", "post", "both"] = "pre"
     norm_eps: PositiveFloat = 1e-5  # added to the mean square
-    activation: Literal["silu", "gelu", "gelu_exact", "relu"] = "silu"  # of the feed-forward part
+    # of the feed-forward part
+    activation: Literal["silu", "gelu", "gelu_exact", "relu"] = "silu"
     gated: bool = True  # activation(gate) * up (SwiGLU with silu), or activation(up)
     bias: Literal["none", "qkv", "attention", "all"] = "none"  # Qwen 2: qkv; GPT-2: all
-    qk_norm: Literal["none", "head", "projection"] = "none"  # of q and k; Qwen 3: head; OLMo 2: projection
-    attention_scale: NonNegativeFloat = 0.0  # factor of the logits, e.g. 256 ** -0.5; 0 = head_dim ** -0.5
-    attention_softcap: NonNegativeFloat = 0.0  # logits = cap * tanh(logits / cap); 0 = none (Gemma 2: 50)
+    # of q and k; Qwen 3: head; OLMo 2: projection
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    # factor of the logits, e.g. 256 ** -0.5; 0 = head_dim ** -0.5
+    attention_scale: NonNegativeFloat = 0.0
+    # logits = cap * tanh(logits / cap); 0 = none (Gemma 2: 50)
+    attention_softcap: NonNegativeFloat = 0.0
     # repeated over the depth, e.g. local,global (Gemma 2)
     layer_pattern: Annotated[tuple[Kind, ...], Len(1)] = ("global",)
-    window: NonNegativeInt = 0  # tokens that a local layer sees, its own included; 0 = no local layers
-    embedding_scale: PositiveFloat = 1.0  # of the embeddings, rounded to their dtype (Gemma: sqrt d_model)
+    # tokens that a local layer sees, its own included; 0 = no local layers
+    window: NonNegativeInt = 0
+    # of the embeddings, rounded to their dtype (Gemma: sqrt d_model)
+    embedding_scale: PositiveFloat = 1.0
     tie_embeddings: bool = False  # the head is the embedding table
     dropout: Share = 0.0  # dropped of what attention and feed-forward add
     z_loss: NonNegativeFloat = 0.0  # weight of log(Z)^2, e.g. 1e-4
     logit_softcap: NonNegativeFloat = 0.0  # logits = cap * tanh(logits / cap); 0 = none
     loss_chunk: NonNegativeInt = 1024  # tokens per device scored at once; 0 = all
     init_std: NonNegativeFloat = 0.02  # of embeddings and kernels
-    zero_init_outputs: bool = False  # blocks start as identity: attention and mlp outputs at 0
+    # blocks start as identity: attention and mlp outputs at 0
+    zero_init_outputs: bool = False
     num_experts: NonNegativeInt = 0  # of every sparse feed-forward part; 0 = dense
-    first_dense_layers: NonNegativeInt = 0  # layers before those with experts (DeepSeek-V3: 3)
-    # repeated over the layers behind them, e.g. dense,sparse (Qwen's decoder_sparse_step 2)
+    # layers before those with experts (DeepSeek-V3: 3)
+    first_dense_layers: NonNegativeInt = 0
+    # repeated over the layers behind them, e.g. dense,sparse (Qwen's
+    # decoder_sparse_step 2)
     feed_forward_pattern: Annotated[tuple[Part, ...], Len(1)] = ("sparse",)
     experts_per_token: PositiveInt = 2  # how many of them a token goes to
     expert_d_ff: NonNegativeInt = 0  # width inside an expert; 0 = d_ff
     num_shared_experts: NonNegativeInt = 0  # experts besides, that all tokens go to
-    scores: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits; DeepSeek-V3: sigmoid
+    # of the router's logits; DeepSeek-V3: sigmoid
+    scores: Literal["softmax", "sigmoid"] = "softmax"
     normalise_top_k: bool = True  # a token's weights are divided by their sum
     route_scale: PositiveFloat = 1.0  # factor of the weights
     expert_groups: NonNegativeInt = 0  # equal groups of experts; 0 = none
-    expert_top_groups: NonNegativeInt = 0  # how many of them are open to a token, the best ones
-    # what keeps their load even: a bias of the choice, moved after each step (DeepSeek-V3); a loss of each
-    # sequence; a loss of the batch, by the load of the step before
+    # how many of them are open to a token, the best ones
+    expert_top_groups: NonNegativeInt = 0
+    # what keeps their load even: a bias of the choice, moved after each step
+    # (DeepSeek-V3); a loss of each sequence; a loss of the batch, by the load of the
+    # step before
     balance: Literal["none", "bias", "sequence", "batch"] = "bias"
     balance_rate: PositiveFloat = 1e-3  # by which a step moves a bias
-    balance_weight: PositiveFloat = 1e-2  # of the losses, each layer's; sequence in DeepSeek-V3: 1e-4
-    router_z_loss: NonNegativeFloat = 0.0  # weight of log(Z)^2 of the router's logits, e.g. 1e-3
-    # in training an expert takes so many times its even share of a sequence, and drops the rest; 0 = all
+    # of the losses, each layer's; sequence in DeepSeek-V3: 1e-4
+    balance_weight: PositiveFloat = 1e-2
+    # weight of log(Z)^2 of the router's logits, e.g. 1e-3
+    router_z_loss: NonNegativeFloat = 0.0
+    # in training an expert takes so many times its even share of a sequence, and drops
+    # the rest; 0 = all
     capacity_factor: NonNegativeFloat = 0.0
 
     @property
@@ -95,7 +141,12 @@ class TransformerConfig:
     @property
     def stretch(self) -> Stretch:
         """Returns how rotary positions are stretched."""
-        return Stretch(**{field.name: getattr(self, f"rope_{field.name}") for field in fields(Stretch)})
+        return Stretch(
+            **{
+                field.name: getattr(self, f"rope_{field.name}")
+                for field in fields(Stretch)
+            }
+        )
 
     @property
     def max_length(self) -> int | None:
@@ -104,18 +155,34 @@ class TransformerConfig:
 
     @property
     def tensor_parallel_dims(self) -> tuple[str, ...]:
-        """The sizes that the mesh axis tensor must divide; fewer kv heads are copied."""
+        """The sizes that the mesh axis tensor must divide; fewer kv heads are
+        copied.
+        """
         kv = ("num_kv_heads",) * (1 < self.num_kv_heads == self.num_heads)
-        return ("num_heads", *kv, "d_ff", *("expert_d_ff",) * (self.expert_d_ff > 0), "vocab_size")
+        return (
+            "num_heads",
+            *kv,
+            "d_ff",
+            *("expert_d_ff",) * (self.expert_d_ff > 0),
+            "vocab_size",
+        )
 
     @property
     def output_std(self) -> float:
-        """Returns the scale of projections into the residual stream (GPT-2: shrunk by depth)."""
-        return 0.0 if self.zero_init_outputs else self.init_std / (2 * self.num_layers) ** 0.5
+        """Returns the scale of projections into the residual stream (GPT-2: shrunk by
+        depth).
+        """
+        return (
+            0.0
+            if self.zero_init_outputs
+            else self.init_std / (2 * self.num_layers) ** 0.5
+        )
 
     @property
     def group_layers(self) -> int:
-        """Returns how many layers repeat as one block: 1 unless their feed-forward parts differ."""
+        """Returns how many layers repeat as one block: 1 unless their feed-forward
+        parts differ.
+        """
         if set(self.feed_forward_pattern) == {"sparse"}:
             return 1
         return math.lcm(len(self.feed_forward_pattern), len(self.layer_pattern))
@@ -125,11 +192,17 @@ class TransformerConfig:
         """Returns the numbers of the layers with experts: stats have a row for each."""
         parts, first = self.feed_forward_pattern, self.first_dense_layers
         layers = range(first, self.num_layers) if self.num_experts else ()
-        return tuple(layer for layer in layers if parts[(layer - first) % len(parts)] == "sparse")
+        return tuple(
+            layer for layer in layers if parts[(layer - first) % len(parts)] == "sparse"
+        )
 
     def layers_on(self, places: int) -> int:
-        """Returns the number of layers with which each place of a pipeline has one of every kind."""
-        return self.first_dense_layers + places * math.lcm(self.group_layers, len(self.layer_pattern))
+        """Returns the number of layers with which each place of a pipeline has one of
+        every kind.
+        """
+        return self.first_dense_layers + places * math.lcm(
+            self.group_layers, len(self.layer_pattern)
+        )
 
     @property
     def expert_width(self) -> int:
@@ -138,32 +211,51 @@ class TransformerConfig:
 
     @property
     def active_d_ff(self) -> int:
-        """Returns the feed-forward width that a token passes, of all its experts together."""
+        """Returns the feed-forward width that a token passes, of all its experts
+        together.
+        """
         if not self.num_experts:
             return self.d_ff
         return (self.experts_per_token + self.num_shared_experts) * self.expert_width
 
     def flops_per_token(self, sequence_length: int, convention: Convention) -> float:
-        """Returns model FLOPs per token, forward and backward, by `transformer_flops_per_token`.
+        """Returns model FLOPs per token, forward and backward, by
+        `transformer_flops_per_token`.
 
         Of experts those count that a token goes to.
         """
         names = (*SIZES, "gated", "layer_pattern", "window", "num_experts")
-        sizes = {name: getattr(self, name) for name in names} | {"d_ff": self.active_d_ff}
+        sizes = {name: getattr(self, name) for name in names} | {
+            "d_ff": self.active_d_ff
+        }
         if self.num_experts:
-            sizes |= {"dense_layers": self.num_layers - len(self.sparse_layers), "dense_d_ff": self.d_ff}
-        return transformer_flops_per_token(**sizes, sequence_length=sequence_length, convention=convention)
+            sizes |= {
+                "dense_layers": self.num_layers - len(self.sparse_layers),
+                "dense_d_ff": self.d_ff,
+            }
+        return transformer_flops_per_token(
+            **sizes, sequence_length=sequence_length, convention=convention
+        )
 
     def choices(self) -> list[str]:
-        """Returns which kernels experts use on the mesh in force, and how they exchange tokens, and why."""
-        return explain(self.num_experts, self.experts_per_token) if self.num_experts else []
+        """Returns which kernels experts use on the mesh in force, and how they exchange
+        tokens, and why.
+        """
+        return (
+            explain(self.num_experts, self.experts_per_token)
+            if self.num_experts
+            else []
+        )
 
     def tiny(self, sequence_length: int) -> dict[str, Any]:
         """Returns the values that change in a tiny variant with every choice kept.
 
-        Query and kv heads keep their kind: as many of each, one kv head, or groups (8 and 4).
+        Query and kv heads keep their kind: as many of each, one kv head, or groups (8
+        and 4).
         """
-        sizes = dict[str, Any](d_model=64, d_ff=96, num_heads=8, head_dim=8, vocab_size=128)
+        sizes = dict[str, Any](
+            d_model=64, d_ff=96, num_heads=8, head_dim=8, vocab_size=128
+        )
         sizes["num_kv_heads"] = {self.num_heads: 8, 1: 1}.get(self.num_kv_heads, 4)
         if self.max_positions:
             sizes["max_positions"] = sequence_length
@@ -173,16 +265,27 @@ class TransformerConfig:
             sizes["window"] = min(self.window, max(sequence_length // 4, 1))
         if self.rotary_fraction < 1:
             sizes["rotary_fraction"] = 0.5  # an even number of dims
-        sizes |= self._tiny_stretch(sequence_length, replace(self, **sizes).rotary_dims // 2)
+        sizes |= self._tiny_stretch(
+            sequence_length, replace(self, **sizes).rotary_dims // 2
+        )
         sizes |= self._tiny_experts() if self.num_experts else {}
-        sizes["layer_pattern"] = tuple(dict.fromkeys(self.layer_pattern))  # each kind of layer once
-        return sizes | {"num_layers": replace(self, **sizes).layers_on(2)}  # whole patterns on two stages
+        # each kind of layer once
+        sizes["layer_pattern"] = tuple(dict.fromkeys(self.layer_pattern))
+        # whole patterns on two stages
+        return sizes | {"num_layers": replace(self, **sizes).layers_on(2)}
 
     def _tiny_stretch(self, sequence_length: int, frequencies: int) -> dict[str, Any]:
-        """Returns an original length that sequences exceed, and of longrope's factors evenly spaced ones."""
-        if self.rope_scaling not in ("yarn", "longrope", "dynamic") or not self.stretch.changes:
+        """Returns an original length that sequences exceed, and of longrope's factors
+        evenly spaced ones.
+        """
+        if (
+            self.rope_scaling not in ("yarn", "longrope", "dynamic")
+            or not self.stretch.changes
+        ):
             return {}
-        values: dict[str, Any] = {"rope_original_positions": max(sequence_length // 2, 2)}
+        values: dict[str, Any] = {
+            "rope_original_positions": max(sequence_length // 2, 2)
+        }
         for name in ("rope_short_factor", "rope_long_factor"):
             if factors := getattr(self, name):
                 step = len(factors) / frequencies
@@ -190,9 +293,15 @@ class TransformerConfig:
         return values
 
     def _tiny_experts(self) -> dict[str, Any]:
-        """Returns eight experts or fewer: one, two or all of them a token, in groups if there are any."""
+        """Returns eight experts or fewer: one, two or all of them a token, in groups if
+        there are any.
+        """
         E = min(self.num_experts, 8)
-        k = E if self.experts_per_token == self.num_experts else min(self.experts_per_token, 2, E)
+        k = (
+            E
+            if self.experts_per_token == self.num_experts
+            else min(self.experts_per_token, 2, E)
+        )
         sizes: dict[str, Any] = {"num_experts": E, "experts_per_token": k}
         sizes["first_dense_layers"] = min(self.first_dense_layers, 1)
         sizes["feed_forward_pattern"] = tuple(dict.fromkeys(self.feed_forward_pattern))
@@ -202,15 +311,26 @@ class TransformerConfig:
             sizes["num_shared_experts"] = min(self.num_shared_experts, 2)
         if self.expert_groups:
             E = sizes["num_experts"] = 8 if k < E else E
-            groups = 4 if self.expert_groups >= 4 and k <= 2 else 2 if self.expert_groups > 1 else 1
+            groups = (
+                4
+                if self.expert_groups >= 4 and k <= 2
+                else 2
+                if self.expert_groups > 1
+                else 1
+            )
             all_open = self.expert_top_groups == self.expert_groups
             sizes["expert_groups"] = groups
-            sizes["expert_top_groups"] = groups if all_open else min(self.expert_top_groups, groups - 1)
+            sizes["expert_top_groups"] = (
+                groups if all_open else min(self.expert_top_groups, groups - 1)
+            )
         return sizes
 
     def faults(self) -> Iterator[str]:
         """Yields which values do not go together, each with its cure."""
-        if min(self.num_heads, self.num_kv_heads) > 0 and self.num_heads % self.num_kv_heads:
+        if (
+            min(self.num_heads, self.num_kv_heads) > 0
+            and self.num_heads % self.num_kv_heads
+        ):
             yield (
                 f"model.num_kv_heads={self.num_kv_heads} does not divide "
                 f"model.num_heads={self.num_heads}; set it to a divisor"
@@ -219,7 +339,11 @@ class TransformerConfig:
             yield "model.max_positions: learned positions need the longest sequence, >= 1"
         turns = self.positions == "rotary" and 0 < self.rotary_fraction <= 1
         if turns and (self.rotary_dims % 2 or self.rotary_dims < 2):
-            share = f"model.rotary_fraction={self.rotary_fraction} of " if self.rotary_fraction < 1 else ""
+            share = (
+                f"model.rotary_fraction={self.rotary_fraction} of "
+                if self.rotary_fraction < 1
+                else ""
+            )
             yield (
                 f"{share}model.head_dim={self.head_dim}: rotary positions need an even size, "
                 f"here {self.rotary_dims}; change {'either' if share else 'it'}"
@@ -284,7 +408,9 @@ class TransformerConfig:
         elif "sparse" not in self.feed_forward_pattern:
             yield f"{pattern} has no layer with experts; add sparse to it, or set model.num_experts=0"
         elif rest := (L - first) % self.group_layers:
-            more = " with model.layer_pattern" * (self.group_layers > len(self.feed_forward_pattern))
+            more = " with model.layer_pattern" * (
+                self.group_layers > len(self.feed_forward_pattern)
+            )
             behind = f" behind model.first_dense_layers={first}" * (first > 0)
             yield (
                 f"{pattern}{more} repeats every {self.group_layers} layers, which do not divide the "
@@ -299,8 +425,19 @@ class TransformerConfig:
 
 
 EXPERT_FIELDS = (  # that a dense model leaves as they are
-    "first_dense_layers", "feed_forward_pattern", "experts_per_token", "expert_d_ff",
-    "num_shared_experts", "scores", "normalise_top_k", "route_scale",
-    "expert_groups", "expert_top_groups", "balance", "balance_rate", "balance_weight", "router_z_loss",
+    "first_dense_layers",
+    "feed_forward_pattern",
+    "experts_per_token",
+    "expert_d_ff",
+    "num_shared_experts",
+    "scores",
+    "normalise_top_k",
+    "route_scale",
+    "expert_groups",
+    "expert_top_groups",
+    "balance",
+    "balance_rate",
+    "balance_weight",
+    "router_z_loss",
     "capacity_factor",
-)  # fmt: skip
+)

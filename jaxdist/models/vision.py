@@ -1,7 +1,8 @@
-"""The vision transformer (ViT, arXiv:2010.11929) for classification, staged like all our models.
+"""The vision transformer (ViT, arXiv:2010.11929) for classification, staged like all
+our models.
 
-Letters: B batch, P patches (and the class token, if there is one), D model, F feed-forward, H heads,
-N head size, C classes.
+Letters: B batch, P patches (and the class token, if there is one), D model, F
+feed-forward, H heads, N head size, C classes.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,15 @@ from jaxdist.ops.attention import attention
 from jaxdist.ops.matmul import project
 from jaxdist.parallel import execution
 from jaxdist.parallel.execution import shard
-from jaxdist.protocols.model import Batch, BlockInfo, Loss, run_blocks, shared_fields, stack, staged_loss
+from jaxdist.protocols.model import (
+    Batch,
+    BlockInfo,
+    Loss,
+    run_blocks,
+    shared_fields,
+    stack,
+    staged_loss,
+)
 
 
 @dataclass(frozen=True)
@@ -32,9 +41,11 @@ class VisionConfig:
     d_model: PositiveInt = 64  # width of the residual stream
     d_ff: PositiveInt = 128  # width inside the feed-forward part
     num_heads: PositiveInt = 8  # attention heads, divides d_model
-    pooling: Literal["mean", "token"] = "mean"  # classified: the patches' mean, or a token of its own
+    # classified: the patches' mean, or a token of its own
+    pooling: Literal["mean", "token"] = "mean"
     dropout: Share = 0.0  # dropped of what attention and feed-forward add
-    label_smoothing: Share = 0.0  # of the target, which all classes get (arXiv:1512.00567)
+    # of the target, which all classes get (arXiv:1512.00567)
+    label_smoothing: Share = 0.0
     norm_eps: float = 1e-6  # added to the variance
 
     def faults(self) -> list[str]:
@@ -48,10 +59,16 @@ class VisionConfig:
 
 
 class EncoderBlock(nnx.Module):
-    """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)); every patch sees all."""
+    """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)); every patch
+    sees all.
+    """
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
-        D, F, heads = config.d_model, config.d_ff, (config.num_heads, config.d_model // config.num_heads)
+        D, F, heads = (
+            config.d_model,
+            config.d_ff,
+            (config.num_heads, config.d_model // config.num_heads),
+        )
         self.dropout, std, inner = config.dropout, D**-0.5, ("heads", "head_dim")
         self.attention_norm = layers.Norm(D, kind="layer", eps=config.norm_eps)
         self.query, self.key, self.value = (
@@ -68,7 +85,9 @@ class EncoderBlock(nnx.Module):
         self.down_bias = layers.normal(rngs, (D,), 0, ("d_model",))
 
     def __call__(self, x_BPD: jax.Array, context: BlockInfo) -> tuple[jax.Array, dict]:
-        q, k, v = layers.project_heads(self, self._entering(self.attention_norm, x_BPD), "heads")
+        q, k, v = layers.project_heads(
+            self, self._entering(self.attention_norm, x_BPD), "heads"
+        )
         mixed = layers.merge_heads(self, attention(q, k, v, causal=False))
         x = x_BPD + layers.dropout(mixed, self.dropout, context, 1)
         y = layers.feed_forward(self, self._entering(self.mlp_norm, x), "gelu_exact")
@@ -83,21 +102,28 @@ class VisionTransformer(nnx.Module):
     """A classifier of batches {"image" [B, height, width, channel], "label" [B]}."""
 
     Config = VisionConfig
-    casts_itself = True  # ops cast kernels to the compute dtype; parameters stay float32
+    # ops cast kernels to the compute dtype; parameters stay float32
+    casts_itself = True
     sums_over_samples = True  # so gradients need to cross `data` only once a step
 
     def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs):
         c = self.config = config
         pixels, token = c.patch_size**2 * c.channels, c.pooling == "token"
         count = (c.image_size // c.patch_size) ** 2 + token
-        self.patch = layers.normal(rngs, (pixels, c.d_model), pixels**-0.5, (None, "d_model"))
+        self.patch = layers.normal(
+            rngs, (pixels, c.d_model), pixels**-0.5, (None, "d_model")
+        )
         self.patch_bias = layers.normal(rngs, (c.d_model,), 0, ("d_model",))
-        self.position_embedding = layers.normal(rngs, (count, c.d_model), 0.02, ("positions", "d_model"))
+        self.position_embedding = layers.normal(
+            rngs, (count, c.d_model), 0.02, ("positions", "d_model")
+        )
         if token:
             self.class_token = layers.normal(rngs, (c.d_model,), 0.02, ("d_model",))
         self.blocks = stack(lambda rngs: EncoderBlock(c, rngs), c.num_layers, rngs)
         self.final_norm = layers.Norm(c.d_model, kind="layer", eps=c.norm_eps)
-        self.output = layers.normal(rngs, (c.d_model, c.num_classes), 0.0, ("d_model", None))
+        self.output = layers.normal(
+            rngs, (c.d_model, c.num_classes), 0.0, ("d_model", None)
+        )
         self.output_bias = layers.normal(rngs, (c.num_classes,), 0, (None,))
 
     def loss(self, batch: Batch, key: jax.Array | None) -> Loss:
@@ -110,7 +136,10 @@ class VisionTransformer(nnx.Module):
         side, p = c.image_size // c.patch_size, c.patch_size
         patches = image.reshape(len(image), side, p, side, p, c.channels).swapaxes(2, 3)
         patches = patches.reshape(len(image), side * side, -1)
-        (x,) = project(patches.astype(execution.current().compute_dtype(self.patch[...].dtype)), self.patch)
+        (x,) = project(
+            patches.astype(execution.current().compute_dtype(self.patch[...].dtype)),
+            self.patch,
+        )
         x = layers.biased(x, self.patch_bias)
         if c.pooling == "token":
             token = layers.expand_leading(self.class_token[...], x)
@@ -121,9 +150,15 @@ class VisionTransformer(nnx.Module):
     def logits(self, x_BPD: jax.Array) -> jax.Array:
         """Returns float32 logits [B, C] from the last block's output."""
         x = self.final_norm(x_BPD)
-        pooled = x[:, 0] if self.config.pooling == "token" else x.astype(jnp.float32).mean(1).astype(x.dtype)
+        pooled = (
+            x[:, 0]
+            if self.config.pooling == "token"
+            else x.astype(jnp.float32).mean(1).astype(x.dtype)
+        )
         (logits,) = project(shard(pooled, "batch", None), self.output)
-        return logits.astype(jnp.float32) + layers.expand_leading(self.output_bias[...], logits)
+        return logits.astype(jnp.float32) + layers.expand_leading(
+            self.output_bias[...], logits
+        )
 
     def head(self, x_BPD: jax.Array, batch: Batch) -> Loss:
         """Returns the loss from the last block's output."""
@@ -134,5 +169,7 @@ class VisionTransformer(nnx.Module):
 
     def forward(self, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, C] of a whole batch."""
-        x = run_blocks(self.blocks, self.embed(batch), None, shared_fields(self, batch)).x
+        x = run_blocks(
+            self.blocks, self.embed(batch), None, shared_fields(self, batch)
+        ).x
         return self.logits(x)

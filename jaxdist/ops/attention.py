@@ -35,39 +35,50 @@ def attention(
     window: int | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Returns softmax(scale * q k^T) v over the keys a token may see, [B, S, H, N] in q's dtype.
+    """Returns softmax(scale * q k^T) v over the keys a token may see, [B, S, H, N] in
+    q's dtype.
 
-    Where devices share out the sequence, `context_attention` chooses how they compute it together.
-    Logits and softmax are float32. Query head h reads kv head h // (H / K) (arXiv:2305.13245).
-    Nothing of size S^2 is kept for the backward pass, which computes the probabilities again from
-    the logsumexp (arXiv:2205.14135). A remat policy that saves "attention_residuals" spares the
-    second forward pass; saving "attention_out" does not.
+    Where devices share out the sequence, `context_attention` chooses how they compute
+    it together. Logits and softmax are float32. Query head h reads kv head h // (H / K)
+    (arXiv:2305.13245). Nothing of size S^2 is kept for the backward pass, which
+    computes the probabilities again from the logsumexp (arXiv:2205.14135). A remat
+    policy that saves "attention_residuals" spares the second forward pass; saving
+    "attention_out" does not.
 
     Args:
       segment_ids_BS: tokens see equal ids only (packed documents); None: one segment.
       scale: of the logits; None: N ** -0.5.
       softcap: logits become softcap * tanh(logits / softcap); None: off.
-      window: a token sees itself and the window - 1 tokens before it; None: all. Needs causal.
+      window: a token sees itself and the window - 1 tokens before it; None: all. Needs
+        causal.
       implementation: "auto" asks the platform; others force one (tests, measurements).
 
     Raises:
       AssertionError: arrays of another rank.
       ConfigError: see `context_attention.choose_form`.
-      ValueError: shapes that do not fit, heads that don't group, an unknown implementation, a window
-        without causal.
+      ValueError: shapes that do not fit, heads that don't group, an unknown
+        implementation, a window without causal.
     """
     chex.assert_rank([q_BSHN, k_BSKN, v_BSKN], 4)
     _check_shapes(q_BSHN, k_BSKN, v_BSKN)
     _check_options(causal, window, implementation)
-    window = window if window and window < q_BSHN.shape[1] else None  # kernels without a window do less
+    # kernels without a window do less
+    window = window if window and window < q_BSHN.shape[1] else None
     options = Options(scale or q_BSHN.shape[3] ** -0.5, causal, softcap, window)
     form = context_attention.choose_form(q_BSHN.shape, window=window is not None)
-    asked: dict[str, Any] = {"segments": segment_ids_BS is not None, "parts": form.parts}
+    asked: dict[str, Any] = {
+        "segments": segment_ids_BS is not None,
+        "parts": form.parts,
+    }
     asked["pieces"] = form.name == "ring"
     backend = BACKENDS.get(implementation) or choose(q_BSHN, options, **asked)
     k_BSKN, v_BSKN = (_spread(x, q_BSHN, form.head_shards) for x in (k_BSKN, v_BSKN))
     run = partial(form.run, backend, options)
-    run = partial(_per_device, run, form) if backend.is_kernel or form.splits_sequence else run
+    run = (
+        partial(_per_device, run, form)
+        if backend.is_kernel or form.splits_sequence
+        else run
+    )
     return checkpoint_name(run(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS), OUT)
 
 
@@ -91,10 +102,12 @@ def _check_options(causal: bool, window: int | None, implementation: str) -> Non
             f"attention: window={window}, causal={causal}; a window is >= 1 token and needs causal=True"
         )
     if implementation not in (choices := ("auto", *BACKENDS)):
-        raise ValueError(f"attention: implementation={implementation!r}; choose one of {choices}")
+        raise ValueError(
+            f"attention: implementation={implementation!r}; choose one of {choices}"
+        )
 
 
-# --- placement ------------------------------------------------------------------------------------
+# --- placement ------------------------------------------------------------------------
 
 
 def _spread(k_BSKN: jax.Array, q_BSHN: jax.Array, shards: int) -> jax.Array:
@@ -103,7 +116,9 @@ def _spread(k_BSKN: jax.Array, q_BSHN: jax.Array, shards: int) -> jax.Array:
     copies = context_attention.copied_heads(K, H, shards) // K
     if copies == 1:
         return k_BSKN
-    return execution.shard(jnp.repeat(k_BSKN, copies, 2), "batch", "sequence", "kv_heads", None)
+    return execution.shard(
+        jnp.repeat(k_BSKN, copies, 2), "batch", "sequence", "kv_heads", None
+    )
 
 
 def _per_device(
@@ -114,9 +129,11 @@ def _per_device(
     v_BSKN: jax.Array,
     segment_ids_BS: jax.Array | None,
 ) -> jax.Array:
-    """Returns the kernel's result, called with every device's own batch rows, heads and part of the sequence.
+    """Returns the kernel's result, called with every device's own batch rows, heads and
+    part of the sequence.
 
-    The partitioner can't look into a kernel: without this it would gather all of q, k and v.
+    The partitioner can't look into a kernel: without this it would gather all of q, k
+    and v.
     """
     now = execution.current()
     if now.mesh is None:
@@ -127,5 +144,7 @@ def _per_device(
     specs = (q_spec, kv_spec, kv_spec, P(q_spec[0], None))
     # check_vma: Pallas and cuDNN calls do not say over which axes their results vary.
     region = now.manual_region()
-    mapped = jax.shard_map(kernel, **region, in_specs=specs, out_specs=q_spec, check_vma=False)
+    mapped = jax.shard_map(
+        kernel, **region, in_specs=specs, out_specs=q_spec, check_vma=False
+    )
     return mapped(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS)

@@ -1,9 +1,9 @@
 """The backends of attention: what each supports, and the one place that chooses.
 
-A new backend is a function (q, k, v, segment_ids, options=) -> out over whole sequences of one device's
-batch rows and heads, and a row of `BACKENDS`, which lists the preferred ones first. Where it can, a second
-function (q, k, v, segment_ids, part, options=) -> out is for a part of the queries and all keys, and `Pieces`
-are for parts of both.
+A new backend is a function (q, k, v, segment_ids, options=) -> out over whole sequences
+of one device's batch rows and heads, and a row of `BACKENDS`, which lists the preferred
+ones first. Where it can, a second function (q, k, v, segment_ids, part, options=) ->
+out is for a part of the queries and all keys, and `Pieces` are for parts of both.
 """
 
 import math
@@ -44,7 +44,8 @@ class Backend:
     softcap: bool = True
     segments: bool = True
     before_ampere: bool = True  # on NVIDIA's GPUs without bfloat16
-    is_kernel: bool = True  # the partitioner cannot look into it: it is called device by device
+    # the partitioner cannot look into it: it is called device by device
+    is_kernel: bool = True
 
     def refusal(
         self,
@@ -67,18 +68,23 @@ class Backend:
         head_sizes = f"{self.head_size_multiple} up to {self.max_head_size}"
         bad_head = head_size % self.head_size_multiple or head_size > self.max_head_size
         reasons = {
-            f"it is for {platforms}, not {now.platform}": now.platform not in self.platforms,
-            "the GPU is older than Ampere": not self.before_ampere and lacks_bfloat16(now.device),
-            f"{dtype} is not {' or '.join(self.dtypes)}": self.dtypes and dtype not in self.dtypes,
+            f"it is for {platforms}, not {now.platform}": now.platform
+            not in self.platforms,
+            "the GPU is older than Ampere": not self.before_ampere
+            and lacks_bfloat16(now.device),
+            f"{dtype} is not {' or '.join(self.dtypes)}": self.dtypes
+            and dtype not in self.dtypes,
             f"head size {head_size} is not a multiple of {head_sizes}": bad_head,
             "a softcap is set": options.softcap is not None and not self.softcap,
             "a window is set": options.window is not None and not self.window,
             "documents are packed": segments and not self.segments,
-            "keys and values travel from device to device": pieces and self.pieces is None,
+            "keys and values travel from device to device": pieces
+            and self.pieces is None,
             "each device has all keys for a part of the queries": parts > 1
             and not pieces
             and self.run_part is None,
-            f"{length // parts} queries a device are no multiple of {self.part_multiple}": parts > 1
+            f"{length // parts} queries a device are no multiple of {self.part_multiple}": parts
+            > 1
             and length // parts % self.part_multiple,
             f"sequence length {length} is not a multiple of {every}": length % every,
         }
@@ -86,11 +92,20 @@ class Backend:
 
 
 def choose(
-    q_BSHN: jax.Array, options: Options, *, segments: bool, parts: int = 1, pieces: bool = False
+    q_BSHN: jax.Array,
+    options: Options,
+    *,
+    segments: bool,
+    parts: int = 1,
+    pieces: bool = False,
 ) -> Backend:
-    """Returns the first backend that supports this; warns why one for this platform does not."""
+    """Returns the first backend that supports this; warns why one for this platform
+    does not.
+    """
     for name, backend in BACKENDS.items():
-        reason = backend.refusal(q_BSHN, options, segments=segments, parts=parts, pieces=pieces)
+        reason = backend.refusal(
+            q_BSHN, options, segments=segments, parts=parts, pieces=pieces
+        )
         if reason is None:
             return backend
         if execution.current().platform in backend.platforms:
@@ -103,7 +118,8 @@ def choose(
 
 
 def _splash(q, k, v, segment_ids, *, options: Options) -> jax.Array:
-    splash = extras.load("jaxdist.ops.splash")  # here: Pallas takes a tenth of a start, and only TPUs need it
+    # here: Pallas takes a tenth of a start, and only TPUs need it
+    splash = extras.load("jaxdist.ops.splash")
     return splash.splash_attention(q, k, v, segment_ids, options)
 
 
@@ -121,15 +137,19 @@ def _splash_piece_gradients(*arguments) -> tuple[jax.Array, jax.Array, jax.Array
 
 
 def _cudnn(q, k, v, segment_ids, *, options: Options) -> jax.Array:
-    # cuDNN's own packing wants document offsets; equal ids become a [B, 1, S, S] bias, H times less
-    # than logits. The causal flag still skips the blocks above the diagonal. Before 9.10.2 a window
-    # and a bias exclude each other (cudnn_frontend's checks), so the bias then has the window too.
+    # cuDNN's own packing wants document offsets; equal ids become a [B, 1, S, S] bias,
+    # H times less than logits. The causal flag still skips the blocks above the
+    # diagonal. Before 9.10.2 a window and a bias exclude each other (cudnn_frontend's
+    # checks), so the bias then has the window too.
     mask, window = None, None if options.window is None else (options.window - 1, 0)
     if segment_ids is not None:
         mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
     if mask is not None and options.window is not None:
         place = jnp.arange(q.shape[1])
-        mask, window = mask & (place[:, None] - place[None, :] < options.window)[None, None], None
+        mask, window = (
+            mask & (place[:, None] - place[None, :] < options.window)[None, None],
+            None,
+        )
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -150,7 +170,8 @@ BACKENDS = {
         platforms=("tpu",),
         part_multiple=128,
     ),
-    # Limits: jax._src.cudnn.fused_attention; the GPU's are in cuDNN's table (docs.nvidia.com, Attention).
+    # Limits: jax._src.cudnn.fused_attention; the GPU's are in cuDNN's table
+    # (docs.nvidia.com, Attention).
     "cudnn": Backend(
         _cudnn,
         platforms=("gpu",),
@@ -161,5 +182,7 @@ BACKENDS = {
         softcap=False,
         before_ampere=False,
     ),
-    "reference": Backend(reference, reference_of_part, reference_pieces, is_kernel=False),
+    "reference": Backend(
+        reference, reference_of_part, reference_pieces, is_kernel=False
+    ),
 }

@@ -1,8 +1,10 @@
-"""Attention as XLA computes it, everywhere: blocks of queries, with a backward pass of its own.
+"""Attention as XLA computes it, everywhere: blocks of queries, with a backward pass of
+its own.
 
-Head-major batched products: a block of queries sees only the keys before its end, so causal attention
-skips nearly half of the work and no [S, S] array exists. On CPU a layer with its projections takes
-0.55 x the time and 0.4 x the memory of einsum, softmax and autodiff. Letters: see `attention`.
+Head-major batched products: a block of queries sees only the keys before its end, so
+causal attention skips nearly half of the work and no [S, S] array exists. On CPU a
+layer with its projections takes 0.55 x the time and 0.4 x the memory of einsum, softmax
+and autodiff. Letters: see `attention`.
 """
 
 import functools
@@ -38,7 +40,9 @@ def soft_capped(logits: jax.Array, cap: float | None) -> jax.Array:
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of the queries, in order, a call has: number `index` (an array) of `count`."""
+    """Which part of the queries, in order, a call has: number `index` (an array) of
+    `count`.
+    """
 
     index: jax.Array
     count: int
@@ -50,12 +54,14 @@ class Part:
 
 
 class Pieces(NamedTuple):
-    """Attention of some queries to some keys, as parts of a softmax, and their gradients. No window.
+    """Attention of some queries to some keys, as parts of a softmax, and their
+    gradients. No window.
 
-    forward: (q, k, v, segment ids of q, of k, options) -> (out [B, S, H, N], logsumexp [B, S, H]), float32.
-    backward: (queries, k, v, segment ids of q, of k, options) -> gradients of q, k and v in float32; queries
-    have q, the result's gradient `grad`, `inner` [B, S, H], the sum of their product over the head, and the
-    logsumexp `lse` of the whole softmax.
+    forward: (q, k, v, segment ids of q, of k, options) -> (out [B, S, H, N], logsumexp
+    [B, S, H]), float32. backward: (queries, k, v, segment ids of q, of k, options) ->
+    gradients of q, k and v in float32; queries have q, the result's gradient `grad`,
+    `inner` [B, S, H], the sum of their product over the head, and the logsumexp `lse`
+    of the whole softmax.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -70,10 +76,11 @@ class _Rows(NamedTuple):
 
 
 def _blocks(length: int, keys: int, options: Options) -> Iterator[tuple[slice, slice]]:
-    """Yields blocks: rows of queries, and the columns of keys that they see, all of them if not causal.
+    """Yields blocks: rows of queries, and the columns of keys that they see, all of
+    them if not causal.
 
-    At most 8, of at least 64 rows, so that products stay large. A part of the queries, whose place is
-    known at run time only, gets all columns.
+    At most 8, of at least 64 rows, so that products stay large. A part of the queries,
+    whose place is known at run time only, gets all columns.
     """
     count = max(1, min(8 if length >= 2048 else 4, length // 64))
     bounds = [length * i // count for i in range(count + 1)]
@@ -86,7 +93,13 @@ def _blocks(length: int, keys: int, options: Options) -> Iterator[tuple[slice, s
 
 
 def _logits(
-    q_BKGSN, k_BKSN, segment_ids_BS, at: _Rows | None, rows: slice, columns: slice, options: Options
+    q_BKGSN,
+    k_BKSN,
+    segment_ids_BS,
+    at: _Rows | None,
+    rows: slice,
+    columns: slice,
+    options: Options,
 ) -> jax.Array:
     """Returns the capped and masked logits of a block, [B, K, G, rows, columns]."""
     s = einsum("bkgsn,bktn->bkgst", q_BKGSN[:, :, :, rows], k_BKSN[:, :, columns])
@@ -98,7 +111,8 @@ def _logits(
         seen = row >= column
         if options.window is not None:
             seen &= row - column < options.window
-        # Added, not selected: XLA's CPU backend would spread a predicate over batch and heads.
+        # Added, not selected: XLA's CPU backend would spread a predicate over batch and
+        # heads.
         s = s + jnp.where(seen, 0.0, MASKED)[None, None, None]
     if segment_ids_BS is not None:
         ids = segment_ids_BS[:, None, None]
@@ -111,7 +125,8 @@ def _logits(
 def _head_major(q, k, v, options: Options) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns scaled q [B, K, G, S, N] and k, v [B, K, S, N], still in their own dtype.
 
-    Products of bfloat16 accumulate in float32; widening the operands first was slower on CPU too.
+    Products of bfloat16 accumulate in float32; widening the operands first was slower
+    on CPU too.
     """
     B, S, H, N = q.shape
     K = k.shape[2]
@@ -130,16 +145,24 @@ def reference(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options) -> jax.A
     return _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options)[0]
 
 
-def _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options, at: _Rows | None = None):
+def _forward(
+    q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options, at: _Rows | None = None
+):
     arrays = q_BSHN, k_BSKN, v_BSKN, segment_ids_BS
     outs, logsumexps = _attend(*arrays, options, at)
     out_BSHN = _sequence_major(jnp.concatenate(outs, 3), q_BSHN.dtype)
     out_BSHN = checkpoint_name(out_BSHN, RESIDUALS)
-    return out_BSHN, (*arrays, out_BSHN, checkpoint_name(jnp.concatenate(logsumexps, 3), RESIDUALS))
+    return out_BSHN, (
+        *arrays,
+        out_BSHN,
+        checkpoint_name(jnp.concatenate(logsumexps, 3), RESIDUALS),
+    )
 
 
 def _attend(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options, at: _Rows | None):
-    """Returns blocks' results [B, K, G, rows, N] and their logits' logsumexps [B, K, G, rows, 1], float32."""
+    """Returns blocks' results [B, K, G, rows, N] and their logits' logsumexps [B, K, G,
+    rows, 1], float32.
+    """
     q, k, v = _head_major(q_BSHN, k_BSKN, v_BSKN, options)
     outs, logsumexps = [], []
     for rows, columns in _blocks(q_BSHN.shape[1], k_BSKN.shape[1], options):
@@ -148,7 +171,9 @@ def _attend(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options, at: _Rows 
         p = jnp.exp(s - peak)
         total = p.sum(-1, keepdims=True)
         # Dividing the output, not the probabilities, is S / N times less work.
-        outs.append(einsum("bkgst,bktn->bkgsn", p.astype(v.dtype), v[:, :, columns]) / total)
+        outs.append(
+            einsum("bkgst,bktn->bkgsn", p.astype(v.dtype), v[:, :, columns]) / total
+        )
         logsumexps.append(peak + jnp.log(total))
     return outs, logsumexps
 
@@ -160,14 +185,18 @@ def _backward(options: Options, residuals, grad_BSHN: jax.Array):
     return _sequence_major(dq, q_BSHN.dtype), dk, dv, None
 
 
-def _gradients(options: Options, residuals, grad_BSHN: jax.Array, at: _Rows | None, inner_BSH=None):
+def _gradients(
+    options: Options, residuals, grad_BSHN: jax.Array, at: _Rows | None, inner_BSH=None
+):
     """Returns the gradients of q [B, K, G, S, N], k and v [B, K, N, keys], float32."""
     q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, out_BSHN, logsumexp = residuals
     q, k, v = _head_major(q_BSHN, k_BSKN, v_BSKN, options)
     B, K, G, S, N = q.shape
     # sum(p * dp) over keys equals sum(out * grad) over the head: S / N times less work.
     if inner_BSH is None:
-        inner_BSH = jnp.sum(out_BSHN.astype(jnp.float32) * grad_BSHN.astype(jnp.float32), -1)
+        inner_BSH = jnp.sum(
+            out_BSHN.astype(jnp.float32) * grad_BSHN.astype(jnp.float32), -1
+        )
     inner = _by_kv_head(inner_BSH, K)
     grad = grad_BSHN.astype(v.dtype).reshape(B, S, K, G, N).transpose(0, 2, 3, 1, 4)
     keys = k.shape[2]
@@ -177,7 +206,8 @@ def _gradients(options: Options, residuals, grad_BSHN: jax.Array, at: _Rows | No
         p = jnp.exp(s - logsumexp[:, :, :, rows])
         dp = einsum("bkgsn,bktn->bkgst", grad[:, :, :, rows], v[:, :, columns])
         ds = p * (dp - inner[:, :, :, rows])
-        if options.softcap is not None:  # where masked, p and so ds are 0 whatever this factor
+        # where masked, p and so ds are 0 whatever this factor
+        if options.softcap is not None:
             ds *= 1 - jnp.square(jnp.where(s == MASKED, 0.0, s) / options.softcap)
         ds = ds.astype(q.dtype)
         dqs.append(einsum("bkgst,bktn->bkgsn", ds, k[:, :, columns]))
@@ -203,18 +233,24 @@ def _add(total_BKNS: jax.Array, part: jax.Array, columns: slice) -> jax.Array:
 reference.defvjp(_forward, _backward)
 
 
-# --- parts of the queries, and of the keys ----------------------------------------------------------
+# --- parts of the queries, and of the keys --------------------------------------------
 
 
-def reference_of_part(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, part: Part, *, options: Options) -> jax.Array:
-    """Returns attention of a part of the queries [B, S / count, H, N] to all keys [B, S, K, N]."""
+def reference_of_part(
+    q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, part: Part, *, options: Options
+) -> jax.Array:
+    """Returns attention of a part of the queries [B, S / count, H, N] to all keys [B,
+    S, K, N].
+    """
     own_ids = None if segment_ids_BS is None else part.of(segment_ids_BS)
     rows = _Rows(part.index * q_BSHN.shape[1], own_ids)
     return _of_rows(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, rows, options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _of_rows(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, at: _Rows, options: Options) -> jax.Array:
+def _of_rows(
+    q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, at: _Rows, options: Options
+) -> jax.Array:
     return _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options, at)[0]
 
 
@@ -234,9 +270,12 @@ def _rows_backward(options: Options, saved, grad_BSHN: jax.Array):
 _of_rows.defvjp(_rows_forward, _rows_backward)
 
 
-def _piece(q_BSHN, k_BSKN, v_BSKN, own_ids, ids, options: Options) -> tuple[jax.Array, jax.Array]:
+def _piece(
+    q_BSHN, k_BSKN, v_BSKN, own_ids, ids, options: Options
+) -> tuple[jax.Array, jax.Array]:
     out, lse = (
-        jnp.concatenate(x, 3) for x in _attend(q_BSHN, k_BSKN, v_BSKN, ids, options, _Rows(0, own_ids))
+        jnp.concatenate(x, 3)
+        for x in _attend(q_BSHN, k_BSKN, v_BSKN, ids, options, _Rows(0, own_ids))
     )
     lse_BSH = lse[..., 0].transpose(0, 3, 1, 2).reshape(q_BSHN.shape[:3])
     return _sequence_major(out, jnp.float32), lse_BSH
@@ -245,8 +284,12 @@ def _piece(q_BSHN, k_BSKN, v_BSKN, own_ids, ids, options: Options) -> tuple[jax.
 def _piece_gradients(queries: Any, k_BSKN, v_BSKN, own_ids, ids, options: Options):
     lse = _by_kv_head(queries.lse, k_BSKN.shape[2])
     residuals = queries.q, k_BSKN, v_BSKN, ids, None, lse
-    dq, dk, dv = _gradients(options, residuals, queries.grad, _Rows(0, own_ids), queries.inner)
-    return _sequence_major(dq, jnp.float32), *(x.transpose(0, 3, 1, 2) for x in (dk, dv))
+    dq, dk, dv = _gradients(
+        options, residuals, queries.grad, _Rows(0, own_ids), queries.inner
+    )
+    return _sequence_major(dq, jnp.float32), *(
+        x.transpose(0, 3, 1, 2) for x in (dk, dv)
+    )
 
 
 reference_pieces = Pieces(_piece, _piece_gradients)

@@ -1,11 +1,14 @@
-"""Attention of new tokens to a cache of keys and values, which devices may share out over `context`.
+"""Attention of new tokens to a cache of keys and values, which devices may share out
+over `context`.
 
-Then each device keeps a part of the slots of every sequence. A prompt is split as in training, so its keys
-and values are written where they were computed; behind its part of the prompt a device has a part of the
-room for new tokens. New tokens' queries go to all devices, each attends to its own slots, and the parts of
-the softmax are added up: [B, T, H, N + 1] elements a layer. Keys and values stay where they are.
+Then each device keeps a part of the slots of every sequence. A prompt is split as in
+training, so its keys and values are written where they were computed; behind its part
+of the prompt a device has a part of the room for new tokens. New tokens' queries go to
+all devices, each attends to its own slots, and the parts of the softmax are added up:
+[B, T, H, N + 1] elements a layer. Keys and values stay where they are.
 
-Letters: `S` slots, `T` new tokens, `P` tokens of a prompt, `L` layers, else see `attention`.
+Letters: `S` slots, `T` new tokens, `P` tokens of a prompt, `L` layers, else see
+`attention`.
 """
 
 from collections.abc import Callable
@@ -24,29 +27,39 @@ CACHE_DIMS = (None, "batch", "sequence", "kv_heads", None)  # of [L, B, S, K, N]
 
 
 def whole_slots(length: int) -> int:
-    """Returns the slots for so many tokens: a multiple of the devices that share them out."""
+    """Returns the slots for so many tokens: a multiple of the devices that share them
+    out.
+    """
     size = execution.current().axis_size(AXIS)
     return -(-length // size) * size
 
 
 def init_places(slots: int) -> jax.Array | None:
-    """Returns the position that each slot of an empty cache is for, [S] int32; None: its own, unsplit."""
+    """Returns the position that each slot of an empty cache is for, [S] int32; None:
+    its own, unsplit.
+    """
     split = execution.current().axis_size(AXIS) > 1 and whole_slots(slots) == slots
-    return execution.shard(jnp.arange(slots, dtype=jnp.int32), "sequence") if split else None
+    return (
+        execution.shard(jnp.arange(slots, dtype=jnp.int32), "sequence")
+        if split
+        else None
+    )
 
 
 def places_behind(prompt: int, slots: int) -> jax.Array:
-    """Returns these positions where a prompt of P tokens is split first, and then the room behind it."""
+    """Returns these positions where a prompt of P tokens is split first, and then the
+    room behind it.
+    """
     size = execution.current().axis_size(AXIS)
     positions = jnp.arange(slots, dtype=jnp.int32)
     parts = [x.reshape(size, -1) for x in (positions[:prompt], positions[prompt:])]
     return execution.shard(jnp.concatenate(parts, axis=1).reshape(-1), "sequence")
 
 
-# --- writing --------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------
 
-# Written out, since `.at[layer, rows, positions]` would gather the rows of all devices: here every
-# row of the cache takes its own row of the tokens.
+# Written out, since `.at[layer, rows, positions]` would gather the rows of all devices:
+# here every row of the cache takes its own row of the tokens.
 _ROW_BY_ROW = jax.lax.ScatterDimensionNumbers(
     update_window_dims=(2, 3),
     inserted_window_dims=(0, 2),
@@ -65,37 +78,50 @@ def written(
 ) -> jax.Array:
     """Returns the cache with T new tokens of one layer at their positions.
 
-    In place: a cache that went through the scan as its input and output would be copied each step.
+    In place: a cache that went through the scan as its input and output would be copied
+    each step.
     """
     if places_S is None:
         return _scattered(cached_LBSKN, new_BTKN, layer, positions_BT)
     kv = _kv_spec(cached_LBSKN[0])
     specs = (P(None, *kv), P(kv[0], None, *kv[2:]), P(), P(kv[0], None), P(AXIS))
-    return _on_each(_written_part, specs, specs[0])(cached_LBSKN, new_BTKN, layer, positions_BT, places_S)
+    return _on_each(_written_part, specs, specs[0])(
+        cached_LBSKN, new_BTKN, layer, positions_BT, places_S
+    )
 
 
 def _scattered(cached_LBSKN, new_BTKN, layer, slots_BT):
     where_BT2 = jnp.stack([jnp.full_like(slots_BT, layer), slots_BT], axis=-1)
     new = new_BTKN.astype(cached_LBSKN.dtype)
-    return jax.lax.scatter(cached_LBSKN, where_BT2, new, _ROW_BY_ROW, unique_indices=True)
+    return jax.lax.scatter(
+        cached_LBSKN, where_BT2, new, _ROW_BY_ROW, unique_indices=True
+    )
 
 
 def _written_part(cached_LBSKN, new_BTKN, layer, positions_BT, places_S):
     """Returns a device's slots with those of the tokens that belong to it."""
     here_BTS = positions_BT[:, :, None] == places_S[None, None, :]
-    # What lies beyond the slots is not written; each token's own number there, as they are said to be unique.
+    # What lies beyond the slots is not written; each token's own number there, as they
+    # are said to be unique.
     beyond = len(places_S) + jnp.arange(positions_BT.shape[1], dtype=jnp.int32)
-    slots_BT = jnp.where(here_BTS.any(-1), jnp.argmax(here_BTS, -1).astype(jnp.int32), beyond)
+    slots_BT = jnp.where(
+        here_BTS.any(-1), jnp.argmax(here_BTS, -1).astype(jnp.int32), beyond
+    )
     return _scattered(cached_LBSKN, new_BTKN, layer, slots_BT)
 
 
 def written_prompt(
-    cached_LBSKN: jax.Array, new_BPKN: jax.Array, layer: jax.Array, *, split: bool = False
+    cached_LBSKN: jax.Array,
+    new_BPKN: jax.Array,
+    layer: jax.Array,
+    *,
+    split: bool = False,
 ) -> jax.Array:
     """Returns the cache with one layer of whole prompts in its first slots.
 
     Args:
-      split: devices share out the slots, each gets its own part of the prompt: see `places_behind`.
+      split: devices share out the slots, each gets its own part of the prompt: see
+        `places_behind`.
     """
     if not split:
         return _put(cached_LBSKN, new_BPKN, layer)
@@ -110,7 +136,7 @@ def _put(cached_LBSKN, new_BPKN, layer):
     return jax.lax.dynamic_update_slice(cached_LBSKN, new, (layer, *[first] * 4))
 
 
-# --- reading --------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------
 
 
 class _Mask(NamedTuple):
@@ -129,16 +155,19 @@ def cached_attention(
     softcap: float | None = None,
     window: int | None = None,
 ) -> jax.Array:
-    """Returns attention of new tokens against a cache that holds them already, [B, T, H, N].
+    """Returns attention of new tokens against a cache that holds them already, [B, T,
+    H, N].
 
-    The token at position p sees the slots of positions 0 to p (the last `window` of them), so slots that
-    are not filled yet need no mask of their own. Unlike `attention`: no gradient economy, no kernels;
-    with few queries the time goes into reading the cache.
+    The token at position p sees the slots of positions 0 to p (the last `window` of
+    them), so slots that are not filled yet need no mask of their own. Unlike
+    `attention`: no gradient economy, no kernels; with few queries the time goes into
+    reading the cache.
 
     Args:
       k_BSKN, v_BSKN: the cache.
       q_positions_BT: int32 positions of the new tokens.
-      places_S: the position that each slot is for, where devices share them out; None: slot i holds i.
+      places_S: the position that each slot is for, where devices share them out; None:
+        slot i holds i.
     """
     q = q_BTHN * jnp.asarray(scale or q_BTHN.shape[-1] ** -0.5, q_BTHN.dtype)
     mask = _Mask(softcap, window)
@@ -148,10 +177,13 @@ def cached_attention(
         out = einsum("bkgts,bskn->btkgn", p.astype(v_BSKN.dtype), v_BSKN)
     else:
         kv = _kv_spec(k_BSKN)
-        # Query heads lie where their kv heads do: what is read, and takes the time, is the same.
+        # Query heads lie where their kv heads do: what is read, and takes the time, is
+        # the same.
         own = P(kv[0], None, *kv[2:])
         specs = (own, kv, kv, P(kv[0], None), P(AXIS))
-        attend = _on_each(partial(_attended_part, mask=mask), specs, P(*own[:3], None, None))
+        attend = _on_each(
+            partial(_attended_part, mask=mask), specs, P(*own[:3], None, None)
+        )
         out = attend(q, k_BSKN, v_BSKN, q_positions_BT, places_S)
     return out.reshape(q_BTHN.shape).astype(q_BTHN.dtype)
 
@@ -171,10 +203,15 @@ def _logits(q_BTHN, k_BSKN, q_positions_BT, places_S, mask: _Mask) -> jax.Array:
     return jnp.where(seen[:, None, None], s, MASKED)
 
 
-def _attended_part(q_BTHN, k_BSKN, v_BSKN, q_positions_BT, places_S, mask: _Mask) -> jax.Array:
-    """Returns attention to the slots of all devices [B, T, K, G, N], float32, from this one's own."""
+def _attended_part(
+    q_BTHN, k_BSKN, v_BSKN, q_positions_BT, places_S, mask: _Mask
+) -> jax.Array:
+    """Returns attention to the slots of all devices [B, T, K, G, N], float32, from this
+    one's own.
+    """
     s = _logits(q_BTHN, k_BSKN, q_positions_BT, places_S, mask)
-    # A token sees itself at least, so the largest of all devices is a logit that counts.
+    # A token sees itself at least, so the largest of all devices is a logit that
+    # counts.
     peak = jax.lax.pmax(s.max(-1, keepdims=True), AXIS)
     p = jnp.exp(s - peak)
     out = einsum("bkgts,bskn->btkgn", p.astype(v_BSKN.dtype), v_BSKN)
@@ -183,7 +220,7 @@ def _attended_part(q_BTHN, k_BSKN, v_BSKN, q_positions_BT, places_S, mask: _Mask
     return out / total
 
 
-# --- placement ------------------------------------------------------------------------------------
+# --- placement ------------------------------------------------------------------------
 
 
 def _kv_spec(x_BSKN: jax.Array) -> P:
@@ -191,7 +228,13 @@ def _kv_spec(x_BSKN: jax.Array) -> P:
     return execution.current().rules.activation(CACHE_DIMS[1:], x_BSKN.shape)
 
 
-def _on_each(function: Callable[..., jax.Array], in_specs: Any, out_specs: Any) -> Callable[..., jax.Array]:
-    """Returns the function called with every device's own part: the partitioner would gather the slots."""
+def _on_each(
+    function: Callable[..., jax.Array], in_specs: Any, out_specs: Any
+) -> Callable[..., jax.Array]:
+    """Returns the function called with every device's own part: the partitioner would
+    gather the slots.
+    """
     region = execution.current().manual_region()
-    return jax.shard_map(function, **region, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.shard_map(
+        function, **region, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )

@@ -1,9 +1,11 @@
-"""Attention over a sequence that devices share out over the mesh axis `context`: three forms of it.
+"""Attention over a sequence that devices share out over the mesh axis `context`: three
+forms of it.
 
-heads: an all-to-all gives every device whole sequences of a part of the heads, another gives the results
-back (DeepSpeed-Ulysses, arXiv:2309.14509). Any backend computes it, masks are those of whole sequences, and
-all devices have equal work. gather: every device gets all keys and values, or those that its window reaches,
-and attends with its own part of the queries (as in Llama 3, arXiv:2407.21783, section 3.3.2); without a
+heads: an all-to-all gives every device whole sequences of a part of the heads, another
+gives the results back (DeepSpeed-Ulysses, arXiv:2309.14509). Any backend computes it,
+masks are those of whole sequences, and all devices have equal work. gather: every
+device gets all keys and values, or those that its window reaches, and attends with its
+own part of the queries (as in Llama 3, arXiv:2407.21783, section 3.3.2); without a
 window the last part sees the most keys. ring: see `ring_attention`.
 
 Letters: c size of the axis, else see `attention`.
@@ -29,7 +31,8 @@ from jaxdist.parallel.sharding import Rules
 class Form:
     """How devices compute attention together."""
 
-    name: str  # "whole": no device has a part of the sequence; else "heads", "gather" or "ring"
+    # "whole": no device has a part of the sequence; else "heads", "gather" or "ring"
+    name: str
     context: int  # devices that share out the sequence
     head_shards: int  # devices that share out the heads
 
@@ -44,32 +47,51 @@ class Form:
 
     @property
     def busiest(self) -> float:
-        """Returns the work of the device that has most, relative to the mean, with a causal mask."""
+        """Returns the work of the device that has most, relative to the mean, with a
+        causal mask.
+        """
         return 2 - 1 / self.context if self.name == "gather" else 1.0
 
     def hops(self, part: int, window: int | None) -> int:
-        """Returns from how many devices before a window reaches keys, if each has a part of the sequence."""
-        return min(-(-(window - 1) // part), self.context - 1) if window else self.context - 1
+        """Returns from how many devices before a window reaches keys, if each has a
+        part of the sequence.
+        """
+        return (
+            min(-(-(window - 1) // part), self.context - 1)
+            if window
+            else self.context - 1
+        )
 
-    def run(self, backend: Backend, options: Options, q, k, v, segment_ids_BS) -> jax.Array:
-        """Returns attention as a device has it: called with its own part of the arrays, ids excepted."""
+    def run(
+        self, backend: Backend, options: Options, q, k, v, segment_ids_BS
+    ) -> jax.Array:
+        """Returns attention as a device has it: called with its own part of the arrays,
+        ids excepted.
+        """
         if self.name == "whole":
             return backend.run(q, k, v, segment_ids_BS, options=options)
         if self.name == "heads":
             with jax.named_scope(TO_HEADS):
-                q, k, v = (jax.lax.all_to_all(x, AXIS, 2, 1, tiled=True) for x in (q, k, v))
+                q, k, v = (
+                    jax.lax.all_to_all(x, AXIS, 2, 1, tiled=True) for x in (q, k, v)
+                )
             out = backend.run(q, k, v, segment_ids_BS, options=options)
             with jax.named_scope(FROM_HEADS):
                 return jax.lax.all_to_all(out, AXIS, 1, 2, tiled=True)
         if self.name == "ring":
             assert backend.pieces is not None
-            return ring_attention(q, k, v, segment_ids_BS, Ring(backend.pieces, options, self.context))
+            return ring_attention(
+                q, k, v, segment_ids_BS, Ring(backend.pieces, options, self.context)
+            )
         assert backend.run_part is not None
         hops = self.hops(q.shape[1], options.window)
         if hops < self.context - 1:
             with jax.named_scope(KEYS):
                 k, v = (_with_those_before(x, hops, self.context) for x in (k, v))
-            part, ids = Part(jnp.int32(hops), hops + 1), _ids_before(segment_ids_BS, q, hops, self.context)
+            part, ids = (
+                Part(jnp.int32(hops), hops + 1),
+                _ids_before(segment_ids_BS, q, hops, self.context),
+            )
             return backend.run_part(q, k, v, ids, part, options=options)
         part = Part(jax.lax.axis_index(AXIS), self.context)
         with jax.named_scope(KEYS):
@@ -78,7 +100,9 @@ class Form:
 
 
 def _with_those_before(k_BSKN: jax.Array, hops: int, size: int) -> jax.Array:
-    """Returns the keys of so many devices before this one, and its own: all that a window reaches."""
+    """Returns the keys of so many devices before this one, and its own: all that a
+    window reaches.
+    """
     before = [
         jax.lax.ppermute(k_BSKN, AXIS, [(i, (i + hop) % size) for i in range(size)])
         for hop in range(hops, 0, -1)
@@ -86,13 +110,19 @@ def _with_those_before(k_BSKN: jax.Array, hops: int, size: int) -> jax.Array:
     return jnp.concatenate([*before, k_BSKN], axis=1)
 
 
-def _ids_before(segment_ids_BS: jax.Array | None, q: jax.Array, hops: int, size: int) -> jax.Array:
-    """Returns the segment ids of those keys; what comes round from the sequence's end is nobody's."""
+def _ids_before(
+    segment_ids_BS: jax.Array | None, q: jax.Array, hops: int, size: int
+) -> jax.Array:
+    """Returns the segment ids of those keys; what comes round from the sequence's end
+    is nobody's.
+    """
     length = q.shape[1]
     if segment_ids_BS is None:
         segment_ids_BS = jnp.zeros((q.shape[0], length * size), jnp.int32)
     nobody = jnp.iinfo(jnp.int32).min
-    padded = jnp.pad(segment_ids_BS, [(0, 0), (hops * length, 0)], constant_values=nobody)
+    padded = jnp.pad(
+        segment_ids_BS, [(0, 0), (hops * length, 0)], constant_values=nobody
+    )
     start = jax.lax.axis_index(AXIS) * length
     return jax.lax.dynamic_slice_in_dim(padded, start, (hops + 1) * length, 1)
 
@@ -100,7 +130,9 @@ def _ids_before(segment_ids_BS: jax.Array | None, q: jax.Array, hops: int, size:
 def _gathered(k_BSKN: jax.Array) -> jax.Array:
     """Returns the keys of all devices; their gradients are summed on the way back."""
     # XLA's CPU backend aborts on the sum in bfloat16, see `execution.sum_over`.
-    wide = k_BSKN.astype(jnp.float32) if execution.current().platform == "cpu" else k_BSKN
+    wide = (
+        k_BSKN.astype(jnp.float32) if execution.current().platform == "cpu" else k_BSKN
+    )
     return jax.lax.all_gather(wide, AXIS, axis=1, tiled=True).astype(k_BSKN.dtype)
 
 
@@ -132,24 +164,34 @@ def form_under(rules: Rules, dims: Sequence[int], *, window: bool = False) -> Fo
 
 
 def faults(rules: Rules, length: int, heads: int | None) -> Iterator[str]:
-    """Yields what is wrong with context.attention for sequences of a length and so many query heads."""
+    """Yields what is wrong with context.attention for sequences of a length and so many
+    query heads.
+    """
     size = rules.shape.sizes[AXIS]
     parts, name = size, f"mesh.context={size}"
     if rules.attention == "ring":
         parts, name = 2 * size, f"2 x {name} (context.attention=ring)"
     if size > 1 and length % parts:
-        legal = " or ".join(str(n) for n in (length // parts * parts, -(-length // parts) * parts) if n)
+        legal = " or ".join(
+            str(n) for n in (length // parts * parts, -(-length // parts) * parts) if n
+        )
         yield f"batch.sequence_length={length} is not divisible by {name}; nearest legal lengths: {legal}"
     if heads is None:
         return
-    if rules.attention == "heads" and rules.shape.sizes[AXIS] > 1 and not heads_divide(rules, heads):
+    if (
+        rules.attention == "heads"
+        and rules.shape.sizes[AXIS] > 1
+        and not heads_divide(rules, heads)
+    ):
         yield _refusal(rules, heads)
 
 
 def copied_heads(kv_heads: int, heads: int, shards: int) -> int:
-    """Returns the kv heads when they are repeated just enough to be split like the query heads.
+    """Returns the kv heads when they are repeated just enough to be split like the
+    query heads.
 
-    With 8 shards and 4 kv heads every one is held twice, so that 8 devices have one each.
+    With 8 shards and 4 kv heads every one is held twice, so that 8 devices have one
+    each.
     """
     if kv_heads % shards == 0 or heads % shards:
         return kv_heads
@@ -174,7 +216,11 @@ def heads_divide(rules: Rules, heads: int) -> bool:
 def indivisible(rules: Rules, heads: int) -> str:
     """Returns what does not divide, as a clause."""
     tensor = shards_of(heads, rules.shape.sizes["tensor"])
-    product = f"{rules.shape.sizes[AXIS]} x mesh.tensor={tensor}" if tensor > 1 else rules.shape.sizes[AXIS]
+    product = (
+        f"{rules.shape.sizes[AXIS]} x mesh.tensor={tensor}"
+        if tensor > 1
+        else rules.shape.sizes[AXIS]
+    )
     return f"{heads} query heads are not divisible by mesh.context={product}"
 
 

@@ -1,4 +1,5 @@
-"""What each form of attention over a split sequence sends and holds, and the lines that say which is taken.
+"""What each form of attention over a split sequence sends and holds, and the lines that
+say which is taken.
 
 `context_attention` has the forms. All bytes are of one sequence and one device.
 """
@@ -6,7 +7,14 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from jaxdist.ops.context_attention import Form, copied_heads, form_under, heads_divide, indivisible, shards_of
+from jaxdist.ops.context_attention import (
+    Form,
+    copied_heads,
+    form_under,
+    heads_divide,
+    indivisible,
+    shards_of,
+)
 from jaxdist.parallel.context import AXIS
 from jaxdist.parallel.sharding import Rules
 
@@ -36,25 +44,39 @@ class Cost(NamedTuple):
     kind: str  # of collective
     forward: float  # bytes sent
     backward: float  # the forward pass is not computed again in it
-    holds: float  # bytes of keys and values, and with heads of queries and results, in the forward pass
-    keys: float  # bytes of keys and values alone that it holds beyond a device's own part of them
+    # bytes of keys and values, and with heads of queries and results, in the forward
+    # pass
+    holds: float
+    # bytes of keys and values alone that it holds beyond a device's own part of them
+    keys: float
 
 
 def cost(form: Form, sizes: Sizes) -> Cost:
     """Returns what a form that splits the sequence sends and holds."""
     c, part = form.context, sizes.length // form.context
-    element, shards = part * sizes.head_size * sizes.itemsize, shards_of(sizes.heads, form.head_shards)
-    # A device's own part of them; with `heads` of the heads that it will have, which may be copies.
+    element, shards = (
+        part * sizes.head_size * sizes.itemsize,
+        shards_of(sizes.heads, form.head_shards),
+    )
+    # A device's own part of them; with `heads` of the heads that it will have, which
+    # may be copies.
     kv = 2 * copied_heads(sizes.kv_heads, sizes.heads, shards) / shards * element
     queries = sizes.heads / shards * element
     if form.name == "heads":
         sent = (2 * queries + kv) * (c - 1)
-        before = 2 * copied_heads(sizes.kv_heads, sizes.heads, shards // c) * c / shards * element
+        before = (
+            2
+            * copied_heads(sizes.kv_heads, sizes.heads, shards // c)
+            * c
+            / shards
+            * element
+        )
         return Cost("all-to-all", sent, sent, (2 * queries + kv) * c, kv * c - before)
     if form.name == "ring":
         wide = _GRADIENT / sizes.itemsize
-        # To where all have equal work, and around; back with gradients and a number of each query and head,
-        # and where the forward pass was computed again queries, keys and values are still there.
+        # To where all have equal work, and around; back with gradients and a number of
+        # each query and head, and where the forward pass was computed again queries,
+        # keys and values are still there.
         inner = 4 * sizes.heads / shards * part
         backward = (2 * queries + inner + kv) + kv * (c - 1) + wide * kv * c
         return Cost("collective-permute", 2 * queries + kv * c, backward, 2 * kv, kv)
@@ -64,24 +86,33 @@ def cost(form: Form, sizes: Sizes) -> Cost:
 
 
 def explain(rules: Rules, sizes: Sizes) -> list[str]:
-    """Returns, in lines for users, which form is taken and why: bytes of a layer, a sequence and a device.
+    """Returns, in lines for users, which form is taken and why: bytes of a layer, a
+    sequence and a device.
 
-    They are those of the forward pass; the backward pass sends about as much again, and what remat computes
-    twice is sent twice.
+    They are those of the forward pass; the backward pass sends about as much again, and
+    what remat computes twice is sent twice.
     """
     c, tensor = rules.shape.sizes[AXIS], rules.shape.sizes["tensor"]
     form = sizes.form(rules)
     if c == 1 or not form.splits_sequence:
         return []
     heads = Form("heads", c, c * shards_of(sizes.heads, tensor))
-    costs = {name: cost(replace(heads, name=name, head_shards=tensor), sizes) for name in ("gather", "ring")}
+    costs = {
+        name: cost(replace(heads, name=name, head_shards=tensor), sizes)
+        for name in ("gather", "ring")
+    }
     said = {name: f"{name} sends {_mb(one.forward)}" for name, one in costs.items()}
     said["gather"] += f", holds all of {_mb(costs['gather'].holds)}"
     said["ring"] += f", holds parts of {_mb(costs['ring'].holds)}"
     if divide := heads_divide(rules, sizes.heads):
         whole = cost(heads, sizes)
-        said["heads"] = f"heads sends {_mb(whole.forward)}, holds parts of {_mb(whole.holds)}"
-    why, other = _why(rules, sizes, form), "heads" if form.name == "gather" and divide else "gather"
+        said["heads"] = (
+            f"heads sends {_mb(whole.forward)}, holds parts of {_mb(whole.holds)}"
+        )
+    why, other = (
+        _why(rules, sizes, form),
+        "heads" if form.name == "gather" and divide else "gather",
+    )
     rest = [said[name] for name in dict.fromkeys((form.name, other))]
     return ["; ".join([f"context {c}: attention by {form.name}: {why}", *rest])]
 

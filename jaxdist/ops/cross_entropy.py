@@ -1,13 +1,15 @@
-"""Next-token cross-entropy from the last hidden states, without ever holding all logits.
+"""Next-token cross-entropy from the last hidden states, without ever holding all
+logits.
 
-The sequence is scored in chunks. The backward pass of a sum of losses needs the logits only to make
-d loss / d logits, so gradients are formed chunk by chunk in the forward pass, while the logits are
-there (as in Liger, arXiv:2410.10989): no logit is stored and none computed twice. The vocabulary
-may be split over `tensor`; batch shards keep their own sum of the head's gradient, reduced once at
-the end. Devices that share out a sequence share out the vocabulary, too.
+The sequence is scored in chunks. The backward pass of a sum of losses needs the logits
+only to make d loss / d logits, so gradients are formed chunk by chunk in the forward
+pass, while the logits are there (as in Liger, arXiv:2410.10989): no logit is stored and
+none computed twice. The vocabulary may be split over `tensor`; batch shards keep their
+own sum of the head's gradient, reduced once at the end. Devices that share out a
+sequence share out the vocabulary, too.
 
-Letters: G shards of the tokens, of samples and of sequences (no dim if there is one), R rows = tokens of a
-chunk, D model, V vocabulary.
+Letters: G shards of the tokens, of samples and of sequences (no dim if there is one), R
+rows = tokens of a chunk, D model, V vocabulary.
 """
 
 from functools import partial
@@ -36,7 +38,8 @@ class LossOptions(NamedTuple):
     group: tuple[int, ...]  # (shards of the tokens,); () if there is one
     chunk: int
     parts: int  # devices of a sequence that share out the vocabulary, too; 1: none do
-    axis: str | None  # manual mesh axis that the vocabulary is split over (pipeline stages)
+    # manual mesh axis that the vocabulary is split over (pipeline stages)
+    axis: str | None
 
 
 def cross_entropy(
@@ -50,10 +53,12 @@ def cross_entropy(
     softcap: float = 0.0,
     chunk_tokens: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the weighted sums of -log p(target) and of z_loss * log(Z)^2 (arXiv:2204.02311).
+    """Returns the weighted sums of -log p(target) and of z_loss * log(Z)^2
+    (arXiv:2204.02311).
 
-    Both are float32 scalars. The first carries the gradient of both, so that (first + second) has
-    the right value and the right gradient; the second alone has none. Weights get no gradient.
+    Both are float32 scalars. The first carries the gradient of both, so that (first +
+    second) has the right value and the right gradient; the second alone has none.
+    Weights get no gradient.
 
     Args:
       head: kernel [D, V], or with `tied` the embedding table [V, D].
@@ -65,7 +70,9 @@ def cross_entropy(
     chex.assert_shape([targets_BS, weights_BS], x_BSD.shape[:2])
     chex.assert_axis_dimension(kernel, 1 if tied else 0, x_BSD.shape[2])
     shards, parts = _shards(x_BSD.shape)
-    x, targets, weights = (_folded(a, shards, parts) for a in (x_BSD, targets_BS, weights_BS))
+    x, targets, weights = (
+        _folded(a, shards, parts) for a in (x_BSD, targets_BS, weights_BS)
+    )
     group, chunk, extra = _chunking(x.shape, shards * parts, chunk_tokens)
     names = getattr(head, "logical", ())
     axis = execution.current().vocabulary_axis(names)
@@ -74,7 +81,9 @@ def cross_entropy(
     weights = weights.astype(jnp.float32)
     if extra:  # the last chunk is filled up with tokens of weight 0
         x = jnp.pad(x, [(0, 0), (0, extra), (0, 0)])
-        targets, weights = (jnp.pad(a, [(0, 0), (0, extra)]) for a in (targets, weights))
+        targets, weights = (
+            jnp.pad(a, [(0, 0), (0, extra)]) for a in (targets, weights)
+        )
     return _cross_entropy(x, kernel, targets, weights, options)
 
 
@@ -88,19 +97,25 @@ def _shards(dims) -> tuple[int, int]:
 
 
 def _folded(x, shards: int, parts: int):
-    """Returns [batch, S, ...] as [batch * parts, S / parts, ...], a device's parts of its samples together.
+    """Returns [batch, S, ...] as [batch * parts, S / parts, ...], a device's parts of
+    its samples together.
 
-    A chunk is then cut from what each device has, and not from the sequences that they share out.
+    A chunk is then cut from what each device has, and not from the sequences that they
+    share out.
     """
     if parts == 1:
         return x
-    x = x.reshape(shards, x.shape[0] // shards, parts, x.shape[1] // parts, *x.shape[2:]).swapaxes(1, 2)
+    x = x.reshape(
+        shards, x.shape[0] // shards, parts, x.shape[1] // parts, *x.shape[2:]
+    ).swapaxes(1, 2)
     x = x.reshape(-1, *x.shape[3:])
     return execution.shard(x, "tokens", *(None,) * (x.ndim - 1))
 
 
 def _chunking(dims, shards: int, chunk_tokens: int) -> tuple[tuple[int, ...], int, int]:
-    """Returns the shards, if there are several, the length of a chunk, and what the last one lacks."""
+    """Returns the shards, if there are several, the length of a chunk, and what the
+    last one lacks.
+    """
     batch, length = dims[0], dims[1]
     most = max(1, chunk_tokens * shards // batch) if chunk_tokens else length
     count = -(-length // most)
@@ -118,7 +133,9 @@ def _cross_entropy(x, kernel, targets, weights, options: LossOptions):
         loss, z, _ = _score(logits, targets_part, weights_part, options)
         return (total[0] + loss, total[1] + z), None
 
-    return _over_chunks(add, (jnp.float32(0), jnp.float32(0)), (x, targets, weights), options)[0]
+    return _over_chunks(
+        add, (jnp.float32(0), jnp.float32(0)), (x, targets, weights), options
+    )[0]
 
 
 def _forward(x, kernel, targets, weights, options: LossOptions):
@@ -133,19 +150,29 @@ def _forward(x, kernel, targets, weights, options: LossOptions):
         dx = jnp.einsum(_equation("grv,dv->grd", options), dlogits, head)
         dx = _own_rows(_over_parts(execution.sum_over, dx, options), options)
         product = jnp.einsum(
-            _equation("grd,grv->gdv", options), x_part, dlogits, preferred_element_type=jnp.float32
+            _equation("grd,grv->gdv", options),
+            x_part,
+            dlogits,
+            preferred_element_type=jnp.float32,
         )
-        return (loss + part_loss, z + part_z, dhead + _head_named(product, options)), dx.astype(x.dtype)
+        return (
+            loss + part_loss,
+            z + part_z,
+            dhead + _head_named(product, options),
+        ), dx.astype(x.dtype)
 
-    zeros = _head_named(jnp.zeros((*_sums(options), *kernel.shape), jnp.float32), options)
+    zeros = _head_named(
+        jnp.zeros((*_sums(options), *kernel.shape), jnp.float32), options
+    )
     start = (jnp.float32(0), jnp.float32(0), zeros)
     (loss, z, dhead), dx = _over_chunks(add, start, (x, targets, weights), options)
     gradient = _over_batch_shards(dhead, kernel.shape, options)
     dx = jnp.moveaxis(dx.reshape(-1, x.shape[0], options.chunk, x.shape[2]), 0, 1)
     dx, gradient = dx.reshape(x.shape), gradient.astype(kernel.dtype)
     if waits_for_sums() or execution.current().axis_size(AXIS) > 1:
-        # Left to the scheduler, the sum over devices comes last: a whole head stays till then. On SparseCores
-        # the sum is hidden so, but sequences too long for one device leave no room for it.
+        # Left to the scheduler, the sum over devices comes last: a whole head stays
+        # till then. On SparseCores the sum is hidden so, but sequences too long for one
+        # device leave no room for it.
         dx, gradient = jax.lax.optimization_barrier((dx, gradient))
     return (loss, z), (dx, gradient)
 
@@ -153,8 +180,14 @@ def _forward(x, kernel, targets, weights, options: LossOptions):
 def _backward(options, residuals, cotangents):
     dx, dkernel = residuals
     scale = cotangents[0]  # the z term's gradient is inside: see the docstring
-    if dx.dtype == jnp.float16:  # a loss scale may be out of its range where the product is not
-        return (dx.astype(jnp.float32) * scale).astype(dx.dtype), dkernel * scale, None, None
+    # a loss scale may be out of its range where the product is not
+    if dx.dtype == jnp.float16:
+        return (
+            (dx.astype(jnp.float32) * scale).astype(dx.dtype),
+            dkernel * scale,
+            None,
+            None,
+        )
     return dx * scale.astype(dx.dtype), dkernel * scale, None, None
 
 
@@ -162,15 +195,21 @@ _cross_entropy.defvjp(_forward, _backward)
 
 
 def _over_batch_shards(dhead, dims, options: LossOptions):
-    """Returns the head's gradient [dims], the sum of what batch shards have: [(G,) *dims]."""
+    """Returns the head's gradient [dims], the sum of what batch shards have: [(G,)
+    *dims].
+    """
     now = execution.current()
     if options.parts > 1:
         return _in_parts_over_batch_shards(dhead, options)
     if not options.group or now.mesh is None or now.platform != "tpu":
-        return execution.scatter(dhead.sum(0) if options.group else dhead, options.names)
+        return execution.scatter(
+            dhead.sum(0) if options.group else dhead, options.names
+        )
     rows = now.rules.activation(("tokens",), options.group)
     spec = P(*rows, *now.rules.computed(options.names, dims))
-    return sum_in_shards(lambda own: own[0], (dhead,), (spec,), rows, options.names, dims)
+    return sum_in_shards(
+        lambda own: own[0], (dhead,), (spec,), rows, options.names, dims
+    )
 
 
 def _over_chunks(add, start, arrays, options: LossOptions):
@@ -178,8 +217,13 @@ def _over_chunks(add, start, arrays, options: LossOptions):
     length = arrays[0].shape[1]
 
     def one(carry, start):
-        parts = [jax.lax.dynamic_slice_in_dim(a, start, options.chunk, axis=1) for a in arrays]
-        x, *labels = (part.reshape(*options.group, -1, *part.shape[2:]) for part in parts)
+        parts = [
+            jax.lax.dynamic_slice_in_dim(a, start, options.chunk, axis=1)
+            for a in arrays
+        ]
+        x, *labels = (
+            part.reshape(*options.group, -1, *part.shape[2:]) for part in parts
+        )
         return add(carry, [_all_rows(part, options) for part in (_named(x), *labels)])
 
     if options.chunk == length:
@@ -189,8 +233,12 @@ def _over_chunks(add, start, arrays, options: LossOptions):
 
 
 def _logits(x, head, options: LossOptions):
-    """Returns float32 logits [(G,) R, V], and their slope under the soft cap (None without)."""
-    logits = jnp.einsum(_equation("grd,dv->grv", options), x, head, preferred_element_type=jnp.float32)
+    """Returns float32 logits [(G,) R, V], and their slope under the soft cap (None
+    without).
+    """
+    logits = jnp.einsum(
+        _equation("grd,dv->grv", options), x, head, preferred_element_type=jnp.float32
+    )
     logits = execution.shard(logits, *_row_names(options), _vocabulary(options))
     if not options.softcap:
         return logits, None
@@ -202,25 +250,38 @@ def _score(logits, targets, weights, options: LossOptions):
     """Returns the loss sum, the z sum and d(loss + z) / d logits, all float32."""
     top = _over_parts(jax.lax.pmax, logits.max(-1, keepdims=True), options)
     exponentials = jnp.exp(logits - top)
-    total = _over_parts(execution.sum_over, exponentials.sum(-1, keepdims=True), options)
+    total = _over_parts(
+        execution.sum_over, exponentials.sum(-1, keepdims=True), options
+    )
     log_z = (jnp.log(total) + top)[..., 0]
     picked, hit = _target_logits(logits, targets, options)
     loss = jnp.sum(weights * (log_z - picked))
     z = jnp.sum(weights * options.z_loss * log_z**2)
     factor = weights * (1 + 2 * options.z_loss * log_z)
-    dlogits = exponentials * (factor[..., None] / total) - jnp.where(hit, weights[..., None], 0)
+    dlogits = exponentials * (factor[..., None] / total) - jnp.where(
+        hit, weights[..., None], 0
+    )
     return loss, z, dlogits
 
 
 def _target_logits(logits, targets, options: LossOptions):
-    """Returns the targets' logits, and where in this part of the vocabulary they stand."""
+    """Returns the targets' logits, and where in this part of the vocabulary
+    they stand.
+    """
     if options.axis is not None:
         targets = targets - jax.lax.axis_index(options.axis) * logits.shape[-1]
-    hit = targets[..., None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    hit = targets[..., None] == jax.lax.broadcasted_iota(
+        jnp.int32, logits.shape, logits.ndim - 1
+    )
     if not execution.current().manual:
-        return jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0], hit
-    # Not by index: XLA's partitioner cannot split a gather in a region that is manual over some axes.
-    return _over_parts(execution.sum_over, jnp.where(hit, logits, 0).sum(-1), options), hit
+        return jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[
+            ..., 0
+        ], hit
+    # Not by index: XLA's partitioner cannot split a gather in a region that is manual
+    # over some axes.
+    return _over_parts(
+        execution.sum_over, jnp.where(hit, logits, 0).sum(-1), options
+    ), hit
 
 
 def _over_parts(reduce, x, options: LossOptions):
@@ -229,7 +290,9 @@ def _over_parts(reduce, x, options: LossOptions):
 
 
 def _equation(equation: str, options: LossOptions) -> str:
-    """Returns the einsum for a head [D, V] or a table [V, D], without G if there is one shard."""
+    """Returns the einsum for a head [D, V] or a table [V, D], without G if there is one
+    shard.
+    """
     equation = equation.replace("dv", "vd") if options.tied else equation
     return equation if options.group else equation.replace("g", "")
 
@@ -243,9 +306,13 @@ def _head_named(dhead, options: LossOptions):
     return execution.shard(dhead, *_row_names(options)[:-1], *_head_dims(options))
 
 
-def _head_dims(options: LossOptions, width: str | None = None) -> tuple[str | None, ...]:
+def _head_dims(
+    options: LossOptions, width: str | None = None
+) -> tuple[str | None, ...]:
     """Returns the names of the head's dims as it is computed with."""
-    return (_vocabulary(options), width) if options.tied else (width, _vocabulary(options))
+    return (
+        (_vocabulary(options), width) if options.tied else (width, _vocabulary(options))
+    )
 
 
 def _row_names(options: LossOptions) -> tuple[str | None, ...]:
@@ -259,20 +326,27 @@ def _vocabulary(options: LossOptions) -> str:
     return "vocab_of_part" if options.parts > 1 else "vocab"
 
 
-# --- a vocabulary that the devices of a sequence share out ------------------------------------------
+# --- a vocabulary that the devices of a sequence share out ----------------------------
 
-# Whole on each of them, the head and its gradient in float32 would be the largest arrays of a step that has
-# few samples. So they score the rows of all c of them together, each by its c-th of the vocabulary: as much
-# work and as many logits. Rows cross devices for it, and less of the head does.
+# Whole on each of them, the head and its gradient in float32 would be the largest
+# arrays of a step that has few samples. So they score the rows of all c of them
+# together, each by its c-th of the vocabulary: as much work and as many logits. Rows
+# cross devices for it, and less of the head does.
 
 
 def _parts_of_vocabulary(vocabulary: int, parts: int) -> int:
-    """Returns how many devices of a sequence share out the vocabulary: all, or one if it does not divide."""
-    return 1 if vocabulary % (parts * execution.current().axis_size("tensor")) else parts
+    """Returns how many devices of a sequence share out the vocabulary: all, or one if
+    it does not divide.
+    """
+    return (
+        1 if vocabulary % (parts * execution.current().axis_size("tensor")) else parts
+    )
 
 
 def _sums(options: LossOptions) -> tuple[int, ...]:
-    """Returns the dim of separate sums of the head's gradient: (G,), or () if there is one."""
+    """Returns the dim of separate sums of the head's gradient: (G,), or () if there is
+    one.
+    """
     return (options.group[0] // options.parts,) if options.parts > 1 else options.group
 
 
@@ -283,13 +357,16 @@ def _gathered(kernel, dtype, options: LossOptions):
     now = execution.current()
     head = now.lay_out(kernel.astype(dtype), Rules.stored, options.names)
     if now.splits_width(options.names, zero=3):
-        # One axis after another changes places, or XLA's partitioner would gather all of it.
+        # One axis after another changes places, or XLA's partitioner would gather all
+        # of it.
         head = execution.shard(head, *_head_dims(options, "width_of_part"))
     return execution.shard(head, *_head_dims(options))
 
 
 def _in_parts_over_batch_shards(dhead, options: LossOptions):
-    """Returns the head's gradient, the sum of [G / c, *dims], laid out as gradients are."""
+    """Returns the head's gradient, the sum of [G / c, *dims], laid out as gradients
+    are.
+    """
     now, dims = execution.current(), dhead.shape[1:]
     width = "width_of_part" if now.splits_width(options.names, zero=2) else None
     own = now.rules.activation(_head_dims(options, width), dims)
@@ -304,17 +381,23 @@ def _in_parts_over_batch_shards(dhead, options: LossOptions):
         def local(own_sum):
             total = own_sum[0]
             if over:
-                total = jax.lax.psum_scatter(total, over, scatter_dimension=dim, tiled=True)
+                total = jax.lax.psum_scatter(
+                    total, over, scatter_dimension=dim, tiled=True
+                )
             rest = [axis for axis in axes if axis not in over]
             return jax.lax.psum(total, rest) if rest else total
 
         region = now.manual_region()
-        total = jax.shard_map(local, **region, in_specs=rows, out_specs=own, check_vma=False)(dhead)
+        total = jax.shard_map(
+            local, **region, in_specs=rows, out_specs=own, check_vma=False
+        )(dhead)
     return execution.scatter(total, options.names)
 
 
 def _all_rows(part, options: LossOptions):
-    """Returns [(G,) R, ...] with the rows of all devices of a sequence on each of them, [G / c, c R, ...]."""
+    """Returns [(G,) R, ...] with the rows of all devices of a sequence on each of them,
+    [G / c, c R, ...].
+    """
     if options.parts == 1:
         return part
     part = part.reshape(*_sums(options), -1, *part.shape[2:])

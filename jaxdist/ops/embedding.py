@@ -1,9 +1,10 @@
 """Table look-up that moves activations instead of the table.
 
-Under fsdp a table is split by width. Gathering it to look up a few thousand rows would move and
-hold the whole vocabulary; instead every shard looks up its part of the width for all samples of its
-fsdp group, and the rows change places (one all-to-all of activations). The gradient goes the same
-way back, and adds up in float32: a frequent token's gradient is a long sum.
+Under fsdp a table is split by width. Gathering it to look up a few thousand rows would
+move and hold the whole vocabulary; instead every shard looks up its part of the width
+for all samples of its fsdp group, and the rows change places (one all-to-all of
+activations). The gradient goes the same way back, and adds up in float32: a frequent
+token's gradient is a long sum.
 """
 
 from functools import partial
@@ -18,7 +19,9 @@ from jaxdist.protocols.param_names import Names
 
 
 def embed(table: nnx.Variable, indices_BS: jax.Array) -> jax.Array:
-    """Returns the rows [B, S, D] of the table [V, D] at integer indices of any rank, in the compute dtype."""
+    """Returns the rows [B, S, D] of the table [V, D] at integer indices of any rank, in
+    the compute dtype.
+    """
     kernel = table[...]
     chex.assert_rank(kernel, 2)
     chex.assert_type(indices_BS, int)
@@ -47,7 +50,9 @@ def _backward(names, dtype, residuals, dx):
     dx = _of_group(_of_part(dx, by_width), by_width, "width")
     indices = _of_group(indices, by_width)
     local, in_part = _own_part(indices, table, names)
-    dx = (dx if in_part is None else jnp.where(in_part[..., None], dx, 0)).astype(jnp.float32)
+    dx = (dx if in_part is None else jnp.where(in_part[..., None], dx, 0)).astype(
+        jnp.float32
+    )
     total = jnp.zeros(table.shape, jnp.float32)
     total = _unsplit(_unsplit(total, by_width).at[local].add(dx), by_width)
     return execution.scatter(total, names).astype(table.dtype), None
@@ -57,10 +62,12 @@ _embed.defvjp(_forward, _backward)
 
 
 def _unsplit(table, by_width: bool):
-    """Returns a device's part of a table with its vocabulary whole on every tensor shard.
+    """Returns a device's part of a table with its vocabulary whole on every tensor
+    shard.
 
-    XLA's partitioner (jax 0.12) aborts on a lookup along a dim that it splits in a region that is manual
-    over other axes. Outside of one the table is returned as it is.
+    XLA's partitioner (jax 0.12) aborts on a lookup along a dim that it splits in a
+    region that is manual over other axes. Outside of one the table is returned as it
+    is.
     """
     if not execution.current().manual:
         return table
@@ -68,7 +75,9 @@ def _unsplit(table, by_width: bool):
 
 
 def _own_part(indices, table, names: Names):
-    """Returns indices into this stage's part of the table, and which of them are in it (None: all)."""
+    """Returns indices into this stage's part of the table, and which of them are in it
+    (None: all).
+    """
     axis = execution.current().vocabulary_axis(names)
     if axis is None:
         return indices, None
@@ -78,15 +87,22 @@ def _own_part(indices, table, names: Names):
 
 
 def _of_group(x, by_width: bool, *last: str):
-    """Returns rows (or their indices) on all shards of a group, if the table is split by width."""
+    """Returns rows (or their indices) on all shards of a group, if the table is split
+    by width.
+    """
     return execution.shard(x, "batch_of_group", None, *last) if by_width else x
 
 
 def _of_part(x, by_width: bool):
-    """Returns rows of a device's own part of the sequence, split by width over the rest of the group.
+    """Returns rows of a device's own part of the sequence, split by width over the rest
+    of the group.
 
-    On the way to whole rows: axes of the sequence and of the batch change places one after another, or XLA's
-    partitioner would gather.
+    On the way to whole rows: axes of the sequence and of the batch change places one
+    after another, or XLA's partitioner would gather.
     """
     split = by_width and execution.current().axis_size("context") > 1
-    return execution.shard(x, "batch_of_group", "sequence", "width_of_part") if split else x
+    return (
+        execution.shard(x, "batch_of_group", "sequence", "width_of_part")
+        if split
+        else x
+    )

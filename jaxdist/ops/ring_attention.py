@@ -1,9 +1,11 @@
-"""Attention around a ring of devices: keys and values travel, and no device ever holds all of them.
+"""Attention around a ring of devices: keys and values travel, and no device ever holds
+all of them.
 
-A device attends with its queries to its own keys, then to those that arrive from its neighbour while it hands
-on the ones it had (arXiv:2310.01889); parts of the softmax are merged by their logsumexp. For causal masks a
-device takes the i-th and the i-th last of 2c chunks, so that all have equal work (arXiv:2311.09431): then a
-step is two products of whole chunks, and every mask is known when the program is made. Gradients of keys and
+A device attends with its queries to its own keys, then to those that arrive from its
+neighbour while it hands on the ones it had (arXiv:2310.01889); parts of the softmax are
+merged by their logsumexp. For causal masks a device takes the i-th and the i-th last of
+2c chunks, so that all have equal work (arXiv:2311.09431): then a step is two products
+of whole chunks, and every mask is known when the program is made. Gradients of keys and
 values travel with them, in float32, and one hop brings them home.
 
 Letters: c devices, i this one, h places of a chunk, else see `attention`.
@@ -55,10 +57,11 @@ class Ring(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def ring_attention(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, ring: Ring) -> jax.Array:
-    """Returns attention of a device's part of the sequence, [B, S / c, H, N] in q's dtype.
+    """Returns attention of a device's part of the sequence, [B, S / c, H, N] in q's
+    dtype.
 
-    Call it in a region that is manual over `context`, with whole segment ids and a device's part of the rest,
-    which lies in order: chunks change places in here.
+    Call it in a region that is manual over `context`, with whole segment ids and a
+    device's part of the rest, which lies in order: chunks change places in here.
     """
     return _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, ring)[0]
 
@@ -73,7 +76,10 @@ def _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, ring: Ring):
         options = ring.options._replace(causal=causal)
         return Sum(*ring.pieces.forward(q, *keys, own_ids, their_ids, options))
 
-    sums = [piece(n, n, q[n], keys[n], _device(0, ring), causal=ring.options.causal) for n in range(len(q))]
+    sums = [
+        piece(n, n, q[n], keys[n], _device(0, ring), causal=ring.options.causal)
+        for n in range(len(q))
+    ]
     if len(q) == 2:
         sums[1] = _merged(sums[1], piece(1, 0, q[1], keys[0], _device(0, ring)))
 
@@ -82,10 +88,14 @@ def _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, ring: Ring):
         if len(q) == 1:
             return [_merged(sums[0], piece(0, 0, q[0], keys[0], device))]
         late = _merged(sums[1], piece(1, 0, q[1], keys[0], device))
-        before = number <= jax.lax.axis_index(AXIS)  # those keys are before this device's first chunk
+        # those keys are before this device's first chunk
+        before = number <= jax.lax.axis_index(AXIS)
         n = jnp.where(before, 0, 1)
         chosen = _where(before, keys[0], keys[1])
-        both = _merged(_where(before, sums[0], late), piece(n, n, _where(before, *q), chosen, device))
+        both = _merged(
+            _where(before, sums[0], late),
+            piece(n, n, _where(before, *q), chosen, device),
+        )
         return [_where(before, both, sums[0]), _where(before, late, both)]
 
     sums = _around(step, sums, keys, ring)
@@ -98,20 +108,27 @@ def _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, ring: Ring):
 def _backward(ring: Ring, residuals, grad_BSHN: jax.Array):
     q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, out_BSHN, lse = residuals
     # In order: it is an N-th of the results, which then stay where they are.
-    inner_BSH = jnp.sum(out_BSHN.astype(jnp.float32) * grad_BSHN.astype(jnp.float32), -1)
-    q, k, v, grad, inner = (_chunks(x, ring) for x in (q_BSHN, k_BSKN, v_BSKN, grad_BSHN, inner_BSH))
+    inner_BSH = jnp.sum(
+        out_BSHN.astype(jnp.float32) * grad_BSHN.astype(jnp.float32), -1
+    )
+    q, k, v, grad, inner = (
+        _chunks(x, ring) for x in (q_BSHN, k_BSKN, v_BSKN, grad_BSHN, inner_BSH)
+    )
     queries = [Queries(*parts) for parts in zip(q, grad, inner, lse, strict=True)]
     keys = [Keys(*both) for both in zip(k, v, strict=True)]
     ids = partial(_ids, segment_ids_BS, ring)
 
-    def piece(n: Any, m: Any, queries: Queries, keys: Keys, device, *, causal: bool = False):
+    def piece(
+        n: Any, m: Any, queries: Queries, keys: Keys, device, *, causal: bool = False
+    ):
         own_ids, their_ids = ids(jax.lax.axis_index(AXIS), n), ids(device, m)
         options = ring.options._replace(causal=causal)
         dq, dk, dv = ring.pieces.backward(queries, *keys, own_ids, their_ids, options)
         return dq, Keys(dk, dv)
 
     own = [
-        piece(n, n, queries[n], keys[n], _device(0, ring), causal=ring.options.causal) for n in range(len(q))
+        piece(n, n, queries[n], keys[n], _device(0, ring), causal=ring.options.causal)
+        for n in range(len(q))
     ]
     dq, dkeys = [part[0] for part in own], [part[1] for part in own]
     if len(q) == 2:
@@ -127,11 +144,19 @@ def _backward(ring: Ring, residuals, grad_BSHN: jax.Array):
         late, first = piece(1, 0, queries[1], keys[0], device)
         before = number <= jax.lax.axis_index(AXIS)
         n = jnp.where(before, 0, 1)
-        more, dkey = piece(n, n, _where(before, *queries), _where(before, *keys), device)
+        more, dkey = piece(
+            n, n, _where(before, *queries), _where(before, *keys), device
+        )
         none, nothing = jnp.zeros_like(more), jax.tree.map(jnp.zeros_like, dkey)
-        dq = [dq[0] + jnp.where(before, more, none), dq[1] + late + jnp.where(before, none, more)]
+        dq = [
+            dq[0] + jnp.where(before, more, none),
+            dq[1] + late + jnp.where(before, none, more),
+        ]
         first = _added(first, _where(before, dkey, nothing))
-        return dq, [_added(dkeys[0], first), _added(dkeys[1], _where(before, nothing, dkey))]
+        return dq, [
+            _added(dkeys[0], first),
+            _added(dkeys[1], _where(before, nothing, dkey)),
+        ]
 
     dq, dkeys = _around(step, (dq, dkeys), keys, ring)
     dkeys = _hop(dkeys, ring)
@@ -144,7 +169,8 @@ ring_attention.defvjp(_forward, _backward)
 
 
 def _around(step: Callable[..., Any], carry, keys, ring: Ring):
-    """Returns step(carry, keys, number) folded over the keys of the other devices, 1 to c - 1 hops away.
+    """Returns step(carry, keys, number) folded over the keys of the other devices, 1 to
+    c - 1 hops away.
 
     What is needed next travels while a step computes.
     """
@@ -155,7 +181,9 @@ def _around(step: Callable[..., Any], carry, keys, ring: Ring):
         return (step(carry, keys, number), _hop(keys, ring)), None
 
     if ring.size > 2:
-        (carry, keys), _ = jax.lax.scan(one, (carry, keys), jnp.arange(1, ring.size - 1))
+        (carry, keys), _ = jax.lax.scan(
+            one, (carry, keys), jnp.arange(1, ring.size - 1)
+        )
     return step(carry, keys, jnp.int32(ring.size - 1))
 
 
@@ -185,18 +213,22 @@ def _where(condition, one, other):
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
 
 
-# --- places of chunks -----------------------------------------------------------------------------
+# --- places of chunks -----------------------------------------------------------------
 
 
 def _chunks(x: jax.Array, ring: Ring) -> list[jax.Array]:
-    """Returns a device's chunks i and 2c - 1 - i of what it has in order, 2i and 2i + 1; not causal: all."""
+    """Returns a device's chunks i and 2c - 1 - i of what it has in order, 2i and 2i +
+    1; not causal: all.
+    """
     if not ring.options.causal:
         return [x]
     with jax.named_scope(CHUNKS):
         halves = [
-            jax.lax.ppermute(half, AXIS, _moves(ring, n)) for n, half in enumerate(jnp.split(x, 2, axis=1))
+            jax.lax.ppermute(half, AXIS, _moves(ring, n))
+            for n, half in enumerate(jnp.split(x, 2, axis=1))
         ]
-    # Chunks of even number arrive from the first halves: a device's first chunk has its own number.
+    # Chunks of even number arrive from the first halves: a device's first chunk has its
+    # own number.
     even = jax.lax.axis_index(AXIS) % 2 == 0
     return [_where(even, *halves), _where(even, *halves[::-1])]
 
@@ -209,13 +241,19 @@ def _in_order(chunks: list[jax.Array], ring: Ring) -> jax.Array:
     halves = [_where(even, *chunks), _where(even, *chunks[::-1])]
     back = [[(to, device) for device, to in _moves(ring, n)] for n in range(2)]
     with jax.named_scope(CHUNKS):
-        halves = [jax.lax.ppermute(half, AXIS, pairs) for half, pairs in zip(halves, back, strict=True)]
+        halves = [
+            jax.lax.ppermute(half, AXIS, pairs)
+            for half, pairs in zip(halves, back, strict=True)
+        ]
     return jnp.concatenate(halves, axis=1)
 
 
 def _moves(ring: Ring, half: int) -> list[tuple[int, int]]:
     """Returns to which device each one's first or second half goes."""
-    return [(i, min(2 * i + half, 2 * ring.size - 1 - 2 * i - half)) for i in range(ring.size)]
+    return [
+        (i, min(2 * i + half, 2 * ring.size - 1 - 2 * i - half))
+        for i in range(ring.size)
+    ]
 
 
 def _ids(segment_ids_BS, ring: Ring, device, number):
@@ -224,5 +262,9 @@ def _ids(segment_ids_BS, ring: Ring, device, number):
         return None
     chunks = 2 if ring.options.causal else 1
     size = segment_ids_BS.shape[1] // (chunks * ring.size)
-    place = jnp.where(number == 0, device, 2 * ring.size - 1 - device) if chunks == 2 else device
+    place = (
+        jnp.where(number == 0, device, 2 * ring.size - 1 - device)
+        if chunks == 2
+        else device
+    )
     return jax.lax.dynamic_slice_in_dim(segment_ids_BS, place * size, size, 1)

@@ -1,7 +1,9 @@
-"""TPU attention: JAX's Pallas splash kernel, given whole sequences of one device's batch and heads.
+"""TPU attention: JAX's Pallas splash kernel, given whole sequences of one device's
+batch and heads.
 
 Shapes: `B` batch, `S` sequence, `H` query heads, `K` kv heads, `N` head size. Source:
-jax.experimental.pallas.ops.tpu.splash_attention (arXiv:2205.14135 with a block-sparse mask).
+jax.experimental.pallas.ops.tpu.splash_attention (arXiv:2205.14135 with a block-sparse
+mask).
 """
 
 import contextlib
@@ -22,8 +24,10 @@ from jaxdist.ops.document_blocks import shared_blocks, skipping
 from jaxdist.parallel.remat import RESIDUALS
 
 LANES = 128  # the kernel's sequence blocks are multiples of a vector register's width
-_LEAST_TOKENS = 2048  # of a sequence whose documents' blocks are told apart: 4 x 4 of them
-MAX_BLOCK = 512  # 512 x 512 float32 logits are 1 MiB of VMEM, double-buffered, on all generations
+# of a sequence whose documents' blocks are told apart: 4 x 4 of them
+_LEAST_TOKENS = 2048
+# 512 x 512 float32 logits are 1 MiB of VMEM, double-buffered, on all generations
+MAX_BLOCK = 512
 
 
 def splash_attention(
@@ -35,10 +39,12 @@ def splash_attention(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns attention as [B, S, H, N] in q's dtype, computed by one kernel a direction.
+    """Returns attention as [B, S, H, N] in q's dtype, computed by one kernel a
+    direction.
 
-    Call it per device (inside `shard_map`): a Mosaic kernel is opaque to the partitioner. Sequences
-    that are no multiple of 128 are padded to one, with a warning that tells the cost.
+    Call it per device (inside `shard_map`): a Mosaic kernel is opaque to the
+    partitioner. Sequences that are no multiple of 128 are padded to one, with a warning
+    that tells the cost.
 
     Args:
       segment_ids_BS: tokens attend within equal ids only; None: one segment.
@@ -53,7 +59,8 @@ def splash_attention(
             f"{(length / S) ** 2 - 1:.0%} more work; use a multiple of {LANES}",
             stacklevel=2,
         )
-        if segment_ids_BS is None and not options.causal:  # causal: no token sees the padding after it
+        # causal: no token sees the padding after it
+        if segment_ids_BS is None and not options.causal:
             segment_ids_BS = jnp.zeros(q_BSHN.shape[:2], jnp.int32)
         q_BSHN, k_BSKN, v_BSKN = (_pad(x, length, 0) for x in (q_BSHN, k_BSKN, v_BSKN))
         if segment_ids_BS is not None:
@@ -66,7 +73,9 @@ def splash_attention(
     if _chunk(length, options):
         out_BHSN = _long(*heads_first, segments, options, interpret)
     else:
-        kernel = _of_documents(_kernel(length, q_BSHN.shape[2], options, interpret), segments)
+        kernel = _of_documents(
+            _kernel(length, q_BSHN.shape[2], options, interpret), segments
+        )
         out_BHSN = jax.vmap(kernel)(*heads_first, segments)
     return out_BHSN.swapaxes(1, 2)[:, :S]
 
@@ -81,10 +90,11 @@ def splash_attention_of_part(
     options: Options,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns attention of a part of the queries [B, S / count, H, N] to all keys [B, S, K, N].
+    """Returns attention of a part of the queries [B, S / count, H, N] to all keys [B,
+    S, K, N].
 
-    A part has a multiple of 128 queries. The kernel's tables, of the blocks that its mask leaves, are cut by
-    parts; each takes its own at run time.
+    A part has a multiple of 128 queries. The kernel's tables, of the blocks that its
+    mask leaves, are cut by parts; each takes its own at run time.
     """
     segments = None
     if segment_ids_BS is not None:
@@ -93,66 +103,106 @@ def splash_attention_of_part(
 
     def own(table: np.ndarray, dim: int) -> jax.Array:
         size = table.shape[dim] // part.count
-        return jax.lax.dynamic_slice_in_dim(jnp.asarray(table), part.index * size, size, dim)
+        return jax.lax.dynamic_slice_in_dim(
+            jnp.asarray(table), part.index * size, size, dim
+        )
 
     def own_of(info):
-        cut = {"data_next": 1, "mask_next": 1, "block_mask": 1, "q_sequence": 0}  # dim of queries
-        tables = {name: own(x, dim) for name, dim in cut.items() if (x := getattr(info, name)) is not None}
+        # dim of queries
+        cut = {"data_next": 1, "mask_next": 1, "block_mask": 1, "q_sequence": 0}
+        tables = {
+            name: own(x, dim)
+            for name, dim in cut.items()
+            if (x := getattr(info, name)) is not None
+        }
         return info._replace(**tables)
 
     infos, kwargs = kernel.tree_flatten()
     kernel = _of_documents(type(kernel)(*map(own_of, infos), **kwargs), segments)
     q_BSHN = q_BSHN * jnp.asarray(options.scale, q_BSHN.dtype)
-    out_BHSN = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q_BSHN, k_BSKN, v_BSKN)), segments)
+    out_BHSN = jax.vmap(kernel)(
+        *(x.swapaxes(1, 2) for x in (q_BSHN, k_BSKN, v_BSKN)), segments
+    )
     return out_BHSN.swapaxes(1, 2)
 
 
-def piece(q_BSHN, k_BSKN, v_BSKN, own_ids, ids, options: Options, *, interpret: bool = False):
-    """Returns attention to some keys, float32 [B, S, H, N], and the logsumexp [B, S, H]: see `Pieces`."""
-    kernel = _kernel(k_BSKN.shape[1], q_BSHN.shape[2], options, interpret, residuals=True)
+def piece(
+    q_BSHN, k_BSKN, v_BSKN, own_ids, ids, options: Options, *, interpret: bool = False
+):
+    """Returns attention to some keys, float32 [B, S, H, N], and the logsumexp [B, S,
+    H]: see `Pieces`.
+    """
+    kernel = _kernel(
+        k_BSKN.shape[1], q_BSHN.shape[2], options, interpret, residuals=True
+    )
     segments = None if ids is None else pallas_splash.SegmentIds(own_ids, ids)
     q_BSHN = q_BSHN * jnp.asarray(options.scale, q_BSHN.dtype)
     with _all_keys(options):
-        out, (lse,) = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q_BSHN, k_BSKN, v_BSKN)), segments)
+        out, (lse,) = jax.vmap(kernel)(
+            *(x.swapaxes(1, 2) for x in (q_BSHN, k_BSKN, v_BSKN)), segments
+        )
     return out.swapaxes(1, 2).astype(jnp.float32), lse.swapaxes(1, 2)
 
 
-def piece_gradients(queries: Any, k_BSKN, v_BSKN, own_ids, ids, options: Options, *, interpret: bool = False):
+def piece_gradients(
+    queries: Any,
+    k_BSKN,
+    v_BSKN,
+    own_ids,
+    ids,
+    options: Options,
+    *,
+    interpret: bool = False,
+):
     """Returns the gradients of q, k and v in float32: see `Pieces`."""
     segments = None if ids is None else pallas_splash.SegmentIds(own_ids, ids)
     q = queries.q * jnp.asarray(options.scale, queries.q.dtype)
     arrays = q, k_BSKN, v_BSKN, queries.lse, queries.inner, queries.grad
-    gradients = _gradients([x.swapaxes(1, 2) for x in arrays], segments, options, interpret)
+    gradients = _gradients(
+        [x.swapaxes(1, 2) for x in arrays], segments, options, interpret
+    )
     dq, dk, dv = (x.swapaxes(1, 2).astype(jnp.float32) for x in gradients)
     return dq * options.scale, dk, dv
 
 
 def _inner(out, grad) -> jax.Array:
-    """Returns sum(out * grad) over the head, which equals sum(p * dp) over all keys; float32."""
+    """Returns sum(out * grad) over the head, which equals sum(p * dp) over all keys;
+    float32.
+    """
     return jnp.sum(out.astype(jnp.float32) * grad.astype(jnp.float32), -1)
 
 
 def _all_keys(options: Options):
-    """Opens a scope that tells readers of the program whether queries see all keys, or half of them."""
+    """Opens a scope that tells readers of the program whether queries see all keys, or
+    half of them.
+    """
     return contextlib.nullcontext() if options.causal else jax.named_scope("all_keys")
 
 
-# --- gradients by one kernel ------------------------------------------------------------------------
+# --- gradients by one kernel ----------------------------------------------------------
 
-# The kernel that computes dq, dk and dv does 5 products of a block where two kernels do 7. It gives a part of
-# dq for each of its blocks of keys, in q's dtype: of a whole sequence S / 2048 times as much as dq itself. So
-# long sequences are cut into chunks, and each pair of a chunk of queries and one of keys has its own call.
-_CHUNK, _FUSED_KEYS = 8192, 2048  # keys of heads of 128: half as many of 256, for the sake of VMEM
+# The kernel that computes dq, dk and dv does 5 products of a block where two kernels do
+# 7. It gives a part of dq for each of its blocks of keys, in q's dtype: of a whole
+# sequence S / 2048 times as much as dq itself. So long sequences are cut into chunks,
+# and each pair of a chunk of queries and one of keys has its own call.
+# keys of heads of 128: half as many of 256, for the sake of VMEM
+_CHUNK, _FUSED_KEYS = 8192, 2048
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _long(q_BHSN, k_BKSN, v_BKSN, segments, options: Options, interpret: bool) -> jax.Array:
-    """Returns attention [B, H, S, N] of scaled queries; its gradients are computed chunk by chunk."""
+def _long(
+    q_BHSN, k_BKSN, v_BKSN, segments, options: Options, interpret: bool
+) -> jax.Array:
+    """Returns attention [B, H, S, N] of scaled queries; its gradients are computed
+    chunk by chunk.
+    """
     return _long_forward(q_BHSN, k_BKSN, v_BKSN, segments, options, interpret)[0]
 
 
 def _long_forward(q_BHSN, k_BKSN, v_BKSN, segments, options: Options, interpret: bool):
-    kernel = _kernel(q_BHSN.shape[2], q_BHSN.shape[1], options, interpret, residuals=True)
+    kernel = _kernel(
+        q_BHSN.shape[2], q_BHSN.shape[1], options, interpret, residuals=True
+    )
     kernel = _of_documents(kernel, segments)
     with _all_keys(options):
         out, (lse,) = jax.vmap(kernel)(q_BHSN, k_BKSN, v_BKSN, segments)
@@ -172,25 +222,35 @@ def _long_backward(options: Options, interpret: bool, residuals, grad):
         own_k, own_v = (_cut(x, columns, size, 2) for x in (k, v))
         ids = None
         if segments is not None:
-            own_ids, their_ids = _cut(segments.q, rows, size, 1), _cut(segments.kv, columns, size, 1)
+            own_ids, their_ids = (
+                _cut(segments.q, rows, size, 1),
+                _cut(segments.kv, columns, size, 1),
+            )
             ids = pallas_splash.SegmentIds(own_ids, their_ids)
         arrays = [own_q, own_k, own_v, own_lse, inner, own_grad]
         return _gradients(arrays, ids, options._replace(causal=causal), interpret)
 
     def own(totals, pair):
         dq, *dkeys = parts(pair, causal=True)
-        return [_put(total, part, pair[1] * size) for total, part in zip(totals, dkeys, strict=True)], dq
+        return [
+            _put(total, part, pair[1] * size)
+            for total, part in zip(totals, dkeys, strict=True)
+        ], dq
 
     def before(carry, pair):
         dq, dq_so_far, totals = carry
         rows, columns = pair * size
-        # In float32 over the keys of a chunk of queries, of which one after another has its turn.
+        # In float32 over the keys of a chunk of queries, of which one after another has
+        # its turn.
         start = _cut(dq, rows, size, 2).astype(jnp.float32)
         dq_so_far = jnp.where(pair[1] == 0, start, dq_so_far)
 
         def add(dq_so_far, totals):
             more, *dkeys = parts(pair, causal=False)
-            sums = [_cut(t, columns, size, 2) + d.astype(t.dtype) for t, d in zip(totals, dkeys, strict=True)]
+            sums = [
+                _cut(t, columns, size, 2) + d.astype(t.dtype)
+                for t, d in zip(totals, dkeys, strict=True)
+            ]
             totals = [_put(*x, columns) for x in zip(totals, sums, strict=True)]
             return dq_so_far + more.astype(jnp.float32), totals
 
@@ -198,14 +258,20 @@ def _long_backward(options: Options, interpret: bool, residuals, grad):
             dq_so_far, totals = add(dq_so_far, totals)
         else:
             leave = lambda *as_it_is: as_it_is  # noqa: E731
-            dq_so_far, totals = jax.lax.cond(shared[pair[0], pair[1]], add, leave, dq_so_far, totals)
+            dq_so_far, totals = jax.lax.cond(
+                shared[pair[0], pair[1]], add, leave, dq_so_far, totals
+            )
         return (_put(dq, dq_so_far, rows), dq_so_far, totals), None
 
     count, dq = q.shape[2] // size, jnp.zeros_like(q)
     totals = [jnp.zeros(x.shape, jnp.float32) for x in (k, v)]
-    pairs = [(n, m) for n in range(count) for m in range(n if options.causal else count)]
+    pairs = [
+        (n, m) for n in range(count) for m in range(n if options.causal else count)
+    ]
     if options.causal:
-        totals, dqs = jax.lax.scan(own, totals, jnp.asarray([(n, n) for n in range(count)]))
+        totals, dqs = jax.lax.scan(
+            own, totals, jnp.asarray([(n, n) for n in range(count)])
+        )
         dq = jnp.moveaxis(dqs, 0, 2).reshape(q.shape)
     start = dq, jnp.zeros_like(dq[:, :, :size], jnp.float32), totals
     (dq, _, (dk, dv)), _ = jax.lax.scan(before, start, jnp.asarray(pairs))
@@ -216,7 +282,8 @@ _long.defvjp(_long_forward, _long_backward)
 
 
 def _chunk(length: int, options: Options) -> int:
-    """Returns the places of a chunk; 0 where gradients are computed whole, by two kernels.
+    """Returns the places of a chunk; 0 where gradients are computed whole, by two
+    kernels.
 
     Those of a window skip most blocks, and short sequences have no second chunk.
     """
@@ -232,25 +299,37 @@ def _cut(x: jax.Array, start, size: int, dim: int) -> jax.Array:
 
 def _put(x_BHSN: jax.Array, part: jax.Array, start) -> jax.Array:
     """Returns x with a part at the places from `start` on."""
-    return jax.lax.dynamic_update_slice_in_dim(x_BHSN, part.astype(x_BHSN.dtype), start, 2)
+    return jax.lax.dynamic_update_slice_in_dim(
+        x_BHSN, part.astype(x_BHSN.dtype), start, 2
+    )
 
 
 def _gradients(arrays: list[jax.Array], segments, options: Options, interpret: bool):
     """Returns the gradients of scaled queries, keys and values, from one kernel.
 
-    jax gives kernels that return their logsumexp no gradient; the one that would compute it is private. That
-    one sums the parts of dq in an instruction by itself, for which libtpu's cycles are ten times those of
-    reading them. Where queries see all keys each block of them is called for alone, as if of another batch,
-    and the parts are added here, in float32.
+    jax gives kernels that return their logsumexp no gradient; the one that would
+    compute it is private. That one sums the parts of dq in an instruction by itself,
+    for which libtpu's cycles are ten times those of reading them. Where queries see all
+    keys each block of them is called for alone, as if of another batch, and the parts
+    are added here, in float32.
 
     Args:
-      arrays: q [B, H, S, N], k and v [B, K, S, N], lse and inner [B, H, S], the result's gradient.
+      arrays: q [B, H, S, N], k and v [B, K, S, N], lse and inner [B, H, S], the
+        result's gradient.
     """
     H, S = arrays[0].shape[1:3]
-    layouts = dict.fromkeys(("q_layout", "k_layout", "v_layout"), pallas_splash.QKVLayout.HEAD_DIM_MINOR)
+    layouts = dict.fromkeys(
+        ("q_layout", "k_layout", "v_layout"), pallas_splash.QKVLayout.HEAD_DIM_MINOR
+    )
     keys = _largest(S, _FUSED_KEYS * LANES // max(arrays[0].shape[3], LANES))
-    blocks: dict[str, Any] = {"bq": block_size(S), "bkv": keys, "bkv_compute": block_size(keys)}
-    made = _kernel(S, H, options, interpret, fused_keys=keys, seen=S if options.causal else keys)
+    blocks: dict[str, Any] = {
+        "bq": block_size(S),
+        "bkv": keys,
+        "bkv_compute": block_size(keys),
+    }
+    made = _kernel(
+        S, H, options, interpret, fused_keys=keys, seen=S if options.causal else keys
+    )
     if options.causal:  # a pair of different chunks is left out as one, or not at all
         made = _of_documents(made, segments)
     kernel: Any = functools.partial(
@@ -287,34 +366,48 @@ def _gradients(arrays: list[jax.Array], segments, options: Options, interpret: b
 
 
 def _shared(segments: pallas_splash.SegmentIds | None, size: int) -> jax.Array | None:
-    """Returns which chunks of queries and of keys share a document, of one sequence; None: all may."""
+    """Returns which chunks of queries and of keys share a document, of one sequence;
+    None: all may.
+    """
     if segments is None or len(segments.q) > 1:
         return None
     return shared_blocks(segments.q[0], segments.kv[0], (size, size))
 
 
 def _of_documents(kernel: Any, segments: pallas_splash.SegmentIds | None) -> Any:
-    """Returns the kernel of one sequence without the blocks between its documents; of several as it is.
+    """Returns the kernel of one sequence without the blocks between its documents; of
+    several as it is.
 
-    The kernel has one set of tables: several sequences would have their turns in a loop that copies each.
+    The kernel has one set of tables: several sequences would have their turns in a loop
+    that copies each.
     """
-    if segments is None or segments.q.shape[0] > 1 or segments.kv.shape[1] < _LEAST_TOKENS:
+    if (
+        segments is None
+        or segments.q.shape[0] > 1
+        or segments.kv.shape[1] < _LEAST_TOKENS
+    ):
         return kernel
     sizes, ids = kernel.kwargs["block_sizes"], (segments.q[0], segments.kv[0])
     (forward, dq, dkv), kwargs = kernel.tree_flatten()
     forward = skipping(forward, *ids, (sizes.block_q, sizes.block_kv))
     dq = dq and skipping(dq, *ids, (sizes.block_q_dq, sizes.block_kv_dq))
-    dkv = dkv and skipping(dkv, *ids, (sizes.block_q_dkv, sizes.block_kv_dkv), by_keys=True)
+    dkv = dkv and skipping(
+        dkv, *ids, (sizes.block_q_dkv, sizes.block_kv_dkv), by_keys=True
+    )
     return type(kernel)(forward, dq, dkv, **kwargs)
 
 
 def _largest(length: int, most: int) -> int:
-    """Returns the largest multiple of 128, of so many places at most, that divides a length."""
+    """Returns the largest multiple of 128, of so many places at most, that divides a
+    length.
+    """
     return next((n for n in range(most, LANES, -LANES) if length % n == 0), LANES)
 
 
 def block_size(sequence_length: int) -> int:
-    """Returns the largest multiple of 128, at most 512, that divides the (padded) sequence."""
+    """Returns the largest multiple of 128, at most 512, that divides the (padded)
+    sequence.
+    """
     return _largest(sequence_length, MAX_BLOCK)
 
 
@@ -337,20 +430,27 @@ def _kernel(
 ) -> Any:
     """Returns the kernel of one sequence: (q_HSN, k_KSN, v_KSN, segments) -> out_HSN.
 
-    Its tables are those of all parts of the queries, one after another. Cached, since the walk over the
-    mask's blocks takes seconds for long sequences and a layer is traced several times. The tables are kept
-    as numpy, so no tracer outlives its trace.
+    Its tables are those of all parts of the queries, one after another. Cached, since
+    the walk over the mask's blocks takes seconds for long sequences and a layer is
+    traced several times. The tables are kept as numpy, so no tracer outlives its trace.
 
     Args:
       residuals: for the forward pass alone, with the logsumexp.
-      fused_keys: for the backward pass alone, by one kernel with such blocks of keys; 0: by two.
+      fused_keys: for the backward pass alone, by one kernel with such blocks of keys;
+        0: by two.
       seen: keys that there are, without a mask; 0: as many as queries.
     """
     alone = residuals or fused_keys
     sides = ("q", "kv") if alone else ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
-    sizes: dict[str, Any] = {f"block_{side}": block_size(length // parts) for side in sides}
+    sizes: dict[str, Any] = {
+        f"block_{side}": block_size(length // parts) for side in sides
+    }
     if fused_keys:
-        sizes |= {"block_q_dkv": block_size(length), "block_kv_dkv": fused_keys, "use_fused_bwd_kernel": True}
+        sizes |= {
+            "block_q_dkv": block_size(length),
+            "block_kv_dkv": fused_keys,
+            "use_fused_bwd_kernel": True,
+        }
         sizes["block_kv"] = block_size(fused_keys)
     mask: pallas_splash.Mask = pallas_splash.FullMask((length, seen or length))
     if options.causal:
@@ -371,9 +471,11 @@ def _kernel(
 
 
 class _BandMask(pallas_splash.LocalMask):
-    """A causal, perhaps windowed mask whose uniform blocks are not compared element by element.
+    """A causal, perhaps windowed mask whose uniform blocks are not compared element by
+    element.
 
-    The walk over blocks is quadratic in the sequence: 128k tokens take seconds, not a minute.
+    The walk over blocks is quadratic in the sequence: 128k tokens take seconds, not a
+    minute.
     """
 
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:

@@ -15,13 +15,16 @@ from jaxdist.storage.untrusted import Malformed, of_kind
 
 Schedule = Callable[[ArrayLike], jax.Array]  # updates done so far -> learning rate
 
-_FADED = 0.01  # of the peak: a lower rate teaches next to nothing, and is no rate to decay from
+# of the peak: a lower rate teaches next to nothing, and is no rate to decay from
+_FADED = 0.01
 _MAX_STEPS = 2**31
 
 
 @dataclass(frozen=True)
 class Extension:
-    """A part of a schedule that was added by raising `train.steps`. Steps are updates done."""
+    """A part of a schedule that was added by raising `train.steps`. Steps are updates
+    done.
+    """
 
     start: int  # where it begins; what is before stays as it was
     end: int  # where its decay ends: the `train.steps` it was made for
@@ -32,7 +35,9 @@ class Extension:
 
 @dataclass(frozen=True)
 class ScheduleSteps:
-    """Where a run's schedule turns, settled when the run begins; later values of the config don't move it."""
+    """Where a run's schedule turns, settled when the run begins; later values of the
+    config don't move it.
+    """
 
     warmup_steps: int
     decay_steps: int  # where the first decay ends
@@ -56,16 +61,22 @@ class ScheduleSteps:
         steps = of_kind(value, dict, "schedule")
         extensions = of_kind(steps.get("extensions"), list, "extensions")
         return cls(
-            _count(steps, "warmup_steps"), _count(steps, "decay_steps"), tuple(map(_extension, extensions))
+            _count(steps, "warmup_steps"),
+            _count(steps, "decay_steps"),
+            tuple(map(_extension, extensions)),
         )
 
 
 def _extension(value: Any) -> Extension:
     part = of_kind(value, dict, "an extension")
-    start, end, rewarm = (_count(part, name) for name in ("start", "end", "rewarm_steps"))
+    start, end, rewarm = (
+        _count(part, name) for name in ("start", "end", "rewarm_steps")
+    )
     share, peak = (of_kind(part.get(name), float, name) for name in ("share", "peak"))
     if not (0 <= share <= 1 and 0 <= peak <= 1):
-        raise Malformed(f"an extension's shares are {share} and {peak}, required 0 to 1")
+        raise Malformed(
+            f"an extension's shares are {share} and {peak}, required 0 to 1"
+        )
     return Extension(start, end, share, rewarm, peak)
 
 
@@ -76,7 +87,9 @@ def _count(steps: Mapping[str, Any], name: str) -> int:
 
 
 def depends_on_train_steps(config: OptimizerConfig) -> bool:
-    """Returns whether the decay ends with `train.steps`, so that raising it extends the schedule."""
+    """Returns whether the decay ends with `train.steps`, so that raising it extends the
+    schedule.
+    """
     return config.schedule in ("cosine", "linear", "wsd") and config.decay_steps is None
 
 
@@ -89,7 +102,9 @@ def settle(config: OptimizerConfig, train_steps: int) -> ScheduleSteps:
     """Returns where the schedule of a run turns that begins with this config."""
     end = train_steps if config.decay_steps is None else config.decay_steps
     warmup = config.warmup_steps
-    return ScheduleSteps(default_warmup(min(train_steps, end)) if warmup is None else warmup, end)
+    return ScheduleSteps(
+        default_warmup(min(train_steps, end)) if warmup is None else warmup, end
+    )
 
 
 def extend(
@@ -100,11 +115,13 @@ def extend(
     train_steps: int,
     saved: Callable[[int], bool],
 ) -> ScheduleSteps:
-    """Returns a run's schedule for `train_steps`, with an extension where it ended before.
+    """Returns a run's schedule for `train_steps`, with an extension where it ended
+    before.
 
-    `cosine` and `linear` decay again from the rate they have; where that has come to nothing, a re-warm first
-    takes it to what a schedule of the new length has there. `wsd` goes on at its peak: from the step
-    where its decay began, if the run has not come further or has kept that step; else after a re-warm.
+    `cosine` and `linear` decay again from the rate they have; where that has come to
+    nothing, a re-warm first takes it to what a schedule of the new length has there.
+    `wsd` goes on at its peak: from the step where its decay began, if the run has not
+    come further or has kept that step; else after a re-warm.
 
     Args:
       done: updates after which the run goes on.
@@ -112,7 +129,8 @@ def extend(
     """
     if not depends_on_train_steps(config) or train_steps == steps.end:
         return steps
-    parts = tuple(part for part in steps.extensions if part.start < done)  # no step of the others is kept
+    # no step of the others is kept
+    parts = tuple(part for part in steps.extensions if part.start < done)
     steps = replace(steps, extensions=parts)
     if train_steps <= steps.end:
         return steps
@@ -122,7 +140,11 @@ def extend(
     share = float(_shape(config, steps)(jnp.float32(start)))
     peak = 1.0
     if config.schedule != "wsd":
-        anew = float(_shape(config, ScheduleSteps(steps.warmup_steps, train_steps))(jnp.float32(start)))
+        anew = float(
+            _shape(config, ScheduleSteps(steps.warmup_steps, train_steps))(
+                jnp.float32(start)
+            )
+        )
         peak = max(share, anew) if share < _FADED else share
     rewarm = max(default_warmup(train_steps - start), 1) if peak > share else 0
     part = Extension(start, train_steps, share, rewarm, peak)
@@ -130,7 +152,9 @@ def extend(
 
 
 def decay_start(config: OptimizerConfig, steps: ScheduleSteps) -> int:
-    """Returns the last number of updates done after which the next one is not decayed yet."""
+    """Returns the last number of updates done after which the next one is not decayed
+    yet.
+    """
     return int(_decay_begins(config, steps))
 
 
@@ -139,30 +163,39 @@ def _decay_begins(config: OptimizerConfig, steps: ScheduleSteps) -> float:
     if steps.extensions:
         last = steps.extensions[-1]
         begins = max(begins, float(last.start + last.rewarm_steps))
-    return max(begins, end - config.decay_fraction * end) if config.schedule == "wsd" else begins
+    return (
+        max(begins, end - config.decay_fraction * end)
+        if config.schedule == "wsd"
+        else begins
+    )
 
 
 def peak_learning_rate(config: OptimizerConfig, global_size: int) -> float:
     """Returns the peak learning rate at `global_size` sequences per step.
 
-    `sqrt` suits Adam-like optimizers (https://arxiv.org/abs/2205.10287), `linear` suits SGD
-    (https://arxiv.org/abs/1706.02677).
+    `sqrt` suits Adam-like optimizers (https://arxiv.org/abs/2205.10287), `linear` suits
+    SGD (https://arxiv.org/abs/1706.02677).
     """
     power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[config.learning_rate_scaling]
     return config.learning_rate * (global_size / config.reference_batch) ** power
 
 
 def build_schedule(
-    config: OptimizerConfig, train_steps: int, global_size: int, steps: ScheduleSteps | None = None
+    config: OptimizerConfig,
+    train_steps: int,
+    global_size: int,
+    steps: ScheduleSteps | None = None,
 ) -> Schedule:
-    """Returns a function from the number of updates done to the next update's learning rate.
+    """Returns a function from the number of updates done to the next update's learning
+    rate.
 
-    It takes a traced or a Python number and returns a float32 scalar. With w warm-up steps and
-    the decay ending at T (`decay_steps`, else `train_steps`), update s = 0, 1, ... gets
-    peak * min(1, (s + 1) / w) * shape(s), shape being 1 until the decay starts. So neither the
-    first update is lost nor the last, s = T - 1: the final value is reached at s = T and kept.
-    `cosine` and `linear` decay from w to T; `wsd` is linear over the last `decay_fraction * T`
-    steps, but not before w; `inverse_sqrt` is sqrt(w / (s + 1)) and has no end, like `constant`.
+    It takes a traced or a Python number and returns a float32 scalar. With w warm-up
+    steps and the decay ending at T (`decay_steps`, else `train_steps`), update s = 0,
+    1, ... gets peak * min(1, (s + 1) / w) * shape(s), shape being 1 until the decay
+    starts. So neither the first update is lost nor the last, s = T - 1: the final value
+    is reached at s = T and kept. `cosine` and `linear` decay from w to T; `wsd` is
+    linear over the last `decay_fraction * T` steps, but not before w; `inverse_sqrt` is
+    sqrt(w / (s + 1)) and has no end, like `constant`.
 
     Args:
       steps: w, T and the extensions of a run that goes on; default: `settle`.
@@ -184,19 +217,29 @@ def build_schedule(
     return schedule
 
 
-def _shape(config: OptimizerConfig, steps: ScheduleSteps) -> Callable[[jax.Array], jax.Array]:
-    """Returns the factor in [0, 1] that follows the warm-up, as a function of updates done."""
+def _shape(
+    config: OptimizerConfig, steps: ScheduleSteps
+) -> Callable[[jax.Array], jax.Array]:
+    """Returns the factor in [0, 1] that follows the warm-up, as a function of updates
+    done.
+    """
     if not steps.extensions:
-        return _decay(config, _decay_begins(config, steps), steps.end, 1.0, steps.warmup_steps)
+        return _decay(
+            config, _decay_begins(config, steps), steps.end, 1.0, steps.warmup_steps
+        )
     before = _shape(config, replace(steps, extensions=steps.extensions[:-1]))
     part = steps.extensions[-1]
-    decay = _decay(config, _decay_begins(config, steps), part.end, part.peak, steps.warmup_steps)
+    decay = _decay(
+        config, _decay_begins(config, steps), part.end, part.peak, steps.warmup_steps
+    )
 
     def shape(done: jax.Array) -> jax.Array:
         after = decay(done)
         if part.rewarm_steps:
             risen = (done + 1 - part.start) / part.rewarm_steps
-            after = jnp.where(risen < 1, part.share + (part.peak - part.share) * risen, after)
+            after = jnp.where(
+                risen < 1, part.share + (part.peak - part.share) * risen, after
+            )
         return jnp.where(done < part.start, before(done), after)
 
     return shape
@@ -205,7 +248,9 @@ def _shape(config: OptimizerConfig, steps: ScheduleSteps) -> Callable[[jax.Array
 def _decay(
     config: OptimizerConfig, start: float, end: int, first: float, warmup_steps: int
 ) -> Callable[[jax.Array], jax.Array]:
-    """Returns the decay from `first` at `start` to the final value at `end`; steps are updates done."""
+    """Returns the decay from `first` at `start` to the final value at `end`; steps are
+    updates done.
+    """
     if config.schedule == "constant":
         return jnp.ones_like
     if config.schedule == "inverse_sqrt":
@@ -231,22 +276,32 @@ def describe(
     line = f"learning rate: {steps.warmup_steps} steps of warm-up to {peak:g}, then {config.schedule}"
     if config.schedule in ("cosine", "linear", "wsd"):
         first = replace(steps, extensions=())
-        begins = f" from step {decay_start(config, first)}" if config.schedule == "wsd" else ""
+        begins = (
+            f" from step {decay_start(config, first)}"
+            if config.schedule == "wsd"
+            else ""
+        )
         line += f", decays{begins} to {config.final_learning_rate * peak:g} at step {first.end}"
         if train_steps < steps.end and not steps.extensions:
             line += f"; the run ends before, at step {train_steps}"
-    parts = [replace(steps, extensions=steps.extensions[: n + 1]) for n in range(len(steps.extensions))]
+    parts = [
+        replace(steps, extensions=steps.extensions[: n + 1])
+        for n in range(len(steps.extensions))
+    ]
     return [line, *(_describe_extension(config, part, peak) for part in parts)]
 
 
-def _describe_extension(config: OptimizerConfig, steps: ScheduleSteps, peak: float) -> str:
+def _describe_extension(
+    config: OptimizerConfig, steps: ScheduleSteps, peak: float
+) -> str:
     part = steps.extensions[-1]
     words = f"train.steps raised to {part.end} at step {part.start}: the rate "
     if part.rewarm_steps:
         words += f"rises from {part.share * peak:g} to {part.peak * peak:g} in {part.rewarm_steps} steps, "
     elif config.schedule == "wsd":
         words += f"stays at {part.peak * peak:g}, "
-    start, final = decay_start(config, steps), min(config.final_learning_rate, part.peak)
-    return (
-        f"{words}decays from {part.peak * peak:g} after step {start} to {final * peak:g} at step {part.end}"
+    start, final = (
+        decay_start(config, steps),
+        min(config.final_learning_rate, part.peak),
     )
+    return f"{words}decays from {part.peak * peak:g} after step {start} to {final * peak:g} at step {part.end}"

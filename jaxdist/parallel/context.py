@@ -15,6 +15,7 @@ AttentionForm = Literal["auto", "heads", "gather", "ring"]
 class ContextConfig:
     """What attention does where mesh.context splits the sequence."""
 
-    # heads: a device gets whole sequences of some heads; gather: all keys and values for its own queries;
-    # ring: those of one device after another; auto: heads if they divide by context x tensor, else gather
+    # heads: a device gets whole sequences of some heads; gather: all keys and values
+    # for its own queries; ring: those of one device after another; auto: heads if they
+    # divide by context x tensor, else gather
     attention: AttentionForm = "auto"

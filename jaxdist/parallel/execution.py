@@ -1,6 +1,8 @@
-"""What a program that is traced runs under: mesh, rules and dtypes, and the constraints that follow.
+"""What a program that is traced runs under: mesh, rules and dtypes, and the constraints
+that follow.
 
-A model is single-device code: outside `activate` nothing is constrained and parameters keep their dtype.
+A model is single-device code: outside `activate` nothing is constrained and parameters
+keep their dtype.
 """
 
 import contextlib
@@ -30,16 +32,24 @@ class Execution:
 
     mesh: Mesh | None = None  # None: one device, nothing is constrained
     rules: Rules = ONE_DEVICE
-    compute: str | None = None  # dtype of matrix products and activations; None: that of the parameters
-    reduce: str = "float32"  # dtype in which kernels' gradients leave their product and cross devices
-    matmul: Matmul = "compute"  # products with large kernels: in `compute`, or 8-bit floats by recipe
+    # dtype of matrix products and activations; None: that of the parameters
+    compute: str | None = None
+    # dtype in which kernels' gradients leave their product and cross devices
+    reduce: str = "float32"
+    # products with large kernels: in `compute`, or 8-bit floats by recipe
+    matmul: Matmul = "compute"
     fp8_small_kernels: bool = False  # and with small ones, too
-    manual: tuple[str, ...] = ()  # mesh axes of the region: arrays are a device's part along them
+    # mesh axes of the region: arrays are a device's part along them
+    manual: tuple[str, ...] = ()
 
     @property
     def platform(self) -> str:
-        """Returns "tpu", "gpu" or "cpu": of the mesh (ahead of time it is not the host's)."""
-        return platform_of(self.mesh.devices.flat[0].platform if self.mesh else jax.default_backend())
+        """Returns "tpu", "gpu" or "cpu": of the mesh (ahead of time it is not the
+        host's).
+        """
+        return platform_of(
+            self.mesh.devices.flat[0].platform if self.mesh else jax.default_backend()
+        )
 
     @property
     def device(self) -> jax.Device:
@@ -48,45 +58,81 @@ class Execution:
 
     @property
     def sparse_core_collectives(self) -> bool:
-        """Returns whether the mesh's chips move collectives beside compute, on their SparseCores."""
+        """Returns whether the mesh's chips move collectives beside compute, on their
+        SparseCores.
+        """
         chip = chip_for(self.mesh.devices.flat[0].device_kind) if self.mesh else None
         return chip is not None and chip.sparse_core_collectives
 
     @property
     def sequence_is_split(self) -> bool:
-        """Returns whether devices share out the sequence, in the layers or between them."""
+        """Returns whether devices share out the sequence, in the layers or between
+        them.
+        """
         return self.rules.sequence_parallel or self.axis_size("context") > 1
 
     def axis_size(self, axis: str) -> int:
-        """Returns the size of a mesh axis; 1 for those that the region is manual over."""
+        """Returns the size of a mesh axis; 1 for those that the region is
+        manual over.
+        """
         return self.rules.shape.sizes[axis]
 
     def compute_dtype(self, default: jnp.dtype) -> jnp.dtype:
-        """Returns the compute dtype, or the default (a parameter's own) where none is set."""
+        """Returns the compute dtype, or the default (a parameter's own) where none is
+        set.
+        """
         return jnp.dtype(self.compute or default)
 
     def vocabulary_axis(self, names: Names) -> str | None:
-        """Returns the manual mesh axis that a table's vocabulary is split over, if any."""
-        split = "pipeline" in self.manual and self.rules.vocab_over_stages and "vocab" in names
+        """Returns the manual mesh axis that a table's vocabulary is split
+        over, if any.
+        """
+        split = (
+            "pipeline" in self.manual
+            and self.rules.vocab_over_stages
+            and "vocab" in names
+        )
         return "pipeline" if split else None
 
     def splits_width(self, names: Names, *, zero: int) -> bool:
-        """Returns whether devices store a table in parts of its width (zero=3), or its gradient (zero=2)."""
-        return self.rules.zero >= zero and FSDP_NAME in names and self.rules.shard_axes(names) != ()
+        """Returns whether devices store a table in parts of its width (zero=3), or its
+        gradient (zero=2).
+        """
+        return (
+            self.rules.zero >= zero
+            and FSDP_NAME in names
+            and self.rules.shard_axes(names) != ()
+        )
 
     def constrain(self, x: jax.Array, spec: P) -> jax.Array:
         """Returns x constrained to a spec; unchanged on one device."""
         if self.mesh is None:
             return x
-        # In a region the mesh in force is the one that shard_map made: a bare spec means it.
-        return jax.lax.with_sharding_constraint(x, spec if self.manual else NamedSharding(self.mesh, spec))
+        # In a region the mesh in force is the one that shard_map made: a bare spec
+        # means it.
+        return jax.lax.with_sharding_constraint(
+            x, spec if self.manual else NamedSharding(self.mesh, spec)
+        )
 
-    def lay_out(self, x: jax.Array, use: Callable[[Rules, Names, Sequence[int]], P], names: Names):
-        """Returns x constrained as a use of it is, for example `Rules.gradient`; unchanged on one device."""
-        return x if self.mesh is None else self.constrain(x, use(self.rules, names, x.shape))
+    def lay_out(
+        self,
+        x: jax.Array,
+        use: Callable[[Rules, Names, Sequence[int]], P],
+        names: Names,
+    ):
+        """Returns x constrained as a use of it is, for example `Rules.gradient`;
+        unchanged on one device.
+        """
+        return (
+            x
+            if self.mesh is None
+            else self.constrain(x, use(self.rules, names, x.shape))
+        )
 
     def manual_region(self) -> dict[str, Any]:
-        """Returns the arguments of `shard_map` for a region that is manual over all that is not yet."""
+        """Returns the arguments of `shard_map` for a region that is manual over all
+        that is not yet.
+        """
         if self.mesh is None or not self.manual:
             return {"mesh": self.mesh}
         return {"axis_names": set(self.mesh.axis_names) - set(self.manual)}
@@ -96,7 +142,9 @@ _current = contextvars.ContextVar("execution", default=Execution())  # noqa: B03
 
 
 def current() -> Execution:
-    """Returns what is in force; outside a step, one device and the parameters' own dtypes."""
+    """Returns what is in force; outside a step, one device and the parameters' own
+    dtypes.
+    """
     return _current.get()
 
 
@@ -109,10 +157,16 @@ def activate(
     matmul: Matmul = "compute",
     fp8_small_kernels: bool = False,
 ) -> contextlib.AbstractContextManager[None]:
-    """Makes models and ops that are traced inside see the mesh, the rules and the dtypes."""
-    # One device needs no constraints, unless it is compiled for from another platform: ops ask the
-    # mesh which kernels they may use.
-    if mesh is not None and mesh.size == 1 and mesh.devices.flat[0].platform == jax.default_backend():
+    """Makes models and ops that are traced inside see the mesh, the rules and the
+    dtypes.
+    """
+    # One device needs no constraints, unless it is compiled for from another platform:
+    # ops ask the mesh which kernels they may use.
+    if (
+        mesh is not None
+        and mesh.size == 1
+        and mesh.devices.flat[0].platform == jax.default_backend()
+    ):
         mesh, rules = None, ONE_DEVICE
     return _entered(Execution(mesh, rules, compute, reduce, matmul, fp8_small_kernels))
 
@@ -120,21 +174,27 @@ def activate(
 def region(
     function: Callable[..., Any], axes: Sequence[str], *, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Returns a function in whose program mesh axes are manual: every device computes with its own part.
+    """Returns a function in whose program mesh axes are manual: every device computes
+    with its own part.
 
-    The other axes stay with the partitioner, and the code is the same: rules and constraints inside see
-    the manual axes as of size 1. There is one region around all that needs one: jax 0.12 aborts on a
-    region inside another whose axes come later in the mesh ("Manual axes must be sorted").
+    The other axes stay with the partitioner, and the code is the same: rules and
+    constraints inside see the manual axes as of size 1. There is one region around all
+    that needs one: jax 0.12 aborts on a region inside another whose axes come later in
+    the mesh ("Manual axes must be sorted").
 
     Args:
       axes: of the mesh.
       in_specs, out_specs: of arguments and results, over these axes alone.
     """
     now = current()
-    assert now.mesh is not None and not now.manual, "a region is made in a step, and not in another"
+    assert now.mesh is not None and not now.manual, (
+        "a region is made in a step, and not in another"
+    )
 
     def local(*arguments):
-        with _entered(dataclasses.replace(now, rules=now.rules.inside(axes), manual=tuple(axes))):
+        with _entered(
+            dataclasses.replace(now, rules=now.rules.inside(axes), manual=tuple(axes))
+        ):
             return function(*arguments)
 
     return jax.shard_map(
@@ -143,7 +203,8 @@ def region(
         in_specs=in_specs,
         out_specs=out_specs,
         axis_names=set(axes),
-        # Checked, autodiff would sum gradients over the axes wherever a parameter is used.
+        # Checked, autodiff would sum gradients over the axes wherever a parameter is
+        # used.
         check_vma=False,
     )
 
@@ -167,18 +228,24 @@ def _entered(execution: Execution) -> Iterator[None]:
 def sum_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
     """Returns x summed over manual axes, in its own dtype (on CPU summed in float32).
 
-    XLA's CPU backend aborts on the bfloat16 all-reduce of a region that is manual over some axes
-    only ("Invalid binary instruction opcode copy", hlo_instruction.cc).
+    XLA's CPU backend aborts on the bfloat16 all-reduce of a region that is manual over
+    some axes only ("Invalid binary instruction opcode copy", hlo_instruction.cc).
     """
     wide = current().platform == "cpu"
-    return jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype) if wide else jax.lax.psum(x, axes)
+    return (
+        jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype)
+        if wide
+        else jax.lax.psum(x, axes)
+    )
 
 
 def shard(x: jax.Array, *names: str | None) -> jax.Array:
-    """Returns `x` constrained to the sharding of its named dims; unchanged outside a step.
+    """Returns `x` constrained to the sharding of its named dims; unchanged outside a
+    step.
 
-    Left alone, the partitioner lays out activations by the parameters it meets, which costs several
-    times the time and memory; naming the residual stream, heads, hidden and logits prevents it.
+    Left alone, the partitioner lays out activations by the parameters it meets, which
+    costs several times the time and memory; naming the residual stream, heads, hidden
+    and logits prevents it.
     """
     return current().lay_out(x, Rules.activation, names)
 
@@ -186,7 +253,8 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
 def gather(kernel: jax.Array, names: Names, dtype: jnp.dtype) -> jax.Array:
     """Returns a parameter as it is computed with: in `dtype`, its fsdp shards gathered.
 
-    The cast is held to the shards, or the partitioner gathers first: twice the bytes for bfloat16.
+    The cast is held to the shards, or the partitioner gathers first: twice the bytes
+    for bfloat16.
     """
     now, used = current(), kernel.astype(dtype)
     if used.dtype != kernel.dtype:
@@ -195,5 +263,7 @@ def gather(kernel: jax.Array, names: Names, dtype: jnp.dtype) -> jax.Array:
 
 
 def scatter(gradient: jax.Array, names: Names) -> jax.Array:
-    """Returns a parameter's gradient laid out as gradients are (reduce-scattered for ZeRO 2, 3)."""
+    """Returns a parameter's gradient laid out as gradients are (reduce-scattered for
+    ZeRO 2, 3).
+    """
     return current().lay_out(gradient, Rules.gradient, names)

@@ -1,7 +1,9 @@
-"""The device mesh: the axes of `axes.TABLE`, each with a part inside a slice (ICI) and a part across (DCN).
+"""The device mesh: the axes of `axes.TABLE`, each with a part inside a slice (ICI) and
+a part across (DCN).
 
-`mesh.<axis>` is the whole size of an axis; `mesh.dcn.<axis>` says how much of it crosses slices.
-Axes are ordered outermost first, so neighbouring devices end up on `tensor`, which talks most.
+`mesh.<axis>` is the whole size of an axis; `mesh.dcn.<axis>` says how much of it
+crosses slices. Axes are ordered outermost first, so neighbouring devices end up on
+`tensor`, which talks most.
 """
 
 import math
@@ -16,7 +18,13 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxdist.config import ConfigError
-from jaxdist.parallel.axes import AXES, BATCH_AXES, CHATTY_AXES, CROSSING_AXES, PARAMETER_SHARDS
+from jaxdist.parallel.axes import (
+    AXES,
+    BATCH_AXES,
+    CHATTY_AXES,
+    CROSSING_AXES,
+    PARAMETER_SHARDS,
+)
 
 
 @dataclass(frozen=True)
@@ -43,15 +51,18 @@ class MeshConfig:
 
     pipeline: int = 1  # stages of layers, >= 1
     data: int = -1  # replicas of the parameters; -1: the devices that the others leave
-    fsdp: int = 1  # shards of parameters, gradients and optimizer state (see zero), >= 1
-    expert: int = 1  # shards of the experts, and of all else as fsdp; divides model.num_experts, >= 1
+    # shards of parameters, gradients and optimizer state (see zero), >= 1
+    fsdp: int = 1
+    # shards of the experts, and of all else as fsdp; divides model.num_experts, >= 1
+    expert: int = 1
     context: int = 1  # shards of the sequence, divides batch.sequence_length, >= 1
     tensor: int = 1  # shards of heads, feed-forward and vocabulary, >= 1
     dcn: DcnConfig = field(default_factory=DcnConfig)
-    zero: int = 3  # fsdp shards 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
+    # fsdp shards 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
+    zero: int = 3
     sequence_parallel: bool = False  # residual stream's sequence over tensor as well
-    # how often a step sums gradients over data (at zero 0 and 1 also fsdp): with each part of the batch, or
-    # once; auto: once if the model's loss is a sum over samples
+    # how often a step sums gradients over data (at zero 0 and 1 also fsdp): with each
+    # part of the batch, or once; auto: once if the model's loss is a sum over samples
     reduce: Literal["auto", "each", "once"] = "auto"
 
 
@@ -75,30 +86,46 @@ class MeshShape:
         return " x ".join(used) or "one device"
 
 
-def resolve_mesh(config: MeshConfig, num_devices: int, num_slices: int = 1) -> MeshShape:
+def resolve_mesh(
+    config: MeshConfig, num_devices: int, num_slices: int = 1
+) -> MeshShape:
     """Returns the mesh with its -1 filled in.
 
     Raises:
       ConfigError: all that is wrong with the sizes, each with its cure.
     """
-    sizes, size_faults = _fill({a: getattr(config, a) for a in AXES}, num_devices, "mesh", "devices")
-    dcn, dcn_faults = _fill({a: getattr(config.dcn, a) for a in AXES}, num_slices, "mesh.dcn", "slices")
+    sizes, size_faults = _fill(
+        {a: getattr(config, a) for a in AXES}, num_devices, "mesh", "devices"
+    )
+    dcn, dcn_faults = _fill(
+        {a: getattr(config.dcn, a) for a in AXES}, num_slices, "mesh.dcn", "slices"
+    )
     faults = size_faults + dcn_faults
     if not size_faults and not dcn_faults:
         faults += _dcn_faults(sizes, dcn, config.dcn.force)
-        faults += _zero_faults(config.zero, math.prod(sizes[axis] for axis in PARAMETER_SHARDS))
+        faults += _zero_faults(
+            config.zero, math.prod(sizes[axis] for axis in PARAMETER_SHARDS)
+        )
     if faults:
         raise ConfigError(faults)
     return MeshShape(sizes, dcn)
 
 
-def _fill(sizes: dict[str, int], total: int, prefix: str, what: str) -> tuple[dict, list[str]]:
+def _fill(
+    sizes: dict[str, int], total: int, prefix: str, what: str
+) -> tuple[dict, list[str]]:
     """Returns the sizes with one -1 replaced, and what is wrong with them."""
-    bad = [f"{prefix}.{a}={n}: must be >= 1, or -1 once" for a, n in sizes.items() if n < 1 and n != -1]
+    bad = [
+        f"{prefix}.{a}={n}: must be >= 1, or -1 once"
+        for a, n in sizes.items()
+        if n < 1 and n != -1
+    ]
     unknown = [axis for axis, size in sizes.items() if size == -1]
     if len(unknown) > 1:
         names = " and ".join(f"{prefix}.{axis}" for axis in unknown)
-        bad.append(f"{names} are both -1; at most one can be 'the rest': give the other a size")
+        bad.append(
+            f"{names} are both -1; at most one can be 'the rest': give the other a size"
+        )
     if bad:
         return sizes, bad
     known = math.prod(size for size in sizes.values() if size > 0)
@@ -109,10 +136,14 @@ def _fill(sizes: dict[str, int], total: int, prefix: str, what: str) -> tuple[di
     if unknown:
         cure = f"choose sizes whose product divides {total}"
     sizes_text = " x ".join(f"{a} {n}" for a, n in sizes.items() if n > 1) or "all 1"
-    return sizes, [f"{prefix}: {sizes_text} needs {known} {what}, there are {total}; {cure}"]
+    return sizes, [
+        f"{prefix}: {sizes_text} needs {known} {what}, there are {total}; {cure}"
+    ]
 
 
-def _dcn_faults(sizes: Mapping[str, int], dcn: Mapping[str, int], force: bool) -> list[str]:
+def _dcn_faults(
+    sizes: Mapping[str, int], dcn: Mapping[str, int], force: bool
+) -> list[str]:
     faults = [
         f"mesh.dcn.{axis}={dcn[axis]} does not divide mesh.{axis}={sizes[axis]}; "
         f"make mesh.{axis} a multiple of {dcn[axis]}"
@@ -134,28 +165,43 @@ def _zero_faults(zero: int, shards: int) -> list[str]:
     if zero not in (0, 1, 2, 3):
         return [f"mesh.zero={zero}: must be 0, 1, 2 or 3"]
     if zero in (1, 2) and shards == 1:
-        return [f"mesh.zero={zero} with mesh.fsdp=1 shards nothing; set mesh.fsdp to the number of shards"]
+        return [
+            f"mesh.zero={zero} with mesh.fsdp=1 shards nothing; set mesh.fsdp to the number of shards"
+        ]
     return []
 
 
 def count_slices(devices: Sequence[jax.Device]) -> int:
-    """Returns the number of slices among the devices: groups of TPUs joined by ICI, else one.
+    """Returns the number of slices among the devices: groups of TPUs joined by ICI,
+    else one.
 
     On GPUs jax counts hosts: their order, host by host, is all that a mesh there needs.
     """
-    return len({getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"} or {0})
+    return len(
+        {
+            getattr(device, "slice_index", 0)
+            for device in devices
+            if device.platform == "tpu"
+        }
+        or {0}
+    )
 
 
 def slices_of(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
-    """Returns the slices among TPUs; elsewhere there are none, so as many as the mesh asks for."""
-    return count_slices(devices) if devices[0].platform == "tpu" else config.dcn.num_slices
+    """Returns the slices among TPUs; elsewhere there are none, so as many as the mesh
+    asks for.
+    """
+    return (
+        count_slices(devices) if devices[0].platform == "tpu" else config.dcn.num_slices
+    )
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns the mesh over the devices (default: all), every axis present, axis type Auto.
+    """Returns the mesh over the devices (default: all), every axis present, axis type
+    Auto.
 
-    On real slices the ICI part of every axis stays inside a slice. GPUs and emulated CPU devices have
-    no slices: there `mesh.dcn` groups neighbours, hosts or none.
+    On real slices the ICI part of every axis stays inside a slice. GPUs and emulated
+    CPU devices have no slices: there `mesh.dcn` groups neighbours, hosts or none.
 
     Raises:
       ConfigError: see `resolve_mesh`.
@@ -173,15 +219,20 @@ def arrange(shape: MeshShape, devices: list[jax.Device]) -> np.ndarray:
         return _on_torus(partial(mesh_utils.create_device_mesh, sizes, devices))
     ici = tuple(size // parts for size, parts in zip(sizes, dcn, strict=True))
     if count_slices(devices) > 1:
-        return _on_torus(partial(mesh_utils.create_hybrid_device_mesh, ici, dcn, devices))
-    # Neighbours stand in for slices: slice outermost, then interleave to [dcn, ici] per axis.
+        return _on_torus(
+            partial(mesh_utils.create_hybrid_device_mesh, ici, dcn, devices)
+        )
+    # Neighbours stand in for slices: slice outermost, then interleave to [dcn, ici] per
+    # axis.
     grid = np.asarray(devices).reshape(dcn + ici)
     order = np.arange(2 * len(AXES)).reshape(2, -1).T.ravel()
     return grid.transpose(order).reshape(sizes)
 
 
 def _on_torus(arrange: Callable[..., np.ndarray]) -> np.ndarray:
-    """Returns the arrangement with whole torus dims for every axis, else with split ones."""
+    """Returns the arrangement with whole torus dims for every axis, else with split
+    ones.
+    """
     try:
         return arrange()
     except NotImplementedError:  # an axis that is no product of torus dims

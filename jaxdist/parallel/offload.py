@@ -10,15 +10,19 @@ HOST = "pinned_host"  # the memory kind that a device reads by itself
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What waits in the host's memory while layers run (activations: remat.policy=offload:NAME)."""
+    """What waits in the host's memory while layers run (activations:
+    remat.policy=offload:NAME).
+    """
 
-    optimizer: bool = False  # moments and moving average there; the update brings over a layer at a time
+    # moments and moving average there; the update brings over a layer at a time
+    optimizer: bool = False
 
 
 def device_faults(config: OffloadConfig, device: jax.Device) -> Iterator[str]:
     """Yields that a device cannot read its host's memory."""
     kinds = [memory.kind for memory in device.addressable_memories()]
-    if config.optimizer and kinds and HOST not in kinds:  # a described device tells none
+    # a described device tells none
+    if config.optimizer and kinds and HOST not in kinds:
         yield (
             f"offload.optimizer: {device.platform} devices ({device.device_kind}) have no memory of kind "
             f"{HOST}, only {', '.join(kinds)}; leave it off, or raise mesh.fsdp: each device then holds less"
@@ -26,7 +30,9 @@ def device_faults(config: OffloadConfig, device: jax.Device) -> Iterator[str]:
 
 
 def on_host(x: jax.Array) -> bool:
-    """Returns whether an array, or a value of a traced function, lies in the host's memory."""
+    """Returns whether an array, or a value of a traced function, lies in the host's
+    memory.
+    """
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 

@@ -11,7 +11,17 @@ from jaxdist.config import ConfigError
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.param_names import Names
 
-COLUMNS = ("parameter", "dims", "names", "stored", "optimizer state", "per device", "bytes", "copies", "why")
+COLUMNS = (
+    "parameter",
+    "dims",
+    "names",
+    "stored",
+    "optimizer state",
+    "per device",
+    "bytes",
+    "copies",
+    "why",
+)
 
 
 @dataclass(frozen=True)
@@ -29,29 +39,46 @@ class Placement:
     why: str  # why it is not split further
 
 
-def place(parameters: Mapping[str, tuple[jax.ShapeDtypeStruct, Names]], rules: Rules) -> list[Placement]:
-    """Returns the placement of every parameter (path -> (abstract array, logical names)).
+def place(
+    parameters: Mapping[str, tuple[jax.ShapeDtypeStruct, Names]], rules: Rules
+) -> list[Placement]:
+    """Returns the placement of every parameter (path -> (abstract array, logical
+    names)).
 
     Raises:
       ConfigError: dims that an axis does not divide, all at once.
     """
-    faults = [f for path, (x, names) in parameters.items() for f in rules.faults(path, names, x.shape)]
+    faults = [
+        f
+        for path, (x, names) in parameters.items()
+        for f in rules.faults(path, names, x.shape)
+    ]
     if faults:
         raise ConfigError(faults)
-    return [_placement(path, x, names, rules) for path, (x, names) in parameters.items()]
+    return [
+        _placement(path, x, names, rules) for path, (x, names) in parameters.items()
+    ]
 
 
-def _placement(path: str, x: jax.ShapeDtypeStruct, names: Names, rules: Rules) -> Placement:
+def _placement(
+    path: str, x: jax.ShapeDtypeStruct, names: Names, rules: Rules
+) -> Placement:
     stored = rules.stored(names, x.shape)
     shard_dims = rules.shard_dims(stored, x.shape)
     shard_bytes = math.prod(shard_dims) * x.dtype.itemsize
-    extra = shard_bytes * rules.shape.num_devices - math.prod(x.shape) * x.dtype.itemsize
+    extra = (
+        shard_bytes * rules.shape.num_devices - math.prod(x.shape) * x.dtype.itemsize
+    )
     state, why = rules.state(names, x.shape), rules.why(names, x.shape)
-    return Placement(path, tuple(x.shape), names, stored, state, shard_dims, shard_bytes, extra, why)
+    return Placement(
+        path, tuple(x.shape), names, stored, state, shard_dims, shard_bytes, extra, why
+    )
 
 
 def explain(placements: Sequence[Placement]) -> str:
-    """Returns the placements as a table: one line a parameter, then the totals per device."""
+    """Returns the placements as a table: one line a parameter, then the totals per
+    device.
+    """
     rows = [COLUMNS, *map(_row, placements)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -67,7 +94,16 @@ def _row(p: Placement) -> tuple[str, ...]:
     dims, shard_dims = ("x".join(map(str, dims)) for dims in (p.dims, p.shard_dims))
     names = ",".join(name or "-" for name in p.names) or "-"
     specs = _spec_text(p.stored), _spec_text(p.state)
-    return p.path, dims, names, *specs, shard_dims, f"{p.shard_bytes:,}", f"{p.replicated_bytes:,}", p.why
+    return (
+        p.path,
+        dims,
+        names,
+        *specs,
+        shard_dims,
+        f"{p.shard_bytes:,}",
+        f"{p.replicated_bytes:,}",
+        p.why,
+    )
 
 
 def _spec_text(spec: P) -> str:

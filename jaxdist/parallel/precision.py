@@ -1,14 +1,18 @@
-"""The precision policy: what is stored, what is computed in, and the one place for casts.
+"""The precision policy: what is stored, what is computed in, and the one place for
+casts.
 
-Masters, optimizer state, gradients and (by default) reductions are float32. Matrix products run in
-`precision.compute`. `ops` reads it from the `Execution` in force, so a model's activations take it at
-the embedding and keep it: every product casts its kernel to its activations' dtype, norms, softmax
-and losses work in float32. Models that don't use `ops` get their parameters cast by `cast`.
+Masters, optimizer state, gradients and (by default) reductions are float32. Matrix
+products run in `precision.compute`. `ops` reads it from the `Execution` in force, so a
+model's activations take it at the embedding and keep it: every product casts its kernel
+to its activations' dtype, norms, softmax and losses work in float32. Models that don't
+use `ops` get their parameters cast by `cast`.
 
-float16 has a range so narrow that gradients need a scale: `step.loss_scale`. It is for GPUs without bfloat16.
+float16 has a range so narrow that gradients need a scale: `step.loss_scale`. It is for
+GPUs without bfloat16.
 
-`precision.matmul` has the large products with kernels in 8-bit floats instead (`ops.fp8`): activations,
-gradients and parameters stay as they are, and so does all else that is computed.
+`precision.matmul` has the large products with kernels in 8-bit floats instead
+(`ops.fp8`): activations, gradients and parameters stay as they are, and so does all
+else that is computed.
 """
 
 import math
@@ -25,7 +29,8 @@ from jaxdist.hardware.chips import chip_for, platform_of
 
 FloatName = Literal["float32", "bfloat16"]
 ComputeName = Literal["float32", "bfloat16", "float16"]
-Recipe = Literal["fp8_rowwise", "fp8_rowwise_wgrad_bf16", "fp8_tensorwise"]  # of torchao's
+# of torchao's
+Recipe = Literal["fp8_rowwise", "fp8_rowwise_wgrad_bf16", "fp8_tensorwise"]
 RECIPES: tuple[Recipe, ...] = typing.get_args(Recipe)
 Matmul = Literal["compute", "fp8_rowwise", "fp8_rowwise_wgrad_bf16", "fp8_tensorwise"]
 LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # torch's
@@ -34,7 +39,8 @@ NO_BFLOAT16 = (
     "a loss scale by itself"
 )
 _AMPERE = 8  # NVIDIA's compute capability from which on there is bfloat16
-# Cycles of a product of float16 over those of bfloat16, compiled ahead of time (libtpu 0.0.42.1).
+# Cycles of a product of float16 over those of bfloat16, compiled ahead of time (libtpu
+# 0.0.42.1).
 _FLOAT16_COSTS = {"TPU v5e": 1.02, "TPU v5p": 1.02, "TPU v6e": 1.14, "TPU 7x": 1.33}
 
 
@@ -42,17 +48,26 @@ _FLOAT16_COSTS = {"TPU v5e": 1.02, "TPU v5p": 1.02, "TPU v6e": 1.14, "TPU 7x": 1
 class PrecisionConfig:
     """Dtypes of storage and of computation."""
 
-    params: FloatName = "float32"  # stored parameters; bfloat16 halves them and loses small updates
-    compute: ComputeName = "float32"  # matrix products and activations; float16 for GPUs without bfloat16
-    reduce: FloatName = "float32"  # kernels' gradients between devices; bfloat16 halves bytes and rounds
-    matmul: Matmul = "compute"  # of products with large kernels: the compute dtype, or 8-bit floats by recipe
-    fp8_small_kernels: bool = False  # in 8-bit floats also those that bfloat16 multiplies as fast
-    loss_scale: PositiveFloat = LOSS_SCALE  # with compute=float16: at the beginning, a power of two
-    loss_scale_growth_interval: PositiveInt = GROWTH_INTERVAL  # good steps in a row after which it doubles
+    # stored parameters; bfloat16 halves them and loses small updates
+    params: FloatName = "float32"
+    # matrix products and activations; float16 for GPUs without bfloat16
+    compute: ComputeName = "float32"
+    # kernels' gradients between devices; bfloat16 halves bytes and rounds
+    reduce: FloatName = "float32"
+    # of products with large kernels: the compute dtype, or 8-bit floats by recipe
+    matmul: Matmul = "compute"
+    # in 8-bit floats also those that bfloat16 multiplies as fast
+    fp8_small_kernels: bool = False
+    # with compute=float16: at the beginning, a power of two
+    loss_scale: PositiveFloat = LOSS_SCALE
+    # good steps in a row after which it doubles
+    loss_scale_growth_interval: PositiveInt = GROWTH_INTERVAL
 
     @property
     def peak(self) -> str:
-        """Returns the dtype whose published peak MFU is a share of: the fastest that products are in."""
+        """Returns the dtype whose published peak MFU is a share of: the fastest that
+        products are in.
+        """
         return self.compute if self.matmul == "compute" else "float8"
 
     def faults(self) -> Iterator[str]:
@@ -77,7 +92,9 @@ def device_faults(config: PrecisionConfig, device: jax.Device) -> Iterator[str]:
     if config.compute == "float16" and platform_of(device.platform) == "tpu":
         chip = chip_for(device.device_kind)
         cost = _FLOAT16_COSTS.get(chip.name if chip else "")
-        slower = f": there a product takes {cost:g} times as many cycles" if cost else ""
+        slower = (
+            f": there a product takes {cost:g} times as many cycles" if cost else ""
+        )
         yield (
             f"precision.compute=float16: {device.device_kind} multiplies bfloat16, which needs no loss "
             f"scale{slower}; set precision.compute=bfloat16"
@@ -91,15 +108,20 @@ def advice(config: PrecisionConfig, device: jax.Device) -> Iterator[str]:
 
 
 def lacks_bfloat16(device: jax.Device) -> bool:
-    """Returns whether a device is known to multiply float16, but not bfloat16: GPUs before Ampere."""
+    """Returns whether a device is known to multiply float16, but not bfloat16: GPUs
+    before Ampere.
+    """
     if platform_of(device.platform) != "gpu":
         return False
     if chip := chip_for(device.device_kind):
         return chip.peak("bfloat16") is None and chip.peak("float16") is not None
-    capability = str(getattr(device, "compute_capability", "")).partition(".")[0]  # NVIDIA's, "7.5"
+    # NVIDIA's, "7.5"
+    capability = str(getattr(device, "compute_capability", "")).partition(".")[0]
     return capability.isdecimal() and int(capability) < _AMPERE
 
 
 def cast(tree, dtype: str | jnp.dtype):
     """Returns the tree with its floating-point leaves in `dtype`; integers stay."""
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )

@@ -1,7 +1,8 @@
-"""What would make a run smaller: edits of its config, the cheapest first, each with its saving.
+"""What would make a run smaller: edits of its config, the cheapest first, each with its
+saving.
 
-A saving is the difference of two accounts of `planner.memory`, so it costs no compile. Nothing that
-changes the losses goes without saying so.
+A saving is the difference of two accounts of `planner.memory`, so it costs no compile.
+Nothing that changes the losses goes without saying so.
 """
 
 import contextlib
@@ -28,18 +29,25 @@ SAFE_SHARE = 0.95  # of the capacity: what an account may be off by is left free
 class Edit:
     """A change of the config, or of the hardware."""
 
-    override: str  # "a.b=value c.d=value", each to follow `--config.`; "" for other hardware
+    # "a.b=value c.d=value", each to follow `--config.`; "" for other hardware
+    override: str
     saves_bytes: int  # per device, by arithmetic
     cost_note: str
-    enough: bool | None = None  # whether it fits then, by arithmetic; None: capacity not given
-    checked: bool | None = None  # whether the compiler says that it fits; None: not asked
+    # whether it fits then, by arithmetic; None: capacity not given
+    enough: bool | None = None
+    # whether the compiler says that it fits; None: not asked
+    checked: bool | None = None
     peak_bytes: int | None = None  # the compiler's, if asked and it fits
     on: str = ""  # larger hardware, as `--on` takes it
 
     @property
     def words(self) -> str:
         """The edit as typed on the command line."""
-        return f"--on {self.on}" if self.on else " ".join(f"--config.{w}" for w in self.override.split())
+        return (
+            f"--on {self.on}"
+            if self.on
+            else " ".join(f"--config.{w}" for w in self.override.split())
+        )
 
 
 def edits(
@@ -51,14 +59,17 @@ def edits(
     needed_bytes: int | None = None,
     capacity_bytes: int | None = None,
 ) -> list[Edit]:
-    """Returns the edits that save memory, the cheapest first; one that joins several if none is enough.
+    """Returns the edits that save memory, the cheapest first; one that joins several if
+    none is enough.
 
     Args:
       peak: bytes of the run as it is, by `memory`.
-      needed_bytes: the compiler's peak where it is known; savings are taken off the larger of both.
+      needed_bytes: the compiler's peak where it is known; savings are taken off the
+        larger of both.
       capacity_bytes: what a device has; None: nothing is said of `enough`.
     """
-    # The compiler's number may be of a program that it could not finish, so lower than the peak.
+    # The compiler's number may be of a program that it could not finish, so lower than
+    # the peak.
     short = None
     if capacity_bytes:
         short = max(max(peak, needed_bytes or 0) - int(SAFE_SHARE * capacity_bytes), 1)
@@ -71,14 +82,21 @@ def edits(
             _, rules, spec = targets.validate_for(edited, target)
         except ConfigError:
             return 0
-        return peak - memory.accounted_peak(memory.components(edited, spec, rules, target))
+        return peak - memory.accounted_peak(
+            memory.components(edited, spec, rules, target)
+        )
 
     least = MIN_SAVING * peak
     offers = [
-        (override, cost, saving(override), "") for override, cost in _candidates(run, shape, short, saving)
+        (override, cost, saving(override), "")
+        for override, cost in _candidates(run, shape, short, saving)
     ]
-    if larger := next((more for more in _larger_targets(target) if saving("", more) >= least), None):
-        cost = f"same losses; {math.ceil(larger.num_chips / target.num_chips)} x the chips"
+    if larger := next(
+        (more for more in _larger_targets(target) if saving("", more) >= least), None
+    ):
+        cost = (
+            f"same losses; {math.ceil(larger.num_chips / target.num_chips)} x the chips"
+        )
         offers.append(("", cost, saving("", larger), larger.text))
     single = [
         Edit(override, saves, cost, None if short is None else saves >= short, on=on)
@@ -91,12 +109,16 @@ def edits(
 
 
 def check(
-    run: RunConfig, edits: Sequence[Edit], compile: Callable[[RunConfig], Any], most: int = 3
+    run: RunConfig,
+    edits: Sequence[Edit],
+    compile: Callable[[RunConfig], Any],
+    most: int = 3,
 ) -> list[Edit]:
     """Returns the edits, the first of them compiled in order until one fits.
 
     Args:
-      compile: returns the `Plan` of a run; where the compiler does not answer nothing is said of the edit.
+      compile: returns the `Plan` of a run; where the compiler does not answer nothing
+        is said of the edit.
       most: compiles at most.
     """
     checked = list(edits)
@@ -107,7 +129,11 @@ def check(
             plan = compile(_edited(run, edits[i].override))
         except ConfigError:
             continue
-        checked[i] = replace(edits[i], checked=plan.fits, peak_bytes=plan.peak_bytes if plan.fits else None)
+        checked[i] = replace(
+            edits[i],
+            checked=plan.fits,
+            peak_bytes=plan.peak_bytes if plan.fits else None,
+        )
         if plan.fits:
             break
     return checked
@@ -115,7 +141,10 @@ def check(
 
 def _edited(run: RunConfig, override: str) -> RunConfig:
     """Returns the run with an edit's override, read as on the command line."""
-    config, words = schema.to_config_dict(run), dict(word.split("=", 1) for word in override.split())
+    config, words = (
+        schema.to_config_dict(run),
+        dict(word.split("=", 1) for word in override.split()),
+    )
     files.apply_overrides(config, words, full_schema(run.model["target"]))
     return from_config(config)
 
@@ -126,15 +155,27 @@ def _candidates(
     """Yields (override, what it costs), the cheapest first."""
 
     def best(overrides: Sequence[str]) -> str | None:
-        """Returns the first override that is enough, or else the one that saves most."""
-        enough = (override for override in overrides if short is not None and saving(override) >= short)
+        """Returns the first override that is enough, or else the one that
+        saves most.
+        """
+        enough = (
+            override
+            for override in overrides
+            if short is not None and saving(override) >= short
+        )
         return next(enough, max(overrides, key=saving, default=None))
 
     sizes = shape.sizes
     if sizes["data"] > 1 and run.mesh.zero:
-        yield "mesh.data=1 mesh.fsdp=-1", "same losses; shards are gathered from more devices"
+        yield (
+            "mesh.data=1 mesh.fsdp=-1",
+            "same losses; shards are gathered from more devices",
+        )
     if sizes["tensor"] > 1 and not run.mesh.sequence_parallel:
-        yield "mesh.sequence_parallel=true", "same losses; two gathers of activations more in each layer"
+        yield (
+            "mesh.sequence_parallel=true",
+            "same losses; two gathers of activations more in each layer",
+        )
     yield from _smaller_parts(run, shape, best)
     yield from _stronger_remat(run, sizes["pipeline"] > 1)
     chunk = run.model.get("loss_chunk")
@@ -142,13 +183,23 @@ def _candidates(
         yield "model.loss_chunk=256", "same losses; smaller products in the loss"
     yield from _split_sequences(run, shape, best)
     for axis in reversed(axes.TABLE):  # what splits least of the program first
-        larger = [n for n in (2, 4, 8, 16) if sizes[axis.name] < n <= axis.advised_up_to]
-        if override := best([f"mesh.{axis.name}={n} mesh.fsdp=-1 mesh.data=1" for n in larger]):
+        larger = [
+            n for n in (2, 4, 8, 16) if sizes[axis.name] < n <= axis.advised_up_to
+        ]
+        if override := best(
+            [f"mesh.{axis.name}={n} mesh.fsdp=-1 mesh.data=1" for n in larger]
+        ):
             yield override, axis.advice
     if run.mesh.zero < 3:
-        yield "mesh.zero=3", "same losses; weights are gathered in every layer, forward and backward"
+        yield (
+            "mesh.zero=3",
+            "same losses; weights are gathered in every layer, forward and backward",
+        )
     if run.remat.policy == "full" and sizes["pipeline"] == 1:
-        yield f"remat.policy=offload:{remat.INPUT}", "same losses; layer inputs go to the host and back"
+        yield (
+            f"remat.policy=offload:{remat.INPUT}",
+            "same losses; layer inputs go to the host and back",
+        )
     if not run.offload.optimizer and not offload_obstacle(run.optimizer):
         seconds = memory.transfer_s(saving("offload.optimizer=true"))
         yield (
@@ -156,32 +207,58 @@ def _candidates(
             f"same losses; moments wait on the host: {seconds:.2f} s a step to cross and back at 16 GB/s",
         )
     if run.optimizer.momentum_dtype == "float32":
-        yield "optimizer.momentum_dtype=bfloat16", "CHANGES THE LOSSES a little: momentum is rounded"
+        yield (
+            "optimizer.momentum_dtype=bfloat16",
+            "CHANGES THE LOSSES a little: momentum is rounded",
+        )
     if run.precision.params == "float32":
         yield "precision.params=bfloat16", "CHANGES THE LOSSES: small updates are lost"
     if run.batch.global_size % 2 == 0:
-        yield f"batch.global_size={run.batch.global_size // 2}", "CHANGES THE LOSSES: half the batch a step"
+        yield (
+            f"batch.global_size={run.batch.global_size // 2}",
+            "CHANGES THE LOSSES: half the batch a step",
+        )
 
 
 def _smaller_parts(run: RunConfig, shape: MeshShape, best) -> Iterator[tuple[str, str]]:
     flow, parts = build.num_microbatches(run, shape), run.batch.accumulation
-    factors = axes.divisors(run.batch.global_size // (parts * flow * shape.batch_shards))[1:]
+    factors = axes.divisors(
+        run.batch.global_size // (parts * flow * shape.batch_shards)
+    )[1:]
     if flow > 1:
         if override := best([f"pipeline.microbatches={flow * n}" for n in factors]):
             yield override, "same losses, less bubble; smaller products"
     elif override := best([f"batch.accumulation={parts * n}" for n in factors]):
         factor = int(override.partition("=")[2]) // parts
-        yield override, f"same losses; weights are gathered {factor} x as often, products are smaller"
+        yield (
+            override,
+            f"same losses; weights are gathered {factor} x as often, products are smaller",
+        )
 
 
-def _split_sequences(run: RunConfig, shape: MeshShape, best) -> Iterator[tuple[str, str]]:
-    """Yields a larger `mesh.context` where a device has one sequence at a time, so that parts cannot help."""
-    flow, parts, own = build.num_microbatches(run, shape), run.batch.accumulation, shape.sizes[context.AXIS]
+def _split_sequences(
+    run: RunConfig, shape: MeshShape, best
+) -> Iterator[tuple[str, str]]:
+    """Yields a larger `mesh.context` where a device has one sequence at a time, so that
+    parts cannot help.
+    """
+    flow, parts, own = (
+        build.num_microbatches(run, shape),
+        run.batch.accumulation,
+        shape.sizes[context.AXIS],
+    )
     if flow > 1 or run.batch.global_size != parts * shape.batch_shards:
         return
-    sizes = [n for n in context.sizes_to_try(run, shape.num_devices) if n > own and n % own == 0]
+    sizes = [
+        n
+        for n in context.sizes_to_try(run, shape.num_devices)
+        if n > own and n % own == 0
+    ]
     if override := best(
-        [f"mesh.context={n} mesh.fsdp=-1 mesh.data=1 batch.accumulation={parts * n // own}" for n in sizes]
+        [
+            f"mesh.context={n} mesh.fsdp=-1 mesh.data=1 batch.accumulation={parts * n // own}"
+            for n in sizes
+        ]
     ):
         yield (
             override,
@@ -190,23 +267,39 @@ def _split_sequences(run: RunConfig, shape: MeshShape, best) -> Iterator[tuple[s
 
 
 def _stronger_remat(run: RunConfig, staged: bool) -> Iterator[tuple[str, str]]:
-    field, policy = ("pipeline.remat", run.pipeline.remat) if staged else ("remat.policy", run.remat.policy)
+    field, policy = (
+        ("pipeline.remat", run.pipeline.remat)
+        if staged
+        else ("remat.policy", run.remat.policy)
+    )
     forward_again = "same losses; up to +33 % compute, as the forward pass runs twice"
     if policy == "none" and not staged:
-        yield "remat.policy=dots", "same losses; element-wise work and little else runs twice"
+        yield (
+            "remat.policy=dots",
+            "same losses; element-wise work and little else runs twice",
+        )
     if policy not in ("full", "layers"):
-        yield f"{field}=full", forward_again if not staged else "same losses; layers run a third time"
+        yield (
+            f"{field}=full",
+            forward_again if not staged else "same losses; layers run a third time",
+        )
 
 
-def _combined(edits: Sequence[Edit], short: int, saving: Callable[[str], int]) -> list[Edit]:
-    """Returns the edits taken together, in order, until they are enough; [] if they never are."""
+def _combined(
+    edits: Sequence[Edit], short: int, saving: Callable[[str], int]
+) -> list[Edit]:
+    """Returns the edits taken together, in order, until they are enough; [] if they
+    never are.
+    """
     taken: dict[str, str] = {}
     best, notes = 0, list[str]()
     for edit in edits:
         words = dict(word.split("=", 1) for word in edit.override.split())
         if not words or taken.keys() & words.keys():
             continue
-        override = " ".join(f"{name}={value}" for name, value in (taken | words).items())
+        override = " ".join(
+            f"{name}={value}" for name, value in (taken | words).items()
+        )
         if (saves := saving(override)) <= best:
             continue
         taken, best, notes = taken | words, saves, [*notes, *edit.cost_note.split("; ")]
@@ -218,8 +311,11 @@ def _combined(edits: Sequence[Edit], short: int, saving: Callable[[str], int]) -
 def _larger_targets(target: Target) -> Iterator[Target]:
     """Yields hardware of the family with one dim doubled, the smallest step first."""
     dims = [*target.shape] + [target.num_slices] * (target.num_slices > 1)
-    order = sorted(range(len(target.shape)), key=dims.__getitem__) if target.chip else ()
-    for dim in (1, 0) if target.platform == "gpu" else order:  # more GPUs of a host, then more hosts
+    order = (
+        sorted(range(len(target.shape)), key=dims.__getitem__) if target.chip else ()
+    )
+    # more GPUs of a host, then more hosts
+    for dim in (1, 0) if target.platform == "gpu" else order:
         grown = [n * (2 if i == dim else 1) for i, n in enumerate(dims)]
         with contextlib.suppress(ConfigError):
             yield targets.parse(target.with_shape(grown))

@@ -1,6 +1,8 @@
-"""One block of a model as a device computes it: what it keeps, works with and gathers, read off its trace.
+"""One block of a model as a device computes it: what it keeps, works with and gathers,
+read off its trace.
 
-Its jaxpr is traced on a device's shapes, a few tokens long; all of it grows with the tokens.
+Its jaxpr is traced on a device's shapes, a few tokens long; all of it grows with the
+tokens.
 """
 
 import math
@@ -23,7 +25,9 @@ from jaxdist.trainer import build
 from jaxdist.trainer.run_config import RunConfig
 
 SHORT = 64  # tokens of a trace: one block of the reference attention
-LANES = 128  # of a TPU's registers: narrower rows are padded, and kernels write a logsumexp to all of them
+# of a TPU's registers: narrower rows are padded, and kernels write a logsumexp to all
+# of them
+LANES = 128
 
 
 @dataclass(frozen=True)
@@ -39,48 +43,80 @@ class ExpertCall:
 
 @dataclass(frozen=True)
 class Block:
-    """Sizes of one block on one device; bytes if not said otherwise. All but weights are per `tokens`."""
+    """Sizes of one block on one device; bytes if not said otherwise. All but weights
+    are per `tokens`.
+    """
 
     tokens: int = 1
     x: int = 0  # what flows from block to block
-    kept: tuple[tuple[str, int], ...] = ()  # (name, size) of what the remat policy keeps
-    working: int = 0  # alive in its backward pass: forward values not kept, and two gradients
+    # (name, size) of what the remat policy keeps
+    kept: tuple[tuple[str, int], ...] = ()
+    # alive in its backward pass: forward values not kept, and two gradients
+    working: int = 0
     largest: int = 0  # of the forward values that a backward pass reads
     logsumexps: int = 0  # elements of attention's logsumexp
     weights: tuple[int, ...] = ()  # elements of each weight as computed with
-    experts: ExpertCall | None = None  # of its values above only what goes in and comes out
+    # of its values above only what goes in and comes out
+    experts: ExpertCall | None = None
 
 
 _traced: dict[str, Block] = {}
 
 
-def trace(run: RunConfig, spec: ModelSpec, rules: Rules, policy: str, platform: str) -> Block:
-    """Returns one block as a device computes it; zeros for a model without blocks. Kept by content."""
+def trace(
+    run: RunConfig, spec: ModelSpec, rules: Rules, policy: str, platform: str
+) -> Block:
+    """Returns one block as a device computes it; zeros for a model without blocks. Kept
+    by content.
+    """
     if not spec.staged:
         return Block()
     sizes, length = rules.shape.sizes, sample_tokens(run, rules)
     length = length if length % SHORT else SHORT  # all of it grows with the tokens
-    layout = sizes["tensor"], sizes["expert"], length, policy, platform, run.precision.compute
-    key = repr((sorted(run.model.items()), *layout, run.data.packing, run.data.path, run.lora))
+    layout = (
+        sizes["tensor"],
+        sizes["expert"],
+        length,
+        policy,
+        platform,
+        run.precision.compute,
+    )
+    key = repr(
+        (sorted(run.model.items()), *layout, run.data.packing, run.data.path, run.lora)
+    )
     if key not in _traced:
         _traced[key] = _trace(run, spec, rules, length, policy, platform)
     return _traced[key]
 
 
-def _trace(run, spec: ModelSpec, rules: Rules, length: int, policy: str, platform: str) -> Block:
-    named = {path: v for path, v in spec.named_parameters().items() if path.startswith("blocks/")}
+def _trace(
+    run, spec: ModelSpec, rules: Rules, length: int, policy: str, platform: str
+) -> Block:
+    named = {
+        path: v
+        for path, v in spec.named_parameters().items()
+        if path.startswith("blocks/")
+    }
     whole = [x.shape[1:] for x, _ in named.values()]
-    local = [rules.shard_dims(rules.computed(n, x.shape[1:]), x.shape[1:]) for x, n in named.values()]
-    # The trace sees all experts, as ids are of all; what is inside their call is not traced.
+    local = [
+        rules.shard_dims(rules.computed(n, x.shape[1:]), x.shape[1:])
+        for x, n in named.values()
+    ]
+    # The trace sees all experts, as ids are of all; what is inside their call is not
+    # traced.
     seen = [
-        tuple(all_ if name == "experts" else own for all_, own, name in zip(dims, part, names, strict=True))
+        tuple(
+            all_ if name == "experts" else own
+            for all_, own, name in zip(dims, part, names, strict=True)
+        )
         if "experts" in names
         else part
         for dims, part, (_, names) in zip(whole, local, named.values(), strict=True)
     ]
     try:
         forward, residuals = _jaxprs(run, spec, seen, length, policy)
-    except (TypeError, ValueError):  # the block reads sizes elsewhere than off its weights
+    except (TypeError, ValueError):
+        # the block reads sizes elsewhere than off its weights
         forward, residuals = _jaxprs(run, spec, whole, length, policy)
     count = len(named) + len(jax.tree.leaves(spec.model_state.get("blocks", {})))
     x, lanes = forward.invars[count], LANES if platform == "tpu" else 1
@@ -91,18 +127,31 @@ def _trace(run, spec: ModelSpec, rules: Rules, length: int, policy: str, platfor
     call = _expert_call(forward)
     if call and any(name == remat.EXPERT_PRODUCTS for name, _ in kept):
         kept = [(name, size) for name, size in kept if name != remat.EXPERT_PRODUCTS]
-        kept.append((remat.EXPERT_PRODUCTS, _expert_products(run, rules, call, length, platform)))
+        kept.append(
+            (
+                remat.EXPERT_PRODUCTS,
+                _expert_products(run, rules, call, length, platform),
+            )
+        )
     needed = _needed(forward, x, lanes)
     largest = max(needed, default=0)
     again = (Counter(needed) - Counter(size for _, size in kept)).elements()
-    heads = (d[n.index("heads")] for d, (_, n) in zip(local, named.values(), strict=True) if "heads" in n)
+    heads = (
+        d[n.index("heads")]
+        for d, (_, n) in zip(local, named.values(), strict=True)
+        if "heads" in n
+    )
     working, weights = sum(again) + _bytes(x) + largest, tuple(map(math.prod, local))
     logsumexps = length * next(heads, 0)
-    return Block(length, _bytes(x), tuple(kept), working, largest, logsumexps, weights, call)
+    return Block(
+        length, _bytes(x), tuple(kept), working, largest, logsumexps, weights, call
+    )
 
 
 def _expert_call(jaxpr) -> ExpertCall | None:
-    """Returns the sizes of the first call of `ops.experts` in a block's jaxpr, None without one."""
+    """Returns the sizes of the first call of `ops.experts` in a block's jaxpr, None
+    without one.
+    """
     for eqn in jaxpr.eqns:
         inner = eqn.params.get("call_jaxpr")
         if inner is not None and inner.jaxpr.debug_info.func_name == EXPERTS_CALL:
@@ -113,8 +162,11 @@ def _expert_call(jaxpr) -> ExpertCall | None:
     return None
 
 
-def _expert_products(run, rules: Rules, call: ExpertCall, tokens: int, platform: str) -> int:
-    """Returns the bytes of the products that a policy keeps for the experts' backward pass, on CPUs.
+def _expert_products(
+    run, rules: Rules, call: ExpertCall, tokens: int, platform: str
+) -> int:
+    """Returns the bytes of the products that a policy keeps for the experts' backward
+    pass, on CPUs.
 
     The trace is one of a CPU that has all experts.
     """
@@ -124,32 +176,50 @@ def _expert_products(run, rules: Rules, call: ExpertCall, tokens: int, platform:
 
 
 def _jaxprs(run: RunConfig, spec: ModelSpec, dims, length: int, policy: str):
-    """Returns the jaxprs of a block, (parameters, x, fields) -> y, and of what its vjp keeps."""
+    """Returns the jaxprs of a block, (parameters, x, fields) -> y, and of what its vjp
+    keeps.
+    """
     trees = spec.trainable, spec.frozen
     blocks = [tree.get("blocks", {}) for tree in trees]
     dtypes = [stored_dtype(x, "float32") for x in jax.tree.leaves(blocks)]
-    leaves = [jax.ShapeDtypeStruct((1, *d), dtype) for d, dtype in zip(dims, dtypes, strict=True)]
+    leaves = [
+        jax.ShapeDtypeStruct((1, *d), dtype)
+        for d, dtype in zip(dims, dtypes, strict=True)
+    ]
     cut = jax.tree.unflatten(jax.tree.structure(blocks), leaves)
-    trainable, frozen = (tree | {"blocks": part} for tree, part in zip(trees, cut, strict=True))
+    trainable, frozen = (
+        tree | {"blocks": part} for tree, part in zip(trees, cut, strict=True)
+    )
     model = spec.assemble(trainable, spec.model_state, frozen)
     graph, stacked = nnx.split(model.blocks)
     one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
     batch = build.batch_shapes(run, 1)
     if run.data.is_text:
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *[length] * (x.ndim - 1)), x.dtype), batch)
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((1, *[length] * (x.ndim - 1)), x.dtype),
+            batch,
+        )
 
     def block(parameters, x, fields):
-        key = jax.random.key(0) if run.model.get("dropout") or run.lora.dropout else None
-        return apply_block(nnx.merge(graph, parameters), x, BlockInfo(key, jnp.int32(0), fields)).x
+        key = (
+            jax.random.key(0) if run.model.get("dropout") or run.lora.dropout else None
+        )
+        return apply_block(
+            nnx.merge(graph, parameters), x, BlockInfo(key, jnp.int32(0), fields)
+        ).x
 
     def residuals(parameters, x, fields):
         kept = remat.rematerialised(block, policy)
-        return jax.tree.leaves(jax.vjp(lambda p, x: kept(p, x, fields), parameters, x)[1])
+        return jax.tree.leaves(
+            jax.vjp(lambda p, x: kept(p, x, fields), parameters, x)[1]
+        )
 
     with execution.activate(compute=run.precision.compute):
         fields = jax.eval_shape(lambda b: shared_fields(_zeros(model), b), batch)
         x = jax.eval_shape(lambda b: _zeros(model).embed(b), batch)
-        return tuple(jax.make_jaxpr(f)(one, x, fields).jaxpr for f in (block, residuals))
+        return tuple(
+            jax.make_jaxpr(f)(one, x, fields).jaxpr for f in (block, residuals)
+        )
 
 
 def _zeros(model):
@@ -159,7 +229,9 @@ def _zeros(model):
 
 
 def _kept(jaxpr, position: int, lanes: int) -> Iterator[tuple[str, int]]:
-    """Yields (name, bytes) of a vjp's residuals but parameters and fields; x is input `position`."""
+    """Yields (name, bytes) of a vjp's residuals but parameters and fields; x is input
+    `position`.
+    """
     made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
 
     def origin(v, *more: str):
@@ -170,30 +242,60 @@ def _kept(jaxpr, position: int, lanes: int) -> Iterator[tuple[str, int]]:
     names = {jaxpr.invars[position]: (remat.INPUT, jaxpr.invars[position])}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name":
-            for source in origin(eqn.invars[0]), origin(eqn.invars[0], "add"):  # with and without bias
+            # with and without bias
+            for source in origin(eqn.invars[0]), origin(eqn.invars[0], "add"):
                 names.setdefault(source, (eqn.params["name"], eqn.outvars[0]))
     for out in dict.fromkeys(v for v in jaxpr.outvars if not hasattr(v, "val")):
         if out in made or out is jaxpr.invars[position]:
-            name, array = names.get(origin(out), ("unnamed", out))  # TPU has it in the shape that is named
-            same = (array.aval.size, array.aval.dtype) == (out.aval.size, out.aval.dtype)
+            # TPU has it in the shape that is named
+            name, array = names.get(origin(out), ("unnamed", out))
+            same = (array.aval.size, array.aval.dtype) == (
+                out.aval.size,
+                out.aval.dtype,
+            )
             yield name, _bytes(array if same else out, lanes)
 
 
 _SAME = (
-    "name", "reshape", "reduce_precision", "convert_element_type", "squeeze", "copy", "device_put",
+    "name",
+    "reshape",
+    "reduce_precision",
+    "convert_element_type",
+    "squeeze",
+    "copy",
+    "device_put",
     "optimization_barrier",
-)  # fmt: skip
-_CURVED = ("tanh", "logistic", "exp", "log", "erf", "rsqrt", "sqrt", "max", "integer_pow", "square", "pow")
-_PRODUCTS = ("dot_general", "conv_general_dilated", "pallas_call", "ragged_dot", "ragged_dot_general")
+)
+_CURVED = (
+    "tanh",
+    "logistic",
+    "exp",
+    "log",
+    "erf",
+    "rsqrt",
+    "sqrt",
+    "max",
+    "integer_pow",
+    "square",
+    "pow",
+)
+_PRODUCTS = (
+    "dot_general",
+    "conv_general_dilated",
+    "pallas_call",
+    "ragged_dot",
+    "ragged_dot_general",
+)
 
 
 def _needed(jaxpr, x, lanes: int) -> list[int]:
-    """Returns the bytes of each forward value that a block's backward pass reads as an array.
+    """Returns the bytes of each forward value that a block's backward pass reads as an
+    array.
 
-    Those are operands of products (and kernels), and results of products that go into one by way of
-    something curved: XLA computes what is element-wise between them again, inside the readers. A
-    linear image of the same size (rotated queries) stands for its source, and a sum of products (a
-    kernel's and its adapter's) for both.
+    Those are operands of products (and kernels), and results of products that go into
+    one by way of something curved: XLA computes what is element-wise between them
+    again, inside the readers. A linear image of the same size (rotated queries) stands
+    for its source, and a sum of products (a kernel's and its adapter's) for both.
     """
     sources: dict[Any, tuple[frozenset, bool]] = {x: (frozenset([x]), False)}
     needed: dict[Any, int] = {}
@@ -202,8 +304,15 @@ def _needed(jaxpr, x, lanes: int) -> list[int]:
         if not _any(eqn, _PRODUCTS):
             roots = frozenset().union(*(sources[v][0] for v in operands))
             several = eqn.primitive.name in ("mul", "div") and len(operands) > 1
-            curved = several or _any(eqn, _CURVED) or any(sources[v][1] for v in operands)
-            if len(roots) > 1 and eqn.primitive.name == "add" and not curved and x not in roots:
+            curved = (
+                several or _any(eqn, _CURVED) or any(sources[v][1] for v in operands)
+            )
+            if (
+                len(roots) > 1
+                and eqn.primitive.name == "add"
+                and not curved
+                and x not in roots
+            ):
                 roots = frozenset(eqn.outvars)
             sources |= {out: (roots, curved) for out in eqn.outvars if roots}
             continue
@@ -227,12 +336,20 @@ def _any(eqn, primitives: Sequence[str]) -> bool:
 
 
 def _bytes(v, lanes: int = 1) -> int:
-    """Returns the bytes of a value whose rows are padded to so many elements (but for single ones)."""
+    """Returns the bytes of a value whose rows are padded to so many elements (but for
+    single ones).
+    """
     row = v.aval.shape[-1] if v.aval.ndim else 1
     padded = lanes if 1 < row < lanes else row
     return v.aval.size // max(row, 1) * padded * v.aval.dtype.itemsize
 
 
 def sample_tokens(run: RunConfig, rules: Rules) -> int:
-    """Returns a sample's tokens on a device; samples that are no text are counted whole."""
-    return run.batch.sequence_length // rules.shape.sizes["context"] if run.data.is_text else 1
+    """Returns a sample's tokens on a device; samples that are no text are counted
+    whole.
+    """
+    return (
+        run.batch.sequence_length // rules.shape.sizes["context"]
+        if run.data.is_text
+        else 1
+    )

@@ -1,8 +1,10 @@
-"""Every collective of a compiled step: what moves, over which mesh axis and link, and what hides it.
+"""Every collective of a compiled step: what moves, over which mesh axis and link, and
+what hides it.
 
-Read from the scheduled HLO text. A collective is spelled in six ways: plain, as start and done, as a TPU
-fusion that compute fusions go on with (several, of one channel), as chains of permutes, as a call on the
-SparseCore, and between slices as host transfers (of one slice's program). All come out as one `Collective`.
+Read from the scheduled HLO text. A collective is spelled in six ways: plain, as start
+and done, as a TPU fusion that compute fusions go on with (several, of one channel), as
+chains of permutes, as a call on the SparseCore, and between slices as host transfers
+(of one slice's program). All come out as one `Collective`.
 """
 
 import math
@@ -25,7 +27,9 @@ from jaxdist.planner.targets import Link, Target
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.units import percent_text, time_text
 
-_OPCODE = re.compile(rf"\s({'|'.join(KINDS)}|ragged-all-to-all|collective-broadcast)(-start)?\(")
+_OPCODE = re.compile(
+    rf"\s({'|'.join(KINDS)}|ragged-all-to-all|collective-broadcast)(-start)?\("
+)
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _TOKENS = {*BATCH_AXES, *SEQUENCE_AXES}
@@ -45,16 +49,21 @@ class Collective:
     count: int  # executions a step, loops multiplied out
     asynchronous: bool
     in_loop: bool
-    what: str  # "gather of blocks/mlp/up", "gradient of blocks/mlp/up", "rows to experts", "activations"
-    module: str  # the Python that asked for it: "FeedForward.__call__ (transformer.py:189)"
-    phase: str  # forward, recomputation, backward, update; "?" where the compiler keeps no source
+    # "gather of blocks/mlp/up", "gradient of blocks/mlp/up", "rows to experts",
+    # "activations"
+    what: str
+    # the Python that asked for it: "FeedForward.__call__ (transformer.py:189)"
+    module: str
+    # forward, recomputation, backward, update; "?" where the compiler keeps no source
+    phase: str
     name: str  # of the instruction
     computation: str  # whose schedule it is in, from `begins` to `ends`
     begins: int
     ends: int
     link: Link | None = None  # None: no target was given, or one device
     hidden_by: str = ""  # the instructions between start and done that take longest
-    hidden_s: float = 0.0  # of `step_s`, what compute between start and done covers (`timing.overlap`)
+    # of `step_s`, what compute between start and done covers (`timing.overlap`)
+    hidden_s: float = 0.0
 
     @property
     def gathers_weights(self) -> bool:
@@ -63,12 +72,16 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends in one execution of the bandwidth-optimal algorithm."""
+        """Bytes that a device sends in one execution of the bandwidth-optimal
+        algorithm.
+        """
         return wire_bytes(self.kind, self.bytes, self.group_size)
 
     @property
     def wire_s(self) -> float:
-        """Seconds of one execution, were nothing else on its links; 0 without a link."""
+        """Seconds of one execution, were nothing else on its links; 0 without
+        a link.
+        """
         return self.link.seconds(self.kind, self.wire_bytes) if self.link else 0.0
 
     @property
@@ -83,7 +96,10 @@ class Collective:
 
 
 def collectives(
-    module: hlo.Module, shape: MeshShape, target: Target | None = None, mesh_ids: Sequence[int] | None = None
+    module: hlo.Module,
+    shape: MeshShape,
+    target: Target | None = None,
+    mesh_ids: Sequence[int] | None = None,
 ) -> list[Collective]:
     """Returns the collectives of a compiled step in the order of its schedule.
 
@@ -92,7 +108,9 @@ def collectives(
       mesh_ids: physical ids of the mesh's devices in order (`Compiled.mesh_ids`).
     """
     reader = _Reader(module, shape, target, mesh_ids or range(shape.num_devices))
-    spanning = [one for run in module.runs() for one in reader.of_run(run) if one.group_size > 1]
+    spanning = [
+        one for run in module.runs() for one in reader.of_run(run) if one.group_size > 1
+    ]
     return [_with_weights(one, spanning) for one in spanning]
 
 
@@ -109,38 +127,55 @@ class _Span:
     def go_on(self, place: int, part: hlo.Instruction) -> None:
         """Takes in an update or the end of it.
 
-        libtpu 0.0.50.1 starts a call on the SparseCore without operands; its update brings them, so
-        nothing can move before.
+        libtpu 0.0.50.1 starts a call on the SparseCore without operands; its update
+        brings them, so nothing can move before.
         """
         self.ends = place
         _, *operands = part.operands or [""]
         if operands and not self.outer.operands:
-            text = self.outer.text.replace("-start()", f"-start({', '.join('%' + o for o in operands)})", 1)
+            text = self.outer.text.replace(
+                "-start()", f"-start({', '.join('%' + o for o in operands)})", 1
+            )
             self.begins, self.outer = place, hlo.Instruction(self.outer.name, text)
 
 
 class _Reader:
     """What reading a module's collectives needs to keep at hand."""
 
-    def __init__(self, module: hlo.Module, shape: MeshShape, target: Target | None, mesh_ids):
-        self.module, self.shape, self.target, self.mesh_ids = module, shape, target, mesh_ids
+    def __init__(
+        self, module: hlo.Module, shape: MeshShape, target: Target | None, mesh_ids
+    ):
+        self.module, self.shape, self.target, self.mesh_ids = (
+            module,
+            shape,
+            target,
+            mesh_ids,
+        )
         self.inside = {  # computation -> the collectives written in it
             name: [step for step in steps.values() if _kind(step)]
             for name, steps in module.computations.items()
         }
         sizes = np.array(tuple(shape.sizes.values()))
         inner = (sizes // tuple(shape.dcn.values()))[:, None]
-        self.coordinates = np.indices(tuple(sizes)).reshape(len(sizes), -1)  # [axes, places in the mesh]
+        # [axes, places in the mesh]
+        self.coordinates = np.indices(tuple(sizes)).reshape(len(sizes), -1)
         first_slice = ~(self.coordinates // inner).any(axis=0)
-        between = any(_BETWEEN_SLICES.search(s.text) for steps in self.inside.values() for s in steps)
-        # Where in the mesh the executable's devices are: between slices it is the program of one.
+        between = any(
+            _BETWEEN_SLICES.search(s.text)
+            for steps in self.inside.values()
+            for s in steps
+        )
+        # Where in the mesh the executable's devices are: between slices it is the
+        # program of one.
         self.places = np.flatnonzero(first_slice | (not between))
-        self.peers = np.flatnonzero(~(self.coordinates % inner).any(axis=0))  # alike, one of each slice
+        # alike, one of each slice
+        self.peers = np.flatnonzero(~(self.coordinates % inner).any(axis=0))
 
     def of_run(self, run: hlo.LoopRun) -> Iterator[Collective]:
         steps = self.module.computations[run.computation]
         spans: dict[object, _Span] = {}
-        keys: dict[str, object] = {}  # instruction -> key of the span that it started or went on with
+        # instruction -> key of the span that it started or went on with
+        keys: dict[str, object] = {}
         for place, step in enumerate(steps.values()):
             if step.opcode == "recv" and (match := _RENDEZVOUS.search(step.text)):
                 keys[step.name] = match.group(1)
@@ -152,30 +187,43 @@ class _Reader:
                 continue
             for inner, around in self._collectives_of(step, run.computation):
                 key = keys[step.name] = _key(step, inner)
-                spans.setdefault(key, _Span(place, place, step, inner, around)).ends = place
+                spans.setdefault(
+                    key, _Span(place, place, step, inner, around)
+                ).ends = place
         for span in spans.values():
             operands = span.inner.operands[: 1 if span.inner.opcode == "send" else None]
             inside = self.module.computations[span.around]
             types = [part for name in operands for part in inside[name].types]
-            yield self._collective(run, span.begins, span.ends, span.outer, span.inner, types)
+            yield self._collective(
+                run, span.begins, span.ends, span.outer, span.inner, types
+            )
 
-    def _collectives_of(self, step: hlo.Instruction, around: str) -> list[tuple[hlo.Instruction, str]]:
-        """Returns the collectives that an instruction is or holds, each with its computation."""
+    def _collectives_of(
+        self, step: hlo.Instruction, around: str
+    ) -> list[tuple[hlo.Instruction, str]]:
+        """Returns the collectives that an instruction is or holds, each with its
+        computation.
+        """
         if _kind(step):
             return [(step, around)]
-        if step.opcode not in ("fusion", "call-start", "async-start"):  # loops and branches
+        # loops and branches
+        if step.opcode not in ("fusion", "call-start", "async-start"):
             return []
         called = step.called("calls", "to_apply", "called_computations")
         return [(inner, name) for name in called for inner in self.inside.get(name, ())]
 
-    def _collective(self, run: hlo.LoopRun, begins: int, ends: int, outer, inner, types) -> Collective:
+    def _collective(
+        self, run: hlo.LoopRun, begins: int, ends: int, outer, inner, types
+    ) -> Collective:
         group = self.places[list(inner.group)] if inner.group else self.places
         group = self.peers if _BETWEEN_SLICES.search(inner.text) else group
         kind, axis = _kind(inner), self._axis(group, inner)
         payload = hlo.num_bytes(types) * (len(group) if kind == "all-gather" else 1)
         kind = "reduce-scatter" if _keeps_shard(outer) else kind
         source = self._source(run, outer, inner)
-        between = islice(self.module.computations[run.computation].values(), begins + 1, ends)
+        between = islice(
+            self.module.computations[run.computation].values(), begins + 1, ends
+        )
         longest = sorted(between, key=lambda step: -step.cycles)[:2]
         return Collective(
             kind=kind,
@@ -193,12 +241,18 @@ class _Reader:
             computation=run.computation,
             begins=begins,
             ends=ends,
-            link=self.target.group_link([self.mesh_ids[place] for place in group]) if self.target else None,
+            link=self.target.group_link([self.mesh_ids[place] for place in group])
+            if self.target
+            else None,
             hidden_by=", ".join(_described(step) for step in longest if step.cycles),
         )
 
-    def _source(self, run: hlo.LoopRun, outer: hlo.Instruction, inner: hlo.Instruction) -> hlo.Instruction:
-        """Returns an instruction that says where a collective comes from: it, or what it was made of."""
+    def _source(
+        self, run: hlo.LoopRun, outer: hlo.Instruction, inner: hlo.Instruction
+    ) -> hlo.Instruction:
+        """Returns an instruction that says where a collective comes from: it, or what
+        it was made of.
+        """
         if inner.op_name and not outer.op_name:
             return inner
         steps, step = self.module.computations[run.computation], outer
@@ -213,29 +267,49 @@ class _Reader:
         """Returns the mesh axes along which a group's members differ."""
         rows = zip(self.shape.sizes, self.coordinates[:, group], strict=True)
         axes = [axis for axis, row in rows if len(set(row)) > 1]
-        sizes = self.shape.dcn if _BETWEEN_SLICES.search(step.text) else self.shape.sizes
+        sizes = (
+            self.shape.dcn if _BETWEEN_SLICES.search(step.text) else self.shape.sizes
+        )
         whole = math.prod(sizes[axis] for axis in axes) == len(group)
-        return ("" if whole or _kind(step) == "collective-permute" else "part of ") + "+".join(axes)
+        return (
+            "" if whole or _kind(step) == "collective-permute" else "part of "
+        ) + "+".join(axes)
 
-    def _what(self, kind: str, axis: str, run: hlo.LoopRun, step, types, source: hlo.Instruction) -> str:
+    def _what(
+        self,
+        kind: str,
+        axis: str,
+        run: hlo.LoopRun,
+        step,
+        types,
+        source: hlo.Instruction,
+    ) -> str:
         if match := _EXCHANGED.search(source.op_name):
             return match[0].replace("_", " ")
-        sources = (self.module.origin(run.computation, operand) for operand in step.operands)
+        sources = (
+            self.module.origin(run.computation, operand) for operand in step.operands
+        )
         origins = {_parameter(source.op_name) for source in sources if source}
         if kind not in ("reduce-scatter", "all-to-all") and origins:
             return f"gather of {', '.join(sorted(origins))}"
-        if (size := hlo.num_bytes(types)) <= 4096 or types[0][0][0] in "su":  # scalars, or of integers
-            large = "gather of weights" if types[0][0] == "u8" else "tokens"  # codes of 8-bit floats
+        # scalars, or of integers
+        if (size := hlo.num_bytes(types)) <= 4096 or types[0][0][0] in "su":
+            # codes of 8-bit floats
+            large = "gather of weights" if types[0][0] == "u8" else "tokens"
             return "scalars" if size <= 4096 else large
-        # What is summed over parts of the batch, at once or by permutes, is the gradient of weights.
+        # What is summed over parts of the batch, at once or by permutes, is the
+        # gradient of weights.
         summed = kind in ("reduce-scatter", "all-reduce", "collective-permute")
         return "gradient" if summed and {*axis.split("+")} <= _TOKENS else "activations"
 
 
-# --- what is wrong --------------------------------------------------------------------------------
+# --- what is wrong --------------------------------------------------------------------
 
-_LARGE = 2**20  # bytes; below it a collective costs its latency, and no setting changes that
-_REMATERIALISED = re.compile(r"[Ii]nvoluntary full rematerialization.*?(?:op_name=\"([^\"]*)\"|$)", re.M)
+# bytes; below it a collective costs its latency, and no setting changes that
+_LARGE = 2**20
+_REMATERIALISED = re.compile(
+    r"[Ii]nvoluntary full rematerialization.*?(?:op_name=\"([^\"]*)\"|$)", re.M
+)
 
 
 def warnings(
@@ -247,12 +321,14 @@ def warnings(
     chip: Chip | None = None,
     step_s: float | None = None,
 ) -> list[str]:
-    """Returns what slows the step down, a sentence each: where it comes from, and the cure.
+    """Returns what slows the step down, a sentence each: where it comes from, and the
+    cure.
 
     Args:
       collectives: with what compute hides of them (`timing.overlap`).
       compute: dtype of matrix products.
-      forwards_per_backward: attention forward kernels per backward (`timing.forwards_per_backward`).
+      forwards_per_backward: attention forward kernels per backward
+        (`timing.forwards_per_backward`).
       log: what the compiler wrote.
       chip: of the target.
       step_s: time of a step.
@@ -261,14 +337,22 @@ def warnings(
     lines = [*_exposed(large, chip, step_s), *_slow_links(large)]
     if wide := [one for one in large if one.gathers_weights and one.dtype == "f32"]:
         cure = f"they are used in {compute}: cast them before, as jaxdist.ops.matmul.project does"
-        cure = "precision.compute=bfloat16 halves the bytes" if compute == "float32" else cure
+        cure = (
+            "precision.compute=bfloat16 halves the bytes"
+            if compute == "float32"
+            else cure
+        )
         lines.append(f"weights are gathered in float32 ({_places(wide)}); {cure}")
-    if reduced := [one for one in large if one.kind == "all-reduce" and one.gathers_weights]:
+    if reduced := [
+        one for one in large if one.kind == "all-reduce" and one.gathers_weights
+    ]:
         lines.append(
             f"weights are gathered by all-reduce, twice an all-gather's bytes ({_places(reduced)}); the "
             f"compiler does so where an axis is no ring: choose a slice with wrapped links"
         )
-    for name, count in Counter(line.group(1) or "?" for line in _REMATERIALISED.finditer(log)).items():
+    for name, count in Counter(
+        line.group(1) or "?" for line in _REMATERIALISED.finditer(log)
+    ).items():
         lines.append(
             f"the partitioner copies an array whole to change its sharding, {count} x at {name} "
             f"(involuntary full rematerialization); name its dims with sharding.shard, as its neighbours are"
@@ -284,18 +368,29 @@ def warnings(
 _WORTH_SAYING = 0.005  # of the step: what is exposed for less time is not worth a line
 
 
-def _exposed(collectives: Sequence[Collective], chip: Chip | None, step_s: float | None) -> Iterator[str]:
-    """Yields a line for each kind of collective that compute does not cover: how long, why, the cure."""
-    groups: defaultdict[tuple[str, str, str, bool], list[Collective]] = defaultdict(list)
+def _exposed(
+    collectives: Sequence[Collective], chip: Chip | None, step_s: float | None
+) -> Iterator[str]:
+    """Yields a line for each kind of collective that compute does not cover: how long,
+    why, the cure.
+    """
+    groups: defaultdict[tuple[str, str, str, bool], list[Collective]] = defaultdict(
+        list
+    )
     for one in collectives:
         if one.link is None or one.link.name != "memory":
-            groups[one.kind, one.axis, one.what.split()[0], one.asynchronous].append(one)
+            groups[one.kind, one.axis, one.what.split()[0], one.asynchronous].append(
+                one
+            )
     for (kind, axis, _, asynchronous), group in groups.items():
         seconds = sum(one.exposed_s for one in group)
         stops = not asynchronous and any(one.in_loop for one in group)
         if not stops and not (step_s and seconds > _WORTH_SAYING * step_s):
             continue
-        count, place = sum(one.count for one in group), " in a loop" * any(one.in_loop for one in group)
+        count, place = (
+            sum(one.count for one in group),
+            " in a loop" * any(one.in_loop for one in group),
+        )
         share = f" ({percent_text(seconds / step_s)})" if step_s else ""
         spent = f"{time_text(seconds)} a step{share}" if seconds else ""
         if asynchronous:
@@ -303,7 +398,9 @@ def _exposed(collectives: Sequence[Collective], chip: Chip | None, step_s: float
             said = f"beside compute that is too short: {spent} of {whole} exposed"
         else:
             are = "are" if count > 1 else "is"
-            said = f"{are} synchronous, nothing runs beside{f': {spent}' if spent else ''}"
+            said = (
+                f"{are} synchronous, nothing runs beside{f': {spent}' if spent else ''}"
+            )
         why, cures = _why(group, chip), _cures(group, chip)
         yield (
             f"{count} {kind}{'s' * (count > 1)} over {axis}{place} {said} ({_places(group)})"
@@ -312,13 +409,17 @@ def _exposed(collectives: Sequence[Collective], chip: Chip | None, step_s: float
 
 
 def _why(group: Sequence[Collective], chip: Chip | None) -> str:
-    """Returns why a compiler leaves such collectives in the open, where that is known."""
+    """Returns why a compiler leaves such collectives in the open, where that
+    is known.
+    """
     first = group[0]
     summed = first.kind == "all-reduce" and first.what.startswith("gradient")
     whole = summed and "fsdp" in first.axis.split("+")
     if chip is None or not chip.torus_dims:
         return ""
-    reasons = ["libtpu sums whole gradients here, twice a reduce-scatter's bytes"] * whole
+    reasons = [
+        "libtpu sums whole gradients here, twice a reduce-scatter's bytes"
+    ] * whole
     if not first.asynchronous:
         if chip.sparse_core_collectives:
             reasons.append("the SparseCore did not take them")
@@ -331,7 +432,12 @@ def _why(group: Sequence[Collective], chip: Chip | None) -> str:
 def _cures(group: Sequence[Collective], chip: Chip | None) -> Iterator[str]:
     first = group[0]
     what, axis = first.what.split()[0], first.axis.removeprefix("part of ")
-    if what == "gradient" and first.dtype == "f32" and chip is not None and chip.torus_dims:
+    if (
+        what == "gradient"
+        and first.dtype == "f32"
+        and chip is not None
+        and chip.torus_dims
+    ):
         yield "precision.reduce=bfloat16 halves their bytes"
     yield {
         "gather": "more tokens per device or a smaller mesh.fsdp makes them a smaller part",
@@ -344,7 +450,11 @@ def _cures(group: Sequence[Collective], chip: Chip | None) -> Iterator[str]:
 def _slow_links(collectives: Sequence[Collective]) -> Iterator[str]:
     groups: defaultdict[tuple[str, str], list[Collective]] = defaultdict(list)
     for one in collectives:
-        if one.link is not None and one.link.name in _SLOW and set(one.axis.split("+")) & set(CHATTY_AXES):
+        if (
+            one.link is not None
+            and one.link.name in _SLOW
+            and set(one.axis.split("+")) & set(CHATTY_AXES)
+        ):
             groups[one.axis, one.link.name].append(one)
     *others, last = CROSSING_AXES
     for (axis, link), group in groups.items():
@@ -356,21 +466,28 @@ def _slow_links(collectives: Sequence[Collective]) -> Iterator[str]:
 
 
 def _places(group: Sequence[Collective]) -> str:
-    """Returns what is moved and by which modules, the most expensive first, at most three."""
+    """Returns what is moved and by which modules, the most expensive first, at most
+    three.
+    """
     ordered = sorted(group, key=lambda one: -one.count * one.wire_bytes)
-    names = dict.fromkeys(f"{one.what}{f' in {one.module}' if one.module else ''}" for one in ordered)
+    names = dict.fromkeys(
+        f"{one.what}{f' in {one.module}' if one.module else ''}" for one in ordered
+    )
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(list(names)[:3]) + more
 
 
-# --- how HLO writes things ------------------------------------------------------------------------
+# --- how HLO writes things ------------------------------------------------------------
 
 
 def _kind(step: hlo.Instruction) -> str:
     """Returns the kind, of KINDS, of a collective instruction; "" for others."""
     if match := _OPCODE.search(step.text):
         name = match.group(1)
-        return {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}.get(name, name)
+        return {
+            "ragged-all-to-all": "all-to-all",
+            "collective-broadcast": "all-gather",
+        }.get(name, name)
     if (match := _BETWEEN_SLICES.search(step.text)) and step.opcode == "send":
         name = match.group(1).lower().replace("_", "-")
         return name if name in KINDS else "collective-permute"
@@ -390,11 +507,16 @@ def _key(step: hlo.Instruction, collective: hlo.Instruction) -> object:
 
 
 def _keeps_shard(fusion: hlo.Instruction) -> bool:
-    """Returns whether it sums over devices and keeps its own shard: TPU's spelling of reduce-scatter."""
-    return bool(re.search("calls=%?(all-)?reduce-scatter", fusion.text)) or "ReduceScatter" in fusion.text
+    """Returns whether it sums over devices and keeps its own shard: TPU's spelling of
+    reduce-scatter.
+    """
+    return (
+        bool(re.search("calls=%?(all-)?reduce-scatter", fusion.text))
+        or "ReduceScatter" in fusion.text
+    )
 
 
-# --- what a person calls it -----------------------------------------------------------------------
+# --- what a person calls it -----------------------------------------------------------
 
 
 def _parameter(op_name: str) -> str:
@@ -405,18 +527,24 @@ def _parameter(op_name: str) -> str:
 
 
 def _with_weights(one: Collective, collectives: Sequence[Collective]) -> Collective:
-    """Returns a gradient's collective with the names of the weights of its size that its line gathers."""
+    """Returns a gradient's collective with the names of the weights of its size that
+    its line gathers.
+    """
     if one.what != "gradient":
         return one
     gathers = [g for g in collectives if g.module == one.module and g.gathers_weights]
-    sizes = {g.what.removeprefix("gather of "): g.bytes / _itemsize(g.dtype) for g in gathers}
+    sizes = {
+        g.what.removeprefix("gather of "): g.bytes / _itemsize(g.dtype) for g in gathers
+    }
     counts, names = Counter(sizes.values()), []
     for name, size in sizes.items():
         ratio = one.bytes / _itemsize(one.dtype) / size
         # Some are padded; some travel together.
         if 1 <= round(ratio) <= counts[size] and abs(ratio / round(ratio) - 1) < 0.2:
             names.append(name)
-    return replace(one, what=f"gradient of {' or '.join(names)}" if names else "gradient")
+    return replace(
+        one, what=f"gradient of {' or '.join(names)}" if names else "gradient"
+    )
 
 
 def _itemsize(dtype: str) -> float:
@@ -424,17 +552,23 @@ def _itemsize(dtype: str) -> float:
 
 
 def _python(frames: Sequence[hlo.Frame]) -> str:
-    """Returns the innermost method of a model on the stack, and the innermost line of a model in it.
+    """Returns the innermost method of a model on the stack, and the innermost line of a
+    model in it.
 
     Else (a loop, a pipeline) the innermost method of ours, else the innermost function.
     """
     ours = "/jaxdist/", "/site-packages/"
     methods = [f for f in frames if "." in f.function and "<locals>" not in f.function]
-    lines = [f for f in frames if "/models/" in f.file or not any(part in f.file for part in ours)]
+    lines = [
+        f
+        for f in frames
+        if "/models/" in f.file or not any(part in f.file for part in ours)
+    ]
     method = next(iter([*(f for f in methods if f in lines), *methods, *frames]), None)
     if method is None:
         return ""
-    line = lines[0] if method in lines else method  # a function that models share stands in its own file
+    # a function that models share stands in its own file
+    line = lines[0] if method in lines else method
     return f"{method.function} ({PurePath(line.file).name}:{line.line})"
 
 
@@ -443,7 +577,13 @@ def _phase(op_name: str) -> str:
         return "recomputation"
     if not op_name:
         return "?"
-    return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else "update"
+    return (
+        "backward"
+        if "transpose(" in op_name
+        else "forward"
+        if "jvp(" in op_name
+        else "update"
+    )
 
 
 def _described(step: hlo.Instruction) -> str:

@@ -1,7 +1,8 @@
-"""Compiles a run's step for a target that need not be here: in a child process, kept by content.
+"""Compiles a run's step for a target that need not be here: in a child process, kept by
+content.
 
-The child (`worker`) may be killed by its caps or die in the compiler; its output goes to a log that
-is shown only when it fails.
+The child (`worker`) may be killed by its caps or die in the compiler; its output goes
+to a log that is shown only when it fails.
 """
 
 import contextlib
@@ -29,17 +30,26 @@ from jaxdist.telemetry.units import GIB
 from jaxdist.trainer import workdir
 from jaxdist.trainer.run_config import RunConfig
 
-# Windowed einsum doubles the compiler's own cycle estimates, so a step is estimated without it.
+# Windowed einsum doubles the compiler's own cycle estimates, so a step is estimated
+# without it.
 WINDOWED_EINSUM = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 PACKAGES = (
-    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "libtpu",
+    "jax-cuda13-plugin",
+    "jax-cuda12-plugin",
     "numpy",
-)  # fmt: skip
+)
 _VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS"}
 _NOT_INHERITED = ("--xla_gpu", "--xla_force_host_platform_device_count")
 _LOG_LINES, _TAIL_LINES = 300, 15
-_NOISE = re.compile(  # what libtpu and the CUDA plugin say on every machine without a device
+# what libtpu and the CUDA plugin say on every machine without a device
+_NOISE = re.compile(
     r"^(Failed to find host bounds|WARNING: (Logging before|All log messages)|=== Source Location|"
     r"learning/\w+/tfrc|[ ^~]+$|-{20}|For simplicity, JAX has|"
     r"[EWI]0000 .*(worker hostname|cudart_stub|computation_placer|factory))"
@@ -47,18 +57,23 @@ _NOISE = re.compile(  # what libtpu and the CUDA plugin say on every machine wit
 
 
 class DoesNotFit(Exception):
-    """The compiler refused the step; args: bytes that it needs of a device, and bytes that there are."""
+    """The compiler refused the step; args: bytes that it needs of a device, and bytes
+    that there are.
+    """
 
 
 class CannotTell(Exception):
-    """The compiler did not answer: it crashed, or took more than its caps. Ends with the end of its log."""
+    """The compiler did not answer: it crashed, or took more than its caps. Ends with
+    the end of its log.
+    """
 
 
 @dataclass(frozen=True)
 class CompileOptions:
     """How to compile, and what the child may take."""
 
-    flags: tuple[tuple[str, Any], ...] = ()  # compiler options over those that train sets
+    # compiler options over those that train sets
+    flags: tuple[tuple[str, Any], ...] = ()
     timeout_s: float = 1800
     memory_bytes: int = 3 * GIB  # resident memory of the child
     cache: Path | None = None  # folder of results; None: ~/.cache/jaxdist/plans
@@ -76,12 +91,14 @@ class Compiled:
     host_argument_bytes: int
     host_temp_bytes: int
     hlo: str  # the scheduled program; "" where this pair of versions cannot print it
-    mesh_ids: tuple[int, ...]  # [g] = device id of member g of the program's replica groups
+    # [g] = device id of member g of the program's replica groups
+    mesh_ids: tuple[int, ...]
     seconds: float = 0.0  # of wall time to compile
     cpu_seconds: float = 0.0
     child_peak_bytes: int = 0  # resident memory of the child that was just run
     cached: bool = False
-    notes: tuple[str, ...] = ()  # a line each: dropped flags, versions that do not belong together
+    # a line each: dropped flags, versions that do not belong together
+    notes: tuple[str, ...] = ()
     log: str = ""  # what the compiler wrote
 
 
@@ -92,7 +109,8 @@ def compile_run(
     *,
     say: Callable[[str], None] = lambda stage: None,
 ) -> Compiled:
-    """Returns what the target's compiler makes of the very step that `train` would run there.
+    """Returns what the target's compiler makes of the very step that `train` would run
+    there.
 
     `say` gets each stage of the work as it begins.
 
@@ -106,10 +124,16 @@ def compile_run(
     notes = list(check_versions(target.platform))
     with tempfile.TemporaryDirectory(prefix="jaxdist-plan-") as name:
         folder = Path(name)
-        workdir.write_json(folder / workdir.CONFIG, schema.to_config_dict(run).to_dict())
+        workdir.write_json(
+            folder / workdir.CONFIG, schema.to_config_dict(run).to_dict()
+        )
         flags, run_only = compiler_flags(target, options, os.environ)
         notes += run_only
-        request = {"target": target.text, "cache": str(_cache(options) or folder), "flags": flags}
+        request = {
+            "target": target.text,
+            "cache": str(_cache(options) or folder),
+            "flags": flags,
+        }
         workdir.write_json(folder / "request.json", request)
         result = _watch(folder, _environment(target, os.environ), options, say)
         if "faults" in result:
@@ -120,14 +144,18 @@ def compile_run(
             raise CannotTell(result["error"] + ending)
         entry = read_entry(Path(result.pop("entry")))
     if entry is None:
-        raise CannotTell("the compiler's result was taken out of the cache before it was read; plan again")
+        raise CannotTell(
+            "the compiler's result was taken out of the cache before it was read; plan again"
+        )
     if refusal := entry.pop("does_not_fit", None):
         raise DoesNotFit(*refusal)
     notes += result.pop("notes") + [
         f"{flag}: refused by this compiler and left out; take it out of your flags as well"
         for flag in entry.pop("refused")
     ]
-    return Compiled(**entry | result | {"mesh_ids": tuple(entry["mesh_ids"]), "notes": tuple(notes)})
+    return Compiled(
+        **entry | result | {"mesh_ids": tuple(entry["mesh_ids"]), "notes": tuple(notes)}
+    )
 
 
 def _cache(options: CompileOptions) -> Path | None:
@@ -148,19 +176,23 @@ def read_entry(path: Path) -> dict[str, Any] | None:
         return None
 
 
-# --- what is compiled with ------------------------------------------------------------------------
+# --- what is compiled with ------------------------------------------------------------
 
 
 def compiler_flags(
     target: Target, options: CompileOptions, environ: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns the compiler options and notes: what train sets, the user's own over it, the options' last.
+    """Returns the compiler options and notes: what train sets, the user's own over it,
+    the options' last.
 
-    A flag that only a process can start with is none of them; one of the user's gets a note.
+    A flag that only a process can start with is none of them; one of the user's gets a
+    note.
     """
     platform, family = target.platform, target.chip.family if target.chip else ""
     run_only = {
-        f.name.lstrip("-") for f in platform_flags.flags_for(platform, family) if not f.compile_option
+        f.name.lstrip("-")
+        for f in platform_flags.flags_for(platform, family)
+        if not f.compile_option
     }
     notes = platform_flags.left_to_the_user(platform, environ, family=family)
     flags: dict[str, Any] = {}
@@ -170,7 +202,9 @@ def compiler_flags(
         for word in (dict(environ) | changed).get(variable, "").split():
             name, _, value = word.lstrip("-").partition("=")
             if name in run_only:
-                notes += [f"{name}: no option of one compilation; planned without it"] * (word in users)
+                notes += [
+                    f"{name}: no option of one compilation; planned without it"
+                ] * (word in users)
             elif platform == "tpu" or name.startswith("xla_gpu"):
                 flags[name] = {"true": True, "": True, "false": False}.get(value, value)
     if platform == "tpu":
@@ -204,19 +238,27 @@ def check_versions(platform: str) -> Iterator[str]:
 
 
 def version_faults(versions: Mapping[str, str | None]) -> list[str]:
-    """Returns which of the installed packages do not belong together, each with its cure.
+    """Returns which of the installed packages do not belong together, each with its
+    cure.
 
-    jax runs with a jaxlib of its own number (it allows some older ones), a CUDA plugin must have
-    jaxlib's number, and jax's metadata says which libtpu it was tested with.
+    jax runs with a jaxlib of its own number (it allows some older ones), a CUDA plugin
+    must have jaxlib's number, and jax's metadata says which libtpu it was tested with.
     """
     jax_version, jaxlib = versions.get("jax"), versions.get("jaxlib")
     faults = []
     if _numbers(jaxlib) != _numbers(jax_version):
-        faults.append(f"jaxlib {jaxlib} with jax {jax_version}: pip install jaxlib=={jax_version}")
+        faults.append(
+            f"jaxlib {jaxlib} with jax {jax_version}: pip install jaxlib=={jax_version}"
+        )
     for plugin in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
         if (version := versions.get(plugin)) and _numbers(version) != _numbers(jaxlib):
-            faults.append(f"{plugin} {version} with jaxlib {jaxlib}: pip install {plugin}=={jaxlib}")
-    wanted, libtpu = required_libtpu(importlib.metadata.requires("jax") or []), versions.get("libtpu")
+            faults.append(
+                f"{plugin} {version} with jaxlib {jaxlib}: pip install {plugin}=={jaxlib}"
+            )
+    wanted, libtpu = (
+        required_libtpu(importlib.metadata.requires("jax") or []),
+        versions.get("libtpu"),
+    )
     if libtpu and wanted and not (libtpu + ".").startswith(wanted + "."):
         faults.append(
             f"libtpu {libtpu} with jax {jax_version}, which was tested with {wanted}: "
@@ -233,39 +275,56 @@ def _numbers(version: str | None) -> list[str]:
 def required_libtpu(requirements: list[str]) -> str | None:
     """Returns the libtpu version (or its beginning) that jax's extra `tpu` asks for."""
     pattern = r"libtpu\s*\(?==\s*([\d.]+?)(\.\*)?\)?\s*(;|$)"
-    return next((match[1] for line in requirements if (match := re.match(pattern, line))), None)
+    return next(
+        (match[1] for line in requirements if (match := re.match(pattern, line))), None
+    )
 
 
 def _environment(target: Target, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the child's environment: a compiler without devices, and its flags given by name only.
+    """Returns the child's environment: a compiler without devices, and its flags given
+    by name only.
 
-    An unknown word in LIBTPU_INIT_ARGS aborts the process; a flag given by name may be refused.
+    An unknown word in LIBTPU_INIT_ARGS aborts the process; a flag given by name may be
+    refused.
     """
-    words = [w for w in environ.get("XLA_FLAGS", "").split() if not w.startswith(_NOT_INHERITED)]
+    words = [
+        w
+        for w in environ.get("XLA_FLAGS", "").split()
+        if not w.startswith(_NOT_INHERITED)
+    ]
     if target.platform == "cpu":
         words.append(f"--xla_force_host_platform_device_count={target.num_devices}")
-    kept = {name: value for name, value in environ.items() if name != "LIBTPU_INIT_ARGS"}
+    kept = {
+        name: value for name, value in environ.items() if name != "LIBTPU_INIT_ARGS"
+    }
     return kept | {
         "JAX_PLATFORMS": "cpu",  # with `cuda,cpu` the CUDA plugin wants a GPU
         "XLA_FLAGS": " ".join(words),
         "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a metadata server for minutes
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else two plans collide on libtpu's lock file
-        "JAX_ENABLE_COMPILATION_CACHE": "false",  # it cannot read ahead-of-time programs back
+        # else two plans collide on libtpu's lock file
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        # it cannot read ahead-of-time programs back
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
 
 
-# --- the child ------------------------------------------------------------------------------------
+# --- the child ------------------------------------------------------------------------
 
 
 def _watch(
-    folder: Path, environ: dict[str, str], options: CompileOptions, say: Callable[[str], None]
+    folder: Path,
+    environ: dict[str, str],
+    options: CompileOptions,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Returns the child's result, or {"error": why there is none}."""
     began, peak, stage, fault = time.monotonic(), 0, "", ""
     command = [sys.executable, "-m", "jaxdist.planner.worker", str(folder)]
     with (folder / "log").open("wb") as log:
-        child = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        child = subprocess.Popen(
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
     try:
         while not fault and child.poll() is None:
             time.sleep(0.1)
@@ -282,7 +341,9 @@ def _watch(
     if not fault and (text := _read(folder / "result.json")):
         return json.loads(text) | {"child_peak_bytes": peak}
     end = f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
-    return {"error": fault or f"the compiler's process {end} while {stage or 'starting'}"}
+    return {
+        "error": fault or f"the compiler's process {end} while {stage or 'starting'}"
+    }
 
 
 def _resident_bytes(process: int) -> int:
@@ -300,5 +361,9 @@ def _read(path: Path) -> str:
 
 def read_log(folder: Path) -> str:
     """Returns the end of the child's log without what libtpu says on every machine."""
-    lines = [line for line in _read(folder / "log").splitlines() if line and not _NOISE.match(line)]
+    lines = [
+        line
+        for line in _read(folder / "log").splitlines()
+        if line and not _NOISE.match(line)
+    ]
     return "\n".join(lines[-_LOG_LINES:])

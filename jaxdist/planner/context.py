@@ -1,6 +1,8 @@
-"""What attention over a split sequence adds to a plan: bytes, memory, the busiest device, sizes to try.
+"""What attention over a split sequence adds to a plan: bytes, memory, the busiest
+device, sizes to try.
 
-Which form a run takes, and what it sends and holds, is said by `ops.context_costs`, as in the run.
+Which form a run takes, and what it sends and holds, is said by `ops.context_costs`, as
+in the run.
 """
 
 import math
@@ -23,12 +25,15 @@ from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.trainer import build
 from jaxdist.trainer.run_config import RunConfig
 
-# Of what `plan` proposes: devices of a sequence at most, and the least tokens of it on a device.
+# Of what `plan` proposes: devices of a sequence at most, and the least tokens of it on
+# a device.
 MOST, LEAST_TOKENS = 64, 1024
 
 
 class Attention:
-    """The attention of a run's layers where the rules of a mesh split their sequences; none on others."""
+    """The attention of a run's layers where the rules of a mesh split their sequences;
+    none on others.
+    """
 
     def __init__(self, run: RunConfig, rules: Rules, depth: int):
         self.run, self.rules, self.layers = run, rules, list[tuple[Sizes, Form, int]]()
@@ -41,9 +46,13 @@ class Attention:
 
     @property
     def busiest(self) -> float:
-        """Returns the attention of the device that has most to do, relative to the mean of all."""
+        """Returns the attention of the device that has most to do, relative to the mean
+        of all.
+        """
         work = [(count * _span(own), form, own) for own, form, count in self.layers]
-        most = math.fsum(w * (form.busiest if _all_seen(own) else 1.0) for w, form, own in work)
+        most = math.fsum(
+            w * (form.busiest if _all_seen(own) else 1.0) for w, form, own in work
+        )
         return most / math.fsum(w for w, _, _ in work) if work else 1.0
 
     @property
@@ -53,11 +62,19 @@ class Attention:
 
     @property
     def keys(self) -> int:
-        """Returns the bytes of keys and values that a layer holds of a sequence besides a device's own."""
-        return int(max((context_costs.cost(form, own).keys for own, form, _ in self.layers), default=0))
+        """Returns the bytes of keys and values that a layer holds of a sequence besides
+        a device's own.
+        """
+        return int(
+            max(
+                (context_costs.cost(form, own).keys for own, form, _ in self.layers),
+                default=0,
+            )
+        )
 
     def sent(self, passes: int) -> list[tuple[str, float]]:
-        """Returns (kind of collective, bytes that a device sends) of a sequence in a step, all layers.
+        """Returns (kind of collective, bytes that a device sends) of a sequence in a
+        step, all layers.
 
         Args:
           passes: forward ones, 2 where the backward pass computes them again.
@@ -73,7 +90,9 @@ class Attention:
         return math.fsum(link.seconds(kind, sent) for kind, sent in self.sent(passes))
 
     def describe(self, collectives: Sequence[Collective]) -> dict[str, Any]:
-        """Returns, as JSON, what a plan says of it: the form and why, its costs, and what moves."""
+        """Returns, as JSON, what a plan says of it: the form and why, its costs, and
+        what moves.
+        """
         if not self.layers:
             return {}
         moved = [name.replace("_", " ") for name in MOVED]
@@ -91,11 +110,17 @@ class Attention:
 
 
 def runs_to_try(run: RunConfig, spec: ModelSpec, shape: MeshShape) -> list[RunConfig]:
-    """Returns the run with each form of attention that a search looks at on a mesh: its own first.
+    """Returns the run with each form of attention that a search looks at on a mesh: its
+    own first.
 
-    Others only where it is left to us, they are legal, and attention is another than with those before.
+    Others only where it is left to us, they are legal, and attention is another than
+    with those before.
     """
-    if run.context.attention != "auto" or shape.sizes[AXIS] == 1 or not (sizes := build.attention_sizes(run)):
+    if (
+        run.context.attention != "auto"
+        or shape.sizes[AXIS] == 1
+        or not (sizes := build.attention_sizes(run))
+    ):
         return [run]
     found, seen = list[RunConfig](), list[list[str]]()
     for form in get_args(AttentionForm):
@@ -103,15 +128,22 @@ def runs_to_try(run: RunConfig, spec: ModelSpec, shape: MeshShape) -> list[RunCo
         rules = build.rules_for(one, spec, shape)
         if any(context_attention.faults(rules, sizes.length, sizes.heads)):
             continue
-        names = [replace(sizes, window=window).form(rules).name for window in _windows(run, spec.depth)]
+        names = [
+            replace(sizes, window=window).form(rules).name
+            for window in _windows(run, spec.depth)
+        ]
         if names not in seen:
             found.append(one)
             seen.append(names)
     return found
 
 
-def unbeaten(runs: Sequence[RunConfig], cost: Callable[[RunConfig], tuple[float, int]]) -> list[RunConfig]:
-    """Returns the runs than which none before is as fast and holds as little; `cost`: seconds and bytes."""
+def unbeaten(
+    runs: Sequence[RunConfig], cost: Callable[[RunConfig], tuple[float, int]]
+) -> list[RunConfig]:
+    """Returns the runs than which none before is as fast and holds as little; `cost`:
+    seconds and bytes.
+    """
     found, best = list[RunConfig](), list[tuple[float, int]]()
     for run in runs:
         seconds, held = cost(run)
@@ -126,7 +158,8 @@ def _windows(run: RunConfig, depth: int) -> Counter[int]:
     window = run.model.get("window") or 0
     pattern = run.model.get("layer_pattern") or ("global",)
     return Counter(
-        window if pattern[layer % len(pattern)] == "local" else 0 for layer in range(max(depth, 1))
+        window if pattern[layer % len(pattern)] == "local" else 0
+        for layer in range(max(depth, 1))
     )
 
 
@@ -136,13 +169,21 @@ def _all_seen(own: Sizes) -> bool:
 
 def _span(own: Sizes) -> float:
     """Returns the keys that a query sees on average."""
-    return own.length / 2 if _all_seen(own) else own.window - own.window**2 / (2 * own.length)
+    return (
+        own.length / 2
+        if _all_seen(own)
+        else own.window - own.window**2 / (2 * own.length)
+    )
 
 
 def sizes_to_try(run: RunConfig, devices: int) -> list[int]:
-    """Returns the sizes of the axis that a search looks at; its present one for what has no sequences."""
+    """Returns the sizes of the axis that a search looks at; its present one for what
+    has no sequences.
+    """
     if not run.data.is_text:
         return [max(run.mesh.context, 1)]
     length, own = run.batch.sequence_length, max(run.mesh.context, 1)
     sizes = divisors(math.gcd(devices, length))
-    return [n for n in sizes if n in (1, own) or (n <= MOST and length // n >= LEAST_TOKENS)]
+    return [
+        n for n in sizes if n in (1, own) or (n <= MOST and length // n >= LEAST_TOKENS)
+    ]

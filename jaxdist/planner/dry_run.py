@@ -22,8 +22,11 @@ from jaxdist.trainer.run_config import RunConfig
 MOST_EMULATED = 2**14  # devices; each takes threads and memory
 
 
-def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Callable[[str], None] = print) -> None:
-    """Says what a run on these devices would do and need; compiles its step, allocates nothing.
+def dry_run(
+    run: RunConfig, devices: Sequence[jax.Device], say: Callable[[str], None] = print
+) -> None:
+    """Says what a run on these devices would do and need; compiles its step, allocates
+    nothing.
 
     Raises:
       ConfigError: every fault of the run except those of `data.*`, which are only said.
@@ -37,7 +40,9 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Callable[[str], 
         *build.reduction_lines(run, spec, rules),
         *build.context_lines(run, rules),
         *precision.advice(run.precision, devices[0]),
-        *product_formats.lines(run, spec, devices[0], partial(build.batch_shapes, run, 1)),
+        *product_formats.lines(
+            run, spec, devices[0], partial(build.batch_shapes, run, 1)
+        ),
         *pipeline_report.lines(run, spec, rules),
     ):
         say(line)
@@ -45,7 +50,12 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Callable[[str], 
         say(f"data, before training: {fault}")
     say("\n" + explain(build.placements(run, spec, rules)))
     chip = chips.chip_for(devices[0].device_kind)
-    say("\n" + platform_flags.flag_table(chips.platform_of(platform), chip.family if chip else ""))
+    say(
+        "\n"
+        + platform_flags.flag_table(
+            chips.platform_of(platform), chip.family if chip else ""
+        )
+    )
     say("\nmemory per device, by arithmetic:")
     components = memory.components(run, spec, rules, devices[0])
     together = memory.accounted_peak(components)
@@ -91,22 +101,29 @@ def _compiler_lines(compiled: jax.stages.Compiled, platform: str) -> list[str]:
     if sizes is None:
         return [f"{platform} does not say"]
     arguments, given_back, temporaries = (
-        getattr(sizes, f"{name}_size_in_bytes") for name in ("argument", "alias", "temp")
+        getattr(sizes, f"{name}_size_in_bytes")
+        for name in ("argument", "alias", "temp")
     )
     rows = {
         "arguments": arguments,
         "given back": given_back,
         "temporaries": temporaries,
-        "peak, at most": arguments + sizes.output_size_in_bytes - given_back + temporaries,
+        "peak, at most": arguments
+        + sizes.output_size_in_bytes
+        - given_back
+        + temporaries,
     }
     lines = [f"{name:<16} {size:>18,} bytes" for name, size in rows.items()]
     if platform == "cpu":
-        lines.append("temporaries are this CPU compiler's: an accelerator has other kernels")
+        lines.append(
+            "temporaries are this CPU compiler's: an accelerator has other kernels"
+        )
     return lines
 
 
 def missing_devices(mesh: MeshConfig, environ: Mapping[str, str]) -> int | None:
-    """Returns how many CPU devices a dry run should emulate, or None to take what there is.
+    """Returns how many CPU devices a dry run should emulate, or None to take what there
+    is.
 
     Only where the platform is the CPU and the user has not said a number in XLA_FLAGS.
 

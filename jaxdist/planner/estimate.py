@@ -29,7 +29,14 @@ class Estimate:
     @property
     def network_s(self) -> float:
         return math.fsum(
-            (self.gathers, self.gradients, self.tensor, self.stages, self.exchange, self.context)
+            (
+                self.gathers,
+                self.gradients,
+                self.tensor,
+                self.stages,
+                self.exchange,
+                self.context,
+            )
         )
 
     @property
@@ -48,7 +55,9 @@ def mixed(parts: Sequence[Estimate], shares: Sequence[float]) -> Estimate:
     """Returns the estimate of a step of which each part is a share."""
     names = [field.name for field in fields(Estimate) if field.name != "hides"]
     sums: dict[str, Any] = {
-        name: math.fsum(share * getattr(one, name) for one, share in zip(parts, shares, strict=True))
+        name: math.fsum(
+            share * getattr(one, name) for one, share in zip(parts, shares, strict=True)
+        )
         for name in names
     }
     return replace(parts[0], **sums)

@@ -1,4 +1,6 @@
-"""What a kind of collective moves in a step, summed: for the parts of a plan that are about one mesh axis."""
+"""What a kind of collective moves in a step, summed: for the parts of a plan that are
+about one mesh axis.
+"""
 
 import math
 from collections import defaultdict
@@ -8,8 +10,12 @@ from typing import Any
 from jaxdist.planner.communication import Collective
 
 
-def summed(collectives: Sequence[Collective], of: Collection[str]) -> list[dict[str, Any]]:
-    """Returns, as JSON, the bytes and seconds of a step's collectives that move something of these names."""
+def summed(
+    collectives: Sequence[Collective], of: Collection[str]
+) -> list[dict[str, Any]]:
+    """Returns, as JSON, the bytes and seconds of a step's collectives that move
+    something of these names.
+    """
     alike: defaultdict[tuple[str, str, str], list[Collective]] = defaultdict(list)
     for one in collectives:
         if one.what in of:

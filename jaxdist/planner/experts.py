@@ -1,6 +1,8 @@
-"""What a mixture of experts adds to a plan: sizes, memory, what its exchange sends, when to share it out.
+"""What a mixture of experts adds to a plan: sizes, memory, what its exchange sends,
+when to share it out.
 
-Letters: `E` experts, `k` of a token, `D` model, `F` feed-forward, `n` devices of the mesh axis `expert`.
+Letters: `E` experts, `k` of a token, `D` model, `F` feed-forward, `n` devices of the
+mesh axis `expert`.
 """
 
 import math
@@ -26,7 +28,9 @@ from jaxdist.trainer.run_config import RunConfig
 
 (AXIS,) = EXPERT_AXES
 EXCHANGES = (
-    5  # times that a row crosses the network: to its expert and back, then x and gradient to, and back
+    # times that a row crosses the network: to its expert and back, then x and gradient
+    # to, and back
+    5
 )
 SLOW_LINKS = ("DCN", "PCIe", "network")  # an exchange in every layer waits for them
 EVEN = "even load: all pairs of devices have about as many rows for one another"
@@ -45,13 +49,17 @@ class Mixture:
     computed: int  # bytes of a row's element
 
     def exchange(self, parts: int) -> str:
-        """Returns how rows reach experts on so many devices: rounds, gather, or "" where each has all."""
+        """Returns how rows reach experts on so many devices: rounds, gather, or ""
+        where each has all.
+        """
         return choose_exchange("auto", parts, self.chosen)[0] if parts > 1 else ""
 
     def exchanged_bytes(self, parts: int) -> tuple[str, float]:
-        """Returns the kind of collective, and its payload a token and layer, forward and backward.
+        """Returns the kind of collective, and its payload a token and layer, forward
+        and backward.
 
-        What a device sends of it is (n - 1) / n: 5 k slack (n - 1) / n rows, or 5 (n - 1) of gathers.
+        What a device sends of it is (n - 1) / n: 5 k slack (n - 1) / n rows, or 5 (n -
+        1) of gathers.
         """
         row = EXCHANGES * self.width * self.computed
         if self.exchange(parts) == "gather":
@@ -62,11 +70,15 @@ class Mixture:
 def mixture_of(run: RunConfig, spec: ModelSpec) -> Mixture | None:
     """Returns the experts of a run's model; None of a dense one."""
     named = spec.named_parameters().items()
-    kernels = {path: v for path, v in named if {"experts", "d_model", "d_ff"} <= set(v[1])}  # no adapters
+    # no adapters
+    kernels = {
+        path: v for path, v in named if {"experts", "d_model", "d_ff"} <= set(v[1])
+    }
     if not kernels:
         return None
     x, names = next(iter(kernels.values()))
-    dims = dict(zip(names[::-1], x.shape[::-1], strict=False))  # stack dims have no name
+    # stack dims have no name
+    dims = dict(zip(names[::-1], x.shape[::-1], strict=False))
     stacked = sum(math.prod(x.shape[: -len(names)]) for x, names in kernels.values())
     layers = stacked // len({path.rpartition("/")[2] for path in kernels})
     return Mixture(
@@ -80,7 +92,9 @@ def mixture_of(run: RunConfig, spec: ModelSpec) -> Mixture | None:
 
 
 class Moment(NamedTuple):
-    """What the backward pass of a layer's experts holds at some moment, in bytes of a device."""
+    """What the backward pass of a layer's experts holds at some moment, in bytes of a
+    device.
+    """
 
     gathered: int  # kernels
     gradients: int  # of kernels, whole
@@ -88,12 +102,20 @@ class Moment(NamedTuple):
 
 
 def moments(
-    call: ExpertCall, tokens: int, parts: int, computed: int, *, platform: str, scattered: bool = False
+    call: ExpertCall,
+    tokens: int,
+    parts: int,
+    computed: int,
+    *,
+    platform: str,
+    scattered: bool = False,
 ) -> Iterator[Moment]:
-    """Yields the moments of which one is a layer's peak, with a load that fills no more than a round.
+    """Yields the moments of which one is a layer's peak, with a load that fills no more
+    than a round.
 
-    Kernels are gathered, hidden rows computed again, and gradients made one kernel after another; where
-    there may be several rounds they add up in float32, as do those of the tokens.
+    Kernels are gathered, hidden rows computed again, and gradients made one kernel
+    after another; where there may be several rounds they add up in float32, as do those
+    of the tokens.
 
     Args:
       tokens: of a device.
@@ -101,35 +123,47 @@ def moments(
       computed: bytes of a row's element.
       scattered: kernels' gradients are reduce-scattered over devices.
     """
-    D, F, kind = call.width, call.hidden, choose_exchange("auto", parts, call.chosen)[0] if parts > 1 else ""
+    D, F, kind = (
+        call.width,
+        call.hidden,
+        choose_exchange("auto", parts, call.chosen)[0] if parts > 1 else "",
+    )
     kernel = call.experts // parts * D * F
     gathered, totals = computed * (call.inputs + 1) * kernel, 0
     rows, group, fixed = tokens * call.chosen, tokens, 0
     if kind:
         rows = int(SLACK * rows / even_trips(SLACK * rows, call.experts // parts))
-        group *= parts if kind == "gather" else 1  # tokens whose x and gradients are there
+        # tokens whose x and gradients are there
+        group *= parts if kind == "gather" else 1
         totals, fixed = 4 * (call.inputs + 1) * kernel, group * D * (4 + 2 * computed)
     fixed += 2 * rows * D * computed  # rows of x and of its gradient
-    hidden = (call.inputs + 1) * rows * F * computed  # the products' gradients, and the weighted hidden rows
-    # A TPU's kernel puts them in the place of what they are made of; weights' gradients fill its lanes.
+    # the products' gradients, and the weighted hidden rows
+    hidden = (call.inputs + 1) * rows * F * computed
+    # A TPU's kernel puts them in the place of what they are made of; weights' gradients
+    # fill its lanes.
     more = 4 * LANES * rows if platform == "tpu" else rows * F * computed
     yield Moment(gathered, totals, fixed + hidden + more)
-    # In a loop of rounds kernels stay to its end; else they are free when their rows are done.
-    left, made = (gathered, 0) if kind else (0, 2 * 4 * kernel)  # one while another is summed over devices
+    # In a loop of rounds kernels stay to its end; else they are free when their rows
+    # are done.
+    # one while another is summed over devices
+    left, made = (gathered, 0) if kind else (0, 2 * 4 * kernel)
     yield Moment(
         left, totals, fixed + hidden + call.inputs * rows * D * computed
     )  # gradients of x, by product
-    # Of each token a row by choice; where none are exchanged in float32, beside those they are taken from.
+    # Of each token a row by choice; where none are exchanged in float32, beside those
+    # they are taken from.
     choices = call.chosen * group * D * (computed if kind else computed + 4)
     yield Moment(left, totals, fixed + hidden + choices)
     yield Moment(left, totals + made, fixed + hidden - rows * F * computed)
     if platform == "gpu" and scattered:
-        # XLA scatters a layer's while the next is computed: out of copies, beside the loop's own buffers.
+        # XLA scatters a layer's while the next is computed: out of copies, beside the
+        # loop's own buffers.
         yield Moment(left, totals + 2 * 4 * (call.inputs + 1) * kernel, fixed + hidden)
 
 
 def rounds(load: float, even: int = 1) -> int:
-    """Returns how often devices go round if the fullest pair has `load` times the mean rows.
+    """Returns how often devices go round if the fullest pair has `load` times the mean
+    rows.
 
     Args:
       even: rounds of an even load, which have `SLACK` times its rows.
@@ -138,13 +172,17 @@ def rounds(load: float, even: int = 1) -> int:
 
 
 def tokens_worth(mixture: Mixture) -> float:
-    """Returns the tokens a device and part of a step below which experts send less than fsdp does.
+    """Returns the tokens a device and part of a step below which experts send less than
+    fsdp does.
 
-    Fsdp gathers a layer's kernels twice in the compute dtype and reduces float32 gradients; sharing out all
-    experts sends each token's rows instead. 24 E D F bytes against 8.75 k slack D a token with n = 8.
+    Fsdp gathers a layer's kernels twice in the compute dtype and reduces float32
+    gradients; sharing out all experts sends each token's rows instead. 24 E D F bytes
+    against 8.75 k slack D a token with n = 8.
     """
     moved = mixture.kernels * (2 * mixture.computed + 4)
-    return moved / (EXCHANGES * mixture.chosen * SLACK * mixture.width * mixture.computed)
+    return moved / (
+        EXCHANGES * mixture.chosen * SLACK * mixture.width * mixture.computed
+    )
 
 
 # Scope of loops that an even load leaves after so many rounds.
@@ -160,7 +198,8 @@ def with_load(module: hlo.Module, load: float) -> hlo.Module:
             return step
         trips = rounds(load, int(even[1]))
         return hlo.Instruction(
-            step.name, f'{step.text}, backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+            step.name,
+            f'{step.text}, backend_config={{"known_trip_count":{{"n":"{trips}"}}}}',
         )
 
     computations = {
@@ -171,14 +210,23 @@ def with_load(module: hlo.Module, load: float) -> hlo.Module:
 
 
 def describe(
-    mixture: Mixture | None, shape: MeshShape, load: float, collectives: Sequence[Collective]
+    mixture: Mixture | None,
+    shape: MeshShape,
+    load: float,
+    collectives: Sequence[Collective],
 ) -> dict[str, Any]:
-    """Returns, as JSON, what a plan says of experts: how they exchange rows, what was assumed, what moves."""
+    """Returns, as JSON, what a plan says of experts: how they exchange rows, what was
+    assumed, what moves.
+    """
     if mixture is None:
         return {}
     parts, times = shape.sizes[AXIS], rounds(load)
     kind = mixture.exchange(parts)
-    assumed = EVEN if load <= 1 else f"the fullest pair of devices has {load:g} x the mean rows"
+    assumed = (
+        EVEN
+        if load <= 1
+        else f"the fullest pair of devices has {load:g} x the mean rows"
+    )
     times_text = f"{times} round{'s' * (times > 1)} of {SLACK:g} x the even share"
     return {
         "experts": mixture.experts,
@@ -193,7 +241,8 @@ def describe(
 
 
 def best_size(mixture: Mixture, target: Target, inside: int, tokens: float) -> int:
-    """Returns the n of `expert` with the least time on the wire beside fsdp, both inside a slice or node.
+    """Returns the n of `expert` with the least time on the wire beside fsdp, both
+    inside a slice or node.
 
     Args:
       inside: devices that fast links join, of which n is a divisor.
@@ -208,7 +257,9 @@ def best_size(mixture: Mixture, target: Target, inside: int, tokens: float) -> i
         kept = formulas.wire_bytes("all-gather", mixture.kernels / n, inside // n) * (
             2 * mixture.computed + 4
         )
-        return links[AXIS].seconds(kind, sent) + links["fsdp"].seconds("all-gather", kept)
+        return links[AXIS].seconds(kind, sent) + links["fsdp"].seconds(
+            "all-gather", kept
+        )
 
     sizes = [n for n in divisors(inside) if mixture.experts % n == 0]
     return min(sizes, key=lambda n: (seconds(n), n))

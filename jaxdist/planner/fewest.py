@@ -1,7 +1,9 @@
-"""The smallest machine of a family that a run fits: sizes and ZeRO stages by arithmetic, the best compiled.
+"""The smallest machine of a family that a run fits: sizes and ZeRO stages by
+arithmetic, the best compiled.
 
-The global batch and the numerics stay; the axes other than data and fsdp, too. Where a size does not hold
-the batch at once, it is cut into accumulation steps, and where it does not hold a sequence, that is split.
+The global batch and the numerics stay; the axes other than data and fsdp, too. Where a
+size does not hold the batch at once, it is cut into accumulation steps, and where it
+does not hold a sequence, that is split.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +16,14 @@ from jaxdist.config import ConfigError
 from jaxdist.hardware import chips
 from jaxdist.parallel.axes import divisors
 from jaxdist.planner import context, layouts, memory, targets
-from jaxdist.planner.plan import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan, capacity, make_plan
+from jaxdist.planner.plan import (
+    CANNOT_TELL,
+    DOES_NOT_FIT,
+    FITS,
+    Plan,
+    capacity,
+    make_plan,
+)
 from jaxdist.planner.show import new_table
 from jaxdist.planner.targets import Target
 from jaxdist.telemetry.units import GIB
@@ -46,7 +55,11 @@ class Row:
     def overrides(self) -> list[str]:
         """What it sets, as on the command line."""
         mesh, parts = self.run.mesh, self.run.batch.accumulation
-        words = [f"mesh.data={mesh.data}", f"mesh.fsdp={mesh.fsdp}", f"mesh.zero={mesh.zero}"]
+        words = [
+            f"mesh.data={mesh.data}",
+            f"mesh.fsdp={mesh.fsdp}",
+            f"mesh.zero={mesh.zero}",
+        ]
         words += [f"mesh.context={mesh.context}"] * (mesh.context > 1)
         return [*words, f"batch.accumulation={parts}"]
 
@@ -77,7 +90,11 @@ class Fewest:
     def exit_code(self) -> int:
         if self.best:
             return FITS
-        return CANNOT_TELL if any(row.fits is not False for row in self.rows) else DOES_NOT_FIT
+        return (
+            CANNOT_TELL
+            if any(row.fits is not False for row in self.rows)
+            else DOES_NOT_FIT
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -87,8 +104,11 @@ class Fewest:
         }
 
 
-def fewest(run: RunConfig, family: str, *, say: Callable[[str], None] = lambda line: None) -> Fewest:
-    """Returns the sizes of a family, h100 or h100@25GB/s, up to one beyond the first that fits.
+def fewest(
+    run: RunConfig, family: str, *, say: Callable[[str], None] = lambda line: None
+) -> Fewest:
+    """Returns the sizes of a family, h100 or h100@25GB/s, up to one beyond the first
+    that fits.
 
     Raises:
       ConfigError: no such family, or the run is legal on none of its sizes.
@@ -102,7 +122,9 @@ def fewest(run: RunConfig, family: str, *, say: Callable[[str], None] = lambda l
         except ConfigError as error:
             illegal[target.text] = error.faults[0]
             continue
-        say(f"{target.text}: {'fits' if any(row.fits for row in stages) else 'too small'} by arithmetic")
+        say(
+            f"{target.text}: {'fits' if any(row.fits for row in stages) else 'too small'} by arithmetic"
+        )
         chosen = [] if best or tried == MOST_SIZES else _to_compile(stages)
         for row in chosen:
             asked = replace(row, plan=make_plan(row.run, target, say=say))
@@ -116,21 +138,27 @@ def fewest(run: RunConfig, family: str, *, say: Callable[[str], None] = lambda l
         if beyond > BEYOND:
             break
     if not rows:
-        raise ConfigError(f"--fewest={family}: {next(iter(illegal.values()), 'there are no sizes')}")
+        raise ConfigError(
+            f"--fewest={family}: {next(iter(illegal.values()), 'there are no sizes')}"
+        )
     return Fewest(rows, illegal, best)
 
 
 def _to_compile(stages: Sequence[Row]) -> list[Row]:
-    """Returns of a size's rows that fit by arithmetic that with least work, then that with least memory."""
+    """Returns of a size's rows that fit by arithmetic that with least work, then that
+    with least memory.
+    """
     fit = [row for row in stages if row.fits]
-    # Weights are gathered once more for each part, so fewer parts come before a lower ZeRO stage.
+    # Weights are gathered once more for each part, so fewer parts come before a lower
+    # ZeRO stage.
     by_work = sorted(fit, key=lambda row: (row.run.batch.accumulation, row.zero))
     chosen = [*by_work[:1], *sorted(fit, key=lambda row: row.peak_bytes)[:1]]
     return chosen[:1] if chosen[:1] == chosen[1:] else chosen
 
 
 def sizes(family: str) -> Iterator[Target]:
-    """Yields the targets of a family that are sold, the smallest first; `family` may name a network.
+    """Yields the targets of a family that are sold, the smallest first; `family` may
+    name a network.
 
     Raises:
       ConfigError: there is no such family.
@@ -140,8 +168,13 @@ def sizes(family: str) -> Iterator[Target]:
     chip = chips.FAMILIES.get(name)
     if chip is None:
         known = ", ".join(chips.FAMILIES)
-        raise ConfigError(f"--fewest={family}: must be a family of chips, {known}, as in --fewest h100")
-    texts = ("x".join(map(str, dims)) for dims in (_slices(chip) if chip.torus_dims else _hosts(chip)))
+        raise ConfigError(
+            f"--fewest={family}: must be a family of chips, {known}, as in --fewest h100"
+        )
+    texts = (
+        "x".join(map(str, dims))
+        for dims in (_slices(chip) if chip.torus_dims else _hosts(chip))
+    )
     for text in (f"{name}:{dims}{at}{network}" for dims in texts):
         try:
             yield targets.parse(text)
@@ -162,7 +195,9 @@ def _hosts(chip: chips.Chip) -> Iterator[tuple[int, int]]:
 
 
 def _slices(chip: chips.Chip) -> Iterator[tuple[int, ...]]:
-    """Yields shapes of slices, then of several of the largest where those are not built from cubes."""
+    """Yields shapes of slices, then of several of the largest where those are not built
+    from cubes.
+    """
     yield from chip.slices
     dims = [4, 4, 4]
     while chip.max_slice_chips and chip.legal_slice(tuple(dims)):
@@ -194,7 +229,8 @@ def _rows(run: RunConfig, target: Target) -> Iterator[Row]:
 
 
 def _split(run: RunConfig, target: Target, zero: int) -> Row:
-    """Returns the row with the fewest devices to a sequence that fits by arithmetic, or else the smallest.
+    """Returns the row with the fewest devices to a sequence that fits by arithmetic, or
+    else the smallest.
 
     Raises:
       ConfigError: none is legal.
@@ -207,10 +243,12 @@ def _split(run: RunConfig, target: Target, zero: int) -> Row:
         try:
             split = replace(run, mesh=replace(run.mesh, context=size))
             rows.append(_row(split, target, zero, proposed=size > own))
-        except ConfigError as refusal:  # of too few sequences for so many devices, perhaps
+        except ConfigError as refusal:
+            # of too few sequences for so many devices, perhaps
             error = refusal if size == own else error
             continue
-        # A split sequence has fewer activations, and more state, as fsdp has fewer devices.
+        # A split sequence has fewer activations, and more state, as fsdp has fewer
+        # devices.
         if rows[-1].fits or rows[-1].state_bytes > rows[-1].capacity_bytes:
             break
     if not rows:
@@ -219,7 +257,8 @@ def _split(run: RunConfig, target: Target, zero: int) -> Row:
 
 
 def _row(run: RunConfig, target: Target, zero: int, *, proposed: bool = False) -> Row:
-    """Returns the row with the least accumulation that fits by arithmetic, or else with the most.
+    """Returns the row with the least accumulation that fits by arithmetic, or else with
+    the most.
 
     Args:
       proposed: the mesh is not the config's, so its axes keep to fast links.
@@ -232,7 +271,10 @@ def _row(run: RunConfig, target: Target, zero: int, *, proposed: bool = False) -
     for parts in divisors(run.batch.global_size // shape.batch_shards):
         tried = replace(run, batch=replace(run.batch, accumulation=parts))
         components = memory.components(tried, spec, rules, target)
-        peak, state = memory.accounted_peak(components), sum(components.get(name, 0) for name in memory.STATE)
+        peak, state = (
+            memory.accounted_peak(components),
+            sum(components.get(name, 0) for name in memory.STATE),
+        )
         if best is None or peak < best.peak_bytes:
             best = Row(tried, target, zero, peak, state, most)
         # No accumulation makes the state smaller.
@@ -244,24 +286,44 @@ def _row(run: RunConfig, target: Target, zero: int, *, proposed: bool = False) -
 
 def show(found: Mapping[str, Any], console: Console) -> None:
     """Prints the JSON of a `Fewest`."""
-    table = new_table("size", ">chips", ">ZeRO", ">accumulation", ">arithmetic GiB", ">compiled GiB", "")
+    table = new_table(
+        "size",
+        ">chips",
+        ">ZeRO",
+        ">accumulation",
+        ">arithmetic GiB",
+        ">compiled GiB",
+        "",
+    )
     for row in found["rows"]:
         asked = row["compiled_bytes"]
-        verdict = {True: "fits", False: "does not fit", None: "cannot tell"}[row["fits"]]
+        verdict = {True: "fits", False: "does not fit", None: "cannot tell"}[
+            row["fits"]
+        ]
         verdict += " by arithmetic" if row["fits"] and not asked else ""
-        numbers = (row["chips"], row["zero"], row["accumulation"], f"{row['arithmetic_bytes'] / GIB:.1f}")
+        numbers = (
+            row["chips"],
+            row["zero"],
+            row["accumulation"],
+            f"{row['arithmetic_bytes'] / GIB:.1f}",
+        )
         compiled = f"{asked / GIB:.1f}" if asked else ""
         table.add_row(row["target"], *map(str, numbers), compiled, verdict)
     console.print(table, highlight=False)
     for size, reason in found["illegal"].items():
-        console.print(f"{size}: not legal: {reason}", highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"{size}: not legal: {reason}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     if best := found["best"]:
         words = " ".join(f"--config.{word}" for word in best["overrides"])
         line = f"the smallest: --on {best['target']} {words}"
     elif any(row["fits"] is not False for row in found["rows"]):
-        line = (
-            "no size is known to fit: the compiler took none that was compiled; plan a larger one with --on"
-        )
+        line = "no size is known to fit: the compiler took none that was compiled; plan a larger one with --on"
     else:
-        line = "no size fits; more accumulation, remat.policy=full or another family may"
+        line = (
+            "no size fits; more accumulation, remat.policy=full or another family may"
+        )
     console.print(line + "\n", highlight=False, markup=False, soft_wrap=True)

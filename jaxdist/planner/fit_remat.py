@@ -1,7 +1,9 @@
-"""`remat.policy=fit`: what blocks keep so that a step fits a device with the least recomputation.
+"""`remat.policy=fit`: what blocks keep so that a step fits a device with the least
+recomputation.
 
-Every choice of saves and offloads by name, and of how many layers they are for, is weighed by the planner's
-arithmetic; the compiler is asked of the best, and what it says against the arithmetic counts for the next.
+Every choice of saves and offloads by name, and of how many layers they are for, is
+weighed by the planner's arithmetic; the compiler is asked of the best, and what it says
+against the arithmetic counts for the next.
 """
 
 import heapq
@@ -31,9 +33,11 @@ from jaxdist.trainer.run_config import RunConfig
 
 MOST_TRACED = 24  # policies whose blocks are traced: fractions of a second each
 MOST_REFUSED = 4  # compiles of steps that do not fit
-HIDES = 0.5  # of compute: what is taken to hide transfers to the host; all of it is optimistic
-# Layers whose offloaded activations are on the device on their way: compiled peaks of llama3_8b beyond the
-# arithmetic, 7.4 layers on v6e:4x4 (libtpu 0.0.42.1) and 1.4 on h100:1x8 (jax 0.10.2).
+# of compute: what is taken to hide transfers to the host; all of it is optimistic
+HIDES = 0.5
+# Layers whose offloaded activations are on the device on their way: compiled peaks of
+# llama3_8b beyond the arithmetic, 7.4 layers on v6e:4x4 (libtpu 0.0.42.1) and 1.4 on
+# h100:1x8 (jax 0.10.2).
 IN_FLIGHT = {"tpu": 8, "gpu": 2}
 SAME = 0.002  # of a step: what arithmetic does not tell apart is ranked by bytes
 
@@ -48,12 +52,17 @@ class Fitted:
     run: RunConfig  # with the policy
     plan: Plan  # compiled
     seconds: float  # by what it was ranked
-    tried: tuple[tuple[RematConfig, str], ...] = ()  # every policy that was compiled, and what came of it
+    # every policy that was compiled, and what came of it
+    tried: tuple[tuple[RematConfig, str], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the policy, as on the command line too, and what was compiled."""
         tried = [{"remat": str(remat), "why": why} for remat, why in self.tried]
-        return {"overrides": overrides(self.run.remat), "step_s": self.seconds, "tried": tried}
+        return {
+            "overrides": overrides(self.run.remat),
+            "step_s": self.seconds,
+            "tried": tried,
+        }
 
     def lines(self) -> Iterator[str]:
         """Yields what to say of it."""
@@ -74,7 +83,8 @@ def fit(
     """Returns the run with the policy that fits the target with the shortest step.
 
     Args:
-      limit_bytes: what a step may use of a device, where it says so itself; default: the planner's.
+      limit_bytes: what a step may use of a device, where it says so itself; default:
+        the planner's.
       finalists: policies compiled that fit; of several the compiler's estimate decides.
 
     Raises:
@@ -82,12 +92,16 @@ def fit(
       MissingExtra: the target's compiler is not installed.
     """
     weigh = Weigher(run, target, limit_bytes)
-    say(f"remat.policy=fit: {gib_text(weigh.most)} of a {target.text} device may be used")
+    say(
+        f"remat.policy=fit: {gib_text(weigh.most)} of a {target.text} device may be used"
+    )
     tried, fitting = list[tuple[RematConfig, str]](), list[Compiled]()
     for _ in range(MOST_REFUSED + finalists):
         if not (one := _next(weigh, [one for one, _ in tried], fitting)):
             break
-        say(f"compiling remat {one.run.remat}: by arithmetic {time_text(one.estimate.step_s)}")
+        say(
+            f"compiling remat {one.run.remat}: by arithmetic {time_text(one.estimate.step_s)}"
+        )
         plan = make_plan(one.run, target, options=options, say=say)
         fits = plan.fits and (plan.peak_bytes or 0) <= weigh.hard
         made = Compiled(one, plan)
@@ -95,7 +109,9 @@ def fit(
         tried.append((one.run.remat, plan.exit_reason.partition("\n")[0] + took))
         say(f"  {tried[-1][1]}")
         if plan.fits is None:
-            raise ConfigError(f"remat.policy=fit: {plan.exit_reason}; give a policy by hand")
+            raise ConfigError(
+                f"remat.policy=fit: {plan.exit_reason}; give a policy by hand"
+            )
         if fits:
             fitting.append(made)
         else:
@@ -108,21 +124,29 @@ def fit(
     return Fitted(winner.layout.run, winner.plan, _seconds(winner), tuple(tried))
 
 
-def _next(weigh: "Weigher", done: Sequence[RematConfig], fitting: Sequence[Compiled]) -> Candidate | None:
+def _next(
+    weigh: "Weigher", done: Sequence[RematConfig], fitting: Sequence[Compiled]
+) -> Candidate | None:
     """Returns what to compile: the best of all, then the search's own."""
     best = min(map(_seconds, fitting), default=math.inf)
-    fresh = (c for c in weigh.best() if c.run.remat not in done and c.estimate.bound_s < best)
+    fresh = (
+        c for c in weigh.best() if c.run.remat not in done and c.estimate.bound_s < best
+    )
     return next((c for c in fresh if not fitting or c.run.remat in _PLAIN), None)
 
 
 def _seconds(one: Compiled) -> float:
-    """Returns the compiler's estimate, or what offloaded activations take to cross if that is longer."""
+    """Returns the compiler's estimate, or what offloaded activations take to cross if
+    that is longer.
+    """
     return max(one.seconds, one.layout.estimate.host)
 
 
 def _careful(one: Estimate) -> float:
     """Returns the seconds of a step of whose compute a part alone hides transfers."""
-    return one.step_s + min(max(one.host - HIDES * one.busy_s, 0.0), (1 - HIDES) * one.busy_s)
+    return one.step_s + min(
+        max(one.host - HIDES * one.busy_s, 0.0), (1 - HIDES) * one.busy_s
+    )
 
 
 def _nothing_fits(weigh: "Weigher", tried: list[tuple[RematConfig, str]]) -> str:
@@ -153,13 +177,15 @@ class Weigher:
         self.run, self.target = base, target
         self.model = layouts.Model(base, target, self.spec, base, self.shape)
         known = capacity(target)
-        self.hard = min(limit_bytes or known or 0, known or limit_bytes or 0)  # of what the compiler says
+        # of what the compiler says
+        self.hard = min(limit_bytes or known or 0, known or limit_bytes or 0)
         if not self.hard:
             raise ConfigError(
                 f"remat.policy=fit: nobody knows the memory of {target.text}; give a policy by hand"
             )
         self.most = self.hard
-        if target.platform == "gpu" and target.chip:  # above it XLA computes values again by itself
+        # above it XLA computes values again by itself
+        if target.platform == "gpu" and target.chip:
             self.most = min(self.most, int(GPU_SHARE * target.chip.hbm_bytes))
         self.layers = self.spec.depth * self.spec.block_layers
         full = memory.components(base, self.spec, self.rules, target)
@@ -174,7 +200,9 @@ class Weigher:
         self.most = min(self.most, self.hard - excess, self.needed(one) - 1)
 
     def best(self) -> list[Candidate]:
-        """Returns what fits by arithmetic: of each policy the most layers, the shortest step first."""
+        """Returns what fits by arithmetic: of each policy the most layers, the shortest
+        step first.
+        """
         fitting = [self._largest(policy) for _, _, policy in self._promising()]
         fitting += [self.accounted(config) for config in self._grouped()]
         fits = [one for one in fitting if one and self._is_within(one)]
@@ -188,21 +216,32 @@ class Weigher:
         """Returns what takes least memory."""
         plain = [RematConfig("full")]
         plain += [RematConfig(f"offload:{INPUT}")] if self._can_offload else []
-        return min(map(self.accounted, [*plain, *self._grouped()]), key=lambda one: one.accounted_bytes)
+        return min(
+            map(self.accounted, [*plain, *self._grouped()]),
+            key=lambda one: one.accounted_bytes,
+        )
 
     @property
     def _can_offload(self) -> bool:
         return self.target.platform != "cpu"  # whose devices' memory is the host's
 
     def _rank(self, one: Candidate) -> tuple:
-        return round(math.log(_careful(one.estimate)) / SAME), one.estimate.host, one.accounted_bytes
+        return (
+            round(math.log(_careful(one.estimate)) / SAME),
+            one.estimate.host,
+            one.accounted_bytes,
+        )
 
     def _is_within(self, one: Candidate) -> bool:
         return self.needed(one) <= self.most and self._host_bytes(one) <= self.hard
 
     def needed(self, one: Candidate) -> int:
-        """Returns the bytes of a candidate with those of offloaded activations on their way."""
-        crossing = memory.components(one.run, self.spec, self.rules, self.target).get(memory.HOST, 0)
+        """Returns the bytes of a candidate with those of offloaded activations on their
+        way.
+        """
+        crossing = memory.components(one.run, self.spec, self.rules, self.target).get(
+            memory.HOST, 0
+        )
         layers = one.run.remat.layers // self.spec.block_layers or self.spec.depth
         return one.accounted_bytes + min(crossing // layers * self._in_flight, crossing)
 
@@ -211,7 +250,9 @@ class Weigher:
         return IN_FLIGHT.get(self.target.platform, 0)
 
     def _host_bytes(self, one: Candidate) -> int:
-        """Returns the bytes of a device on its host, which is taken to have as much memory as its devices."""
+        """Returns the bytes of a device on its host, which is taken to have as much
+        memory as its devices.
+        """
         components = memory.components(one.run, self.spec, self.rules, self.target)
         return components.get(memory.HOST, 0) + components.get(memory.HOST_STATE, 0)
 
@@ -232,7 +273,11 @@ class Weigher:
             middle = (low + high) // 2
             one = self.accounted(RematConfig(policy, middle * self.spec.block_layers))
             low, high = (middle, high) if self._is_within(one) else (low, middle)
-        return self.accounted(RematConfig(policy, low * self.spec.block_layers)) if low else None
+        return (
+            self.accounted(RematConfig(policy, low * self.spec.block_layers))
+            if low
+            else None
+        )
 
     def _grouped(self) -> Iterator[RematConfig]:
         """Yields groups of layers, for what does not fit otherwise."""
@@ -243,11 +288,17 @@ class Weigher:
                 yield config
 
     def _promising(self) -> list[tuple[float, int, str]]:
-        """Returns (seconds, bytes, policy), by sums over names: those worth a trace, and the search's own."""
+        """Returns (seconds, bytes, policy), by sums over names: those worth a trace,
+        and the search's own.
+        """
         if self._policies is None:
-            rows = heapq.nsmallest(MOST_TRACED, (row for row in map(self._sum, self._choices()) if row))
+            rows = heapq.nsmallest(
+                MOST_TRACED, (row for row in map(self._sum, self._choices()) if row)
+            )
             own = [
-                (0.0, 0, policy) for policy in layouts.REMAT if self._can_offload or "offload" not in policy
+                (0.0, 0, policy)
+                for policy in layouts.REMAT
+                if self._can_offload or "offload" not in policy
             ]
             named = {policy for _, _, policy in rows}
             self._policies = rows + [row for row in own if row[2] not in named]
@@ -257,28 +308,45 @@ class Weigher:
         """Yields every policy of names that the blocks have."""
         self._sizes = self._bytes_of_names()
         names = [name for name in NAMES if name in self._sizes and name != INPUT]
-        gpu = self.target.platform == "gpu"  # where attention's have no name by which they could be moved
-        states = [("", "save") if gpu and name == RESIDUALS else ("", "save", "offload") for name in names]
+        # where attention's have no name by which they could be moved
+        gpu = self.target.platform == "gpu"
+        states = [
+            ("", "save") if gpu and name == RESIDUALS else ("", "save", "offload")
+            for name in names
+        ]
         if not self._can_offload:
             states = [("", "save")] * len(names)
-        for entry, *rest in product(("save", "offload") if self._can_offload else ("save",), *states):
-            kinds: dict[str, list[str]] = {"save": [], "offload": [INPUT] if entry == "offload" else []}
+        for entry, *rest in product(
+            ("save", "offload") if self._can_offload else ("save",), *states
+        ):
+            kinds: dict[str, list[str]] = {
+                "save": [],
+                "offload": [INPUT] if entry == "offload" else [],
+            }
             for name, kind in zip(names, rest, strict=True):
                 if kind:
                     kinds[kind].append(name)
-            parts = [f"{kind}:{','.join(chosen)}" for kind, chosen in kinds.items() if chosen]
+            parts = [
+                f"{kind}:{','.join(chosen)}" for kind, chosen in kinds.items() if chosen
+            ]
             yield "+".join(parts) or "full"
 
     def _bytes_of_names(self) -> dict[str, int]:
         """Returns the bytes that each name takes in a layer of the stack's blocks."""
         # What attention gives is the first of its residuals, which are worth more.
-        config = RematConfig(f"save:{','.join(name for name in NAMES if name != 'attention_out')}")
-        components = memory.components(replace(self.run, remat=config), self.spec, self.rules, self.target)
+        config = RematConfig(
+            f"save:{','.join(name for name in NAMES if name != 'attention_out')}"
+        )
+        components = memory.components(
+            replace(self.run, remat=config), self.spec, self.rules, self.target
+        )
         kept = {name.removeprefix("saved: "): size for name, size in components.items()}
         return {name: kept[name] // self.spec.depth for name in NAMES if name in kept}
 
     def _sum(self, policy: str) -> tuple[float, int, str] | None:
-        """Returns (seconds, bytes, policy) with as many layers as may fit; None if not one layer does."""
+        """Returns (seconds, bytes, policy) with as many layers as may fit; None if not
+        one layer does.
+        """
         named, depth = named_in(policy), self.spec.depth
         base = self.base_bytes
         if INPUT in named["offload"]:
@@ -287,14 +355,17 @@ class Weigher:
         each = sum(self._sizes[name] for name in named["save"] if name != INPUT)
         spare = self.most - base
         count = depth if each * depth <= spare else int(spare // each) if each else 0
-        if count < 1 or sum(self._sizes.get(n, 0) for n in named["offload"]) * count > self.hard:
+        if (
+            count < 1
+            or sum(self._sizes.get(n, 0) for n in named["offload"]) * count > self.hard
+        ):
             return None
         layers = count * self.spec.block_layers if count < depth else 0
         run = replace(self.run, remat=RematConfig(policy, layers))
         return _careful(self.model.estimate(run, self.shape)), each * count, policy
 
 
-# --- a run's policy ---------------------------------------------------------------------------------
+# --- a run's policy -------------------------------------------------------------------
 
 
 def resolve(
@@ -305,10 +376,11 @@ def resolve(
     full_devices: int | None = None,
     say: Say = print,
 ) -> RunConfig:
-    """Returns a run whose policy `fit` is resolved for its devices; each process makes the call.
+    """Returns a run whose policy `fit` is resolved for its devices; each process makes
+    the call.
 
-    A run that goes on keeps the policy that it had. On other devices, or in another layout, it does so if
-    that still fits by arithmetic; else one is found anew.
+    A run that goes on keeps the policy that it had. On other devices, or in another
+    layout, it does so if that still fits by arithmetic; else one is found anew.
 
     Args:
       folder: of the run; None: it has none.
@@ -320,18 +392,26 @@ def resolve(
     chosen: RematConfig | None = None
     with coordination.raise_on_all():
         if jax.process_index() == 0:
-            refitted = elastic.refit(run, devices=len(devices), full_devices=full_devices)
+            refitted = elastic.refit(
+                run, devices=len(devices), full_devices=full_devices
+            )
             chosen = _resolve(refitted, devices, _before(run, folder), say)
-    return replace(run, remat=RematConfig(**coordination.broadcast(chosen and asdict(chosen))))
+    return replace(
+        run, remat=RematConfig(**coordination.broadcast(chosen and asdict(chosen)))
+    )
 
 
 def _before(run: RunConfig, folder: Path | None) -> RematConfig | None:
-    """Returns what was resolved for the run before: its own, or that of the run in its folder."""
+    """Returns what was resolved for the run before: its own, or that of the run in its
+    folder.
+    """
     if run.remat.policy != FIT:
         return run.remat
     if folder is None or not (folder / workdir.CONFIG).is_file():
         return None
-    stored = workdir.read_config(folder, named=run.model["target"], trust_code=None).remat
+    stored = workdir.read_config(
+        folder, named=run.model["target"], trust_code=None
+    ).remat
     return stored if stored.fitted else None
 
 
@@ -350,7 +430,10 @@ def _resolve(
     shape = validate_for(replace(run, remat=RematConfig("full")), target)[0]
     where = f"{target.text}, {shape}, accumulation {run.batch.accumulation}"
     if before:
-        plain, (own, _, place) = replace(before, fitted=""), before.fitted.partition(" for ")
+        plain, (own, _, place) = (
+            replace(before, fitted=""),
+            before.fitted.partition(" for "),
+        )
         if own != str(plain):  # changed by hand since
             return plain
         if place == where:
@@ -358,17 +441,27 @@ def _resolve(
             return before
         weigh = Weigher(run, target, _limit(devices))
         if weigh.fits(plain):
-            say(f"remat: {plain}, resolved for {place}, fits {where} by arithmetic: kept")
+            say(
+                f"remat: {plain}, resolved for {place}, fits {where} by arithmetic: kept"
+            )
             return replace(plain, fitted=f"{plain} for {where}")
-        say(f"remat: {plain}, resolved for {place}, does not fit {where} by arithmetic: resolved anew")
+        say(
+            f"remat: {plain}, resolved for {place}, does not fit {where} by arithmetic: resolved anew"
+        )
     found = fit(run, target, limit_bytes=_limit(devices), say=say)
-    say(f"remat.policy=fit: {' '.join(overrides(found.run.remat))} ({time_text(found.seconds)} a step)")
+    say(
+        f"remat.policy=fit: {' '.join(overrides(found.run.remat))} ({time_text(found.seconds)} a step)"
+    )
     return replace(found.run.remat, fitted=f"{found.run.remat} for {where}")
 
 
 def _limit(devices: Sequence[jax.Device]) -> int | None:
-    """Returns what a step may use of each device, as the devices say; None where they do not."""
-    local = [device for device in devices if device.process_index == jax.process_index()]
+    """Returns what a step may use of each device, as the devices say; None where they
+    do not.
+    """
+    local = [
+        device for device in devices if device.process_index == jax.process_index()
+    ]
     known = [(device.memory_stats() or {}).get("bytes_limit") for device in local]
     return min(filter(None, known), default=None)
 

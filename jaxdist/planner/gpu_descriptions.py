@@ -1,11 +1,15 @@
-"""What XLA must know of a GPU to compile for it without one, as a GpuTargetConfigProto in text form."""
+"""What XLA must know of a GPU to compile for it without one, as a GpuTargetConfigProto
+in text form.
+"""
 
 from jaxdist.hardware import chips
 
-# Compute capability, multiprocessors, float32 units in each, shared memory of one (KiB), L2 (MiB), boost
-# clock (GHz), memory as the device reports it (bytes). Sources: CUDA C++ Programming Guide, "Technical
-# Specifications per Compute Capability"; NVIDIA's architecture whitepapers; memory: the device queries in
-# openxla/xla, xla/backends/gpu/target_config/specs. The plugin's own texts are not in every build of it.
+# Compute capability, multiprocessors, float32 units in each, shared memory of one
+# (KiB), L2 (MiB), boost clock (GHz), memory as the device reports it (bytes). Sources:
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability";
+# NVIDIA's architecture whitepapers; memory: the device queries in openxla/xla,
+# xla/backends/gpu/target_config/specs. The plugin's own texts are not in every build of
+# it.
 _GPUS: dict[str, tuple[int, int, int, int, float, float, int]] = {
     "a100-40gb": (8, 108, 64, 164, 40, 1.41, 42_331_013_120),
     "a100": (8, 108, 64, 164, 40, 1.41, 85_100_068_864),
@@ -18,12 +22,14 @@ _GPUS: dict[str, tuple[int, int, int, int, float, float, int]] = {
     "gb200": (10, 152, 128, 228, 129.25, 2.062, 197_897_748_480),
 }
 
-# What a machine runs. Without these four XLA takes it for one too old for 8-bit floats and computes their
-# products in bfloat16, silently.
+# What a machine runs. Without these four XLA takes it for one too old for 8-bit floats
+# and computes their products in bfloat16, silently.
 _SOFTWARE = {
-    "runtime_version": "12.9.1", "driver_version": "12.9.1", "compile_time_toolkit_version": "12.9.1",
+    "runtime_version": "12.9.1",
+    "driver_version": "12.9.1",
+    "compile_time_toolkit_version": "12.9.1",
     "dnn_version": "9.10.0",
-}  # fmt: skip
+}
 
 # What they have in common.
 _LIMITS = (
@@ -42,7 +48,8 @@ def gpu_description(chip: chips.Chip) -> str:
     software = " ".join(f'{name}: "{version}"' for name, version in _SOFTWARE.items())
     return (
         f"gpu_device_info {{ {_LIMITS} shared_memory_per_core: {shared * 1024} "
-        f"shared_memory_per_block_optin: {(shared - 1) * 1024} "  # one KiB of each block is the system's
+        # one KiB of each block is the system's
+        f"shared_memory_per_block_optin: {(shared - 1) * 1024} "
         f"core_count: {cores} fpus_per_core: {units} clock_rate_ghz: {clock} "
         f"l2_cache_size: {int(l2 * 2**20)} device_memory_size: {memory} "
         f"memory_bandwidth: {int(chip.hbm_bytes_per_s)} {software} "

@@ -1,12 +1,14 @@
-"""What a step holds on each device, by arithmetic and abstract traces: nothing is compiled or allocated.
+"""What a step holds on each device, by arithmetic and abstract traces: nothing is
+compiled or allocated.
 
-A step's peak lies in one of three moments: the loss, the backward pass of the last layer, the update.
-Each holds the state and what is alive then; `components` explains the largest. Activations are
-jax's own: one block is traced on a device's shapes, and what its remat policy keeps is read off its
-vjp. What only a compiler knows (padding, fragmentation, order) is left out, and nothing is fitted.
+A step's peak lies in one of three moments: the loss, the backward pass of the last
+layer, the update. Each holds the state and what is alive then; `components` explains
+the largest. Activations are jax's own: one block is traced on a device's shapes, and
+what its remat policy keeps is read off its vjp. What only a compiler knows (padding,
+fragmentation, order) is left out, and nothing is fitted.
 
-That values live so long was read from the buffer assignments of libtpu 0.0.42.1 and of XLA for CUDA
-(jax 0.10.2, option xla_dump_to).
+That values live so long was read from the buffer assignments of libtpu 0.0.42.1 and of
+XLA for CUDA (jax 0.10.2, option xla_dump_to).
 """
 
 import math
@@ -42,10 +44,13 @@ HOST = "host memory"  # offloaded activations: not on the device, so not in its 
 HOST_STATE = "host memory: optimizer state"  # with the moving average
 # What a checkpoint holds.
 STATE = ("parameters", "optimizer state", "moving average", "model state", HOST_STATE)
-HOST_BYTES_PER_S = 16e9  # assumed between a device and its host's memory, each way: PCIe 4 x8, 5 x4
+# assumed between a device and its host's memory, each way: PCIe 4 x8, 5 x4
+HOST_BYTES_PER_S = 16e9
 
 
-def components(run: RunConfig, spec: ModelSpec, rules: Rules, target: Target | jax.Device) -> Components:
+def components(
+    run: RunConfig, spec: ModelSpec, rules: Rules, target: Target | jax.Device
+) -> Components:
     """Returns bytes per device at the step's peak, by component, the largest first.
 
     Args:
@@ -58,21 +63,31 @@ def components(run: RunConfig, spec: ModelSpec, rules: Rules, target: Target | j
     peak = _peak(_Step(run, spec, rules, platform, ordered=ordered))
     if platform == "tpu" and chip and accounted_peak(peak) > chip.capacity_bytes:
         peak = _peak(_Step(run, spec, rules, "tpu", ordered=True, pressed=True))
-    return dict(sorted(((n, size) for n, size in peak.items() if size), key=lambda item: -item[1]))
+    return dict(
+        sorted(
+            ((n, size) for n, size in peak.items() if size), key=lambda item: -item[1]
+        )
+    )
 
 
 def accounted_peak(components: Mapping[str, int]) -> int:
     """Returns the bytes on the device that the components sum to."""
-    return sum(size for name, size in components.items() if name not in (HOST, HOST_STATE))
+    return sum(
+        size for name, size in components.items() if name not in (HOST, HOST_STATE)
+    )
 
 
 def transfer_s(bytes_on_host: int) -> float:
-    """Returns the seconds in which state crosses from the host to its device and back, nothing hidden."""
+    """Returns the seconds in which state crosses from the host to its device and back,
+    nothing hidden.
+    """
     return 2 * bytes_on_host / HOST_BYTES_PER_S
 
 
 def offload_lines(components: Mapping[str, int]) -> list[str]:
-    """Returns the line that says what an optimizer's state on the host costs; none without one."""
+    """Returns the line that says what an optimizer's state on the host costs; none
+    without one.
+    """
     if not (waiting := components.get(HOST_STATE, 0)):
         return []
     return [
@@ -85,9 +100,14 @@ def offload_lines(components: Mapping[str, int]) -> list[str]:
 def checkpoint_bytes(run: RunConfig, spec: ModelSpec) -> int:
     """Returns the bytes of the whole state, as a checkpoint holds it."""
     trained = sum(x.size for x in jax.tree.leaves(spec.trainable))
-    kept = trained * jnp.dtype(run.precision.params).itemsize + _whole_bytes(_moments(run, spec))
+    kept = trained * jnp.dtype(run.precision.params).itemsize + _whole_bytes(
+        _moments(run, spec)
+    )
     kept += 4 * trained if run.train.ema_decay else 0
-    frozen = (x.size * stored_dtype(x, run.precision.params).itemsize for x in jax.tree.leaves(spec.frozen))
+    frozen = (
+        x.size * stored_dtype(x, run.precision.params).itemsize
+        for x in jax.tree.leaves(spec.frozen)
+    )
     return kept + sum(frozen) + _whole_bytes(spec.model_state)
 
 
@@ -98,11 +118,17 @@ _programs: dict[tuple[str, int, int, int], tuple[int, int]] = {}
 
 def _moments(run: RunConfig, spec: ModelSpec) -> Any:
     """Returns the optimizer's abstract state."""
-    stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, run.precision.params), spec.trainable)
-    shapes = [(path, x.shape, names) for path, (x, names) in spec.named_trainable().items()]
+    stored = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, run.precision.params), spec.trainable
+    )
+    shapes = [
+        (path, x.shape, names) for path, (x, names) in spec.named_trainable().items()
+    ]
     key = repr((run.optimizer, run.precision.params, shapes))
     if key not in _states:
-        transform = optimizers.build_optimizer(run.optimizer, _rate, spec.trainable, spec.names)
+        transform = optimizers.build_optimizer(
+            run.optimizer, _rate, spec.trainable, spec.names
+        )
         _states[key] = jax.eval_shape(transform.init, stored)
     return _states[key]
 
@@ -116,7 +142,8 @@ def _slots(cut: Staging) -> tuple[int, int]:
     """Returns the slots of inputs and of gradients that a stage has, but for trash."""
     config = cut.config
     key = config.schedule, cut.stages, cut.microbatches, config.chunks
-    if key not in _programs or config.schedule.endswith(".json"):  # a file may have changed
+    # a file may have changed
+    if key not in _programs or config.schedule.endswith(".json"):
         program = cut.program()
         _programs[key] = program.num_inputs, program.num_gradients
     return _programs[key]
@@ -128,18 +155,21 @@ def _chip(target: Target | jax.Device) -> Chip | None:
 
 
 def _peak(step: "_Step") -> Components:
-    return max((step.in_loss(), *step.in_backward(), step.in_update()), key=accounted_peak)
+    return max(
+        (step.in_loss(), *step.in_backward(), step.in_update()), key=accounted_peak
+    )
 
 
 class _Step:
     """The sizes of a run's step on one device.
 
     Args:
-      ordered: the head's gradient is reduced before the layers' backward passes: by our barrier on TPUs whose
-        compute waits for sums (`ops.matmul.waits_for_sums`), and wherever sequences are split.
-      pressed: of a program that is too large otherwise. A TPU's compiler then orders it anew, for size: the
-        head as above, and attention's logsumexp is taken out of its lanes before the feed-forward's values
-        are there.
+      ordered: the head's gradient is reduced before the layers' backward passes: by our
+        barrier on TPUs whose compute waits for sums (`ops.matmul.waits_for_sums`), and
+        wherever sequences are split.
+      pressed: of a program that is too large otherwise. A TPU's compiler then orders it
+        anew, for size: the head as above, and attention's logsumexp is taken out of its
+        lanes before the feed-forward's values are there.
     """
 
     def __init__(
@@ -166,69 +196,105 @@ class _Step:
         if self.cut and self.cut.grouped:
             inner = run.remat.policy
         self.block = trace(run, spec, rules, inner, platform)
-        self.full = trace(run, spec, rules, "full", platform) if run.remat.every > 1 else self.block
+        self.full = (
+            trace(run, spec, rules, "full", platform)
+            if run.remat.every > 1
+            else self.block
+        )
         self.last = run.remat.layers // max(spec.block_layers, 1) if spec.staged else 0
         self.rest = (
-            trace(run, spec, rules, run.remat.others, platform) if 0 < self.last < spec.depth else None
+            trace(run, spec, rules, run.remat.others, platform)
+            if 0 < self.last < spec.depth
+            else None
         )
         self.tokens = sequences * sample_tokens(run, rules)
         self.times = self.tokens // self.block.tokens
         self.x = self.times * self.block.x
-        self.x_kept = self.x // (rules.shape.sizes["tensor"] if rules.sequence_parallel else 1)
-        self.keys = sequences * Attention(run, rules, spec.depth).keys  # of other devices, in a layer
+        self.x_kept = self.x // (
+            rules.shape.sizes["tensor"] if rules.sequence_parallel else 1
+        )
+        # of other devices, in a layer
+        self.keys = sequences * Attention(run, rules, spec.depth).keys
         self.state = self._state()
 
-    # --- moments --------------------------------------------------------------------------------
+    # --- moments ----------------------------------------------------------------------
 
     def in_update(self) -> Components:
         """State and gradients; new values take the place of old ones, leaf by leaf."""
         return self.state | {"gradients": self._sum(self.rules.gradient, 4)}
 
     def in_loss(self) -> Components:
-        """A chunk of logits, their gradients, and the head, on top of what the layers kept."""
+        """A chunk of logits, their gradients, and the head, on top of what the layers
+        kept.
+        """
         chunk = min(self.run.model.get("loss_chunk") or self.tokens, self.tokens)
         vocabulary = self._head(vocabulary=True)
         return self._around_backward(self._kept()) | {
             "gathered weights": self._head() * self.compute + self._gathered_once(),
-            "logits": chunk * vocabulary * (4 + self.compute),  # float32, and their gradient
-            # The last output and its gradient, and those of a chunk of all who share out the vocabulary.
-            "working set": 2 * self.x + (self._vocabulary_parts() > 1) * 2 * self._rows(chunk),
+            # float32, and their gradient
+            "logits": chunk * vocabulary * (4 + self.compute),
+            # The last output and its gradient, and those of a chunk of all who share
+            # out the vocabulary.
+            "working set": 2 * self.x
+            + (self._vocabulary_parts() > 1) * 2 * self._rows(chunk),
         }
 
     def in_backward(self) -> Iterator[Components]:
-        """Yields what the last layer's backward pass holds, when nothing that layers kept is free yet.
+        """Yields what the last layer's backward pass holds, when nothing that layers
+        kept is free yet.
 
-        Its weights are gathered and its forward values there again. The first weight's gradient,
-        whole until it is reduced over devices, takes the place of a forward value. GPU reduces a
-        layer's gradients together: all of them are there when half of the forward values are gone.
-        The head's is reduced after the layers, unless they are `ordered`. Experts have moments of their own,
-        in which the values of what comes before them are there, too.
+        Its weights are gathered and its forward values there again. The first weight's
+        gradient, whole until it is reduced over devices, takes the place of a forward
+        value. GPU reduces a layer's gradients together: all of them are there when half
+        of the forward values are gone. The head's is reduced after the layers, unless
+        they are `ordered`. Experts have moments of their own, in which the values of
+        what comes before them are there, too.
         """
-        yield from self._in_backward_of(self.block, self._in_layers(self._kept()), self.policy)
+        yield from self._in_backward_of(
+            self.block, self._in_layers(self._kept()), self.policy
+        )
         if self.rest:  # of the layers before the last ones, whose values are gone
             sizes = self._in_layers(
-                self._kept_by(self.rest, self.spec.depth - self.last, self.run.remat.others)
+                self._kept_by(
+                    self.rest, self.spec.depth - self.last, self.run.remat.others
+                )
             )
             yield from self._in_backward_of(self.rest, sizes, self.run.remat.others)
 
-    def _in_backward_of(self, block: Block, sizes: Components, policy: str) -> Iterator[Components]:
+    def _in_backward_of(
+        self, block: Block, sizes: Components, policy: str
+    ) -> Iterator[Components]:
         sizes["keys of other devices"] = self.keys * (policy != "none")
         if block.experts:
             for moment in self._in_experts(block.experts):
-                work = sizes["working set"] + self.times * (block.working - block.largest) + moment.rows
-                more = {"gathered weights": self._gathered_once() or moment.gathered, "working set": work}
-                more["unreduced gradients"] = sizes["unreduced gradients"] + moment.gradients
+                work = (
+                    sizes["working set"]
+                    + self.times * (block.working - block.largest)
+                    + moment.rows
+                )
+                more = {
+                    "gathered weights": self._gathered_once() or moment.gathered,
+                    "working set": work,
+                }
+                more["unreduced gradients"] = (
+                    sizes["unreduced gradients"] + moment.gradients
+                )
                 yield sizes | more
             return
         gathered = self._gathered_once() or sum(block.weights) * self.compute
-        # With sequence parallelism a part's input is gathered, beside what it is gathered of.
+        # With sequence parallelism a part's input is gathered, beside what it is
+        # gathered of.
         work = self.times * block.working + self.x * (self.x_kept < self.x)
-        unreduced = max(4 * max(block.weights, default=0) - self.times * block.largest, 0)
+        unreduced = max(
+            4 * max(block.weights, default=0) - self.times * block.largest, 0
+        )
         if self.pressed:
-            work -= self.times * block.largest  # one gradient over its value: none and two of them were seen
+            # one gradient over its value: none and two of them were seen
+            work -= self.times * block.largest
         elif self.platform == "tpu":
             work += self.times * block.logsumexps * LANES * 4
-        elif gathered + work < 4 * sum(block.weights) + work // 2:  # a little later there is more
+        elif gathered + work < 4 * sum(block.weights) + work // 2:
+            # a little later there is more
             gathered, work, unreduced = 0, work // 2, 4 * sum(block.weights)
         sizes["unreduced gradients"] += unreduced
         sizes["working set"] += work
@@ -239,17 +305,28 @@ class _Step:
         parts = self.rules.shape.sizes[experts.AXIS]
         scattered = self.rules.shape.sizes["fsdp"] > 1 and self.rules.zero >= 2
         return experts.moments(
-            call, self.tokens, parts, self.compute, platform=self.platform, scattered=scattered
+            call,
+            self.tokens,
+            parts,
+            self.compute,
+            platform=self.platform,
+            scattered=scattered,
         )
 
     def _narrow_state(self) -> int:
-        """Returns the bytes by which experts' kernels and their state are padded in copies on TPU.
+        """Returns the bytes by which experts' kernels and their state are padded in
+        copies on TPU.
 
-        Where a shard's rows are half as wide as the lanes, libtpu lays it out by columns, and the layers'
-        gradients by rows; it copies the state before their loop. Narrower ones it leaves as they are, and
-        updates by element are made by columns (`update.narrow_kernels`).
+        Where a shard's rows are half as wide as the lanes, libtpu lays it out by
+        columns, and the layers' gradients by rows; it copies the state before their
+        loop. Narrower ones it leaves as they are, and updates by element are made by
+        columns (`update.narrow_kernels`).
         """
-        if self.platform != "tpu" or self.rules.zero < 3 or self.run.optimizer.name in optimizers.ELEMENTWISE:
+        if (
+            self.platform != "tpu"
+            or self.rules.zero < 3
+            or self.run.optimizer.name in optimizers.ELEMENTWISE
+        ):
             return 0
         share = self.state["optimizer state"] / max(self._sum(self.rules.state, 1), 1)
         shards = [
@@ -261,10 +338,13 @@ class _Step:
         return int(sum(narrow) * (self.stored + share))
 
     def _in_layers(self, kept: Components) -> Components:
-        """What is alive in every layer's backward pass; the working set is that of a pipeline alone."""
+        """What is alive in every layer's backward pass; the working set is that of a
+        pipeline alone.
+        """
         sizes = self._around_backward(kept) | {"working set": 0}
         if self.ordered:
-            sizes["unreduced gradients"] = 0  # but reduced, unless it is added to earlier parts'
+            # but reduced, unless it is added to earlier parts'
+            sizes["unreduced gradients"] = 0
             sizes["gradients"] += 4 * self._head_shard() * (not sizes["gradients"])
         layer_gradients = self._sum(self.rules.gradient, 4, "blocks")
         if self.cut:
@@ -273,7 +353,9 @@ class _Step:
             # With layers a chunk's inputs, taken from their slots.
             each = self.times * sum(size for _, size in self.block.kept)
             inputs = self.cut.kept_inputs * self.x_kept
-            sizes["working set"] = inputs if self.policy == "layers" else self.cut.dims[2] * each
+            sizes["working set"] = (
+                inputs if self.policy == "layers" else self.cut.dims[2] * each
+            )
         sizes["gradients"] += layer_gradients
         if (every := self.run.remat.every) > 1:  # whose loop has stacks of its own
             share = every / max(self.flat.depth * self.flat.block_layers, 1)
@@ -287,15 +369,21 @@ class _Step:
         several = self.run.batch.accumulation > 1 or self.cut
         cast = self.compute != self.stored
         sizes = self.state | kept
-        sizes["gradients"] = self._sum(self.rules.gradient, 4) if several else 0  # of earlier parts
+        # of earlier parts
+        sizes["gradients"] = self._sum(self.rules.gradient, 4) if several else 0
         sizes["unreduced gradients"] = 4 * self._head(trained=True)
-        # Casts (TPU) and copies in the order of gathers (GPU) of whole stacks leave the loops.
-        sizes["weights as computed"] = self._sum(self.rules.stored, self.compute, "blocks") if cast else 0
+        # Casts (TPU) and copies in the order of gathers (GPU) of whole stacks leave the
+        # loops.
+        sizes["weights as computed"] = (
+            self._sum(self.rules.stored, self.compute, "blocks") if cast else 0
+        )
         sizes["state, padded"] = self._narrow_state()
         return sizes
 
     def _kept(self) -> Components:
-        """What layers keep from forward to backward; with a pipeline, slots of live microbatches."""
+        """What layers keep from forward to backward; with a pipeline, slots of live
+        microbatches.
+        """
         if self.cut:
             each = self.cut.kept_inputs if self.policy == "layers" else 1
             inputs, gradients = _slots(self.cut)
@@ -306,11 +394,15 @@ class _Step:
             order = tuple(one for one in self.full.kept if one[0] != remat.INPUT)
             groups = depth * self.spec.block_layers // self.run.remat.every
             kept = self._kept_by(replace(self.full, kept=order), depth, "full")
-            return kept | {f"saved: {remat.INPUT}": groups * self.x_kept * bool(self.full.kept)}
+            return kept | {
+                f"saved: {remat.INPUT}": groups * self.x_kept * bool(self.full.kept)
+            }
         if self.rest is None:
             return self._kept_by(self.block, depth, self.policy)
         before = self._kept_by(self.rest, depth - self.last, self.run.remat.others)
-        return dict(Counter(before) + Counter(self._kept_by(self.block, self.last, self.policy)))
+        return dict(
+            Counter(before) + Counter(self._kept_by(self.block, self.last, self.policy))
+        )
 
     def _kept_by(self, block: Block, count: int, policy: str) -> Components:
         """What so many blocks keep under a policy."""
@@ -319,7 +411,9 @@ class _Step:
         for name, size in block.kept:
             split = name in remat.RESIDUAL_STREAM and self.rules.sequence_parallel
             shards = self.rules.shape.sizes["tensor"] if split else 1
-            kept[HOST if name in offloaded else f"saved: {name}"] += size * count * self.times // shards
+            kept[HOST if name in offloaded else f"saved: {name}"] += (
+                size * count * self.times // shards
+            )
         if policy == "none":
             kept["saved: keys of other devices"] = self.keys * count
         return dict(kept)
@@ -330,21 +424,31 @@ class _Step:
         kept = self._kept_by(self.block, count, self.run.remat.policy)
         return sum(kept.values()) - kept.get(HOST, 0)
 
-    # --- parameters and state -------------------------------------------------------------------
+    # --- parameters and state ---------------------------------------------------------
 
     def _state(self) -> Components:
         """What is there before, in and after the step; the batch goes with it."""
         run, tree = self.run, self.spec.trainable
         moments = _moments(run, self.spec)
-        rows = [self.rules.state(names, x.shape) for x, names in self.parameters.values()]
-        specs = state_specs(moments, tree, jax.tree.unflatten(jax.tree.structure(tree), rows))
+        rows = [
+            self.rules.state(names, x.shape) for x, names in self.parameters.values()
+        ]
+        specs = state_specs(
+            moments, tree, jax.tree.unflatten(jax.tree.structure(tree), rows)
+        )
         places = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
         pairs = zip(jax.tree.leaves(moments), places, strict=True)
         sizes = [self._elements(x.shape, s) * x.dtype.itemsize for x, s in pairs]
-        average = [4 * self._elements(x.shape, s) for x, s in zip(jax.tree.leaves(tree), rows, strict=True)]
+        average = [
+            4 * self._elements(x.shape, s)
+            for x, s in zip(jax.tree.leaves(tree), rows, strict=True)
+        ]
         average = average if run.train.ema_decay else []
         waiting = self._waiting(moments)
-        moved, moved_average = _split(sizes, waiting.moments), _split(average, waiting.ema)
+        moved, moved_average = (
+            _split(sizes, waiting.moments),
+            _split(average, waiting.ema),
+        )
         frozen = (
             self._elements(x.shape, self.rules.stored(names, x.shape))
             * stored_dtype(x, run.precision.params).itemsize
@@ -361,17 +465,24 @@ class _Step:
         }
 
     def _waiting(self, moments: Any) -> Trained:
-        """Returns which moments, and which parameters' averages, wait in the host's memory."""
+        """Returns which moments, and which parameters' averages, wait in the host's
+        memory.
+        """
         run, spec, tree = self.run, self.flat, self.spec.trainable
         state = Trained(tree, moments, tree if run.train.ema_decay else None)
-        if not run.offload.optimizer or self.platform == "cpu":  # whose devices' memory is the host's
+        # whose devices' memory is the host's
+        if not run.offload.optimizer or self.platform == "cpu":
             return jax.tree.map(lambda _: False, state)
-        rule = build_update_rule(run.optimizer, None, spec, run.train.ema_decay, self.spec.names, OFFLOADED)
+        rule = build_update_rule(
+            run.optimizer, None, spec, run.train.ema_decay, self.spec.names, OFFLOADED
+        )
         assert rule.layerwise is not None
         return rule.layerwise.waiting(state)
 
     def _sum(self, rule, itemsize: int, of: str = "") -> int:
-        """Returns the bytes of all parameters whose path starts so, laid out by a rule."""
+        """Returns the bytes of all parameters whose path starts so, laid out
+        by a rule.
+        """
         parts = (
             self._elements(x.shape, rule(names, x.shape))
             for path, (x, names) in self.parameters.items()
@@ -383,31 +494,50 @@ class _Step:
         return math.prod(self.rules.shard_dims(where, dims))
 
     def _head(self, *, vocabulary: bool = False, trained: bool = False) -> int:
-        """Returns the elements of the (trained) output head, gathered from fsdp; or of its vocabulary."""
+        """Returns the elements of the (trained) output head, gathered from fsdp; or of
+        its vocabulary.
+        """
         if not (table := self._head_table(trained)):
             return 0
         dims, names = table
         local = self.rules.shard_dims(self.rules.computed(names, dims), dims)
-        return local[names.index("vocab")] if vocabulary else math.prod(local) // self._vocabulary_parts()
+        return (
+            local[names.index("vocab")]
+            if vocabulary
+            else math.prod(local) // self._vocabulary_parts()
+        )
 
     def _vocabulary_parts(self) -> int:
-        """Returns how many devices of a sequence share out the head in the loss (`ops.cross_entropy`)."""
-        parts, table = self.rules.shape.sizes["context"], self._head_table(trained=False)
+        """Returns how many devices of a sequence share out the head in the loss
+        (`ops.cross_entropy`).
+        """
+        parts, table = (
+            self.rules.shape.sizes["context"],
+            self._head_table(trained=False),
+        )
         if not table or self.cut and self.rules.vocab_over_stages:
             return 1
         vocabulary = table[0][table[1].index("vocab")]
         return 1 if vocabulary % (parts * self.rules.shape.sizes["tensor"]) else parts
 
     def _rows(self, chunk: int) -> int:
-        """Returns the bytes of a chunk's rows of all devices that share out a sequence."""
+        """Returns the bytes of a chunk's rows of all devices that share out a
+        sequence.
+        """
         return self.x * chunk // self.tokens * self.rules.shape.sizes["context"]
 
     def _head_shard(self) -> int:
         """Returns the elements of the trained output head's reduced gradient."""
         table = self._head_table(trained=True)
-        return self._elements(table[0], self.rules.gradient(table[1], table[0])) if table else 0
+        return (
+            self._elements(table[0], self.rules.gradient(table[1], table[0]))
+            if table
+            else 0
+        )
 
-    def _head_table(self, trained: bool) -> tuple[Sequence[int], tuple[str | None, ...]] | None:
+    def _head_table(
+        self, trained: bool
+    ) -> tuple[Sequence[int], tuple[str | None, ...]] | None:
         """Returns (dims, names) of the output head; None without one."""
         named = self.parameters if trained else self.spec.named_parameters()
         tables = [(x.shape, names) for x, names in named.values() if "vocab" in names]

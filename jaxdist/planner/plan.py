@@ -1,4 +1,6 @@
-"""A plan: what a run needs on a target and how fast it will be there, stage by stage, stopping early."""
+"""A plan: what a run needs on a target and how fast it will be there, stage by stage,
+stopping early.
+"""
 
 import math
 import os
@@ -12,11 +14,27 @@ from jaxdist.config import ConfigError, schema
 from jaxdist.hardware.chips import FP8_REACHED
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.parallel.sharding import Rules
-from jaxdist.planner import advice, communication, experts, memory, restarts, show, targets, timing
+from jaxdist.planner import (
+    advice,
+    communication,
+    experts,
+    memory,
+    restarts,
+    show,
+    targets,
+    timing,
+)
 from jaxdist.planner.advice import Edit
 from jaxdist.planner.calibration import Calibration
 from jaxdist.planner.communication import Collective
-from jaxdist.planner.compiler import CannotTell, Compiled, CompileOptions, DoesNotFit, compile_run, versions
+from jaxdist.planner.compiler import (
+    CannotTell,
+    Compiled,
+    CompileOptions,
+    DoesNotFit,
+    compile_run,
+    versions,
+)
 from jaxdist.planner.context import Attention
 from jaxdist.planner.targets import Target
 from jaxdist.planner.timing import Time
@@ -28,7 +46,8 @@ from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.workdir import model_flops
 
 FITS, DOES_NOT_FIT, CANNOT_TELL = 0, 3, 4
-# Of a GPU's memory: its compiler never refuses a step, and libraries and fragments need the rest.
+# Of a GPU's memory: its compiler never refuses a step, and libraries and fragments need
+# the rest.
 GPU_USABLE_SHARE = 0.92
 _COMPILE = ("seconds", "cpu_seconds", "cached", "child_peak_bytes")
 Say = Callable[[str], None]
@@ -48,13 +67,17 @@ class Plan:
     tokens: int  # of the whole training
     price_per_chip_hour: float | None = None
     assumed: restarts.Assumptions = restarts.Assumptions()  # of the machine
-    expert_load: float = 1.0  # rows of the fullest pair of devices, relative to the mean
+    # rows of the fullest pair of devices, relative to the mean
+    expert_load: float = 1.0
     calibration: Calibration | None = None  # None: collectives take what datasheets say
     fits: bool | None = None  # None: cannot tell
     exit_reason: str = "not compiled"
-    peak_bytes: int | None = None  # by the compiler; of a step that it refuses, what it would need
+    # by the compiler; of a step that it refuses, what it would need
+    peak_bytes: int | None = None
     compiled: Compiled | None = None
-    time: Time = field(default_factory=lambda: Time("unknown: the step was not compiled"))
+    time: Time = field(
+        default_factory=lambda: Time("unknown: the step was not compiled")
+    )
     collectives: Sequence[Collective] = ()
     advice: Sequence[Edit] = ()
     warnings: Sequence[str] = ()
@@ -64,14 +87,19 @@ class Plan:
         return {True: FITS, False: DOES_NOT_FIT, None: CANNOT_TELL}[self.fits]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the plan as JSON; docs/plan.md lists the keys that tools may rely on."""
+        """Returns the plan as JSON; docs/plan.md lists the keys that tools may
+        rely on.
+        """
         done = self.compiled
         return {
             "fits": self.fits,
             "exit_reason": self.exit_reason,
             "target": self.target.text,
-            "hardware": asdict(self.target) | {"chip": self.target.chip and self.target.chip.name},
-            "layout": _layout(self.run, self.rules.shape, self.target, self.calibration),
+            "hardware": asdict(self.target)
+            | {"chip": self.target.chip and self.target.chip.name},
+            "layout": _layout(
+                self.run, self.rules.shape, self.target, self.calibration
+            ),
             "parameters": self.spec.parameter_count,
             "active_parameters": build.active_parameters(self.run, self.spec),
             "memory": self._memory(),
@@ -79,7 +107,9 @@ class Plan:
             "cost": self._cost(),
             "restarts": asdict(self._restarts()),
             "collectives": [_collective(one) for one in self.collectives],
-            "calibration": self.calibration.describe(self.collectives) if self.calibration else {},
+            "calibration": self.calibration.describe(self.collectives)
+            if self.calibration
+            else {},
             **self._models_own(),
             "pipeline": self.pipeline,
             "advice": [asdict(edit) | {"words": edit.words} for edit in self.advice],
@@ -92,7 +122,10 @@ class Plan:
     def _models_own(self) -> dict[str, Any]:
         """Returns what some models and layouts alone have."""
         attention = Attention(self.run, self.rules, self.spec.depth)
-        return {"experts": self._experts(), "context": attention.describe(self.collectives)}
+        return {
+            "experts": self._experts(),
+            "context": attention.describe(self.collectives),
+        }
 
     def _memory(self) -> dict[str, Any]:
         done, capacity, peak = self.compiled, self.capacity_bytes, self.peak_bytes
@@ -100,7 +133,9 @@ class Plan:
         return {
             "capacity_bytes": capacity,
             "peak_bytes": peak,
-            "margin_bytes": None if capacity is None or peak is None else capacity - peak,
+            "margin_bytes": None
+            if capacity is None or peak is None
+            else capacity - peak,
             **{name: done and getattr(done, name) for name in names},
             "host_bytes": done and done.host_argument_bytes + done.host_temp_bytes,
             "accounted_bytes": memory.accounted_peak(self.components),
@@ -109,7 +144,9 @@ class Plan:
 
     def _experts(self) -> dict[str, Any]:
         mixture = experts.mixture_of(self.run, self.spec)
-        return experts.describe(mixture, self.rules.shape, self.expert_load, self.collectives)
+        return experts.describe(
+            mixture, self.rules.shape, self.expert_load, self.collectives
+        )
 
     def _restarts(self) -> restarts.Restarts:
         return restarts.estimate(
@@ -124,7 +161,9 @@ class Plan:
         )
 
     def _cost(self) -> dict[str, float]:
-        """Returns days, chip hours and, at a price, money for the training's tokens; {} without times."""
+        """Returns days, chip hours and, at a price, money for the training's tokens; {}
+        without times.
+        """
         if not (days := self.time.days(self.tokens)):
             return {}
         hours = days * 24 * self.target.num_chips
@@ -148,9 +187,12 @@ def make_plan(
     """Returns the plan of a run on a target.
 
     Args:
-      check_edits: at most so many of the edits that should make it fit are compiled, the best first.
-      expert_load: rows of the fullest pair of devices that exchange experts' rows, relative to the mean.
-      calibration: measured times of collectives, of the plan itself; edits are chosen by memory.
+      check_edits: at most so many of the edits that should make it fit are compiled,
+        the best first.
+      expert_load: rows of the fullest pair of devices that exchange experts' rows,
+        relative to the mean.
+      calibration: measured times of collectives, of the plan itself; edits are chosen
+        by memory.
 
     Raises:
       ConfigError: the run cannot be laid out on the target.
@@ -161,7 +203,9 @@ def make_plan(
         return plan
     edits = _edits(plan)
     if check_edits:
-        edits = advice.check(run, edits, lambda r: _compiled_plan(r, target, options, say), check_edits)
+        edits = advice.check(
+            run, edits, lambda r: _compiled_plan(r, target, options, say), check_edits
+        )
     return replace(plan, advice=edits)
 
 
@@ -175,7 +219,9 @@ def plan_by_arithmetic(run: RunConfig, target: Target) -> Plan:
     components = memory.components(run, spec, rules, target)
     pipeline = pipeline_report.describe(run, spec, rules).get("pipeline", {})
     tokens = run.train.steps * _tokens_per_step(run)
-    return Plan(run, target, spec, rules, components, capacity(target), pipeline, tokens)
+    return Plan(
+        run, target, spec, rules, components, capacity(target), pipeline, tokens
+    )
 
 
 def _tokens_per_step(run: RunConfig) -> int:
@@ -185,24 +231,37 @@ def _tokens_per_step(run: RunConfig) -> int:
 def capacity(target: Target) -> int | None:
     """Returns the bytes that a step may use on a device; None where that is not known.
 
-    A TPU compiler's own limit; of a GPU's memory a share; of this machine's memory for emulated
-    CPU devices an equal part each.
+    A TPU compiler's own limit; of a GPU's memory a share; of this machine's memory for
+    emulated CPU devices an equal part each.
     """
     if target.platform == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // target.num_devices
+        return (
+            os.sysconf("SC_PHYS_PAGES")
+            * os.sysconf("SC_PAGE_SIZE")
+            // target.num_devices
+        )
     if target.chip is None:
         return None
-    return int(target.chip.capacity_bytes * (GPU_USABLE_SHARE if target.platform == "gpu" else 1))
+    return int(
+        target.chip.capacity_bytes
+        * (GPU_USABLE_SHARE if target.platform == "gpu" else 1)
+    )
 
 
 def explain_shortage(run: RunConfig, devices: Sequence[jax.Device], error: str) -> str:
-    """Returns components and advice for a run that ran out of memory on its devices; compiles nothing."""
+    """Returns components and advice for a run that ran out of memory on its devices;
+    compiles nothing.
+    """
     reason = error.splitlines()[0]
     try:
         plan = plan_by_arithmetic(run, targets.parse("here", devices))
     except ConfigError:  # devices that cannot be planned for
-        return f"{reason}\nraise mesh.fsdp or batch.accumulation, or set remat.policy=full"
-    return show.as_text(replace(plan, fits=False, exit_reason=reason, advice=_edits(plan)).to_json())
+        return (
+            f"{reason}\nraise mesh.fsdp or batch.accumulation, or set remat.policy=full"
+        )
+    return show.as_text(
+        replace(plan, fits=False, exit_reason=reason, advice=_edits(plan)).to_json()
+    )
 
 
 def _compiled_plan(
@@ -214,36 +273,59 @@ def _compiled_plan(
     calibration: Calibration | None = None,
 ) -> Plan:
     """Returns the plan without advice."""
-    plan = replace(plan_by_arithmetic(run, target), expert_load=expert_load, calibration=calibration)
-    say(f"by arithmetic {gib_text(memory.accounted_peak(plan.components))} of a device's memory")
+    plan = replace(
+        plan_by_arithmetic(run, target),
+        expert_load=expert_load,
+        calibration=calibration,
+    )
+    say(
+        f"by arithmetic {gib_text(memory.accounted_peak(plan.components))} of a device's memory"
+    )
     try:
         return _with_compiled(plan, compile_run(run, target, options, say=say))
     except DoesNotFit as refusal:
         needed, capacity = refusal.args
         reason = f"the compiler refuses it: {gib_text(needed)} needed, {gib_text(capacity)} to be had"
-        return replace(plan, fits=False, peak_bytes=needed, capacity_bytes=capacity, exit_reason=reason)
+        return replace(
+            plan,
+            fits=False,
+            peak_bytes=needed,
+            capacity_bytes=capacity,
+            exit_reason=reason,
+        )
     except CannotTell as silence:
         return replace(plan, exit_reason=str(silence))
 
 
 def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
     """Returns the plan with what the compiled step shows: fit, collectives, time."""
-    run, target, peak, notes = plan.run, plan.target, compiled.peak_bytes, list(compiled.notes)
+    run, target, peak, notes = (
+        plan.run,
+        plan.target,
+        compiled.peak_bytes,
+        list(compiled.notes),
+    )
     capacity = plan.capacity_bytes
     # A TPU's compiler has said so itself.
     fits = target.platform == "tpu" or capacity is None or peak <= capacity
     reason = f"peak {gib_text(peak)} of {gib_text(capacity) if capacity else 'unknown'} that a step may use"
-    plan = replace(plan, compiled=compiled, peak_bytes=peak, fits=fits, exit_reason=reason)
+    plan = replace(
+        plan, compiled=compiled, peak_bytes=peak, fits=fits, exit_reason=reason
+    )
     batch = plan.components.get("batch", 0)  # which is not given back
     if compiled.alias_bytes < 0.99 * (compiled.argument_bytes - batch):
         notes.append("the state is not wholly donated: old and new are held at once")
     notes += build.reduction_lines(run, plan.spec, plan.rules, forced=True)
     notes += memory.offload_lines(plan.components)
     if not compiled.hlo:
-        notes.append("these versions cannot print the program: no communication, no time")
+        notes.append(
+            "these versions cannot print the program: no communication, no time"
+        )
         return replace(plan, warnings=notes)
     module = experts.with_load(hlo.parse(compiled.hlo), plan.expert_load)
-    collectives = communication.collectives(module, plan.rules.shape, target, compiled.mesh_ids)
+    collectives = communication.collectives(
+        module, plan.rules.shape, target, compiled.mesh_ids
+    )
     if plan.calibration:
         collectives = plan.calibration.applied(collectives)
     compute, kernels = run.precision.compute, timing.kernels(module)
@@ -270,13 +352,17 @@ def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
     notes += _fp8_lines(module)
     sure = time.sure + _other_compiler(time.sure, target.platform, versions())
     even = experts.rounds(plan.expert_load) == 1
-    told = tuple(note for note in time.notes if even or not note.startswith(timing.EVEN_LOAD))
+    told = tuple(
+        note for note in time.notes if even or not note.startswith(timing.EVEN_LOAD)
+    )
     time = replace(time, sure=sure, notes=told)
     return replace(plan, collectives=collectives, warnings=notes, time=time)
 
 
 def _fp8_lines(module: hlo.Module) -> list[str]:
-    """Returns the line that says how products of 8-bit floats are counted; none without them."""
+    """Returns the line that says how products of 8-bit floats are counted; none without
+    them.
+    """
     if not (counted := flops.hlo_flops(module, fp8_only=True)):
         return []
     share = percent_text(counted / flops.hlo_flops(module))
@@ -288,22 +374,39 @@ def _fp8_lines(module: hlo.Module) -> list[str]:
 
 
 def _other_compiler(sure: str, platform: str, versions: Mapping[str, str]) -> str:
-    """Returns "; this plan is ..." where another compiler made the plan than the figures in `sure`."""
-    names = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}.get(platform, ())
+    """Returns "; this plan is ..." where another compiler made the plan than the
+    figures in `sure`.
+    """
+    names = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}.get(
+        platform, ()
+    )
     used = next((f"{name} {versions[name]}" for name in names if name in versions), "")
-    return f"; this plan is compiled by {used}, of which nothing was compared" if used not in sure else ""
+    return (
+        f"; this plan is compiled by {used}, of which nothing was compared"
+        if used not in sure
+        else ""
+    )
 
 
 def _edits(plan: Plan) -> list[Edit]:
     peak, capacity = memory.accounted_peak(plan.components), plan.capacity_bytes
     needed = plan.peak_bytes or capacity  # of a run that has failed: more than there is
     return advice.edits(
-        plan.run, plan.rules.shape, plan.target, peak, needed_bytes=needed, capacity_bytes=capacity
+        plan.run,
+        plan.rules.shape,
+        plan.target,
+        peak,
+        needed_bytes=needed,
+        capacity_bytes=capacity,
     )
 
 
-def _links(shape: MeshShape, target: Target, measured: Calibration | None) -> dict[str, dict[str, Any]]:
-    """Returns the datasheet's link of each mesh axis, and as `calibrated` what was measured by kind."""
+def _links(
+    shape: MeshShape, target: Target, measured: Calibration | None
+) -> dict[str, dict[str, Any]]:
+    """Returns the datasheet's link of each mesh axis, and as `calibrated` what was
+    measured by kind.
+    """
     links: dict[str, dict[str, Any]] = {}
     for axis, size in shape.sizes.items():
         if size > 1:
@@ -314,8 +417,12 @@ def _links(shape: MeshShape, target: Target, measured: Calibration | None) -> di
     return links
 
 
-def _layout(run: RunConfig, shape: MeshShape, target: Target, measured: Calibration | None) -> dict[str, Any]:
-    """Returns mesh sizes with the link of each axis, ZeRO stage, schedule and batch of a run."""
+def _layout(
+    run: RunConfig, shape: MeshShape, target: Target, measured: Calibration | None
+) -> dict[str, Any]:
+    """Returns mesh sizes with the link of each axis, ZeRO stage, schedule and batch of
+    a run.
+    """
     staged = shape.sizes["pipeline"] > 1
     return {
         "text": str(shape),
@@ -338,5 +445,9 @@ def _collective(one: Collective) -> dict[str, Any]:
     values = {name: value for name, value in asdict(one).items() if name not in places}
     # No time is a link that is not modelled.
     values |= {"wire_bytes": one.wire_bytes, "step_s": one.step_s or None}
-    values |= {"exposed_s": one.exposed_s} if one.step_s else {"hidden_s": None, "exposed_s": None}
+    values |= (
+        {"exposed_s": one.exposed_s}
+        if one.step_s
+        else {"hidden_s": None, "exposed_s": None}
+    )
     return values | {"link": one.link.name if one.link else None}

@@ -1,4 +1,6 @@
-"""The run that stands in a workdir, as a plan needs it: the layout that runs, and the hardware it runs on."""
+"""The run that stands in a workdir, as a plan needs it: the layout that runs, and the
+hardware it runs on.
+"""
 
 import dataclasses
 import math
@@ -41,24 +43,35 @@ def target_text(folder: Path, info: Mapping[str, Any]) -> str:
     """
     kind, count = info.get("device_kind"), info.get("num_devices")
     platform = chips.platform_of(str(info.get("platform")))
-    chip, cure = chips.chip_for(kind) if isinstance(kind, str) else None, "name the hardware with --on"
+    chip, cure = (
+        chips.chip_for(kind) if isinstance(kind, str) else None,
+        "name the hardware with --on",
+    )
     if type(count) is not int or not 0 < count < 2**20:
-        raise ConfigError(f"{folder / workdir.RUN} does not say how many devices the run has; {cure}")
+        raise ConfigError(
+            f"{folder / workdir.RUN} does not say how many devices the run has; {cure}"
+        )
     if platform == "cpu":
         return f"cpu:{count}"
     if chip is None or not chip.family:
-        raise ConfigError(f"the run is on {kind!s:.60}, for which nothing is known of compiling; {cure}")
+        raise ConfigError(
+            f"the run is on {kind!s:.60}, for which nothing is known of compiling; {cure}"
+        )
     if not chip.torus_dims:
         hosts = info.get(reproduce.HOSTS)
         machines = max(1, len(set(map(str, hosts)))) if isinstance(hosts, list) else 1
         if count % machines:
-            raise ConfigError(f"run.json has {count} devices on {machines} machines, unevenly; {cure}")
+            raise ConfigError(
+                f"run.json has {count} devices on {machines} machines, unevenly; {cure}"
+            )
         return f"{chip.family}:{machines}x{count // machines}"
     sizes = _slices(info, chip, count // chip.devices_per_chip, cure)
     return f"{chip.family}:{'x'.join(map(str, sizes))}"
 
 
-def _slices(info: Mapping[str, Any], chip: chips.Chip, number: int, cure: str) -> Sequence[int]:
+def _slices(
+    info: Mapping[str, Any], chip: chips.Chip, number: int, cure: str
+) -> Sequence[int]:
     """Returns the sizes of a run's TPU slices, and their number."""
     topology = info.get(reproduce.TOPOLOGY)
     if isinstance(topology, dict):
@@ -66,17 +79,24 @@ def _slices(info: Mapping[str, Any], chip: chips.Chip, number: int, cure: str) -
         sizes = [*(shape if isinstance(shape, list) else ()), topology.get("slices")]
         if all(type(n) is int and n > 0 for n in sizes) and math.prod(sizes) == number:
             return sizes
-        raise ConfigError(f"run.json joins {number} chips as {topology!s:.60}, which cannot be; {cure}")
-    shapes = list(dict.fromkeys(s for s in targets.slices_of(chip, number) if chip.legal_slice(s)))
+        raise ConfigError(
+            f"run.json joins {number} chips as {topology!s:.60}, which cannot be; {cure}"
+        )
+    shapes = list(
+        dict.fromkeys(s for s in targets.slices_of(chip, number) if chip.legal_slice(s))
+    )
     if len(shapes) == 1:
         return shapes[0]
-    among = " or ".join(f"{chip.family}:{'x'.join(map(str, shape))}" for shape in shapes[:4])
+    among = " or ".join(
+        f"{chip.family}:{'x'.join(map(str, shape))}" for shape in shapes[:4]
+    )
     said = f"run.json is of an older version, which did not say how {number} chips are joined; {cure}"
     raise ConfigError(f"{said} ({among})" if among else said)
 
 
 def with_layout(run: RunConfig, folder: Path, info: Mapping[str, Any]) -> RunConfig:
-    """Returns the run of a folder with the layout of its last start, which an elastic one had refitted.
+    """Returns the run of a folder with the layout of its last start, which an elastic
+    one had refitted.
 
     As it is, where the command line asks for another mesh than the run's config.
 
@@ -90,7 +110,9 @@ def with_layout(run: RunConfig, folder: Path, info: Mapping[str, Any]) -> RunCon
     layout = planned.layout_of_run(flat, info, read_events(folder))
     sizes = {axis: layout.mesh[axis] for axis in AXES if axis in layout.mesh}
     mesh = schema.to_config_dict(run.mesh).to_dict() | sizes | {"zero": layout.zero}
-    batch = schema.to_config_dict(run.batch).to_dict() | {"accumulation": layout.accumulation}
+    batch = schema.to_config_dict(run.batch).to_dict() | {
+        "accumulation": layout.accumulation
+    }
     return dataclasses.replace(
         run,
         mesh=schema.from_config_dict(type(run.mesh), mesh),

@@ -1,6 +1,8 @@
-"""The best layout of a run on a target: every legal one by arithmetic, the promising ones by the compiler.
+"""The best layout of a run on a target: every legal one by arithmetic, the promising
+ones by the compiler.
 
-Arithmetic orders the layouts and rules out what cannot fit; what is called the best was compiled.
+Arithmetic orders the layouts and rules out what cannot fit; what is called the best was
+compiled.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from rich.text import Text
 from jaxdist.planner import experts, layouts, rules_of_thumb
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.layouts import Candidate
-from jaxdist.planner.plan import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan, capacity, make_plan
+from jaxdist.planner.plan import (
+    CANNOT_TELL,
+    DOES_NOT_FIT,
+    FITS,
+    Plan,
+    capacity,
+    make_plan,
+)
 from jaxdist.planner.show import new_table
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.model_spec import ModelSpec
@@ -30,10 +39,14 @@ from jaxdist.trainer.run_config import RunConfig
 
 TIE = 0.10  # estimates that differ by less do not rank two meshes,
 VARIANT_TIE = 0.02  # but they do rank variants of one, which share their errors
-MAX_OF_LEADING_AXES = 2  # finalists on the mesh axes of the fastest so far, at most; on other axes one
+# finalists on the mesh axes of the fastest so far, at most; on other axes one
+MAX_OF_LEADING_AXES = 2
 MAX_FITTING_OF_AXES = 24  # of each set of axes that fit, by arithmetic
-GPU_SHARE = 0.8  # of a GPU's memory: to stay below it XLA computes values again, +21 % FLOPs seen on H100
-MAX_SLOWDOWN = 1.5  # times the fastest that fits: what arithmetic says is slower is not looked at further
+# of a GPU's memory: to stay below it XLA computes values again, +21 % FLOPs seen on
+# H100
+GPU_SHARE = 0.8
+# times the fastest that fits: what arithmetic says is slower is not looked at further
+MAX_SLOWDOWN = 1.5
 
 
 @dataclass(frozen=True)
@@ -45,7 +58,8 @@ class Compiled:
 
     @property
     def seconds(self) -> float:
-        """What it is ranked by: the estimated step, or its busiest link if that takes longer.
+        """What it is ranked by: the estimated step, or its busiest link if that takes
+        longer.
 
         The estimate of a TPU step takes asynchronous communication for hidden.
         """
@@ -69,10 +83,17 @@ class Compiled:
         ratio = self.seconds / best.seconds
         text = f"x {ratio:.2f}"
         if plan.time.waterfall and best.plan.time.waterfall:
-            more = {name: s - best.plan.time.waterfall[name] for name, s in plan.time.waterfall.items()}
+            more = {
+                name: s - best.plan.time.waterfall[name]
+                for name, s in plan.time.waterfall.items()
+            }
             name = (max if ratio >= 1 else min)(more, key=more.__getitem__)
-            text += f": {'-' if more[name] < 0 else '+'}{time_text(abs(more[name]))} {name}"
-        if ratio > 1 + TIE or (ratio > 1 + VARIANT_TIE and self.layout.shape == best.layout.shape):
+            text += (
+                f": {'-' if more[name] < 0 else '+'}{time_text(abs(more[name]))} {name}"
+            )
+        if ratio > 1 + TIE or (
+            ratio > 1 + VARIANT_TIE and self.layout.shape == best.layout.shape
+        ):
             return text
         simpler = self.layout.complexity > best.layout.complexity
         return f"a tie ({text}), but {'more to set' if simpler else 'no smaller'}"
@@ -80,14 +101,18 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Ranking:
-    """What was found: compiled layouts, the best first, and why the others are not among them."""
+    """What was found: compiled layouts, the best first, and why the others are not
+    among them.
+    """
 
     run: RunConfig
     target: Target
     compiled: Sequence[Compiled]
-    others: Sequence[tuple[Candidate, str]]  # the most promising that were not compiled, and why
-    # counts: candidates by what became of them; illegal: reason -> meshes; stopped: why no more compiles;
-    # rule_of_thumb: its layout, reasons and how it compares; seconds and cpu_seconds of the search.
+    # the most promising that were not compiled, and why
+    others: Sequence[tuple[Candidate, str]]
+    # counts: candidates by what became of them; illegal: reason -> meshes; stopped: why
+    # no more compiles; rule_of_thumb: its layout, reasons and how it compares; seconds
+    # and cpu_seconds of the search.
     summary: Mapping[str, Any]
 
     @property
@@ -99,7 +124,11 @@ class Ranking:
     def exit_code(self) -> int:
         if self.winner:
             return FITS
-        return DOES_NOT_FIT if any(one.plan.fits is False for one in self.compiled) else CANNOT_TELL
+        return (
+            DOES_NOT_FIT
+            if any(one.plan.fits is False for one in self.compiled)
+            else CANNOT_TELL
+        )
 
     def to_json(self) -> dict[str, Any]:
         best = self.winner
@@ -116,12 +145,22 @@ class Ranking:
     def _row(self, one: Candidate, compiled: Compiled | None = None) -> dict[str, Any]:
         sums = {"step_s": one.estimate.step_s, "bound_s": one.estimate.bound_s}
         guess = sums | {"peak_bytes": one.accounted_bytes} | asdict(one.estimate)
-        row: dict[str, Any] = {"layout": one.text, "overrides": one.overrides(self.run), "arithmetic": guess}
+        row: dict[str, Any] = {
+            "layout": one.text,
+            "overrides": one.overrides(self.run),
+            "arithmetic": guess,
+        }
         if compiled is None:
             return row
-        plan, rates = compiled.plan, ("band_s", "waterfall", "mfu_causal", "tokens_per_s_per_chip")
+        plan, rates = (
+            compiled.plan,
+            ("band_s", "waterfall", "mfu_causal", "tokens_per_s_per_chip"),
+        )
         row |= {name: getattr(plan.time, name) for name in rates}
-        row |= {name: getattr(plan, name) for name in ("fits", "peak_bytes", "capacity_bytes")}
+        row |= {
+            name: getattr(plan, name)
+            for name in ("fits", "peak_bytes", "capacity_bytes")
+        }
         row |= {"step_s": compiled.seconds, "why": compiled.why(self.compiled[0])}
         return row | {"compile_cpu_s": plan.compiled and plan.compiled.cpu_seconds}
 
@@ -139,8 +178,8 @@ def search(
     """Returns the run's layouts on a target, ranked.
 
     Args:
-      finalists: compiles at most, and one more for the rule of thumb's layout; with experts another, so
-        that layouts with and without their axis are compared.
+      finalists: compiles at most, and one more for the rule of thumb's layout; with
+        experts another, so that layouts with and without their axis are compared.
       minutes: of wall time; no compile begins that would probably end after them.
       expert_load: see `make_plan`.
 
@@ -153,17 +192,25 @@ def search(
     candidates = list(layouts.candidates(run, target, meshes, spec, expert_load))
     fitting, counts = _select_fitting(candidates, target, spec)
     say("; ".join(f"{n} {name}" for name, n in counts.items()))
-    compiler = _Compiler(target, options or CompileOptions(), began + 60 * minutes, say, expert_load)
+    compiler = _Compiler(
+        target, options or CompileOptions(), began + 60 * minutes, say, expert_load
+    )
     stopped = compiler.compile_best(fitting, finalists)
     rule = _rule_of_thumb(run, target, spec)
     ruled = [one for one in fitting if _follows_rule(one, rule)]
-    if ruled and compiler.has_time() and not any(_follows_rule(one.layout, rule) for one in compiler.done):
+    if (
+        ruled
+        and compiler.has_time()
+        and not any(_follows_rule(one.layout, rule) for one in compiler.done)
+    ):
         compiler.compile(ruled[0])
     if compiler.has_time() and (other := _other_kind(fitting, compiler.done)):
         compiler.compile(other)
     ranked = _ranked(compiler.done)
     tried = {id(one.layout) for one in ranked}
-    others = [(one, _why_not_compiled(one, ranked)) for one in fitting if id(one) not in tried]
+    others = [
+        (one, _why_not_compiled(one, ranked)) for one in fitting if id(one) not in tried
+    ]
     summary = {
         "counts": counts,
         "illegal": illegal,
@@ -175,17 +222,35 @@ def search(
     return Ranking(run, target, ranked, others[: 2 * finalists], summary)
 
 
-def _rule_of_thumb(run: RunConfig, target: Target, spec: ModelSpec) -> rules_of_thumb.Suggestion:
+def _rule_of_thumb(
+    run: RunConfig, target: Target, spec: ModelSpec
+) -> rules_of_thumb.Suggestion:
     tokens = run.batch.global_size * build.targets_per_sample(run) / target.num_devices
-    depth, mixture = max(spec.depth, rules_of_thumb.MIN_LAYERS), experts.mixture_of(run, spec)
+    depth, mixture = (
+        max(spec.depth, rules_of_thumb.MIN_LAYERS),
+        experts.mixture_of(run, spec),
+    )
     active = build.active_parameters(run, spec)
-    return rules_of_thumb.rule_of_thumb(spec.parameter_count, target, depth, tokens, mixture, active=active)
+    return rules_of_thumb.rule_of_thumb(
+        spec.parameter_count, target, depth, tokens, mixture, active=active
+    )
 
 
-def _other_kind(fitting: Sequence[Candidate], done: Sequence[Compiled]) -> Candidate | None:
-    """Returns the best layout without experts' axis where only such with it were compiled, and vice versa."""
+def _other_kind(
+    fitting: Sequence[Candidate], done: Sequence[Compiled]
+) -> Candidate | None:
+    """Returns the best layout without experts' axis where only such with it were
+    compiled, and vice versa.
+    """
     kinds = {experts.AXIS in one.layout.axes for one in done}
-    return next((one for one in fitting if len(kinds) == 1 and (experts.AXIS in one.axes) not in kinds), None)
+    return next(
+        (
+            one
+            for one in fitting
+            if len(kinds) == 1 and (experts.AXIS in one.axes) not in kinds
+        ),
+        None,
+    )
 
 
 def _cpu_seconds() -> float:
@@ -205,7 +270,9 @@ def _select_fitting(
         most = min(most, GPU_SHARE * target.chip.hbm_bytes)
     larger = late = passed = 0
     kinds = Counter[tuple[str, ...]]()
-    possible = sorted((one for one in candidates if one.state_bytes <= most), key=_by_arithmetic)
+    possible = sorted(
+        (one for one in candidates if one.state_bytes <= most), key=_by_arithmetic
+    )
     for place, one in enumerate(possible):
         if fitting and one.estimate.step_s > MAX_SLOWDOWN * fitting[0].estimate.step_s:
             late = len(possible) - place
@@ -229,7 +296,11 @@ def _select_fitting(
     }
     if not fitting:
         least = min(one.state_bytes for one in candidates)
-        near = (layouts.accounted(one, target, spec) for one in candidates if one.state_bytes <= 1.1 * least)
+        near = (
+            layouts.accounted(one, target, spec)
+            for one in candidates
+            if one.state_bytes <= 1.1 * least
+        )
         fitting = sorted(near, key=attrgetter("accounted_bytes"))[:2]
     return fitting, counts
 
@@ -242,9 +313,20 @@ class _Compiler:
     """Compiles candidates until time, number or hope is used up."""
 
     def __init__(
-        self, target: Target, options: CompileOptions, ends: float, say: Callable[[str], None], load: float
+        self,
+        target: Target,
+        options: CompileOptions,
+        ends: float,
+        say: Callable[[str], None],
+        load: float,
     ):
-        self.target, self.options, self.ends, self.say, self.load = target, options, ends, say, load
+        self.target, self.options, self.ends, self.say, self.load = (
+            target,
+            options,
+            ends,
+            say,
+            load,
+        )
         self.done: list[Compiled] = []
         self.longest = 0.0
 
@@ -252,33 +334,64 @@ class _Compiler:
         return time.monotonic() + self.longest < self.ends
 
     def compile_best(self, fitting: Sequence[Candidate], finalists: int) -> str:
-        """Compiles the most promising candidates, few of a kind; returns why it stopped."""
+        """Compiles the most promising candidates, few of a kind; returns why it
+        stopped.
+        """
         while len(self.done) < finalists:
             tried = [one.layout for one in self.done]
-            fits = sorted((one for one in self.done if one.plan.fits), key=attrgetter("seconds"))
+            fits = sorted(
+                (one for one in self.done if one.plan.fits), key=attrgetter("seconds")
+            )
             fastest = fits[0].seconds if fits else math.inf
             cost: dict[str, float] = {}
-            for one in fits:  # what a policy really costs shows on the best layout that has it
-                policy, ratio = one.layout.run.remat.policy, one.seconds / one.layout.estimate.step_s
+            # what a policy really costs shows on the best layout that has it
+            for one in fits:
+                policy, ratio = (
+                    one.layout.run.remat.policy,
+                    one.seconds / one.layout.estimate.step_s,
+                )
                 cost[policy] = min(ratio, cost.get(policy, math.inf))
             usual = min(cost.values(), default=1.0)
             kinds = Counter(one.layout.axes for one in fits)
-            refused = (one.layout.accounted_bytes for one in self.done if one.plan.fits is False)
+            refused = (
+                one.layout.accounted_bytes
+                for one in self.done
+                if one.plan.fits is False
+            )
             most = min(refused, default=math.inf)
-            faster = [one for one in fitting if one not in tried and one.estimate.bound_s < fastest]
+            faster = [
+                one
+                for one in fitting
+                if one not in tried and one.estimate.bound_s < fastest
+            ]
             hopeful = [one for one in faster if one.accounted_bytes < most]
             most_alike = {fits[0].layout.axes: MAX_OF_LEADING_AXES} if fits else {}
-            fresh = [one for one in hopeful if kinds[one.axes] < most_alike.get(one.axes, 1)]
+            fresh = [
+                one for one in hopeful if kinds[one.axes] < most_alike.get(one.axes, 1)
+            ]
             if not fresh:
-                return "each set of axes was tried" if hopeful else "nothing else can be faster"
+                return (
+                    "each set of axes was tried"
+                    if hopeful
+                    else "nothing else can be faster"
+                )
             if not self.has_time():
                 return "the time was up"
-            self.compile(min(fresh, key=lambda c: cost.get(c.run.remat.policy, usual) * c.estimate.step_s))
+            self.compile(
+                min(
+                    fresh,
+                    key=lambda c: (
+                        cost.get(c.run.remat.policy, usual) * c.estimate.step_s
+                    ),
+                )
+            )
         return f"{finalists} were compiled"
 
     def compile(self, one: Candidate) -> None:
         began = time.monotonic()
-        self.say(f"compiling {one.text}: by arithmetic {time_text(one.estimate.step_s)}")
+        self.say(
+            f"compiling {one.text}: by arithmetic {time_text(one.estimate.step_s)}"
+        )
         cap = min(self.options.timeout_s, max(self.ends - began, 60.0))
         options = replace(self.options, timeout_s=cap)
         plan = make_plan(one.run, self.target, options=options, expert_load=self.load)
@@ -288,9 +401,11 @@ class _Compiler:
 
 
 def _ranked(done: Sequence[Compiled]) -> list[Compiled]:
-    """Returns the winner, what fits by time, what does not by size, then what nobody can tell.
+    """Returns the winner, what fits by time, what does not by size, then what nobody
+    can tell.
 
-    Among ties the one with least to set wins; among its like the fastest, or the smallest of equals.
+    Among ties the one with least to set wins; among its like the fastest, or the
+    smallest of equals.
     """
     fits = sorted((one for one in done if one.plan.fits), key=attrgetter("seconds"))
     rest = [one for one in done if not one.plan.fits]
@@ -299,7 +414,11 @@ def _ranked(done: Sequence[Compiled]) -> list[Compiled]:
         ties = [one for one in fits if one.seconds <= (1 + TIE) * fits[0].seconds]
         least = min(one.layout.complexity for one in ties)
         simple = [one for one in ties if one.layout.complexity == least]
-        equal = [one for one in simple if one.seconds <= (1 + VARIANT_TIE) * simple[0].seconds]
+        equal = [
+            one
+            for one in simple
+            if one.seconds <= (1 + VARIANT_TIE) * simple[0].seconds
+        ]
         best = min(equal, key=lambda one: one.plan.peak_bytes or 0)
         fits = [best, *(one for one in fits if one is not best)]
     return [*fits, *rest]
@@ -310,11 +429,17 @@ def _why_not_compiled(one: Candidate, ranked: Sequence[Compiled]) -> str:
     if fits and one.estimate.bound_s >= min(fits):
         return "cannot be faster"
     alike = sum(other.layout.axes == one.axes for other in ranked)
-    return f"{alike} on these axes were compiled" if alike >= MAX_OF_LEADING_AXES else "less promising"
+    return (
+        f"{alike} on these axes were compiled"
+        if alike >= MAX_OF_LEADING_AXES
+        else "less promising"
+    )
 
 
 def _follows_rule(one: Candidate, rule: rules_of_thumb.Suggestion) -> bool:
-    same = all(size == getattr(rule.mesh, axis) for axis, size in one.shape.sizes.items())
+    same = all(
+        size == getattr(rule.mesh, axis) for axis, size in one.shape.sizes.items()
+    )
     return same and (rule.mesh.fsdp == 1 or one.run.mesh.zero == rule.mesh.zero)
 
 
@@ -322,27 +447,48 @@ def _compare_rule(
     rule: rules_of_thumb.Suggestion, candidates, fitting, ranked: Sequence[Compiled]
 ) -> dict[str, Any]:
     """Returns the rule of thumb's layout and how it compares with the best."""
-    row = {"overrides": list(rule.overrides), "reasons": list(rule.reasons), "place": None}
+    row = {
+        "overrides": list(rule.overrides),
+        "reasons": list(rule.reasons),
+        "place": None,
+    }
     for place, one in enumerate(ranked, 1):
         if _follows_rule(one.layout, rule):
-            return row | {"verdict": f"with {one.layout.text}: {one.why(ranked[0])}", "place": place}
-    alike = ([one for one in group if _follows_rule(one, rule)] for group in (fitting, candidates))
+            return row | {
+                "verdict": f"with {one.layout.text}: {one.why(ranked[0])}",
+                "place": place,
+            }
+    alike = (
+        [one for one in group if _follows_rule(one, rule)]
+        for group in (fitting, candidates)
+    )
     if not (best := next(filter(None, alike), None)):
         return row | {"verdict": "not legal for this run"}
     nearest = min(best, key=_by_arithmetic)
     verdict = f"not compiled; by arithmetic {time_text(nearest.estimate.step_s)}"
-    verdict += f" beside {time_text(ranked[0].layout.estimate.step_s)} of the best" if ranked else ""
+    verdict += (
+        f" beside {time_text(ranked[0].layout.estimate.step_s)} of the best"
+        if ranked
+        else ""
+    )
     return row | {"verdict": f"{verdict}, {gib_text(nearest.state_bytes, 1)} of state"}
 
 
-def show(ranking: Mapping[str, Any], console: Console, base: str = "--config NAME") -> None:
-    """Prints a ranking's JSON; `base` is what was searched: the config and its overrides."""
+def show(
+    ranking: Mapping[str, Any], console: Console, base: str = "--config NAME"
+) -> None:
+    """Prints a ranking's JSON; `base` is what was searched: the config and its
+    overrides.
+    """
     table = new_table("", "layout", ">step", ">peak GiB", ">arithmetic", ">GiB", "why")
     for place, row in enumerate([*ranking["ranking"], *ranking["not_compiled"][:5]], 1):
         guess, measured, style = row["arithmetic"], ("-", row["layout"], "", ""), "dim"
         if "fits" in row:  # compiled
             size = f"{(row['peak_bytes'] or 0) / GIB:.1f}"
-            measured, style = (str(place), row["layout"], time_text(row["step_s"]), size), ""
+            measured, style = (
+                (str(place), row["layout"], time_text(row["step_s"]), size),
+                "",
+            )
         expected = time_text(guess["step_s"]), f"{guess['peak_bytes'] / GIB:.1f}"
         table.add_row(*measured, *expected, Text(row["why"]), style=style)
     console.print(table, highlight=False)
@@ -357,7 +503,10 @@ def show(ranking: Mapping[str, Any], console: Console, base: str = "--config NAM
     lines = [
         "; ".join(f"{n} {name}" for name, n in ranking["counts"].items()),
         f"compiled until {ranking['stopped']}",
-        *(f"not legal, {n} meshes: {reason}" for reason, n in ranking["illegal"].items()),
+        *(
+            f"not legal, {n} meshes: {reason}"
+            for reason, n in ranking["illegal"].items()
+        ),
         f"rule of thumb: {' '.join(rule['overrides'])}: {rule['verdict']}",
         *(f"  {reason}" for reason in rule["reasons"]),
         verdict,

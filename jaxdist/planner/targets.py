@@ -1,9 +1,10 @@
-"""Hardware a plan is made for: `v5p:4x4x4`, `v6e:16x16x2`, `h100:4x8`, `cpu:8`, and its links.
+"""Hardware a plan is made for: `v5p:4x4x4`, `v6e:16x16x2`, `h100:4x8`, `cpu:8`, and its
+links.
 
-A TPU target is family:chips along each ICI dim, and one number more for several slices; a GPU target is
-family:hosts x GPUs of each; `@25GB/s` or a network's name behind it says what crosses hosts or slices.
-Slices come from the table of `hardware`, because the compiler also makes ones that do not exist. `devices`
-belongs in a child process.
+A TPU target is family:chips along each ICI dim, and one number more for several slices;
+a GPU target is family:hosts x GPUs of each; `@25GB/s` or a network's name behind it
+says what crosses hosts or slices. Slices come from the table of `hardware`, because the
+compiler also makes ones that do not exist. `devices` belongs in a child process.
 """
 
 import functools
@@ -30,10 +31,14 @@ from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.trainer import validation
 from jaxdist.trainer.run_config import RunConfig
 
-_NAMED_BY_CORES = ("v4", "v5p")  # Google Cloud's v5p-8 has 8 TensorCores, which are 4 chips
+# Google Cloud's v5p-8 has 8 TensorCores, which are 4 chips
+_NAMED_BY_CORES = ("v4", "v5p")
 
-_DIE_TO_DIE = 6  # ICI links' worth between the two devices of a 7x chip; Google Cloud documentation, TPU7x
-_SLICE_ID = 100_000  # with several slices libtpu numbers device i of slice s (s + 1) * 100,000 + i
+# ICI links' worth between the two devices of a 7x chip; Google Cloud documentation,
+# TPU7x
+_DIE_TO_DIE = 6
+# with several slices libtpu numbers device i of slice s (s + 1) * 100,000 + i
+_SLICE_ID = 100_000
 
 
 @dataclass(frozen=True)
@@ -41,13 +46,18 @@ class Link:
     """What the members of a group talk over."""
 
     name: str  # ICI, DCN, NVLink, PCIe, a network's; memory: one device, or a CPU
-    bytes_per_s: float  # that each device can send while all members do; inf: not modelled
-    # The share of it that an all-to-all reaches: on a torus its bytes pass other members on their way.
+    # that each device can send while all members do; inf: not modelled
+    bytes_per_s: float
+    # The share of it that an all-to-all reaches: on a torus its bytes pass other
+    # members on their way.
     all_to_all: float = 1.0
-    alpha_s: float = 0.0  # latency of a collective, where it was measured (`calibration`)
+    # latency of a collective, where it was measured (`calibration`)
+    alpha_s: float = 0.0
 
     def seconds(self, kind: str, wire_bytes: float) -> float:
-        """Returns how long a collective of this kind takes in which each member sends so much."""
+        """Returns how long a collective of this kind takes in which each member sends
+        so much.
+        """
         rate = self.bytes_per_s * (self.all_to_all if kind == "all-to-all" else 1.0)
         return self.alpha_s + wire_bytes / rate
 
@@ -66,7 +76,8 @@ class Target:
     num_chips: int
     num_slices: int  # groups of chips joined by ICI; 1 on GPU and CPU
     hosts: int
-    shape: tuple[int, ...]  # chips along each ICI dim of a slice; (hosts, GPUs of each) on GPU
+    # chips along each ICI dim of a slice; (hosts, GPUs of each) on GPU
+    shape: tuple[int, ...]
     wrap: tuple[bool, ...]  # whether each ICI dim is a ring
 
     @property
@@ -85,12 +96,20 @@ class Target:
         return "cuda" if self.platform == "gpu" else self.platform
 
     def axis_link(self, mesh_shape: MeshShape, axis: str) -> Link:
-        """Returns the link of a mesh axis, or of several as in "data+fsdp": its slowest group's."""
-        return _axis_link(self, axis, tuple(mesh_shape.sizes.items()), tuple(mesh_shape.dcn.items()))
+        """Returns the link of a mesh axis, or of several as in "data+fsdp": its slowest
+        group's.
+        """
+        return _axis_link(
+            self, axis, tuple(mesh_shape.sizes.items()), tuple(mesh_shape.dcn.items())
+        )
 
     def arrange(self, mesh_shape: MeshShape) -> np.ndarray:
-        """Returns the `jax.Device.id` at each mesh position, [sizes of the axes], like `build_mesh`."""
-        return np.vectorize(lambda device: device.id)(mesh.arrange(mesh_shape, self.stand_ins()))
+        """Returns the `jax.Device.id` at each mesh position, [sizes of the axes], like
+        `build_mesh`.
+        """
+        return np.vectorize(lambda device: device.id)(
+            mesh.arrange(mesh_shape, self.stand_ins())
+        )
 
     def stand_ins(self) -> list[Any]:
         """Returns objects that look to `mesh_utils` like the target's devices."""
@@ -111,7 +130,8 @@ class Target:
     def group_link(self, device_ids: Sequence[int]) -> Link:
         """Returns the link of a replica group, given by `jax.Device.id`.
 
-        Members in the same slice or node share its network: each carries its part of what crosses.
+        Members in the same slice or node share its network: each carries its part of
+        what crosses.
         """
         if self.chip is None or len(set(device_ids)) < 2:
             return _FREE
@@ -121,22 +141,32 @@ class Target:
         )
         places = Counter(i // (self.shape[1] if gpu else _SLICE_ID) for i in device_ids)
         if len(places) == 1:
-            return Link(self.chip.link, speed, 1.0 if gpu else self._all_to_all(device_ids))
+            return Link(
+                self.chip.link, speed, 1.0 if gpu else self._all_to_all(device_ids)
+            )
         share = min(places.values()) * (self.chip.network_bytes_per_s or math.inf)
         return Link(self.chip.network, min(speed, share))
 
     def _ici_links(self, device_ids: Sequence[int], per_chip: int) -> float:
-        """Returns how many links a device can send over in its slice: two along a ring, one along a line.
+        """Returns how many links a device can send over in its slice: two along a ring,
+        one along a line.
 
-        Members that lie `gap` apart leave room for `gap` such groups, which share the links.
+        Members that lie `gap` apart leave room for `gap` such groups, which share the
+        links.
         """
-        links = sum((2 if ring else 1) / gap for _, ring, gap in self._ici_dims(device_ids))
+        links = sum(
+            (2 if ring else 1) / gap for _, ring, gap in self._ici_dims(device_ids)
+        )
         return links / per_chip or _DIE_TO_DIE
 
     def _ici_dims(self, device_ids: Sequence[int]) -> Iterator[tuple[int, bool, int]]:
-        """Yields (members, whether they close a ring, how far they lie apart) of each dim of a group."""
+        """Yields (members, whether they close a ring, how far they lie apart) of each
+        dim of a group.
+        """
         per_chip = self.num_devices // self.num_chips
-        coords = np.array([_coords(i % _SLICE_ID // per_chip, self.shape) for i in device_ids])
+        coords = np.array(
+            [_coords(i % _SLICE_ID // per_chip, self.shape) for i in device_ids]
+        )
         for dim, length in enumerate(self.shape):
             places = np.unique(coords[:, dim])
             if len(places) > 1:
@@ -144,29 +174,40 @@ class Target:
                 yield len(places), self.wrap[dim] and len(places) * gap == length, gap
 
     def _all_to_all(self, device_ids: Sequence[int]) -> float:
-        """Returns the share of the links' rate that an all-to-all of a group reaches, at most 1.
+        """Returns the share of the links' rate that an all-to-all of a group reaches,
+        at most 1.
 
-        A byte crosses n / 4 links of a ring of n on average, (n^2 - 1) / 3n of a line, so the dim with the
-        most of them a link takes longest (Austin et al. 2025, How to Scale Your Model: rings).
+        A byte crosses n / 4 links of a ring of n on average, (n^2 - 1) / 3n of a line,
+        so the dim with the most of them a link takes longest (Austin et al. 2025, How
+        to Scale Your Model: rings).
         """
         dims, others = list(self._ici_dims(device_ids)), 1 - 1 / len(device_ids)
         if not dims:
             return 1.0
-        hops = ((n / 4 if ring else (n - 1 / n) / 3) * gap / (2 if ring else 1) for n, ring, gap in dims)
+        hops = (
+            (n / 4 if ring else (n - 1 / n) / 3) * gap / (2 if ring else 1)
+            for n, ring, gap in dims
+        )
         links = sum((2 if ring else 1) / gap for _, ring, gap in dims)
         return min(1.0, others / links / max(hops))
 
 
 def _coords(chip: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns where a chip lies in its slice: libtpu numbers them along the first dim first."""
+    """Returns where a chip lies in its slice: libtpu numbers them along the first dim
+    first.
+    """
     return tuple(int(n) for n in np.unravel_index(chip, tuple(shape), order="F"))
 
 
 @functools.lru_cache(maxsize=1024)
 def _axis_link(target: Target, axis: str, sizes: tuple, dcn: tuple) -> Link:
-    """Returns `Target.axis_link` of a mesh given by the items of its sizes: what can be a key."""
+    """Returns `Target.axis_link` of a mesh given by the items of its sizes: what can be
+    a key.
+    """
     others = [i for i, (name, _) in enumerate(sizes) if name not in axis.split("+")]
-    ids = np.moveaxis(target.arrange(MeshShape(dict(sizes), dict(dcn))), others, range(len(others)))
+    ids = np.moveaxis(
+        target.arrange(MeshShape(dict(sizes), dict(dcn))), others, range(len(others))
+    )
     groups = ids.reshape(math.prod(ids.shape[: len(others)]), -1).tolist()
     return min(map(target.group_link, groups), key=lambda link: link.bytes_per_s)
 
@@ -174,7 +215,8 @@ def _axis_link(target: Target, axis: str, sizes: tuple, dcn: tuple) -> Link:
 def validate_for(
     run: RunConfig, target: Target, spec: ModelSpec | None = None
 ) -> tuple[MeshShape, Rules, ModelSpec]:
-    """Returns `validation.validate_on` of a run, without its data, for a target's devices.
+    """Returns `validation.validate_on` of a run, without its data, for a target's
+    devices.
 
     Args:
       spec: of the run's model, if it is known.
@@ -183,14 +225,17 @@ def validate_for(
       ConfigError: the run cannot be laid out on the target.
     """
     slices = target.num_slices if target.platform == "tpu" else None
-    return validation.validate_on(run, target.num_devices, slices, with_data=False, spec=spec)
+    return validation.validate_on(
+        run, target.num_devices, slices, with_data=False, spec=spec
+    )
 
 
-# --- Parsing -------------------------------------------------------------------------------------
+# --- Parsing --------------------------------------------------------------------------
 
 
 def parse(text: str, here: Sequence[jax.Device] = ()) -> Target:
-    """Returns the target of a text; `here`: this machine's devices, for the targets `here` and `here@25GB/s`.
+    """Returns the target of a text; `here`: this machine's devices, for the targets
+    `here` and `here@25GB/s`.
 
     Raises:
       ConfigError: no such hardware; its one line lists what is legal.
@@ -201,9 +246,18 @@ def parse(text: str, here: Sequence[jax.Device] = ()) -> Target:
     asked, _, network = text.strip().partition("@")
     family, _, sizes = asked.strip().lower().partition(":")
     family = hardware.FAMILY_ALIASES.get(family, family)
-    shape = tuple(int(n) if n.isdecimal() else 0 for n in sizes.split("x")) if sizes else ()
-    if family == "cpu" and len(shape) == 1 and 1 <= shape[0] <= 4096 and "@" not in text:
-        return Target(f"cpu:{shape[0]}", "cpu", None, shape[0], shape[0], 1, 1, shape, (False,))
+    shape = (
+        tuple(int(n) if n.isdecimal() else 0 for n in sizes.split("x")) if sizes else ()
+    )
+    if (
+        family == "cpu"
+        and len(shape) == 1
+        and 1 <= shape[0] <= 4096
+        and "@" not in text
+    ):
+        return Target(
+            f"cpu:{shape[0]}", "cpu", None, shape[0], shape[0], 1, 1, shape, (False,)
+        )
     chip = hardware.FAMILIES.get(family)
     if chip is None:
         meant = _meant(asked.strip().lower()) or suggest(family, hardware.FAMILIES)
@@ -217,21 +271,34 @@ def parse(text: str, here: Sequence[jax.Device] = ()) -> Target:
         return _behind(target, network.strip(), text)
     if target.hosts > 1 and target.platform == "gpu" and not chip.network_bytes_per_s:
         cure = f"add it: {target.text}@25GB/s, or a name: {_network_names()}"
-        raise ConfigError(f"--on={text}: hosts of {family} are sold with no network of their own; {cure}")
+        raise ConfigError(
+            f"--on={text}: hosts of {family} are sold with no network of their own; {cure}"
+        )
     return target
 
 
 def _behind(target: Target, network: str, text: str) -> Target:
-    """Returns a target with another network between its hosts or slices: a name, or a rate of each chip."""
+    """Returns a target with another network between its hosts or slices: a name, or a
+    rate of each chip.
+    """
     assert target.chip is not None
     known = hardware.NETWORKS.get(network.lower())
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)([MGT])(B|b|bit)/s", network)
     if known is None and match:
-        rate = float(match[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[match[2]] / (1 if match[3] == "B" else 8)
-        known, network = hardware.Network("network", rate, "the command line"), f"{rate / 1e9:.6g}GB/s"
+        rate = (
+            float(match[1])
+            * {"M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
+            / (1 if match[3] == "B" else 8)
+        )
+        known, network = (
+            hardware.Network("network", rate, "the command line"),
+            f"{rate / 1e9:.6g}GB/s",
+        )
     if known is None or not 0 < known.bytes_per_s < math.inf:
         legal = f"what each chip sends to other hosts, as 25GB/s or 200Gbit/s, or one of {_network_names()}"
-        raise ConfigError(f"--on={text}: behind @ must be {legal}.{suggest(network, hardware.NETWORKS)}")
+        raise ConfigError(
+            f"--on={text}: behind @ must be {legal}.{suggest(network, hardware.NETWORKS)}"
+        )
     text = f"{target.text}@{network.lower() if network.lower() in hardware.NETWORKS else network}"
     return replace(target, text=text, chip=target.chip.with_network(known))
 
@@ -241,9 +308,12 @@ def _network_names() -> str:
 
 
 def _meant(text: str) -> str:
-    """Returns " Did you mean X?" for a family with a number of chips: v5e-16, v5e:16, 8xh100, h100x8."""
+    """Returns " Did you mean X?" for a family with a number of chips: v5e-16, v5e:16,
+    8xh100, h100x8.
+    """
     match = re.fullmatch(
-        r"(?P<n>\d{1,5})[x*](?P<family>\w+)|(?P<of>\w+?)(?P<by>[-x*:])(?P<number>\d{1,5})", text
+        r"(?P<n>\d{1,5})[x*](?P<family>\w+)|(?P<of>\w+?)(?P<by>[-x*:])(?P<number>\d{1,5})",
+        text,
     )
     if not match:
         return ""
@@ -257,14 +327,26 @@ def _meant(text: str) -> str:
     else:
         each = min(number, chip.chips_per_host)
         shapes = [(number // each, each)] if number % each == 0 else []
-    return f" Did you mean {chip.family}:{_by(shapes[0])} ({number} chips)?" if shapes else ""
+    return (
+        f" Did you mean {chip.family}:{_by(shapes[0])} ({number} chips)?"
+        if shapes
+        else ""
+    )
 
 
 def slices_of(chip: hardware.Chip, number: int) -> Iterator[tuple[int, ...]]:
-    """Yields shapes of a number of chips: those of the table, then cubes of 4x4x4, the most even first."""
+    """Yields shapes of a number of chips: those of the table, then cubes of 4x4x4, the
+    most even first.
+    """
     yield from (shape for shape in chip.slices if math.prod(shape) == number)
     sides = [side for side in range(4, number // 16 + 1, 4) if number % side == 0]
-    cubes = [(a, b, c) for a in sides for b in sides for c in sides if a <= b <= c and a * b * c == number]
+    cubes = [
+        (a, b, c)
+        for a in sides
+        for b in sides
+        for c in sides
+        if a <= b <= c and a * b * c == number
+    ]
     yield from sorted(cubes, key=lambda shape: shape[-1])
 
 
@@ -273,15 +355,23 @@ def legal_targets() -> str:
     tpus = "|".join(f for f, chip in hardware.FAMILIES.items() if chip.torus_dims)
     sockets = [f for f, chip in hardware.FAMILIES.items() if not chip.torus_dims]
     pcie = {f.removesuffix("-pcie") for f in sockets if f.endswith("-pcie")}
-    gpus = "|".join(f"{f}[-pcie]" if f in pcie else f for f in sockets if not f.endswith("-pcie"))
+    gpus = "|".join(
+        f"{f}[-pcie]" if f in pcie else f for f in sockets if not f.endswith("-pcie")
+    )
     tpus += ":TOPOLOGY[xSLICES] such as v6e:16x16x2"
-    return f"{tpus}, {gpus}:HOSTSxGPUS[@NETWORK] such as h100:4x8@25GB/s, cpu:N, or here"
+    return (
+        f"{tpus}, {gpus}:HOSTSxGPUS[@NETWORK] such as h100:4x8@25GB/s, cpu:N, or here"
+    )
 
 
 def legal_shapes(chip: hardware.Chip) -> str:
     """Returns the shapes that exist of a chip on one line."""
     if not chip.torus_dims:
-        where = "host, such as 4x8" if chip.chips_per_host <= 8 else "NVLink domain (one rack), such as 2x72"
+        where = (
+            "host, such as 4x8"
+            if chip.chips_per_host <= 8
+            else "NVLink domain (one rack), such as 2x72"
+        )
         return f"HOSTSxGPUS with 1 to {chip.chips_per_host} GPUs in each {where}"
     shapes = ", ".join(map(_by, chip.slices))
     if most := chip.max_slice_chips:
@@ -300,18 +390,34 @@ def _tpu(chip: hardware.Chip, shape: tuple[int, ...]) -> Target | None:
         shape = tuple(dims)
     if slices < 1 or not chip.legal_slice(shape):
         return None
-    chips, hosts = slices * math.prod(shape), slices * -(-math.prod(shape) // chip.chips_per_host)
+    chips, hosts = (
+        slices * math.prod(shape),
+        slices * -(-math.prod(shape) // chip.chips_per_host),
+    )
     text = f"{chip.family}:{_by(shape)}" + (f"x{slices}" if slices > 1 else "")
     devices = chips * chip.devices_per_chip
-    return Target(text, "tpu", chip, devices, chips, slices, hosts, shape, chip.wraps(shape))
+    return Target(
+        text, "tpu", chip, devices, chips, slices, hosts, shape, chip.wraps(shape)
+    )
 
 
 def _gpu(chip: hardware.Chip, shape: tuple[int, ...]) -> Target | None:
-    shape = (1, 1, *shape)[-max(len(shape), 2) :]  # `h100` is one GPU, `h100:8` one host
+    # `h100` is one GPU, `h100:8` one host
+    shape = (1, 1, *shape)[-max(len(shape), 2) :]
     if len(shape) != 2 or shape[0] < 1 or not 1 <= shape[1] <= chip.chips_per_host:
         return None
     n = math.prod(shape)
-    return Target(f"{chip.family}:{_by(shape)}", "gpu", chip, n, n, 1, shape[0], shape, (False, False))
+    return Target(
+        f"{chip.family}:{_by(shape)}",
+        "gpu",
+        chip,
+        n,
+        n,
+        1,
+        shape[0],
+        shape,
+        (False, False),
+    )
 
 
 def _describe(devices: Sequence[jax.Device]) -> str:
@@ -321,7 +427,9 @@ def _describe(devices: Sequence[jax.Device]) -> str:
     kind = devices[0].device_kind
     chip = hardware.chip_for(kind)
     if chip is None or not chip.family:
-        raise ConfigError(f"--on=here: nothing is known of compiling for {kind}; use {legal_targets()}")
+        raise ConfigError(
+            f"--on=here: nothing is known of compiling for {kind}; use {legal_targets()}"
+        )
     if not chip.torus_dims:
         hosts = len({device.process_index for device in devices})
         return f"{chip.family}:{hosts}x{len(devices) // hosts}"
@@ -332,7 +440,8 @@ def _describe(devices: Sequence[jax.Device]) -> str:
 def devices(target: Target) -> list[jax.Device]:
     """Returns the target's devices, which compile but cannot run; on CPU, real ones.
 
-    JAX_PLATFORMS=cpu must be set before jax is imported: else the CUDA plugin looks for a GPU.
+    JAX_PLATFORMS=cpu must be set before jax is imported: else the CUDA plugin looks for
+    a GPU.
 
     Raises:
       MissingExtra: the platform's compiler is not installed.
@@ -343,7 +452,11 @@ def devices(target: Target) -> list[jax.Device]:
         extras.require("libtpu")
     elif importlib.util.find_spec("jax_cuda13_plugin") is None:
         extras.require("jax_cuda12_plugin")
-    return list(topologies.get_topology_desc(platform=target.compiler, **topology_options(target)).devices)
+    return list(
+        topologies.get_topology_desc(
+            platform=target.compiler, **topology_options(target)
+        ).devices
+    )
 
 
 def topology_options(target: Target) -> dict[str, Any]:
@@ -352,7 +465,10 @@ def topology_options(target: Target) -> dict[str, Any]:
         return {}
     if target.platform == "tpu":
         name = f"{target.chip.family}:{_by(target.shape)}"
-        options: dict[str, Any] = {"topology_name": name, "wrap": (*target.wrap, False)[:3]}
+        options: dict[str, Any] = {
+            "topology_name": name,
+            "wrap": (*target.wrap, False)[:3],
+        }
         if target.num_slices > 1:
             options["num_slices"] = target.num_slices
         if target.chip.family == "v4":

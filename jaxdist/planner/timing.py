@@ -1,9 +1,10 @@
-"""How long a step takes, read from its compiled program: a band, its parts, and how far to trust it.
+"""How long a step takes, read from its compiled program: a band, its parts, and how far
+to trust it.
 
-TPU: the compiler's own cycles x loop trips / clock, kernels that it cannot see into by their FLOPs. GPU: a
-roofline of every instruction, from datasheet peaks and what single operations reach of them. Nothing is
-fitted to published runs; they say how good the estimate is (`sure`). Not modelled: input, host transfers,
-stragglers, contention.
+TPU: the compiler's own cycles x loop trips / clock, kernels that it cannot see into by
+their FLOPs. GPU: a roofline of every instruction, from datasheet peaks and what single
+operations reach of them. Nothing is fitted to published runs; they say how good the
+estimate is (`sure`). Not modelled: input, host transfers, stragglers, contention.
 """
 
 import math
@@ -22,9 +23,10 @@ from jaxdist.telemetry.flops import hlo_flops, instruction_flops
 _ROUNDING = 1e-9  # of a sum of seconds: less is no time
 WIDENED = 0.05  # the printed band is wider than low to high by this, on both sides
 
-# Share of peak that attention kernels are assumed to reach. Matrix units 256 wide are half filled by
-# heads of 128. Heads of 256: published steps of long sequences on v5p leave 0.75 to 0.81 (tpu-recipes,
-# training/v5p/Llama3.1-8B-LongContext, 64k to 4M tokens).
+# Share of peak that attention kernels are assumed to reach. Matrix units 256 wide are
+# half filled by heads of 128. Heads of 256: published steps of long sequences on v5p
+# leave 0.75 to 0.81 (tpu-recipes, training/v5p/Llama3.1-8B-LongContext, 64k to 4M
+# tokens).
 _ATTENTION, _ATTENTION_NARROW, _WIDE_UNITS = 0.5, 0.25, ("v6e", "tpu7x")
 _ATTENTION_WIDE_HEADS = {"v5p": 0.8}
 
@@ -37,10 +39,11 @@ def attention_share(target: Target, head_dim: int) -> float:
     return _ATTENTION_WIDE_HEADS.get(family, _ATTENTION)
 
 
-# Share of peak that products of rows with their group's kernel are assumed to reach in a Pallas kernel.
+# Share of peak that products of rows with their group's kernel are assumed to reach in
+# a Pallas kernel.
 _GROUPED = 0.8
-# Share of memory bandwidth that element-wise kernels are assumed to reach: that of a copy of 3 GiB by the
-# compiler's own cycles (libtpu 0.0.50.1).
+# Share of memory bandwidth that element-wise kernels are assumed to reach: that of a
+# copy of 3 GiB by the compiler's own cycles (libtpu 0.0.50.1).
 _STREAM = {"v4": 0.77, "v5e": 0.81, "v5p": 0.72, "v6e": 0.86, "tpu7x": 0.85}
 
 
@@ -48,30 +51,43 @@ def _seconds(target: Target, kernel: "Kernel", peak: float) -> float:
     """Returns the seconds of one call of a kernel."""
     assert target.chip is not None
     if kernel.bytes:
-        return kernel.bytes / target.chip.hbm_bytes_per_s / _STREAM.get(target.family, 1.0)
-    share = _GROUPED if kernel.role == _EXPERTS else attention_share(target, kernel.head_dim)
+        return (
+            kernel.bytes / target.chip.hbm_bytes_per_s / _STREAM.get(target.family, 1.0)
+        )
+    share = (
+        _GROUPED
+        if kernel.role == _EXPERTS
+        else attention_share(target, kernel.head_dim)
+    )
     return kernel.flops / peak / share
 
 
 def products_peak(target: Target, compute: str) -> float | None:
     """Returns the FLOP/s that products can reach; None where none is published."""
     # TPU matrix units round float32 to bfloat16.
-    return (target.chip.peak(compute) or target.chip.peak("bfloat16")) if target.chip else None
+    return (
+        (target.chip.peak(compute) or target.chip.peak("bfloat16"))
+        if target.chip
+        else None
+    )
 
 
-# What a GPU reaches of its datasheet, (matrix products, memory). On H100 products of bfloat16 reach 783
-# TFLOP/s at 4096^3 and 632 at 2048^3, of 989 (OpenXLA, xla/service/gpu/model/matmul_interpolator_data.h);
-# the shares of memory bandwidth are assumed.
+# What a GPU reaches of its datasheet, (matrix products, memory). On H100 products of
+# bfloat16 reach 783 TFLOP/s at 4096^3 and 632 at 2048^3, of 989 (OpenXLA,
+# xla/service/gpu/model/matmul_interpolator_data.h); the shares of memory bandwidth are
+# assumed.
 _GPU_BEST, _GPU_WORST = (0.79, 0.92), (0.64, 0.75)
 
-# What single products reach of a TPU's peak by the compiler's own cycles: the better of 8192^3 and
-# 8192 x 4096 x 14336 (libtpu 0.0.50.1). For some shapes it counts large backward products with element-wise
-# work fused into them at 2.5 times that, which published steps leave no room for.
+# What single products reach of a TPU's peak by the compiler's own cycles: the better of
+# 8192^3 and
+# 8192 x 4096 x 14336 (libtpu 0.0.50.1). For some shapes it counts large backward
+# products with element-wise work fused into them at 2.5 times that, which published
+# steps leave no room for.
 _PRODUCT = {"v4": 0.97, "v5e": 0.98, "v5p": 0.90, "v6e": 0.92, "tpu7x": 0.85}
 _MUCH = 0.05  # of a step, from which on it is said
 
-# FLOPs of a kernel, in forward ones: those are 2 products of S x S x head; dq takes 3, dk and dv 4, all
-# three in one kernel 5.
+# FLOPs of a kernel, in forward ones: those are 2 products of S x S x head; dq takes 3,
+# dk and dv 4, all three in one kernel 5.
 _KERNEL_COST = {"forward": 1.0, "dq": 1.5, "dkv": 2.0, "backward": 2.5}
 
 _OURS = "our program by libtpu 0.0.42.1 at published workloads, docs/plan.md"
@@ -94,22 +110,28 @@ class Kernel:
     name: str  # of the instruction
     role: str  # of _KERNEL_COST (backward: dq, dk and dv in one), or _EXPERTS
     count: int  # a step
-    flops: float  # of one call on one device; attention's causal, experts' for an even load
+    # of one call on one device; attention's causal, experts' for an even load
+    flops: float
     head_dim: int = 0  # of attention
     bytes: int = 0  # that an element-wise one reads and writes
-    counted: float = 0.0  # FLOPs of one call that the program's own cost estimate says, spare rows' too
+    # FLOPs of one call that the program's own cost estimate says, spare rows' too
+    counted: float = 0.0
 
 
 @dataclass(frozen=True)
 class Time:
-    """The estimate of a step, in seconds; None where there is nothing to go by (CPU)."""
+    """The estimate of a step, in seconds; None where there is nothing to go by
+    (CPU).
+    """
 
     sure: str  # how good such estimates were
     step_s: float | None = None  # compute, attention and exposed communication
-    low_s: float | None = None  # compute, fused backward products as fast as single ones, and attention
+    # compute, fused backward products as fast as single ones, and attention
+    low_s: float | None = None
     high_s: float | None = None  # and all communication in the open
     peak_dtype: str = ""  # whose peak the shares below are of
-    peak_flops_per_s: float | None = None  # that peak, of one device; None: none is published
+    # that peak, of one device; None: none is published
+    peak_flops_per_s: float | None = None
     mfu_causal: float | None = None  # None too without a peak
     mfu_full: float | None = None
     hfu: float | None = None  # what is computed again counts as work
@@ -146,29 +168,42 @@ def estimate(
 ) -> Time:
     """Returns the time of a scheduled program.
 
-    Exposed are synchronous collectives, and of asynchronous ones what compute does not cover.
+    Exposed are synchronous collectives, and of asynchronous ones what compute does not
+    cover.
 
     Args:
       collectives: with links, and what compute hides (`overlap`).
       tokens: of a step, all devices together.
       flops_per_token: model FLOPs by convention, "causal" and "full".
-      compute: dtype of matrix products; MFU is a share of its peak, or of that of `peak`.
-      bubble: idle share of a pipeline's time, which its ticks, loops of the program, already contain.
+      compute: dtype of matrix products; MFU is a share of its peak, or of that of
+        `peak`.
+      bubble: idle share of a pipeline's time, which its ticks, loops of the program,
+        already contain.
     """
     rated = target.chip.peak(peak or compute) if target.chip else None
     if not (costs := _costs(module, kernels, target, compute)):
         return Time(f"unknown: no speed is published of {target.text}")
     if not costs[0].compute_s:
         return Time("unknown: this compiler says nothing of its cycles")
-    kernels_s, middle = costs[0].kernels_s, sum(cost.compute_s for cost in costs) / len(costs)
+    kernels_s, middle = (
+        costs[0].kernels_s,
+        sum(cost.compute_s for cost in costs) / len(costs),
+    )
     sync = math.fsum(one.step_s for one in collectives if not one.asynchronous)
     wire = math.fsum(one.step_s for one in collectives if one.asynchronous)
     hidden = math.fsum(one.hidden_s for one in collectives)
     exposed = sync + wire - hidden
     step = middle + sum(kernels_s.values()) + exposed
-    executed = hlo_flops(module) + sum(kernel.count * (kernel.flops - kernel.counted) for kernel in kernels)
-    model = {kind: flops * tokens / target.num_devices for kind, flops in flops_per_token.items()}
-    again = max(0.0, 1 - model["causal"] / (executed * (1 - bubble))) if executed else 0.0
+    executed = hlo_flops(module) + sum(
+        kernel.count * (kernel.flops - kernel.counted) for kernel in kernels
+    )
+    model = {
+        kind: flops * tokens / target.num_devices
+        for kind, flops in flops_per_token.items()
+    }
+    again = (
+        max(0.0, 1 - model["causal"] / (executed * (1 - bubble))) if executed else 0.0
+    )
     between = "; nothing was compared between slices" if target.num_slices > 1 else ""
     return Time(
         sure=SURE["gpu" if target.platform == "gpu" else target.family] + between,
@@ -182,17 +217,23 @@ def estimate(
         hfu=rated and executed / step / rated,
         tokens_per_s=tokens / step,
         tokens_per_s_per_chip=tokens / step / target.num_chips,
-        waterfall=_waterfall(middle, kernels_s, bubble, again) | {"exposed communication": exposed},
+        waterfall=_waterfall(middle, kernels_s, bubble, again)
+        | {"exposed communication": exposed},
         hidden_s=hidden,
         uncovered_s=wire - hidden,
-        notes=(*_notes(module, kernels, collectives), *_doubts(costs[0].doubtful_s, step)),
+        notes=(
+            *_notes(module, kernels, collectives),
+            *_doubts(costs[0].doubtful_s, step),
+        ),
     )
 
 
 def _waterfall(
     compute: float, kernels_s: Mapping[str, float], bubble: float, again: float
 ) -> dict[str, float]:
-    """Returns the parts of busy time, of which a share is idle and of the rest a share done again."""
+    """Returns the parts of busy time, of which a share is idle and of the rest a share
+    done again.
+    """
     work, busy = (1 - bubble) * (1 - again), compute + sum(kernels_s.values())
     return {
         "compute": compute * work,
@@ -210,28 +251,39 @@ def _doubts(doubtful_s: float, step_s: float) -> Iterator[str]:
         )
 
 
-_WINDOWED = 8  # permutes in loops, pipelines apart; fewer are edges that neighbours exchange
+# permutes in loops, pipelines apart; fewer are edges that neighbours exchange
+_WINDOWED = 8
 
 
-def _notes(module: hlo.Module, kernels: Sequence[Kernel], collectives: Sequence[Collective]) -> Iterator[str]:
+def _notes(
+    module: hlo.Module, kernels: Sequence[Kernel], collectives: Sequence[Collective]
+) -> Iterator[str]:
     permutes = (o for o in collectives if o.kind == "collective-permute" and o.in_loop)
     if sum(one.axis != "pipeline" for one in permutes) >= _WINDOWED:
         yield "matrix products are windowed, for which the compiler counts far too many cycles"
     runs = list(module.runs())
-    if loops := sorted({run.loops[-1] for run in runs if not run.certain} - _even_trips(module).keys()):
+    if loops := sorted(
+        {run.loops[-1] for run in runs if not run.certain} - _even_trips(module).keys()
+    ):
         yield f"loops of unknown length were counted once: {', '.join(loops)}"
     if any(kernel.role == _EXPERTS for kernel in kernels) or _even_trips(module):
         yield EVEN_LOAD
-    called = [s for run in runs for s in module.computations[run.computation].values() if _KERNEL in s.text]
+    called = [
+        s
+        for run in runs
+        for s in module.computations[run.computation].values()
+        if _KERNEL in s.text
+    ]
     if unknown := {step.name for step in called} - {kernel.name for kernel in kernels}:
         yield f"kernels of unknown cost were left out: {', '.join(sorted(unknown))}"
 
 
-# --- attention ------------------------------------------------------------------------------------
+# --- attention ------------------------------------------------------------------------
 
 _KERNEL = 'custom_call_target="tpu_custom_call"'
 _ALL_KEYS = "all_keys"  # scope of kernels whose queries see all keys of the call
-_BLOCKS = re.compile(r"\bkey_blocks_(\d+)/")  # and of those that have them as several arrays
+# and of those that have them as several arrays
+_BLOCKS = re.compile(r"\bkey_blocks_(\d+)/")
 
 
 def kernels(module: hlo.Module) -> list[Kernel]:
@@ -240,7 +292,9 @@ def kernels(module: hlo.Module) -> list[Kernel]:
 
 
 def attention_kernels(module: hlo.Module) -> list[Kernel]:
-    """Returns the attention kernels that a program calls: splash and flash on TPU, cuDNN's on GPU."""
+    """Returns the attention kernels that a program calls: splash and flash on TPU,
+    cuDNN's on GPU.
+    """
     kernels = []
     for run in module.runs():
         steps = module.computations[run.computation]
@@ -248,70 +302,97 @@ def attention_kernels(module: hlo.Module) -> list[Kernel]:
             if not (role := _role(step)):
                 continue
             types = [part for name in step.operands for part in steps[name].types]
-            arrays = [dims for dtype, dims in types if len(dims) >= 3 and dtype[0] in "bf"]
+            arrays = [
+                dims for dtype, dims in types if len(dims) >= 3 and dtype[0] in "bf"
+            ]
             if len(arrays) < 2:  # another kernel inside attention
                 continue
             query, key, *_ = arrays
-            length = key[-3] if "__cudnn$" in step.text else key[-2]  # [B, S, H, N], others [B, H, S, N]
+            # [B, S, H, N], others [B, H, S, N]
+            length = key[-3] if "__cudnn$" in step.text else key[-2]
             own = query[-3] if "__cudnn$" in step.text else query[-2]
             blocks = _BLOCKS.search(step.op_name)
             length *= int(blocks[1]) if blocks else 1
-            # Of a part of the queries the last device's see the most: all keys but a triangle.
+            # Of a part of the queries the last device's see the most: all keys but a
+            # triangle.
             seen = 1.0 if _ALL_KEYS in step.op_name else 1 - own / length / 2
             forward = 2 * 2 * math.prod(query) * length * seen  # two products
             kernels.append(Kernel(step.name, role, run.times, forward, query[-1]))
     split = any(kernel.role == "dq" for kernel in kernels)
     costs = _KERNEL_COST if split else _KERNEL_COST | {"dkv": _KERNEL_COST["backward"]}
-    return [replace(kernel, flops=kernel.flops * costs[kernel.role]) for kernel in kernels]
+    return [
+        replace(kernel, flops=kernel.flops * costs[kernel.role]) for kernel in kernels
+    ]
 
 
 def _role(step: hlo.Instruction) -> str:
     """Returns what an attention kernel does, "" for other instructions."""
     if "__cudnn$fmha" in step.text:
-        return "backward" if step.value("custom_call_target").endswith("Backward") else "forward"
-    if _KERNEL not in step.text or not re.search("splash|flash|attention", f"{step.name} {step.op_name}"):
+        return (
+            "backward"
+            if step.value("custom_call_target").endswith("Backward")
+            else "forward"
+        )
+    if _KERNEL not in step.text or not re.search(
+        "splash|flash|attention", f"{step.name} {step.op_name}"
+    ):
         return ""
     roles = {"dkv": "dkv", "dq": "dq", "bwd": "backward", "backward": "backward"}
     return next((role for mark, role in roles.items() if mark in step.name), "forward")
 
 
 def forwards_per_backward(kernels: Sequence[Kernel]) -> float:
-    """Returns how often attention's forward kernel runs for each backward; 1 without attention."""
-    counts = {role: sum(k.count for k in kernels if k.role == role) for role in _KERNEL_COST}
+    """Returns how often attention's forward kernel runs for each backward; 1 without
+    attention.
+    """
+    counts = {
+        role: sum(k.count for k in kernels if k.role == role) for role in _KERNEL_COST
+    }
     backward = counts["dkv"] + counts["backward"]
     return counts["forward"] / backward if backward else 1.0
 
 
-# --- experts --------------------------------------------------------------------------------------
+# --- experts --------------------------------------------------------------------------
 
 _EXPERTS = "experts"
 EVEN_LOAD = "experts are counted with an even load"  # a note
 # Scopes that the experts' op opens around kernels and loops.
-_SPARE = re.compile(r"\beven_load_rows_x_([\d.]+)/")  # rows of the arrays, relative to those filled
+# rows of the arrays, relative to those filled
+_SPARE = re.compile(r"\beven_load_rows_x_([\d.]+)/")
 _EVEN = re.compile(r"\beven_load_trips_(\d+)/")
 
 
 def expert_kernels(module: hlo.Module) -> list[Kernel]:
-    """Returns the kernels of experts that a program calls, with the work of an even load.
+    """Returns the kernels of experts that a program calls, with the work of an even
+    load.
 
-    Products are megablox's; what else there is reads and writes its arrays, spare rows too.
-    A row tile is visited once for each group that has rows in it: that is up to tiles + E - 1 times in all,
-    the length of the kernel's tables, as hardly any group ends where a tile does. Spare rows are in none.
+    Products are megablox's; what else there is reads and writes its arrays, spare rows
+    too. A row tile is visited once for each group that has rows in it: that is up to
+    tiles + E - 1 times in all, the length of the kernel's tables, as hardly any group
+    ends where a tile does. Spare rows are in none.
     """
     found = []
     for run in module.runs():
         steps = module.computations[run.computation]
         for step in steps.values():
-            if _KERNEL not in step.text or not re.match(r"t?gmm\b|experts_hidden_gradients\b", step.name):
+            if _KERNEL not in step.text or not re.match(
+                r"t?gmm\b|experts_hidden_gradients\b", step.name
+            ):
                 continue
             types = [part for name in step.operands for part in steps[name].types]
             if "gmm" not in step.name:
                 traffic = hlo.num_bytes([*types, *step.types])
                 found.append(Kernel(step.name, _EXPERTS, run.times, 0.0, bytes=traffic))
                 continue
-            _, visits, *_ = [dims[0] for dtype, dims in types if dtype == "s32" and len(dims) == 1]
-            (E, K, N), *_ = [dims for _, dims in [*types, *step.types] if len(dims) == 3]
-            rows = next(dims[0] for dtype, dims in types if dtype[0] in "bf" and len(dims) == 2)
+            _, visits, *_ = [
+                dims[0] for dtype, dims in types if dtype == "s32" and len(dims) == 1
+            ]
+            (E, K, N), *_ = [
+                dims for _, dims in [*types, *step.types] if len(dims) == 3
+            ]
+            rows = next(
+                dims[0] for dtype, dims in types if dtype[0] in "bf" and len(dims) == 2
+            )
             tile = rows // (visits - E + 1)
             spare = _SPARE.search(step.op_name)
             filled = rows / float(spare[1]) if spare else rows
@@ -322,91 +403,177 @@ def expert_kernels(module: hlo.Module) -> list[Kernel]:
 
 
 def _even_trips(module: hlo.Module) -> dict[str, int]:
-    """Returns how often loops go round whose length depends on the load of experts, if that is even."""
-    loops = (s for steps in module.computations.values() for s in steps.values() if s.opcode == "while")
+    """Returns how often loops go round whose length depends on the load of experts, if
+    that is even.
+    """
+    loops = (
+        s
+        for steps in module.computations.values()
+        for s in steps.values()
+        if s.opcode == "while"
+    )
     marked = ((loop.name, _EVEN.search(loop.op_name)) for loop in loops)
     return {name: int(mark[1]) for name, mark in marked if mark}
 
 
-# --- every other instruction ----------------------------------------------------------------------
+# --- every other instruction ----------------------------------------------------------
 
 _SLICES = ("dynamic-slice", "slice", "gather", "dynamic-update-slice")
 _WORKS = (
-    "fusion", "dot", "convolution", "custom-call", "copy", "transpose", "reduce", "sort", "scatter", "gather",
-    "concatenate", "dynamic-slice", "dynamic-update-slice", "convert", "broadcast", "select", "add",
-)  # fmt: skip
+    "fusion",
+    "dot",
+    "convolution",
+    "custom-call",
+    "copy",
+    "transpose",
+    "reduce",
+    "sort",
+    "scatter",
+    "gather",
+    "concatenate",
+    "dynamic-slice",
+    "dynamic-update-slice",
+    "convert",
+    "broadcast",
+    "select",
+    "add",
+)
 
 
 class _Costs:
-    """Seconds of a program's instructions: the compiler's cycles, or a roofline where it gives none."""
+    """Seconds of a program's instructions: the compiler's cycles, or a roofline where
+    it gives none.
+    """
 
     def __init__(
-        self, module: hlo.Module, target: Target, peak: float, kernels, reached: tuple[float, float]
+        self,
+        module: hlo.Module,
+        target: Target,
+        peak: float,
+        kernels,
+        reached: tuple[float, float],
     ):
         assert target.chip is not None
         self.module, self.clock_hz = module, target.chip.clock_hz
-        self.flops_per_s, self.bytes_per_s = peak * reached[0], target.chip.hbm_bytes_per_s * reached[1]
-        self.fp8_flops_per_s = (target.chip.peak("float8") or peak) * FP8_REACHED * reached[0]
+        self.flops_per_s, self.bytes_per_s = (
+            peak * reached[0],
+            target.chip.hbm_bytes_per_s * reached[1],
+        )
+        self.fp8_flops_per_s = (
+            (target.chip.peak("float8") or peak) * FP8_REACHED * reached[0]
+        )
         self.kernels = {k.name: _seconds(target, k, peak) for k in kernels}
-        parts = {k.name: "experts" if k.role == _EXPERTS else "attention" for k in kernels}
+        parts = {
+            k.name: "experts" if k.role == _EXPERTS else "attention" for k in kernels
+        }
         self.kernels_s = {
-            part: math.fsum(k.count * self.kernels[k.name] for k in kernels if parts[k.name] == part)
+            part: math.fsum(
+                k.count * self.kernels[k.name] for k in kernels if parts[k.name] == part
+            )
             for part in ("attention", *({"experts"} & set(parts.values())))
         }
         self.even_trips = _even_trips(module)
-        runs = [(self._times(run), module.computations[run.computation]) for run in module.runs()]
-        self.compute_s = math.fsum(n * self._own(steps, s) for n, steps in runs for s in steps.values())
+        runs = [
+            (self._times(run), module.computations[run.computation])
+            for run in module.runs()
+        ]
+        self.compute_s = math.fsum(
+            n * self._own(steps, s) for n, steps in runs for s in steps.values()
+        )
         self.product_flops_per_s = peak * _PRODUCT.get(target.family, 1.0)
-        self.doubtful_s = math.fsum(n * self._doubtful(s) for n, steps in runs for s in steps.values())
+        self.doubtful_s = math.fsum(
+            n * self._doubtful(s) for n, steps in runs for s in steps.values()
+        )
 
-    def seconds(self, inside: Mapping[str, hlo.Instruction], step: hlo.Instruction) -> float:
+    def seconds(
+        self, inside: Mapping[str, hlo.Instruction], step: hlo.Instruction
+    ) -> float:
         """Returns the seconds of an instruction with all it runs."""
         if step.opcode not in ("while", "conditional", "call"):
             return self.kernels.get(step.name) or self._own(inside, step)
         trips = (self.module.trip_count(step) or 1) if step.opcode == "while" else 1
         trips = self.even_trips.get(step.name, trips)
-        bodies = [self.module.computations[n] for n in step.called("body", "to_apply", *hlo.BRANCHES)]
-        return trips * max(math.fsum(self.seconds(steps, s) for s in steps.values()) for steps in bodies)
+        bodies = [
+            self.module.computations[n]
+            for n in step.called("body", "to_apply", *hlo.BRANCHES)
+        ]
+        return trips * max(
+            math.fsum(self.seconds(steps, s) for s in steps.values())
+            for steps in bodies
+        )
 
     def _times(self, run: hlo.LoopRun) -> int:
         """Returns how often a computation runs with an even load of experts."""
         return run.times * math.prod(self.even_trips.get(loop, 1) for loop in run.loops)
 
-    def _own(self, inside: Mapping[str, hlo.Instruction], step: hlo.Instruction) -> float:
+    def _own(
+        self, inside: Mapping[str, hlo.Instruction], step: hlo.Instruction
+    ) -> float:
         if self.clock_hz:
             return step.cycles / self.clock_hz
         if step.opcode not in _WORKS or step.name in self.kernels:
             return 0.0
         fused = step.called("calls")[0] if step.opcode == "fusion" else ""
-        count = partial(hlo_flops, self.module, fused) if fused else partial(instruction_flops, inside, step)
+        count = (
+            partial(hlo_flops, self.module, fused)
+            if fused
+            else partial(instruction_flops, inside, step)
+        )
         flops, fp8 = count(), count(fp8_only=True)
         traffic = self._traffic(inside, step, self.module.computations.get(fused, {}))
-        return max((flops - fp8) / self.flops_per_s + fp8 / self.fp8_flops_per_s, traffic / self.bytes_per_s)
+        return max(
+            (flops - fp8) / self.flops_per_s + fp8 / self.fp8_flops_per_s,
+            traffic / self.bytes_per_s,
+        )
 
     def _doubtful(self, step: hlo.Instruction) -> float:
-        """Returns by how much a fused backward product's cycles are above what single products reach."""
-        backward = "transpose(" in step.op_name and "rematted_computation" not in step.op_name
+        """Returns by how much a fused backward product's cycles are above what single
+        products reach.
+        """
+        backward = (
+            "transpose(" in step.op_name and "rematted_computation" not in step.op_name
+        )
         if not self.clock_hz or step.opcode != "fusion" or not backward:
             return 0.0
         flops = hlo_flops(self.module, step.called("calls")[0])
-        return max(0.0, step.cycles / self.clock_hz - flops / self.product_flops_per_s) if flops else 0.0
+        return (
+            max(0.0, step.cycles / self.clock_hz - flops / self.product_flops_per_s)
+            if flops
+            else 0.0
+        )
 
-    def _traffic(self, inside, step: hlo.Instruction, fused: Mapping[str, hlo.Instruction]) -> int:
-        """Returns the bytes that an instruction reads and writes; of stacked arrays only their slice."""
+    def _traffic(
+        self, inside, step: hlo.Instruction, fused: Mapping[str, hlo.Instruction]
+    ) -> int:
+        """Returns the bytes that an instruction reads and writes; of stacked arrays
+        only their slice.
+        """
         reads = [hlo.num_bytes(inside[name].types) for name in step.operands]
         writes = hlo.num_bytes(step.types)
         for inner in fused.values():
-            uses = list(hlo.uses(fused, inner.name)) if inner.opcode == "parameter" else []
-            if uses and all(use.opcode in _SLICES and use.operands[0] == name for name, use in uses):
+            uses = (
+                list(hlo.uses(fused, inner.name)) if inner.opcode == "parameter" else []
+            )
+            if uses and all(
+                use.opcode in _SLICES and use.operands[0] == name for name, use in uses
+            ):
                 kept = [use for _, use in uses if use.opcode != "dynamic-update-slice"]
-                reads[inner.parameter_number] = sum(hlo.num_bytes(use.types) for use in kept)
+                reads[inner.parameter_number] = sum(
+                    hlo.num_bytes(use.types) for use in kept
+                )
             elif inner.opcode == "dynamic-update-slice":  # written in place
-                writes -= hlo.num_bytes(inner.types) - hlo.num_bytes(fused[inner.operands[1]].types)
+                writes -= hlo.num_bytes(inner.types) - hlo.num_bytes(
+                    fused[inner.operands[1]].types
+                )
         return max(writes, 0) + sum(reads)
 
 
-def _costs(module: hlo.Module, kernels: Sequence[Kernel], target: Target, compute: str) -> list[_Costs]:
-    """Returns a program's costs, at the best and at the worst that a target reaches; [] without a speed."""
+def _costs(
+    module: hlo.Module, kernels: Sequence[Kernel], target: Target, compute: str
+) -> list[_Costs]:
+    """Returns a program's costs, at the best and at the worst that a target reaches; []
+    without a speed.
+    """
     if (peak := products_peak(target, compute)) is None:
         return []
     ranges = (_GPU_BEST, _GPU_WORST) if target.platform == "gpu" else ((1.0, 1.0),)
@@ -421,9 +588,11 @@ def overlap(
     *,
     compute: str = "bfloat16",
 ) -> list[Collective]:
-    """Returns the collectives with the seconds of a step that compute between start and done hides.
+    """Returns the collectives with the seconds of a step that compute between start and
+    done hides.
 
-    One at a time on a link, in the order of the schedule; waiting delays nothing after it.
+    One at a time on a link, in the order of the schedule; waiting delays nothing after
+    it.
 
     Args:
       collectives: with links.
@@ -431,15 +600,25 @@ def overlap(
     """
     hidden = [0.0] * len(collectives)
     costs = _costs(module, kernels, target, compute)
-    pending = [(i, one) for i, one in enumerate(collectives) if one.asynchronous and costs]
+    pending = [
+        (i, one) for i, one in enumerate(collectives) if one.asynchronous and costs
+    ]
     pending.sort(key=lambda entry: entry[1].begins)
     for name in dict.fromkeys(one.computation for _, one in pending):
         inside = module.computations[name]
-        clock = [0.0, *accumulate(costs[0].seconds(inside, step) for step in inside.values())]
+        clock = [
+            0.0,
+            *accumulate(costs[0].seconds(inside, step) for step in inside.values()),
+        ]
         free: dict[str, float] = {}
         for i, one in (entry for entry in pending if entry[1].computation == name):
             link = one.link.name if one.link else ""
             free[link] = max(clock[one.begins + 1], free.get(link, 0.0)) + one.wire_s
             late = free[link] - clock[one.ends]
-            hidden[i] = one.count * max(0.0, one.wire_s - (late if late > _ROUNDING * one.wire_s else 0.0))
-    return [replace(one, hidden_s=seconds) for one, seconds in zip(collectives, hidden, strict=True)]
+            hidden[i] = one.count * max(
+                0.0, one.wire_s - (late if late > _ROUNDING * one.wire_s else 0.0)
+            )
+    return [
+        replace(one, hidden_s=seconds)
+        for one, seconds in zip(collectives, hidden, strict=True)
+    ]

@@ -1,7 +1,8 @@
-"""The child of `compiler`: `python -m jaxdist.planner.worker FOLDER` compiles one step, keeps it, ends.
+"""The child of `compiler`: `python -m jaxdist.planner.worker FOLDER` compiles one step,
+keeps it, ends.
 
-FOLDER holds config.json and request.json; it gets `stage`, and last of all result.json. No array is
-ever made: the step is traced from shapes.
+FOLDER holds config.json and request.json; it gets `stage`, and last of all result.json.
+No array is ever made: the step is traced from shapes.
 """
 
 import gzip
@@ -29,7 +30,10 @@ from jaxdist.trainer import build, run_config, validation, workdir
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # 0.12 puts "E1000: CompileTimeHbmOom:" before it.
-_OOM = re.compile(r"Ran out of memory on HBM.*?\(([\d.]+)([KMGT]?)\).*?HBM \(([\d.]+)([KMGT]?)\)", re.S)
+_OOM = re.compile(
+    r"Ran out of memory on HBM.*?\(([\d.]+)([KMGT]?)\).*?HBM \(([\d.]+)([KMGT]?)\)",
+    re.S,
+)
 _SIZES = ("argument", "output", "alias", "temp", "host_argument", "host_temp")
 
 
@@ -63,10 +67,19 @@ def _work(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("default", UserWarning)
         mesh, lowered, waiting = _lower(run, devices, target)
-    notes = list(dict.fromkeys(str(warning.message) for warning in said if warning.category is UserWarning))
+    notes = list(
+        dict.fromkeys(
+            str(warning.message) for warning in said if warning.category is UserWarning
+        )
+    )
     mesh_ids = [device.id for device in mesh.devices.flat]
-    # This file says how results are read, so entries from before it was changed are not found.
-    content: list[Any] = [Path(__file__).read_text(), target.text.partition("@")[0], mesh_ids]
+    # This file says how results are read, so entries from before it was changed are not
+    # found.
+    content: list[Any] = [
+        Path(__file__).read_text(),
+        target.text.partition("@")[0],
+        mesh_ids,
+    ]
     content += [targets.topology_options(target)]
     content += [sorted(request["flags"].items()), os.environ["XLA_FLAGS"], versions()]
     key = digest_bytes(json.dumps(content).encode() + lowered.as_text().encode())
@@ -74,15 +87,20 @@ def _work(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     cached = read_entry(path) is not None
     if not cached:
         _say(folder, f"compiling for {request['target']}")
-        entry = {"mesh_ids": mesh_ids} | _compile(lowered, request["flags"], target, waiting)
+        entry = {"mesh_ids": mesh_ids} | _compile(
+            lowered, request["flags"], target, waiting
+        )
         document = json.dumps(entry | {"log": read_log(folder)}).encode()
-        atomic.write_bytes(path, gzip.compress(document, 4))  # another plan may write the same
+        # another plan may write the same
+        atomic.write_bytes(path, gzip.compress(document, 4))
     return {"entry": str(path), "cached": cached, "notes": notes}
 
 
-def _lower(run: run_config.RunConfig, devices: Any, target: Target) -> tuple[jax.sharding.Mesh, Any, int]:
-    """Returns the mesh over these devices, the run's step lowered for it, made from shapes, and the bytes
-    of its state on each device's host."""
+def _lower(
+    run: run_config.RunConfig, devices: Any, target: Target
+) -> tuple[jax.sharding.Mesh, Any, int]:
+    """Returns the mesh over these devices, the run's step lowered for it, made from
+    shapes, and the bytes of its state on each device's host."""
     shape, rules, spec = validation.validate(run, devices, with_data=False)
     mesh = build_mesh(run.mesh, devices)
     built = build.build_step(run, spec, mesh, rules)
@@ -92,8 +110,12 @@ def _lower(run: run_config.RunConfig, devices: Any, target: Target) -> tuple[jax
     return mesh, traced.lower(lowering_platforms=(target.compiler,)), waiting
 
 
-def _compile(lowered: Any, flags: dict[str, Any], target: Target, waiting: int) -> dict[str, Any]:
-    """Returns sizes, program and times of a lowered step; of one that does not fit, two sizes."""
+def _compile(
+    lowered: Any, flags: dict[str, Any], target: Target, waiting: int
+) -> dict[str, Any]:
+    """Returns sizes, program and times of a lowered step; of one that does not fit, two
+    sizes.
+    """
     began, cpu_began = time.monotonic(), time.process_time()
     refused: list[str] = []
     while True:
@@ -103,19 +125,26 @@ def _compile(lowered: Any, flags: dict[str, Any], target: Target, waiting: int) 
             break
         except jax.errors.JaxRuntimeError as error:
             if match := _OOM.search(str(error)):
-                needed, capacity = (round(float(match[i]) * _UNITS[match[i + 1]]) for i in (1, 3))
+                needed, capacity = (
+                    round(float(match[i]) * _UNITS[match[i + 1]]) for i in (1, 3)
+                )
                 return {"does_not_fit": [needed, capacity]}
             more = [name for name in options if _refuses(str(error), name)]
             if not more:
                 raise
             refused += more
-    seconds = {"seconds": time.monotonic() - began, "cpu_seconds": time.process_time() - cpu_began}
+    seconds = {
+        "seconds": time.monotonic() - began,
+        "cpu_seconds": time.process_time() - cpu_began,
+    }
     sizes = _sizes(compiled.memory_analysis(), target, waiting)
     return seconds | sizes | {"refused": refused, "hlo": _text(compiled)}
 
 
 def _refuses(message: str, flag: str) -> bool:
-    """Returns whether the compiler's error is that it does not take a flag (here, or at all)."""
+    """Returns whether the compiler's error is that it does not take a flag (here, or at
+    all).
+    """
     fusion = "Continuation fusion" in message and "async_collective_fusion" in flag
     return f"option: '{flag}'" in message or fusion
 
@@ -126,23 +155,39 @@ def _sizes(analysis: Any, target: Target, waiting: int) -> dict[str, int]:
     Args:
       waiting: bytes of its state on the host.
     """
-    sizes = {f"{name}_bytes": getattr(analysis, f"{name}_size_in_bytes") for name in _SIZES}
-    bound = sizes["argument_bytes"] + sizes["output_bytes"] - sizes["alias_bytes"] + sizes["temp_bytes"]
-    # XLA's CPU compiler leaves the temporaries out of its peak. On TPU a peak below them is right: they
-    # do not all live at once.
-    peak = 0 if target.platform == "cpu" else getattr(analysis, "peak_memory_in_bytes", 0)
+    sizes = {
+        f"{name}_bytes": getattr(analysis, f"{name}_size_in_bytes") for name in _SIZES
+    }
+    bound = (
+        sizes["argument_bytes"]
+        + sizes["output_bytes"]
+        - sizes["alias_bytes"]
+        + sizes["temp_bytes"]
+    )
+    # XLA's CPU compiler leaves the temporaries out of its peak. On TPU a peak below
+    # them is right: they do not all live at once.
+    peak = (
+        0 if target.platform == "cpu" else getattr(analysis, "peak_memory_in_bytes", 0)
+    )
     if target.platform == "tpu" and peak:
-        # libtpu's peak (0.0.42.1, 0.0.50.1) is of device and host together: arguments on the host are always
-        # there, but of temporaries nobody knows whether they were at the peak. What it takes does fit.
+        # libtpu's peak (0.0.42.1, 0.0.50.1) is of device and host together: arguments
+        # on the host are always there, but of temporaries nobody knows whether they
+        # were at the peak. What it takes does fit.
         fits = target.chip.capacity_bytes if target.chip else bound
         peak -= sizes["host_argument_bytes"]
         peak = min(bound, fits) if sizes["host_temp_bytes"] else peak
     elif sizes["host_temp_bytes"]:
-        peak = min(peak, bound)  # XLA's for GPUs is that of the larger of the two memories
-    if waiting and not sizes["host_argument_bytes"]:  # described GPUs have no memory but their own
+        # XLA's for GPUs is that of the larger of the two memories
+        peak = min(peak, bound)
+    # described GPUs have no memory but their own
+    if waiting and not sizes["host_argument_bytes"]:
         for name in ("argument", "output", "alias"):
             sizes[f"{name}_bytes"] -= waiting
-        sizes["host_argument_bytes"], peak, bound = waiting, max(peak - waiting, 0), bound - waiting
+        sizes["host_argument_bytes"], peak, bound = (
+            waiting,
+            max(peak - waiting, 0),
+            bound - waiting,
+        )
     return sizes | {"peak_bytes": peak or bound}
 
 

@@ -1,30 +1,34 @@
 """The staged form of a model: embed, a stack of equal blocks, head.
 
-A staged model has `embed(batch) -> x`, `blocks` (a module whose parameters are stacked, made by
-`stack`; called as `block(x, info) -> BlockOutput`) and `head(x, batch) -> Loss`. Optional are
-`prepare(batch) -> dict`, values that every block reads, computed once (rotary tables), and
-`blocks.layer_pattern`, names of kinds of layers that repeat over the depth, ("local", "global") say:
-all have the same parameters, and a block reads its own kind, a Python string, in `info.kind`.
-Layers of unequal parameters that repeat are a `stack` of `LayerGroup`s; those that come first are a stack
-`first_blocks`, which runs where the embedding does and returns neither aux terms nor stats.
-Written so, a model can be scanned, rematerialised block by block and pipelined without a change.
+A staged model has `embed(batch) -> x`, `blocks` (a module whose parameters are stacked,
+made by `stack`; called as `block(x, info) -> BlockOutput`) and `head(x, batch) ->
+Loss`. Optional are `prepare(batch) -> dict`, values that every block reads, computed
+once (rotary tables), and `blocks.layer_pattern`, names of kinds of layers that repeat
+over the depth, ("local", "global") say: all have the same parameters, and a block reads
+its own kind, a Python string, in `info.kind`. Layers of unequal parameters that repeat
+are a `stack` of `LayerGroup`s; those that come first are a stack `first_blocks`, which
+runs where the embedding does and returns neither aux terms nor stats. Written so, a
+model can be scanned, rematerialised block by block and pipelined without a change.
 
-A model whose loss is a sum over samples, each term of `sum`, `count`, `aux` and `stats` made of one
-sample alone (and of random numbers of its own), says so by `sums_over_samples = True` in its class:
-devices may then add up whole steps on their own, and sum once (`mesh.reduce`). A loss that compares
-samples (contrastive), that is a mean, or weighted by a sum over the batch is none. A subclass that
-replaces some of the class does not inherit the word.
+A model whose loss is a sum over samples, each term of `sum`, `count`, `aux` and `stats`
+made of one sample alone (and of random numbers of its own), says so by
+`sums_over_samples = True` in its class: devices may then add up whole steps on their
+own, and sum once (`mesh.reduce`). A loss that compares samples (contrastive), that is a
+mean, or weighted by a sum over the batch is none. A subclass that replaces some of the
+class does not inherit the word.
 
-Any model may have `metrics(batch)`, named sums beside the loss for held-out data: see `as_metrics`.
-And a static `stats_metrics(stats)`, what rows of metrics say of a step's stats: name -> scalar or array.
+Any model may have `metrics(batch)`, named sums beside the loss for held-out data: see
+`as_metrics`. And a static `stats_metrics(stats)`, what rows of metrics say of a step's
+stats: name -> scalar or array.
 
-A model's `Config` may say what follows from its options alone: `faults()`, what is wrong with them;
-`flops_per_token(sequence_length, convention)`, forward and backward, "causal" or "full"; `max_length`,
-the most tokens of a sequence or None; `tiny(sequence_length)`, the values that change in a tiny variant;
-`tensor_parallel_dims`, the names of sizes that the mesh axis tensor must divide; `layers_on(places)`, the
-`num_layers` with which each place of a pipeline has one block; `choices()`, lines that a run begins with,
-called under its mesh. Without them FLOPs are counted in the program, no sequence is too
-long, and `verify` takes the model as it is.
+A model's `Config` may say what follows from its options alone: `faults()`, what is
+wrong with them; `flops_per_token(sequence_length, convention)`, forward and backward,
+"causal" or "full"; `max_length`, the most tokens of a sequence or None;
+`tiny(sequence_length)`, the values that change in a tiny variant;
+`tensor_parallel_dims`, the names of sizes that the mesh axis tensor must divide;
+`layers_on(places)`, the `num_layers` with which each place of a pipeline has one block;
+`choices()`, lines that a run begins with, called under its mesh. Without them FLOPs are
+counted in the program, no sequence is too long, and `verify` takes the model as it is.
 """
 
 import inspect
@@ -46,8 +50,9 @@ Batch = Mapping[str, jax.Array]
 class Loss(NamedTuple):
     """Sums over the batch; the objective is (sum + all aux) / global count.
 
-    sum: nats over weighted targets. count: their weight, from the batch alone. aux: named sums
-    under the same divisor. stats: named sums, handed once a step to the model's `update(stats)`.
+    sum: nats over weighted targets. count: their weight, from the batch alone. aux:
+    named sums under the same divisor. stats: named sums, handed once a step to the
+    model's `update(stats)`.
     """
 
     sum: jax.Array
@@ -64,35 +69,49 @@ class BlockInfo:
     key: jax.Array | None  # the step's key; None: deterministic
     layer: jax.Array  # int32, global layer number
     fields: dict[str, jax.Array]  # the batch's integer fields and what `prepare` made
-    kind: str = field(default="", metadata={"static": True})  # of the layer, from `blocks.layer_pattern`
+    # of the layer, from `blocks.layer_pattern`
+    kind: str = field(default="", metadata={"static": True})
 
 
 class BlockOutput(NamedTuple):
     """What a block returns; x alone, (x, aux) and (x, aux, stats) mean the same.
 
-    Of a stack of blocks, aux terms are added over the layers, and stats are stacked in the layers' order,
-    [L, ...], as the blocks' parameters and state are: so `update(stats)` can change a state of each layer.
-    Those of a stack of `LayerGroup`s are [groups, layers of a group that give them, ...].
-    Both are added over microbatches, accumulation, stages and devices, beside those of the head.
+    Of a stack of blocks, aux terms are added over the layers, and stats are stacked in
+    the layers' order, [L, ...], as the blocks' parameters and state are: so
+    `update(stats)` can change a state of each layer. Those of a stack of `LayerGroup`s
+    are [groups, layers of a group that give them, ...]. Both are added over
+    microbatches, accumulation, stages and devices, beside those of the head.
     """
 
     x: jax.Array  # [B, S, D]
     aux: dict[str, jax.Array] = {}  # scalar sums, further terms of the objective
-    stats: dict[str, jax.Array] = {}  # sums over this layer's samples, of any shape, for `update(stats)`
+    # sums over this layer's samples, of any shape, for `update(stats)`
+    stats: dict[str, jax.Array] = {}
 
 
 def is_staged(model: nnx.Module) -> bool:
-    """Returns whether the model has a stack `blocks`, and methods (not layers) embed and head."""
-    methods = all(inspect.isfunction(getattr(type(model), name, None)) for name in ("embed", "head"))
+    """Returns whether the model has a stack `blocks`, and methods (not layers) embed
+    and head.
+    """
+    methods = all(
+        inspect.isfunction(getattr(type(model), name, None))
+        for name in ("embed", "head")
+    )
     return methods and _is_stack(getattr(model, "blocks", None))
 
 
 def _is_stack(blocks: Any) -> bool:
-    return isinstance(blocks, nnx.Module) and not isinstance(blocks, (nnx.List, nnx.Sequential))
+    return isinstance(blocks, nnx.Module) and not isinstance(
+        blocks, (nnx.List, nnx.Sequential)
+    )
 
 
-def stack(build: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
-    """Returns `count` modules as one, every parameter [count, ...], each with its own key."""
+def stack(
+    build: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs
+) -> nnx.Module:
+    """Returns `count` modules as one, every parameter [count, ...], each with its own
+    key.
+    """
     graph = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))[0]
     keys = jax.random.split(rngs.params(), count)
     state = jax.vmap(lambda key: nnx.split(build(nnx.Rngs(params=key)))[1])(keys)
@@ -100,7 +119,8 @@ def stack(build: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -
 
 
 class LayerGroup(nnx.Module):
-    """Consecutive layers of unequal parameters as one block: a stack of groups is scanned as any other.
+    """Consecutive layers of unequal parameters as one block: a stack of groups is
+    scanned as any other.
 
     The layers, attributes `layer_0`, `layer_1`, ..., are rematerialised one by one.
 
@@ -114,11 +134,17 @@ class LayerGroup(nnx.Module):
             setattr(self, f"layer_{number}", layer)
 
     def __call__(self, x: jax.Array, info: BlockInfo) -> BlockOutput:
-        return _in_order([partial(apply_block, layer) for layer in layers_of(self)], x, infos_of(self, info))
+        return _in_order(
+            [partial(apply_block, layer) for layer in layers_of(self)],
+            x,
+            infos_of(self, info),
+        )
 
 
 def layers_of(block: nnx.Module) -> list[Any]:
-    """Returns the layers of a group (or of a stack of groups); another block is one layer."""
+    """Returns the layers of a group (or of a stack of groups); another block is one
+    layer.
+    """
     if not isinstance(block, LayerGroup):
         return [block]
     return [getattr(block, f"layer_{number}") for number in range(len(block.kinds))]
@@ -128,20 +154,34 @@ def infos_of(block: nnx.Module, info: BlockInfo) -> list[BlockInfo]:
     """Returns what each layer of a block reads, from what its first one does."""
     if not isinstance(block, LayerGroup):
         return [info]
-    return [replace(info, layer=info.layer + n, kind=kind) for n, kind in enumerate(block.kinds)]
+    return [
+        replace(info, layer=info.layer + n, kind=kind)
+        for n, kind in enumerate(block.kinds)
+    ]
 
 
-def _in_order(layers: Sequence[Callable[..., BlockOutput]], x: jax.Array, infos: Sequence[BlockInfo]):
-    """Returns what a block's layers give one after another: aux terms added, stats of several stacked."""
+def _in_order(
+    layers: Sequence[Callable[..., BlockOutput]],
+    x: jax.Array,
+    infos: Sequence[BlockInfo],
+):
+    """Returns what a block's layers give one after another: aux terms added, stats of
+    several stacked.
+    """
     if len(layers) == 1:
         return layers[0](x, *infos)
     aux: dict[str, jax.Array] = {}
     stats: dict[str, list[jax.Array]] = {}
     for layer, info in zip(layers, infos, strict=True):
         x, own, sums = layer(x, info)
-        aux |= {name: aux[name] + term if name in aux else term for name, term in own.items()}
+        aux |= {
+            name: aux[name] + term if name in aux else term
+            for name, term in own.items()
+        }
         stats |= {name: [*stats.get(name, ()), value] for name, value in sums.items()}
-    return BlockOutput(x, aux, {name: jnp.stack(values) for name, values in stats.items()})
+    return BlockOutput(
+        x, aux, {name: jnp.stack(values) for name, values in stats.items()}
+    )
 
 
 Block = Callable[[Any, jax.Array, BlockInfo], BlockOutput]
@@ -150,13 +190,17 @@ Transform = Callable[[Block], Block]
 
 @dataclass(frozen=True)
 class Recompute:
-    """What of a stack's layers is computed again, where that is more than one wrapper of all."""
+    """What of a stack's layers is computed again, where that is more than one wrapper
+    of all.
+    """
 
     layer: Transform  # wraps a layer
-    group: Callable[[Callable], Callable] = lambda run: run  # wraps `run(parameters, x, first)` of a group
+    # wraps `run(parameters, x, first)` of a group
+    group: Callable[[Callable], Callable] = lambda run: run
     every: int = 1  # layers of a group
     last: int = 0  # layers at the end that are wrapped so; 0: all
-    others: Transform = lambda block: block  # wraps those before them, and `first_blocks`
+    # wraps those before them, and `first_blocks`
+    others: Transform = lambda block: block
 
     @classmethod
     def of(cls, transform: "Transform | Recompute") -> "Recompute":
@@ -178,38 +222,56 @@ def run_blocks(
     first: int | jax.Array = 0,
     pattern: tuple[str, ...] = (),
 ) -> BlockOutput:
-    """Returns the stack applied to x by a scan, the sums of the blocks' aux terms, and stats [L, ...].
+    """Returns the stack applied to x by a scan, the sums of the blocks' aux terms, and
+    stats [L, ...].
 
     Args:
-      transform: wraps `block(parameters of one layer, x, info)`, for rematerialisation; or says more.
+      transform: wraps `block(parameters of one layer, x, info)`, for rematerialisation;
+        or says more.
       first: global number of the first layer, where the stack is a part of the model's.
       pattern: kinds of these layers, repeated; (): those of the blocks.
     """
     graphs, states = zip(*map(nnx.split, layers_of(blocks)), strict=True)
-    how, kinds, stride = Recompute.of(transform), pattern or pattern_of(blocks), len(graphs)
+    how, kinds, stride = (
+        Recompute.of(transform),
+        pattern or pattern_of(blocks),
+        len(graphs),
+    )
 
     def run(wrap: Transform, states, x, first, kinds=kinds):
         layers = [wrap(_applied(graph)) for graph in graphs]
 
         def one_block(x, layer, parameters, kind):
-            calls = [partial(apply, own) for apply, own in zip(layers, parameters, strict=True)]
-            x, *sums = _in_order(calls, x, infos_of(blocks, BlockInfo(key, layer, fields, kind)))
+            calls = [
+                partial(apply, own)
+                for apply, own in zip(layers, parameters, strict=True)
+            ]
+            x, *sums = _in_order(
+                calls, x, infos_of(blocks, BlockInfo(key, layer, fields, kind))
+            )
             return x, sums
 
         return scan_layers(one_block, x, states, kinds, first=first, stride=stride)
 
     depth = jax.tree.leaves(states)[0].shape[0]
-    if how.every > 1:  # of a stack of groups one of them, too, whose layers would keep an input each
-        x, sums = _in_groups(partial(run, how.layer), how, states, x, first, how.every // stride)
+    # of a stack of groups one of them, too, whose layers would keep an input each
+    if how.every > 1:
+        x, sums = _in_groups(
+            partial(run, how.layer), how, states, x, first, how.every // stride
+        )
     elif 0 < (last := how.last // stride) < depth:
         cut = depth - last
-        parts = [jnp.split(leaf, [cut]) for leaf in jax.tree.leaves(states)]  # whose gradients are joined
+        # whose gradients are joined
+        parts = [jnp.split(leaf, [cut]) for leaf in jax.tree.leaves(states)]
         fore, rear = (
-            jax.tree.unflatten(jax.tree.structure(states), part) for part in zip(*parts, strict=True)
+            jax.tree.unflatten(jax.tree.structure(states), part)
+            for part in zip(*parts, strict=True)
         )
         turn = cut % len(kinds)
         x, sums = run(how.others, fore, x, first)
-        x, more = run(how.layer, rear, x, first + cut * stride, (*kinds[turn:], *kinds[:turn]))
+        x, more = run(
+            how.layer, rear, x, first + cut * stride, (*kinds[turn:], *kinds[:turn])
+        )
         sums = jax.tree.map(lambda *own: jnp.concatenate(own), sums, more)
     else:
         x, sums = run(how.layer, states, x, first)
@@ -217,8 +279,12 @@ def run_blocks(
     return BlockOutput(x, jax.tree.map(lambda terms: terms.sum(0), aux), stats)
 
 
-def _in_groups(run: Callable, how: Recompute, states: Any, x: jax.Array, first, size: int) -> tuple[Any, Any]:
-    """Returns what a scan over groups of `size` of a stack's items gives, each wrapped as one."""
+def _in_groups(
+    run: Callable, how: Recompute, states: Any, x: jax.Array, first, size: int
+) -> tuple[Any, Any]:
+    """Returns what a scan over groups of `size` of a stack's items gives, each wrapped
+    as one.
+    """
     groups = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), states)
     apply = how.group(run)
 
@@ -236,7 +302,9 @@ def _applied(graph: Any) -> Block:
         block, before = nnx.merge(graph, parameters), _own_state(parameters)
         output = apply_block(block, x, info)
         after = _own_state(nnx.state(block)) if before else {}
-        if changed := [path for path, value in before.items() if after[path] is not value]:
+        if changed := [
+            path for path, value in before.items() if after[path] is not value
+        ]:
             raise ConfigError(
                 f"blocks/{changed[0]}: a block changes its own state, which a stack of blocks does not keep; "
                 f"return sums in its `stats` and change it in the model's update(self, stats)"
@@ -247,8 +315,12 @@ def _applied(graph: Any) -> Block:
 
 
 def apply_block(block: Any, x: jax.Array, info: BlockInfo) -> BlockOutput:
-    """Returns what a block gives; its parts whose class has a `block_info` (adapters) see that meanwhile."""
-    parts = [part for _, part in nnx.iter_modules(block) if hasattr(type(part), "block_info")]
+    """Returns what a block gives; its parts whose class has a `block_info` (adapters)
+    see that meanwhile.
+    """
+    parts = [
+        part for _, part in nnx.iter_modules(block) if hasattr(type(part), "block_info")
+    ]
     for part in parts:
         vars(part)["block_info"] = info  # not by nnx, to which it would be state
     try:
@@ -265,17 +337,23 @@ def as_block_output(value: Any) -> BlockOutput:
       ConfigError: it is neither x, nor (x, aux), nor (x, aux, stats).
     """
     parts = value if isinstance(value, (tuple, list)) else (value,)
-    if not 1 <= len(parts) <= 3 or not all(isinstance(part, Mapping) for part in parts[1:]):
+    if not 1 <= len(parts) <= 3 or not all(
+        isinstance(part, Mapping) for part in parts[1:]
+    ):
         raise ConfigError(
             f"a block returned {_shapes(value)}; required: x, (x, aux) or (x, aux, stats), with dicts of "
             f"scalar sums for the objective, and of sums for update(self, stats)"
         )
     output = BlockOutput(*parts)
-    return output._replace(stats={name: jnp.asarray(x, jnp.float32) for name, x in output.stats.items()})
+    return output._replace(
+        stats={name: jnp.asarray(x, jnp.float32) for name, x in output.stats.items()}
+    )
 
 
 def _own_state(state: nnx.State) -> dict[str, jax.Array]:
-    """Returns path -> value of variables that are neither parameters nor random streams."""
+    """Returns path -> value of variables that are neither parameters nor random
+    streams.
+    """
     others = (nnx.Param, nnx.RngState)
     return {
         "/".join(map(str, path)): v.get_value()
@@ -285,24 +363,35 @@ def _own_state(state: nnx.State) -> dict[str, jax.Array]:
 
 
 def pattern_of(blocks: Any) -> tuple[str, ...]:
-    """Returns the kinds of layers that repeat over a stack's depth; one without a name by default."""
+    """Returns the kinds of layers that repeat over a stack's depth; one without a name
+    by default.
+    """
     return getattr(blocks, "layer_pattern", ("",))
 
 
 def staged_loss(
-    model: Any, batch: Batch, key: jax.Array | None, transform: Transform | Recompute = lambda block: block
+    model: Any,
+    batch: Batch,
+    key: jax.Array | None,
+    transform: Transform | Recompute = lambda block: block,
 ) -> Loss:
     """Returns the loss of a staged model."""
     fields, first = shared_fields(model, batch), layers_before(model)
     x = embedded(model, batch, key, Recompute.of(transform).before)
     output = run_blocks(model.blocks, x, key, fields, transform, first=first)
-    return with_block_sums(as_loss(model.head(output.x, batch), batch), output.aux, output.stats)
+    return with_block_sums(
+        as_loss(model.head(output.x, batch), batch), output.aux, output.stats
+    )
 
 
 def embedded(
-    model: Any, batch: Batch, key: jax.Array | None, transform: Transform = lambda block: block
+    model: Any,
+    batch: Batch,
+    key: jax.Array | None,
+    transform: Transform = lambda block: block,
 ) -> jax.Array:
-    """Returns what enters `blocks`: the embedding, and of a model with `first_blocks` what these make of it.
+    """Returns what enters `blocks`: the embedding, and of a model with `first_blocks`
+    what these make of it.
 
     Raises:
       ConfigError: they return aux terms or stats.
@@ -310,7 +399,9 @@ def embedded(
     x = model.embed(batch)
     if not layers_before(model):
         return x
-    x, aux, stats = run_blocks(model.first_blocks, x, key, shared_fields(model, batch), transform)
+    x, aux, stats = run_blocks(
+        model.first_blocks, x, key, shared_fields(model, batch), transform
+    )
     if names := sorted({*aux, *stats}):
         raise ConfigError(
             f"first_blocks return {', '.join(names)}; layers with aux terms or stats belong in `blocks`"
@@ -326,7 +417,9 @@ def layers_before(model: Any) -> int:
     return jax.tree.leaves(nnx.state(first))[0].shape[0] * len(layers_of(first))
 
 
-def with_block_sums(loss: Loss, aux: dict[str, jax.Array], stats: dict[str, jax.Array]) -> Loss:
+def with_block_sums(
+    loss: Loss, aux: dict[str, jax.Array], stats: dict[str, jax.Array]
+) -> Loss:
     """Returns the head's loss with the aux terms and stats of the blocks.
 
     Raises:
@@ -343,14 +436,17 @@ def with_block_sums(loss: Loss, aux: dict[str, jax.Array], stats: dict[str, jax.
 def as_loss(value: Any, batch: Batch) -> Loss:
     """Returns what a model's `loss` gave as a Loss of float32 sums.
 
-    Accepted are a Loss, a plain tuple (sum, count[, aux[, stats]]), a dict with these names, or a
-    scalar mean over the batch's samples, whose count is then the number of samples.
+    Accepted are a Loss, a plain tuple (sum, count[, aux[, stats]]), a dict with these
+    names, or a scalar mean over the batch's samples, whose count is then the number of
+    samples.
 
     Raises:
       ConfigError: it is none of them.
     """
     sums = None
-    if isinstance(value, Mapping) and {"sum", "count"} <= set(value) <= set(Loss._fields):
+    if isinstance(value, Mapping) and {"sum", "count"} <= set(value) <= set(
+        Loss._fields
+    ):
         sums = Loss(**value)
     elif isinstance(value, (tuple, list)) and 2 <= len(value) <= 4:
         sums = Loss(*value)
@@ -367,15 +463,19 @@ def as_loss(value: Any, batch: Batch) -> Loss:
 
 
 def has_metrics(model_class: type) -> bool:
-    """Returns whether a model has a method `metrics` (an attribute of that name is its own affair)."""
+    """Returns whether a model has a method `metrics` (an attribute of that name is its
+    own affair).
+    """
     return inspect.isfunction(getattr(model_class, "metrics", None))
 
 
 def as_metrics(value: Any, count: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Returns what a model's `metrics(batch)` gave as name -> (sum, what to divide it by), float32.
+    """Returns what a model's `metrics(batch)` gave as name -> (sum, what to divide it
+    by), float32.
 
     Args:
-      value: name -> scalar sum over the batch, divided by the loss's count; or -> (sum, count).
+      value: name -> scalar sum over the batch, divided by the loss's count; or -> (sum,
+        count).
       count: of the loss.
 
     Raises:
@@ -384,14 +484,23 @@ def as_metrics(value: Any, count: jax.Array) -> dict[str, tuple[jax.Array, jax.A
     pairs: dict[str, tuple[jax.Array, jax.Array]] = {}
     for name, given in value.items() if isinstance(value, Mapping) else [("", value)]:
         pair = given if isinstance(given, (tuple, list)) else (given, count)
-        if not isinstance(value, Mapping) or len(pair) != 2 or not all(map(_is_scalar, pair)):
+        if (
+            not isinstance(value, Mapping)
+            or len(pair) != 2
+            or not all(map(_is_scalar, pair))
+        ):
             raise ConfigError(
                 f"metrics(batch) returned {_shapes(value)}; required: a dict of scalar sums, or of pairs "
                 f"(sum, count)"
             )
-        pairs[str(name)] = jnp.asarray(pair[0], jnp.float32), jnp.asarray(pair[1], jnp.float32)
+        pairs[str(name)] = (
+            jnp.asarray(pair[0], jnp.float32),
+            jnp.asarray(pair[1], jnp.float32),
+        )
     if taken := sorted({"loss", "tokens"} & pairs.keys()):
-        raise ConfigError(f"metrics(batch) returned {', '.join(taken)}, which evaluations have; rename it")
+        raise ConfigError(
+            f"metrics(batch) returned {', '.join(taken)}, which evaluations have; rename it"
+        )
     return pairs
 
 
@@ -405,7 +514,9 @@ def _is_scalar(x: Any) -> bool:
 
 
 def _shapes(value: Any) -> str:
-    shown = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else x, value)
+    shown = jax.tree.map(
+        lambda x: f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else x, value
+    )
     return str(shown).replace("'", "")
 
 

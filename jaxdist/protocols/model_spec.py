@@ -1,4 +1,6 @@
-"""A model before its arrays exist: shapes, logical names, what is trained and what is frozen."""
+"""A model before its arrays exist: shapes, logical names, what is trained and what is
+frozen.
+"""
 
 import dataclasses
 import functools
@@ -29,23 +31,36 @@ class ModelSpec:
     graph: nnx.GraphDef
     trainable: Tree  # of ShapeDtypeStruct
     model_state: Tree
-    names: Tree  # like trainable, of tuples of logical names; those of stack dims only if `stack` has them
+    # like trainable, of tuples of logical names; those of stack dims only if `stack`
+    # has them
+    names: Tree
     frozen: Tree = dataclasses.field(default_factory=dict)
     frozen_names: Tree = dataclasses.field(default_factory=dict)
-    streams: Tree = dataclasses.field(default_factory=dict)  # keys and counts of the model's own nnx.Rngs
+    # keys and counts of the model's own nnx.Rngs
+    streams: Tree = dataclasses.field(default_factory=dict)
     model_class: type = nnx.Module
     patterns: tuple[str, ...] = ()  # of the paths of frozen parameters
     staged: bool = False  # the model has embed, a stack of blocks, and head
-    casts_itself: bool = False  # its ops cast kernels to the compute dtype, as those of `jaxdist.ops` do
-    sums_over_samples: bool = False  # its loss is a sum over samples, as the model's class says
-    stack: Names = ()  # names of the blocks' stack dims, where a pipeline has cut them up
-    # The batches (shapes, parts) that the model was looked at with, and nothing found: each is traced once.
+    # its ops cast kernels to the compute dtype, as those of `jaxdist.ops` do
+    casts_itself: bool = False
+    # its loss is a sum over samples, as the model's class says
+    sums_over_samples: bool = False
+    # names of the blocks' stack dims, where a pipeline has cut them up
+    stack: Names = ()
+    # The batches (shapes, parts) that the model was looked at with, and nothing found:
+    # each is traced once.
     passed: set[Any] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     def assemble(
-        self, trainable: Tree, model_state: Tree, frozen: Tree | None = None, *, key: jax.Array | None = None
+        self,
+        trainable: Tree,
+        model_state: Tree,
+        frozen: Tree | None = None,
+        *,
+        key: jax.Array | None = None,
     ) -> Any:
-        """Returns the model with these arrays in it: in training mode with a key, else to evaluate.
+        """Returns the model with these arrays in it: in training mode with a key, else
+        to evaluate.
 
         Args:
           key: what the model's own random streams start from; None: a constant.
@@ -62,14 +77,18 @@ class ModelSpec:
         """Returns (trainable, model state, frozen) of a newly initialised model.
 
         Args:
-          given: {path: value} of parameters that begin with these values; what stands in the place of a
-            parameter takes its value by a method `set_kernel`.
+          given: {path: value} of parameters that begin with these values; what stands
+            in the place of a parameter takes its value by a method `set_kernel`.
         """
         with nnx.use_eager_sharding(False):
             model = _built(self.build, nnx.Rngs(key))
             for path, value in (given or {}).items():
-                place: Any = functools.reduce(getattr, path.split(trees.SEPARATOR), model)
-                place.set_kernel(value) if hasattr(place, "set_kernel") else place.set_value(value)
+                place: Any = functools.reduce(
+                    getattr, path.split(trees.SEPARATOR), model
+                )
+                place.set_kernel(value) if hasattr(
+                    place, "set_kernel"
+                ) else place.set_value(value)
             parts = _split(model, self.patterns)
         return parts.trainable, parts.model_state, parts.frozen
 
@@ -86,7 +105,9 @@ class ModelSpec:
             after = by_path.get(name)
             if after is None or after.shape != before.shape:
                 now = "nothing" if after is None else after.shape
-                raise ConfigError(f"{name}: the model changed this state from {before.shape} to {now}")
+                raise ConfigError(
+                    f"{name}: the model changed this state from {before.shape} to {now}"
+                )
             return after.astype(before.dtype)
 
         return jax.tree_util.tree_map_with_path(kept, self.model_state)
@@ -97,7 +118,9 @@ class ModelSpec:
         return parts.trainable, self.state_of(model), parts.frozen
 
     def named_parameters(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
-        """Returns path -> (abstract array, logical names), of what is trained and of what is frozen."""
+        """Returns path -> (abstract array, logical names), of what is trained and of
+        what is frozen.
+        """
         return self.named_trainable() | self.named_frozen()
 
     def named_trainable(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
@@ -110,7 +133,9 @@ class ModelSpec:
 
     @property
     def state_names(self) -> Tree:
-        """Returns the names of the model state: of stack dims alone, where a pipeline cuts them up."""
+        """Returns the names of the model state: of stack dims alone, where a pipeline
+        cuts them up.
+        """
 
         def name(path, leaf) -> Names:
             lead = self.stack if path[0].key == "blocks" else ()
@@ -131,12 +156,16 @@ class ModelSpec:
 
     @property
     def period(self) -> int:
-        """Returns the number of blocks after which their kinds repeat (see `protocols.model`)."""
+        """Returns the number of blocks after which their kinds repeat (see
+        `protocols.model`).
+        """
         return len(pattern_of(getattr(self.abstract_model, "blocks", None)))
 
     @property
     def block_layers(self) -> int:
-        """Returns the number of layers in each block of a staged model, more than 1 in a `LayerGroup`."""
+        """Returns the number of layers in each block of a staged model, more than 1 in
+        a `LayerGroup`.
+        """
         return len(layers_of(self.abstract_model.blocks)) if self.staged else 1
 
     @property
@@ -167,15 +196,17 @@ def describe(
 ) -> ModelSpec:
     """Returns the spec of the model that `build(rngs)` makes; nothing is allocated.
 
-    Frozen are parameters whose path a regex of `frozen` finds, `nnx.Param(..., trainable=False)`, and
-    integers. Whatever is no `nnx.Param` is model state, but for random streams.
+    Frozen are parameters whose path a regex of `frozen` finds, `nnx.Param(...,
+    trainable=False)`, and integers. Whatever is no `nnx.Param` is model state, but for
+    random streams.
 
     Args:
       frozen: regexes (`re.search`) of paths such as "blocks/attention/query".
       rules: (path regex, names of the dims): see `param_names.name_parameters`.
 
     Raises:
-      ConfigError: it cannot be made of these options; a regex finds nothing, or all; names don't fit.
+      ConfigError: it cannot be made of these options; a regex finds nothing, or all;
+        names don't fit.
     """
     model = _abstract_model(build)
     staged = is_staged(model)
@@ -192,7 +223,9 @@ def describe(
         raise ConfigError([*faults, *misfits])
 
     def names_of(tree: Tree) -> Tree:
-        return jax.tree_util.tree_map_with_path(lambda path, _: names[trees.join(path)], tree)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: names[trees.join(path)], tree
+        )
 
     return ModelSpec(
         build,
@@ -208,18 +241,24 @@ def describe(
 
 
 def _abstract_model(build: Callable[[nnx.Rngs], nnx.Module]) -> nnx.Module:
-    """Returns the model with abstract arrays; raises ConfigError if it cannot be built."""
+    """Returns the model with abstract arrays; raises ConfigError if it cannot
+    be built.
+    """
     with nnx.use_eager_sharding(False):
         try:
             return nnx.eval_shape(lambda: _built(build, nnx.Rngs(0)))
         except ConfigError:
             raise
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"model: cannot be built with these options: {error}") from error
+            raise ConfigError(
+                f"model: cannot be built with these options: {error}"
+            ) from error
 
 
 def stored_dtype(x: jax.ShapeDtypeStruct, params: str) -> jnp.dtype:
-    """Returns the dtype that a parameter is stored in: `params`, or its own if quantised (or an integer)."""
+    """Returns the dtype that a parameter is stored in: `params`, or its own if
+    quantised (or an integer).
+    """
     wide = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
     return jnp.dtype(params) if wide else x.dtype
 
@@ -233,7 +272,8 @@ class _Parts(NamedTuple):
 
 
 def _built(build: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
-    # flax takes arrays that are made while it traces for static, unless their type is registered.
+    # flax takes arrays that are made while it traces for static, unless their type is
+    # registered.
     nnx.register_data_type(type(jnp.zeros(())))
     return build(rngs)
 
@@ -246,7 +286,9 @@ def _split(model: nnx.Module, frozen: Sequence[str]) -> _Parts:
             return False
         marked = leaf.get_metadata().get("trainable") is False
         marked |= not jnp.issubdtype(leaf.get_value().dtype, jnp.floating)
-        return marked or any(re.search(pattern, "/".join(map(str, path))) for pattern in frozen)
+        return marked or any(
+            re.search(pattern, "/".join(map(str, path))) for pattern in frozen
+        )
 
     graph, *states = nnx.split(model, is_frozen, nnx.Param, nnx.RngState, ...)
     held, trainable, streams, rest = map(nnx.to_pure_dict, states)
@@ -254,7 +296,9 @@ def _split(model: nnx.Module, frozen: Sequence[str]) -> _Parts:
 
 
 def _reseeded(streams: Tree, key: jax.Array | None) -> Tree:
-    """Returns the model's random streams begun anew, each from the key and its own path."""
+    """Returns the model's random streams begun anew, each from the key and its own
+    path.
+    """
     start = jax.random.key(0) if key is None else key
 
     def begin(path, leaf):
@@ -268,4 +312,7 @@ def _reseeded(streams: Tree, key: jax.Array | None) -> Tree:
 
 def _named(tree: Tree, names: Tree) -> dict[str, tuple[Any, Names]]:
     known = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple))
-    return {path: (x, own) for (path, x), own in zip(trees.flatten_names(tree).items(), known, strict=True)}
+    return {
+        path: (x, own)
+        for (path, x), own in zip(trees.flatten_names(tree).items(), known, strict=True)
+    }

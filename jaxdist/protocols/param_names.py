@@ -12,7 +12,8 @@ from jaxdist.config import suggest
 
 Names = tuple[str | None, ...]
 
-# Dims split by an axis that computes on its shard. d_model is what fsdp prefers to store in shards.
+# Dims split by an axis that computes on its shard. d_model is what fsdp prefers to
+# store in shards.
 PARAMETER_AXES = {
     "vocab": "tensor",
     "heads": "tensor",
@@ -21,9 +22,11 @@ PARAMETER_AXES = {
     "experts": "expert",
 }
 
-STACKS = ("chunks", "stages", "layers", "")  # names of stack dims; "" where a model names none
+# names of stack dims; "" where a model names none
+STACKS = ("chunks", "stages", "layers", "")
 
-STACKED = ("first_blocks", "blocks")  # modules of a staged model whose parameters have a stack dim
+# modules of a staged model whose parameters have a stack dim
+STACKED = ("first_blocks", "blocks")
 
 FSDP_NAME = "d_model"
 
@@ -34,22 +37,28 @@ DIM_NAMES = (*PARAMETER_AXES, FSDP_NAME, "head_dim", "layers", "positions")
 class ShardingConfig:
     """Names for the dims of parameters whose model names none."""
 
-    rules: tuple[tuple[str, str], ...] = ()  # (path regex, "name of each dim, or None"); the first wins
+    # (path regex, "name of each dim, or None"); the first wins
+    rules: tuple[tuple[str, str], ...] = ()
 
 
 def name_parameters(
     model: nnx.Module, rules: Sequence[tuple[str, str]], *, staged: bool
 ) -> tuple[dict[str, Names], list[str]]:
-    """Returns path -> logical names of every parameter, () for none, and the faults; ops read them, too.
+    """Returns path -> logical names of every parameter, () for none, and the faults;
+    ops read them, too.
 
-    The names are those of the first rule (path regex, names) that finds the path, else the model's own or
-    flax's annotations. A rule names all dims, that of a stack too ("layers"). Stack dims are left out of
-    what is returned, as a layer that reads the parameter sees its own dims. A staged model's unnamed
-    blocks get a None a dim but the first.
+    The names are those of the first rule (path regex, names) that finds the path, else
+    the model's own or flax's annotations. A rule names all dims, that of a stack too
+    ("layers"). Stack dims are left out of what is returned, as a layer that reads the
+    parameter sees its own dims. A staged model's unnamed blocks get a None a dim but
+    the first.
     """
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     parameters = {"/".join(map(str, path)): variable for path, variable in flat}
-    parsed = [(p, tuple(None if name == "None" else name for name in text.split())) for p, text in rules]
+    parsed = [
+        (p, tuple(None if name == "None" else name for name in text.split()))
+        for p, text in rules
+    ]
     names_of, faults = {}, list(_rule_faults(parsed, parameters))
     for path, variable in parameters.items():
         names, dims = _model_names(path, variable, staged), variable.get_value().shape
@@ -59,13 +68,19 @@ def name_parameters(
             stack = max(0, len(dims) - len(names)) if names else 0
             rule = f"sharding.rules: {pattern!r} gives"
             if len(ruled) != len(dims):
-                faults.append(f"{rule} {path} {len(ruled)} names for {what}; give each one, or None")
+                faults.append(
+                    f"{rule} {path} {len(ruled)} names for {what}; give each one, or None"
+                )
             elif split := set(ruled[:stack]) - {"layers", None}:
-                faults.append(f"{rule} a stack dim of {path} {what} the name {split.pop()}; call it layers")
+                faults.append(
+                    f"{rule} a stack dim of {path} {what} the name {split.pop()}; call it layers"
+                )
             else:
                 names = _without_stack(ruled[stack:])
         elif len(names) > len(dims):
-            faults.append(f"{path}: {len(names)} logical names {names} for {what}; give at most one a dim")
+            faults.append(
+                f"{path}: {len(names)} logical names {names} for {what}; give at most one a dim"
+            )
         names_of[path] = names
         variable.set_metadata(logical=names)
     return names_of, faults
@@ -78,10 +93,17 @@ def in_stack(path: str) -> bool:
 
 def _model_names(path: str, variable: nnx.Variable, staged: bool) -> Names:
     metadata = variable.get_metadata()
-    names = metadata.get("logical") or metadata.get("out_sharding") or metadata.get("sharding_names") or ()
+    names = (
+        metadata.get("logical")
+        or metadata.get("out_sharding")
+        or metadata.get("sharding_names")
+        or ()
+    )
     if not names and staged and in_stack(path):
         return (None,) * (variable.get_value().ndim - 1)
-    return _without_stack(tuple(name if isinstance(name, str) else None for name in names))
+    return _without_stack(
+        tuple(name if isinstance(name, str) else None for name in names)
+    )
 
 
 def _without_stack(names: Names) -> Names:
@@ -89,7 +111,14 @@ def _without_stack(names: Names) -> Names:
 
 
 def _rule_of(path: str, rules: Sequence[tuple[str, Names]]) -> int | None:
-    return next((number for number, (pattern, _) in enumerate(rules) if re.search(pattern, path)), None)
+    return next(
+        (
+            number
+            for number, (pattern, _) in enumerate(rules)
+            if re.search(pattern, path)
+        ),
+        None,
+    )
 
 
 def _rule_faults(rules: Sequence[tuple[str, Names]], paths: Mapping[str, Any]):

@@ -1,19 +1,24 @@
-"""Whether a model's loss is a sum over samples, as its class says (`sums_over_samples`, see `model`)."""
+"""Whether a model's loss is a sum over samples, as its class says (`sums_over_samples`,
+see `model`).
+"""
 
 from collections.abc import Sequence
 
 from flax import nnx
 
-# What makes a loss even where a class has it first, and what a subclass may replace without changing it.
+# What makes a loss even where a class has it first, and what a subclass may replace
+# without changing it.
 _OF_THE_LOSS = ("__init__", "__call__", "loss", "embed", "prepare", "head")
 _BESIDE_THE_LOSS = ("Config", "casts_itself", "metrics", "stats_metrics", "update")
 
 
 def who_sums_over_samples(model_class: type) -> type | None:
-    """Returns the class that says of a model that its loss is a sum over samples; None if none does.
+    """Returns the class that says of a model that its loss is a sum over samples; None
+    if none does.
 
-    The word of a class counts for what it is made of itself: a subclass that replaces a method or another
-    attribute, a helper of `head` or the class of its layers, may make another loss, so it repeats the word.
+    The word of a class counts for what it is made of itself: a subclass that replaces a
+    method or another attribute, a helper of `head` or the class of its layers, may make
+    another loss, so it repeats the word.
     """
     owners = model_class.__mro__
     for place, owner in enumerate(owners):
@@ -27,8 +32,8 @@ def who_sums_over_samples(model_class: type) -> type | None:
 def sums_over_samples(model: nnx.Module) -> bool:
     """Returns whether the loss of a model is a sum over samples, as a class of it says.
 
-    The word of one of ours counts for models of our layers: with others in their place, which may mix
-    samples, a subclass repeats it.
+    The word of one of ours counts for models of our layers: with others in their place,
+    which may mix samples, a subclass repeats it.
     """
     owner = who_sums_over_samples(type(model))
     if owner is None or not _is_ours(owner):
@@ -42,7 +47,9 @@ def _is_ours(part: type) -> bool:
 
 
 def _may_change_loss(name: str, bases: Sequence[type]) -> bool:
-    """Returns whether a class that has an attribute of its own may have another loss than its bases."""
+    """Returns whether a class that has an attribute of its own may have another loss
+    than its bases.
+    """
     if name in _OF_THE_LOSS or name in _BESIDE_THE_LOSS:
         return name in _OF_THE_LOSS
     if name.startswith("__") or hasattr(nnx.Module, name):

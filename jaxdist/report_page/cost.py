@@ -7,7 +7,8 @@ from typing import Any
 from jaxdist.telemetry import ledger
 
 PRICE = "telemetry.price_per_chip_hour"
-_OF_A_START = ("start", "join", "restore", "compile")  # buckets of which a restart has more
+# buckets of which a restart has more
+_OF_A_START = ("start", "join", "restore", "compile")
 
 
 def cost(
@@ -17,10 +18,12 @@ def cost(
     spent: ledger.Account,
     tokens_seen: float | None,
 ) -> dict[str, float] | None:
-    """Returns what a run has cost, in the money of its price; None without a price or number of chips.
+    """Returns what a run has cost, in the money of its price; None without a price or
+    number of chips.
 
-    Counted are the hours in which the run was alive, each life's at its chips (if its ledger does not say, at
-    those of the last start): a machine that waits for a restart is not in it.
+    Counted are the hours in which the run was alive, each life's at its chips (if its
+    ledger does not say, at those of the last start): a machine that waits for a restart
+    is not in it.
 
     Args:
       config: flat.
@@ -28,25 +31,36 @@ def cost(
       tokens_seen: or samples; None: not known.
     """
     price, chips = config.get(PRICE), info.get("num_chips")
-    if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < 1e9:
+    if (
+        isinstance(price, bool)
+        or not isinstance(price, int | float)
+        or not 0 < price < 1e9
+    ):
         return None
     if not isinstance(chips, int) or not 0 < chips < 2**31:
         return None
     of_lives = [life.chips or chips for life in lives] or [chips]
     alive_s, wasted_s = _seconds(lives, spent)
     chip_s, wasted_chip_s = (
-        sum(n * s for n, s in zip(of_lives, seconds, strict=True)) for seconds in (alive_s, wasted_s)
+        sum(n * s for n, s in zip(of_lives, seconds, strict=True))
+        for seconds in (alive_s, wasted_s)
     )
     so_far = price / 3600 * chip_s
     known = {"so_far": so_far, "lost_to_restarts": price / 3600 * wasted_chip_s}
-    per_token = {"per_token": so_far / tokens_seen} if tokens_seen and tokens_seen >= 1 else {}
+    per_token = (
+        {"per_token": so_far / tokens_seen} if tokens_seen and tokens_seen >= 1 else {}
+    )
     return {"chips": chips, "price_per_chip_hour": price, **known, **per_token}
 
 
-def _seconds(lives: Sequence[ledger.Life], spent: ledger.Account) -> tuple[list[float], list[float]]:
-    """Returns how long each life was alive, and how much of it was lost: steps done again, and the start.
+def _seconds(
+    lives: Sequence[ledger.Life], spent: ledger.Account
+) -> tuple[list[float], list[float]]:
+    """Returns how long each life was alive, and how much of it was lost: steps done
+    again, and the start.
 
-    The first start is not lost, nor is one that extends a run which was done. Without a ledger there is one.
+    The first start is not lost, nor is one that extends a run which was done. Without a
+    ledger there is one.
     """
     alive_s = spent.wall_s - spent.buckets.get(ledger.DOWN, 0.0)
     if not lives:

@@ -1,7 +1,9 @@
-"""One self-contained HTML page of a run, or of several runs overlaid. No jax, no network, no files.
+"""One self-contained HTML page of a run, or of several runs overlaid. No jax, no
+network, no files.
 
-Everything read from a workdir is text of unknown origin: all of it is escaped, and the page's own
-content security policy forbids every script but ours and every outside resource.
+Everything read from a workdir is text of unknown origin: all of it is escaped, and the
+page's own content security policy forbids every script but ours and every outside
+resource.
 """
 
 import base64
@@ -18,18 +20,27 @@ from jaxdist.config import schema
 from jaxdist.report_page import experts, planned, reproduce
 from jaxdist.report_page.charts import Curve, chart, smooth
 from jaxdist.report_page.step_parts import step_parts
-from jaxdist.report_page.summary import ALERTS, RunSummary, figures, mesh_text, number, state
+from jaxdist.report_page.summary import (
+    ALERTS,
+    RunSummary,
+    figures,
+    mesh_text,
+    number,
+    state,
+)
 from jaxdist.telemetry import ledger
 from jaxdist.telemetry.units import duration_text
 
-GENERATOR = "jaxdist report"  # in a <meta> of the page, so that a report may replace a report
+# in a <meta> of the page, so that a report may replace a report
+GENERATOR = "jaxdist report"
 _FILES = resources.files("jaxdist.report_page")
 _STYLE = _FILES.joinpath("page.css").read_text(encoding="utf-8")
 _SCRIPT = _FILES.joinpath("page.js").read_text(encoding="utf-8")
 _MOST_NAMED = 4  # runs in the title
 _COLOURS = 8  # that page.css has; the ninth run has the first one's again, dashed
 
-_FIELDS = (  # charts below the loss: field of metrics.jsonl, title, remark, factor, unit
+# charts below the loss: field of metrics.jsonl, title, remark, factor, unit
+_FIELDS = (
     ("tokens_per_s", "Tokens per second", "all devices", 1.0, ""),
     ("step_time_s", "Step time", "ms", 1e3, "ms"),
     ("mfu_causal", "MFU (causal)", "% of peak", 100.0, "%"),
@@ -44,7 +55,11 @@ _FIELDS = (  # charts below the loss: field of metrics.jsonl, title, remark, fac
 def render(runs: Sequence[RunSummary]) -> str:
     """Returns the page of any number of runs as a single HTML document."""
     names = " vs ".join(run.name for run in runs)
-    title = escape(names if len(runs) <= _MOST_NAMED else f"{runs[0].name} and {len(runs) - 1} more runs")
+    title = escape(
+        names
+        if len(runs) <= _MOST_NAMED
+        else f"{runs[0].name} and {len(runs) - 1} more runs"
+    )
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
     body = (
@@ -71,10 +86,11 @@ def render(runs: Sequence[RunSummary]) -> str:
         "</footer></main>"
         f"<script>{_SCRIPT}</script></body></html>\n"
     )
-    return page.encode(errors="replace").decode()  # JSON and names of files may hold what is no character
+    # JSON and names of files may hold what is no character
+    return page.encode(errors="replace").decode()
 
 
-# --- head and figures -----------------------------------------------------------------------------
+# --- head and figures -----------------------------------------------------------------
 
 
 def _keys(runs: Sequence[RunSummary]) -> list[str]:
@@ -87,7 +103,10 @@ def _keys(runs: Sequence[RunSummary]) -> list[str]:
 def _styles(runs: Sequence[RunSummary]) -> list[str]:
     """Returns the CSS classes of each run: its colour, and how its lines are dashed."""
     dashes = ["", " dashed", " dotted"]
-    return [f"run-{i % _COLOURS}{dashes[i // _COLOURS % len(dashes)]}" for i in range(len(runs))]
+    return [
+        f"run-{i % _COLOURS}{dashes[i // _COLOURS % len(dashes)]}"
+        for i in range(len(runs))
+    ]
 
 
 def _headline(run: RunSummary, key: str) -> str:
@@ -102,7 +121,9 @@ def _headline(run: RunSummary, key: str) -> str:
 
 
 def _figures(runs: Sequence[RunSummary]) -> str:
-    """Returns the key figures: as tiles, or of more than two runs as a table with a row for each."""
+    """Returns the key figures: as tiles, or of more than two runs as a table with a row
+    for each.
+    """
     columns = [figures(run) for run in runs]
     if len(runs) > 2:
         names = list(dict.fromkeys(name for column in columns for name in column))
@@ -114,28 +135,42 @@ def _figures(runs: Sequence[RunSummary]) -> str:
     tiles = ""
     for name in dict.fromkeys(name for column in columns for name in column):
         pairs = zip(_keys(runs), columns, strict=True)
-        values = (f'<div class="value">{key}{column.get(name, "–")}</div>' for key, column in pairs)
-        tiles += f'<div class="tile"><div class="name">{name}</div>{"".join(values)}</div>'
+        values = (
+            f'<div class="value">{key}{column.get(name, "–")}</div>'
+            for key, column in pairs
+        )
+        tiles += (
+            f'<div class="tile"><div class="name">{name}</div>{"".join(values)}</div>'
+        )
     style = "tiles two" if len(runs) > 1 else "tiles"
     return f'<section class="{style}" aria-label="Key figures">{tiles}</section>'
 
 
-# --- curves ---------------------------------------------------------------------------------------
+# --- curves ---------------------------------------------------------------------------
 
 
 def _charts(runs: Sequence[RunSummary]) -> str:
     if not any(run.rows.train or run.rows.evaluation for run in runs):
         return '<p class="soft">No step was logged yet.</p>'
-    extra = {field for run in runs for row in run.rows.train for field in row if "/" in field}
+    extra = {
+        field for run in runs for row in run.rows.train for field in row if "/" in field
+    }
     extra = {field for field in extra if not experts.is_of_experts(field)}
-    several = {name for name in (field.removesuffix("/mean") for field in extra) if _spread(name) <= extra}
+    several = {
+        name
+        for name in (field.removesuffix("/mean") for field in extra)
+        if _spread(name) <= extra
+    }
     extra -= {field for name in several for field in _spread(name)}
     counted = "Samples" if all(run.unit == "samples" for run in runs) else "Tokens"
-    known_rows = [(row[0], row[1].replace("Tokens", counted), *row[2:]) for row in _FIELDS]
+    known_rows = [
+        (row[0], row[1].replace("Tokens", counted), *row[2:]) for row in _FIELDS
+    ]
     rows = [*known_rows, *((field, field, "", 1.0, "") for field in sorted(extra))]
     cards = _loss_card(runs) + "".join(_field_card(runs, *row) for row in rows)
     cards += "".join(
-        _band_card(runs, name, name, "mean, least and most", 1.0, "") for name in sorted(several)
+        _band_card(runs, name, name, "mean, least and most", 1.0, "")
+        for name in sorted(several)
     )
     note = '<p class="soft">MFU: unknown, the peak of this device is not in the chip table.</p>'
     known = any(run.column("mfu_causal") for run in runs)
@@ -143,10 +178,18 @@ def _charts(runs: Sequence[RunSummary]) -> str:
 
 
 def _experts(runs: Sequence[RunSummary]) -> str:
-    """Returns how even the load of experts is: curves of the layers, and maps of each run."""
+    """Returns how even the load of experts is: curves of the layers, and maps of each
+    run.
+    """
     cards = "".join(_band_card(runs, *row) for row in experts.FIELDS)
-    charts = f'<section class="charts" aria-label="Experts">{cards}</section>' if cards else ""
-    return _titled("Experts", charts) + _each(runs, "Load of experts", experts.heat_maps)
+    charts = (
+        f'<section class="charts" aria-label="Experts">{cards}</section>'
+        if cards
+        else ""
+    )
+    return _titled("Experts", charts) + _each(
+        runs, "Load of experts", experts.heat_maps
+    )
 
 
 def _spread(name: str) -> set[str]:
@@ -166,17 +209,25 @@ def _loss_card(runs: Sequence[RunSummary]) -> str:
             if event["event"] in ("restore", "resize", *ALERTS) and step is not None:
                 marks.append((step, f"{prefix}{event['event']} at step {step:g}"))
     end = max((curve.x[-1] for curve in curves), default=0)
-    choices = {"all": curves, "last 80 %": [_after(curve, 0.2 * end) for curve in curves]}
+    choices = {
+        "all": curves,
+        "last 80 %": [_after(curve, 0.2 * end) for curve in curves],
+    }
     picks = views = labels = ""
     for index, (name, shown) in enumerate(choices.items(), 1):
         checked = " checked" if index == 1 else ""
-        picks += f'<input class="pick" type="radio" name="view" id="pick-{index}"{checked}>'
+        picks += (
+            f'<input class="pick" type="radio" name="view" id="pick-{index}"{checked}>'
+        )
         labels += f'<label for="pick-{index}">{name}</label>'
         drawing = chart("Loss by step", shown, marks=marks, size=(1160, 330))
         views += f'<div class="view view-{index}">{drawing}</div>'
     named = {(curve.run, curve.style): curve.name for curve in curves}
     if len(runs) > 2:  # a name a run says enough
-        named = {(style, "line"): run.name for run, style in zip(runs, _styles(runs), strict=True)}
+        named = {
+            (style, "line"): run.name
+            for run, style in zip(runs, _styles(runs), strict=True)
+        }
     keys = "".join(
         f'<span class="legend"><i class="{style} {line}"></i>{escape(name)}</span>'
         for (style, line), name in named.items()
@@ -189,14 +240,19 @@ def _loss_card(runs: Sequence[RunSummary]) -> str:
 
 
 def _lines(name: str, style: str, pairs: Sequence[tuple[float, float]]) -> list[Curve]:
-    """Returns the curve of the pairs; from 40 points on, a faint one and a smoothed one on it."""
+    """Returns the curve of the pairs; from 40 points on, a faint one and a smoothed one
+    on it.
+    """
     if not pairs:
         return []
     x, y = zip(*pairs, strict=True)
     if len(x) < 40:
         return [Curve(name, style, x, y)]
     smoothed = smooth(y, max(1, len(y) // 100))
-    return [Curve(name, style, x, y, "raw"), Curve(f"{name}, smoothed", style, x, smoothed)]
+    return [
+        Curve(name, style, x, y, "raw"),
+        Curve(f"{name}, smoothed", style, x, smoothed),
+    ]
 
 
 def _after(curve: Curve, step: float) -> Curve:
@@ -205,13 +261,20 @@ def _after(curve: Curve, step: float) -> Curve:
 
 
 def _field_card(
-    runs: Sequence[RunSummary], field: str, title: str, remark: str, factor: float, unit: str
+    runs: Sequence[RunSummary],
+    field: str,
+    title: str,
+    remark: str,
+    factor: float,
+    unit: str,
 ) -> str:
     curves, last = [], ""
     for run, style, key in zip(runs, _styles(runs), _keys(runs), strict=True):
         pairs = [(step, value * factor) for step, value in run.column(field)]
         curves += _lines(run.name, style, pairs)
-        last += f'<span class="last">{key}{_brief(pairs[-1][1])}</span> ' if pairs else ""
+        last += (
+            f'<span class="last">{key}{_brief(pairs[-1][1])}</span> ' if pairs else ""
+        )
     if not curves:
         return ""
     return (
@@ -222,17 +285,29 @@ def _field_card(
 
 
 def _band_card(
-    runs: Sequence[RunSummary], field: str, title: str, remark: str, factor: float, unit: str
+    runs: Sequence[RunSummary],
+    field: str,
+    title: str,
+    remark: str,
+    factor: float,
+    unit: str,
 ) -> str:
     """Returns the chart of a field with /mean, /min and /max: of layers, say."""
     curves, bands, last = [], [], ""
     for run, style, key in zip(runs, _styles(runs), _keys(runs), strict=True):
         prefix = f"{run.name} " if len(runs) > 1 else ""
-        columns = {figure: run.column(f"{field}/{figure}") for figure in ("mean", "min", "max")}
+        columns = {
+            figure: run.column(f"{field}/{figure}") for figure in ("mean", "min", "max")
+        }
         if not all(columns.values()):
             continue
         of_run = {
-            figure: Curve(f"{prefix}{figure}", style, [x for x, _ in pairs], [factor * y for _, y in pairs])
+            figure: Curve(
+                f"{prefix}{figure}",
+                style,
+                [x for x, _ in pairs],
+                [factor * y for _, y in pairs],
+            )
             for figure, pairs in columns.items()
         }
         edges = replace(of_run["min"], style="raw"), replace(of_run["max"], style="raw")
@@ -249,12 +324,15 @@ def _band_card(
     )
 
 
-# --- tables ---------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------
 
 
-def _each(runs: Sequence[RunSummary], heading: str, body_of: Callable[[RunSummary], str]) -> str:
+def _each(
+    runs: Sequence[RunSummary], heading: str, body_of: Callable[[RunSummary], str]
+) -> str:
     """Returns a section per run that has one; two equal ones are shown once."""
-    bodies = {body_of(run): run.name for run in reversed(runs)}  # of equals, the first run's name
+    # of equals, the first run's name
+    bodies = {body_of(run): run.name for run in reversed(runs)}
     return "".join(
         _titled(f"{heading} of {name}" if len(runs) > 1 else heading, body)
         for body, name in reversed(bodies.items())
@@ -266,11 +344,26 @@ def _events(runs: Sequence[RunSummary]) -> str:
     for run in runs:
         for event in run.events:
             values = dict(event)
-            time, name, step = values.pop("time"), values.pop("event"), values.pop("step")
-            details = "  ".join(f"{key}={_brief(value)}" for key, value in values.items())
+            time, name, step = (
+                values.pop("time"),
+                values.pop("event"),
+                values.pop("step"),
+            )
+            details = "  ".join(
+                f"{key}={_brief(value)}" for key, value in values.items()
+            )
             after = duration_text(time - run.events[0]["time"])
             clock = _clock(datetime.fromtimestamp(time, UTC))
-            rows.append([run.name, clock, after, name, "" if step is None else str(step), details])
+            rows.append(
+                [
+                    run.name,
+                    clock,
+                    after,
+                    name,
+                    "" if step is None else str(step),
+                    details,
+                ]
+            )
     head = ["run", "time (UTC)", "after", "event", "step", "details"]
     alerts = {index for index, row in enumerate(rows) if row[3] in ALERTS}
     if len(runs) == 1:
@@ -279,12 +372,18 @@ def _events(runs: Sequence[RunSummary]) -> str:
 
 
 def _wall_time(run: RunSummary) -> str:
-    """Returns what the wall time of all starts went to; nothing of a run without a ledger."""
+    """Returns what the wall time of all starts went to; nothing of a run without a
+    ledger.
+    """
     spent = ledger.account(run.lives)
     if not spent.wall_s:
         return ""
     named = sorted(spent.buckets.items(), key=lambda item: -item[1])
-    rows = [[name, duration_text(s), f"{100 * s / spent.wall_s:.1f} %"] for name, s in named if s > 0]
+    rows = [
+        [name, duration_text(s), f"{100 * s / spent.wall_s:.1f} %"]
+        for name, s in named
+        if s > 0
+    ]
     line = f'<p class="soft">{escape(ledger.goodput_line(run.lives))}</p>'
     return line + _table(["spent on", "time", "share"], rows)
 
@@ -296,11 +395,15 @@ def _step(run: RunSummary) -> str:
     parts = step_parts(row, run.info, run.ops, plan)
     if parts is None:
         return ""
-    lines = [f"{parts.verdict(planned.command(run.folder, run.info))} ({parts.source})."]
+    lines = [
+        f"{parts.verdict(planned.command(run.folder, run.info))} ({parts.source})."
+    ]
     if plan is not None:
         lines.append(f"{planned.as_line(plan.document(parts.measured_to_planned))}.")
     said = "".join(f'<p class="soft">{escape(line)}</p>' for line in lines)
-    return said + _table(["part", "share"], [[n, f"{100 * s:.1f} %"] for n, s in parts.shares.items()])
+    return said + _table(
+        ["part", "share"], [[n, f"{100 * s:.1f} %"] for n, s in parts.shares.items()]
+    )
 
 
 def _sharding(run: RunSummary) -> str:
@@ -310,7 +413,9 @@ def _sharding(run: RunSummary) -> str:
 
 
 def _pipeline(run: RunSummary) -> str:
-    """Returns run.json's timeline as an image: whatever it holds, in there no script can run."""
+    """Returns run.json's timeline as an image: whatever it holds, in there no script
+    can run.
+    """
     drawing = run.info.get("timeline_svg")
     if not isinstance(drawing, str):
         return ""
@@ -319,18 +424,30 @@ def _pipeline(run: RunSummary) -> str:
 
 
 def _split_sequences(run: RunSummary) -> str:
-    """Returns how attention is computed over sequences that devices share out, and why."""
+    """Returns how attention is computed over sequences that devices share out,
+    and why.
+    """
     return _text("\n".join(map(_brief, run.info.get("split_sequences", []))))
 
 
 def _ops(run: RunSummary) -> str:
     head = ["op", "share", "ms", "count"]
     shown = ((op["op"], op["share"], op["seconds"], op["count"]) for op in run.ops[:15])
-    return _table(head, [[op, f"{100 * s:.1f} %", f"{1e3 * t:.3f}", _brief(n)] for op, s, t, n in shown])
+    return _table(
+        head,
+        [
+            [op, f"{100 * s:.1f} %", f"{1e3 * t:.3f}", _brief(n)]
+            for op, s, t, n in shown
+        ],
+    )
 
 
 def _repeat(run: RunSummary) -> str:
-    return _text("\n".join(reproduce.as_lines(reproduce.repeat(run.folder, run.info, run.config))))
+    return _text(
+        "\n".join(
+            reproduce.as_lines(reproduce.repeat(run.folder, run.info, run.config))
+        )
+    )
 
 
 def _text(text: str) -> str:
@@ -351,9 +468,13 @@ def _config(runs: Sequence[RunSummary]) -> str:
 
 def _info(runs: Sequence[RunSummary]) -> str:
     elsewhere = ("sharding", "timeline_svg", "split_sequences", reproduce.COMMAND)
-    infos = [{key: run.info[key] for key in run.info if key not in elsewhere} for run in runs]
+    infos = [
+        {key: run.info[key] for key in run.info if key not in elsewhere} for run in runs
+    ]
     rows = _side_by_side([schema.flatten(info) for info in infos])
-    return _titled("Machine and versions", _table(["", *(run.name for run in runs)], rows))
+    return _titled(
+        "Machine and versions", _table(["", *(run.name for run in runs)], rows)
+    )
 
 
 def _side_by_side(tables: Sequence[Mapping[str, object]]) -> list[list[str]]:
@@ -362,7 +483,7 @@ def _side_by_side(tables: Sequence[Mapping[str, object]]) -> list[list[str]]:
     return [[key, *(_exact(table.get(key, "–")) for table in tables)] for key in keys]
 
 
-# --- pieces ---------------------------------------------------------------------------------------
+# --- pieces ---------------------------------------------------------------------------
 
 
 def _titled(title: str, body: str) -> str:
@@ -373,11 +494,17 @@ _NUMBER = re.compile(r"(-?[\d.,]+(e[-+]\d+)?( %)?|–)?")
 
 
 def _table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, keys: Sequence[str] = (), **marked: Collection[int]
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    keys: Sequence[str] = (),
+    **marked: Collection[int],
 ) -> str:
-    """Returns a scrolling card with a table; columns of numbers only are set to the right.
+    """Returns a scrolling card with a table; columns of numbers only are set to the
+    right.
 
-    `marked` gives the indices of rows that get a CSS class. Without rows there is no table.
+    `marked` gives the indices of rows that get a CSS class. Without rows there is no
+    table.
 
     Args:
       keys: HTML that stands before the first cell of each row.
@@ -385,12 +512,22 @@ def _table(
     if not rows:
         return ""
     columns = zip(*rows, strict=True)
-    styles = [" class=number" if all(map(_NUMBER.fullmatch, c)) else "" for c in columns]
-    names = (f"<th{style}>{escape(name)}</th>" for name, style in zip(head, styles, strict=True))
+    styles = [
+        " class=number" if all(map(_NUMBER.fullmatch, c)) else "" for c in columns
+    ]
+    names = (
+        f"<th{style}>{escape(name)}</th>"
+        for name, style in zip(head, styles, strict=True)
+    )
     body = ""
     for index, row in enumerate(rows):
-        css = "".join(f" class={name}" for name, indices in marked.items() if index in indices)
-        cells = (f"<td{style}>{escape(text)}</td>" for text, style in zip(row, styles, strict=True))
+        css = "".join(
+            f" class={name}" for name, indices in marked.items() if index in indices
+        )
+        cells = (
+            f"<td{style}>{escape(text)}</td>"
+            for text, style in zip(row, styles, strict=True)
+        )
         line = "".join(cells)
         if keys:
             line = line.replace(">", f">{keys[index]} ", 1)

@@ -1,7 +1,7 @@
 """The command that repeats a run, from its run.json. No jax.
 
-What it says is text of a run's folder, maybe somebody else's: only known variables are in it, all is quoted,
-and code that is not jaxdist's is named behind a `#`.
+What it says is text of a run's folder, maybe somebody else's: only known variables are
+in it, all is quoted, and code that is not jaxdist's is named behind a `#`.
 """
 
 import os
@@ -13,11 +13,15 @@ from typing import Any
 
 from jaxdist.storage import untrusted
 
-SOURCE, COMMAND, ENVIRONMENT, HOSTS = "source", "command", "environment", "hosts"  # in run.json
-TOPOLOGY = "topology"  # of TPUs: {"shape": chips along each ICI dim of a slice, "slices": number}
+# in run.json
+SOURCE, COMMAND, ENVIRONMENT, HOSTS = "source", "command", "environment", "hosts"
+# of TPUs: {"shape": chips along each ICI dim of a slice, "slices": number}
+TOPOLOGY = "topology"
 
 _OURS = "jaxdist."  # of these packages, a model or logger needs no word of trust
-_RECORDED = re.compile(r"(XLA_FLAGS|LIBTPU_INIT_ARGS|NPROC|(JAX|JAXDIST|XLA|NCCL|TPU|LIBTPU)_[A-Z0-9_]+)")
+_RECORDED = re.compile(
+    r"(XLA_FLAGS|LIBTPU_INIT_ARGS|NPROC|(JAX|JAXDIST|XLA|NCCL|TPU|LIBTPU)_[A-Z0-9_]+)"
+)
 _HIDDEN = "***"
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH")
 _SECRET_FLAG = re.compile(
@@ -25,7 +29,8 @@ _SECRET_FLAG = re.compile(
     re.IGNORECASE,
 )
 _USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # and password, in a URL
-# Which process of which start this was, and what jax sets by itself: another start has its own.
+# Which process of which start this was, and what jax sets by itself: another start has
+# its own.
 _OF_A_PROCESS = re.compile(
     "JAXDIST_(COORDINATOR|NUM_PROCESSES|PROCESS_ID|FULL_PROCESSES|AGENT.*)"
     "|TPU_(WORKER|PROCESS|VISIBLE|CHIPS|LIBRARY_PATH|SKIP_MDS|ML_PLATFORM).*"
@@ -33,13 +38,21 @@ _OF_A_PROCESS = re.compile(
 
 
 def recorded(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that change what a run computes or how fast, by name; no secrets."""
-    names = sorted(name for name in environ if _RECORDED.fullmatch(name) and not _SECRET.search(name))
+    """Returns the variables that change what a run computes or how fast, by name; no
+    secrets.
+    """
+    names = sorted(
+        name
+        for name in environ
+        if _RECORDED.fullmatch(name) and not _SECRET.search(name)
+    )
     return {name: _USER.sub(_HIDDEN, environ[name]) for name in names}
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Returns a command without the values of flags that are named like secrets, and users in URLs."""
+    """Returns a command without the values of flags that are named like secrets, and
+    users in URLs.
+    """
     shown, is_value = [], False
     for word in words:
         name, equals, _ = word.partition("=")
@@ -53,8 +66,11 @@ def without_secrets(words: Sequence[str]) -> list[str]:
     return shown
 
 
-def repeat(folder: Path, info: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the command that repeats a run into another workdir, and of which source; None if not known.
+def repeat(
+    folder: Path, info: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Returns the command that repeats a run into another workdir, and of which source;
+    None if not known.
 
     Args:
       info: run.json.
@@ -62,24 +78,37 @@ def repeat(folder: Path, info: Mapping[str, Any], config: Mapping[str, Any]) -> 
     """
     stored, source = _fields(info, COMMAND), _fields(info, SOURCE)
     words = stored.get("argv")
-    if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
+    if (
+        not isinstance(words, list)
+        or not words
+        or not all(isinstance(word, str) for word in words)
+    ):
         return None
     commit, digest = source.get("commit"), source.get("hash")
     processes, there = info.get("num_processes"), _elsewhere(stored.get("folder"))
     notes = []
     if stored.get("trains"):
-        words, notes = _train(folder.absolute() if there else folder, config), [_trust(config)]
+        words, notes = (
+            _train(folder.absolute() if there else folder, config),
+            [_trust(config)],
+        )
     if type(processes) is int and processes > 1:
         words, machines = _launch(words, info, processes)
         notes.insert(0, machines)
     note = "; ".join(filter(None, notes))
-    command = " ".join([*there, *_assignments(_fields(info, ENVIRONMENT)), shlex.join(words)])
+    command = " ".join(
+        [*there, *_assignments(_fields(info, ENVIRONMENT)), shlex.join(words)]
+    )
     command += f"  # {note}" if note else ""
     return {
         "command": untrusted.printable(command),
-        "commit": commit if isinstance(commit, str) and re.fullmatch("[0-9a-f]{7,64}", commit) else None,
+        "commit": commit
+        if isinstance(commit, str) and re.fullmatch("[0-9a-f]{7,64}", commit)
+        else None,
         "dirty": source.get("dirty") is True,
-        "source": digest if isinstance(digest, str) and re.fullmatch("[0-9a-f]{8,64}", digest) else None,
+        "source": digest
+        if isinstance(digest, str) and re.fullmatch("[0-9a-f]{8,64}", digest)
+        else None,
     }
 
 
@@ -89,7 +118,9 @@ def _fields(info: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _elsewhere(started: object) -> list[str]:
-    """Returns the words that go to the folder where a run was started, to which paths relate; [] if here."""
+    """Returns the words that go to the folder where a run was started, to which paths
+    relate; [] if here.
+    """
     if not isinstance(started, str) or not started or started == os.path.abspath(""):
         return []
     return ["cd", shlex.quote(started), "&&"]
@@ -98,7 +129,14 @@ def _elsewhere(started: object) -> list[str]:
 def _train(folder: Path, config: Mapping[str, Any]) -> list[str]:
     place = folder if folder.name not in ("", "..") else folder.resolve()
     again = ["--workdir", f"{place}-again"]
-    own = ["python", "-m", "jaxdist.train", "--config", str(folder / "config.json"), *again]
+    own = [
+        "python",
+        "-m",
+        "jaxdist.train",
+        "--config",
+        str(folder / "config.json"),
+        *again,
+    ]
     where = config.get("checkpoint.folder")
     return (
         [*own, f"--config.checkpoint.folder={where.rstrip('/')}-again"]
@@ -108,28 +146,58 @@ def _train(folder: Path, config: Mapping[str, Any]) -> list[str]:
 
 
 def _trust(config: Mapping[str, Any]) -> str:
-    """Returns what has to be named on the command line, since it is code of somebody's."""
+    """Returns what has to be named on the command line, since it is code of
+    somebody's.
+    """
     target, named = config.get("model.target"), config.get("train.loggers")
-    flags = [f"--config.model.target={target}"] * (isinstance(target, str) and not target.startswith(_OURS))
-    loggers = [name for name in named if isinstance(name, str)] if isinstance(named, list | tuple) else []
+    flags = [f"--config.model.target={target}"] * (
+        isinstance(target, str) and not target.startswith(_OURS)
+    )
+    loggers = (
+        [name for name in named if isinstance(name, str)]
+        if isinstance(named, list | tuple)
+        else []
+    )
     if any(":" in name for name in loggers):
         flags.append(f"--config.train.loggers={','.join(loggers)}")
     return f"if you trust this code, add {shlex.join(flags)}" if flags else ""
 
 
-def _launch(words: list[str], info: Mapping[str, Any], processes: int) -> tuple[list[str], str]:
+def _launch(
+    words: list[str], info: Mapping[str, Any], processes: int
+) -> tuple[list[str], str]:
     """Returns the command that starts a group's processes, and on how many machines."""
     stored = info.get(HOSTS)
-    hosts = [host for host in stored if isinstance(host, str)] if isinstance(stored, list) else []
+    hosts = (
+        [host for host in stored if isinstance(host, str)]
+        if isinstance(stored, list)
+        else []
+    )
     machines = max(1, len(set(hosts)))
-    each = ["jaxdist", "launch", "--processes", str(max(1, processes // machines)), "--", *words]
-    return each, f"on each of {machines} machines, under a scheduler" if machines > 1 else ""
+    each = [
+        "jaxdist",
+        "launch",
+        "--processes",
+        str(max(1, processes // machines)),
+        "--",
+        *words,
+    ]
+    return (
+        each,
+        f"on each of {machines} machines, under a scheduler" if machines > 1 else "",
+    )
 
 
 def _assignments(known: Mapping[str, Any]) -> list[str]:
     """Returns NAME=value of the variables that another start needs, too."""
-    variables = recorded({name: value for name, value in known.items() if isinstance(value, str)})
-    return [f"{name}={shlex.quote(x)}" for name, x in variables.items() if not _OF_A_PROCESS.fullmatch(name)]
+    variables = recorded(
+        {name: value for name, value in known.items() if isinstance(value, str)}
+    )
+    return [
+        f"{name}={shlex.quote(x)}"
+        for name, x in variables.items()
+        if not _OF_A_PROCESS.fullmatch(name)
+    ]
 
 
 def as_lines(repeat: Mapping[str, Any] | None) -> list[str]:

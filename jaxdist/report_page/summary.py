@@ -43,34 +43,52 @@ class RunSummary:
         return unit_of(self.info)
 
     def column(self, field: str) -> list[tuple[float, float]]:
-        """Returns (step, value) of the rows that have the field as a number (NaN included)."""
+        """Returns (step, value) of the rows that have the field as a number (NaN
+        included).
+        """
         rows = self.rows.evaluation if field == "eval_loss" else self.rows.train
         pairs = ((number(row["step"]), number(row.get(field))) for row in rows)
-        return [(step, value) for step, value in pairs if step is not None and value is not None]
+        return [
+            (step, value)
+            for step, value in pairs
+            if step is not None and value is not None
+        ]
 
 
 def unit_of(info: Mapping[str, Any]) -> str:
-    """Returns what a run with this run.json counts: "tokens", or "samples" of a model without tokens."""
+    """Returns what a run with this run.json counts: "tokens", or "samples" of a model
+    without tokens.
+    """
     return "samples" if info.get("unit") == "samples" else "tokens"
 
 
 def mfu_peak(info: Mapping[str, Any]) -> str:
-    """Returns the peak that MFU is a share of ("989.4 TFLOP/s in bfloat16") from run.json; "" if unknown."""
+    """Returns the peak that MFU is a share of ("989.4 TFLOP/s in bfloat16") from
+    run.json; "" if unknown.
+    """
     peak = info.get("mfu_peak")
     rate = (number(peak.get("flops_per_s")) or 0.0) if isinstance(peak, dict) else 0.0
-    return f"{rate / 1e12:.4g} TFLOP/s in {info['mfu_peak'].get('dtype')}" if 0 < rate < math.inf else ""
+    return (
+        f"{rate / 1e12:.4g} TFLOP/s in {info['mfu_peak'].get('dtype')}"
+        if 0 < rate < math.inf
+        else ""
+    )
 
 
 _SIZES = ("parameters", "active_parameters", "flops_per_token")
 
 
 def sizes(info: Mapping[str, Any]) -> dict[str, float | None]:
-    """Returns parameters, active_parameters (for a token) and flops_per_token (of MFU) from run.json."""
+    """Returns parameters, active_parameters (for a token) and flops_per_token (of MFU)
+    from run.json.
+    """
     flops = info.get("flops_per_token")
     causal = flops.get("causal") if isinstance(flops, dict) else None
     values = (info.get("parameters"), info.get("active_parameters"), causal)
     known = zip(_SIZES, map(number, values), strict=True)
-    return {name: x if x is not None and math.isfinite(x) else None for name, x in known}
+    return {
+        name: x if x is not None and math.isfinite(x) else None for name, x in known
+    }
 
 
 def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
@@ -81,7 +99,9 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
     """
     folder = Path(workdir)
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; give the workdir of a training run")
+        raise ConfigError(
+            f"{folder}: no such folder; give the workdir of a training run"
+        )
     known = (metrics.METRICS_FILE, metrics.EVENTS_FILE, "run.json", "plan.txt")
     if not any((folder / file).exists() for file in known):
         raise ConfigError(
@@ -112,14 +132,25 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
 
 # Fields that the page reads, with their kinds; of others it shows whatever they hold.
 _INFO: Mapping[str, Any] = {
-    "mesh": dict, "pipeline": dict, "sharding": list, "device_kind": str, "timeline_svg": str,
+    "mesh": dict,
+    "pipeline": dict,
+    "sharding": list,
+    "device_kind": str,
+    "timeline_svg": str,
     "split_sequences": list,
-}  # fmt: skip
-_OP: Mapping[str, Any] = {"op": str, "share": int | float, "seconds": int | float, "count": int}
+}
+_OP: Mapping[str, Any] = {
+    "op": str,
+    "share": int | float,
+    "seconds": int | float,
+    "count": int,
+}
 
 
 class _Files:
-    """The small files of a workdir; what of them cannot be read is noted and left out."""
+    """The small files of a workdir; what of them cannot be read is noted and
+    left out.
+    """
 
     def __init__(self, folder: Path):
         self._folder, self.faults = folder, list[str]()
@@ -127,14 +158,18 @@ class _Files:
     def lines(self, file: str, unreadable: int) -> None:
         """Notes lines that its reader has left out."""
         if unreadable:
-            self.faults.append(f"{file}: {unreadable} line{'s' * (unreadable > 1)} could not be read")
+            self.faults.append(
+                f"{file}: {unreadable} line{'s' * (unreadable > 1)} could not be read"
+            )
 
     def text(self, file: str) -> str:
         """Returns the file's text, "" where it is absent."""
         return (self._bytes(file) or b"").decode(errors="replace")
 
     def json(self, file: str, kind: type[_Kind]) -> _Kind:
-        """Returns the file's value, an empty one where it is absent or of another kind."""
+        """Returns the file's value, an empty one where it is absent or of
+        another kind.
+        """
         content = self._bytes(file)
         try:
             return kind() if content is None else untrusted.parse_json(content, kind)
@@ -154,22 +189,36 @@ class _Files:
     def fields(self, file: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the file's object without the fields that are of another kind."""
         value = self.json(file, dict)
-        wrong = [key for key, kind in kinds.items() if not isinstance(value.get(key, kind()), kind)]
-        self.faults += [f"{file}: {key} is {type(value[key]).__name__}" for key in wrong]
+        wrong = [
+            key
+            for key, kind in kinds.items()
+            if not isinstance(value.get(key, kind()), kind)
+        ]
+        self.faults += [
+            f"{file}: {key} is {type(value[key]).__name__}" for key in wrong
+        ]
         return {key: item for key, item in value.items() if key not in wrong}
 
     def rows(self, file: str, kinds: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Returns the objects of the file's list that have these fields."""
         value = self.json(file, list)
         rows = [row for row in value if isinstance(row, dict)]
-        rows = [row for row in rows if all(isinstance(row.get(key), kind) for key, kind in kinds.items())]
+        rows = [
+            row
+            for row in rows
+            if all(isinstance(row.get(key), kind) for key, kind in kinds.items())
+        ]
         if len(rows) < len(value):
-            self.faults.append(f"{file}: {len(value) - len(rows)} of {len(value)} rows could not be read")
+            self.faults.append(
+                f"{file}: {len(value) - len(rows)} of {len(value)} rows could not be read"
+            )
         return rows
 
 
 def number(value: object) -> float | None:
-    """Returns the value as a float, infinite where no chart could show it; None if it is no number."""
+    """Returns the value as a float, infinite where no chart could show it; None if it
+    is no number.
+    """
     if not isinstance(value, int | float):
         return None
     return math.copysign(math.inf, value) if abs(value) > _MOST else float(value)
@@ -177,11 +226,16 @@ def number(value: object) -> float | None:
 
 def state(run: RunSummary) -> tuple[str, str]:
     """Returns what became of the run, and how to show it: "good", "bad" or ""."""
-    last = next((e for e in reversed(run.events) if e["event"] in ("start", "stop", *ALERTS)), None)
+    last = next(
+        (e for e in reversed(run.events) if e["event"] in ("start", "stop", *ALERTS)),
+        None,
+    )
     if last is None:
         return "no events", ""
     if last["event"] == "stop":
-        return f"stopped: {last.get('reason')}", "bad" if without_ledger.is_failure(last) else "good"
+        return f"stopped: {last.get('reason')}", "bad" if without_ledger.is_failure(
+            last
+        ) else "good"
     if last["event"] in ALERTS:
         return f"last event: {last['event']}", "bad"
     return "running, or ended without a stop event", ""
@@ -196,8 +250,12 @@ def mesh_text(run: RunSummary) -> str:
 
 
 def figures(run: RunSummary) -> dict[str, str]:
-    """Returns the key figures of a run by name, in reading order; unknown ones are left out."""
-    times = [time for event in run.events if (time := number(event.get("time"))) is not None]
+    """Returns the key figures of a run by name, in reading order; unknown ones are left
+    out.
+    """
+    times = [
+        time for event in run.events if (time := number(event.get("time"))) is not None
+    ]
     evaluated = [loss for _, loss in run.column("eval_loss") if math.isfinite(loss)]
     size = sizes(run.info)
     parameters, active, flops = (size[name] for name in _SIZES)
@@ -206,7 +264,9 @@ def figures(run: RunSummary) -> dict[str, str]:
 
     unit = run.unit
 
-    def text(of: Callable[[list[float]], float], field: str, show: Callable[[float], str]) -> str:
+    def text(
+        of: Callable[[list[float]], float], field: str, show: Callable[[float], str]
+    ) -> str:
         values = [value for _, value in run.column(field)]
         return show(of(values)) if values else ""
 
@@ -216,8 +276,12 @@ def figures(run: RunSummary) -> dict[str, str]:
         "steps": text(last, "step", "{:,.0f}".format),
         f"{unit} seen": text(last, "tokens_seen", count_text),
         "parameters": "" if parameters is None else count_text(parameters),
-        "active for a token": count_text(active) if sparse and active is not None else "",
-        "FLOPs of a token, in MFU": count_text(flops) if sparse and flops is not None else "",
+        "active for a token": count_text(active)
+        if sparse and active is not None
+        else "",
+        "FLOPs of a token, in MFU": count_text(flops)
+        if sparse and flops is not None
+        else "",
         f"{unit}/s, median": text(median, "tokens_per_s", count_text),
         "step time, median": text(median, "step_time_s", time_text),
         "peak, in MFU": mfu_peak(run.info) if run.column("mfu_causal") else "",
@@ -231,9 +295,14 @@ def figures(run: RunSummary) -> dict[str, str]:
 
 
 def _cost(run: RunSummary) -> dict[str, str]:
-    """Returns what the run has cost so far, if it has a ledger and its chips a price."""
+    """Returns what the run has cost so far, if it has a ledger and its chips a
+    price.
+    """
     if not (lives := ledger.read_lives(run.folder)):
         return {}
     seen = [number for _, number in run.column("tokens_seen")]
     account = ledger.account(lives)
-    return cost.as_texts(cost.cost(run.config, run.info, lives, account, max(seen, default=None)), run.unit)
+    return cost.as_texts(
+        cost.cost(run.config, run.info, lives, account, max(seen, default=None)),
+        run.unit,
+    )

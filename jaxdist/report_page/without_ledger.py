@@ -1,4 +1,6 @@
-"""Where the wall time of a run without a ledger went, from its rows and events: older versions wrote none."""
+"""Where the wall time of a run without a ledger went, from its rows and events: older
+versions wrote none.
+"""
 
 import bisect
 import itertools
@@ -7,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from jaxdist.telemetry import ledger
 from jaxdist.telemetry.metrics import Row
 
-ENDS = ("start", "stop", "preempted", "peer_lost", "hang")  # events; the last of them says how a life went
+# events; the last of them says how a life went
+ENDS = ("start", "stop", "preempted", "peer_lost", "hang")
 
 
 def is_failure(stop: Row) -> bool:
@@ -15,15 +18,26 @@ def is_failure(stop: Row) -> bool:
     return "error" in stop or stop.get("reason") == "nonfinite"
 
 
-def account_of_records(rows: Sequence[Row], events: Sequence[Row], *, log_every: int) -> ledger.Account:
-    """Returns the account of a run without a ledger, from its rows and events in the order of their files.
+def account_of_records(
+    rows: Sequence[Row], events: Sequence[Row], *, log_every: int
+) -> ledger.Account:
+    """Returns the account of a run without a ledger, from its rows and events in the
+    order of their files.
 
-    Steps by the rows' `step_time_s`; what has no name is `other`. What passed between a run's end and its
-    extension is no part of it.
+    Steps by the rows' `step_time_s`; what has no name is `other`. What passed between a
+    run's end and its extension is no part of it.
     """
-    signs = sorted(record["time"] for record in (*events, *rows) if ledger.is_time(record.get("time")))
+    signs = sorted(
+        record["time"]
+        for record in (*events, *rows)
+        if ledger.is_time(record.get("time"))
+    )
     wall_s = signs[-1] - signs[0] if signs else 0.0
-    starts = [bisect.bisect_left(signs, event["time"]) for event in events if event["event"] == "start"]
+    starts = [
+        bisect.bisect_left(signs, event["time"])
+        for event in events
+        if event["event"] == "start"
+    ]
     gaps = {at: signs[at] - signs[at - 1] for at in set(starts) if at}
     extended = {bisect.bisect_left(signs, time) for time in _extensions(events)}
     idle_s = sum(seconds for at, seconds in gaps.items() if at in extended)
@@ -42,7 +56,11 @@ def account_of_records(rows: Sequence[Row], events: Sequence[Row], *, log_every:
         before = step
     step_s, room = sum(spent.values()), max(0.0, wall_s - down_s)
     scale = min(1.0, room / all_s) if all_s else 0.0
-    known = {ledger.DOWN: wall_s - room, ledger.LOST: scale * (all_s - step_s), ledger.STEP: scale * step_s}
+    known = {
+        ledger.DOWN: wall_s - room,
+        ledger.LOST: scale * (all_s - step_s),
+        ledger.STEP: scale * step_s,
+    }
     return ledger.Account(known | {ledger.OTHER: wall_s - sum(known.values())})
 
 
@@ -50,5 +68,9 @@ def _extensions(events: Sequence[Row]) -> Iterator[float]:
     """Yields when a run began anew that had been done: nobody waited for it."""
     ends = [event for event in events if event["event"] in ENDS]
     for before, event in itertools.pairwise(ends):
-        if event["event"] == "start" and before["event"] == "stop" and not is_failure(before):
+        if (
+            event["event"] == "start"
+            and before["event"] == "stop"
+            and not is_failure(before)
+        ):
             yield event["time"]

@@ -1,18 +1,22 @@
-"""When a group that is smaller than it could be stops, to start again with more processes. No jax."""
+"""When a group that is smaller than it could be stops, to start again with more
+processes. No jax.
+"""
 
 import math
 import time
 from collections.abc import Callable
 
 LOOK_S = 2.0  # between looks at the capacity
-STEADY_S = 10.0  # that all looks must have found room: a capacity that is back for a moment costs nothing
+# that all looks must have found room: a capacity that is back for a moment costs
+# nothing
+STEADY_S = 10.0
 
 
 class GrowthTimer:
     """Says when to look for room, and when there has been room for long enough.
 
-    Growing costs a save and a start. So a group runs for the wait first, which doubles with each growth
-    that failed.
+    Growing costs a save and a start. So a group runs for the wait first, which doubles
+    with each growth that failed.
     """
 
     def __init__(self, wait_s: float, *, clock: Callable[[], float] = time.monotonic):
@@ -31,7 +35,8 @@ class GrowthTimer:
         self._room_since: float | None = None
 
     def due(self, larger: Callable[[], int]) -> int:
-        """Returns the size to grow to now, or 0. A look every few seconds costs something, the rest nothing.
+        """Returns the size to grow to now, or 0. A look every few seconds costs
+        something, the rest nothing.
 
         Args:
           larger: looks for room; returns a larger size that can run, or 0.

@@ -1,7 +1,8 @@
-"""Numerical faults: non-finite steps, spikes of the loss, copies that differ; data left out for them.
+"""Numerical faults: non-finite steps, spikes of the loss, copies that differ; data left
+out for them.
 
-Steps and windows: updates count from 1; a batch of data is numbered from 0, and without anything left
-out update n takes batch n - 1.
+Steps and windows: updates count from 1; a batch of data is numbered from 0, and without
+anything left out update n takes batch n - 1.
 """
 
 from __future__ import annotations
@@ -22,21 +23,26 @@ from jaxdist.data import Dataset
 from jaxdist.data.packing import Batch
 from jaxdist.resilience.replica_check import Comparison, compare_replicas
 
-SKIPPED_FILE = "skipped.json"  # of a workdir: windows of batches left out, [first, after the last]
+# of a workdir: windows of batches left out, [first, after the last]
+SKIPPED_FILE = "skipped.json"
 
 _EVERY_ROW = slice(None)
-_RECENT, _ENOUGH, _REFRESH = 100, 20, 10  # losses that say what is usual; of them needed; steps between looks
+# losses that say what is usual; of them needed; steps between looks
+_RECENT, _ENOUGH, _REFRESH = 100, 20, 10
 
 
 @dataclass(frozen=True)
 class HealthConfig:
     """Fields of `health.*`: what is looked for, and what is done about it."""
 
-    nonfinite: Literal["stop", "rollback"] = "stop"  # after more than optimizer.nonfinite_limit in a row
+    # after more than optimizer.nonfinite_limit in a row
+    nonfinite: Literal["stop", "rollback"] = "stop"
     spike: Literal["report", "rollback"] = "report"  # what follows a spike of the loss
-    spike_sigmas: NonNegativeFloat = 10.0  # robust deviations above the recent median; 0 = no spikes
+    # robust deviations above the recent median; 0 = no spikes
+    spike_sigmas: NonNegativeFloat = 10.0
     max_rollbacks: NonNegativeInt = 5  # of a run in all; then it stops
-    compare_every: NonNegativeInt = 1000  # steps between comparisons of replicated values; 0 = never
+    # steps between comparisons of replicated values; 0 = never
+    compare_every: NonNegativeInt = 1000
 
 
 class Diverged(Exception):
@@ -92,14 +98,20 @@ class Monitor:
             self._compare(*self._comparing)
 
     def _where(self, number: int) -> dict[str, int]:
-        return dict(zip(("first_sample", "last_sample"), self._samples(number), strict=True))
+        return dict(
+            zip(("first_sample", "last_sample"), self._samples(number), strict=True)
+        )
 
     def _nonfinite(self, number: int, skipped: int) -> None:
-        self._event("nonfinite", number, skipped_in_a_row=skipped, **self._where(number))
+        self._event(
+            "nonfinite", number, skipped_in_a_row=skipped, **self._where(number)
+        )
         self._note(f"step {number}: loss or gradients are not finite; update left out")
         if skipped > self._limit:
             limit = f"optimizer.nonfinite_limit={self._limit}"
-            text = f"{skipped} steps in a row with non-finite loss or gradients ({limit})"
+            text = (
+                f"{skipped} steps in a row with non-finite loss or gradients ({limit})"
+            )
             first, policy = number - skipped + 1, self._config.nonfinite
             raise Diverged("nonfinite", text, first=first, last=number, policy=policy)
 
@@ -107,19 +119,28 @@ class Monitor:
         sigmas, losses = self._config.spike_sigmas, self._losses
         losses.append(loss)
         if sigmas and loss > self._high:
-            self._event("spike", number, loss=loss, median=self._median, **self._where(number))
+            self._event(
+                "spike", number, loss=loss, median=self._median, **self._where(number)
+            )
             text = f"step {number}: loss {loss:.4g} spikes above the recent median {self._median:.4g}"
             self._note(text)
             if self._config.spike == "rollback":
-                raise Diverged("spike", text, first=number, last=number, policy="rollback")
+                raise Diverged(
+                    "spike", text, first=number, last=number, policy="rollback"
+                )
         if sigmas and len(losses) >= _ENOUGH and number % _REFRESH == 0:
             self._median = statistics.median_high(losses)
-            sigma = 1.4826 * statistics.median_high(abs(loss - self._median) for loss in losses)
-            # At least a hundredth of the median: smooth losses make no spikes of nothing.
+            sigma = 1.4826 * statistics.median_high(
+                abs(loss - self._median) for loss in losses
+            )
+            # At least a hundredth of the median: smooth losses make no spikes of
+            # nothing.
             self._high = self._median + sigmas * max(sigma, 0.01 * abs(self._median))
 
     def compare(self, number: int, state: Any) -> None:
-        """Starts to compare the replicas of a state, if that is due; `look` hears of the result."""
+        """Starts to compare the replicas of a state, if that is due; `look` hears of
+        the result.
+        """
         every = self._config.compare_every
         if every and number % every == 0:
             comparison = compare_replicas(state)
@@ -132,20 +153,27 @@ class Monitor:
             self._event("drift", number, differing=devices)
             self._note(text)
             first = self._compared + 1
-            raise Diverged("drift", text, first=first, last=number, policy=self._config.nonfinite)
+            raise Diverged(
+                "drift", text, first=first, last=number, policy=self._config.nonfinite
+            )
         self._compared = number
 
     def rewound(self, number: int) -> None:
         """Forgets what is after a step."""
         self._losses.clear()
-        self._high, self._comparing, self._compared = math.inf, None, min(self._compared, number)
+        self._high, self._comparing, self._compared = (
+            math.inf,
+            None,
+            min(self._compared, number),
+        )
 
 
-# --- data left out --------------------------------------------------------------------------------
+# --- data left out --------------------------------------------------------------------
 
 
 class SkippingDataset(Dataset):
-    """A dataset whose training batches leave out windows, each [first, after the last] batch.
+    """A dataset whose training batches leave out windows, each [first, after the last]
+    batch.
 
     Which batch a step takes is a function of the windows alone.
     """
@@ -165,12 +193,18 @@ class SkippingDataset(Dataset):
             left_out = max(left_out, end)
         return step
 
-    def train_batch(self, step: int, global_size: int, rows: slice | np.ndarray = _EVERY_ROW) -> Batch:
+    def train_batch(
+        self, step: int, global_size: int, rows: slice | np.ndarray = _EVERY_ROW
+    ) -> Batch:
         """Returns rows of the global batch after `step` updates, see Dataset."""
         return self._whole.train_batch(self.position(step), global_size, rows)
 
-    def attention_work(self, step: int, global_size: int, chunks: int = 1) -> np.ndarray | None:
-        """Returns the work of the rows of the global batch after `step` updates, see Dataset."""
+    def attention_work(
+        self, step: int, global_size: int, chunks: int = 1
+    ) -> np.ndarray | None:
+        """Returns the work of the rows of the global batch after `step` updates, see
+        Dataset.
+        """
         return self._whole.attention_work(self.position(step), global_size, chunks)
 
     def reader_state(self, step: int) -> Any:

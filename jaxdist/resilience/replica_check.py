@@ -1,7 +1,8 @@
-"""Whether devices that should hold the same values do: a checksum of each one's part, compared.
+"""Whether devices that should hold the same values do: a checksum of each one's part,
+compared.
 
-Data parallelism keeps copies of the parameters and adds up gradients once for all of them. A chip that
-computes wrongly lets its copy drift, and nothing else would say so.
+Data parallelism keeps copies of the parameters and adds up gradients once for all of
+them. A chip that computes wrongly lets its copy drift, and nothing else would say so.
 """
 
 import functools
@@ -25,7 +26,9 @@ class Comparison(NamedTuple):
     shardings: dict[str, NamedSharding]  # by the array's name, in order
 
     def differing(self) -> list[str]:
-        """Returns a text for each device whose copy is not that of most; waits for the devices."""
+        """Returns a text for each device whose copy is not that of most; waits for the
+        devices.
+        """
         mesh = next(iter(self.shardings.values())).mesh
         sums = np.asarray(self.sums).reshape(*mesh.devices.shape, -1)
         differing: dict[Any, list[str]] = {}
@@ -33,11 +36,15 @@ class Comparison(NamedTuple):
             free = _free_axes(sharding)
             copies = math.prod(mesh.devices.shape[dim] for dim in free)
             tables = sums[..., number], mesh.devices
-            columns = (np.moveaxis(table, free, range(len(free))).reshape(copies, -1).T for table in tables)
+            columns = (
+                np.moveaxis(table, free, range(len(free))).reshape(copies, -1).T
+                for table in tables
+            )
             for column, holders in zip(*columns, strict=True):
                 kinds, counts = np.unique(column, return_counts=True)
                 most = kinds[counts == counts.max()]
-                for device in holders[(column != most[0]) | (len(most) > 1)]:  # a tie names all
+                # a tie names all
+                for device in holders[(column != most[0]) | (len(most) > 1)]:
                     differing.setdefault(device, []).append(name)
         return [
             f"device {device.id} of process {device.process_index}: {names[0]}"
@@ -47,7 +54,8 @@ class Comparison(NamedTuple):
 
 
 def compare_replicas(state: Any) -> Comparison | None:
-    """Returns checksums of each device's part of a state; None if nothing is replicated.
+    """Returns checksums of each device's part of a state; None if nothing is
+    replicated.
 
     Every process makes the call. Does not wait for the devices.
     """
@@ -64,7 +72,11 @@ def compare_replicas(state: Any) -> Comparison | None:
 
 def _free_axes(sharding: NamedSharding) -> list[int]:
     """Returns the mesh dims along which devices hold the same."""
-    used = {axis for entry in sharding.spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    used = {
+        axis
+        for entry in sharding.spec
+        for axis in (entry if isinstance(entry, tuple) else (entry,))
+    }
     sizes = sharding.mesh.shape
     return [d for d, axis in enumerate(sizes) if axis not in used and sizes[axis] > 1]
 

@@ -1,4 +1,6 @@
-"""The workdir of a run, as its supervisor sees it: where it is, how far it has come. No jax."""
+"""The workdir of a run, as its supervisor sees it: where it is, how far it has come. No
+jax.
+"""
 
 import contextlib
 import os
@@ -15,7 +17,8 @@ _STEP = re.compile("[0-9]{1,9}")  # a folder of a checkpoint: longer names are n
 
 
 def default_workdir(config: str) -> str:
-    """Returns `runs/NAME` of a `--config` value, `runs/NAME-ARGUMENT` where it has an argument.
+    """Returns `runs/NAME` of a `--config` value, `runs/NAME-ARGUMENT` where it has an
+    argument.
 
     A run's config.json has the name of the run's folder.
     """
@@ -35,7 +38,9 @@ def run_folder(command: Sequence[str]) -> Path | None:
         name, equals, value = item.partition("=")
         if name in ("--workdir", "--config"):
             flags[name] = value if equals else after
-    folder = flags.get("--workdir") or ("--config" in flags and default_workdir(flags["--config"]))
+    folder = flags.get("--workdir") or (
+        "--config" in flags and default_workdir(flags["--config"])
+    )
     return Path(folder) if folder and "://" not in folder else None
 
 
@@ -47,15 +52,25 @@ class ProgressReader:
         self._newest = 0
 
     def newest(self) -> int:
-        """Returns the newest step ever seen, logged or saved; steps done again do not count."""
+        """Returns the newest step ever seen, logged or saved; steps done again do not
+        count.
+        """
         if self.folder is None:
             return 0
         steps = [self._newest]
-        with contextlib.suppress(OSError, Malformed), open_regular(self.folder / METRICS_FILE) as file:
+        with (
+            contextlib.suppress(OSError, Malformed),
+            open_regular(self.folder / METRICS_FILE) as file,
+        ):
             file.seek(max(0, file.seek(0, os.SEEK_END) - 65_536))
-            steps += map(int, re.findall(rb'^{"step": (\d{1,9})[,}]', file.read(), re.M))
+            steps += map(
+                int, re.findall(rb'^{"step": (\d{1,9})[,}]', file.read(), re.M)
+            )
         with contextlib.suppress(OSError):
-            names = [path.parent.name for path in (self.folder / "checkpoints").glob("*/manifest.json")]
+            names = [
+                path.parent.name
+                for path in (self.folder / "checkpoints").glob("*/manifest.json")
+            ]
             steps += [int(name) for name in names if _STEP.fullmatch(name)]
         self._newest = max(steps)
         return self._newest
@@ -63,7 +78,10 @@ class ProgressReader:
     def starts(self) -> int:
         """Returns how often the run has begun to train."""
         if self.folder is not None:
-            with contextlib.suppress(OSError, Malformed), open_regular(self.folder / EVENTS_FILE) as file:
+            with (
+                contextlib.suppress(OSError, Malformed),
+                open_regular(self.folder / EVENTS_FILE) as file,
+            ):
                 return sum(b'"event": "start"' in line for line in file)
         return 0
 
@@ -78,12 +96,20 @@ class ProgressReader:
         """Returns what the last start had, or None."""
         run = self.read_json("run.json") or {}
         devices, processes = run.get("num_devices"), run.get("num_processes")
-        if isinstance(devices, int) and isinstance(processes, int) and 0 < processes <= devices:
+        if (
+            isinstance(devices, int)
+            and isinstance(processes, int)
+            and 0 < processes <= devices
+        ):
             return devices // processes
         return None
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Returns the object in a file of the workdir, or None if there is none that can be read."""
+        """Returns the object in a file of the workdir, or None if there is none that
+        can be read.
+        """
         with contextlib.suppress(FileNotFoundError, Malformed):
-            return read_json(self.folder / name, dict) if self.folder is not None else None
+            return (
+                read_json(self.folder / name, dict) if self.folder is not None else None
+            )
         return None

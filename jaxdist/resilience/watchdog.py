@@ -1,10 +1,10 @@
 """Ends a process that hangs, with exit code 76, so that the run can restart.
 
-The process beats: it says what it begins, and each phase has its limit. A process beside it
-(`watchdog_process`) reads the beats, so that an interpreter lock that is never released, a stopped
-process and a loop in C are detected, too. A process that holds the lock for ever can set no exit code:
-a signal kills it (`HANG_SIGNAL`), which `launch` reports as 76. Only a process of ours (a command) is
-watched, never a notebook.
+The process beats: it says what it begins, and each phase has its limit. A process
+beside it (`watchdog_process`) reads the beats, so that an interpreter lock that is
+never released, a stopped process and a loop in C are detected, too. A process that
+holds the lock for ever can set no exit code: a signal kills it (`HANG_SIGNAL`), which
+`launch` reports as 76. Only a process of ours (a command) is watched, never a notebook.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ from jaxdist.config.annotations import NonNegativeFloat
 from jaxdist.config.schema import faults
 from jaxdist.distributed.cluster import ClusterInfo, find_cluster
 from jaxdist.resilience import preemption, watchdog_process
-from jaxdist.resilience.watchdog_process import BEAT, BEAT_AT, DUMP_SIGNAL, ENDING_AT, PHASES
+from jaxdist.resilience.watchdog_process import (
+    BEAT,
+    BEAT_AT,
+    DUMP_SIGNAL,
+    ENDING_AT,
+    PHASES,
+)
 from jaxdist.telemetry import ledger
 
 Item = TypeVar("Item")
@@ -42,30 +48,39 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class WatchdogConfig:
-    """Fields of `watchdog.*`: seconds that a phase may last before the run is ended, 0 = for ever."""
+    """Fields of `watchdog.*`: seconds that a phase may last before the run is ended, 0
+    = for ever.
+    """
 
-    start_s: NonNegativeFloat = 1800.0  # from the command to the first compilation, a line of data work
-    compile_s: NonNegativeFloat = 7200.0  # compiling and the first step, an evaluation's batch, the end
+    # from the command to the first compilation, a line of data work
+    start_s: NonNegativeFloat = 1800.0
+    # compiling and the first step, an evaluation's batch, the end
+    compile_s: NonNegativeFloat = 7200.0
     restore_s: NonNegativeFloat = 3600.0  # reading a checkpoint
     data_s: NonNegativeFloat = 600.0  # waiting for the next batch
     step_s: NonNegativeFloat = 600.0  # a step
     save_s: NonNegativeFloat = 1800.0  # what of a save training waits for
-    slow_steps: Annotated[float, Ge(1)] = 20.0  # a step may last this many median steps, if that is longer
+    # a step may last this many median steps, if that is longer
+    slow_steps: Annotated[float, Ge(1)] = 20.0
 
 
 class Watchdog:
     """Watches this process while entered. `at` costs some microseconds."""
 
-    def __init__(self, config: WatchdogConfig, folder: Path, *, enabled: bool | None = None):
+    def __init__(
+        self, config: WatchdogConfig, folder: Path, *, enabled: bool | None = None
+    ):
         """Args:
         folder: the workdir, for events and for what watchers tell each other.
         enabled: by default whether the process is a command's.
         """
         self._config, self._folder = config, folder
         wanted = preemption.PROCESS.is_ours if enabled is None else enabled
-        self._enabled = wanted and not faults(config)  # they are reported with those of the whole run
+        # they are reported with those of the whole run
+        self._enabled = wanted and not faults(config)
         whole = preemption.PROCESS.is_ours and not preemption.PROCESS.is_script
-        # Of the time of this life of the run, which began with the process if that is a command's.
+        # Of the time of this life of the run, which began with the process if that is a
+        # command's.
         self.ledger = ledger.Ledger(age_s=ledger.process_age_s() if whole else 0.0)
         self._times: deque[float] = deque(maxlen=31)  # seconds between the last steps
         self._last_step = 0.0
@@ -90,7 +105,12 @@ class Watchdog:
         faulthandler.register(DUMP_SIGNAL, file=dump, all_threads=True)
         self._files = memory, dump  # open as long as this
         life, self._life = os.pipe()
-        files = {"life": life, "memory": memory.fileno(), "dump": dump.fileno(), "leave": _exit_pipe()}
+        files = {
+            "life": life,
+            "memory": memory.fileno(),
+            "dump": dump.fileno(),
+            "leave": _exit_pipe(),
+        }
         arguments = {"pid": os.getpid(), "folder": str(self._folder.absolute())} | files
         command = [sys.executable, "-S", "-s", watchdog_process.__file__]
         self._watcher = subprocess.Popen(
@@ -113,12 +133,19 @@ class Watchdog:
             faulthandler.unregister(DUMP_SIGNAL)
 
     def at(
-        self, phase: str, step: int = 0, *, done: int = 0, sample: int = 0, limit_s: float | None = None
+        self,
+        phase: str,
+        step: int = 0,
+        *,
+        done: int = 0,
+        sample: int = 0,
+        limit_s: float | None = None,
     ) -> None:
         """Says what begins now; `PHASES` has the names.
 
         Args:
-          step: the one that it is for; below 0: before this process has all that it needs to begin.
+          step: the one that it is for; below 0: before this process has all that it
+            needs to begin.
           done: updates known to be finished.
           sample: first global sample index of the step's batch.
           limit_s: instead of the phase's; 0: none.
@@ -135,11 +162,16 @@ class Watchdog:
         beat = BEAT.pack(PHASES.index(phase), step, done, sample, now, now + limit)
         self._memory[BEAT_AT : BEAT_AT + BEAT.size] = beat
         if self._memory[ENDING_AT]:
-            time.sleep(10)  # the watchdog is about to end this process, once it has reported why
+            # the watchdog is about to end this process, once it has reported why
+            time.sleep(10)
             os._exit(EXIT_HANG)
 
-    def lively(self, say: Callable[[str], None], phase: str = "start") -> Callable[[str], None]:
-        """Returns `say` whose every line beats: work that shows its progress may take its time."""
+    def lively(
+        self, say: Callable[[str], None], phase: str = "start"
+    ) -> Callable[[str], None]:
+        """Returns `say` whose every line beats: work that shows its progress may take
+        its time.
+        """
 
         def speak(text: str) -> None:
             self.at(phase)
@@ -147,12 +179,20 @@ class Watchdog:
 
         return speak
 
-    def over(self, items: Iterable[Item], phase: str, step: int, done: int) -> Iterator[Item]:
-        """Yields the items, each a beat; the limit of all but the first is that of data and a step."""
+    def over(
+        self, items: Iterable[Item], phase: str, step: int, done: int
+    ) -> Iterator[Item]:
+        """Yields the items, each a beat; the limit of all but the first is that of data
+        and a step.
+        """
         config, limit_s = self._config, None
         for item in items:
             self.at(phase, step, done=done, limit_s=limit_s)
-            limit_s = config.data_s + config.step_s if config.data_s and config.step_s else 0.0
+            limit_s = (
+                config.data_s + config.step_s
+                if config.data_s and config.step_s
+                else 0.0
+            )
             yield item
 
     def _limit_s(self, phase: str) -> float:
@@ -169,26 +209,41 @@ class Watchdog:
 
 
 def _membership(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Returns this process's number, how many there are, and a name of their start, before jax is asked."""
+    """Returns this process's number, how many there are, and a name of their start,
+    before jax is asked.
+    """
     if group := environ.get("JAXDIST_COORDINATOR"):
-        number, processes = int(environ["JAXDIST_PROCESS_ID"]), int(environ["JAXDIST_NUM_PROCESSES"])
+        number, processes = (
+            int(environ["JAXDIST_PROCESS_ID"]),
+            int(environ["JAXDIST_NUM_PROCESSES"]),
+        )
         return {"process": number, "processes": processes, "group": group}
     agents = ClusterInfo()
-    with contextlib.suppress(ConfigError):  # it is not known: each process has only its own limits
+    # it is not known: each process has only its own limits
+    with contextlib.suppress(ConfigError):
         agents = find_cluster(environ)
-    return {"process": agents.index, "processes": agents.number, "group": f"{agents.host}:{agents.port}"}
+    return {
+        "process": agents.index,
+        "processes": agents.number,
+        "group": f"{agents.host}:{agents.port}",
+    }
 
 
 def _memory_file() -> IO[bytes]:
-    """Returns a file that another process can share; in memory, so that no full disk stands in the way."""
+    """Returns a file that another process can share; in memory, so that no full disk
+    stands in the way.
+    """
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("jaxdist-watchdog"), "r+b")
     return tempfile.TemporaryFile()
 
 
 def _exit_pipe() -> int:
-    """Returns a pipe; a byte in it ends this process with 76, while its interpreter lock is free."""
-    reader, writer = os.pipe()  # both stay open: its end of file would be read as a byte
+    """Returns a pipe; a byte in it ends this process with 76, while its interpreter
+    lock is free.
+    """
+    # both stay open: its end of file would be read as a byte
+    reader, writer = os.pipe()
 
     def leave() -> None:
         os.read(reader, 1)

@@ -1,8 +1,10 @@
-"""The process beside each process of a run: sees when it hangs, says where, and ends it.
+"""The process beside each process of a run: sees when it hangs, says where, and ends
+it.
 
-It shares no interpreter lock with the process it watches, and needs neither jax nor site-packages.
-Among several, only one that is behind the others can hang: those ahead wait for it in a collective,
-and its own limit counts. They know of each other through small files, `WORKDIR/.beats/PROCESS`.
+It shares no interpreter lock with the process it watches, and needs neither jax nor
+site-packages. Among several, only one that is behind the others can hang: those ahead
+wait for it in a collective, and its own limit counts. They know of each other through
+small files, `WORKDIR/.beats/PROCESS`.
 """
 
 import contextlib
@@ -23,24 +25,37 @@ from typing import Any, NamedTuple
 from jaxdist.telemetry.metrics import MetricsWriter
 
 DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 1) - 1  # no library uses it
-HANG_SIGNAL = DUMP_SIGNAL - 1  # kills a process that can no longer set its exit code; launch reports 76
-PHASES = ("start", "restore", "compile", "data", "step", "evaluate", "save", "end")  # as they come in a step
+# kills a process that can no longer set its exit code; launch reports 76
+HANG_SIGNAL = DUMP_SIGNAL - 1
+# as they come in a step
+PHASES = ("start", "restore", "compile", "data", "step", "evaluate", "save", "end")
 ENDING_AT, BEAT_AT = 0, 8  # offsets in the memory shared with the process
 BEAT = struct.Struct("=qqqqdd")  # a Beat
 
 _POLL_S = 0.25
 _PUBLISH_S = 1.0  # between writes of a beat file, at least; more with many processes
 _GRACE_S = 3.0  # for the watcher of a process that is behind to speak for it
-# In the stack of a process that waits for others outside a step: a collective, joining, their devices.
-_WAITS = ("multihost", "/distributed.py", "xla_bridge.py", "consistency.py", "coordination.py")
-_RESULT = "jax/_src/array.py"  # of a process that waits for a step's result: its own devices, or the others
-_LEVEL_S = 1.0  # for those that are level to speak, before the end of this one ends them
+# In the stack of a process that waits for others outside a step: a collective, joining,
+# their devices.
+_WAITS = (
+    "multihost",
+    "/distributed.py",
+    "xla_bridge.py",
+    "consistency.py",
+    "coordination.py",
+)
+# of a process that waits for a step's result: its own devices, or the others
+_RESULT = "jax/_src/array.py"
+# for those that are level to speak, before the end of this one ends them
+_LEVEL_S = 1.0
 _DUMP_S, _PART_S, _LEAVE_S = 1.5, 1.0, 1.0  # at most, for each part of an end
 _ASLEEP_S = 2.0  # a look so late says that this watcher, or the machine, was suspended
 
 
 class Beat(NamedTuple):
-    """Where a process is, and how long it may stay there. Seconds are of the monotonic clock."""
+    """Where a process is, and how long it may stay there. Seconds are of the monotonic
+    clock.
+    """
 
     phase: int  # of PHASES
     at_step: int  # the step it works on; below 0: others may not have begun
@@ -55,7 +70,8 @@ class Beat(NamedTuple):
         return self.at_step, self.phase
 
 
-_ABSENT = Beat(0, -2, 0, 0, 0.0, 0.0)  # of a process that has not come so far as to beat
+# of a process that has not come so far as to beat
+_ABSENT = Beat(0, -2, 0, 0, 0.0, 0.0)
 
 
 def _read(memory: int) -> Beat:
@@ -74,7 +90,9 @@ class WatchdogProcess:
     life: int  # a pipe that closes when the process ends
     memory: int  # a file: its beat
     dump: int  # a file: its stacks, after DUMP_SIGNAL
-    leave: int  # a pipe; a byte in it ends the process with 76, unless it holds the interpreter lock
+    # a pipe; a byte in it ends the process with 76, unless it holds the interpreter
+    # lock
+    leave: int
 
     _published_s = 0.0  # when its beat was last written for the others
     _published_row = b""
@@ -121,14 +139,23 @@ class WatchdogProcess:
                     path.unlink()
             self._beats.rmdir()  # by the last
 
-    # --- the others -------------------------------------------------------------------------------
+    # --- the others -------------------------------------------------------------------
 
     def _publish(self, beat: Beat, now: float) -> None:
-        """Tells the other watchers where this process is; once a second, and if it has moved."""
-        if self.processes == 1 or now - self._published_s < _PUBLISH_S + self.processes / 64:
+        """Tells the other watchers where this process is; once a second, and if it has
+        moved.
+        """
+        if (
+            self.processes == 1
+            or now - self._published_s < _PUBLISH_S + self.processes / 64
+        ):
             return
         deadline = round(time.time() + beat.deadline + self._allowance_s - now, 1)
-        row = beat._asdict() | {"deadline": deadline, "group": self.group, "process": self.process}
+        row = beat._asdict() | {
+            "deadline": deadline,
+            "group": self.group,
+            "process": self.process,
+        }
         data = json.dumps(row).ljust(400).encode()
         # Early on the config may be refused yet, which leaves no folder.
         early = beat.at_step < 0 and now < (beat.since + beat.deadline) / 2
@@ -141,7 +168,9 @@ class WatchdogProcess:
             return
         self._beats.mkdir(parents=True, exist_ok=True)
         # In place, and closed: what another node then opens is new even on NFS.
-        file_number = os.open(self._beats / str(self.process), os.O_WRONLY | os.O_CREAT, 0o644)
+        file_number = os.open(
+            self._beats / str(self.process), os.O_WRONLY | os.O_CREAT, 0o644
+        )
         with open(file_number, "wb") as file:
             file.write(data)
         self._published_row = data
@@ -149,7 +178,8 @@ class WatchdogProcess:
     def _others(self) -> dict[int, Beat]:
         """Returns the other processes' beats; a deadline is in seconds since 1970.
 
-        None are known while the workdir's file system does not answer: each has its own limits then.
+        None are known while the workdir's file system does not answer: each has its own
+        limits then.
         """
         beats: dict[int, Beat] = {}
         return dict(beats) if self._ask_disk(lambda: self._read_others(beats)) else {}
@@ -162,19 +192,22 @@ class WatchdogProcess:
                     beats[number] = Beat(*(row[field] for field in Beat._fields))
 
     def _guilty(self, beat: Beat, now: float) -> dict[int, Beat]:
-        """Returns who hangs, this process or those that it waits for; {} while there is still hope."""
+        """Returns who hangs, this process or those that it waits for; {} while there is
+        still hope.
+        """
         others, wall = self._others(), time.time()
         if any(o.place <= beat.place and wall < o.deadline for o in others.values()):
             return {}
         behind = {n: o for n, o in others.items() if o.place < beat.place}
-        if PHASES[beat.phase] == "start":  # none goes on before all have begun; who is gone later has ended
+        # none goes on before all have begun; who is gone later has ended
+        if PHASES[beat.phase] == "start":
             behind |= dict.fromkeys(self._peers - others.keys(), _ABSENT)
         if not behind:
             return {self.process: beat}
         late = max(o.deadline for o in behind.values()) + _GRACE_S
         return behind if wall > late and now > beat.deadline + _GRACE_S else {}
 
-    # --- the end ----------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------
 
     def _end(self, beat: Beat, now: float, guilty: dict[int, Beat]) -> None:
         os.pwrite(self.memory, b"\1", ENDING_AT)  # should it wake up: it is too late
@@ -184,30 +217,49 @@ class WatchdogProcess:
         waits = self.processes > 1 and any(name in main for name in _WAITS)
         level = any(other.place == beat.place for other in self._others().values())
         patient = level and not stopped and (waits or _RESULT in main)
-        # The guilty one speaks, and ends, first: if it holds the interpreter lock, _LEAVE_S later.
+        # The guilty one speaks, and ends, first: if it holds the interpreter lock,
+        # _LEAVE_S later.
         time.sleep((3 * _LEVEL_S + _LEAVE_S) * patient)
         told: list[tuple[int, dict[str, Any]]] = []
         for number, where in sorted(guilty.items()):
-            fields: dict[str, Any] = {"phase": PHASES[where.phase], "at_step": max(where.at_step, 0)}
-            fields |= {"sample": where.sample, "process": number, "reported_by": self.process}
+            fields: dict[str, Any] = {
+                "phase": PHASES[where.phase],
+                "at_step": max(where.at_step, 0),
+            }
+            fields |= {
+                "sample": where.sample,
+                "process": number,
+                "reported_by": self.process,
+            }
             if number == self.process:
                 fields["waited_s"] = round(now - beat.since, 1)
-                fields |= {"stopped_by_signal": stopped, "waits_for_others": waits, "stacks": stacks}
+                fields |= {
+                    "stopped_by_signal": stopped,
+                    "waits_for_others": waits,
+                    "stacks": stacks,
+                }
             told.append((where.done, fields))
         self._ask_disk(lambda: self._write_events(told))
         for done, fields in told:
-            text = _text(fields["process"], self.processes, fields, done).rstrip() + "\n"
-            _started(functools.partial(os.write, 2, text.encode(errors="backslashreplace"))).join(_PART_S)
+            text = (
+                _text(fields["process"], self.processes, fields, done).rstrip() + "\n"
+            )
+            _started(
+                functools.partial(os.write, 2, text.encode(errors="backslashreplace"))
+            ).join(_PART_S)
         time.sleep(_LEVEL_S * level)
         with contextlib.suppress(BrokenPipeError):  # it has ended since
             os.write(self.leave, b"\1")
-        for number in (HANG_SIGNAL, signal.SIGKILL):  # the interpreter lock is held, or it leaves in vain
+        # the interpreter lock is held, or it leaves in vain
+        for number in (HANG_SIGNAL, signal.SIGKILL):
             if self._ended(_LEAVE_S):
                 return
             os.kill(self.pid, number)
 
     def _ask_disk(self, work: Callable[[], object]) -> bool:
-        """Does work on the workdir, unless its file system is stuck; returns whether it has ended."""
+        """Does work on the workdir, unless its file system is stuck; returns whether it
+        has ended.
+        """
         if self._disk is None or not self._disk.is_alive():
             self._disk = _started(work)
             self._disk.join(_PART_S)
@@ -220,9 +272,14 @@ class WatchdogProcess:
                 events.event("hang", done, **fields)
 
     def _is_stopped(self) -> bool:
-        """Returns whether a signal has stopped the process; it runs again, to write its stacks."""
+        """Returns whether a signal has stopped the process; it runs again, to write its
+        stacks.
+        """
         with contextlib.suppress(OSError):
-            if Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+            if (
+                Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+                == "T"
+            ):
                 os.kill(self.pid, signal.SIGCONT)
                 return True
         return False
@@ -240,7 +297,11 @@ class WatchdogProcess:
 
 
 def _text(process: int, processes: int, fields: dict[str, Any], done: int) -> str:
-    waited = f"no progress for {fields['waited_s']:g} s" if "waited_s" in fields else "not heard of any more"
+    waited = (
+        f"no progress for {fields['waited_s']:g} s"
+        if "waited_s" in fields
+        else "not heard of any more"
+    )
     stopped = "; a signal had stopped it" if fields.get("stopped_by_signal") else ""
     stopped += "; it waits for the others" if fields.get("waits_for_others") else ""
     return (
@@ -263,6 +324,13 @@ def _started(work: Callable[[], object]) -> threading.Thread:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # such are for the process, whose end ends this one
+    for number in (
+        signal.SIGHUP,
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    ):
+        # such are for the process, whose end ends this one
+        signal.signal(number, signal.SIG_IGN)
     WatchdogProcess(**json.loads(sys.argv[1])).run()

@@ -1,4 +1,6 @@
-"""The processes of one start: begun together, heard together, ended together. No thread, no jax."""
+"""The processes of one start: begun together, heard together, ended together. No
+thread, no jax.
+"""
 
 import contextlib
 import ctypes
@@ -16,12 +18,15 @@ from jaxdist.resilience.watchdog_process import HANG_SIGNAL
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-# Kills the process groups it is told of, should the agent's end of the pipe close first.
+# Kills the process groups it is told of, should the agent's end of the pipe close
+# first.
 _GUARD = 'p=; while read g; do p="$p -$g"; done; [ -z "$p" ] || kill -9 $p'
 
 
 def _die_with_parent(parent: int) -> None:
-    """Runs in the child: the kernel kills it when the agent is gone, even by kill -9."""
+    """Runs in the child: the kernel kills it when the agent is gone, even by
+    kill -9.
+    """
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -29,10 +34,17 @@ def _die_with_parent(parent: int) -> None:
 
 
 class WorkerGroup:
-    """The processes of one start, each in a process group of its own, numbered from `first`."""
+    """The processes of one start, each in a process group of its own, numbered from
+    `first`.
+    """
 
     def __init__(
-        self, command: Sequence[str], environments: Sequence[Mapping[str, str]], *, first: int, wakeup: int
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        *,
+        first: int,
+        wakeup: int,
     ):
         """Starts them.
 
@@ -48,7 +60,10 @@ class WorkerGroup:
         self._selector = selectors.DefaultSelector()
         self._selector.register(wakeup, selectors.EVENT_READ, None)
         self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", _GUARD], bufsize=0, stdin=subprocess.PIPE, start_new_session=True
+            ["/bin/sh", "-c", _GUARD],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            start_new_session=True,
         )
         try:
             for number, environment in enumerate(environments, first):
@@ -57,7 +72,9 @@ class WorkerGroup:
             self.kill()
             raise
 
-    def _start(self, number: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def _start(
+        self, number: int, command: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
         process = subprocess.Popen(
             command,
             env=dict(environment),
@@ -69,13 +86,16 @@ class WorkerGroup:
         )
         assert process.stdout is not None and self._guard.stdin is not None
         self.processes[number] = process
-        with contextlib.suppress(BrokenPipeError):  # the guard is gone: the kernel still guards
+        # the guard is gone: the kernel still guards
+        with contextlib.suppress(BrokenPipeError):
             self._guard.stdin.write(b"%d\n" % process.pid)
         os.set_blocking(process.stdout.fileno(), False)
         self._selector.register(process.stdout, selectors.EVENT_READ, number)
 
     def listen(self, timeout_s: float) -> None:
-        """Prints what the processes say; returns after the first words, a wake-up or the time."""
+        """Prints what the processes say; returns after the first words, a wake-up or
+        the time.
+        """
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 os.read(key.fd, 4096)
@@ -98,11 +118,14 @@ class WorkerGroup:
     def _say(self, number: int, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\r")
         self.last_lines[number].append(text)
-        with contextlib.suppress(OSError):  # a full disk, a closed terminal: the run goes on
+        # a full disk, a closed terminal: the run goes on
+        with contextlib.suppress(OSError):
             print(f"[{number}] {text}", flush=True)
 
     def codes(self) -> dict[int, int]:
-        """Returns the exit codes of the processes that have ended, -N for signal N, 76 for a hang."""
+        """Returns the exit codes of the processes that have ended, -N for signal N, 76
+        for a hang.
+        """
         return {
             number: EXIT_HANG if code == -HANG_SIGNAL else code
             for number, process in self.processes.items()
@@ -115,7 +138,9 @@ class WorkerGroup:
             process.send_signal(number)
 
     def kill(self) -> None:
-        """Ends the processes and all that they have started, at once; prints what they still said."""
+        """Ends the processes and all that they have started, at once; prints what they
+        still said.
+        """
         for process in self.processes.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -20,8 +20,9 @@ from jaxdist.protocols.param_names import STACKED
 from jaxdist.step import loss_scale, reduction
 from jaxdist.step.state import State
 
-# (trainable, model_state, frozen, batch, key, *, scale) -> (objective or gradient sums, (Loss, model_state)),
-# the state as the model's own code left it, objective and gradients times the scale (None: as they are).
+# (trainable, model_state, frozen, batch, key, *, scale) -> (objective or gradient sums,
+# (Loss, model_state)), the state as the model's own code left it, objective and
+# gradients times the scale (None: as they are).
 Objective = Callable[..., tuple[Any, tuple[Loss, Tree]]]
 
 
@@ -33,20 +34,26 @@ class Sums(NamedTuple):
     model_state: Tree  # no sum: that before, or after a batch in one part
 
 
-def build_objective(spec: ModelSpec, *, compute: str, remat: RematConfig | str) -> Objective:
-    """Returns `objective(trainable, model_state, frozen, batch, key, scale) -> (objective, (Loss, state))`.
+def build_objective(
+    spec: ModelSpec, *, compute: str, remat: RematConfig | str
+) -> Objective:
+    """Returns `objective(trainable, model_state, frozen, batch, key, scale) ->
+    (objective, (Loss, state))`.
 
     The objective is the sum of losses and aux terms.
 
     Args:
-      compute: dtype of matrix products and activations; `execution.activate` is told the same.
-      remat: policy for the blocks of a staged model, or more; a model without blocks is not touched.
+      compute: dtype of matrix products and activations; `execution.activate` is told
+        the same.
+      remat: policy for the blocks of a staged model, or more; a model without blocks is
+        not touched.
     """
 
     def objective(trainable, model_state, frozen, batch, key, scale=None):
         if execution.current().manual and not spec.casts_itself:
             trainable, frozen = _with_whole_edges(trainable), _with_whole_edges(frozen)
-        own_key = key  # of the model's own random streams: the parts of a step draw different ones
+        # of the model's own random streams: the parts of a step draw different ones
+        own_key = key
         if key is not None and spec.streams and "sample" in batch:
             own_key = jax.random.fold_in(key, batch["sample"][0])
         model = assembled(spec, compute, trainable, model_state, frozen, own_key)
@@ -66,8 +73,11 @@ def names_of(spec: ModelSpec) -> StageParams:
     return StageParams(spec.names, spec.frozen_names, spec.state_names)
 
 
-def build_pipelined(spec: ModelSpec, cut: Staging, *, compute: str, backward: bool = True) -> Objective:
-    """Returns `pipelined(trainable, model_state, frozen, batch, key, scale) -> (gradients, (Loss, state))`.
+def build_pipelined(
+    spec: ModelSpec, cut: Staging, *, compute: str, backward: bool = True
+) -> Objective:
+    """Returns `pipelined(trainable, model_state, frozen, batch, key, scale) ->
+    (gradients, (Loss, state))`.
 
     They equal those of `build_objective`, computed by the stages of a pipeline.
 
@@ -86,28 +96,41 @@ def build_pipelined(spec: ModelSpec, cut: Staging, *, compute: str, backward: bo
             return assembled(spec, compute, trained, part.model_state, frozen, key)
 
         parts = {name: split(value, cut.microbatches) for name, value in batch.items()}
-        params, pipeline = StageParams(trainable, frozen, model_state), Pipeline(cut, program, assemble)
-        sums, loss = pipeline_sums(pipeline, params, names, parts, key, scale, backward=backward)
+        params, pipeline = (
+            StageParams(trainable, frozen, model_state),
+            Pipeline(cut, program, assemble),
+        )
+        sums, loss = pipeline_sums(
+            pipeline, params, names, parts, key, scale, backward=backward
+        )
         return sums, (loss, model_state)
 
     return pipelined
 
 
 def _with_whole_edges(tree: Tree) -> Tree:
-    """Returns the parameters in a region with those that are not in the blocks gathered.
+    """Returns the parameters in a region with those that are not in the blocks
+    gathered.
 
-    XLA's partitioner aborts on an index into a table that devices of a region share out ("Check failed:
-    partition_group_list", spmd_partitioner_util.cc). `jaxdist.ops` look up without an index.
+    XLA's partitioner aborts on an index into a table that devices of a region share out
+    ("Check failed: partition_group_list", spmd_partitioner_util.cc). `jaxdist.ops` look
+    up without an index.
     """
     now, whole = execution.current(), P()
     return {
-        name: part if name in STACKED else jax.tree.map(lambda x: now.constrain(x, whole), part)
+        name: part
+        if name in STACKED
+        else jax.tree.map(lambda x: now.constrain(x, whole), part)
         for name, part in tree.items()
     }
 
 
-def assembled(spec: ModelSpec, compute: str, trainable, model_state, frozen, key) -> Any:
-    """Returns the model, its parameters (not its state) in the compute dtype unless it casts them itself."""
+def assembled(
+    spec: ModelSpec, compute: str, trainable, model_state, frozen, key
+) -> Any:
+    """Returns the model, its parameters (not its state) in the compute dtype unless it
+    casts them itself.
+    """
     if not spec.casts_itself:
         trainable, frozen = precision.cast((trainable, frozen), compute)
     return spec.assemble(trainable, model_state, frozen, key=key)
@@ -124,20 +147,26 @@ def sum_gradients(
     once: tuple[str, ...] = (),
     scale: jax.Array | None = None,
 ) -> Sums:
-    """Returns gradient and loss sums over a global batch, in `accumulation` sequential parts.
+    """Returns gradient and loss sums over a global batch, in `accumulation` sequential
+    parts.
 
-    Sums and counts are added up and divided by nobody here: the caller divides once by the global
-    count, so parts with unequal counts (packing, padding) weigh as they do in one piece.
+    Sums and counts are added up and divided by nobody here: the caller divides once by
+    the global count, so parts with unequal counts (packing, padding) weigh as they do
+    in one piece.
 
     Args:
       gradient_of: `build_pipelined`, or the gradient of `build_objective`.
       names: logical names of the model's arrays.
-      once: mesh axes over which the parts are added up unreduced, and summed once at the end. A model then
-        sees a replica's samples alone (`reduction.choose`), and the batch divides by these axes.
-      scale: of the loss where its gradient begins, for all parts; the sums come out without it.
+      once: mesh axes over which the parts are added up unreduced, and summed once at
+        the end. A model then sees a replica's samples alone (`reduction.choose`), and
+        the batch divides by these axes.
+      scale: of the loss where its gradient begins, for all parts; the sums come out
+        without it.
     """
 
-    def all_parts(params: StageParams, batch: Batch, key: jax.Array, scale: jax.Array | None) -> Sums:
+    def all_parts(
+        params: StageParams, batch: Batch, key: jax.Array, scale: jax.Array | None
+    ) -> Sums:
         scaled = partial(gradient_of, scale=scale)
         return _sum_parts(scaled, params, batch, key, accumulation, names.trained)
 
@@ -158,12 +187,18 @@ def sum_gradients(
     return Sums(gradients, loss, state.model_state)
 
 
-def _sum_parts(gradient_of: Objective, params: StageParams, batch, key, accumulation: int, names) -> Sums:
+def _sum_parts(
+    gradient_of: Objective, params: StageParams, batch, key, accumulation: int, names
+) -> Sums:
     trainable, frozen, model_state = params
 
     def part_sums(part: Batch) -> Sums:
-        gradients, (loss, after) = gradient_of(trainable, model_state, frozen, part, key)
-        return Sums(_laid_out(gradients, names), loss, after if accumulation == 1 else {})
+        gradients, (loss, after) = gradient_of(
+            trainable, model_state, frozen, part, key
+        )
+        return Sums(
+            _laid_out(gradients, names), loss, after if accumulation == 1 else {}
+        )
 
     if accumulation == 1:
         return part_sums(batch)
@@ -190,16 +225,22 @@ def _summed(sums: Sums, names: Tree, axes: tuple[str, ...]) -> tuple[Tree, Loss]
 
 
 def _laid_out(gradients: Tree, names: Tree) -> Tree:
-    """Returns float32 gradients in the gradients' sharding (a no-op where ops did it already)."""
-    return jax.tree.map(lambda g, own: execution.scatter(g.astype(jnp.float32), own), gradients, names)
+    """Returns float32 gradients in the gradients' sharding (a no-op where ops did it
+    already).
+    """
+    return jax.tree.map(
+        lambda g, own: execution.scatter(g.astype(jnp.float32), own), gradients, names
+    )
 
 
 def split(x: jax.Array, parts: int) -> jax.Array:
     """Returns [batch, ...] as [parts, batch / parts, ...].
 
-    Part i takes every parts-th sample, from i on: each batch shard then cuts up its own samples,
-    and none has to move to another device.
+    Part i takes every parts-th sample, from i on: each batch shard then cuts up its own
+    samples, and none has to move to another device.
     """
     rows = x.reshape(x.shape[0] // parts, parts, *x.shape[1:])
-    rows = execution.shard(rows, "batch", None, *(("sequence",) if x.ndim == 2 else (None,) * (x.ndim - 1)))
+    rows = execution.shard(
+        rows, "batch", None, *(("sequence",) if x.ndim == 2 else (None,) * (x.ndim - 1))
+    )
     return jnp.moveaxis(rows, 1, 0)

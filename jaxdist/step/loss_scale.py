@@ -1,10 +1,12 @@
 """A dynamic loss scale: float16's narrow range, moved to where the gradients are.
 
-Below 6e-8 float16 has nothing but zero, above 65,504 nothing but infinity, and gradients of a mean loss are
-often smaller. So the backward pass begins with a power of two instead of 1, and gradients are divided by it
-in float32 before anything looks at them. Powers of two move exponents: where nothing overflows or vanishes,
-no bit of a gradient changes. The sequence is that of `torch.amp.GradScaler`: an update whose gradients are
-not finite is left out and halves the scale, some good ones in a row double it.
+Below 6e-8 float16 has nothing but zero, above 65,504 nothing but infinity, and
+gradients of a mean loss are often smaller. So the backward pass begins with a power of
+two instead of 1, and gradients are divided by it in float32 before anything looks at
+them. Powers of two move exponents: where nothing overflows or vanishes, no bit of a
+gradient changes. The sequence is that of `torch.amp.GradScaler`: an update whose
+gradients are not finite is left out and halves the scale, some good ones in a row
+double it.
 """
 
 import math
@@ -18,7 +20,8 @@ from jaxdist.parallel.precision import GROWTH_INTERVAL, LOSS_SCALE
 from jaxdist.protocols.model import Batch
 from jaxdist.protocols.model_spec import Tree
 
-FLOOR = 2.0**-24  # the scale stays above; torch's goes on to zero, and then everything is NaN
+# the scale stays above; torch's goes on to zero, and then everything is NaN
+FLOOR = 2.0**-24
 
 
 class LossScale(NamedTuple):
@@ -40,7 +43,9 @@ class DynamicLossScale:
         """Returns the state of a new run."""
         return LossScale(jnp.float32(self.initial), jnp.int32(0), jnp.int32(0))
 
-    def after(self, state: LossScale, finite: jax.Array, by_scale: jax.Array) -> LossScale:
+    def after(
+        self, state: LossScale, finite: jax.Array, by_scale: jax.Array
+    ) -> LossScale:
         """Returns the state after a step.
 
         Args:
@@ -49,20 +54,29 @@ class DynamicLossScale:
         """
         steps = state.good_steps + 1
         grows = finite & (steps == self.growth_interval)
-        doubled = jnp.where(grows & jnp.isfinite(2 * state.scale), 2 * state.scale, state.scale)
+        doubled = jnp.where(
+            grows & jnp.isfinite(2 * state.scale), 2 * state.scale, state.scale
+        )
         scale = jnp.where(finite, doubled, jnp.maximum(state.scale / 2, FLOOR))
-        return LossScale(scale, jnp.where(finite & ~grows, steps, 0), state.skips + by_scale)
+        return LossScale(
+            scale, jnp.where(finite & ~grows, steps, 0), state.skips + by_scale
+        )
 
 
 def factor(state: LossScale, batch: Batch) -> jax.Array:
     """Returns what multiplies a step's sum of losses, a power of two.
 
-    The scale is of the mean, as torch's is, up to the next power of two of the step's targets.
+    The scale is of the mean, as torch's is, up to the next power of two of the step's
+    targets.
 
     Args:
       batch: the step's whole batch.
     """
-    targets = batch["weights"].size if "weights" in batch else next(iter(batch.values())).shape[0]
+    targets = (
+        batch["weights"].size
+        if "weights" in batch
+        else next(iter(batch.values())).shape[0]
+    )
     return state.scale * 2.0 ** -math.ceil(math.log2(targets))
 
 
@@ -70,15 +84,20 @@ def unscaled(gradients: Tree, factor: jax.Array | None) -> Tree:
     """Returns float32 gradients as they are without a factor; None: they have none."""
     if factor is None:
         return gradients
-    inverse = 1 / factor  # exact. Of one division by another XLA makes a product with a rounded inverse
+    # exact. Of one division by another XLA makes a product with a rounded inverse
+    inverse = 1 / factor
     return jax.tree.map(lambda g: g * inverse, gradients)
 
 
 def is_cause(state: LossScale, finite: jax.Array, loss: jax.Array) -> jax.Array:
-    """Returns whether the scale can be why gradients are not finite: above its floor, with a finite loss."""
+    """Returns whether the scale can be why gradients are not finite: above its floor,
+    with a finite loss.
+    """
     return ~finite & jnp.isfinite(loss) & (state.scale > FLOOR)
 
 
 def scaled_metrics(before: LossScale, after: LossScale) -> dict[str, jax.Array]:
-    """Returns a step's figures: the scale that it had, and the updates left out for scales so far."""
+    """Returns a step's figures: the scale that it had, and the updates left out for
+    scales so far.
+    """
     return {"loss_scale": before.scale, "loss_scale_skips": after.skips}

@@ -1,4 +1,6 @@
-"""An abstract look at a model's own code, before anything compiles: can it be trained as asked?"""
+"""An abstract look at a model's own code, before anything compiles: can it be trained
+as asked?
+"""
 
 import inspect
 import traceback
@@ -9,15 +11,26 @@ import jax
 from jax.extend.core import Jaxpr, Literal, Var
 
 from jaxdist.config import ConfigError, trees
-from jaxdist.protocols.model import Batch, Loss, as_loss, as_metrics, has_metrics, staged_loss
+from jaxdist.protocols.model import (
+    Batch,
+    Loss,
+    as_loss,
+    as_metrics,
+    has_metrics,
+    staged_loss,
+)
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 
 METRICS = "metrics(self, batch) -> {name: sum, or (sum, count)}; rename it if it is for something else"
-REQUIRED = "loss(self, batch, key) -> a scalar mean, (sum, count), or (sum, count, aux, stats)"
+REQUIRED = (
+    "loss(self, batch, key) -> a scalar mean, (sum, count), or (sum, count, aux, stats)"
+)
 
 
 def faults(spec: ModelSpec, *, stages: int = 1) -> Iterator[str]:
-    """Yields what can be said without a batch: methods that are missing, random streams in a pipeline."""
+    """Yields what can be said without a batch: methods that are missing, random streams
+    in a pipeline.
+    """
     name = spec.model_class.__name__
     loss: Any = getattr(spec.model_class, "loss", None)
     if not spec.staged and not callable(loss):
@@ -46,14 +59,17 @@ def check_model(
 ) -> list[str]:
     """Returns why the model cannot be trained so on such batches; [] if it can.
 
-    A start asks twice, before the data is opened and when the step is traced: the model is traced once.
+    A start asks twice, before the data is opened and when the step is traced: the model
+    is traced once.
 
     Args:
       spec: with flat blocks.
       batch: of arrays or of their shapes.
       stages: of a pipeline.
     """
-    shapes = frozenset((name, x.shape, jax.numpy.dtype(x.dtype)) for name, x in batch.items())
+    shapes = frozenset(
+        (name, x.shape, jax.numpy.dtype(x.dtype)) for name, x in batch.items()
+    )
     if (asked := (shapes, accumulation, stages)) in spec.passed:
         return []
     if causes := list(faults(spec, stages=stages)):
@@ -80,7 +96,11 @@ def check_model(
         )
     coupled = [path for path in changed if path not in parameters]
     if coupled and (accumulation > 1 or stages > 1):
-        setting = f"mesh.pipeline={stages}" if stages > 1 else f"batch.accumulation={accumulation}"
+        setting = (
+            f"mesh.pipeline={stages}"
+            if stages > 1
+            else f"batch.accumulation={accumulation}"
+        )
         causes.append(
             f"{setting}: {name}.loss changes its state ({', '.join(coupled[:3])}) by the samples it sees "
             f"together, so parts of a step would not add up to the whole; set it to 1, or return sums in "
@@ -92,26 +112,40 @@ def check_model(
 
 
 def _trace(spec: ModelSpec, batch: Batch) -> tuple[list[str], list[str]]:
-    """Returns the names of the stats, and the paths of all variables that `loss` changes."""
+    """Returns the names of the stats, and the paths of all variables that `loss`
+    changes.
+    """
     stats: list[str] = []
 
-    def run(parts: tuple[Tree, Tree, Tree], batch: Batch, key: jax.Array) -> tuple[Tree, Loss]:
+    def run(
+        parts: tuple[Tree, Tree, Tree], batch: Batch, key: jax.Array
+    ) -> tuple[Tree, Loss]:
         model = spec.assemble(*parts, key=key)
-        loss = staged_loss(model, batch, key) if spec.staged else as_loss(model.loss(batch, key), batch)
+        loss = (
+            staged_loss(model, batch, key)
+            if spec.staged
+            else as_loss(model.loss(batch, key), batch)
+        )
         stats.extend(loss.stats)
         return spec.arrays_of(model), loss
 
     parts = (spec.trainable, spec.model_state, spec.frozen)
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
-    jaxpr = jax.make_jaxpr(run)(parts, shapes, jax.eval_shape(lambda: jax.random.key(0))).jaxpr
+    jaxpr = jax.make_jaxpr(run)(
+        parts, shapes, jax.eval_shape(lambda: jax.random.key(0))
+    ).jaxpr
     paths = list(trees.flatten_names(parts))
     pairs = zip(paths, jaxpr.invars, jaxpr.outvars, strict=False)
-    changed = [path for path, before, after in pairs if _origin(jaxpr, after) is not before]
+    changed = [
+        path for path, before, after in pairs if _origin(jaxpr, after) is not before
+    ]
     return stats, [path.partition("/")[2] for path in changed]
 
 
 def _origin(jaxpr: Jaxpr, var: Var | Literal) -> Var | None:
-    """Returns the input that an output is, handed on by whatever calls; None if it was computed."""
+    """Returns the input that an output is, handed on by whatever calls; None if it was
+    computed.
+    """
     makers = {out: (eqn, i) for eqn in jaxpr.eqns for i, out in enumerate(eqn.outvars)}
     while not isinstance(var, Literal) and var in makers:
         eqn, index = makers[var]
@@ -125,7 +159,11 @@ def _origin(jaxpr: Jaxpr, var: Var | Literal) -> Var | None:
         place = inner.invars.index(came)
         if eqn.primitive.name == "scan":
             consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
-            kept = place == consts + index if index < carried else place >= consts + carried
+            kept = (
+                place == consts + index
+                if index < carried
+                else place >= consts + carried
+            )
             if not kept:
                 return None
         elif len(inner.invars) != len(eqn.invars):
@@ -148,7 +186,11 @@ def _blame(spec: ModelSpec, part: str, batch: Batch, error: Exception) -> str:
     """Returns what a model's code stumbled over, where, and what it was given."""
     name = spec.model_class.__name__
     given = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in batch.items())
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in f.filename
+    ]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     what = " ".join(str(error).split())[:300]
     if isinstance(error, KeyError):

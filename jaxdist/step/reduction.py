@@ -1,9 +1,11 @@
-"""How often gradients cross the axes that copy parameters: once a step, or with each part of it.
+"""How often gradients cross the axes that copy parameters: once a step, or with each
+part of it.
 
-With accumulation or a pipeline a step has parts. Summed with each, gradients cross `data` as often as there
-are parts; summed once, every device adds up its own parts first, in a region that is manual over those axes
-(`gradients.sum_gradients`). There a model sees its replica's samples of a part alone, so its loss must be a
-sum over samples, and its random numbers must come from the samples' own.
+With accumulation or a pipeline a step has parts. Summed with each, gradients cross
+`data` as often as there are parts; summed once, every device adds up its own parts
+first, in a region that is manual over those axes (`gradients.sum_gradients`). There a
+model sees its replica's samples of a part alone, so its loss must be a sum over
+samples, and its random numbers must come from the samples' own.
 """
 
 import math
@@ -31,7 +33,8 @@ class Reduction(NamedTuple):
 
 
 def choose(spec: ModelSpec, rules: Rules, setting: Reduce, *, parts: int) -> Reduction:
-    """Returns how gradients are summed in a step of so many parts (accumulation x microbatches).
+    """Returns how gradients are summed in a step of so many parts (accumulation x
+    microbatches).
 
     Raises:
       ConfigError: `once` is set, and the model does not allow it.
@@ -56,9 +59,12 @@ def obstacle(spec: ModelSpec, rules: Rules) -> str:
         return f"{name} draws from its own nnx.Rngs ({where}), which each replica would draw alike"
     if not spec.sums_over_samples:
         return f"{name} does not say that its loss is a sum over samples (sums_over_samples = True)"
-    stored = (inside.stored(names, x.shape) for x, names in spec.named_parameters().values())
+    stored = (
+        inside.stored(names, x.shape) for x, names in spec.named_parameters().values()
+    )
     if not (spec.casts_itself or spec.staged) and any(any(where) for where in stored):
-        # XLA aborts on an index into what is split in a region (see `gradients`), and all may be indexed.
+        # XLA aborts on an index into what is split in a region (see `gradients`), and
+        # all may be indexed.
         return (
             f"{name} may look up by index what devices split; give it embed, blocks and head, or leave its "
             f"parameters whole (mesh.zero=2, mesh.tensor=1)"
@@ -67,15 +73,28 @@ def obstacle(spec: ModelSpec, rules: Rules) -> str:
 
 
 def _risk(spec: ModelSpec, rules: Rules) -> str:
-    """Returns why a model might end the process in a region that its author has not asked for; or "".
+    """Returns why a model might end the process in a region that its author has not
+    asked for; or "".
 
-    XLA aborts on an index into a parameter that devices split there ("Check failed: partition_group_list"),
-    where two more axes are in use. Ours look up without an index (`jaxdist.ops`); a pipeline's stages are
-    a region anyway.
+    XLA aborts on an index into a parameter that devices split there ("Check failed:
+    partition_group_list"), where two more axes are in use. Ours look up without an
+    index (`jaxdist.ops`); a pipeline's stages are a region anyway.
     """
-    owner, pipelined = who_sums_over_samples(spec.model_class), rules.shape.sizes["pipeline"] > 1
-    split = [axis for axis, size in rules.inside(rules.replica_axes).shape.sizes.items() if size > 1]
-    if pipelined or len(split) < 2 or owner is None or owner.__module__.startswith("jaxdist."):
+    owner, pipelined = (
+        who_sums_over_samples(spec.model_class),
+        rules.shape.sizes["pipeline"] > 1,
+    )
+    split = [
+        axis
+        for axis, size in rules.inside(rules.replica_axes).shape.sizes.items()
+        if size > 1
+    ]
+    if (
+        pipelined
+        or len(split) < 2
+        or owner is None
+        or owner.__module__.startswith("jaxdist.")
+    ):
         return ""
     return (
         f"{spec.model_class.__name__} may look up by index what {' and '.join(split)} split, where XLA would "
@@ -84,33 +103,46 @@ def _risk(spec: ModelSpec, rules: Rules) -> str:
 
 
 def refusal(why: str) -> str:
-    """Returns what is wrong with `mesh.reduce=once` where gradients cannot be summed so."""
+    """Returns what is wrong with `mesh.reduce=once` where gradients cannot be summed
+    so.
+    """
     return f"mesh.reduce=once: {why}; set mesh.reduce=auto or each"
 
 
-def axes_for(chosen: Reduction, batch: Batch, rules: Rules, setting: Reduce, parts: int) -> tuple[str, ...]:
+def axes_for(
+    chosen: Reduction, batch: Batch, rules: Rules, setting: Reduce, parts: int
+) -> tuple[str, ...]:
     """Returns the axes over which a batch's gradients are summed once a step.
 
     Raises:
-      ConfigError: `once` is set, and the batch has not as many samples for each replica and part.
+      ConfigError: `once` is set, and the batch has not as many samples for each replica
+        and part.
     """
     unit = parts * math.prod(rules.shape.sizes[axis] for axis in chosen.once)
-    uneven = [f"{name} {list(x.shape)}" for name, x in batch.items() if not x.ndim or x.shape[0] % unit]
+    uneven = [
+        f"{name} {list(x.shape)}"
+        for name, x in batch.items()
+        if not x.ndim or x.shape[0] % unit
+    ]
     if not chosen.once or not uneven:
         return chosen.once
     entries = ", ".join(uneven)
     why = f"{entries} of the batch cannot be divided into {parts} parts x {chosen.over} = {unit}"
     if setting == "once":
         raise ConfigError(refusal(why))
-    warnings.warn(f"gradients are summed over {chosen.over} with each part: {why}", stacklevel=2)
+    warnings.warn(
+        f"gradients are summed over {chosen.over} with each part: {why}", stacklevel=2
+    )
     return ()
 
 
 def sent_dtype(names: Names, dims: tuple[int, ...], reduce: str) -> jnp.dtype:
-    """Returns the dtype in which a parameter's gradient, once it is added up, crosses devices.
+    """Returns the dtype in which a parameter's gradient, once it is added up, crosses
+    devices.
 
-    What kernels' products give crosses in `precision.reduce`; tables, whose gradients are long sums of few
-    rows, and vectors in float32: as they do where each part is summed.
+    What kernels' products give crosses in `precision.reduce`; tables, whose gradients
+    are long sums of few rows, and vectors in float32: as they do where each part is
+    summed.
     """
     kernel = "vocab" not in names and not is_vector(names, dims)
     return jnp.dtype(reduce if kernel else "float32")

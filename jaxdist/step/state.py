@@ -10,19 +10,26 @@ from jaxdist.step.loss_scale import LossScale
 
 
 class State(NamedTuple):
-    """The state after `step` updates. Random keys are not stored: they fold from seed and step."""
+    """The state after `step` updates. Random keys are not stored: they fold from seed
+    and step.
+    """
 
     step: jax.Array  # int32
     trainable: Tree
     frozen: Tree  # parameters that are not trained
-    model_state: Tree  # what the model keeps beside parameters: running statistics, counters
+    # what the model keeps beside parameters: running statistics, counters
+    model_state: Tree
     opt_state: Tree
     ema: Tree  # None without a moving average
 
     @property
     def model_arrays(self) -> tuple[Tree, Tree, Tree]:
-        """The arguments of `ModelSpec.assemble` to evaluate with; a moving average stands for the weights."""
-        weights = self.trainable if self.ema is None else jax.tree.map(to_device, self.ema)
+        """The arguments of `ModelSpec.assemble` to evaluate with; a moving average
+        stands for the weights.
+        """
+        weights = (
+            self.trainable if self.ema is None else jax.tree.map(to_device, self.ema)
+        )
         return weights, self.model_state, self.frozen
 
 

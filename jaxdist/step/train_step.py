@@ -1,4 +1,6 @@
-"""The train step: one jitted, donated, pure function, built once for all that measure or run it."""
+"""The train step: one jitted, donated, pure function, built once for all that measure
+or run it.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +63,12 @@ class StepConfig:
     remat: RematConfig | str = "dots"  # or its policy
     loss_scale: DynamicLossScale | None = None  # None: the backward pass begins with 1
     ema_decay: float = 0.0
-    moments_in: str | None = None  # memory kind where optimizer state waits; None: it stays on the device
-    staging: Staging | None = None  # how a pipeline cuts up the layers; None: no pipeline
-    max_traces: int | None = None  # times that `step` may be traced, where one shape is expected; None: any
+    # memory kind where optimizer state waits; None: it stays on the device
+    moments_in: str | None = None
+    # how a pipeline cuts up the layers; None: no pipeline
+    staging: Staging | None = None
+    # times that `step` may be traced, where one shape is expected; None: any
+    max_traces: int | None = None
 
     @property
     def parts(self) -> int:
@@ -72,7 +77,9 @@ class StepConfig:
 
     @property
     def products(self) -> dict[str, Any]:
-        """Returns what `execution.activate` is told of products, in training and evaluation alike."""
+        """Returns what `execution.activate` is told of products, in training and
+        evaluation alike.
+        """
         names = ("compute", "matmul", "fp8_small_kernels")
         return {name: getattr(self, name) for name in names}
 
@@ -82,8 +89,10 @@ class TrainStep:
     """A built step. All functions are jitted; arrays have the given shardings."""
 
     step: Any  # (State, Batch) -> (State, Metrics); the state is donated
-    init: Any  # ({path: value} of parameters that begin with values = {}, layers flat) -> State
-    inspect: Any  # (State, Batch) -> (State, Metrics, mean gradients), not donated; to verify
+    # ({path: value} of parameters that begin with values = {}, layers flat) -> State
+    init: Any
+    # (State, Batch) -> (State, Metrics, mean gradients), not donated; to verify
+    inspect: Any
     evaluate: Any  # (State, Batch) -> evaluation.LossSums, deterministic
     abstract_state: State  # ShapeDtypeStructs with their shardings
     shardings: State
@@ -92,26 +101,39 @@ class TrainStep:
     rules: Rules
 
     def batch_shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
-        """Returns each batch entry's sharding: samples over the batch axes, [B, S] over context."""
+        """Returns each batch entry's sharding: samples over the batch axes, [B, S] over
+        context.
+        """
 
         def of(x) -> NamedSharding:
-            names = ("batch", "sequence")[: x.ndim] if x.ndim <= 2 else ("batch",) + (None,) * (x.ndim - 1)
+            names = (
+                ("batch", "sequence")[: x.ndim]
+                if x.ndim <= 2
+                else ("batch",) + (None,) * (x.ndim - 1)
+            )
             return NamedSharding(self.mesh, self.rules.activation(names, x.shape))
 
         return {name: of(x) for name, x in batch.items()}
 
-    def abstract_batch(self, batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shapes, dtypes and shardings of a global batch, from arrays or their shapes."""
+    def abstract_batch(
+        self, batch: Mapping[str, Any]
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shapes, dtypes and shardings of a global batch, from arrays or their
+        shapes.
+        """
         where = self.batch_shardings(batch)
         return {name: _with_sharding(x, where[name]) for name, x in batch.items()}
 
 
 class CheckpointViews(NamedTuple):
-    """The state as checkpoints have it, layers flat; without a pipeline the state itself."""
+    """The state as checkpoints have it, layers flat; without a pipeline the state
+    itself.
+    """
 
     flat: Any  # State -> State
     staged: Any  # flat State -> State; its buffers are taken
-    staged_weights: Any  # flat State without optimizer state and average -> State, to evaluate
+    # flat State without optimizer state and average -> State, to evaluate
+    staged_weights: Any
     abstract: State  # flat, ShapeDtypeStructs with their shardings
 
 
@@ -126,25 +148,32 @@ def build_train_step(
     """Returns the train step of a model on a mesh.
 
     Args:
-      optimizer: a transformation of optax is used as it is: the learning rate is its own, `schedule` is
-        not read and nothing is clipped; it must not look at whole stacks where a pipeline cuts them up.
+      optimizer: a transformation of optax is used as it is: the learning rate is its
+        own, `schedule` is not read and nothing is clipped; it must not look at whole
+        stacks where a pipeline cuts them up.
 
     Raises:
-      ConfigError: a parameter's dim that its mesh axis does not divide; or, when the step is traced, a
-        model that cannot be trained so.
+      ConfigError: a parameter's dim that its mesh axis does not divide; or, when the
+        step is traced, a model that cannot be trained so.
     """
     cut = config.staging
     if faults := list(model_checks.faults(spec, stages=cut.stages if cut else 1)):
         raise ConfigError(faults)
     staged = cut.staged_spec(spec) if cut else spec
-    rule = build_update_rule(optimizer, schedule, spec, config.ema_decay, staged.names, config.moments_in)
+    rule = build_update_rule(
+        optimizer, schedule, spec, config.ema_decay, staged.names, config.moments_in
+    )
     rule = replace(rule, scaler=config.loss_scale)
     placement.place(staged.named_parameters(), rules)
     fresh = partial(_fresh_state, staged, cut, rule.transform, config)
     abstract = jax.eval_shape(fresh)
-    shardings = _on_host(rule, abstract, _state_shardings(staged, abstract, mesh, rules))
+    shardings = _on_host(
+        rule, abstract, _state_shardings(staged, abstract, mesh, rules)
+    )
     gradient_of, loss_of = _build_gradients(staged, config)
-    inspect = _build_inspect(spec, gradient_of, rule, mesh, rules, config, names_of(staged))
+    inspect = _build_inspect(
+        spec, gradient_of, rule, mesh, rules, config, names_of(staged)
+    )
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         return inspect(state, batch)[:2]
@@ -158,8 +187,9 @@ def build_train_step(
             lambda given=None: fresh(given),
             donate_argnums=() if cut else 0,  # stages take other buffers
             out_shardings=shardings,
-            # It runs once: on CPU, LLVM's full optimisation of the random generators takes most of a short
-            # start, and a quarter of the time gives the same bits.
+            # It runs once: on CPU, LLVM's full optimisation of the random generators
+            # takes most of a short start, and a quarter of the time gives the same
+            # bits.
             compiler_options={"xla_backend_optimization_level": 1} if on_cpu else None,
         ),
         inspect=jax.jit(inspect, out_shardings=(shardings, whole, None)),
@@ -181,14 +211,18 @@ def _build_inspect(
     config: StepConfig,
     names: StageParams,
 ) -> Callable[[State, Batch], tuple[State, Metrics, Tree]]:
-    """Returns the step that hands out its gradients, too; `spec` is that without stages, `names` are with."""
+    """Returns the step that hands out its gradients, too; `spec` is that without
+    stages, `names` are with.
+    """
     cut, accumulation = config.staging, config.accumulation
     stages = cut.stages if cut else 1
     setting = config.reduce_over_replicas
     chosen = reduction.choose(spec, rules, setting, parts=config.parts)
 
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
-        if faults := model_checks.check_model(spec, batch, accumulation=accumulation, stages=stages):
+        if faults := model_checks.check_model(
+            spec, batch, accumulation=accumulation, stages=stages
+        ):
             raise ConfigError(faults)
         with execution.activate(mesh, rules, reduce=config.reduce, **config.products):
             key = jax.random.fold_in(_key(config.seed, STEPS), state.step)
@@ -196,7 +230,14 @@ def _build_inspect(
             scaled = state.opt_state.loss_scale
             scale = None if scaled is None else factor(scaled, batch)
             sums = sum_gradients(
-                gradient_of, state, batch, key, accumulation=accumulation, names=names, once=once, scale=scale
+                gradient_of,
+                state,
+                batch,
+                key,
+                accumulation=accumulation,
+                names=names,
+                once=once,
+                scale=scale,
             )
             gradients = jax.tree.map(lambda g: g / sums.loss.count, sums.gradients)
             sums = sums._replace(model_state=apply_stats(spec, cut, state, sums))
@@ -215,18 +256,26 @@ def _build_evaluate(
         arrays = state.model_arrays
         with execution.activate(mesh, rules, **config.products):
             _, (loss, _) = loss_of(*arrays, batch, None)
-            others = {f"aux/{name}": (value, loss.count) for name, value in loss.aux.items()}
+            others = {
+                f"aux/{name}": (value, loss.count) for name, value in loss.aux.items()
+            }
             if measures:
                 parts = [*map(cut.flat, arrays)] if cut else [*arrays]
-                model = assembled(spec, config.compute, parts[0], parts[1], parts[2], None)
+                model = assembled(
+                    spec, config.compute, parts[0], parts[1], parts[2], None
+                )
                 others |= as_metrics(model.metrics(batch), loss.count)
         return loss.sum, loss.count, others
 
     return evaluate
 
 
-def _build_gradients(spec: ModelSpec, config: StepConfig) -> tuple[Objective, Objective]:
-    """Returns what gives the gradients of a part of a batch, and what gives its loss alone."""
+def _build_gradients(
+    spec: ModelSpec, config: StepConfig
+) -> tuple[Objective, Objective]:
+    """Returns what gives the gradients of a part of a batch, and what gives its loss
+    alone.
+    """
     if config.staging is None:
         objective = build_objective(spec, compute=config.compute, remat=config.remat)
         return jax.grad(objective, has_aux=True), objective
@@ -244,9 +293,14 @@ def _fresh_state(
     parts = spec.init_params(_key(config.seed, INIT), given)
     trainable, model_state, frozen = map(cut.staged, parts) if cut else parts
     trainable, frozen = (
-        jax.tree.map(lambda x: x.astype(stored_dtype(x, config.params)), tree) for tree in (trainable, frozen)
+        jax.tree.map(lambda x: x.astype(stored_dtype(x, config.params)), tree)
+        for tree in (trainable, frozen)
     )
-    ema = jax.tree.map(lambda x: x.astype(jnp.float32), trainable) if config.ema_decay else None
+    ema = (
+        jax.tree.map(lambda x: x.astype(jnp.float32), trainable)
+        if config.ema_decay
+        else None
+    )
     scale = config.loss_scale.init() if config.loss_scale else None
     opt_state = OptState(transform.init(trainable), jnp.int32(0), scale)
     return State(jnp.int32(0), trainable, frozen, model_state, opt_state, ema)
@@ -274,14 +328,17 @@ def _limit_traces(function: Callable, most: int) -> Callable:
 
 def _key(seed: int, purpose: int) -> jax.Array:
     high, low = divmod(seed, 2**32)
-    key = jax.random.key(low)  # without 64-bit types, jax would leave the upper half out
+    # without 64-bit types, jax would leave the upper half out
+    key = jax.random.key(low)
     return jax.random.fold_in(jax.random.fold_in(key, high) if high else key, purpose)
 
 
-# --- shardings ------------------------------------------------------------------------------------
+# --- shardings ------------------------------------------------------------------------
 
 
-def _state_shardings(spec: ModelSpec, abstract: State, mesh: Mesh, rules: Rules) -> State:
+def _state_shardings(
+    spec: ModelSpec, abstract: State, mesh: Mesh, rules: Rules
+) -> State:
 
     def specs(tree: Tree, names: Tree, rule: Callable[..., P]) -> Tree:
         return jax.tree.map(lambda x, own: rule(own, x.shape), tree, names)
@@ -296,11 +353,15 @@ def _state_shardings(spec: ModelSpec, abstract: State, mesh: Mesh, rules: Rules)
         opt_state=whole.opt_state._replace(optimizer=optimizer),
         ema=None if abstract.ema is None else moments,
     )
-    return jax.tree.map(lambda s: NamedSharding(mesh, s), state, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(
+        lambda s: NamedSharding(mesh, s), state, is_leaf=lambda x: isinstance(x, P)
+    )
 
 
 def _on_host(rule: UpdateRule, abstract: State, shardings: State) -> State:
-    """Returns the shardings, those of what waits in the host's memory with its memory kind."""
+    """Returns the shardings, those of what waits in the host's memory with its memory
+    kind.
+    """
     if rule.layerwise is None:
         return shardings
     trees = (abstract.trainable, abstract.opt_state.optimizer, abstract.ema)
@@ -311,7 +372,9 @@ def _on_host(rule: UpdateRule, abstract: State, shardings: State) -> State:
 
     optimizer = jax.tree.map(move, moments, shardings.opt_state.optimizer)
     average = None if ema is None else jax.tree.map(move, ema, shardings.ema)
-    return shardings._replace(opt_state=shardings.opt_state._replace(optimizer=optimizer), ema=average)
+    return shardings._replace(
+        opt_state=shardings.opt_state._replace(optimizer=optimizer), ema=average
+    )
 
 
 def _views(cut: Staging | None, abstract: State, shardings: Any) -> CheckpointViews:
@@ -321,7 +384,9 @@ def _views(cut: Staging | None, abstract: State, shardings: Any) -> CheckpointVi
     shapes = jax.eval_shape(cut.flat, abstract)
     whole_stages = cut.num_layers % cut.stages == 0
 
-    def flat_sharding(flat: jax.ShapeDtypeStruct, leaf: jax.ShapeDtypeStruct, where: NamedSharding):
+    def flat_sharding(
+        flat: jax.ShapeDtypeStruct, leaf: jax.ShapeDtypeStruct, where: NamedSharding
+    ):
         if flat.shape == leaf.shape:
             return where
         spec = P("pipeline" if whole_stages else None, *where.spec[3:])
@@ -336,15 +401,21 @@ def _views(cut: Staging | None, abstract: State, shardings: Any) -> CheckpointVi
     )
 
 
-def _view(view: Callable[[Tree], Tree], shardings: State, *, donate: bool) -> Callable[[State], State]:
-    """Returns the compiled view; what waits in the host's memory passes the device one array at a time."""
+def _view(
+    view: Callable[[Tree], Tree], shardings: State, *, donate: bool
+) -> Callable[[State], State]:
+    """Returns the compiled view; what waits in the host's memory passes the device one
+    array at a time.
+    """
     places: list[NamedSharding] = jax.tree.leaves(shardings)
     structure: Any = jax.tree.structure(shardings)
     waiting = [i for i, where in enumerate(places) if where.memory_kind == HOST]
     others = [i for i in range(len(places)) if i not in waiting]
 
     def some(leaves: Sequence[Any], chosen: Sequence[int]) -> State:
-        return structure.unflatten([x if i in chosen else None for i, x in enumerate(leaves)])
+        return structure.unflatten(
+            [x if i in chosen else None for i, x in enumerate(leaves)]
+        )
 
     def compiled(chosen: Sequence[int]) -> Callable[[State], State]:
         return jax.jit(
@@ -355,7 +426,9 @@ def _view(view: Callable[[Tree], Tree], shardings: State, *, donate: bool) -> Ca
 
     if not waiting:
         return compiled(others)
-    programs = [(chosen, compiled(chosen)) for chosen in (others, *([i] for i in waiting))]
+    programs = [
+        (chosen, compiled(chosen)) for chosen in (others, *([i] for i in waiting))
+    ]
 
     def viewed(state: State) -> State:
         leaves: list[Any] = jax.tree.leaves(state)
@@ -368,5 +441,7 @@ def _view(view: Callable[[Tree], Tree], shardings: State, *, donate: bool) -> Ca
     return viewed
 
 
-def _with_sharding(x: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
+def _with_sharding(
+    x: jax.ShapeDtypeStruct, where: NamedSharding
+) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)

@@ -26,7 +26,8 @@ from jaxdist.step.layerwise import LayerwiseUpdate, Scalars, Trained, build_part
 from jaxdist.step.state import Metrics, OptState, State
 
 _LANES = 128  # of a TPU's vector
-_MOST_NUMBERS = 1 << 16  # of stats that metrics have whole, too: 256 layers with 256 experts
+# of stats that metrics have whole, too: 256 layers with 256 experts
+_MOST_NUMBERS = 1 << 16
 
 StatsMetrics = Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]]
 
@@ -42,19 +43,31 @@ class UpdateRule:
     names: Tree  # logical names of the trained parameters, as the step holds them
     stats_metrics: StatsMetrics | None = None  # the model's own figures of its stats
     layerwise: LayerwiseUpdate | None = None  # for moments in the host's memory
-    elementwise: bool = False  # whether the transformation looks at each number by itself
-    scaler: loss_scale.DynamicLossScale | None = None  # how the state's loss scale moves
+    # whether the transformation looks at each number by itself
+    elementwise: bool = False
+    # how the state's loss scale moves
+    scaler: loss_scale.DynamicLossScale | None = None
 
     def apply(self, state: State, sums: Sums, batch: Batch) -> tuple[State, Metrics]:
-        """Returns the state after one update by summed gradients, unchanged if they are not finite."""
+        """Returns the state after one update by summed gradients, unchanged if they are
+        not finite.
+        """
         flags = narrow_kernels(state.trainable, self.names) if self.elementwise else {}
-        paths = {path for path, flag in jax.tree_util.tree_leaves_with_path(flags) if flag}
+        paths = {
+            path for path, flag in jax.tree_util.tree_leaves_with_path(flags) if flag
+        }
         if not paths:
             return self._apply(state, sums, batch)
-        names = jax.tree.map(lambda f, own: (*own[:-2], *own[:-3:-1]) if f else own, flags, self.names)
+        names = jax.tree.map(
+            lambda f, own: (*own[:-2], *own[:-3:-1]) if f else own, flags, self.names
+        )
         # A barrier, or else XLA moves the swap behind the update.
-        state, gradients = _swapped((state, sums.gradients), paths, jax.lax.optimization_barrier)
-        after, metrics = replace(self, names=names)._apply(state, sums._replace(gradients=gradients), batch)
+        state, gradients = _swapped(
+            (state, sums.gradients), paths, jax.lax.optimization_barrier
+        )
+        after, metrics = replace(self, names=names)._apply(
+            state, sums._replace(gradients=gradients), batch
+        )
         return _swapped(after, paths), metrics
 
     def _apply(self, state: State, sums: Sums, batch: Batch) -> tuple[State, Metrics]:
@@ -63,7 +76,9 @@ class UpdateRule:
         norm = total / count
         good = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
         skipped = jnp.where(good, 0, state.opt_state.skipped + 1)
-        skipped, scale, figures = self._rescale(state.opt_state, total, loss.sum, skipped)
+        skipped, scale, figures = self._rescale(
+            state.opt_state, total, loss.sum, skipped
+        )
         update = self._update_whole if self.layerwise is None else self._update_by_layer
         (trainable, moments, ema), rate, good = update(state, sums, norm, good)
         metrics = {
@@ -74,7 +89,9 @@ class UpdateRule:
             "skipped": skipped,
             **figures,
             **{f"aux/{name}": value / count for name, value in loss.aux.items()},
-            **_stats_metrics(self.stats_metrics(loss.stats) if self.stats_metrics else loss.stats),
+            **_stats_metrics(
+                self.stats_metrics(loss.stats) if self.stats_metrics else loss.stats
+            ),
         }
         after = State(
             state.step + 1,
@@ -89,39 +106,62 @@ class UpdateRule:
     def _rescale(
         self, before: OptState, total: jax.Array, loss: jax.Array, skipped: jax.Array
     ) -> tuple[jax.Array, loss_scale.LossScale | None, Metrics]:
-        """Returns `skipped` without steps that the scale is to blame for, the next scale, and its figures.
+        """Returns `skipped` without steps that the scale is to blame for, the next
+        scale, and its figures.
 
         Args:
-          total: norm of the summed gradients. Of their mean nothing is known where no target has a weight.
+          total: norm of the summed gradients. Of their mean nothing is known where no
+            target has a weight.
         """
         if self.scaler is None or before.loss_scale is None:
             return skipped, None, {}
         finite, now = jnp.isfinite(total), before.loss_scale
         by_scale = loss_scale.is_cause(now, finite, loss)
         after = self.scaler.after(now, finite, by_scale)
-        return jnp.where(by_scale, 0, skipped), after, loss_scale.scaled_metrics(now, after)
+        return (
+            jnp.where(by_scale, 0, skipped),
+            after,
+            loss_scale.scaled_metrics(now, after),
+        )
 
     def _update_whole(
         self, state: State, sums: Sums, norm: jax.Array, good: jax.Array
     ) -> tuple[Trained, jax.Array | None, jax.Array]:
-        """Returns what one update leaves, the learning rate, and `good` in the order of memory."""
+        """Returns what one update leaves, the learning rate, and `good` in the order of
+        memory.
+        """
         scale = self._scale(sums, norm)
-        gradients = _as_state(jax.tree.map(lambda g: g * scale, sums.gradients), self.names)
-        updates, moments = self.transform.update(gradients, state.opt_state.optimizer, state.trainable)
+        gradients = _as_state(
+            jax.tree.map(lambda g: g * scale, sums.gradients), self.names
+        )
+        updates, moments = self.transform.update(
+            gradients, state.opt_state.optimizer, state.trainable
+        )
         updates = _as_state(updates, self.names)
         if self.schedule is None:
             rate = _stored_rate(moments)
         else:
-            # The rate is applied here, by the step: the schedule goes on where a step is skipped, too.
+            # The rate is applied here, by the step: the schedule goes on where a step
+            # is skipped, too.
             rate = self.schedule(state.step)
             updates = jax.tree.map(lambda u: u * rate, updates)
         trainable = optax.apply_updates(state.trainable, updates)
         decay = self.ema_decay
-        ema = jax.tree.map(lambda e, p: e + (1 - decay) * (p - e), state.ema, trainable) if decay else None
+        ema = (
+            jax.tree.map(lambda e, p: e + (1 - decay) * (p - e), state.ema, trainable)
+            if decay
+            else None
+        )
         trainable = where_finite(good, trainable, state.trainable)
-        good = after_params_updated(good, trainable) if execution.current().mesh else good
+        good = (
+            after_params_updated(good, trainable) if execution.current().mesh else good
+        )
         moments = where_finite(good, moments, state.opt_state.optimizer)
-        return Trained(trainable, moments, where_finite(good, ema, state.ema)), rate, good
+        return (
+            Trained(trainable, moments, where_finite(good, ema, state.ema)),
+            rate,
+            good,
+        )
 
     def _update_by_layer(
         self, state: State, sums: Sums, norm: jax.Array, good: jax.Array
@@ -133,12 +173,22 @@ class UpdateRule:
             Trained(state.trainable, state.opt_state.optimizer, state.ema),
         )
         scalars = Scalars(self._scale(sums, norm), rate, good)
-        return self.layerwise.apply(before, _as_state(sums.gradients, self.names), scalars), rate, good
+        return (
+            self.layerwise.apply(
+                before, _as_state(sums.gradients, self.names), scalars
+            ),
+            rate,
+            good,
+        )
 
     def _scale(self, sums: Sums, norm: jax.Array) -> jax.Array:
         """Returns what makes summed gradients the clipped mean."""
         count = sums.loss.count
-        return jnp.minimum(1, self.clip / jnp.maximum(norm, 1e-30)) / count if self.clip else 1 / count
+        return (
+            jnp.minimum(1, self.clip / jnp.maximum(norm, 1e-30)) / count
+            if self.clip
+            else 1 / count
+        )
 
 
 def build_update_rule(
@@ -149,13 +199,14 @@ def build_update_rule(
     names: Tree,
     moments_in: str | None = None,
 ) -> UpdateRule:
-    """Returns the rule of a configured optimizer, or of one of optax, which is used as it is.
+    """Returns the rule of a configured optimizer, or of one of optax, which is used as
+    it is.
 
     Args:
       spec: with flat blocks.
       names: logical names of the trained parameters, as the step holds them.
-      moments_in: the memory kind where moments wait to be updated layer by layer; None: the device's, and
-        all are updated at once.
+      moments_in: the memory kind where moments wait to be updated layer by layer; None:
+        the device's, and all are updated at once.
 
     Raises:
       ConfigError: moments cannot wait on the host with this optimizer.
@@ -179,8 +230,12 @@ def build_update_rule(
     return UpdateRule(transform, schedule, optimizer.clip_norm, *rest)
 
 
-def offload_obstacle(optimizer: OptimizerConfig | optax.GradientTransformation) -> str | None:
-    """Returns why moments cannot wait in the host's memory with this optimizer; None: they can."""
+def offload_obstacle(
+    optimizer: OptimizerConfig | optax.GradientTransformation,
+) -> str | None:
+    """Returns why moments cannot wait in the host's memory with this optimizer; None:
+    they can.
+    """
     if not isinstance(optimizer, OptimizerConfig) or optimizer.name == "given":
         return (
             "offload.optimizer: the optimizer is given to jaxdist.fit, which does not know whether it treats "
@@ -195,10 +250,12 @@ def offload_obstacle(optimizer: OptimizerConfig | optax.GradientTransformation) 
 
 
 def narrow_kernels(parameters: Tree, names: Tree) -> Tree:
-    """Returns which parameters are updated with their last two dims swapped: experts' kernels, on TPUs.
+    """Returns which parameters are updated with their last two dims swapped: experts'
+    kernels, on TPUs.
 
-    Where fsdp leaves less than a vector's lanes of the last dim, the one before is stored in them. XLA
-    updates in the order of the dims, though, and fills up the lanes: copies of the parameter and its state.
+    Where fsdp leaves less than a vector's lanes of the last dim, the one before is
+    stored in them. XLA updates in the order of the dims, though, and fills up the
+    lanes: copies of the parameter and its state.
     """
     now = execution.current()
 
@@ -211,8 +268,12 @@ def narrow_kernels(parameters: Tree, names: Tree) -> Tree:
     return jax.tree.map(narrow, parameters, names)
 
 
-def _swapped(tree: Tree, paths: Collection[tuple[Any, ...]], placed: Callable = lambda x: x) -> Tree:
-    """Returns the tree with the last two dims swapped of parameters with such paths, and of their state."""
+def _swapped(
+    tree: Tree, paths: Collection[tuple[Any, ...]], placed: Callable = lambda x: x
+) -> Tree:
+    """Returns the tree with the last two dims swapped of parameters with such paths,
+    and of their state.
+    """
 
     def leaf(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
         own = any(path[start:] in paths for start in range(len(path)))
@@ -222,7 +283,8 @@ def _swapped(tree: Tree, paths: Collection[tuple[Any, ...]], placed: Callable = 
 
 
 def _stored_rate(moments: Tree) -> jax.Array | None:
-    """Returns the learning rate that a transformation of optax keeps in its state (inject_hyperparams).
+    """Returns the learning rate that a transformation of optax keeps in its state
+    (inject_hyperparams).
 
     None where it keeps none, as most do, or several.
     """
@@ -232,20 +294,27 @@ def _stored_rate(moments: Tree) -> jax.Array | None:
 
 
 def _stats_metrics(stats: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the step's stats: a sum as it is, of several (of each layer, say) also three figures."""
+    """Returns the step's stats: a sum as it is, of several (of each layer, say) also
+    three figures.
+    """
     metrics: dict[str, jax.Array] = {}
     for name, x in stats.items():
-        figures = {"": x} if x.ndim == 0 else {"/mean": x.mean(), "/min": x.min(), "/max": x.max()}
+        figures = (
+            {"": x}
+            if x.ndim == 0
+            else {"/mean": x.mean(), "/min": x.min(), "/max": x.max()}
+        )
         figures |= {"": x} if x.size <= _MOST_NUMBERS else {}
         metrics |= {f"stats/{name}{end}": value for end, value in figures.items()}
     return metrics
 
 
 def _count_tokens(batch: Batch, norm: jax.Array) -> jax.Array:
-    """Returns how many targets have a weight, or samples where none has; known only after the norm.
+    """Returns how many targets have a weight, or samples where none has; known only
+    after the norm.
 
-    A sum over devices that depends on nothing may run before or beside those in the layers' loop (XLA on
-    CPU), and processes that differ in that mix up their messages.
+    A sum over devices that depends on nothing may run before or beside those in the
+    layers' loop (XLA on CPU), and processes that differ in that mix up their messages.
     """
     if "weights" in batch:
         return jnp.sum((batch["weights"] > 0) & ~(norm < -1))
@@ -261,9 +330,14 @@ def apply_stats(spec: ModelSpec, cut: Staging | None, state: State, sums: Sums) 
     model = spec.assemble(*parts)
     model.update(sums.loss.stats)
     trainable, after, _ = spec.arrays_of(model)
-    if any(new is not old for new, old in zip(*map(jax.tree.leaves, (trainable, parts[0])), strict=True)):
+    if any(
+        new is not old
+        for new, old in zip(*map(jax.tree.leaves, (trainable, parts[0])), strict=True)
+    ):
         name = type(model).__name__
-        raise ConfigError(f"{name}.update changes parameters; keep such values in an nnx.Variable")
+        raise ConfigError(
+            f"{name}.update changes parameters; keep such values in an nnx.Variable"
+        )
     return cut.staged(after) if cut else after
 
 
@@ -275,11 +349,15 @@ def where_finite(good: jax.Array, new: Tree, old: Tree) -> Tree:
 def after_params_updated(good: jax.Array, parameters: Tree) -> jax.Array:
     """Returns `good`, but known only after the new parameters are.
 
-    Their update reads the old moments. XLA updates in place what it can prove to be read no more;
-    left unordered, it copies all moments first (8 bytes a parameter and device). The order costs a
-    little time, so it is kept to meshes, whose layouts are chosen for memory.
+    Their update reads the old moments. XLA updates in place what it can prove to be
+    read no more; left unordered, it copies all moments first (8 bytes a parameter and
+    device). The order costs a little time, so it is kept to meshes, whose layouts are
+    chosen for memory.
     """
-    firsts = sum(leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in jax.tree.leaves(parameters))
+    firsts = sum(
+        leaf[(0,) * leaf.ndim].astype(jnp.float32)
+        for leaf in jax.tree.leaves(parameters)
+    )
     return good & ~jnp.isnan(firsts)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 def replacing(target: Path) -> Iterator[Path]:
     """Yields a path beside `target` for the body to make a file or folder at.
 
-    It takes the place of `target` if the body ends without an error, and is removed otherwise. A
-    folder replaces only an empty one.
+    It takes the place of `target` if the body ends without an error, and is removed
+    otherwise. A folder replaces only an empty one.
 
     Raises:
       OSError: it cannot be moved there.
@@ -30,7 +30,8 @@ def write_bytes(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Writes a file that readers see whole or not at all, here or in an object store.
 
     Args:
-      durable: whether it must outlive a power failure: returns once file and folder are on the disk.
+      durable: whether it must outlive a power failure: returns once file and folder are
+        on the disk.
 
     Raises:
       OSError: it cannot be written; what was there before is unchanged.
@@ -52,7 +53,9 @@ def write_bytes(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """Writes UTF-8 text as `write_bytes` does; what UTF-8 cannot write (lone surrogates) is escaped."""
+    """Writes UTF-8 text as `write_bytes` does; what UTF-8 cannot write (lone
+    surrogates) is escaped.
+    """
     write_bytes(path, text.encode(errors="backslashreplace"), durable=durable)
 
 

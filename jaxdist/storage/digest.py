@@ -1,4 +1,6 @@
-"""SHA-256 in hex, of what is given. Caches and checkpoints keep these, so they never change."""
+"""SHA-256 in hex, of what is given. Caches and checkpoints keep these, so they never
+change.
+"""
 
 import hashlib
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""One process at a time: a file's lock, which ends with its process; where there is none, a lease."""
+"""One process at a time: a file's lock, which ends with its process; where there is
+none, a lease.
+"""
 
 import contextlib
 import errno
@@ -17,12 +19,14 @@ from typing import IO, Any
 
 from jaxdist.storage import atomic, untrusted
 
-UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a network file system without locks
+# of a network file system without locks
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 RENEW_S = 10  # between two renewals of a lease
 TAKEOVER_S = 120  # a lease that was not renewed for so long is over
 _SETTLE_S = 1.0  # after which the last of several writers of a record sees itself
 
-IsHeld = Callable[[], bool]  # whether it is still ours: a file can be replaced, a lease taken over
+# whether it is still ours: a file can be replaced, a lease taken over
+IsHeld = Callable[[], bool]
 
 
 class Locked(Exception):
@@ -30,7 +34,9 @@ class Locked(Exception):
 
 
 @contextlib.contextmanager
-def exclusive(path: Path, *, before_wait: Callable[[], None] | None = None) -> Iterator[IsHeld]:
+def exclusive(
+    path: Path, *, before_wait: Callable[[], None] | None = None
+) -> Iterator[IsHeld]:
     """Creates a file, holds its lock and writes into it which process does.
 
     A file system without locks counts as free for a caller that waits.
@@ -43,7 +49,8 @@ def exclusive(path: Path, *, before_wait: Callable[[], None] | None = None) -> I
       OSError: the file cannot be created, or not be locked, or is a link or a pipe.
     """
     with contextlib.ExitStack() as stack:
-        # To read: a file that is open to write keeps its disk from being remounted read-only.
+        # To read: a file that is open to write keeps its disk from being remounted
+        # read-only.
         file = stack.enter_context(_opened(path, "r"))
         try:
             _take(file, before_wait)
@@ -61,18 +68,23 @@ def exclusive(path: Path, *, before_wait: Callable[[], None] | None = None) -> I
             try:
                 return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
             except OSError:
-                return True  # whoever took the file away has not put another in its place
+                # whoever took the file away has not put another in its place
+                return True
 
         yield is_held
 
 
 def is_held(path: Path) -> bool | None:
-    """Returns whether a process of this machine holds the lock of a file; None if that cannot be told.
+    """Returns whether a process of this machine holds the lock of a file; None if that
+    cannot be told.
 
     Nothing is locked for that: who starts meanwhile is not refused.
     """
     try:
-        inode, text = os.stat(path).st_ino, untrusted.read_bytes(path).decode(errors="replace")
+        inode, text = (
+            os.stat(path).st_ino,
+            untrusted.read_bytes(path).decode(errors="replace"),
+        )
     except FileNotFoundError:
         return False
     except (OSError, untrusted.Malformed):
@@ -82,26 +94,36 @@ def is_held(path: Path) -> bool | None:
         return None
     with contextlib.suppress(OSError):  # a system that does not say who has locked what
         locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
-        return any(holder[1] in words and any(w.endswith(f":{inode}") for w in words) for words in locks)
+        return any(
+            holder[1] in words and any(w.endswith(f":{inode}") for w in words)
+            for words in locks
+        )
     return _is_alive(int(holder[1]))
 
 
 def _opened(path: Path, mode: str) -> IO[str]:
-    """Opens a file, made if need be; not what a link there leads to, and nothing that waits.
+    """Opens a file, made if need be; not what a link there leads to, and nothing that
+    waits.
 
     Raises:
       OSError: it cannot be opened, or is no regular file.
     """
     safe = os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        file = open(path, mode, opener=lambda name, flags: os.open(name, flags | safe, 0o666))
+        file = open(
+            path, mode, opener=lambda name, flags: os.open(name, flags | safe, 0o666)
+        )
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(error.errno, f"{path.name} is a symbolic link; remove it", str(path)) from error
+            raise OSError(
+                error.errno, f"{path.name} is a symbolic link; remove it", str(path)
+            ) from error
         raise
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, f"{path.name} is no regular file; remove it", str(path))
+        raise OSError(
+            errno.EINVAL, f"{path.name} is no regular file; remove it", str(path)
+        )
     return file
 
 
@@ -118,19 +140,22 @@ def _take(file: IO[str], before_wait: Callable[[], None] | None) -> None:
             raise
 
 
-# --- stores without locks -------------------------------------------------------------------------
+# --- stores without locks -------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def lease(path: Path, run: str, *, resumes: bool) -> Iterator[IsHeld]:
-    """Writes who owns the folder of `path`, and renews that from a thread until the body ends.
+    """Writes who owns the folder of `path`, and renews that from a thread until the
+    body ends.
 
-    Two that come at once may both begin; then `is_held` says no to the one that wrote first. No clock is
-    trusted to say that an owner is gone: it must also let a time for renewal pass.
+    Two that come at once may both begin; then `is_held` says no to the one that wrote
+    first. No clock is trusted to say that an owner is gone: it must also let a time for
+    renewal pass.
 
     Args:
       path: of the record, a file in any kind of store.
-      resumes: whether no other process goes on with `run`, so that one that died need not be waited for.
+      resumes: whether no other process goes on with `run`, so that one that died need
+        not be waited for.
 
     Raises:
       Locked: another process has renewed its lease less than `TAKEOVER_S` ago.
@@ -179,14 +204,20 @@ def lease(path: Path, run: str, *, resumes: bool) -> Iterator[IsHeld]:
 
 
 def _wait_for_the_other(path: Path, run: str, resumes: bool) -> None:
-    """Returns once the lease of a record, if there is one, is over; raises Locked where that takes long."""
+    """Returns once the lease of a record, if there is one, is over; raises Locked where
+    that takes long.
+    """
     if (other := _read_record(path)) is None:
         return
-    left_s, ours = other["time"] + TAKEOVER_S - time.time(), resumes and other["run"] == run
+    left_s, ours = (
+        other["time"] + TAKEOVER_S - time.time(),
+        resumes and other["run"] == run,
+    )
     if ours and other["host"] == socket.gethostname() and not _is_alive(other["pid"]):
         return
     if ours or not 0 < left_s < 2 * TAKEOVER_S:  # over, or a clock is wrong
-        # One that lives renews it meanwhile, whatever its clock says, and though its store be slow.
+        # One that lives renews it meanwhile, whatever its clock says, and though its
+        # store be slow.
         time.sleep(2 * RENEW_S + _SETTLE_S)
         if _read_record(path) in (None, other):
             return

@@ -1,8 +1,9 @@
 """JSON that somebody else may have written: read within limits, with one kind of error.
 
-Python's own reader answers hostile text in several ways: `ValueError`, `RecursionError` (of deep nesting,
-also later, in code that walks the value), `MemoryError` (a huge file) and, where a number of 4,000 digits
-is used, `OverflowError`. Here each is a `Malformed`.
+Python's own reader answers hostile text in several ways: `ValueError`, `RecursionError`
+(of deep nesting, also later, in code that walks the value), `MemoryError` (a huge file)
+and, where a number of 4,000 digits is used, `OverflowError`. Here each is a
+`Malformed`.
 """
 
 import json
@@ -12,14 +13,17 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 MAX_BYTES = 64 << 20  # of a document; the manifest of 100,000 files has 15 MB
-MAX_DEPTH = 64  # containers in containers; documents of ours and of the ecosystem have fewer than ten
+# containers in containers; documents of ours and of the ecosystem have fewer than ten
+MAX_DEPTH = 64
 MAX_DIGITS = 40  # of an integer; 2**127 has 39
 
 Kind = TypeVar("Kind")
 
 
 class Malformed(ValueError):
-    """A document is too large or too deep, no JSON, or of another shape than it must have."""
+    """A document is too large or too deep, no JSON, or of another shape than it must
+    have.
+    """
 
 
 def parse_json(text: str | bytes, kind: type[Kind]) -> Kind:
@@ -29,7 +33,8 @@ def parse_json(text: str | bytes, kind: type[Kind]) -> Kind:
       kind: what the value must be: dict, list, ...
 
     Raises:
-      Malformed: it is not UTF-8 or no JSON, exceeds a limit above, or is of another kind.
+      Malformed: it is not UTF-8 or no JSON, exceeds a limit above, or is of another
+        kind.
     """
     try:
         value = json.loads(text, parse_int=_parse_int)
@@ -49,13 +54,17 @@ def _parse_int(digits: str) -> int:
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
-    """Returns whether containers nest deeper than that; a level at a time, since recursion would fail."""
+    """Returns whether containers nest deeper than that; a level at a time, since
+    recursion would fail.
+    """
     level = [value]
     for _ in range(depth + 1):
         level = [x for x in level if isinstance(x, dict | list)]
         if not level:
             return False
-        level = [item for x in level for item in (x.values() if isinstance(x, dict) else x)]
+        level = [
+            item for x in level for item in (x.values() if isinstance(x, dict) else x)
+        ]
     return True
 
 
@@ -108,7 +117,8 @@ def open_regular(path: Path) -> IO[bytes]:
     """Returns a file, opened to read.
 
     Raises:
-      Malformed: it is a folder, a pipe, which would hold us for ever, or a device; an impossible name.
+      Malformed: it is a folder, a pipe, which would hold us for ever, or a device; an
+        impossible name.
       OSError: it is not there or cannot be opened.
     """
     try:
@@ -126,7 +136,9 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens a file without waiting for a pipe's writer; that of a regular file means nothing else."""
+    """Opens a file without waiting for a pipe's writer; that of a regular file means
+    nothing else.
+    """
     return os.open(path, flags | os.O_NONBLOCK)
 
 

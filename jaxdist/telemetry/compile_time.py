@@ -7,12 +7,15 @@ import jax
 
 from jaxdist.telemetry.ledger import Ledger
 
-_PARTS = "/jax/core/compile/"  # events of jax that say how long tracing, lowering and compiling took
+# events of jax that say how long tracing, lowering and compiling took
+_PARTS = "/jax/core/compile/"
 
 
 @contextlib.contextmanager
 def booked(ledger: Ledger) -> Iterator[None]:
-    """Books what jax compiles in the thread of the ledger until the body ends; costs steps nothing."""
+    """Books what jax compiles in the thread of the ledger until the body ends; costs
+    steps nothing.
+    """
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
         if event.startswith(_PARTS):

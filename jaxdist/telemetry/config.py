@@ -12,6 +12,9 @@ from jaxdist.config.annotations import NonNegativeFloat
 class TelemetryConfig:
     """What is told of a run beside its metrics."""
 
-    price_per_chip_hour: NonNegativeFloat = 0.0  # in any money; status and report say what the run costs
-    port: Annotated[int, Interval(ge=0, le=65535)] = 0  # of /metrics, for Prometheus, on process 0; 0 = none
-    address: str = "127.0.0.1"  # where it listens; 0.0.0.0 = on every network of the machine
+    # in any money; status and report say what the run costs
+    price_per_chip_hour: NonNegativeFloat = 0.0
+    # of /metrics, for Prometheus, on process 0; 0 = none
+    port: Annotated[int, Interval(ge=0, le=65535)] = 0
+    # where it listens; 0.0.0.0 = on every network of the machine
+    address: str = "127.0.0.1"

@@ -1,8 +1,10 @@
-"""What a run shows while it runs: a live block on a terminal or in a notebook, steady plain lines elsewhere.
+"""What a run shows while it runs: a live block on a terminal or in a notebook, steady
+plain lines elsewhere.
 
-Only this module imports rich. Off a terminal rich's Live prints nothing but its last frame, so
-plain lines are printed there instead. The loop only stores numbers here; a thread of rich redraws
-`REFRESH_PER_S` times a second, so a step costs about a microsecond.
+Only this module imports rich. Off a terminal rich's Live prints nothing but its last
+frame, so plain lines are printed there instead. The loop only stores numbers here; a
+thread of rich redraws `REFRESH_PER_S` times a second, so a step costs about a
+microsecond.
 """
 
 import contextlib
@@ -23,11 +25,14 @@ from jaxdist.telemetry.units import count_text, duration_text, percent_text, tim
 
 REFRESH_PER_S = 2  # a redraw takes 1-2 ms: under 0.5 % of a core
 _GAP = 3  # characters between two numbers of the live block
-LINE_EVERY_S = 1.0  # off a terminal, at least this long between two lines, but for first and last
+# off a terminal, at least this long between two lines, but for first and last
+LINE_EVERY_S = 1.0
 
 
 def print_safe(text: str) -> None:
-    """Prints a line; a full disk, a closed terminal, or a name that is no text does not stop the run."""
+    """Prints a line; a full disk, a closed terminal, or a name that is no text does not
+    stop the run.
+    """
     with contextlib.suppress(OSError):
         try:
             print(text, flush=True)
@@ -36,10 +41,11 @@ def print_safe(text: str) -> None:
 
 
 class Display:
-    """Progress, ETA, loss, tokens/s, MFU, step time and data wait of one run; process 0 shows it.
+    """Progress, ETA, loss, tokens/s, MFU, step time and data wait of one run; process 0
+    shows it.
 
-    Use as a context manager; `step` after every update, `row` with every metrics row, `evaluation`
-    with every evaluation row, `note` for events and messages.
+    Use as a context manager; `step` after every update, `row` with every metrics row,
+    `evaluation` with every evaluation row, `note` for events and messages.
     """
 
     def __init__(
@@ -84,9 +90,15 @@ class Display:
         self._live: Live | None = None
 
     def __enter__(self) -> "Display":
-        if self._block is None and self._console.is_terminal and not self._console.quiet:
+        if (
+            self._block is None
+            and self._console.is_terminal
+            and not self._console.quiet
+        ):
             self._live = Live(
-                get_renderable=self._render, console=self._console, refresh_per_second=REFRESH_PER_S
+                get_renderable=self._render,
+                console=self._console,
+                refresh_per_second=REFRESH_PER_S,
             )
             self._live.start()
             # rich hides the cursor; a run that is killed could not bring it back
@@ -103,7 +115,9 @@ class Display:
             self.note(self._held_back)
 
     def status(self, text: str) -> None:
-        """Shows what the run waits for (restoring, evaluating); the next step ends it."""
+        """Shows what the run waits for (restoring, evaluating); the next step
+        ends it.
+        """
         self._status = text
 
     def step(self, step: int) -> None:
@@ -112,7 +126,9 @@ class Display:
         self._status = ""
 
     def row(self, step: int, values: Mapping[str, object]) -> None:
-        """Shows a metrics row (fields of metrics.jsonl; missing or None ones are left out)."""
+        """Shows a metrics row (fields of metrics.jsonl; missing or None ones are left
+        out).
+        """
         self.step(step)
         self._row = values
         if self._block is not None:
@@ -128,56 +144,86 @@ class Display:
             self._held_back, self._line_due = "", self._clock() + LINE_EVERY_S
 
     def evaluation(self, step: int, values: Mapping[str, object]) -> None:
-        """Shows an evaluation row; always prints a line, so that it stays on the screen."""
+        """Shows an evaluation row; always prints a line, so that it stays on the
+        screen.
+        """
         shown = self._metrics_text(values)
         self._evaluation = [
-            (name, f"{text} @ {step}") for name, text in shown if name != f"eval {self._unit}"
+            (name, f"{text} @ {step}")
+            for name, text in shown
+            if name != f"eval {self._unit}"
         ]
         if self._block is not None:
             self._block.add(step, values.get("eval_loss"), evaluation=True)
             self._draw()
         else:
-            self.note("  ".join([f"step {step}", *(f"{name} {text}" for name, text in shown)]))
+            self.note(
+                "  ".join([f"step {step}", *(f"{name} {text}" for name, text in shown)])
+            )
 
     def _draw(self, *, last: bool = False) -> None:
         """Redraws a notebook's block."""
         head = f"step {self._step:,} / {self._total:,} ({100 * self._fraction():.1f} %)"
         head += "" if last else f" · {self._eta_text()}"
         assert self._block is not None
-        self._block.draw(head, self._metrics_text(self._row) + self._evaluation, last=last)
+        self._block.draw(
+            head, self._metrics_text(self._row) + self._evaluation, last=last
+        )
 
     def note(self, text: str) -> None:
-        """Prints one line (above the live block); a log's full disk does not stop the run."""
+        """Prints one line (above the live block); a log's full disk does not stop the
+        run.
+        """
         now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._wall_clock()))
         with contextlib.suppress(OSError):
-            self._console.print(f"{now}  {text}", markup=False, highlight=False, soft_wrap=True)
+            self._console.print(
+                f"{now}  {text}", markup=False, highlight=False, soft_wrap=True
+            )
 
     def _eta_text(self) -> str:
-        """Returns when the run ends: by the speed of the last row, or by the time limit."""
+        """Returns when the run ends: by the speed of the last row, or by the time
+        limit.
+        """
         per_step = self._row.get("step_time_s")
-        left = (self._total - self._step) * per_step if isinstance(per_step, float) else math.inf
+        left = (
+            (self._total - self._step) * per_step
+            if isinstance(per_step, float)
+            else math.inf
+        )
         if self._max_seconds is not None:
-            left = min(left, max(0.0, self._max_seconds - (self._clock() - self._begin)))
+            left = min(
+                left, max(0.0, self._max_seconds - (self._clock() - self._begin))
+            )
         return f"ETA {duration_text(left)}" if left < math.inf else "ETA -"
 
     def _fraction(self) -> float:
-        """Returns how much of the run is done: by steps or by the time limit, the larger."""
+        """Returns how much of the run is done: by steps or by the time limit, the
+        larger.
+        """
         done = self._step / self._total
         if self._max_seconds:
             done = max(done, (self._clock() - self._begin) / self._max_seconds)
         return min(1.0, done)
 
     def _render(self) -> Group:
-        """Returns the live block, a progress line and the numbers; rich's thread calls it."""
+        """Returns the live block, a progress line and the numbers; rich's thread calls
+        it.
+        """
         width = self._console.width
         texts = [
             Text(self._status or f"step {self._step:,} / {self._total:,}"),
             Text(f"{100 * self._fraction():5.1f} %"),
-            Text(f"{duration_text(self._clock() - self._begin)} elapsed · {self._eta_text()}", style="dim"),
+            Text(
+                f"{duration_text(self._clock() - self._begin)} elapsed · {self._eta_text()}",
+                style="dim",
+            ),
         ]
         room = width - 2 - sum(len(text) + 1 for text in texts) - 1
         bar = ProgressBar(
-            total=1.0, completed=self._fraction(), width=max(1, min(room, 28)), complete_style="cyan"
+            total=1.0,
+            completed=self._fraction(),
+            width=max(1, min(room, 28)),
+            complete_style="cyan",
         )
         progress = Table.grid(padding=(0, 1))
         mark = self._spinner if self._status else Text("●", style="green")
@@ -186,13 +232,20 @@ class Display:
         return Group(progress, *(_numbers(line) for line in _lines_of(shown, width)))
 
     def _metrics_text(self, values: Mapping[str, object]) -> list[tuple[str, str]]:
-        """Returns (label, text with unit) for the fields that a reader follows, in reading order."""
-        own = [(n, n.replace("eval_", "eval ", 1), _number) for n in values if n.startswith(_OWN)]
+        """Returns (label, text with unit) for the fields that a reader follows, in
+        reading order.
+        """
+        own = [
+            (n, n.replace("eval_", "eval ", 1), _number)
+            for n in values
+            if n.startswith(_OWN)
+        ]
         of_model = [row for row in own if row[0] not in _KNOWN]
         return [
             (label.replace("tokens", self._unit), show(float(value)))
             for field, label, show in (*_SHOWN[:2], *of_model, *_SHOWN[2:])
-            if isinstance(value := values.get(field), SupportsFloat)  # None: unknown, left out
+            # None: unknown, left out
+            if isinstance(value := values.get(field), SupportsFloat)
         ]
 
 
@@ -203,7 +256,9 @@ def _numbers(shown: Sequence[tuple[str, str]]) -> Table:
     return numbers
 
 
-def _lines_of(shown: Sequence[tuple[str, str]], width: int) -> list[list[tuple[str, str]]]:
+def _lines_of(
+    shown: Sequence[tuple[str, str]], width: int
+) -> list[list[tuple[str, str]]]:
     """Returns the numbers in as many lines as show each of them whole."""
     lines: list[list[tuple[str, str]]] = []
     left = 0
@@ -234,5 +289,6 @@ _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("tokens_seen", "tokens", count_text),
     ("eval_tokens", "eval tokens", count_text),
 )
-_OWN = ("aux/", "eval_")  # how the names begin of what a model itself says, beside its loss
+# how the names begin of what a model itself says, beside its loss
+_OWN = ("aux/", "eval_")
 _KNOWN = {field for field, *_ in _SHOWN}

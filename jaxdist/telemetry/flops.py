@@ -1,10 +1,11 @@
 """FLOPs of a model by formula, of any jaxpr, and of a compiled program.
 
-A multiply-add is 2 FLOPs. Only matrix products and convolutions are counted, so norms, softmax,
-activations, rotary embeddings, gathers and the optimizer are left out in all three counts:
-`transformer_flops_per_token` (what a transformer needs), `jaxpr_flops` (what a traced function
-asks for; model FLOPs of any model = 3 x its forward) and `hlo_flops` (what the compiled program
-does, recomputation included: the numerator of HFU).
+A multiply-add is 2 FLOPs. Only matrix products and convolutions are counted, so norms,
+softmax, activations, rotary embeddings, gathers and the optimizer are left out in all
+three counts: `transformer_flops_per_token` (what a transformer needs), `jaxpr_flops`
+(what a traced function asks for; model FLOPs of any model = 3 x its forward) and
+`hlo_flops` (what the compiled program does, recomputation included: the numerator of
+HFU).
 """
 
 import functools
@@ -17,7 +18,8 @@ import numpy as np
 
 from jaxdist.telemetry import hlo
 
-Convention = Literal["causal", "full"]  # whether attention counts what a causal mask leaves, or all
+# whether attention counts what a causal mask leaves, or all
+Convention = Literal["causal", "full"]
 
 
 def transformer_flops_per_token(
@@ -38,17 +40,21 @@ def transformer_flops_per_token(
     dense_layers: int = 0,
     dense_d_ff: int = 0,
 ) -> float:
-    """Returns model FLOPs per token, forward and backward, of a decoder-only transformer.
+    """Returns model FLOPs per token, forward and backward, of a decoder-only
+    transformer.
 
-    6 x (matmul parameters that a token uses, output head included) + 12 x H x N x span of each layer,
-    where span is the attended length: S ("full", masked or not) or S/2 ("causal"); W - W^2 / 2S in a
-    "local" layer of the pattern, whose tokens see W = min(window, S) of them. `gated` feed-forwards
-    have three matrices (SwiGLU) instead of two. With experts `d_ff` is the width of those that a token goes
-    to, together, and the router is a matrix more; but `dense_layers` of them have `dense_d_ff` and no router.
-    Source: Kaplan et al. 2020, PaLM appendix B (full); the causal half as in nanochat, Llama.
+    6 x (matmul parameters that a token uses, output head included) + 12 x H x N x span
+    of each layer, where span is the attended length: S ("full", masked or not) or S/2
+    ("causal"); W - W^2 / 2S in a "local" layer of the pattern, whose tokens see W =
+    min(window, S) of them. `gated` feed-forwards have three matrices (SwiGLU) instead
+    of two. With experts `d_ff` is the width of those that a token goes to, together,
+    and the router is a matrix more; but `dense_layers` of them have `dense_d_ff` and no
+    router. Source: Kaplan et al. 2020, PaLM appendix B (full); the causal half as in
+    nanochat, Llama.
 
-    Leaves out the embedding lookup, norms, softmax, activations, rotary embeddings, biases, the
-    loss, the optimizer and all recomputation. "causal" says S/2 where the exact mean is (S+1)/2.
+    Leaves out the embedding lookup, norms, softmax, activations, rotary embeddings,
+    biases, the loss, the optimizer and all recomputation. "causal" says S/2 where the
+    exact mean is (S+1)/2.
     """
     attention = 2 * d_model * (num_heads + num_kv_heads) * head_dim
     matrices, sparse_layers = 3 if gated else 2, num_layers - dense_layers
@@ -56,35 +62,45 @@ def transformer_flops_per_token(
     feed_forward = d_model * (matrices * width + sparse_layers * num_experts)
     matmul_params = num_layers * attention + feed_forward + d_model * vocab_size
     W = {"local": min(window, sequence_length)}
-    seen = [W.get(layer_pattern[i % len(layer_pattern)], sequence_length) for i in range(num_layers)]
+    seen = [
+        W.get(layer_pattern[i % len(layer_pattern)], sequence_length)
+        for i in range(num_layers)
+    ]
     causal = sum(w - w * w / (2 * sequence_length) for w in seen)
     spans = causal if convention == "causal" else num_layers * sequence_length
     return 6.0 * matmul_params + 12.0 * num_heads * head_dim * spans
 
 
-# --- jaxprs ---------------------------------------------------------------------------------------
+# --- jaxprs ---------------------------------------------------------------------------
 
-# By name, functions with a gradient of their own whose loops follow the data: (abstract arguments) -> FLOPs.
+# By name, functions with a gradient of their own whose loops follow the data: (abstract
+# arguments) -> FLOPs.
 COSTS: dict[str, Callable[[Sequence[Any]], float]] = {}
 
 
 def jaxpr_flops(jaxpr: Any, *, fp8_only: bool = False) -> float:
-    """Returns the FLOPs of a jaxpr (closed or open), all devices together, loops multiplied out.
+    """Returns the FLOPs of a jaxpr (closed or open), all devices together, loops
+    multiplied out.
 
-    scan counts length x body; while once (functions in `COSTS` have their own count); cond its dearest
-    branch; shard_map its body x the manual axes; pallas_call its kernel x the grid (blocks that the kernel
-    skips count as done). Attention counts in full, as written.
+    scan counts length x body; while once (functions in `COSTS` have their own count);
+    cond its dearest branch; shard_map its body x the manual axes; pallas_call its
+    kernel x the grid (blocks that the kernel skips count as done). Attention counts in
+    full, as written.
 
     Args:
       fp8_only: counts products of 8-bit floats alone.
     """
-    return sum((_equation_flops(equation, fp8_only) for equation in _open(jaxpr).eqns), 0.0)
+    return sum(
+        (_equation_flops(equation, fp8_only) for equation in _open(jaxpr).eqns), 0.0
+    )
 
 
 def _equation_flops(equation: Any, fp8_only: bool) -> float:
     name, params = equation.primitive.name, equation.params
     if name in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
-        if fp8_only and any(variable.aval.dtype.itemsize > 1 for variable in equation.invars[:2]):
+        if fp8_only and any(
+            variable.aval.dtype.itemsize > 1 for variable in equation.invars[:2]
+        ):
             return 0.0
         lhs, rhs = (variable.aval.shape for variable in equation.invars[:2])
         count = _convolution if name.startswith("conv") else _dot
@@ -92,27 +108,44 @@ def _equation_flops(equation: Any, fp8_only: bool) -> float:
     if name == "custom_vjp_call":
         cost = COSTS.get(params["call_jaxpr"].jaxpr.debug_info.func_name)
         if cost is not None:
-            return 0.0 if fp8_only else cost([variable.aval for variable in equation.invars])
+            return (
+                0.0
+                if fp8_only
+                else cost([variable.aval for variable in equation.invars])
+            )
     if name == "cond":
-        return max(jaxpr_flops(branch, fp8_only=fp8_only) for branch in params["branches"])
-    # jit, remat, scan, custom_jvp, custom_vjp, closed_call, ... hold a jaxpr among their parameters
+        return max(
+            jaxpr_flops(branch, fp8_only=fp8_only) for branch in params["branches"]
+        )
+    # jit, remat, scan, custom_jvp, custom_vjp, closed_call, ... hold a jaxpr among
+    # their parameters
     inner = (value for value in params.values() if hasattr(_open(value), "eqns"))
     flops = sum(jaxpr_flops(value, fp8_only=fp8_only) for value in inner)
     if name == "scan":
         return flops * params["length"]
     if name == "shard_map":
-        return flops * math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+        return flops * math.prod(
+            params["mesh"].shape[axis] for axis in params["newly_manual_axes"]
+        )
     if name == "pallas_call":
-        return flops * math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
+        return flops * math.prod(
+            n for n in params["grid_mapping"].grid if isinstance(n, int)
+        )
     return flops
 
 
 def is_uncounted(jaxpr: Any) -> bool:
-    """Returns whether `jaxpr_flops` misses work: products in loops that follow data, cuDNN's attention."""
+    """Returns whether `jaxpr_flops` misses work: products in loops that follow data,
+    cuDNN's attention.
+    """
     for equation in _open(jaxpr).eqns:
-        inner = [value for param in equation.params.values() for value in _jaxprs(param)]
+        inner = [
+            value for param in equation.params.values() for value in _jaxprs(param)
+        ]
         name = equation.primitive.name
-        if "dot_product_attention" in name or (name == "while" and any(map(jaxpr_flops, inner))):
+        if "dot_product_attention" in name or (
+            name == "while" and any(map(jaxpr_flops, inner))
+        ):
             return True
         if any(map(is_uncounted, inner)):
             return True
@@ -130,16 +163,21 @@ def _open(jaxpr: Any) -> Any:
 
 def _dot(lhs: hlo.Shape, rhs: hlo.Shape, out: hlo.Shape, params: Any) -> float:
     ragged = params.get("ragged_dot_dimension_numbers")
-    (contracting, _), _ = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
+    (contracting, _), _ = (
+        ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
+    )
     weight_gradient = ragged is not None and not ragged.rhs_group_dimensions
     return _product(lhs, out, contracting, groups=out[0] if weight_gradient else 1)
 
 
-def _product(lhs: hlo.Shape, out: hlo.Shape, contracting: Sequence[int], groups: int = 1) -> float:
+def _product(
+    lhs: hlo.Shape, out: hlo.Shape, contracting: Sequence[int], groups: int = 1
+) -> float:
     """Returns the FLOPs of a product: 2 x result x contracted dims of the left side.
 
-    `groups` > 1 is a product ragged over its contracted dim, as a weight gradient is: the result
-    has one slice per group, and each row of the operands goes into one of them only.
+    `groups` > 1 is a product ragged over its contracted dim, as a weight gradient is:
+    the result has one slice per group, and each row of the operands goes into one of
+    them only.
     """
     return 2 * math.prod(out) // groups * math.prod(lhs[dim] for dim in contracting)
 
@@ -157,35 +195,54 @@ def _convolution(lhs: hlo.Shape, rhs: hlo.Shape, out: hlo.Shape, params: Any) ->
             params["lhs_dilation"][i],
             params["rhs_dilation"][i],
         )
-    return 2 * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * rhs[numbers.rhs_spec[1]] * pairs
+    return (
+        2
+        * out[numbers.out_spec[0]]
+        * out[numbers.out_spec[1]]
+        * rhs[numbers.rhs_spec[1]]
+        * pairs
+    )
 
 
 def _window_pairs(
-    size: int, kernel: int, out: int, pad: int, stride: int, dilation: int, kernel_dilation: int
+    size: int,
+    kernel: int,
+    out: int,
+    pad: int,
+    stride: int,
+    dilation: int,
+    kernel_dilation: int,
 ) -> int:
-    """Returns how many (output, kernel) positions of one spatial dim meet a real input element.
+    """Returns how many (output, kernel) positions of one spatial dim meet a real input
+    element.
 
-    Padding and the holes of a dilated input are no work: XLA's own convention, and without it the
-    gradient of a strided convolution would count stride times too much.
+    Padding and the holes of a dilated input are no work: XLA's own convention, and
+    without it the gradient of a strided convolution would count stride times too much.
     """
     outputs = np.arange(out) * stride - pad
     places = (outputs + tap * kernel_dilation for tap in range(kernel))
-    inside = ((p % dilation == 0) & (0 <= p) & (p <= (size - 1) * dilation) for p in places)
+    inside = (
+        (p % dilation == 0) & (0 <= p) & (p <= (size - 1) * dilation) for p in places
+    )
     return sum(map(np.count_nonzero, inside))
 
 
-# --- compiled programs ----------------------------------------------------------------------------
+# --- compiled programs ----------------------------------------------------------------
 
 
-def hlo_flops(program: str | hlo.Module, computation: str = "", *, fp8_only: bool = False) -> float:
-    """Returns the FLOPs of optimized HLO text, `compiled.as_text()`; of ONE device if partitioned.
+def hlo_flops(
+    program: str | hlo.Module, computation: str = "", *, fp8_only: bool = False
+) -> float:
+    """Returns the FLOPs of optimized HLO text, `compiled.as_text()`; of ONE device if
+    partitioned.
 
-    Of its entry, or of the named computation; `fp8_only` counts products of 8-bit floats alone.
+    Of its entry, or of the named computation; `fp8_only` counts products of 8-bit
+    floats alone.
 
-    Differs from `compiled.cost_analysis()["flops"]`, which counts a loop once. Counted: dot,
-    convolution, ragged-dot, matmul custom calls of oneDNN and cuBLAS, and kernels that carry a cost
-    estimate; in fusions, calls, loops (x trip count, once if it is unknown) and conditionals (the
-    dearest branch). Other custom calls count as nothing.
+    Differs from `compiled.cost_analysis()["flops"]`, which counts a loop once. Counted:
+    dot, convolution, ragged-dot, matmul custom calls of oneDNN and cuBLAS, and kernels
+    that carry a cost estimate; in fusions, calls, loops (x trip count, once if it is
+    unknown) and conditionals (the dearest branch). Other custom calls count as nothing.
 
     Raises:
       ValueError: the text is no HLO module.
@@ -198,7 +255,10 @@ def hlo_flops(program: str | hlo.Module, computation: str = "", *, fp8_only: boo
         return sum((flops(inside, step) for step in inside.values()), 0.0)
 
     def flops(inside: dict[str, hlo.Instruction], step: hlo.Instruction) -> float:
-        called = [computation_flops(name) for name in step.called(*_CALLS.get(step.opcode, ()))]
+        called = [
+            computation_flops(name)
+            for name in step.called(*_CALLS.get(step.opcode, ()))
+        ]
         if step.opcode == "while":
             trips = module.trip_count(step)
             return sum(called) * (1 if trips is None else trips)
@@ -220,24 +280,42 @@ _CALLS = {  # what holds computations that run, and in which attributes
 
 
 def instruction_flops(
-    inside: Mapping[str, hlo.Instruction], step: hlo.Instruction, *, fp8_only: bool = False
+    inside: Mapping[str, hlo.Instruction],
+    step: hlo.Instruction,
+    *,
+    fp8_only: bool = False,
 ) -> float:
     """Returns the FLOPs of an instruction itself, without the computations it calls."""
-    if step.opcode not in ("dot", "scaled-dot", "ragged-dot", "convolution", "custom-call"):
+    if step.opcode not in (
+        "dot",
+        "scaled-dot",
+        "ragged-dot",
+        "convolution",
+        "custom-call",
+    ):
         return 0.0
-    if fp8_only and not all(inside[name].dtype.startswith("f8") for name in step.operands[:2]):
+    if fp8_only and not all(
+        inside[name].dtype.startswith("f8") for name in step.operands[:2]
+    ):
         return 0.0
     operands = [inside[name].shape for name in step.operands]
     if step.opcode.endswith("dot"):
-        weight_gradient = step.opcode == "ragged-dot" and not step.dims("rhs_group_dims")
+        weight_gradient = step.opcode == "ragged-dot" and not step.dims(
+            "rhs_group_dims"
+        )
         groups = step.shape[0] if weight_gradient else 1
-        return _product(operands[0], step.shape, step.dims("lhs_contracting_dims"), groups)
+        return _product(
+            operands[0], step.shape, step.dims("lhs_contracting_dims"), groups
+        )
     if step.opcode == "convolution":
         return _windowed(step, operands[0], operands[1], step.shape)
     if step.value("custom_call_target").startswith(("__onednn$matmul", "__cublas$")):
         return _product(operands[0], step.shape, _contracted(step.attributes))
-    estimate = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', step.attributes)
-    return float(estimate.group(1)) if estimate and not fp8_only else 0.0  # of a kernel, nobody knows
+    estimate = re.search(
+        r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', step.attributes
+    )
+    # of a kernel, nobody knows
+    return float(estimate.group(1)) if estimate and not fp8_only else 0.0
 
 
 def _contracted(attributes: str) -> list[int]:
@@ -247,16 +325,37 @@ def _contracted(attributes: str) -> list[int]:
     return [-2 if re.search(r'"transpose_a":\s*true', attributes) else -1]
 
 
-def _windowed(step: hlo.Instruction, lhs: hlo.Shape, rhs: hlo.Shape, out: hlo.Shape) -> float:
-    """Returns the FLOPs of a convolution from its dim_labels (b01f_01io->b01f) and window."""
+def _windowed(
+    step: hlo.Instruction, lhs: hlo.Shape, rhs: hlo.Shape, out: hlo.Shape
+) -> float:
+    """Returns the FLOPs of a convolution from its dim_labels (b01f_01io->b01f) and
+    window.
+    """
     of_lhs, of_rhs, of_out = re.split("_|->", step.value("dim_labels"))
     window = dict(part.split("=", 1) for part in step.value("window").split())
     pairs = 1
-    for position, dim in enumerate(sorted(label for label in of_rhs if label.isdigit())):
-        sizes = [s[of.index(dim)] for s, of in ((lhs, of_lhs), (rhs, of_rhs), (out, of_out))]
+    for position, dim in enumerate(
+        sorted(label for label in of_rhs if label.isdigit())
+    ):
+        sizes = [
+            s[of.index(dim)] for s, of in ((lhs, of_lhs), (rhs, of_rhs), (out, of_out))
+        ]
         steps = [
-            int(window[key].split("x")[position].split("_")[0]) if key in window else default
-            for key, default in (("pad", 0), ("stride", 1), ("lhs_dilate", 1), ("rhs_dilate", 1))
+            int(window[key].split("x")[position].split("_")[0])
+            if key in window
+            else default
+            for key, default in (
+                ("pad", 0),
+                ("stride", 1),
+                ("lhs_dilate", 1),
+                ("rhs_dilate", 1),
+            )
         ]
         pairs *= _window_pairs(*sizes, *steps)
-    return 2 * out[of_out.index("b")] * out[of_out.index("f")] * rhs[of_rhs.index("i")] * pairs
+    return (
+        2
+        * out[of_out.index("b")]
+        * out[of_out.index("f")]
+        * rhs[of_rhs.index("i")]
+        * pairs
+    )

@@ -1,8 +1,9 @@
-"""Reads HLO text (`compiled.as_text()`): computations, instructions, shapes, calls, trip counts.
+"""Reads HLO text (`compiled.as_text()`): computations, instructions, shapes, calls,
+trip counts.
 
-Also what the compiler writes beside an instruction: the TPU's estimate of its cycles, the Python stack
-that asked for it, a collective's devices. A line is split only when it is asked for: the text of a large
-program has 10^5 lines.
+Also what the compiler writes beside an instruction: the TPU's estimate of its cycles,
+the Python stack that asked for it, a collective's devices. A line is split only when it
+is asked for: the text of a large program has 10^5 lines.
 """
 
 import math
@@ -14,10 +15,11 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
-_END = re.compile(r'^\}(, execution_thread="[^"]*")?$')  # libtpu 0.0.50.1 names the thread
+# libtpu 0.0.50.1 names the thread
+_END = re.compile(r'^\}(, execution_thread="[^"]*")?$')
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*)$")
-# The first word before "(" that follows a space: types hold "(" only after ":" or ")", as in
-# f32[8,128]{1,0:T(8,128)}, or at the start of a tuple.
+# The first word before "(" that follows a space: types hold "(" only after ":" or ")",
+# as in f32[8,128]{1,0:T(8,128)}, or at the start of a tuple.
 _OPCODE = re.compile(r"\s([a-z][a-z0-9\-]*)\(")
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -25,7 +27,8 @@ _OP_NAME = re.compile(r'\bop_name="([^"]*)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _ROW = re.compile(r"^(\d+) (.*)$")
-_NOT_CYCLES = 10**14  # more is a mark, not an estimate: ops of the SparseCore carry 9.2e18
+# more is a mark, not an estimate: ops of the SparseCore carry 9.2e18
+_NOT_CYCLES = 10**14
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 BRANCHES = ("branch_computations", "true_computation", "false_computation")
 _INTEGER = re.compile(r"\b[su](?:32|64)\[\][^=]*\sconstant\((\d+)\)")
@@ -36,9 +39,22 @@ _GROUPS = re.compile(
 )
 _PAIRS = re.compile(r"source_target_pairs=\{([\d,{}]*)\}")
 _MOVES = (  # what hands on an array as it is, or part of it
-    "copy", "copy-start", "copy-done", "bitcast", "convert", "transpose", "reshape", "dynamic-slice", "slice",
-    "slice-start", "slice-done", "optimization-barrier", "async-start", "async-done", "collective-permute",
-)  # fmt: skip
+    "copy",
+    "copy-start",
+    "copy-done",
+    "bitcast",
+    "convert",
+    "transpose",
+    "reshape",
+    "dynamic-slice",
+    "slice",
+    "slice-start",
+    "slice-done",
+    "optimization-barrier",
+    "async-start",
+    "async-done",
+    "collective-permute",
+)
 
 Shape = tuple[int, ...]
 
@@ -98,7 +114,12 @@ class Instruction:
         while depth:  # up to the parenthesis that closes the operands
             depth += {"(": 1, ")": -1}.get(self.text[end], 0)
             end += 1
-        return self.text[: match.start()], match.group(1), self.text[match.end() : end], self.text[end:]
+        return (
+            self.text[: match.start()],
+            match.group(1),
+            self.text[match.end() : end],
+            self.text[end:],
+        )
 
     @property
     def opcode(self) -> str:
@@ -115,7 +136,9 @@ class Instruction:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the result, of its first part if it is a tuple; () for a token."""
+        """The shape of the result, of its first part if it is a tuple; () for
+        a token.
+        """
         return next((shape for _, shape in self.types), ())
 
     @property
@@ -135,12 +158,16 @@ class Instruction:
 
     @property
     def attributes(self) -> str:
-        """Everything after the operands: dimension numbers, calls, metadata, backend_config."""
+        """Everything after the operands: dimension numbers, calls, metadata,
+        backend_config.
+        """
         return self._split[3]
 
     @property
     def cycles(self) -> int:
-        """What the TPU compiler thinks it takes; 0 on kernels, collectives and other platforms."""
+        """What the TPU compiler thinks it takes; 0 on kernels, collectives and other
+        platforms.
+        """
         cycles = int(_first(_CYCLES, self.text) or 0)
         return cycles if cycles < _NOT_CYCLES else 0
 
@@ -151,7 +178,8 @@ class Instruction:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """The first group of devices that a collective spans, as ids of the executable; () is all.
+        """The first group of devices that a collective spans, as ids of the executable;
+        () is all.
 
         Of a permute a sender and its receiver.
         """
@@ -161,45 +189,68 @@ class Instruction:
         return _first_group(match.group()) if match else ()
 
     def value(self, name: str) -> str:
-        """Returns the text of an attribute such as dim_labels=bf_io->bf, or "" if absent."""
-        match = re.search(rf'\b{name}=(?:"([^"]*)"|\{{([^{{}}]*)\}}|([^\s,]+))', self.attributes)
+        """Returns the text of an attribute such as dim_labels=bf_io->bf, or "" if
+        absent.
+        """
+        match = re.search(
+            rf'\b{name}=(?:"([^"]*)"|\{{([^{{}}]*)\}}|([^\s,]+))', self.attributes
+        )
         return next((group for group in match.groups() if group), "") if match else ""
 
     def dims(self, name: str) -> list[int]:
-        """Returns the integers of an attribute such as lhs_contracting_dims={1}; [] if absent."""
+        """Returns the integers of an attribute such as lhs_contracting_dims={1}; [] if
+        absent.
+        """
         return [int(dim) for dim in self.value(name).split(",") if dim]
 
     def called(self, *names: str) -> list[str]:
-        """Returns the computations named by the given attributes (calls=%f, branches={%a, %b})."""
-        return [part.strip(" %") for name in names for part in self.value(name).split(",") if part]
+        """Returns the computations named by the given attributes (calls=%f,
+        branches={%a, %b}).
+        """
+        return [
+            part.strip(" %")
+            for name in names
+            for part in self.value(name).split(",")
+            if part
+        ]
 
 
 @dataclass(frozen=True)
 class Module:
-    """A parsed HLO module: instructions of each computation by name, and the entry's name."""
+    """A parsed HLO module: instructions of each computation by name, and the entry's
+    name.
+    """
 
     computations: dict[str, dict[str, Instruction]]
     entry: str
-    tables: dict[str, dict[int, str]] = field(default_factory=dict)  # by name, of stack frames
+    # by name, of stack frames
+    tables: dict[str, dict[int, str]] = field(default_factory=dict)
 
     def trip_count(self, loop: Instruction) -> int | None:
         """Returns how often a `while` runs, or None if that is unknown.
 
-        Source: known_trip_count of its backend_config; TPU programs have none, there the largest
-        integer constant of the condition is the limit of the loop that jax made of a scan. One whose
-        first iteration was peeled off starts at 1.
+        Source: known_trip_count of its backend_config; TPU programs have none, there
+        the largest integer constant of the condition is the limit of the loop that jax
+        made of a scan. One whose first iteration was peeled off starts at 1.
         """
         if trips := _first(_TRIPS, loop.attributes):
             return int(trips)
         (condition,) = loop.called("condition")
-        numbers = (_first(_INTEGER, instruction.text) for instruction in self._reachable(condition))
+        numbers = (
+            _first(_INTEGER, instruction.text)
+            for instruction in self._reachable(condition)
+        )
         limits = [int(number) for number in numbers if number]
         return max(0, max(limits) - self._start(loop, condition)) if limits else None
 
     def _start(self, loop: Instruction, condition: str) -> int:
         """Returns the number that a loop counts from; 0 if that cannot be seen."""
         around = self.computations[self._callers[loop.called("body")[0]][0]]
-        counters = [s for s in self.computations[condition].values() if s.opcode == "get-tuple-element"]
+        counters = [
+            s
+            for s in self.computations[condition].values()
+            if s.opcode == "get-tuple-element"
+        ]
         step = around.get(loop.operands[0])
         if len(counters) == 1 and step is not None and step.opcode == "tuple":
             step = around.get(step.operands[int(counters[0].value("index"))])
@@ -210,25 +261,42 @@ class Module:
         return 0
 
     def runs(self, run: LoopRun | None = None) -> Iterator[LoopRun]:
-        """Yields the computations whose instructions the schedule runs one by one, entry (or `run`) first.
+        """Yields the computations whose instructions the schedule runs one by one,
+        entry (or `run`) first.
 
-        Into loops (not their conditions), calls and the branch of a conditional that has the most
-        cycles; not into fusions, whose cost stands at the fusion, and what other threads run.
+        Into loops (not their conditions), calls and the branch of a conditional that
+        has the most cycles; not into fusions, whose cost stands at the fusion, and what
+        other threads run.
         """
         run = run or LoopRun(self.entry)
         yield run
         for step in self.computations[run.computation].values():
             if step.opcode == "while":
                 trips = self.trip_count(step)
-                times, certain = run.times * (trips or 1), run.certain and trips is not None
-                yield from self.runs(LoopRun(step.called("body")[0], times, (*run.loops, step.name), certain))
+                times, certain = (
+                    run.times * (trips or 1),
+                    run.certain and trips is not None,
+                )
+                yield from self.runs(
+                    LoopRun(
+                        step.called("body")[0], times, (*run.loops, step.name), certain
+                    )
+                )
             elif step.opcode == "conditional":
-                yield from self.runs(replace(run, computation=max(step.called(*BRANCHES), key=self.cycles)))
+                yield from self.runs(
+                    replace(
+                        run, computation=max(step.called(*BRANCHES), key=self.cycles)
+                    )
+                )
             elif step.opcode == "call":
-                yield from self.runs(replace(run, computation=step.called("to_apply")[0]))
+                yield from self.runs(
+                    replace(run, computation=step.called("to_apply")[0])
+                )
 
     def cycles(self, computation: str) -> int:
-        """Returns the estimated cycles of a computation, loops and the dearest branches included."""
+        """Returns the estimated cycles of a computation, loops and the dearest branches
+        included.
+        """
         return sum(
             run.times * step.cycles
             for run in self.runs(LoopRun(computation))
@@ -236,13 +304,18 @@ class Module:
         )
 
     def stack(self, instruction: Instruction) -> list[Frame]:
-        """Returns the Python stack that traced it, innermost first; [] if none is recorded."""
+        """Returns the Python stack that traced it, innermost first; [] if none is
+        recorded.
+        """
         frames: list[Frame] = []
         frame = int(_first(_FRAME, instruction.text) or 0)
         while row := self.tables.get("StackFrames", {}).get(frame):
             place, parent = _numbers(row)
             file, function, line = _numbers(self.tables["FileLocations"][place])[:3]
-            names = self.tables["FunctionNames"][function], self.tables["FileNames"][file]
+            names = (
+                self.tables["FunctionNames"][function],
+                self.tables["FileNames"][file],
+            )
             frames.append(Frame(names[0].strip('"'), names[1].strip('"'), line))
             frame = parent - 1  # 1 is "none"
         return frames
@@ -257,8 +330,12 @@ class Module:
             if " while(" in step.text
         }
 
-    def origin(self, computation: str, name: str, depth: int = 64) -> Instruction | None:
-        """Returns the parameter of the program that an array is, slices and casts apart, or None."""
+    def origin(
+        self, computation: str, name: str, depth: int = 64
+    ) -> Instruction | None:
+        """Returns the parameter of the program that an array is, slices and casts
+        apart, or None.
+        """
         steps = self.computations[computation]
         step, index = steps.get(name), None
         if step is None or depth == 0:
@@ -280,7 +357,8 @@ class Module:
         """Returns the operand that (the index-th part of) a result is, or ""."""
         if step.opcode in _MOVES or 'custom_call_target="ConcatBitcast"' in step.text:
             return next(iter(step.operands), "")
-        if step.opcode == "dynamic-update-slice":  # a shard into zeros: so all-reduce can gather
+        # a shard into zeros: so all-reduce can gather
+        if step.opcode == "dynamic-update-slice":
             return step.operands[1]
         if step.opcode != "fusion":
             return ""
@@ -291,8 +369,16 @@ class Module:
         coded = inner.dtype.startswith("f8")
         while inner.opcode != "parameter":
             source = self._handed_on(inner, None)
-            if coded and inner.opcode == "multiply":  # by scales, which are spread over it
-                source = next((name for name in inner.operands if inside[name].opcode != "broadcast"), "")
+            # by scales, which are spread over it
+            if coded and inner.opcode == "multiply":
+                source = next(
+                    (
+                        name
+                        for name in inner.operands
+                        if inside[name].opcode != "broadcast"
+                    ),
+                    "",
+                )
             if source not in inside:
                 return ""
             inner = inside[source]
@@ -305,11 +391,19 @@ class Module:
                 yield from self._reachable(name)
 
 
-def uses(computation: Mapping[str, Instruction], name: str) -> Iterator[tuple[str, Instruction]]:
-    """Yields what reads an array of a computation, or a bitcast of it, each after the name that it reads."""
+def uses(
+    computation: Mapping[str, Instruction], name: str
+) -> Iterator[tuple[str, Instruction]]:
+    """Yields what reads an array of a computation, or a bitcast of it, each after the
+    name that it reads.
+    """
     for step in computation.values():
         if name in step.operands:
-            yield from uses(computation, step.name) if step.opcode == "bitcast" else [(name, step)]
+            yield from (
+                uses(computation, step.name)
+                if step.opcode == "bitcast"
+                else [(name, step)]
+            )
 
 
 def parse(text: str) -> Module:
@@ -323,7 +417,11 @@ def parse(text: str) -> Module:
     entry, current, table = "", None, None
     last = ""  # the instruction that a line which is none goes on with
     for line in text.splitlines():
-        if line[:1] == " " and current is not None and (match := _INSTRUCTION.match(line)):
+        if (
+            line[:1] == " "
+            and current is not None
+            and (match := _INSTRUCTION.match(line))
+        ):
             last = match.group(1)
             current[last] = Instruction(last, match.group(2))
         elif _END.match(line):
@@ -338,7 +436,9 @@ def parse(text: str) -> Module:
             current = computations.setdefault(match.group(2), {})
             entry = match.group(2) if match.group(1) else entry
     if not entry:
-        raise ValueError("HLO text has no ENTRY computation; pass the text of compiled.as_text()")
+        raise ValueError(
+            "HLO text has no ENTRY computation; pass the text of compiled.as_text()"
+        )
     return Module(computations, entry, tables)
 
 
@@ -349,7 +449,9 @@ def _numbers(row: str) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _first_group(text: str) -> tuple[int, ...]:
-    """Returns the first of the groups that replica_groups lists in one of its forms; () for all."""
+    """Returns the first of the groups that replica_groups lists in one of its forms; ()
+    for all.
+    """
     match = _GROUPS.match(text)
     assert match is not None, text
     if match["lists"]:
@@ -357,10 +459,19 @@ def _first_group(text: str) -> tuple[int, ...]:
     if match["shape"]:
         _, size = _integers(match["shape"])
         return tuple(map(int, _order(match["iota"])[:size]))
-    sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", match["mesh"])}
-    order = _order(match["order"]) if match["order"] else np.arange(math.prod(sizes.values()))
+    sizes = {
+        axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", match["mesh"])
+    }
+    order = (
+        _order(match["order"])
+        if match["order"]
+        else np.arange(math.prod(sizes.values()))
+    )
     # "axis":(before)size is a part of an axis: that many are before it, the rest behind
-    chosen = {axis: part for axis, *part in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", match["axes"])}
+    chosen = {
+        axis: part
+        for axis, *part in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", match["axes"])
+    }
     dims: list[int] = []
     for axis, size in sizes.items():
         before, part = chosen.get(axis, (1, 1))
@@ -382,7 +493,9 @@ def _order(text: str) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def _first_route(text: str) -> tuple[int, ...]:
-    """Returns a device and where it sends to, of {0,4},{4,8}; one pair of different devices."""
+    """Returns a device and where it sends to, of {0,4},{4,8}; one pair of different
+    devices.
+    """
     numbers = _integers(text)
     pairs = zip(numbers[::2], numbers[1::2], strict=True)
     return next((pair for pair in pairs if pair[0] != pair[1]), tuple(numbers[:1]))

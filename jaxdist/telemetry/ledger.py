@@ -1,10 +1,11 @@
 """Where a run's wall time went: `ledger.json` of a workdir, and how its lives add up.
 
-A life is one start of the run. It books every moment to the bucket of the phase that it is in, by one steady
-clock, so that buckets add up to the life; between two lives the run was `down`, unless the first of them had
-`done` all that there was to do. Steps that a later life did again were `lost`. Buckets are the phases of
-`resilience.watchdog`, and what within a phase is another thing: joining the others, compiling, waiting for
-them, a caller's hooks.
+A life is one start of the run. It books every moment to the bucket of the phase that it
+is in, by one steady clock, so that buckets add up to the life; between two lives the
+run was `down`, unless the first of them had `done` all that there was to do. Steps that
+a later life did again were `lost`. Buckets are the phases of `resilience.watchdog`, and
+what within a phase is another thing: joining the others, compiling, waiting for them, a
+caller's hooks.
 """
 
 import contextlib
@@ -34,15 +35,19 @@ _MOST_COMPILED = 10_000  # compilations that a later one may turn out to contain
 
 @dataclass
 class Life:
-    """One start of a run. Times are seconds since 1970, the rest is seconds of a steady clock."""
+    """One start of a run. Times are seconds since 1970, the rest is seconds of a steady
+    clock.
+    """
 
     began: float
     written: float = 0.0  # when this was written
     ended: bool = False  # and could say so
-    exit_code: int = 0  # then: 0 done, 75 saved at a signal, else that of the exception that ended it
+    # then: 0 done, 75 saved at a signal, else that of the exception that ended it
+    exit_code: int = 0
     phase: str = "start"  # what it does then
     since: float = 0.0
-    first: int | None = None  # updates finished before its first step, or as many as it went back to
+    # updates finished before its first step, or as many as it went back to
+    first: int | None = None
     step: int = 0  # updates finished
     undone: int = 0  # steps that it did, and went back behind
     buckets: dict[str, float] = field(default_factory=dict)
@@ -54,7 +59,8 @@ class Life:
 
     @property
     def failed(self) -> bool:
-        """Whether a life that is over lost what it had not saved: by a kill, a hang, an exception.
+        """Whether a life that is over lost what it had not saved: by a kill, a hang, an
+        exception.
 
         A fault of the config is none: it says nothing of how often runs fail.
         """
@@ -62,7 +68,9 @@ class Life:
 
     @property
     def done(self) -> bool:
-        """Whether a life that is over left nothing to do: until somebody extends the run it is not down."""
+        """Whether a life that is over left nothing to do: until somebody extends the
+        run it is not down.
+        """
         return self.ended and self.exit_code == 0
 
     @property
@@ -74,7 +82,8 @@ class Life:
 class Ledger:
     """Books the time of this life. `enter` costs a microsecond; a thread writes.
 
-    What belongs to no phase of its own (`aside`, `compiled`, `move`) counts in the thread that made this.
+    What belongs to no phase of its own (`aside`, `compiled`, `move`) counts in the
+    thread that made this.
     """
 
     goodput: float | None = None  # of all lives, when they were last written
@@ -94,14 +103,16 @@ class Ledger:
         self._clock, self._wall_clock = clock, wall_clock
         began = wall_clock() - age_s
         self._life, self._entered = Life(began, since=began), clock() - age_s
-        self._lock, self._over = threading.Lock(), threading.Event()  # of the life; ends the thread
+        # of the life; ends the thread
+        self._lock, self._over = threading.Lock(), threading.Event()
         self._writing = threading.Lock()
         self._before: list[Life] = []
         self._withdrawn = False
         self._file: Path | None = None
         self._thread = threading.get_ident()
         self._aside = ""  # the bucket, where it is not the phase's
-        self._compiled: list[tuple[float, float]] = []  # (begin, end) of compilations, none in another
+        # (begin, end) of compilations, none in another
+        self._compiled: list[tuple[float, float]] = []
 
     @property
     def step(self) -> int:
@@ -123,7 +134,8 @@ class Ledger:
             if phase in _IN_LOOP and life.first is None:
                 life.first = life.step = done
             if life.first is not None and (done or phase in _IN_LOOP):
-                # A rollback may go behind this life's first step: what lies before was another life's.
+                # A rollback may go behind this life's first step: what lies before was
+                # another life's.
                 life.undone += max(0, life.step - max(done, life.first))
                 life.first, life.step = min(life.first, done), done
 
@@ -140,19 +152,25 @@ class Ledger:
             self._turn(before)
 
     def _turn(self, bucket: str) -> str:
-        """Books the time so far; what follows goes to the bucket, or with "" to the phase's."""
+        """Books the time so far; what follows goes to the bucket, or with "" to the
+        phase's.
+        """
         with self._lock:
             self._book()
             before, self._aside = self._aside, bucket
         return before
 
     def compiled(self, seconds: float) -> None:
-        """Books the last seconds to `compile`: they were spent on tracing, lowering or compiling.
+        """Books the last seconds to `compile`: they were spent on tracing, lowering or
+        compiling.
 
-        One compilation may contain others that were told before; their time counts once.
+        One compilation may contain others that were told before; their time counts
+        once.
         """
         if threading.get_ident() != self._thread:
-            return  # beside the work of this thread, which may wait for it in the phase `compile`
+            # beside the work of this thread, which may wait for it in the phase
+            # `compile`
+            return
         now, known = self._clock(), self._compiled
         begin = now - seconds
         while known and known[-1][0] >= begin:
@@ -165,7 +183,9 @@ class Ledger:
             self._move(self._aside or self._life.phase, COMPILE, seconds)
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Books so many seconds of a bucket, or all that it has, to another: it turned out what they were."""
+        """Books so many seconds of a bucket, or all that it has, to another: it turned
+        out what they were.
+        """
         with self._lock:
             self._book()
             self._move(source, target, seconds)
@@ -178,7 +198,11 @@ class Ledger:
             buckets[target] = buckets.get(target, 0.0) + seconds
 
     def _book(self) -> None:
-        now, buckets, bucket = self._clock(), self._life.buckets, self._aside or self._life.phase
+        now, buckets, bucket = (
+            self._clock(),
+            self._life.buckets,
+            self._aside or self._life.phase,
+        )
         buckets[bucket] = buckets.get(bucket, 0.0) + now - self._entered
         self._entered = now
 
@@ -191,9 +215,12 @@ class Ledger:
 
     @contextlib.contextmanager
     def published(self, folder: Path) -> Iterator[None]:
-        """Writes the life to the workdir's ledger, beside those before, from a thread until the body ends."""
+        """Writes the life to the workdir's ledger, beside those before, from a thread
+        until the body ends.
+        """
         self._file, self._before = folder / LEDGER_FILE, read_lives(folder)
-        if not self._before:  # what is there and cannot be read may be months: it is not overwritten
+        # what is there and cannot be read may be months: it is not overwritten
+        if not self._before:
             with contextlib.suppress(OSError):
                 os.replace(self._file, f"{self._file}.unreadable")
         thread = threading.Thread(target=self._keep, name="ledger", daemon=True)
@@ -202,7 +229,8 @@ class Ledger:
             yield
         except BaseException as error:
             code = exit_code_of(error)
-            self._life.exit_code = code if type(code) is int and code > 0 else 1  # a class of others has any
+            # a class of others has any
+            self._life.exit_code = code if type(code) is int and code > 0 else 1
             raise
         finally:
             self._life.ended = True
@@ -214,15 +242,21 @@ class Ledger:
         self._life.exit_code = exit_code
 
     def summary(self) -> str:
-        """Returns `goodput_line` of all lives; "" where this one is not written, or counts for nothing."""
-        return "" if self._file is None or self._withdrawn else goodput_line(self.lives())
+        """Returns `goodput_line` of all lives; "" where this one is not written, or
+        counts for nothing.
+        """
+        return (
+            "" if self._file is None or self._withdrawn else goodput_line(self.lives())
+        )
 
     def runs_on(self, chips: int) -> None:
         """Says on how many chips, or machines of CPUs, the life runs."""
         self._life.chips = chips
 
     def withdraw(self) -> None:
-        """Takes the life out of the ledger as it ends: the run had been finished, and nothing was done."""
+        """Takes the life out of the ledger as it ends: the run had been finished, and
+        nothing was done.
+        """
         self._withdrawn = True
 
     def _keep(self) -> None:
@@ -270,45 +304,72 @@ def of_process(ledger: Ledger) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Books the body as waiting for other processes, in the ledger of this process's run if it has one."""
+    """Books the body as waiting for other processes, in the ledger of this process's
+    run if it has one.
+    """
     with _of_process[-1].aside(WAIT) if _of_process else contextlib.nullcontext():
         yield
 
 
 def process_age_s() -> float:
-    """Returns how long ago this process began, to a hundredth of a second; 0 where that is not known."""
+    """Returns how long ago this process began, to a hundredth of a second; 0 where that
+    is not known.
+    """
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # field starttime
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        # field starttime
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf(
+            "SC_CLK_TCK"
+        )
     except (OSError, ValueError, IndexError, AttributeError):  # no Linux
         return 0.0
     return max(0.0, age_s)
 
 
-# --- reading --------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------
 
 
 def read_lives(folder: Path | str) -> list[Life]:
-    """Returns the lives in a workdir's ledger, in order; [] where there is none that can be read."""
+    """Returns the lives in a workdir's ledger, in order; [] where there is none that
+    can be read.
+    """
     try:
         stored = untrusted.read_json(Path(os.fspath(folder)) / LEDGER_FILE, dict)
-        return [_life(entry) for entry in untrusted.of_kind(stored.get("lives"), list, "lives")]
+        return [
+            _life(entry)
+            for entry in untrusted.of_kind(stored.get("lives"), list, "lives")
+        ]
     except (OSError, untrusted.Malformed, TypeError, KeyError, AttributeError):
         return []
 
 
 def _life(entry: dict) -> Life:
-    """Returns a life as it was written; raises what `read_lives` catches if it is another thing."""
-    # Older ledgers do not say how a life ended: who was not at its last files was to go on.
-    older = {"exit_code": 0 if entry["phase"] == _LAST else EXIT_PREEMPTED, "chips": None}
+    """Returns a life as it was written; raises what `read_lives` catches if it is
+    another thing.
+    """
+    # Older ledgers do not say how a life ended: who was not at its last files was to go
+    # on.
+    older = {
+        "exit_code": 0 if entry["phase"] == _LAST else EXIT_PREEMPTED,
+        "chips": None,
+    }
     life = Life(**{name: (older | entry)[name] for name in Life.__dataclass_fields__})
     numbers = (life.began, life.written, life.since, *life.buckets.values())
     if not all(map(is_time, numbers)):
         raise untrusted.Malformed("a time is no number")
-    counts = (life.step, life.undone, life.exit_code, 0 if life.first is None else life.first)
-    if not all(type(n) is int and 0 <= n < 2**53 for n in counts) or not isinstance(life.phase, str):
+    counts = (
+        life.step,
+        life.undone,
+        life.exit_code,
+        0 if life.first is None else life.first,
+    )
+    if not all(type(n) is int and 0 <= n < 2**53 for n in counts) or not isinstance(
+        life.phase, str
+    ):
         raise untrusted.Malformed("a step or an exit code is no number")
-    if life.chips is not None and not (type(life.chips) is int and 0 < life.chips < 2**31):
+    if life.chips is not None and not (
+        type(life.chips) is int and 0 < life.chips < 2**31
+    ):
         raise untrusted.Malformed("chips are no number")
     return life
 
@@ -322,7 +383,8 @@ def is_time(value: object) -> bool:
 class Account:
     """All lives of a run together: {bucket: seconds}, which add up to `wall_s`.
 
-    That is the time since the first start, without what passed between a run's end and its extension.
+    That is the time since the first start, without what passed between a run's end and
+    its extension.
     """
 
     buckets: dict[str, float]
@@ -333,7 +395,9 @@ class Account:
 
     @property
     def goodput(self) -> float | None:
-        """The share of the wall time in steps that counted; None before any time has passed."""
+        """The share of the wall time in steps that counted; None before any time has
+        passed.
+        """
         return self.buckets.get(STEP, 0.0) / self.wall_s if self.wall_s else None
 
 
@@ -341,10 +405,14 @@ def account(lives: Sequence[Life], now: float | None = None) -> Account:
     """Returns the account of a run's lives, to the end of the last one.
 
     Args:
-      now: seconds since 1970, if the last life goes on: what it does since it was written is added.
+      now: seconds since 1970, if the last life goes on: what it does since it was
+        written is added.
     """
     lost = lost_s(lives)
-    buckets: dict[str, float] = {DOWN: sum(map(_gap_s, lives, lives[1:])), LOST: sum(lost)}
+    buckets: dict[str, float] = {
+        DOWN: sum(map(_gap_s, lives, lives[1:])),
+        LOST: sum(lost),
+    }
     for life, wasted in zip(lives, lost, strict=True):
         for name, seconds in life.buckets.items():
             buckets[name] = buckets.get(name, 0.0) + seconds
@@ -352,18 +420,25 @@ def account(lives: Sequence[Life], now: float | None = None) -> Account:
             buckets[STEP] -= wasted
     if lives and now is not None:
         last = lives[-1]
-        buckets[last.phase] = buckets.get(last.phase, 0.0) + max(0.0, now - last.written)
+        buckets[last.phase] = buckets.get(last.phase, 0.0) + max(
+            0.0, now - last.written
+        )
     return Account(buckets)
 
 
 def lost_s(lives: Sequence[Life]) -> list[float]:
     """Returns the seconds of each life's steps that were done again."""
     shares = map(_lost_share, lives, _later_firsts(lives))
-    return [life.buckets.get(STEP, 0.0) * share for life, share in zip(lives, shares, strict=True)]
+    return [
+        life.buckets.get(STEP, 0.0) * share
+        for life, share in zip(lives, shares, strict=True)
+    ]
 
 
 def _later_firsts(lives: Sequence[Life]) -> list[float]:
-    """Returns for each life the lowest step from which a later one went on; infinite if none did."""
+    """Returns for each life the lowest step from which a later one went on; infinite if
+    none did.
+    """
     lowest, found = math.inf, []
     for life in reversed(lives):
         found.append(lowest)
@@ -372,23 +447,35 @@ def _later_firsts(lives: Sequence[Life]) -> list[float]:
 
 
 def _gap_s(life: Life, following: Life) -> float:
-    """Returns how long a run was down between two lives: not at all once it was done."""
+    """Returns how long a run was down between two lives: not at all once it
+    was done.
+    """
     if life.done:
         return 0.0
     # A clock on the wall that was set back during the life: what it showed last counts.
-    return max(0.0, following.began - life.began - life.seconds, following.began - (life.written or math.inf))
+    return max(
+        0.0,
+        following.began - life.began - life.seconds,
+        following.began - (life.written or math.inf),
+    )
 
 
 def goodput_line(lives: Sequence[Life]) -> str:
-    """Returns one line: goodput, and where the rest of the time went; "" before any time has passed.
+    """Returns one line: goodput, and where the rest of the time went; "" before any
+    time has passed.
 
     "goodput 93 %: 3 % compile, 2 % lost to a restart at step 600"
     """
     found = account(lives)
     if found.goodput is None:
         return ""
-    rest = sorted(((s, name) for name, s in found.buckets.items() if name != STEP), reverse=True)
-    parts = [f"{_whole_percent(seconds / found.wall_s)} {_spoken(name, lives)}" for seconds, name in rest]
+    rest = sorted(
+        ((s, name) for name, s in found.buckets.items() if name != STEP), reverse=True
+    )
+    parts = [
+        f"{_whole_percent(seconds / found.wall_s)} {_spoken(name, lives)}"
+        for seconds, name in rest
+    ]
     shown = ", ".join(part for part in parts[:_SPOKEN] if not part.startswith("0 "))
     return f"goodput {_whole_percent(found.goodput)}{f': {shown}' if shown else ''}"
 
@@ -406,7 +493,9 @@ def _spoken(name: str, lives: Sequence[Life]) -> str:
     if name != LOST:
         return name
     pairs = zip(lives, _later_firsts(lives), strict=True)
-    back = [first for life, first in pairs if _lost_share(life, first) and life.undone == 0]
+    back = [
+        first for life, first in pairs if _lost_share(life, first) and life.undone == 0
+    ]
     undone = sum(life.undone > 0 for life in lives)
     if len(back) == 1 and not undone:
         return f"lost to a restart at step {back[0]}"

@@ -1,15 +1,18 @@
-"""metrics.jsonl, events.jsonl, arrays.jsonl of a workdir: append-only writers, tolerant readers, throughput.
+"""metrics.jsonl, events.jsonl, arrays.jsonl of a workdir: append-only writers, tolerant
+readers, throughput.
 
-One JSON object per line. Floats keep full precision (repr), so that equality of two runs can be
-tested. JSON has no NaN: non-finite floats are written as the strings "NaN", "Infinity" and
-"-Infinity", and the readers turn exactly these back into floats. A missing value is null.
+One JSON object per line. Floats keep full precision (repr), so that equality of two
+runs can be tested. JSON has no NaN: non-finite floats are written as the strings "NaN",
+"Infinity" and "-Infinity", and the readers turn exactly these back into floats. A
+missing value is null.
 
-Every line is one `os.write` on a descriptor opened with O_APPEND: a kill between two writes
-leaves whole lines, and other threads or processes may append to the same file. Should the last
-line be torn all the same (power loss, a full disk, a kill within the write, which Linux may end at
-a page's end), the next writer starts on a new line, and readers skip what is no JSON object. Lines
-that a disk refuses are kept in memory and written once it takes them: training goes on. Standard
-error says so, and what was lost if it never did.
+Every line is one `os.write` on a descriptor opened with O_APPEND: a kill between two
+writes leaves whole lines, and other threads or processes may append to the same file.
+Should the last line be torn all the same (power loss, a full disk, a kill within the
+write, which Linux may end at a page's end), the next writer starts on a new line, and
+readers skip what is no JSON object. Lines that a disk refuses are kept in memory and
+written once it takes them: training goes on. Standard error says so, and what was lost
+if it never did.
 """
 
 import contextlib
@@ -30,7 +33,8 @@ from jaxdist.storage import untrusted
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
-ARRAYS_FILE = "arrays.jsonl"  # of some steps of a run, what rows have only the mean, least and largest of
+# of some steps of a run, what rows have only the mean, least and largest of
+ARRAYS_FILE = "arrays.jsonl"
 
 _MAX_UNWRITTEN = 1 << 26  # bytes kept while they cannot be written; of more the last
 _LAST_BYTES = 1 << 18  # of a file that is read from its end: some hundred rows
@@ -39,7 +43,8 @@ _END_OF_TIME_S = 253_402_300_800  # the year 10,000, which no calendar shows
 
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-# A row {"step": n, EXTENDED: m}: from n on the run has another schedule, to m; rows after n no longer count.
+# A row {"step": n, EXTENDED: m}: from n on the run has another schedule, to m; rows
+# after n no longer count.
 EXTENDED = "schedule_extended_to"
 
 Row = dict[str, Any]
@@ -48,14 +53,19 @@ Row = dict[str, Any]
 class MetricsWriter:
     """Appends rows to metrics.jsonl and events.jsonl of one workdir.
 
-    Differs from a logger (same `write`, `event`, `close`) in that its files are the record of the run: resume
-    and `report` read them.
+    Differs from a logger (same `write`, `event`, `close`) in that its files are the
+    record of the run: resume and `report` read them.
     """
 
     def __init__(
-        self, workdir: str | os.PathLike[str], *, enabled: bool = True, clock: Callable[[], float] = time.time
+        self,
+        workdir: str | os.PathLike[str],
+        *,
+        enabled: bool = True,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """Creates the workdir and opens both files; with enabled=False (process > 0) does nothing.
+        """Creates the workdir and opens both files; with enabled=False (process > 0)
+        does nothing.
 
         `clock` gives seconds since 1970, for the `time` of rows and events.
 
@@ -69,28 +79,38 @@ class MetricsWriter:
         self._refused = False  # arrays.jsonl cannot be opened
         if enabled:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._files = {n: _open_append(self._folder / n) for n in (METRICS_FILE, EVENTS_FILE)}
+            self._files = {
+                n: _open_append(self._folder / n) for n in (METRICS_FILE, EVENTS_FILE)
+            }
 
     def attach(self, view: Any) -> None:
-        """Hands every row and event from here on to another writer with this interface, too."""
+        """Hands every row and event from here on to another writer with this interface,
+        too.
+        """
         self._views.append(view)
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
-        """Appends {"step": step, "time": seconds since 1970, **values} to metrics.jsonl.
+        """Appends {"step": step, "time": seconds since 1970, **values} to
+        metrics.jsonl.
 
-        Values are what JSON holds, or numpy and jax scalars (these wait for the device, so hand
-        over values that are ready).
+        Values are what JSON holds, or numpy and jax scalars (these wait for the device,
+        so hand over values that are ready).
         """
         self._append(METRICS_FILE, {"step": step, "time": self._clock(), **values})
         if self._views:
-            values = {name: x.tolist() if hasattr(x, "tolist") else x for name, x in values.items()}
+            values = {
+                name: x.tolist() if hasattr(x, "tolist") else x
+                for name, x in values.items()
+            }
         for view in self._views:
             view.write(step, values)
 
     def write_arrays(self, step: int, arrays: Mapping[str, Any]) -> None:
-        """Appends {"step", "time", **arrays} to arrays.jsonl, numpy arrays as nested lists of six digits.
+        """Appends {"step", "time", **arrays} to arrays.jsonl, numpy arrays as nested
+        lists of six digits.
 
-        The file is opened by the first call: most models have none. Views are told nothing.
+        The file is opened by the first call: most models have none. Views are told
+        nothing.
         """
         if not self._files or not arrays or self._refused:
             return
@@ -105,7 +125,9 @@ class MetricsWriter:
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
         """Appends {"time", "event", "step", **fields} to events.jsonl."""
-        self._append(EVENTS_FILE, {"time": self._clock(), "event": name, "step": step, **fields})
+        self._append(
+            EVENTS_FILE, {"time": self._clock(), "event": name, "step": step, **fields}
+        )
         for view in self._views:
             view.event(name, step, **fields)
 
@@ -130,21 +152,31 @@ class MetricsWriter:
             self._say(name, f"may lack lines ({error.strerror})")
 
     def _append(self, name: str, row: Mapping[str, object]) -> None:
-        line = (json.dumps(_to_json(row), allow_nan=False) + "\n").encode() if self._files else b""
+        line = (
+            (json.dumps(_to_json(row), allow_nan=False) + "\n").encode()
+            if self._files
+            else b""
+        )
         with self._lock:
             if name in self._files:
                 self._append_bytes(name, line)
 
     def _append_bytes(self, name: str, data: bytes) -> None:
-        """Appends what could not be written before, and `data`; what of it cannot be written is kept."""
+        """Appends what could not be written before, and `data`; what of it cannot be
+        written is kept.
+        """
         before = self._unwritten.pop(name, b"")
         data = before + data
         try:
-            while data:  # one write in practice; a short write only on a full disk or a signal
+            # one write in practice; a short write only on a full disk or a signal
+            while data:
                 data = data[os.write(self._files[name], data) :]
         except OSError as error:
             if not before:
-                self._say(name, f"cannot be written ({error.strerror}); its lines wait in memory")
+                self._say(
+                    name,
+                    f"cannot be written ({error.strerror}); its lines wait in memory",
+                )
             self._unwritten[name] = data[-_MAX_UNWRITTEN:]
 
     def _say(self, name: str, what: str) -> None:
@@ -154,7 +186,9 @@ class MetricsWriter:
 
 @dataclass(frozen=True)
 class MetricRows:
-    """The rows of a metrics.jsonl, each sorted by step, the last row of each step only."""
+    """The rows of a metrics.jsonl, each sorted by step, the last row of each
+    step only.
+    """
 
     train: list[Row]
     evaluation: list[Row]  # rows with `eval_loss`
@@ -162,19 +196,24 @@ class MetricRows:
 
 
 def read_rows(path: str | os.PathLike[str]) -> MetricRows:
-    """Returns the rows of a metrics.jsonl (or of the one in a workdir); empty if there is none.
+    """Returns the rows of a metrics.jsonl (or of the one in a workdir); empty if there
+    is none.
 
-    Lines that hold no JSON object with an integer `step` are skipped (a torn line) and counted. After a
-    resume steps repeat: the last row of a step wins, separately for training and evaluation rows. Rows
-    after a step that the run went back to for another schedule (`EXTENDED`) are left out.
+    Lines that hold no JSON object with an integer `step` are skipped (a torn line) and
+    counted. After a resume steps repeat: the last row of a step wins, separately for
+    training and evaluation rows. Rows after a step that the run went back to for
+    another schedule (`EXTENDED`) are left out.
     """
     rows, unreadable = _read_lines(Path(path), METRICS_FILE, _is_metrics)
-    train, evaluation = ([part[step] for step in sorted(part)] for part in _last_of_steps(rows))
+    train, evaluation = (
+        [part[step] for step in sorted(part)] for part in _last_of_steps(rows)
+    )
     return MetricRows(train, evaluation, unreadable)
 
 
 def read_last_rows(path: str | os.PathLike[str]) -> MetricRows:
-    """Returns `read_rows` of the end of a metrics.jsonl alone, in milliseconds however long it is.
+    """Returns `read_rows` of the end of a metrics.jsonl alone, in milliseconds however
+    long it is.
 
     The rows are in the order in which they were written, so that the last tells of now.
     """
@@ -184,9 +223,11 @@ def read_last_rows(path: str | os.PathLike[str]) -> MetricRows:
 
 
 def read_arrays(path: str | os.PathLike[str]) -> tuple[list[Row], int]:
-    """Returns the rows of an arrays.jsonl (or of the one in a workdir) by step, and how many cannot be read.
+    """Returns the rows of an arrays.jsonl (or of the one in a workdir) by step, and how
+    many cannot be read.
 
-    A run that goes back writes its steps again: of the rows before, those from that step on are dropped.
+    A run that goes back writes its steps again: of the rows before, those from that
+    step on are dropped.
     """
     rows, unreadable = _read_lines(Path(path), ARRAYS_FILE, _is_metrics)
     kept: list[Row] = []
@@ -198,18 +239,25 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[list[Row], int]:
 
 
 def scan_rows(path: str | os.PathLike[str]) -> list[Row]:
-    """Returns the training rows of a metrics.jsonl in file order: steps that were done twice, twice."""
+    """Returns the training rows of a metrics.jsonl in file order: steps that were done
+    twice, twice.
+    """
     rows, _ = _read_lines(Path(path), METRICS_FILE, _is_metrics)
     return [row for row in rows if "eval_loss" not in row and EXTENDED not in row]
 
 
 def _last_of_steps(rows: list[Row]) -> tuple[dict[int, Row], dict[int, Row]]:
-    """Returns the last row of each step that counts, in file order: those of training, of evaluations."""
+    """Returns the last row of each step that counts, in file order: those of training,
+    of evaluations.
+    """
     train, evaluation = dict[int, Row](), dict[int, Row]()
     for row in rows:
         step = row["step"]
         if EXTENDED in row:
-            train, evaluation = ({n: x for n, x in part.items() if n <= step} for part in (train, evaluation))
+            train, evaluation = (
+                {n: x for n, x in part.items() if n <= step}
+                for part in (train, evaluation)
+            )
         else:
             part = evaluation if "eval_loss" in row else train
             part.pop(step, None)
@@ -222,53 +270,75 @@ def _is_metrics(row: Row) -> bool:
 
 
 def read_events(path: str | os.PathLike[str]) -> list[Row]:
-    """Returns the events of an events.jsonl (or of the one in a workdir), in file order."""
+    """Returns the events of an events.jsonl (or of the one in a workdir), in file
+    order.
+    """
     return scan_events(path)[0]
 
 
 def scan_events(path: str | os.PathLike[str]) -> tuple[list[Row], int]:
-    """Returns `read_events` and how many lines are no event with `time`, `event` and `step`."""
+    """Returns `read_events` and how many lines are no event with `time`, `event` and
+    `step`.
+    """
     return _read_lines(Path(path), EVENTS_FILE, _is_event)
 
 
 def _is_event(row: Row) -> bool:
     time_s, step = row.get("time"), row.get("step", "")
     known = isinstance(time_s, int | float) and 0 <= time_s < _END_OF_TIME_S
-    return known and isinstance(row.get("event"), str) and (step is None or _is_step(step))
+    return (
+        known and isinstance(row.get("event"), str) and (step is None or _is_step(step))
+    )
 
 
 def _is_step(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**53  # whole numbers of a float, as charts have them
+    # whole numbers of a float, as charts have them
+    return type(value) is int and 0 <= value < 2**53
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Speed of a run, from a window of steps: turns (seconds, steps, tokens) into metrics fields.
+    """Speed of a run, from a window of steps: turns (seconds, steps, tokens) into
+    metrics fields.
 
     MFU = model FLOPs / (time x peak), without recomputation; attention counted causally
-    (`mfu_causal`, also `mfu`) and in full (`mfu_full`). HFU counts the matrix products of the step's
-    program, what it computes again and attention in full. None where the peak is unknown.
+    (`mfu_causal`, also `mfu`) and in full (`mfu_full`). HFU counts the matrix products
+    of the step's program, what it computes again and attention in full. None where the
+    peak is unknown.
     """
 
     num_devices: int
-    peak_flops_per_s: float | None  # of one device, of `PrecisionConfig.peak`; None: unknown
+    # of one device, of `PrecisionConfig.peak`; None: unknown
+    peak_flops_per_s: float | None
     causal_flops_per_token: float  # forward and backward
     full_flops_per_token: float  # forward and backward
-    step_flops: float | None = None  # of the program of a step, all devices together; None: unknown
+    # of the program of a step, all devices together; None: unknown
+    step_flops: float | None = None
 
-    def fields(self, *, seconds: float, steps: int, tokens: float) -> dict[str, float | None]:
-        """Returns step_time_s, tokens_per_s, tokens_per_s_per_device, mfu_causal, mfu_full, mfu, hfu.
+    def fields(
+        self, *, seconds: float, steps: int, tokens: float
+    ) -> dict[str, float | None]:
+        """Returns step_time_s, tokens_per_s, tokens_per_s_per_device, mfu_causal,
+        mfu_full, mfu, hfu.
 
         Args:
           seconds: wall time of the window, > 0.
           steps: updates in the window, >= 1.
-          tokens: tokens of the window, all devices together. The caller chooses the convention;
-            with padded batches, counting weighted tokens gives the lower, honest MFU.
+          tokens: tokens of the window, all devices together. The caller chooses the
+            convention; with padded batches, counting weighted tokens gives the lower,
+            honest MFU.
         """
         rate = tokens / seconds / self.num_devices
-        peak, needed = self.peak_flops_per_s, (self.causal_flops_per_token, self.full_flops_per_token)
-        executed = self.step_flops and self.step_flops * steps / seconds / self.num_devices
-        causal, full = (None if peak is None else rate * flops / peak for flops in needed)
+        peak, needed = (
+            self.peak_flops_per_s,
+            (self.causal_flops_per_token, self.full_flops_per_token),
+        )
+        executed = (
+            self.step_flops and self.step_flops * steps / seconds / self.num_devices
+        )
+        causal, full = (
+            None if peak is None else rate * flops / peak for flops in needed
+        )
         return {
             "step_time_s": seconds / steps,
             "tokens_per_s": tokens / seconds,
@@ -281,7 +351,9 @@ class Throughput:
 
 
 def _to_json(value: object) -> object:
-    """Returns `value` as what JSON can hold: see the module's head for floats; tuples are lists."""
+    """Returns `value` as what JSON can hold: see the module's head for floats; tuples
+    are lists.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         return json.dumps(value)
     if value is None or isinstance(value, bool | int | str | float):
@@ -300,14 +372,20 @@ def _rounded(values: Any) -> Any:
         return [_rounded(value) for value in values]
     if not isinstance(values, float) or not math.isfinite(values):
         return values
-    return int(values) if values.is_integer() and abs(values) < 2**53 else float(f"{values:.6g}")
+    return (
+        int(values)
+        if values.is_integer() and abs(values) < 2**53
+        else float(f"{values:.6g}")
+    )
 
 
 def _open_append(path: Path) -> int:
-    """Returns a descriptor at the end of `path`; a torn last line gets its newline first.
+    """Returns a descriptor at the end of `path`; a torn last line gets its newline
+    first.
 
     Raises:
-      ConfigError: it cannot be opened; or it is a link, to what may be no file of this run, or a pipe.
+      ConfigError: it cannot be opened; or it is a link, to what may be no file of this
+        run, or a pipe.
     """
     try:
         safe = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -328,7 +406,8 @@ def _open_append(path: Path) -> int:
 def _read_lines(
     path: Path, name: str, is_row: Callable[[Row], bool], *, last: int = 0
 ) -> tuple[list[Row], int]:
-    """Returns the objects of a file's lines that are such rows, and the number of other lines.
+    """Returns the objects of a file's lines that are such rows, and the number of other
+    lines.
 
     Args:
       last: read only so many bytes, from the end.
@@ -336,16 +415,24 @@ def _read_lines(
     path = path / name if path.is_dir() else path
     rows: list[Row] = []
     try:
-        content = _end_of(path, last) if last else untrusted.read_bytes(path, max_bytes=_MAX_FILE_BYTES)
+        content = (
+            _end_of(path, last)
+            if last
+            else untrusted.read_bytes(path, max_bytes=_MAX_FILE_BYTES)
+        )
         lines = [line for line in content.splitlines() if line.strip()]
     except FileNotFoundError:
         return [], 0
     except untrusted.Malformed:
         return [], 1
     for line in lines:
-        with contextlib.suppress(untrusted.Malformed):  # a torn line, also undecodable bytes
+        # a torn line, also undecodable bytes
+        with contextlib.suppress(untrusted.Malformed):
             row = untrusted.parse_json(line, dict)
-            row = {k: _NONFINITE.get(v, v) if isinstance(v, str) else v for k, v in row.items()}
+            row = {
+                k: _NONFINITE.get(v, v) if isinstance(v, str) else v
+                for k, v in row.items()
+            }
             rows += [row] if is_row(row) else []
     return rows, len(lines) - len(rows)
 

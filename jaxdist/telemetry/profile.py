@@ -1,7 +1,9 @@
-"""A profile of a few training steps: jax's trace and a table of the ops that took the time.
+"""A profile of a few training steps: jax's trace and a table of the ops that took the
+time.
 
-The trace (workdir/profile/plugins/profile/<time>/*.xplane.pb) opens in XProf, TensorBoard or
-Perfetto; the table is written from jax's own reader, since XProf's op tables are empty on CPU.
+The trace (workdir/profile/plugins/profile/<time>/*.xplane.pb) opens in XProf,
+TensorBoard or Perfetto; the table is written from jax's own reader, since XProf's op
+tables are empty on CPU.
 """
 
 import json
@@ -24,13 +26,16 @@ TABLE_ROWS = 40  # of top_ops.txt
 class ProfileConfig:
     """Which steps to profile."""
 
-    start_step: NonNegativeInt = 0  # first profiled step, >= 2 to leave compilation out; 0 = no profile
+    # first profiled step, >= 2 to leave compilation out; 0 = no profile
+    start_step: NonNegativeInt = 0
     num_steps: PositiveInt = 3  # profiled steps
 
 
 @dataclass(frozen=True)
 class OpTime:
-    """Time of one op of the compiled program, summed over devices and profiled steps."""
+    """Time of one op of the compiled program, summed over devices and profiled
+    steps.
+    """
 
     op: str  # name in the optimized HLO
     kind: str  # the name without its number: "dot", "all-gather", "fusion", ...
@@ -40,10 +45,17 @@ class OpTime:
 
 
 class ProfileWindow:
-    """Traces `num_steps` steps from `first_step` on, once; call `step` after every update."""
+    """Traces `num_steps` steps from `first_step` on, once; call `step` after every
+    update.
+    """
 
     def __init__(
-        self, workdir: str | os.PathLike[str], first_step: int, num_steps: int, *, enabled: bool = True
+        self,
+        workdir: str | os.PathLike[str],
+        first_step: int,
+        num_steps: int,
+        *,
+        enabled: bool = True,
     ) -> None:
         """Does nothing yet.
 
@@ -60,11 +72,12 @@ class ProfileWindow:
         self._running = False
 
     def step(self, finished: int, outputs: object = None) -> list[OpTime] | None:
-        """Starts or stops the trace when `finished` updates are done; returns the table at the end.
+        """Starts or stops the trace when `finished` updates are done; returns the table
+        at the end.
 
-        Call it before the first step (with the restored step) and after every step. `outputs` (any
-        pytree of arrays of the last step) is waited for at both borders, and only there, so that
-        the trace holds exactly the wanted steps.
+        Call it before the first step (with the restored step) and after every step.
+        `outputs` (any pytree of arrays of the last step) is waited for at both borders,
+        and only there, so that the trace holds exactly the wanted steps.
         """
         if self._running and finished >= self._end:
             jax.block_until_ready(outputs)
@@ -72,13 +85,16 @@ class ProfileWindow:
         if self._wanted and self._begin <= finished < self._end:
             jax.block_until_ready(outputs)
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # Python frames slow the steps and swell the trace
+            # Python frames slow the steps and swell the trace
+            options.python_tracer_level = 0
             jax.profiler.start_trace(str(self._folder), profiler_options=options)
             self._wanted, self._running = False, True
         return None
 
     def close(self) -> list[OpTime] | None:
-        """Stops a running trace and writes its table; returns it, or None if none was running."""
+        """Stops a running trace and writes its table; returns it, or None if none was
+        running.
+        """
         if not self._running:
             return None
         self._running = False
@@ -91,7 +107,8 @@ class ProfileWindow:
 def top_ops(folder: Path) -> list[OpTime]:
     """Returns the ops of the newest trace below `folder`, the longest first.
 
-    Ops that only contain others (while, conditional, call) are left out, or time would count twice.
+    Ops that only contain others (while, conditional, call) are left out, or time would
+    count twice.
     """
     trace = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
     seconds: dict[str, list[float]] = defaultdict(list)  # of each execution
@@ -99,13 +116,20 @@ def top_ops(folder: Path) -> list[OpTime]:
         if _kind(op) not in ("while", "conditional", "call"):
             seconds[op].append(nanoseconds * 1e-9)
     total = sum(map(sum, seconds.values())) or 1.0
-    ops = [OpTime(op, _kind(op), sum(s), sum(s) / total, len(s)) for op, s in seconds.items()]
+    ops = [
+        OpTime(op, _kind(op), sum(s), sum(s) / total, len(s))
+        for op, s in seconds.items()
+    ]
     return sorted(ops, key=lambda op: -op.seconds)
 
 
 def _write_table(folder: Path, ops: list[OpTime]) -> None:
-    """Writes top_ops.json (all ops) and top_ops.txt (the first TABLE_ROWS) into `folder`."""
-    (folder / "top_ops.json").write_text(json.dumps([asdict(op) for op in ops], indent=1) + "\n")
+    """Writes top_ops.json (all ops) and top_ops.txt (the first TABLE_ROWS) into
+    `folder`.
+    """
+    (folder / "top_ops.json").write_text(
+        json.dumps([asdict(op) for op in ops], indent=1) + "\n"
+    )
     shown = ops[:TABLE_ROWS]
     width = max((len(op.op) for op in shown), default=2)
     lines = [f"{'op':<{width}}  {'share':>7}  {'ms':>10}  {'count':>7}  {'us each':>9}"]
@@ -118,7 +142,9 @@ def _write_table(folder: Path, ops: list[OpTime]) -> None:
 
 
 def _op_events(trace: Path) -> Iterator[tuple[str, float]]:
-    """Yields (op, nanoseconds) per executed op: CPU and GPU name it in `hlo_op`, TPU by line."""
+    """Yields (op, nanoseconds) per executed op: CPU and GPU name it in `hlo_op`, TPU by
+    line.
+    """
     for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
         for line in plane.lines:
             for event in line.events:

@@ -1,6 +1,8 @@
-"""A run's numbers for Prometheus: `/metrics` of process 0, read from what the run keeps anyway.
+"""A run's numbers for Prometheus: `/metrics` of process 0, read from what the run keeps
+anyway.
 
-Steps cost nothing more: rows and events come as to a logger, the rest is read when somebody asks.
+Steps cost nothing more: rows and events come as to a logger, the rest is read when
+somebody asks.
 """
 
 import contextlib
@@ -22,19 +24,43 @@ from jaxdist.telemetry.ledger import Ledger, account
 _GAUGES = {
     "loss": ("jaxdist_loss", "Data loss of the last row, nats per weighted target."),
     "eval_loss": ("jaxdist_eval_loss", "Loss of the last evaluation."),
-    "grad_norm": ("jaxdist_gradient_norm", "Norm of the gradients of the last row, before clipping."),
+    "grad_norm": (
+        "jaxdist_gradient_norm",
+        "Norm of the gradients of the last row, before clipping.",
+    ),
     "learning_rate": ("jaxdist_learning_rate", "Learning rate of the last row."),
-    "step_time_s": ("jaxdist_step_seconds", "Seconds of a step, mean over the steps of the last row."),
-    "data_wait_s": ("jaxdist_data_wait_seconds", "Seconds of them that process 0 waited for its batch."),
-    "tokens_per_s": ("jaxdist_tokens_per_second", "Tokens per second, all devices together."),
-    "mfu": ("jaxdist_mfu_ratio", "Model FLOPs over the peak, attention counted causally."),
-    "hfu": ("jaxdist_hfu_ratio", "FLOPs of the program over the peak, recomputation included."),
+    "step_time_s": (
+        "jaxdist_step_seconds",
+        "Seconds of a step, mean over the steps of the last row.",
+    ),
+    "data_wait_s": (
+        "jaxdist_data_wait_seconds",
+        "Seconds of them that process 0 waited for its batch.",
+    ),
+    "tokens_per_s": (
+        "jaxdist_tokens_per_second",
+        "Tokens per second, all devices together.",
+    ),
+    "mfu": (
+        "jaxdist_mfu_ratio",
+        "Model FLOPs over the peak, attention counted causally.",
+    ),
+    "hfu": (
+        "jaxdist_hfu_ratio",
+        "FLOPs of the program over the peak, recomputation included.",
+    ),
 }
 # Key of a device's `memory_stats` -> the gauge's name, and what it is.
 _MEMORY = {
     "bytes_in_use": ("jaxdist_device_memory_used_bytes", "Bytes of the device in use."),
-    "peak_bytes_in_use": ("jaxdist_device_memory_peak_bytes", "Most bytes that were in use at a time."),
-    "bytes_limit": ("jaxdist_device_memory_limit_bytes", "Bytes that a program may use."),
+    "peak_bytes_in_use": (
+        "jaxdist_device_memory_peak_bytes",
+        "Most bytes that were in use at a time.",
+    ),
+    "bytes_limit": (
+        "jaxdist_device_memory_limit_bytes",
+        "Bytes that a program may use.",
+    ),
 }
 
 ChipMetrics = Callable[
@@ -43,10 +69,16 @@ ChipMetrics = Callable[
 
 
 class RunMetrics(Collector):
-    """What a run shows: a view of its rows and events, and its ledger and devices as they are when asked."""
+    """What a run shows: a view of its rows and events, and its ledger and devices as
+    they are when asked.
+    """
 
     def __init__(
-        self, ledger: Ledger, devices: Sequence[Any] = (), *, chips: ChipMetrics | None = None
+        self,
+        ledger: Ledger,
+        devices: Sequence[Any] = (),
+        *,
+        chips: ChipMetrics | None = None,
     ) -> None:
         """Args:
         devices: jax's, of this process.
@@ -60,7 +92,9 @@ class RunMetrics(Collector):
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
         """Takes a row of metrics.jsonl."""
-        numbers = {name: float(x) for name, x in values.items() if isinstance(x, int | float)}
+        numbers = {
+            name: float(x) for name, x in values.items() if isinstance(x, int | float)
+        }
         with self._lock:
             self._row |= numbers
 
@@ -78,7 +112,9 @@ class RunMetrics(Collector):
         """Yields all metrics as they are now."""
         with self._lock:
             row, events, saved_s = dict(self._row), dict(self._events), self._saved_s
-        yield CounterMetricFamily("jaxdist_steps", "Updates finished.", value=self._ledger.step)
+        yield CounterMetricFamily(
+            "jaxdist_steps", "Updates finished.", value=self._ledger.step
+        )
         if "tokens_seen" in row:
             text = "Targets with a weight that were trained on."
             yield CounterMetricFamily("jaxdist_tokens", text, value=row["tokens_seen"])
@@ -88,7 +124,9 @@ class RunMetrics(Collector):
         if saved_s is not None:
             name = "jaxdist_checkpoint_last_success_timestamp_seconds"
             yield GaugeMetricFamily(
-                name, "When the last save had succeeded, seconds since 1970.", value=saved_s
+                name,
+                "When the last save had succeeded, seconds since 1970.",
+                value=saved_s,
             )
         counted = CounterMetricFamily(
             "jaxdist_events", "Events since this start of the run.", labels=["event"]
@@ -101,7 +139,8 @@ class RunMetrics(Collector):
 
     def _time(self) -> Iterator[Metric]:
         spent = account(self._ledger.lives())
-        # A gauge: time that turns out to have been another bucket's leaves the one, and no counter may fall.
+        # A gauge: time that turns out to have been another bucket's leaves the one, and
+        # no counter may fall.
         text = "Wall time since the first start of the run, by what it was spent on."
         seconds = GaugeMetricFamily("jaxdist_wall_seconds", text, labels=["bucket"])
         for name, value in spent.buckets.items():
@@ -114,7 +153,8 @@ class RunMetrics(Collector):
     def _of_devices(self) -> Iterator[Metric]:
         stats: dict[str, Mapping[str, int]] = {}
         for device in self._devices:
-            with contextlib.suppress(RuntimeError):  # a plugin without them: the rest is still told
+            # a plugin without them: the rest is still told
+            with contextlib.suppress(RuntimeError):
                 stats[str(device.id)] = device.memory_stats() or {}
         for key, (name, text) in _MEMORY.items():
             family = GaugeMetricFamily(name, text, labels=["device"])

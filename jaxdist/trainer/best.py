@@ -1,4 +1,6 @@
-"""Which evaluation was the best so far: its checkpoint is kept, and a run that gets no better ends."""
+"""Which evaluation was the best so far: its checkpoint is kept, and a run that gets no
+better ends.
+"""
 
 import contextlib
 import math
@@ -20,28 +22,39 @@ from jaxdist.trainer.run_config import RunConfig
 
 @dataclass(frozen=True)
 class BestRule:
-    """The figure of evaluations that is to become small, or large, and how long it may not."""
+    """The figure of evaluations that is to become small, or large, and how long it may
+    not.
+    """
 
     name: str  # a field of an evaluation row
     largest: bool
     keeps: bool  # whether the best checkpoint is kept
     patience: int  # evaluations without a better one that end the run; 0 = any number
 
-    def judged(self, before: Mapping[str, Any], step: int, row: Mapping[str, float]) -> dict[str, Any]:
-        """Returns the best so far after an evaluation: of, step, value, and since: evaluations since then.
+    def judged(
+        self, before: Mapping[str, Any], step: int, row: Mapping[str, float]
+    ) -> dict[str, Any]:
+        """Returns the best so far after an evaluation: of, step, value, and since:
+        evaluations since then.
 
         Args:
           before: the same before it; {}: none, or of another figure.
         """
         value, known = row[self.name], before.get("of") == self._of
         sign = -1 if self.largest else 1
-        if math.isfinite(value) and (not known or sign * value < sign * before["value"]):
+        if math.isfinite(value) and (
+            not known or sign * value < sign * before["value"]
+        ):
             return {"of": self._of, "step": step, "value": value, "since": 0}
         return {**before, "since": before["since"] + 1} if known else {}
 
     def exhausted(self, best: Mapping[str, Any]) -> str:
         """Returns why the run ends, "" if it does not."""
-        if not self.patience or best.get("of") != self._of or best["since"] < self.patience:
+        if (
+            not self.patience
+            or best.get("of") != self._of
+            or best["since"] < self.patience
+        ):
             return ""
         return (
             f"{self.name} has been no better than {best['value']:.6g} (step {best['step']}) in the last "
@@ -53,10 +66,16 @@ class BestRule:
         return f"{self.name}:{'max' if self.largest else 'min'}"
 
     def check(self, config: RunConfig, built: TrainStep) -> None:
-        """Raises ConfigError if the evaluations of a run's model have no such field; traces one."""
-        abstract = built.abstract_batch(build.batch_shapes(config, config.batch.global_size))
+        """Raises ConfigError if the evaluations of a run's model have no such field;
+        traces one.
+        """
+        abstract = built.abstract_batch(
+            build.batch_shapes(config, config.batch.global_size)
+        )
         *_, others = jax.eval_shape(built.evaluate, built.abstract_state, abstract)
-        if self.name not in (known := ["eval_loss", *(f"eval_{name}" for name in others)]):
+        if self.name not in (
+            known := ["eval_loss", *(f"eval_{name}" for name in others)]
+        ):
             raise ConfigError(
                 f"checkpoint.keep_best={self.name}: evaluations of this model have {', '.join(known)}."
                 f"{suggest(self.name, known)}"
@@ -84,18 +103,26 @@ def checked_best(value: Any) -> dict[str, Any]:
         if name not in kinds:
             raise Malformed(f"progress.best has {name:.40}")
         of_kind(best.get(name), kinds[name], f"progress.best.{name}")
-    if best and (min(best["step"], best["since"]) < 0 or not math.isfinite(best["value"])):
+    if best and (
+        min(best["step"], best["since"]) < 0 or not math.isfinite(best["value"])
+    ):
         raise Malformed(f"progress.best is {best!r:.80}")
     return best
 
 
 def best_step(checkpoints: Path) -> int:
-    """Returns the step of the best evaluation, as the newest readable checkpoint has it.
+    """Returns the step of the best evaluation, as the newest readable checkpoint has
+    it.
 
     Raises:
       ConfigError: none tells one.
     """
     for step in files.newest_first(checkpoints):
         with contextlib.suppress(CheckpointError, KeyError, TypeError, ValueError):
-            return of_kind(files.read_step(checkpoints, step).metadata["progress"]["best"]["step"], int)
-    raise ConfigError(f"step best: no checkpoint in {checkpoints} tells it; train with checkpoint.keep_best")
+            return of_kind(
+                files.read_step(checkpoints, step).metadata["progress"]["best"]["step"],
+                int,
+            )
+    raise ConfigError(
+        f"step best: no checkpoint in {checkpoints} tells it; train with checkpoint.keep_best"
+    )

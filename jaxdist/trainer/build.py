@@ -1,4 +1,6 @@
-"""What is built of a RunConfig: the model's spec, placements, batches and the train step."""
+"""What is built of a RunConfig: the model's spec, placements, batches and the train
+step.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -35,14 +37,18 @@ from jaxdist.trainer.run_config import Build, RunConfig
 
 
 def shares_vocabulary(run: RunConfig, spec: ModelSpec) -> bool:
-    """Returns whether a pipeline's stages split the vocabulary: only `jaxdist.ops` know their part."""
+    """Returns whether a pipeline's stages split the vocabulary: only `jaxdist.ops` know
+    their part.
+    """
     return run.pipeline.edges == "sharded" and spec.casts_itself
 
 
 def rules_for(run: RunConfig, spec: ModelSpec, shape: MeshShape) -> Rules:
     """Returns the rule table of a run on a mesh."""
     shared = shares_vocabulary(run, spec)
-    return build_rules(run.mesh, shape, vocab_over_stages=shared, attention=run.context.attention)
+    return build_rules(
+        run.mesh, shape, vocab_over_stages=shared, attention=run.context.attention
+    )
 
 
 def model_spec(run: RunConfig, build: Build | None = None) -> ModelSpec:
@@ -51,7 +57,9 @@ def model_spec(run: RunConfig, build: Build | None = None) -> ModelSpec:
     Raises:
       ConfigError: it cannot be built so.
     """
-    build = adapters.adapted(build or registry.build_function(run.model_class, run.model_options), run.lora)
+    build = adapters.adapted(
+        build or registry.build_function(run.model_class, run.model_options), run.lora
+    )
     return describe(build, frozen=run.optimizer.frozen, rules=run.sharding.rules)
 
 
@@ -65,7 +73,8 @@ def build_step(
     schedule_steps: schedules.ScheduleSteps | None = None,
     max_traces: int | None = None,
 ) -> TrainStep:
-    """Returns the train step of a validated run on a mesh: the one that everything uses.
+    """Returns the train step of a validated run on a mesh: the one that everything
+    uses.
 
     Args:
       optimizer: instead of the config's.
@@ -73,7 +82,9 @@ def build_step(
       max_traces: times that `step` may be traced; a further one raises a RuntimeError.
     """
     size = run.batch.global_size
-    schedule = schedules.build_schedule(run.optimizer, run.train.steps, size, schedule_steps)
+    schedule = schedules.build_schedule(
+        run.optimizer, run.train.steps, size, schedule_steps
+    )
     step = StepConfig(
         seed=run.seed,
         accumulation=run.batch.accumulation,
@@ -90,7 +101,9 @@ def build_step(
         staging=staging(run, spec, rules.shape),
         max_traces=max_traces,
     )
-    return build_train_step(spec, optimizer or run.optimizer, schedule, mesh, rules, step)
+    return build_train_step(
+        spec, optimizer or run.optimizer, schedule, mesh, rules, step
+    )
 
 
 def loss_scale(run: RunConfig) -> DynamicLossScale | None:
@@ -101,8 +114,12 @@ def loss_scale(run: RunConfig) -> DynamicLossScale | None:
     return DynamicLossScale(given.loss_scale, given.loss_scale_growth_interval)
 
 
-def text_generator(run: RunConfig, spec: ModelSpec, built: TrainStep) -> TokenGenerator | None:
-    """Returns what continues prompts with a run's model; None if the model has no `decode`."""
+def text_generator(
+    run: RunConfig, spec: ModelSpec, built: TrainStep
+) -> TokenGenerator | None:
+    """Returns what continues prompts with a run's model; None if the model has no
+    `decode`.
+    """
     if not hasattr(spec.model_class, "decode"):
         return None
     return TokenGenerator(spec, built.mesh, built.rules, compute=run.precision.compute)
@@ -113,7 +130,9 @@ def staging(run: RunConfig, spec: ModelSpec, shape: MeshShape) -> Staging | None
     if shape.sizes["pipeline"] == 1:
         return None
     stages = shape.sizes["pipeline"]
-    return Staging(run.pipeline, spec.depth, stages, spec.period, spec.block_layers, run.remat)
+    return Staging(
+        run.pipeline, spec.depth, stages, spec.period, spec.block_layers, run.remat
+    )
 
 
 def placements(run: RunConfig, spec: ModelSpec, rules: Rules) -> list[Placement]:
@@ -124,128 +143,216 @@ def placements(run: RunConfig, spec: ModelSpec, rules: Rules) -> list[Placement]
     """
     cut = staging(run, spec, rules.shape)
     parameters = {
-        path: (jax.ShapeDtypeStruct(x.shape, stored_dtype(x, run.precision.params)), names)
-        for path, (x, names) in (cut.staged_spec(spec) if cut else spec).named_parameters().items()
+        path: (
+            jax.ShapeDtypeStruct(x.shape, stored_dtype(x, run.precision.params)),
+            names,
+        )
+        for path, (x, names) in (cut.staged_spec(spec) if cut else spec)
+        .named_parameters()
+        .items()
     }
     return place(parameters, rules)
 
 
 def open_data(
-    run: RunConfig, folder: Path, log: Callable[[str], None], *, stride: int | None = None
+    run: RunConfig,
+    folder: Path,
+    log: Callable[[str], None],
+    *,
+    stride: int | None = None,
 ) -> Dataset:
-    """Returns the dataset of the run in `folder`; `log` takes a line per event of making its tokens.
+    """Returns the dataset of the run in `folder`; `log` takes a line per event of
+    making its tokens.
 
     Args:
       stride: see `open_dataset`.
     """
     length, vocab_size, seed = run.batch.sequence_length, run.vocab_size, run.seed
-    options: dict[str, Any] = {"sequence_length": length, "vocab_size": vocab_size, "seed": seed}
+    options: dict[str, Any] = {
+        "sequence_length": length,
+        "vocab_size": vocab_size,
+        "seed": seed,
+    }
     return open_dataset(run.data, **options, folder=folder, log=log, stride=stride)
 
 
 def batch_shardings(run: RunConfig, built: TrainStep) -> Mapping[str, Sharding]:
-    """Returns the sharding of each entry of the run's batches; reads the data's files, as `batch_shapes`."""
+    """Returns the sharding of each entry of the run's batches; reads the data's files,
+    as `batch_shapes`.
+    """
     return built.batch_shardings(batch_shapes(run, run.batch.global_size))
 
 
 def train_loader(
-    run: RunConfig, rules: Rules, shardings: Mapping[str, Sharding], dataset: Dataset, start: int
+    run: RunConfig,
+    rules: Rules,
+    shardings: Mapping[str, Sharding],
+    dataset: Dataset,
+    start: int,
 ) -> Loader:
-    """Returns the global training batches on the devices, from step `start` on; reads no file anew."""
-    size, prefetch, even = run.batch.global_size, run.data.prefetch, balancer(run, rules, dataset)
+    """Returns the global training batches on the devices, from step `start` on; reads
+    no file anew.
+    """
+    size, prefetch, even = (
+        run.batch.global_size,
+        run.data.prefetch,
+        balancer(run, rules, dataset),
+    )
     return Loader(
-        dataset, global_size=size, shardings=shardings, start=start, prefetch=prefetch, balancer=even
+        dataset,
+        global_size=size,
+        shardings=shardings,
+        start=start,
+        prefetch=prefetch,
+        balancer=even,
     )
 
 
-def held_out_loader(run: RunConfig, shardings: Mapping[str, Sharding], dataset: Dataset) -> Loader:
+def held_out_loader(
+    run: RunConfig, shardings: Mapping[str, Sharding], dataset: Dataset
+) -> Loader:
     """Returns the held-out batches on the devices; reads no file anew."""
     size, prefetch = run.batch.global_size, run.data.prefetch
-    return Loader(dataset, global_size=size, shardings=shardings, split="validation", prefetch=prefetch)
+    return Loader(
+        dataset,
+        global_size=size,
+        shardings=shardings,
+        split="validation",
+        prefetch=prefetch,
+    )
 
 
 def balancer(run: RunConfig, rules: Rules, dataset: Dataset) -> Balancer:
-    """Returns what says where the rows of a run's batches go, and how even their attention work is."""
+    """Returns what says where the rows of a run's batches go, and how even their
+    attention work is.
+    """
     batch, heads = run.batch, getattr(run.model_config, "num_heads", None)
-    context, zigzag = 1, False  # of attention by heads too: its devices have equal work in every row
+    # of attention by heads too: its devices have equal work in every row
+    context, zigzag = 1, False
     if heads and run.data.is_text:
         form = context_attention.form_under(rules, (1, batch.sequence_length, heads, 1))
         context, zigzag = form.context if form.parts > 1 else 1, form.name == "ring"
     flow = num_microbatches(run, rules.shape)
     grid = StepGrid(batch.accumulation, flow, rules.shape.batch_shards, context, zigzag)
-    return Balancer(dataset, batch.global_size, grid, balanced=run.data.balance == "attention")
+    return Balancer(
+        dataset, batch.global_size, grid, balanced=run.data.balance == "attention"
+    )
 
 
 def batch_shapes(run: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes and dtypes of a batch of `size` samples, as the run's dataset makes it."""
+    """Returns shapes and dtypes of a batch of `size` samples, as the run's dataset
+    makes it.
+    """
     sample = sample_shapes(run.data, run.batch.sequence_length).items()
-    return {name: jax.ShapeDtypeStruct((size, *dims), dtype) for name, (dims, dtype) in sample}
+    return {
+        name: jax.ShapeDtypeStruct((size, *dims), dtype)
+        for name, (dims, dtype) in sample
+    }
 
 
 def targets_per_sample(run: RunConfig) -> int:
-    """Returns how many targets a sample has, which speeds and FLOPs are told by; images have one."""
-    return math.prod(sample_shapes(run.data, run.batch.sequence_length).get("weights", ((), ""))[0])
+    """Returns how many targets a sample has, which speeds and FLOPs are told by; images
+    have one.
+    """
+    return math.prod(
+        sample_shapes(run.data, run.batch.sequence_length).get("weights", ((), ""))[0]
+    )
 
 
 def unit(run: RunConfig) -> str:
-    """Returns what a run counts: "tokens", or "samples" where a sample has no targets of its own."""
-    dims, _ = sample_shapes(run.data, run.batch.sequence_length).get("weights", ((), ""))
+    """Returns what a run counts: "tokens", or "samples" where a sample has no targets
+    of its own.
+    """
+    dims, _ = sample_shapes(run.data, run.batch.sequence_length).get(
+        "weights", ((), "")
+    )
     return "tokens" if dims else "samples"
 
 
 def counts(run: RunConfig, spec: ModelSpec) -> str:
-    """Returns how many parameters there are, how many of them are trained, and how many a token uses."""
-    text = adapters.summary(spec.trainable, spec.frozen, run.lora) if run.lora.rank else spec.counts
+    """Returns how many parameters there are, how many of them are trained, and how many
+    a token uses.
+    """
+    text = (
+        adapters.summary(spec.trainable, spec.frozen, run.lora)
+        if run.lora.rank
+        else spec.counts
+    )
     active = active_parameters(run, spec)
     return text + f", {active:,} active for a token" * (active < spec.parameter_count)
 
 
 def active_parameters(run: RunConfig, spec: ModelSpec) -> int:
     """Returns how many parameters a token uses: of experts those that it goes to."""
-    return sum(round(x.size * active_share(run, names)) for x, names in spec.named_parameters().values())
+    return sum(
+        round(x.size * active_share(run, names))
+        for x, names in spec.named_parameters().values()
+    )
 
 
 def active_share(run: RunConfig, names: Names) -> float:
-    """Returns the share of a parameter that a token uses, 1 but for kernels of experts."""
-    experts, chosen = (run.model.get(name) for name in ("num_experts", "experts_per_token"))
+    """Returns the share of a parameter that a token uses, 1 but for kernels of
+    experts.
+    """
+    experts, chosen = (
+        run.model.get(name) for name in ("num_experts", "experts_per_token")
+    )
     return chosen / experts if "experts" in names and experts and chosen else 1.0
 
 
 def num_microbatches(run: RunConfig, shape: MeshShape) -> int:
-    """Returns the microbatches of an accumulation step: 4 x stages by default, 1 without a pipeline."""
+    """Returns the microbatches of an accumulation step: 4 x stages by default, 1
+    without a pipeline.
+    """
     stages = shape.sizes["pipeline"]
     return 1 if stages == 1 else run.pipeline.microbatches or 4 * stages
 
 
 def step_lines(run: RunConfig, spec: ModelSpec, built: TrainStep) -> list[str]:
-    """Returns what a step is made of: its batch, when gradients are summed, and what the model chooses."""
+    """Returns what a step is made of: its batch, when gradients are summed, and what
+    the model chooses.
+    """
     choices = registry.model_hook(run.model_config, "choices") or list
     with execution.activate(built.mesh, built.rules):
         chosen: list[str] = choices()
-    lines = [batch_arithmetic(run, built.rules.shape), *reduction_lines(run, spec, built.rules)]
+    lines = [
+        batch_arithmetic(run, built.rules.shape),
+        *reduction_lines(run, spec, built.rules),
+    ]
     lines += precision.advice(run.precision, built.mesh.devices.flat[0])
-    lines += product_formats.lines(run, spec, built.mesh.devices.flat[0], partial(batch_shapes, run, 1))
+    lines += product_formats.lines(
+        run, spec, built.mesh.devices.flat[0], partial(batch_shapes, run, 1)
+    )
     return [*lines, *context_lines(run, built.rules), *chosen]
 
 
 def attention_sizes(run: RunConfig) -> context_costs.Sizes | None:
-    """Returns the sizes of a model's attention over whole sequences; None where they are not known."""
+    """Returns the sizes of a model's attention over whole sequences; None where they
+    are not known.
+    """
     names = ("num_heads", "num_kv_heads", "head_dim")
     heads, kv_heads, size = (getattr(run.model_config, name, None) for name in names)
     if not (heads and kv_heads and size and run.data.is_text):
         return None
     itemsize = jnp.dtype(run.precision.compute).itemsize
-    return context_costs.Sizes(run.batch.sequence_length, heads, kv_heads, size, itemsize)
+    return context_costs.Sizes(
+        run.batch.sequence_length, heads, kv_heads, size, itemsize
+    )
 
 
 def context_lines(run: RunConfig, rules: Rules) -> list[str]:
-    """Returns the line that says how attention sees sequences that devices share out; none else."""
+    """Returns the line that says how attention sees sequences that devices share out;
+    none else.
+    """
     sizes = attention_sizes(run)
     return context_costs.explain(rules, sizes) if sizes else []
 
 
-def reduction_lines(run: RunConfig, spec: ModelSpec, rules: Rules, *, forced: bool = False) -> list[str]:
-    """Returns the line that says how often a step sums its parts' gradients; none if it has one part.
+def reduction_lines(
+    run: RunConfig, spec: ModelSpec, rules: Rules, *, forced: bool = False
+) -> list[str]:
+    """Returns the line that says how often a step sums its parts' gradients; none if it
+    has one part.
 
     Args:
       forced: only says it where the model does not allow what would be cheaper.
@@ -255,8 +362,16 @@ def reduction_lines(run: RunConfig, spec: ModelSpec, rules: Rules, *, forced: bo
     if not chosen.over or (forced and not chosen.why_each):
         return []
     cut = staging(run, spec, rules.shape)
-    size = reduction.summed_bytes(cut.staged_spec(spec) if cut else spec, rules, run.precision.reduce) / 1e6
-    each, once = f"with each of {parts} parts, {parts * size:.1f} MB", f"once a step, {size:.1f} MB"
+    size = (
+        reduction.summed_bytes(
+            cut.staged_spec(spec) if cut else spec, rules, run.precision.reduce
+        )
+        / 1e6
+    )
+    each, once = (
+        f"with each of {parts} parts, {parts * size:.1f} MB",
+        f"once a step, {size:.1f} MB",
+    )
     how = f"{once} a device (mesh.reduce=each: {each})"
     if chosen.why_each:
         how = f"{each} a device (once a step: {size:.1f} MB): {chosen.why_each}"
@@ -270,7 +385,10 @@ def batch_arithmetic(run: RunConfig, shape: MeshShape) -> str:
     unit, tokens = "samples", ""
     if run.data.is_text:
         total = batch.global_size * batch.sequence_length
-        unit, tokens = "sequences", f"; x {batch.sequence_length} tokens = {total:,} tokens a step"
+        unit, tokens = (
+            "sequences",
+            f"; x {batch.sequence_length} tokens = {total:,} tokens a step",
+        )
     return (
         f"batch: {batch.global_size} {unit} a step = {batch.accumulation} accumulation x "
         f"{f'{flow} microbatches x ' if flow > 1 else ''}{shape.batch_shards} batch shards x "

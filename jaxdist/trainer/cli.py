@@ -1,4 +1,6 @@
-"""The command line of a run: `--config NAME --config.a.b=value ...` to a RunConfig, and exit codes."""
+"""The command line of a run: `--config NAME --config.a.b=value ...` to a RunConfig, and
+exit codes.
+"""
 
 import argparse
 import os
@@ -30,37 +32,56 @@ from jaxdist.models import registry
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.resilience.run_progress import default_workdir
 from jaxdist.trainer import config_json, from_run, loggers, pretrained, workdir
-from jaxdist.trainer.run_config import RunConfig, default_config, from_config, full_schema, model_defaults
+from jaxdist.trainer.run_config import (
+    RunConfig,
+    default_config,
+    from_config,
+    full_schema,
+    model_defaults,
+)
 
 
 class ConfigParser(Parser):
-    """A parser with --config and --help, for commands that take `--config NAME --config.a.b=value ...`."""
+    """A parser with --config and --help, for commands that take `--config NAME
+    --config.a.b=value ...`.
+    """
 
     def __init__(self, name: str, description: str | None):
-        super().__init__(prog=f"jaxdist {name}", description=description, add_help=False)
+        super().__init__(
+            prog=f"jaxdist {name}", description=description, add_help=False
+        )
         listed = "list all fields of --config, or those with this text, e.g. --help optimizer"
-        self.add_argument("-h", "--help", nargs="?", const="", metavar="TEXT", help=listed)
-        self.add_argument("--config", help="packaged name or path, with optional :argument")
+        self.add_argument(
+            "-h", "--help", nargs="?", const="", metavar="TEXT", help=listed
+        )
+        self.add_argument(
+            "--config", help="packaged name or path, with optional :argument"
+        )
         _add_trust(self)
 
 
 def parse(
     parser: ConfigParser, arguments: Sequence[str] | None = None
 ) -> tuple[argparse.Namespace, RunConfig]:
-    """Returns a command's own flags and the RunConfig of `--config NAME --config.a.b=value ...`.
+    """Returns a command's own flags and the RunConfig of `--config NAME
+    --config.a.b=value ...`.
 
-    With `--config` and `--help`, lists every field with type, default and meaning. A `--workdir` that holds
-    a run needs no `--config`: it goes on with its own.
+    With `--config` and `--help`, lists every field with type, default and meaning. A
+    `--workdir` that holds a run needs no `--config`: it goes on with its own.
 
     Raises:
       ConfigError: everything wrong with the config, at once.
     """
-    overrides, rest, faults = _take_overrides(sys.argv[1:] if arguments is None else arguments)
+    overrides, rest, faults = _take_overrides(
+        sys.argv[1:] if arguments is None else arguments
+    )
     flags, unknown = parser.parse_known_args(rest)
     faults = [*_unknown_faults(unknown, vars(flags)), *faults]
     if folder := getattr(flags, "workdir", None):
         if "://" in folder:
-            faults.append(f"--workdir {folder}: must be a local folder; checkpoint.folder takes gs://")
+            faults.append(
+                f"--workdir {folder}: must be a local folder; checkpoint.folder takes gs://"
+            )
         elif fault := workdir.name_fault(folder):
             faults.append(f"--workdir {fault}")
     if flags.help == "":
@@ -97,17 +118,25 @@ def parse(
 def _print_fields(config: ConfigDict, fields: schema.Schema, words: str | None) -> None:
     if words is not None:
         width = shutil.get_terminal_size().columns
-        print("\n" * (not words) + files.help_text(config, fields, words=words, width=width))
+        print(
+            "\n" * (not words)
+            + files.help_text(config, fields, words=words, width=width)
+        )
 
 
-def _take_overrides(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
-    """Returns the overrides --config.a.b=value (or --config.a.b value), the other words, and faults.
+def _take_overrides(
+    arguments: Sequence[str],
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """Returns the overrides --config.a.b=value (or --config.a.b value), the other
+    words, and faults.
 
     They are taken first: to argparse a value such as -hello would be a flag.
     """
     overrides, rest, faults, words = {}, [], [], deque(arguments)
     while words:
-        path, equals, value = (word := words.popleft()).removeprefix("--config.").partition("=")
+        path, equals, value = (
+            (word := words.popleft()).removeprefix("--config.").partition("=")
+        )
         if not word.startswith("--config."):
             rest.append(word)
         elif not equals and (not words or words[0].startswith("--")):
@@ -117,8 +146,11 @@ def _take_overrides(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]
     return overrides, rest, faults
 
 
-def _config_named(flags: argparse.Namespace, folder: str | None, faults: Sequence[str]) -> str:
-    """Returns the --config of a command line without one: that of the run in its workdir.
+def _config_named(
+    flags: argparse.Namespace, folder: str | None, faults: Sequence[str]
+) -> str:
+    """Returns the --config of a command line without one: that of the run in its
+    workdir.
 
     Raises:
       ConfigError: it has none; also the faults so far.
@@ -126,58 +158,90 @@ def _config_named(flags: argparse.Namespace, folder: str | None, faults: Sequenc
     if folder and (file := Path(folder) / workdir.CONFIG).is_file():
         return str(file)
     if flags.help is not None:
-        _print_fields(default_config(), full_schema(registry.DEFAULT_TARGET), flags.help or None)
+        _print_fields(
+            default_config(), full_schema(registry.DEFAULT_TARGET), flags.help or None
+        )
         raise SystemExit(0)
     where = f", and {folder} holds no run that could go on" if folder else ""
     missing = f"--config is missing{where}: name one, e.g. --config quickstart"
-    raise ConfigError(faults if any(_AS_CONFIG in fault for fault in faults) else [*faults, missing])
+    raise ConfigError(
+        faults if any(_AS_CONFIG in fault for fault in faults) else [*faults, missing]
+    )
 
 
 _AS_CONFIG = "Did you mean --config "
 
 
 def _unknown_faults(words: Sequence[str], flags: Iterable[str]) -> Iterator[str]:
-    """Yields a line for each word of a command line that is no flag, with what may be meant."""
+    """Yields a line for each word of a command line that is no flag, with what may be
+    meant.
+    """
     names, left = ["--" + flag.replace("_", "-") for flag in flags], deque(words)
     paths = full_schema(registry.DEFAULT_TARGET) if words else {}
-    packaged = {file.stem for folder in files.packaged_folders() for file in folder.glob("[a-z]*.py")}
+    packaged = {
+        file.stem
+        for folder in files.packaged_folders()
+        for file in folder.glob("[a-z]*.py")
+    }
     while left:
         name, equals, value = (word := left.popleft()).partition("=")
         wanted = name.removeprefix("--").replace("-", "_")
         meant = [path for path in paths if wanted in (path, path.rpartition(".")[2])]
         hint = suggest(name, names)
         if name.startswith("--") and meant:
-            taken = left.popleft() if not equals and left and not left[0].startswith("--") else value
-            hint = " Did you mean " + " or ".join(f"--config.{p}={taken or 'VALUE'}" for p in meant[:3]) + "?"
+            taken = (
+                left.popleft()
+                if not equals and left and not left[0].startswith("--")
+                else value
+            )
+            hint = (
+                " Did you mean "
+                + " or ".join(f"--config.{p}={taken or 'VALUE'}" for p in meant[:3])
+                + "?"
+            )
         elif name.partition(":")[0] in packaged or name.endswith((".py", ".json")):
             hint = f" {_AS_CONFIG}{word}?"
         yield f"{word}: no such flag;{hint} --help lists them"
 
 
 def _load(flags: argparse.Namespace, overrides: Mapping[str, str]) -> ConfigDict:
-    """Returns the config that --config names: a Python file's, or that of a run's config.json."""
-    whole = flags.config.endswith(".json") and os.path.isfile(flags.config)  # its folder may have a colon
-    name, colon, argument = (flags.config, "", "") if whole else flags.config.partition(":")
+    """Returns the config that --config names: a Python file's, or that of a run's
+    config.json.
+    """
+    # its folder may have a colon
+    whole = flags.config.endswith(".json") and os.path.isfile(flags.config)
+    name, colon, argument = (
+        (flags.config, "", "") if whole else flags.config.partition(":")
+    )
     if not (name.endswith(".json") and os.path.isfile(name)):
         return files.load(flags.config, folders=files.packaged_folders())
     if colon:
-        raise ConfigError(f"--config={flags.config}: {name} takes no argument. Remove ':{argument}'.")
+        raise ConfigError(
+            f"--config={flags.config}: {name} takes no argument. Remove ':{argument}'."
+        )
     stored = config_json.read(Path(name))
     _refuse_source_code(config_json.target_of(stored), overrides, stored)
     named = overrides.get("model.target")
-    run = config_json.resolve(stored, Path(name).parent, named=named, trust_code=flags.trust_code)
+    run = config_json.resolve(
+        stored, Path(name).parent, named=named, trust_code=flags.trust_code
+    )
     return schema.to_config_dict(run)
 
 
-def _refuse_source_code(target: str, overrides: Mapping[str, str], config: Mapping | ConfigDict) -> None:
+def _refuse_source_code(
+    target: str, overrides: Mapping[str, str], config: Mapping | ConfigDict
+) -> None:
     """Raises ConfigError if the model's file lies in the run that it begins with."""
     source = {**schema.flatten(config), **overrides}.get("init.from_run")
     if isinstance(source, str) and source:
         from_run.refuse_code(source, target)
 
 
-def _check_loggers(flags: argparse.Namespace, config: RunConfig, *, chosen: bool) -> None:
-    """Refuses, for a command that trains, a logger's code in the run's folder, or named by its config alone.
+def _check_loggers(
+    flags: argparse.Namespace, config: RunConfig, *, chosen: bool
+) -> None:
+    """Refuses, for a command that trains, a logger's code in the run's folder, or named
+    by its config alone.
 
     Args:
       chosen: whether the command line names the loggers.
@@ -190,7 +254,9 @@ def _check_loggers(flags: argparse.Namespace, config: RunConfig, *, chosen: bool
         registry.refuse_inside(target, _workdir(flags), key=loggers.KEY)
         if flags.config.endswith(".json") and not chosen:
             folder, trust = Path(flags.config).parent, flags.trust_code
-            registry.check_stored_target(target, folder, trust_code=trust, key=loggers.KEY)
+            registry.check_stored_target(
+                target, folder, trust_code=trust, key=loggers.KEY
+            )
 
 
 def _workdir(flags: argparse.Namespace) -> Path:
@@ -199,7 +265,10 @@ def _workdir(flags: argparse.Namespace) -> Path:
 
 def _config_in_workdir(flags: argparse.Namespace, target: str) -> RunConfig | None:
     """Returns the config of the run that lies in a command's workdir, if it has one."""
-    if not hasattr(flags, "workdir") or not ((folder := _workdir(flags)) / workdir.CONFIG).is_file():
+    if (
+        not hasattr(flags, "workdir")
+        or not ((folder := _workdir(flags)) / workdir.CONFIG).is_file()
+    ):
         return None
     return workdir.read_config(folder, named=target, trust_code=flags.trust_code)
 
@@ -214,23 +283,34 @@ def _step(text: str) -> int | str:
 
 
 class WorkdirParser(Parser):
-    """A parser with --workdir, --step and --mesh, for commands that use a trained run."""
+    """A parser with --workdir, --step and --mesh, for commands that use a
+    trained run.
+    """
 
     def __init__(self, name: str, description: str | None):
         super().__init__(prog=f"jaxdist {name}", description=description)
-        self.add_argument("--workdir", required=True, type=Path, help="folder of the run")
-        self.add_argument("--step", type=_step, help="checkpoint to read, or best (default: the newest)")
+        self.add_argument(
+            "--workdir", required=True, type=Path, help="folder of the run"
+        )
+        self.add_argument(
+            "--step",
+            type=_step,
+            help="checkpoint to read, or best (default: the newest)",
+        )
         self.add_argument(
             "--mesh",
             help="AXIS=SIZE,..., e.g. fsdp=4,tensor=2 (default: one that fits); context for long texts",
         )
         named = "of the run, if its model is your own: trusts this code alone"
-        self.add_argument("--config.model.target", dest="target", metavar="TARGET", help=named)
+        self.add_argument(
+            "--config.model.target", dest="target", metavar="TARGET", help=named
+        )
         _add_trust(self)
 
 
 def run_options(flags: argparse.Namespace) -> dict[str, Any]:
-    """Returns what the flags of a WorkdirParser say, for `trained_run.load_run`; joins its processes.
+    """Returns what the flags of a WorkdirParser say, for `trained_run.load_run`; joins
+    its processes.
 
     Standard output is for results: all else goes to standard error.
 
@@ -240,11 +320,20 @@ def run_options(flags: argparse.Namespace) -> dict[str, Any]:
     mesh = None
     if flags.mesh:
         sizes = dict(part.partition("=")[::2] for part in flags.mesh.split(","))
-        axes = {name.strip(): int(n) if n.strip().isdecimal() else n for name, n in sizes.items()}
+        axes = {
+            name.strip(): int(n) if n.strip().isdecimal() else n
+            for name, n in sizes.items()
+        }
         mesh = schema.from_config_dict(MeshConfig, axes)
     _print_error(initialize.prepare())
     trust = {"target": flags.target, "trust_code": flags.trust_code}
-    return {"folder": flags.workdir, "step": flags.step, "mesh": mesh, "log": _print_error, **trust}
+    return {
+        "folder": flags.workdir,
+        "step": flags.step,
+        "mesh": mesh,
+        "log": _print_error,
+        **trust,
+    }
 
 
 def _print_error(line: str | None) -> None:
@@ -253,7 +342,9 @@ def _print_error(line: str | None) -> None:
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """Returns the exit code of a command's main; of a fault that has one, after a line to say so."""
+    """Returns the exit code of a command's main; of a fault that has one, after a line
+    to say so.
+    """
     return quiet_pipe(lambda: _code_of_fault(main))
 
 

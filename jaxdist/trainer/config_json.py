@@ -20,7 +20,9 @@ def read(file: Path) -> dict[str, Any]:
     try:
         stored = tupled(untrusted.read_json(file, dict))
     except FileNotFoundError:
-        raise ConfigError(f"{file.parent}: no run there (no {file.name}); give a run's folder") from None
+        raise ConfigError(
+            f"{file.parent}: no run there (no {file.name}); give a run's folder"
+        ) from None
     except untrusted.Malformed as error:
         raise ConfigError(
             f"{file} is damaged ({error}); put it back, or delete it if --config is what it was"
@@ -30,11 +32,21 @@ def read(file: Path) -> dict[str, Any]:
 
 def renamed(stored: dict[str, Any]) -> dict[str, Any]:
     """Returns a stored config in today's words."""
-    if isinstance(model := stored.get("model"), dict) and str(model.get("target")) in registry.MOVED:
+    if (
+        isinstance(model := stored.get("model"), dict)
+        and str(model.get("target")) in registry.MOVED
+    ):
         model["target"] = registry.MOVED[model["target"]]
-    if isinstance(pipeline := stored.get("pipeline"), dict) and pipeline.get("edges") == "replicated":
-        pipeline["edges"] = "last"  # nothing else is left that has the vocabulary whole on each stage
-    if isinstance(data := stored.get("data"), dict) and data.get("source") in WITHOUT_PATH:
+    if (
+        isinstance(pipeline := stored.get("pipeline"), dict)
+        and pipeline.get("edges") == "replicated"
+    ):
+        # nothing else is left that has the vocabulary whole on each stage
+        pipeline["edges"] = "last"
+    if (
+        isinstance(data := stored.get("data"), dict)
+        and data.get("source") in WITHOUT_PATH
+    ):
         data["path"] = ""  # older versions took one, and did not read it
     return stored
 
@@ -52,16 +64,23 @@ def target_of(stored: Mapping[str, Any]) -> str:
 
 
 def resolve(
-    stored: Mapping[str, Any], folder: Path, *, named: str | None = None, trust_code: bool | None = False
+    stored: Mapping[str, Any],
+    folder: Path,
+    *,
+    named: str | None = None,
+    trust_code: bool | None = False,
 ) -> RunConfig:
-    """Returns the run that a config stored in `folder` describes; all stored configs come through here.
+    """Returns the run that a config stored in `folder` describes; all stored configs
+    come through here.
 
     Args: as `registry.check_stored_target`.
 
     Raises:
       ConfigError: unknown keys, wrong types, or a model whose code is not trusted.
     """
-    registry.check_stored_target(target_of(stored), folder, named=named, trust_code=trust_code)
+    registry.check_stored_target(
+        target_of(stored), folder, named=named, trust_code=trust_code
+    )
     return from_config(stored)
 
 

@@ -8,7 +8,8 @@ from jaxdist.config import ConfigError
 
 
 def sized(config: ConfigDict, size: str | None) -> ConfigDict:
-    """Returns a shipped config as it is, or for size "tiny" as a CPU minute of the same family.
+    """Returns a shipped config as it is, or for size "tiny" as a CPU minute of the same
+    family.
 
     Raises:
       ConfigError: another size.
@@ -19,7 +20,11 @@ def sized(config: ConfigDict, size: str | None) -> ConfigDict:
         grouped = config.model.num_kv_heads < config.model.num_heads
         tiny = _TINY | {"model.num_kv_heads": 2 if grouped else 4}
         if config.model.get("num_experts"):
-            tiny |= {"model.num_experts": 8, "model.experts_per_token": 2, "model.expert_d_ff": 128}
+            tiny |= {
+                "model.num_experts": 8,
+                "model.experts_per_token": 2,
+                "model.expert_d_ff": 128,
+            }
         with config.ignore_type():
             config.update_from_flattened_dict(tiny)
     return config

@@ -1,4 +1,6 @@
-"""The schedule of a run that goes on: as its checkpoints say, extended where `train.steps` was raised."""
+"""The schedule of a run that goes on: as its checkpoints say, extended where
+`train.steps` was raised.
+"""
 
 import contextlib
 from collections.abc import Mapping
@@ -35,16 +37,25 @@ class SettledSchedule(NamedTuple):
             return []
         size = config.batch.global_size
         lines = schedules.describe(
-            config.optimizer, self.steps, train_steps=config.train.steps, global_size=size
+            config.optimizer,
+            self.steps,
+            train_steps=config.train.steps,
+            global_size=size,
         )
         if self.back_to is None:
             return lines
         again = f"steps {self.back_to + 1}-{self.newest} are done again, and their rows replaced"
-        return [*lines, f"back to the checkpoint {self.back_to}, where the decay began: {again}"]
+        return [
+            *lines,
+            f"back to the checkpoint {self.back_to}, where the decay began: {again}",
+        ]
 
 
-def settle_schedule(config: RunConfig, folder: Path, store: CheckpointManager) -> SettledSchedule:
-    """Returns the schedule of the run in `folder`; every process makes the call, the first decides.
+def settle_schedule(
+    config: RunConfig, folder: Path, store: CheckpointManager
+) -> SettledSchedule:
+    """Returns the schedule of the run in `folder`; every process makes the call, the
+    first decides.
 
     Raises:
       ConfigError: what is stored of the schedule cannot be read.
@@ -59,9 +70,16 @@ def settle_schedule(config: RunConfig, folder: Path, store: CheckpointManager) -
 
 
 def milestones(config: RunConfig, steps: ScheduleSteps) -> frozenset[int]:
-    """Returns the steps to save and keep: where wsd's decay begins, which a longer run goes on from."""
+    """Returns the steps to save and keep: where wsd's decay begins, which a longer run
+    goes on from.
+    """
     saves, optimizer = config.checkpoint, config.optimizer
-    if not (saves.interval == "auto" or saves.every_steps or saves.every_minutes or saves.save_at_end):
+    if not (
+        saves.interval == "auto"
+        or saves.every_steps
+        or saves.every_minutes
+        or saves.save_at_end
+    ):
         return frozenset()
     if optimizer.schedule != "wsd" or not schedules.depends_on_train_steps(optimizer):
         return frozenset()
@@ -71,7 +89,8 @@ def milestones(config: RunConfig, steps: ScheduleSteps) -> frozenset[int]:
 def stored_steps(metadata: Mapping[str, Any], config: RunConfig) -> ScheduleSteps:
     """Returns the schedule that a checkpoint was trained with.
 
-    One of an older version has its config alone, or not even that: then it is that of `config`.
+    One of an older version has its config alone, or not even that: then it is that of
+    `config`.
 
     Raises:
       ConfigError: it cannot be read.
@@ -84,34 +103,56 @@ def stored_steps(metadata: Mapping[str, Any], config: RunConfig) -> ScheduleStep
         train_steps = untrusted.of_kind(known["train.steps"], int, "train.steps")
         optimizer = config.optimizer
         if (warmup := known.get("optimizer.warmup_steps")) is not None:
-            optimizer = replace(optimizer, warmup_steps=untrusted.of_kind(warmup, int, "warmup_steps"))
+            optimizer = replace(
+                optimizer, warmup_steps=untrusted.of_kind(warmup, int, "warmup_steps")
+            )
         return schedules.settle(optimizer, train_steps)
     except untrusted.Malformed as error:
-        raise ConfigError(f"the checkpoint's schedule is damaged ({error}); put it back") from error
+        raise ConfigError(
+            f"the checkpoint's schedule is damaged ({error}); put it back"
+        ) from error
 
 
-def _settle(config: RunConfig, folder: Path, store: CheckpointManager) -> SettledSchedule:
+def _settle(
+    config: RunConfig, folder: Path, store: CheckpointManager
+) -> SettledSchedule:
     metadata = manifest.newest_metadata(store.folder, store.run)
     if "progress" not in metadata:
-        return SettledSchedule(schedules.settle(config.optimizer, config.train.steps), None, 0)
+        return SettledSchedule(
+            schedules.settle(config.optimizer, config.train.steps), None, 0
+        )
     done: int = metadata["progress"]["step"]
     stored = stored_steps(metadata, config)
 
     def saved(step: int) -> bool:
         with contextlib.suppress(CheckpointError, OSError):
-            return step in store.steps() and bool(manifest.check(store.folder, step, run=store.run))
+            return step in store.steps() and bool(
+                manifest.check(store.folder, step, run=store.run)
+            )
         return False
 
     def back_to(steps: ScheduleSteps) -> int | None:
-        added = [p.start for p in steps.extensions if p not in stored.extensions and p.start < done]
+        added = [
+            p.start
+            for p in steps.extensions
+            if p not in stored.extensions and p.start < done
+        ]
         return added[0] if added else None
 
     # run.json may know of an extension from which nothing has been saved yet.
     noted = _noted_steps(folder)
-    if noted and replace(noted, extensions=noted.extensions[: len(stored.extensions)]) == stored:
-        if noted.end == config.train.steps and ((step := back_to(noted)) is None or saved(step)):
+    if (
+        noted
+        and replace(noted, extensions=noted.extensions[: len(stored.extensions)])
+        == stored
+    ):
+        if noted.end == config.train.steps and (
+            (step := back_to(noted)) is None or saved(step)
+        ):
             return SettledSchedule(noted, step, done)
-    steps = schedules.extend(config.optimizer, stored, done=done, train_steps=config.train.steps, saved=saved)
+    steps = schedules.extend(
+        config.optimizer, stored, done=done, train_steps=config.train.steps, saved=saved
+    )
     return SettledSchedule(steps, back_to(steps), done)
 
 

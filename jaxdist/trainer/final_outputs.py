@@ -41,7 +41,8 @@ def write_final_outputs(
             )
             text = train.sample_prompt + tokenizer.decode(generation.tokens)
             display.note(f"sample:\n{text}")
-        except ConfigError as error:  # the run is done and saved: no sample is no failure
+        except ConfigError as error:
+            # the run is done and saved: no sample is no failure
             display.note(f"no sample: {error}")
     if jax.process_index() == 0:
         try:

@@ -20,9 +20,12 @@ class HeldOut(NamedTuple):
     loss: float  # nats per target
     tokens: int | float  # targets scored
     perplexity: float  # exp(loss)
-    bits_per_byte: float | None  # comparable across tokenizers; None: the text's bytes are unknown
-    bytes_per_token: float | None  # UTF-8 bytes a token stands for, in the held-out text
-    metrics: dict[str, float] = {}  # means by name: the model's own `metrics`, and "aux/NAME" of its loss
+    # comparable across tokenizers; None: the text's bytes are unknown
+    bits_per_byte: float | None
+    # UTF-8 bytes a token stands for, in the held-out text
+    bytes_per_token: float | None
+    # means by name: the model's own `metrics`, and "aux/NAME" of its loss
+    metrics: dict[str, float] = {}
     windows: int | None = None  # sliding ones; None: the set is not cut so
     documents: int | None = None  # that these windows are of
 
@@ -77,4 +80,8 @@ def held_out(
     figures = result.perplexity, bits_per_byte, per_token
     found = HeldOut(step, result.loss, result.tokens, *figures, result.metrics)
     sliding = dataset.validation_windows
-    return found._replace(windows=sliding.windows, documents=sliding.documents) if sliding else found
+    return (
+        found._replace(windows=sliding.windows, documents=sliding.documents)
+        if sliding
+        else found
+    )

@@ -1,10 +1,12 @@
-"""Hooks of the training loop: functions that are called between two steps, each at steps of its own.
+"""Hooks of the training loop: functions that are called between two steps, each at
+steps of its own.
 
-`jaxdist.fit(hooks=[jaxdist.every(100, look)])` calls `look(view)` after every 100th step.
+`jaxdist.fit(hooks=[jaxdist.every(100, look)])` calls `look(view)` after every 100th
+step.
 
-A hook may evaluate, log, save or end the run. Before it is called, the steps so far are done and recorded,
-so a hook at each step costs the devices their queue: use `every(n, ...)`. All processes call the same
-hooks at the same steps, so a hook may run programs on all devices.
+A hook may evaluate, log, save or end the run. Before it is called, the steps so far are
+done and recorded, so a hook at each step costs the devices their queue: use `every(n,
+...)`. All processes call the same hooks at the same steps, so a hook may run programs on all devices.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,9 +30,12 @@ class StepView:
     metrics: Metrics  # of this step, on the devices
     progress: Progress  # this step included; elapsed_s leaves out the time of hooks
     last: bool  # whether no step follows
-    interrupted: bool  # whether a signal asked to stop: there may be no time for long work
-    log: Callable[[int, Mapping[str, Any]], None]  # adds a row (step, values) to metrics.jsonl and loggers
-    weights: Callable[[], dict[str, jax.Array]]  # {path: what is trained}, as checkpoints have it
+    # whether a signal asked to stop: there may be no time for long work
+    interrupted: bool
+    # adds a row (step, values) to metrics.jsonl and loggers
+    log: Callable[[int, Mapping[str, Any]], None]
+    # {path: what is trained}, as checkpoints have it
+    weights: Callable[[], dict[str, jax.Array]]
     save_requested: bool = field(default=False, init=False)
     stop_reason: str = field(default="", init=False)
 
@@ -39,7 +44,9 @@ class StepView:
         self.save_requested = True
 
     def stop(self, reason: str) -> None:
-        """Ends training after this step as after the last one: it is evaluated and saved."""
+        """Ends training after this step as after the last one: it is evaluated and
+        saved.
+        """
         self.stop_reason = reason
 
 
@@ -50,15 +57,21 @@ class Hook:
     steps: int
     function: Callable[[StepView], None]
     at_end: bool
-    bucket: str = field(default=ledger.HOOKS, init=False)  # of the ledger, that its time goes to
-    called_at: int = field(default=-1, init=False)  # the last step that it was called after
+    # of the ledger, that its time goes to
+    bucket: str = field(default=ledger.HOOKS, init=False)
+    # the last step that it was called after
+    called_at: int = field(default=-1, init=False)
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to call the hook after an update; the same on all processes."""
+        """Returns whether to call the hook after an update; the same on all
+        processes.
+        """
         return self.steps > 0 and step % self.steps == 0
 
     def __call__(self, view: StepView) -> None:
-        """Calls the function if the step is due. The loop does so once more after the last step."""
+        """Calls the function if the step is due. The loop does so once more after the
+        last step.
+        """
         at_end = self.at_end and self.steps > 0 and view.last
         due = not view.interrupted and (at_end or self.is_due(view.step))
         if due and view.step != self.called_at:
@@ -66,11 +79,15 @@ class Hook:
             self.called_at = view.step
 
 
-def every(steps: int, function: Callable[[StepView], None], *, at_end: bool = False) -> Hook:
-    """Returns a hook that calls `function` after each `steps` updates; never, if that is 0.
+def every(
+    steps: int, function: Callable[[StepView], None], *, at_end: bool = False
+) -> Hook:
+    """Returns a hook that calls `function` after each `steps` updates; never, if that
+    is 0.
 
     Args:
-      at_end: also after the last step. A run that a signal ends does not wait for the function.
+      at_end: also after the last step. A run that a signal ends does not wait for the
+        function.
     """
     return Hook(steps, function, at_end)
 
@@ -79,5 +96,8 @@ def check_hooks(hooks: Iterable[object]) -> None:
     """Raises ConfigError if one of them is no hook."""
     if wrong := [hook for hook in hooks if not isinstance(hook, Hook)]:
         raise ConfigError(
-            [f"hooks: {hook!r:.60} is no hook; write jaxdist.every(100, function)" for hook in wrong]
+            [
+                f"hooks: {hook!r:.60} is no hook; write jaxdist.every(100, function)"
+                for hook in wrong
+            ]
         )

@@ -25,7 +25,8 @@ def named_classes(config: RunConfig) -> list[str]:
 
 
 def find(config: TrainConfig, *, lead: bool) -> dict[str, Make]:
-    """Returns the class of each logger, on the process that logs; executes the modules that they name.
+    """Returns the class of each logger, on the process that logs; executes the modules
+    that they name.
 
     Raises:
       ConfigError: on all processes: there is no such logger, or it cannot be loaded.
@@ -46,7 +47,9 @@ def _find(name: str) -> Make:
     except ConfigError:
         raise
     except Exception as error:  # of any module's code
-        raise ConfigError(f"{KEY}={name}: cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{KEY}={name}: cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
 
 
 def start(
@@ -69,6 +72,8 @@ def start(
     flat = schema.flatten(schema.to_config_dict(config))
     run = logger.LoggedRun(folder, flat, info, first_step)
     return [
-        BackgroundLogger(name, functools.partial(make, run), report, close_s=logger.CLOSE_S)
+        BackgroundLogger(
+            name, functools.partial(make, run), report, close_s=logger.CLOSE_S
+        )
         for name, make in classes.items()
     ]

@@ -1,4 +1,6 @@
-"""What a run does before its first step: it takes its workdir and its data, and says what it will do."""
+"""What a run does before its first step: it takes its workdir and its data, and says
+what it will do.
+"""
 
 import contextlib
 from collections.abc import Sequence
@@ -15,7 +17,14 @@ from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.train_step import TrainStep
 from jaxdist.telemetry.display import print_safe
-from jaxdist.trainer import build, from_run, pipeline_report, provenance, step_copies, workdir
+from jaxdist.trainer import (
+    build,
+    from_run,
+    pipeline_report,
+    provenance,
+    step_copies,
+    workdir,
+)
 from jaxdist.trainer.extension import SettledSchedule
 from jaxdist.trainer.restore import UserInputs
 from jaxdist.trainer.run_config import RunConfig
@@ -31,7 +40,9 @@ def _log(text: str) -> None:
         print_safe(text)
 
 
-def open_dataset(config: RunConfig, folder: Path, inputs: UserInputs, watch: Watchdog) -> Dataset:
+def open_dataset(
+    config: RunConfig, folder: Path, inputs: UserInputs, watch: Watchdog
+) -> Dataset:
     """Returns the run's data.
 
     Raises:
@@ -54,11 +65,12 @@ def open_workdir(
     stack: contextlib.ExitStack,
     watch: Watchdog,
 ) -> CheckpointManager:
-    """Returns the checkpoints to write, with the workdir locked and its ledger open; the stack closes all.
+    """Returns the checkpoints to write, with the workdir locked and its ledger open;
+    the stack closes all.
 
     Raises:
-      ConfigError: processes differ in config, code or folder; another process uses the workdir; the
-        config does not fit the run in it; its copies cannot be read.
+      ConfigError: processes differ in config, code or folder; another process uses the
+        workdir; the config does not fit the run in it; its copies cannot be read.
     """
     flat = schema.flatten(schema.to_config_dict(config))
     consistency.agree(lambda: flat | consistency.code(spec.model_class))
@@ -71,18 +83,29 @@ def open_workdir(
         store = workdir.open_checkpoints(folder, config)
     stack.enter_context(store)
     if is_lead():
-        store.fetch = step_copies.fetcher(config, folder, store, watch.lively(_log, "restore"))
+        store.fetch = step_copies.fetcher(
+            config, folder, store, watch.lively(_log, "restore")
+        )
         stack.enter_context(watch.ledger.published(folder))
-    consistency.agree(lambda: {"the checkpoint folder's owner (all need the same folder)": store.owner()})
+    consistency.agree(
+        lambda: {
+            "the checkpoint folder's owner (all need the same folder)": store.owner()
+        }
+    )
     return store
 
 
 def serve_metrics(
-    config: RunConfig, devices: Sequence[jax.Device], stack: contextlib.ExitStack, watch: Watchdog
+    config: RunConfig,
+    devices: Sequence[jax.Device],
+    stack: contextlib.ExitStack,
+    watch: Watchdog,
 ) -> list[Any]:
-    """Returns the views of rows and events that are served on process 0; the stack ends them.
+    """Returns the views of rows and events that are served on process 0; the stack ends
+    them.
 
-    A run that goes on without anybody looking (`launch`) is not lost for a port that another has taken.
+    A run that goes on without anybody looking (`launch`) is not lost for a port that
+    another has taken.
 
     Raises:
       ConfigError: on all processes, at a run's first start: nothing can listen there.
@@ -92,8 +115,11 @@ def serve_metrics(
     with coordination.raise_on_all():
         if not is_lead():
             return []
-        prometheus = extras.load("jaxdist.telemetry.prometheus")  # here: few runs need its half second
-        own = [device for device in devices if device.process_index == jax.process_index()]
+        # here: few runs need its half second
+        prometheus = extras.load("jaxdist.telemetry.prometheus")
+        own = [
+            device for device in devices if device.process_index == jax.process_index()
+        ]
         chips = None
         if own[0].platform == "tpu":
             with contextlib.suppress(ImportError):  # a libtpu without that module
@@ -108,7 +134,9 @@ def serve_metrics(
             _log(f"warning: no metrics: {error}")
             return []
     address = config.telemetry.address
-    _log(f"metrics: http://{f'[{address}]' if ':' in address else address}:{port}/metrics")
+    _log(
+        f"metrics: http://{f'[{address}]' if ':' in address else address}:{port}/metrics"
+    )
     return [view]
 
 
@@ -127,11 +155,25 @@ def describe(
     origin = provenance.describe(spec.model_class, built.mesh.devices)
     if is_lead():
         watch.ledger.runs_on(origin["num_chips"])
-        description = origin | workdir.describe_run(config, spec, built, dataset, schedule.steps)
+        description = origin | workdir.describe_run(
+            config, spec, built, dataset, schedule.steps
+        )
         description[workdir.IDENTITY_KEY] = identity
-        workdir.write_json(folder / workdir.RUN, description | pipeline_report.describe(config, spec, rules))
+        workdir.write_json(
+            folder / workdir.RUN,
+            description | pipeline_report.describe(config, spec, rules),
+        )
     counts = build.counts(config, spec)
-    _log(f"mesh: {rules.shape} ({devices.size} x {devices.flat[0].device_kind}); {counts}")
-    step = [*build.step_lines(config, spec, built), *build.balancer(config, rules, dataset).lines()]
-    for line in (*step, *pipeline_report.lines(config, spec, rules), *schedule.lines(config)):
+    _log(
+        f"mesh: {rules.shape} ({devices.size} x {devices.flat[0].device_kind}); {counts}"
+    )
+    step = [
+        *build.step_lines(config, spec, built),
+        *build.balancer(config, rules, dataset).lines(),
+    ]
+    for line in (
+        *step,
+        *pipeline_report.lines(config, spec, rules),
+        *schedule.lines(config),
+    ):
         _log(line)

@@ -1,6 +1,8 @@
-"""A pipeline before it runs: ticks, bubble, shares of the work, and settings that would be faster.
+"""A pipeline before it runs: ticks, bubble, shares of the work, and settings that would
+be faster.
 
-All by arithmetic from the schedule's own table and the model's FLOPs: nothing is run or compiled.
+All by arithmetic from the schedule's own table and the model's FLOPs: nothing is run or
+compiled.
 """
 
 from collections.abc import Iterator
@@ -10,8 +12,17 @@ from typing import Any
 import jax
 
 from jaxdist.parallel.axes import divisors
-from jaxdist.parallel.pipeline.schedules.balance import Balance, balance, microbatch_options
-from jaxdist.parallel.pipeline.schedules.simulator import Costs, Simulation, draw_svg, simulate
+from jaxdist.parallel.pipeline.schedules.balance import (
+    Balance,
+    balance,
+    microbatch_options,
+)
+from jaxdist.parallel.pipeline.schedules.simulator import (
+    Costs,
+    Simulation,
+    draw_svg,
+    simulate,
+)
 from jaxdist.parallel.pipeline.schedules.table import Schedule, build_schedule
 from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.protocols.model import embedded
@@ -30,41 +41,65 @@ class PipelineEstimate:
     costs: Costs
     simulation: Simulation
     balance: Balance
-    kept: int  # inputs that a stage keeps of a live microbatch: of its chunk, or of its layers
+    # inputs that a stage keeps of a live microbatch: of its chunk, or of its layers
+    kept: int
 
 
-def estimate_pipeline(run: RunConfig, spec: ModelSpec, rules: Rules) -> PipelineEstimate | None:
+def estimate_pipeline(
+    run: RunConfig, spec: ModelSpec, rules: Rules
+) -> PipelineEstimate | None:
     """Returns what the schedule comes to for a validated run; None without a pipeline.
 
-    A backward is two forwards and those that it recomputes: from kept inputs one, and with
-    pipeline.remat=full over several layers, or remat.policy=full in groups, each of them once more. The
-    head's is not recomputed.
+    A backward is two forwards and those that it recomputes: from kept inputs one, and
+    with pipeline.remat=full over several layers, or remat.policy=full in groups, each
+    of them once more. The head's is not recomputed.
     Norms, softmax, lookups and the optimizer are left out, attention counts causally.
     """
     cut = staging(run, spec, rules.shape)
     if cut is None:
         return None
-    # Of a token: a block, embedding and head, and the layers that are done where the embedding is.
-    layer, head, first = (cost / 3 for cost in _forward_and_backward(run, spec, cut.num_layers))
-    specs = (rules.stored(names, x.shape) for x, names in spec.named_parameters().values())
+    # Of a token: a block, embedding and head, and the layers that are done where the
+    # embedding is.
+    layer, head, first = (
+        cost / 3 for cost in _forward_and_backward(run, spec, cut.num_layers)
+    )
+    specs = (
+        rules.stored(names, x.shape) for x, names in spec.named_parameters().values()
+    )
     split = any("pipeline" in axes_in(entry) for stored in specs for entry in stored)
-    edge = head / cut.stages if split else head  # without a split vocabulary each stage does all of it
+    # without a split vocabulary each stage does all of it
+    edge = head / cut.stages if split else head
     config, places = cut.config, cut.stages * cut.config.chunks
     depth = cut.dims[2]
-    layers = [max(min(depth, cut.num_layers - first), 0) for first in range(0, depth * places, depth)]
+    layers = [
+        max(min(depth, cut.num_layers - first), 0)
+        for first in range(0, depth * places, depth)
+    ]
     loads = balance(layers, cut.stages, layer_cost=layer, edge_cost=edge + first)
-    twice = cut.recompute.policy == "full" if cut.grouped else cut.remat == "full" and depth > 1
+    twice = (
+        cut.recompute.policy == "full"
+        if cut.grouped
+        else cut.remat == "full" and depth > 1
+    )
     again = 2 if twice else 1
     chunks = [[n * layer for n in layers[s :: cut.stages]] for s in range(cut.stages)]
     back = [[(2 + again) * cost for cost in row] for row in chunks]
-    costs = Costs(chunks, back, head=3 * head, first=first, edges="sharded" if split else "last")
-    schedule = build_schedule(config.schedule, cut.stages, cut.microbatches, config.chunks)
+    costs = Costs(
+        chunks, back, head=3 * head, first=first, edges="sharded" if split else "last"
+    )
+    schedule = build_schedule(
+        config.schedule, cut.stages, cut.microbatches, config.chunks
+    )
     kept = cut.kept_inputs if cut.remat == "layers" else 1
     return PipelineEstimate(schedule, costs, simulate(schedule, costs), loads, kept)
 
 
-def _forward_and_backward(run: RunConfig, spec: ModelSpec, num_layers: int) -> tuple[float, float, float]:
-    """Returns FLOPs per token of a block, of embedding and head together, and of `first_blocks`."""
+def _forward_and_backward(
+    run: RunConfig, spec: ModelSpec, num_layers: int
+) -> tuple[float, float, float]:
+    """Returns FLOPs per token of a block, of embedding and head together, and of
+    `first_blocks`.
+    """
     whole, batch = model_flops(run, spec)["causal"], batch_shapes(run, 1)
 
     def outside(embed) -> float:
@@ -72,7 +107,9 @@ def _forward_and_backward(run: RunConfig, spec: ModelSpec, num_layers: int) -> t
             model = spec.assemble(trainable, model_state, frozen)
             return model.head(embed(model, batch), batch)
 
-        counted = jaxpr_flops(jax.make_jaxpr(edges)(spec.trainable, spec.model_state, spec.frozen, batch))
+        counted = jaxpr_flops(
+            jax.make_jaxpr(edges)(spec.trainable, spec.model_state, spec.frozen, batch)
+        )
         return 3 * counted / targets_per_sample(run)
 
     edges = outside(lambda model, batch: model.embed(batch))
@@ -97,7 +134,9 @@ def lines(run: RunConfig, spec: ModelSpec, rules: Rules) -> Iterator[str]:
         f"{each // plan.microbatches} sequences a device"
     )
     shares = ", ".join(f"{share:.1%}" for share in estimate.balance.shares)
-    blocks = f"groups of {spec.block_layers} layers" if spec.block_layers > 1 else "layers"
+    blocks = (
+        f"groups of {spec.block_layers} layers" if spec.block_layers > 1 else "layers"
+    )
     yield f"  FLOPs by stage: {shares}; {blocks} by place: {', '.join(map(str, estimate.balance.cut))}"
     if estimate.costs.first:
         without = simulate(estimate.schedule, replace(estimate.costs, first=0.0)).time
@@ -109,13 +148,19 @@ def lines(run: RunConfig, spec: ModelSpec, rules: Rules) -> Iterator[str]:
         yield f"  warning: {warning}"
     yield from _edge_lines(estimate, rules)
     for option in microbatch_options(
-        plan.stages, plan.microbatches, plan.chunks, choices=divisors(each), layers=sum(estimate.balance.cut)
+        plan.stages,
+        plan.microbatches,
+        plan.chunks,
+        choices=divisors(each),
+        layers=sum(estimate.balance.cut),
     ):
         yield f"  {option.overrides} would have a bubble of {option.bubble:.1%}"
 
 
 def _edge_lines(estimate: PipelineEstimate, rules: Rules) -> Iterator[str]:
-    """Yields what embedding and head cost where they are not shared out, or where that is slow."""
+    """Yields what embedding and head cost where they are not shared out, or where that
+    is slow.
+    """
     costs = [replace(estimate.costs, edges=kind) for kind in ("sharded", "last")]
     shared, whole = (simulate(estimate.schedule, each).time for each in costs)
     longer = f"{whole / shared - 1:.1%}"
@@ -129,14 +174,26 @@ def _edge_lines(estimate: PipelineEstimate, rules: Rules) -> Iterator[str]:
 
 
 def describe(run: RunConfig, spec: ModelSpec, rules: Rules) -> dict[str, Any]:
-    """Returns what run.json says of the pipeline, its timeline included; {} without one."""
+    """Returns what run.json says of the pipeline, its timeline included; {} without
+    one.
+    """
     estimate = estimate_pipeline(run, spec, rules)
     if estimate is None:
         return {}
     result, plan = estimate.simulation, estimate.schedule
-    sizes = {"stages": plan.stages, "microbatches": plan.microbatches, "chunks": plan.chunks}
-    counts = {"ticks": result.ticks, "bubble": result.bubble, "live_inputs": max(result.live_inputs)}
-    description: dict[str, Any] = {"pipeline": {"schedule": run.pipeline.schedule} | sizes | counts}
+    sizes = {
+        "stages": plan.stages,
+        "microbatches": plan.microbatches,
+        "chunks": plan.chunks,
+    }
+    counts = {
+        "ticks": result.ticks,
+        "bubble": result.bubble,
+        "live_inputs": max(result.live_inputs),
+    }
+    description: dict[str, Any] = {
+        "pipeline": {"schedule": run.pipeline.schedule} | sizes | counts
+    }
     if (plan.table >= 0).sum() <= 4096:  # ops; a longer timeline shows nothing
         description["timeline_svg"] = draw_svg(plan, estimate.costs, width=1160)
     return description

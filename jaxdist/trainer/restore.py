@@ -1,4 +1,6 @@
-"""Where a run starts: fresh, from its newest checkpoint, or, after a fault, from an older one."""
+"""Where a run starts: fresh, from its newest checkpoint, or, after a fault, from an
+older one.
+"""
 
 import contextlib
 import math
@@ -44,7 +46,8 @@ class Progress:
     step: int = 0  # updates finished
     tokens_seen: int = 0  # targets with weight > 0
     elapsed_s: float = 0.0  # training time, over all restarts
-    best: dict[str, Any] = field(default_factory=dict)  # of the evaluations so far, see `trainer.best`
+    # of the evaluations so far, see `trainer.best`
+    best: dict[str, Any] = field(default_factory=dict)
 
 
 class UserInputs(NamedTuple):
@@ -53,7 +56,8 @@ class UserInputs(NamedTuple):
     build: Build | None = None
     dataset: Dataset | None = None
     optimizer: optax.GradientTransformation | None = None
-    initial: Mapping[str, np.ndarray] | None = None  # path -> value that the model begins with
+    # path -> value that the model begins with
+    initial: Mapping[str, np.ndarray] | None = None
 
 
 class TrainResult(NamedTuple):
@@ -64,7 +68,8 @@ class TrainResult(NamedTuple):
     built: TrainStep
     state: State
     stopped: str  # by a signal, and that the run is saved; "" if none ended it
-    reason: str = ""  # why it ended before train.steps without a signal: a hook's reason, the time
+    # why it ended before train.steps without a signal: a hook's reason, the time
+    reason: str = ""
 
 
 def init_or_restore(
@@ -77,20 +82,25 @@ def init_or_restore(
     inputs: UserInputs,
     back_to: int | None = None,
 ) -> tuple[State, Progress, SkippingDataset, float | None]:
-    """Returns the first state, the progress so far, the data to go on with and `step_flops`; it is compiled.
+    """Returns the first state, the progress so far, the data to go on with and
+    `step_flops`; it is compiled.
 
-    The step compiles in one thread, and to restore, the checkpoint library is imported in another, while
-    the state is made or read here: a start takes the longest of the three, not their sum.
+    The step compiles in one thread, and to restore, the checkpoint library is imported
+    in another, while the state is made or read here: a start takes the longest of the
+    three, not their sum.
 
     Args:
-      back_to: a step to go on from; what was saved after it goes to quarantine. None: the newest.
+      back_to: a step to go on from; what was saved after it goes to quarantine. None:
+        the newest.
     """
     pool = ThreadPoolExecutor(3)
     try:
         compiled = pool.submit(_compile, config, built)
         if not coordination.broadcast(folders.has_steps(store.folder)):
             events = read_events(folder)
-            if coordination.broadcast(any(e["event"] == "save" and e.get("ok") for e in events)):
+            if coordination.broadcast(
+                any(e["event"] == "save" and e.get("ok") for e in events)
+            ):
                 raise CheckpointError(
                     f"the run in {folder} has saved, but {store.folder} has no checkpoint: put it back "
                     f"(is it mounted?), or begin anew with another --workdir"
@@ -98,7 +108,9 @@ def init_or_restore(
             if inputs.initial and not config.init.from_run:
                 state = built.init(_placed(inputs.initial, built))
             else:
-                state = pretrained.init_state(config, built, folder, watch, inputs.build)
+                state = pretrained.init_state(
+                    config, built, folder, watch, inputs.build
+                )
             progress, windows, reader = Progress(), [], None
         else:
             watch.at("restore")
@@ -121,7 +133,8 @@ def init_or_restore(
                 print(line)
         return state, progress, skipping, flops
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # an error does not wait for the compiler
+        # an error does not wait for the compiler
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def progress_of(metadata: Mapping[str, Any]) -> Progress:
@@ -140,7 +153,8 @@ def progress_of(metadata: Mapping[str, Any]) -> Progress:
 
 
 def trained(abstract: Any) -> checkpoints.Wanted:
-    """Returns what a store's `restore` asks of a step: `abstract`, if the step is one of a run in training.
+    """Returns what a store's `restore` asks of a step: `abstract`, if the step is one
+    of a run in training.
 
     A step that is not counts as damaged: an older one is tried.
     """
@@ -148,17 +162,27 @@ def trained(abstract: Any) -> checkpoints.Wanted:
     def wanted(info: StepInfo) -> Any:
         try:
             progress_of(info.metadata)
-            of_kind(info.metadata.get("fingerprints", {}).get("data"), str, "the data's fingerprint")
+            of_kind(
+                info.metadata.get("fingerprints", {}).get("data"),
+                str,
+                "the data's fingerprint",
+            )
             _checked(info.metadata.get(SKIPPED, []))
         except Malformed as error:
-            raise CheckpointError(f"its metadata is not that of a run in training: {error}") from error
+            raise CheckpointError(
+                f"its metadata is not that of a run in training: {error}"
+            ) from error
         return abstract
 
     return wanted
 
 
 def _restore(
-    config: RunConfig, built: TrainStep, dataset: Dataset, store: CheckpointManager, back_to: int | None
+    config: RunConfig,
+    built: TrainStep,
+    dataset: Dataset,
+    store: CheckpointManager,
+    back_to: int | None,
 ) -> Restored:
     """Returns the checkpoint to go on from, which is of this run and its data."""
     try:
@@ -175,30 +199,46 @@ def _restore(
         workdir.check_stored_config(restored.metadata, config, store.folder)
     workdir.check_data(restored.metadata, dataset)
     if back_to is not None:
-        _set_aside(store, back_to, f"the run went back to step {back_to}: train.steps was raised")
+        _set_aside(
+            store,
+            back_to,
+            f"the run went back to step {back_to}: train.steps was raised",
+        )
     return restored
 
 
 def write_bad_checkpoints(error: CheckpointError, folder: Path) -> None:
     """Writes an event for each checkpoint that could not be used."""
-    with contextlib.closing(MetricsWriter(folder, enabled=jax.process_index() == 0)) as events:
+    with contextlib.closing(
+        MetricsWriter(folder, enabled=jax.process_index() == 0)
+    ) as events:
         for step, reason in error.steps.items():
             events.event("bad_checkpoint", step, reason=reason)
 
 
-def _placed(initial: Mapping[str, np.ndarray], built: TrainStep) -> dict[str, jax.Array]:
-    """Returns the model's first values on the devices, each laid out as the run has it."""
+def _placed(
+    initial: Mapping[str, np.ndarray], built: TrainStep
+) -> dict[str, jax.Array]:
+    """Returns the model's first values on the devices, each laid out as the
+    run has it.
+    """
     flat = built.views.abstract
-    abstract = trees.flatten_names(flat.trainable) | trees.flatten_names(flat.model_state)
+    abstract = trees.flatten_names(flat.trainable) | trees.flatten_names(
+        flat.model_state
+    )
     abstract |= trees.flatten_names(flat.frozen)
-    return {path: jax.device_put(np.asarray(x), abstract[path].sharding) for path, x in initial.items()}
+    return {
+        path: jax.device_put(np.asarray(x), abstract[path].sharding)
+        for path, x in initial.items()
+    }
 
 
 def _compile(config: RunConfig, built: TrainStep) -> float | None:
-    """Compiles the train step for the run's batches; returns its FLOPs, None where not all count.
+    """Compiles the train step for the run's batches; returns its FLOPs, None where not
+    all count.
 
-    The result stays in jax's cache, where the step's first call finds it. (Calling the compiled
-    object itself costs the host a fifth more at every step.)
+    The result stays in jax's cache, where the step's first call finds it. (Calling the
+    compiled object itself costs the host a fifth more at every step.)
     """
     batch = built.abstract_batch(build.batch_shapes(config, config.batch.global_size))
     traced = built.step.trace(built.abstract_state, batch)
@@ -208,14 +248,14 @@ def _compile(config: RunConfig, built: TrainStep) -> float | None:
     return None if is_uncounted(traced.jaxpr) else jaxpr_flops(traced.jaxpr)
 
 
-# --- going back ---------------------------------------------------------------------------------
+# --- going back -----------------------------------------------------------------------
 
 
 def skipped_windows(folder: Path, metadata: Mapping[str, Any]) -> list[list[int]]:
     """Returns the windows of batches that the run of a workdir leaves out.
 
-    The workdir's file knows all, also those found after the checkpoint; a checkpoint that was taken
-    elsewhere has its own list.
+    The workdir's file knows all, also those found after the checkpoint; a checkpoint
+    that was taken elsewhere has its own list.
 
     Raises:
       ConfigError: the file is damaged.
@@ -243,11 +283,17 @@ def _is_window(value: Any) -> bool:
 
 
 def roll_back(
-    store: CheckpointManager, folder: Path, abstract: Any, dataset: SkippingDataset, fault: Diverged
+    store: CheckpointManager,
+    folder: Path,
+    abstract: Any,
+    dataset: SkippingDataset,
+    fault: Diverged,
 ) -> tuple[Restored, SkippingDataset] | None:
-    """Returns the newest good checkpoint before the fault, and the dataset without what came since.
+    """Returns the newest good checkpoint before the fault, and the dataset without what
+    came since.
 
-    Newer checkpoints go to quarantine. None if no checkpoint can be used. Each process makes the call.
+    Newer checkpoints go to quarantine. None if no checkpoint can be used. Each process
+    makes the call.
     """
     store.wait()
     before, restored = fault.first, None

@@ -1,7 +1,8 @@
-"""RunConfig: the whole of a run, composed of its components' configs, and the rules between them.
+"""RunConfig: the whole of a run, composed of its components' configs, and the rules
+between them.
 
-The only place where one component's values are checked against another's. All faults are reported
-at once, before anything compiles.
+The only place where one component's values are checked against another's. All faults
+are reported at once, before anything compiles.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,13 @@ from ml_collections import ConfigDict
 
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config import schema
-from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt, Seed, Share
+from jaxdist.config.annotations import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Seed,
+    Share,
+)
 from jaxdist.data import DataConfig
 from jaxdist.models import registry
 from jaxdist.models.lora import LoraConfig
@@ -40,21 +47,28 @@ class TrainConfig:
     """How long to train and how often to look."""
 
     steps: PositiveInt = 1000  # optimizer updates
-    max_minutes: NonNegativeFloat = 0.0  # minutes of training after which the run stops; 0 = no end
+    # minutes of training after which the run stops; 0 = no end
+    max_minutes: NonNegativeFloat = 0.0
     log_every: PositiveInt = 10  # steps between rows of metrics.jsonl
-    eval_every: NonNegativeInt = 0  # steps between evaluations; 0 = never, > 0 also at the end
-    # evaluations no better than the best, by checkpoint.keep_best or eval_loss, that end the run; 0 = any
+    # steps between evaluations; 0 = never, > 0 also at the end
+    eval_every: NonNegativeInt = 0
+    # evaluations no better than the best, by checkpoint.keep_best or eval_loss, that
+    # end the run; 0 = any
     patience: NonNegativeInt = 0
     ema_decay: Share = 0.0  # moving average of the parameters, e.g. 0.999; 0 = none
-    loggers: tuple[str, ...] = ()  # tensorboard, wandb, trackio, another package's, package.module:Class
+    # tensorboard, wandb, trackio, another package's, package.module:Class
+    loggers: tuple[str, ...] = ()
     tensorboard: bool = False  # older name of loggers=tensorboard
-    sample_tokens: NonNegativeInt = 0  # tokens of sample text written at the end; 0 = no sample
+    # tokens of sample text written at the end; 0 = no sample
+    sample_tokens: NonNegativeInt = 0
     sample_prompt: str = "\n"  # what the sample goes on from
 
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """The global batch: global_size = accumulation x batch shards x sequences per device."""
+    """The global batch: global_size = accumulation x batch shards x sequences per
+    device.
+    """
 
     global_size: PositiveInt = 16  # sequences per step
     sequence_length: PositiveInt = 128  # tokens per sequence
@@ -65,9 +79,12 @@ class BatchConfig:
 class InitConfig:
     """What a run begins with."""
 
-    from_huggingface: str = ""  # folder with config.json and safetensors: its model and weights; "" = random
-    from_run: str = ""  # FOLDER[@STEP], a workdir or checkpoints of another run: its model and weights
-    optimizer: bool = False  # with from_run: also its optimizer's state; step, schedule and data begin at 0
+    # folder with config.json and safetensors: its model and weights; "" = random
+    from_huggingface: str = ""
+    # FOLDER[@STEP], a workdir or checkpoints of another run: its model and weights
+    from_run: str = ""
+    # with from_run: also its optimizer's state; step, schedule and data begin at 0
+    optimizer: bool = False
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong between the values, each with its cure."""
@@ -124,7 +141,7 @@ class RunConfig:
         return self.model.get("vocab_size")
 
 
-# --- what may change on resume --------------------------------------------------------------------
+# --- what may change on resume --------------------------------------------------------
 
 HARMLESS = (  # patterns of keys whose change leaves the losses so far what they are
     "mesh.*",
@@ -154,44 +171,83 @@ HARMLESS = (  # patterns of keys whose change leaves the losses so far what they
     "model.loss_chunk",
 )
 
-# Keys that came after checkpoints with a fingerprint alone; of data.*, the data's own fingerprint tells.
+# Keys that came after checkpoints with a fingerprint alone; of data.*, the data's own
+# fingerprint tells.
 _NEWER = (
-    "data.special_tokens", "data.format", "data.chat_template", "data.long_documents",
-    "init.from_run", "init.optimizer", "lora.dropout",
-    "precision.matmul", "precision.fp8_small_kernels",
-    "precision.loss_scale", "precision.loss_scale_growth_interval",
-    "model.rope_beta_slow", "model.rope_beta_fast", "model.rope_truncate", "model.rope_attention_factor",
-    "model.rope_short_factor", "model.rope_long_factor",
-    "model.first_dense_layers", "model.feed_forward_pattern",
-    "model.num_experts", "model.experts_per_token", "model.expert_d_ff", "model.num_shared_experts",
-    "model.scores", "model.normalise_top_k", "model.route_scale", "model.expert_groups",
-    "model.expert_top_groups", "model.balance", "model.balance_rate", "model.balance_weight",
-    "model.router_z_loss", "model.capacity_factor",
-)  # fmt: skip
+    "data.special_tokens",
+    "data.format",
+    "data.chat_template",
+    "data.long_documents",
+    "init.from_run",
+    "init.optimizer",
+    "lora.dropout",
+    "precision.matmul",
+    "precision.fp8_small_kernels",
+    "precision.loss_scale",
+    "precision.loss_scale_growth_interval",
+    "model.rope_beta_slow",
+    "model.rope_beta_fast",
+    "model.rope_truncate",
+    "model.rope_attention_factor",
+    "model.rope_short_factor",
+    "model.rope_long_factor",
+    "model.first_dense_layers",
+    "model.feed_forward_pattern",
+    "model.num_experts",
+    "model.experts_per_token",
+    "model.expert_d_ff",
+    "model.num_shared_experts",
+    "model.scores",
+    "model.normalise_top_k",
+    "model.route_scale",
+    "model.expert_groups",
+    "model.expert_top_groups",
+    "model.balance",
+    "model.balance_rate",
+    "model.balance_weight",
+    "model.router_z_loss",
+    "model.capacity_factor",
+)
 
 
 def run_fingerprint(run: RunConfig) -> str:
-    """Returns the hash of all that determines the losses, but for how long the run is."""
-    return schema.fingerprint(schema.flatten(schema.to_config_dict(run)), ignore=HARMLESS)
+    """Returns the hash of all that determines the losses, but for how long the
+    run is.
+    """
+    return schema.fingerprint(
+        schema.flatten(schema.to_config_dict(run)), ignore=HARMLESS
+    )
 
 
 def known_fingerprints(run: RunConfig) -> set[str]:
-    """Returns `run_fingerprint`, and what it was when checkpoints did not hold the config itself."""
+    """Returns `run_fingerprint`, and what it was when checkpoints did not hold the
+    config itself.
+    """
     flat = schema.flatten(schema.to_config_dict(run))
-    # A schedule could not be extended then, its warm-up was always set, and max_minutes could hurry it.
+    # A schedule could not be extended then, its warm-up was always set, and max_minutes
+    # could hurry it.
     ends = "train.steps" if schedules.depends_on_train_steps(run.optimizer) else ""
-    before = flat | {"optimizer.warmup_steps": schedules.settle(run.optimizer, run.train.steps).warmup_steps}
+    before = flat | {
+        "optimizer.warmup_steps": schedules.settle(
+            run.optimizer, run.train.steps
+        ).warmup_steps
+    }
     harmless = [path for path in HARMLESS if path != ends]
     counted = [path for path in harmless if path != "train.max_minutes"]
     ignored = (harmless, (*harmless, *_NEWER), (*counted, *_NEWER))
-    return {run_fingerprint(run), *(schema.fingerprint(before, ignore=paths) for paths in ignored)}
+    return {
+        run_fingerprint(run),
+        *(schema.fingerprint(before, ignore=paths) for paths in ignored),
+    }
 
 
-# --- config files and flags -> RunConfig ----------------------------------------------------------
+# --- config files and flags -> RunConfig ----------------------------------------------
 
 
 def default_config(target: str = registry.DEFAULT_TARGET) -> ConfigDict:
-    """Returns the defaults of a run of the target's model; config files change it and return it."""
+    """Returns the defaults of a run of the target's model; config files change it and
+    return it.
+    """
     config = schema.to_config_dict(RunConfig())
     with config.unlocked():
         config.model = model_defaults(target)
@@ -210,7 +266,9 @@ def full_schema(target: str) -> schema.Schema:
     fields = schema.schema_of(RunConfig)
     options = registry.options_class(registry.find_model(target))
     doc = "class, package.module:Class"
-    fields["model.target"] = schema.Field("model.target", str, registry.DEFAULT_TARGET, doc)
+    fields["model.target"] = schema.Field(
+        "model.target", str, registry.DEFAULT_TARGET, doc
+    )
     return fields | schema.schema_of(options, "model.")
 
 

@@ -1,4 +1,6 @@
-"""Weights alone, as a workdir: config.json and one checkpoint, for generate, evaluate and init.from_run."""
+"""Weights alone, as a workdir: config.json and one checkpoint, for generate, evaluate
+and init.from_run.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,25 +18,41 @@ from jaxdist.trainer.run_config import RunConfig
 
 
 def save(config: RunConfig, state: State, folder: Path) -> Path:
-    """Writes the weights of a run into a new folder, which it returns; every process makes the call.
+    """Writes the weights of a run into a new folder, which it returns; every process
+    makes the call.
 
     Args:
-      state: flat layers; weights, or the average that stands for them; no optimizer's state.
+      state: flat layers; weights, or the average that stands for them; no optimizer's
+        state.
 
     Raises:
       ConfigError: something is there, or it cannot be written.
     """
     with coordination.raise_on_all():
-        if jax.process_index() == 0 and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(f"{folder}: something is there; give a folder that is empty or not there yet")
+        if (
+            jax.process_index() == 0
+            and folder.exists()
+            and (not folder.is_dir() or any(folder.iterdir()))
+        ):
+            raise ConfigError(
+                f"{folder}: something is there; give a folder that is empty or not there yet"
+            )
     train = dataclasses.replace(config.train, ema_decay=0.0)
     checkpoint = dataclasses.replace(config.checkpoint, folder="")
-    write(dataclasses.replace(config, train=train, checkpoint=checkpoint), state, folder)
+    write(
+        dataclasses.replace(config, train=train, checkpoint=checkpoint), state, folder
+    )
     return folder
 
 
-def write(run: RunConfig, state: State, folder: Path, metadata: Mapping[str, Any] | None = None) -> None:
-    """Writes a state without an optimizer's as the one checkpoint of a workdir, and its config.json.
+def write(
+    run: RunConfig,
+    state: State,
+    folder: Path,
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a state without an optimizer's as the one checkpoint of a workdir, and its
+    config.json.
 
     Raises:
       CheckpointError: it could not be saved.
@@ -42,8 +60,12 @@ def write(run: RunConfig, state: State, folder: Path, metadata: Mapping[str, Any
     place = workdir.checkpoints_folder(folder, run)
     at_once = dataclasses.replace(run.checkpoint, asynchronous=False)
     with CheckpointManager(place, at_once) as store:
-        store.save(int(state.step), state, {**(metadata or {}), **workdir.stored_config(run)})
+        store.save(
+            int(state.step), state, {**(metadata or {}), **workdir.stored_config(run)}
+        )
         if failed := [saved.error for saved in store.poll() if saved.error]:
             raise failed[0]
     if jax.process_index() == 0:
-        workdir.write_json(folder / workdir.CONFIG, schema.to_config_dict(run).to_dict())
+        workdir.write_json(
+            folder / workdir.CONFIG, schema.to_config_dict(run).to_dict()
+        )

@@ -28,32 +28,43 @@ class Saver:
     views: CheckpointViews
     writer: MetricsWriter
     display: Display
-    metadata: Callable[[Progress], dict[str, Any]]  # what a checkpoint says beside its arrays
-    failures: Callable[[], tuple[float, str]] = lambda: (math.inf, "")  # seconds between, and by what
+    # what a checkpoint says beside its arrays
+    metadata: Callable[[Progress], dict[str, Any]]
+    # seconds between, and by what
+    failures: Callable[[], tuple[float, str]] = lambda: (math.inf, "")
     copier: Copier | None = None
-    failure: str = field(default="", init=False)  # of the last save; "" if it has succeeded
+    # of the last save; "" if it has succeeded
+    failure: str = field(default="", init=False)
     _prepared: Future[None] | None = field(default=None, init=False)
-    _blocked_s: dict[int, float] = field(default_factory=dict, init=False)  # by step, of saves under way
+    # by step, of saves under way
+    _blocked_s: dict[int, float] = field(default_factory=dict, init=False)
 
     def is_due(self, step: int) -> bool:
         """Returns whether `checkpoint.*` wants a save after this step."""
         return self.store.should_save(step, time.monotonic())
 
     def __call__(self, view: StepView) -> None:
-        """Starts a save if one is due; at the end of a run, waits for the one before."""
+        """Starts a save if one is due; at the end of a run, waits for the one
+        before.
+        """
         required = view.interrupted or view.save_requested
-        if self.store.should_save(view.step, time.monotonic(), last=view.last, stopped=required):
+        if self.store.should_save(
+            view.step, time.monotonic(), last=view.last, stopped=required
+        ):
             metadata = self.metadata(view.progress)
             if self._prepared:
                 self._prepared.result()
             began = time.monotonic()
-            self.store.save(view.step, self.views.flat(view.state), metadata, wait=view.last)
+            self.store.save(
+                view.step, self.views.flat(view.state), metadata, wait=view.last
+            )
             if not view.last:  # which waits for the save before
                 self._blocked_s[view.step] = time.monotonic() - began
         self.report(last=view.last)
 
     def after_step(self, count: int) -> None:
-        """Reports the saves that have ended; prepares the first, in the background, once steps run.
+        """Reports the saves that have ended; prepares the first, in the background,
+        once steps run.
 
         A start's first step would otherwise wait for what only a save needs.
 
@@ -99,30 +110,38 @@ class Saver:
         self.display.note(f"checkpoint {step} is not copied to {place}: {error}")
 
     def finish_copies(self, step: int, *, stopped: bool) -> None:
-        """Waits for the copies under way and due, for `checkpoint.copy_wait_s`; says what is missing then.
+        """Waits for the copies under way and due, for `checkpoint.copy_wait_s`; says
+        what is missing then.
 
         Args:
           step: the last one done.
-          stopped: whether the run ends before its time: who stops it does not wait for long.
+          stopped: whether the run ends before its time: who stops it does not wait for
+            long.
         """
         if self.copier is None:
             return
         config = self.store.config
-        seconds = min(config.copy_wait_s, config.patience_s) if stopped else config.copy_wait_s
+        seconds = (
+            min(config.copy_wait_s, config.patience_s)
+            if stopped
+            else config.copy_wait_s
+        )
         ended = self.copier.finish(seconds)
         self._report_copies()
         if not ended:
-            error = (
-                f"the run's end has waited {seconds:.0f} s (checkpoint.copy_wait_s); the next start goes on"
-            )
+            error = f"the run's end has waited {seconds:.0f} s (checkpoint.copy_wait_s); the next start goes on"
             self._report_missing_copy(step, error)
 
     def _choose_interval(self, save: SaveResult) -> None:
-        """Lets a save that has succeeded say how often to save, where the config leaves that to the run."""
+        """Lets a save that has succeeded say how often to save, where the config leaves
+        that to the run.
+        """
         blocked_s = self._blocked_s.pop(save.step, None)
         if not save.ok or blocked_s is None or self.store.config.interval == "fixed":
             return
-        if fields := self.store.interval.measured(blocked_s, save.seconds, self.failures()):
+        if fields := self.store.interval.measured(
+            blocked_s, save.seconds, self.failures()
+        ):
             self.writer.event("save_interval", save.step, **fields)
             self.display.note(
                 f"saving every {duration_text(fields['interval_s'])}: a save stops training for "
@@ -137,7 +156,8 @@ class Saver:
             self.display.note(f"checkpoint {step} cannot be used: {reason}")
 
     def finish(self, step: int) -> str:
-        """Waits for the save under way; returns what is lost if the last save has failed, else "".
+        """Waits for the save under way; returns what is lost if the last save has
+        failed, else "".
 
         All processes return the same.
 
@@ -148,6 +168,7 @@ class Saver:
         self.report(last=True)
         failure = self.failure if ended else self.store.delay()
         if failure := coordination.first_error(failure):
-            good = coordination.broadcast(self.store.newest)  # not asked of a disk that may be stuck
+            # not asked of a disk that may be stuck
+            good = coordination.broadcast(self.store.newest)
             return f"the run resumes at step {good}, steps {good + 1}-{step} are lost: {failure}"
         return ""

@@ -1,4 +1,6 @@
-"""What a run records of its steps: metrics that wait on the devices, rows, the display, elapsed time."""
+"""What a run records of its steps: metrics that wait on the devices, rows, the display,
+elapsed time.
+"""
 
 import contextlib
 import time
@@ -23,7 +25,9 @@ _ARRAY_ROWS = 50  # about so many of a run: of 48 layers with 128 experts 2 MB
 
 @dataclass
 class MetricsWindow:
-    """The time since the last row of metrics; the waits are counters as they were when it began."""
+    """The time since the last row of metrics; the waits are counters as they were when
+    it began.
+    """
 
     began: float  # monotonic seconds
     step: int  # updates finished then
@@ -35,9 +39,11 @@ class MetricsWindow:
 
 @dataclass
 class StepLog:
-    """Records steps in order, each a few steps after it was started; keeps `progress` up to date.
+    """Records steps in order, each a few steps after it was started; keeps `progress`
+    up to date.
 
-    A row of metrics covers the steps since the row before. Time in `paused` is not training time.
+    A row of metrics covers the steps since the row before. Time in `paused` is not
+    training time.
     """
 
     config: RunConfig
@@ -45,7 +51,8 @@ class StepLog:
     writer: MetricsWriter
     display: Display
     throughput: Throughput
-    samples: Callable[[int], tuple[int, int]]  # first and last global sample index of a step's batch
+    # first and last global sample index of a step's batch
+    samples: Callable[[int], tuple[int, int]]
     ledger: Ledger
 
     def __post_init__(self) -> None:
@@ -58,17 +65,23 @@ class StepLog:
         )
         self._alarm = straggler.StepAlarm(self.writer.event, self.display.note)
         self._pending: deque[tuple[int, Metrics]] = deque()  # of steps under way
-        self._tokens: list[jax.Array] = []  # weighted targets of the steps recorded since the last row
+        # weighted targets of the steps recorded since the last row
+        self._tokens: list[jax.Array] = []
 
     def begin(self, loader: Loader) -> None:
-        """Starts the clock for the steps after `progress.step`, which take the loader's batches."""
+        """Starts the clock for the steps after `progress.step`, which take the loader's
+        batches.
+        """
         self._pending.clear()
         self._tokens.clear()
         self._alarm.begin()
         self._loader, self._stragglers = loader, straggler.Pace(self.writer.event)
         progress, waited_s = self.progress, self._monitor.waited_s
         self._window = MetricsWindow(
-            time.monotonic(), progress.step, progress.tokens_seen, device_wait_s=waited_s
+            time.monotonic(),
+            progress.step,
+            progress.tokens_seen,
+            device_wait_s=waited_s,
         )
 
     def rewind(self) -> None:
@@ -76,15 +89,19 @@ class StepLog:
         self._monitor.rewound(self.progress.step)
 
     def add_step(self, number: int, state: State, metrics: Metrics) -> None:
-        """Takes the outputs of a step that has just been started, and records the steps long done.
+        """Takes the outputs of a step that has just been started, and records the steps
+        long done.
 
         Raises:
           Diverged: one of those went wrong.
         """
-        self._alarm.start(number, data_s=self._loader.data_wait_s, devices_s=self._monitor.waited_s)
+        self._alarm.start(
+            number, data_s=self._loader.data_wait_s, devices_s=self._monitor.waited_s
+        )
         self._monitor.compare(number, state)
         self._pending.append((number, metrics))
-        self.drain_metrics(under_way=3)  # so that the device never waits for the host to read metrics
+        # so that the device never waits for the host to read metrics
+        self.drain_metrics(under_way=3)
 
     def drain_metrics(self, under_way: int = 0) -> None:
         """Waits for all steps but the newest so many, and records each.
@@ -101,7 +118,10 @@ class StepLog:
         self.progress.step = number
         self._tokens.append(metrics["tokens"])
         self.display.step(number)
-        if number in (1, self.config.train.steps) or number % self.config.train.log_every == 0:
+        if (
+            number in (1, self.config.train.steps)
+            or number % self.config.train.log_every == 0
+        ):
             self._write_row(number, metrics)
 
     def _write_row(self, number: int, metrics: Metrics) -> None:
@@ -113,10 +133,15 @@ class StepLog:
         values = {name: x.item() for name, x in jax.device_get(scalars).items()}
         del values["tokens"], values["skipped"]
         row = values | {"tokens_seen": seen}
-        row |= self.throughput.fields(seconds=seconds, steps=steps, tokens=seen - window.tokens_seen)
+        row |= self.throughput.fields(
+            seconds=seconds, steps=steps, tokens=seen - window.tokens_seen
+        )
         row["data_wait_s"] = (self._loader.data_wait_s - window.data_wait_s) / steps
         row |= self._stragglers.row(
-            number, steps=steps, seconds=seconds, waited_s=waited_s - window.device_wait_s
+            number,
+            steps=steps,
+            seconds=seconds,
+            waited_s=waited_s - window.device_wait_s,
         )
         self.ledger.move(STEP, WAIT, self._stragglers.held_s)
         if self.ledger.goodput is not None:
@@ -124,30 +149,42 @@ class StepLog:
         if balancer := self._loader.balancer:
             row |= balancer.metrics(number - 1)
         self.progress.elapsed_s += seconds
-        self._window = MetricsWindow(now, number, seen, self._loader.data_wait_s, waited_s)
+        self._window = MetricsWindow(
+            now, number, seen, self._loader.data_wait_s, waited_s
+        )
         self.writer.write(number, row)
         self.display.row(number, row)
         if self._keeps_arrays(number):
-            self.writer.write_arrays(number, jax.device_get({n: x for n, x in metrics.items() if x.ndim}))
+            self.writer.write_arrays(
+                number, jax.device_get({n: x for n, x in metrics.items() if x.ndim})
+            )
 
     def _keeps_arrays(self, number: int) -> bool:
-        """Returns whether the row of a step has its arrays written too: the first, the last, some between."""
+        """Returns whether the row of a step has its arrays written too: the first, the
+        last, some between.
+        """
         steps, log_every = self.config.train.steps, self.config.train.log_every
         every = -(-steps // _ARRAY_ROWS)
         return number in (1, steps) or number // every > (number - log_every) // every
 
     def _count_tokens(self) -> None:
-        self.progress.tokens_seen += sum(int(count) for count in jax.device_get(self._tokens))
+        self.progress.tokens_seen += sum(
+            int(count) for count in jax.device_get(self._tokens)
+        )
         self._tokens.clear()
 
     def elapsed_s(self) -> float:
         """Returns the seconds that the run has trained, restarts included."""
         window = self._window
-        return self.progress.elapsed_s + time.monotonic() - window.began - window.paused_s
+        return (
+            self.progress.elapsed_s + time.monotonic() - window.began - window.paused_s
+        )
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[Progress]:
-        """Records all steps, yields how far the run has come, and stops the clock meanwhile."""
+        """Records all steps, yields how far the run has come, and stops the clock
+        meanwhile.
+        """
         self.drain_metrics()
         began = time.monotonic()
         self._count_tokens()

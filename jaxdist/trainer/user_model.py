@@ -1,4 +1,6 @@
-"""The model that a caller hands over, as a function of rngs: a module, a class, or what makes one."""
+"""The model that a caller hands over, as a function of rngs: a module, a class, or what
+makes one.
+"""
 
 import functools
 import inspect
@@ -27,7 +29,10 @@ def builder(model: Model) -> tuple[Build, dict[str, np.ndarray] | None]:
         graph, *parts = nnx.split(model, nnx.RngState, nnx.Variable, ...)
         streams, arrays, rest = parts
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-        values = {"/".join(map(str, path)): x.get_value() for path, x in nnx.to_flat_state(arrays)}
+        values = {
+            "/".join(map(str, path)): x.get_value()
+            for path, x in nnx.to_flat_state(arrays)
+        }
 
         def empty(rngs: nnx.Rngs) -> nnx.Module:
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -37,7 +42,9 @@ def builder(model: Model) -> tuple[Build, dict[str, np.ndarray] | None]:
     if fault := registry.foreign_fault(model):
         raise ConfigError(f"model: {fault}")
     if not callable(model):
-        raise ConfigError(f"model: {model!r}; required an nnx.Module, or a function of rngs that makes one")
+        raise ConfigError(
+            f"model: {model!r}; required an nnx.Module, or a function of rngs that makes one"
+        )
     return functools.partial(_made, model, _takes_rngs_by_name(model)), None
 
 
@@ -53,20 +60,28 @@ def _made(model: Any, by_name: bool, rngs: nnx.Rngs) -> nnx.Module:
     if fault := registry.foreign_fault(made):
         raise ConfigError(f"model: {fault}")
     if not isinstance(made, nnx.Module):
-        raise ConfigError(f"model: the function made {made!r:.80}; required an nnx.Module")
+        raise ConfigError(
+            f"model: the function made {made!r:.80}; required an nnx.Module"
+        )
     return made
 
 
-def maker(config: RunConfig, folder: Path, model: Model | None, target: str | None) -> Build | None:
-    """Returns what makes the model of a run of `jaxdist.fit`; None for any other run, whose config says it.
+def maker(
+    config: RunConfig, folder: Path, model: Model | None, target: str | None
+) -> Build | None:
+    """Returns what makes the model of a run of `jaxdist.fit`; None for any other run,
+    whose config says it.
 
     Raises:
       ConfigError: neither `model` nor `target` names it; the run is no such run.
     """
     if config.model["target"] != registry.USER_TARGET:
         if model is not None:
-            raise ConfigError(f"model: {folder} says by itself which, {config.model['target']}; leave it out")
+            raise ConfigError(
+                f"model: {folder} says by itself which, {config.model['target']}; leave it out"
+            )
         return None
     if model is None and target is not None and target != registry.USER_TARGET:
         model = registry.find_maker(target, folder)
-    return None if model is None else builder(model)[0]  # None: its stand-in says what to do
+    # None: its stand-in says what to do
+    return None if model is None else builder(model)[0]

@@ -1,4 +1,6 @@
-"""The rules between a run's components: all faults at once, before anything compiles."""
+"""The rules between a run's components: all faults at once, before anything
+compiles.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,31 +29,57 @@ from jaxdist.trainer.run_config import Build, RunConfig
 
 
 def validate(
-    run: RunConfig, devices: Sequence[jax.Device], *, with_data: bool = True, build: Build | None = None
+    run: RunConfig,
+    devices: Sequence[jax.Device],
+    *,
+    with_data: bool = True,
+    build: Build | None = None,
 ) -> tuple[MeshShape, Rules, ModelSpec]:
-    """Returns `validate_on` of these devices, and looks at the model's loss where `model.*` makes it."""
-    slices, faults = slices_of(run.mesh, devices), list(offload.device_faults(run.offload, devices[0]))
+    """Returns `validate_on` of these devices, and looks at the model's loss where
+    `model.*` makes it.
+    """
+    slices, faults = (
+        slices_of(run.mesh, devices),
+        list(offload.device_faults(run.offload, devices[0])),
+    )
     faults += precision.device_faults(run.precision, devices[0])
     try:
-        checked = shape, _, spec = validate_on(run, len(devices), slices, with_data=with_data, build=build)
+        checked = shape, _, spec = validate_on(
+            run, len(devices), slices, with_data=with_data, build=build
+        )
     except ConfigError as error:
         raise ConfigError([*faults, *error.faults]) from None
-    faults += product_formats.faults(run, spec, devices[0], partial(run_build.batch_shapes, run, 1))
+    faults += product_formats.faults(
+        run, spec, devices[0], partial(run_build.batch_shapes, run, 1)
+    )
     if faults:
         raise ConfigError(faults)
-    parts, stages = run.batch.accumulation * run_build.num_microbatches(run, shape), shape.sizes["pipeline"]
-    options = run.model.items(), run.batch, run.data, run.optimizer.frozen, run.lora, run.init
+    parts, stages = (
+        run.batch.accumulation * run_build.num_microbatches(run, shape),
+        shape.sizes["pipeline"],
+    )
+    options = (
+        run.model.items(),
+        run.batch,
+        run.data,
+        run.optimizer.frozen,
+        run.lora,
+        run.init,
+    )
     key = repr((*options, parts, stages))
     if build or key not in _examined:
         batch = run_build.batch_shapes(run, run.batch.global_size // parts)
-        if faults := check_model(spec, batch, accumulation=run.batch.accumulation, stages=stages):
+        if faults := check_model(
+            spec, batch, accumulation=run.batch.accumulation, stages=stages
+        ):
             raise ConfigError(faults)
         if not build:
             _examined.add(key)
     return checked
 
 
-LARGEST = 2**48  # elements: more than any machine has, few enough to count bytes in 64 bits
+# elements: more than any machine has, few enough to count bytes in 64 bits
+LARGEST = 2**48
 _OF_64_BITS = ("seed", "data.validation_tokens")
 _examined: set[str] = set()  # what was found to be without fault
 
@@ -65,11 +93,14 @@ def validate_on(
     build: Build | None = None,
     spec: ModelSpec | None = None,
 ) -> tuple[MeshShape, Rules, ModelSpec]:
-    """Returns the resolved mesh, its rules and the model's spec, all checked against each other.
+    """Returns the resolved mesh, its rules and the model's spec, all checked against
+    each other.
 
     Args:
-      num_slices: of the devices; None where the hardware has none: as many as the mesh asks for.
-      with_data: False leaves `data.*` unchecked, for what looks at a run without a corpus.
+      num_slices: of the devices; None where the hardware has none: as many as the mesh
+        asks for.
+      with_data: False leaves `data.*` unchecked, for what looks at a run without a
+        corpus.
       build: makes the model from its rngs; default: what `model.*` says.
       spec: of the run's model, if it is known.
 
@@ -84,21 +115,30 @@ def validate_on(
     faults = list(dict.fromkeys([*faults, *unbuildable, *_faults(run)]))
     shape = None
     try:
-        shape = resolve_mesh(run.mesh, num_devices, num_slices or run.mesh.dcn.num_slices)
+        shape = resolve_mesh(
+            run.mesh, num_devices, num_slices or run.mesh.dcn.num_slices
+        )
     except ConfigError as error:
         faults += error.faults
     if shape is None or unbuildable:
         raise ConfigError(faults)
     spec = spec or run_build.model_spec(run, build)
     if spec.parameter_count >= LARGEST:
-        raise ConfigError([*faults, f"model: {spec.parameter_count:,} parameters; lower its sizes"])
-    faults += [*_batch_faults(run, shape), *optimizers.group_faults(run.optimizer, spec.named_trainable())]
+        raise ConfigError(
+            [*faults, f"model: {spec.parameter_count:,} parameters; lower its sizes"]
+        )
+    faults += [
+        *_batch_faults(run, shape),
+        *optimizers.group_faults(run.optimizer, spec.named_trainable()),
+    ]
     rules = run_build.rules_for(run, spec, shape)
     if run.mesh.reduce == "once" and (why := reduction.obstacle(spec, rules)):
         faults.append(reduction.refusal(why))
     misfits = [*_axis_faults(run, spec, rules)]
     try:
-        place(spec.named_parameters(), rules) if misfits else run_build.placements(run, spec, rules)
+        place(spec.named_parameters(), rules) if misfits else run_build.placements(
+            run, spec, rules
+        )
     except ConfigError as error:
         misfits += _merged(error.faults)
     if faults + misfits:
@@ -116,7 +156,9 @@ def _axis_faults(run: RunConfig, spec: ModelSpec, rules: Rules) -> Iterator[str]
 
 def _expert_faults(shape: MeshShape, spec: ModelSpec) -> Iterator[str]:
     size = shape.sizes["expert"]
-    if size > 1 and not any("experts" in names for _, names in spec.named_parameters().values()):
+    if size > 1 and not any(
+        "experts" in names for _, names in spec.named_parameters().values()
+    ):
         yield (
             f"mesh.expert={size}: {spec.model_class.__name__} has no experts (parameters with a dim of that "
             f"name); set mesh.expert=1, and mesh.fsdp or mesh.data to {size} times its size"
@@ -147,10 +189,16 @@ def _merged(faults: Iterable[str]) -> list[str]:
 
 
 def _faults(run: RunConfig) -> Iterator[str]:
-    """Yields which values of different components do not go together, on any devices."""
+    """Yields which values of different components do not go together, on any
+    devices.
+    """
     train, length = run.train, run.batch.sequence_length
     longest = getattr(run.model_config, "max_length", None)
-    learned = " (learned positions: raise model.max_positions)" if "max_positions" in run.model else ""
+    learned = (
+        " (learned positions: raise model.max_positions)"
+        if "max_positions" in run.model
+        else ""
+    )
     if run.offload.optimizer and (why := offload_obstacle(run.optimizer)):
         yield why
     if train.sample_tokens and not train.sample_prompt:
@@ -168,9 +216,14 @@ def _faults(run: RunConfig) -> Iterator[str]:
             f"batch.sequence_length={length} exceeds the model's longest sequence, {longest}{learned}; "
             f"shorten the sequence"
         )
-    by_evaluations = {"checkpoint.keep_best": run.checkpoint.keep_best, "train.patience": train.patience}
+    by_evaluations = {
+        "checkpoint.keep_best": run.checkpoint.keep_best,
+        "train.patience": train.patience,
+    }
     if not train.eval_every and any(by_evaluations.values()):
-        keys = ", ".join(f"{key}={value}" for key, value in by_evaluations.items() if value)
+        keys = ", ".join(
+            f"{key}={value}" for key, value in by_evaluations.items() if value
+        )
         yield f"{keys}: evaluations decide, and train.eval_every=0 makes none; set it"
     yield from warmup_faults(run.optimizer, train.steps)
     if run.lora.from_peft and not run.init.from_huggingface:
@@ -178,19 +231,35 @@ def _faults(run: RunConfig) -> Iterator[str]:
 
 
 def _size_faults(run: RunConfig) -> Iterator[str]:
-    """Yields what would overflow the integers of jax or of its compiler, which ends the process."""
+    """Yields what would overflow the integers of jax or of its compiler, which ends the
+    process.
+    """
     flat = schema.flatten(schema.to_config_dict(run))
-    foreign = "model." if not run.model["target"].startswith("jaxdist.") else "-"  # what its options mean
-    counts = {p: n for p, n in flat.items() if type(n) is int and not p.startswith((*_OF_64_BITS, foreign))}
+    # what its options mean
+    foreign = "model." if not run.model["target"].startswith("jaxdist.") else "-"
+    counts = {
+        p: n
+        for p, n in flat.items()
+        if type(n) is int and not p.startswith((*_OF_64_BITS, foreign))
+    }
     wrong = [path for path, n in counts.items() if abs(n) >= 2**31]
-    yield from (f"{path}: got {counts[path]}, required less than 2**31 = {2**31}; lower it" for path in wrong)
-    widest = max((path for path in counts if path.startswith("model.")), key=counts.__getitem__, default=None)
+    yield from (
+        f"{path}: got {counts[path]}, required less than 2**31 = {2**31}; lower it"
+        for path in wrong
+    )
+    widest = max(
+        (path for path in counts if path.startswith("model.")),
+        key=counts.__getitem__,
+        default=None,
+    )
     sizes = ["batch.global_size", "batch.sequence_length", *filter(None, [widest])]
     if not wrong and math.prod(counts[path] for path in sizes) >= LARGEST:
         yield f"{' x '.join(f'{path}={counts[path]}' for path in sizes)}: no array is so large; lower them"
 
 
-def _pipeline_faults(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Iterator[str]:
+def _pipeline_faults(
+    run: RunConfig, shape: MeshShape, spec: ModelSpec
+) -> Iterator[str]:
     if shape.sizes["pipeline"] == 1:
         return
     if not spec.staged:
@@ -206,7 +275,9 @@ def _pipeline_faults(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Itera
 
 
 def _remat_faults(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Iterator[str]:
-    """Yields why the stack's layers cannot be computed again in such parts; of a pipeline's see `Staging`."""
+    """Yields why the stack's layers cannot be computed again in such parts; of a
+    pipeline's see `Staging`.
+    """
     own, layers = run.remat, spec.depth * spec.block_layers if spec.staged else 0
     if shape.sizes["pipeline"] > 1:
         return
@@ -224,7 +295,10 @@ def _batch_faults(run: RunConfig, shape: MeshShape) -> Iterator[str]:
     unit = batch.accumulation * flow * shape.batch_shards
     if min(unit, batch.global_size) < 1 or batch.global_size % unit == 0:
         return
-    below, above = batch.global_size // unit * unit, -(-batch.global_size // unit) * unit
+    below, above = (
+        batch.global_size // unit * unit,
+        -(-batch.global_size // unit) * unit,
+    )
     legal = f"{below} or {above}" if below else f"{above}"
     yield (
         f"batch.global_size={batch.global_size} is not divisible by accumulation {batch.accumulation} x "

@@ -37,7 +37,12 @@ from jaxdist.trainer.build import (
     targets_per_sample,
     unit,
 )
-from jaxdist.trainer.run_config import HARMLESS, RunConfig, known_fingerprints, run_fingerprint
+from jaxdist.trainer.run_config import (
+    HARMLESS,
+    RunConfig,
+    known_fingerprints,
+    run_fingerprint,
+)
 
 CONFIG, RUN, LOCK = "config.json", extension.RUN, ".lock"
 SAMPLE, REPORT = "sample.txt", "report.html"
@@ -59,7 +64,9 @@ def checkpoints_folder(folder: Path, config: RunConfig) -> Path:
 
 
 def name_fault(folder: Path | str) -> str:
-    """Returns what is wrong with the name of a folder for checkpoints; "" if nothing is."""
+    """Returns what is wrong with the name of a folder for checkpoints; "" if nothing
+    is.
+    """
     whole = str(folder) if "://" in str(folder) else os.path.abspath(folder)
     if is_text(whole):
         return ""
@@ -67,9 +74,13 @@ def name_fault(folder: Path | str) -> str:
 
 
 def own_identity(folder: Path) -> str | None:
-    """Returns the identity of the run in `folder`, as its run.json has it; None if that is not known."""
+    """Returns the identity of the run in `folder`, as its run.json has it; None if that
+    is not known.
+    """
     with contextlib.suppress(OSError, untrusted.Malformed, KeyError):
-        return untrusted.of_kind(untrusted.read_json(folder / RUN, dict)[IDENTITY_KEY], str)
+        return untrusted.of_kind(
+            untrusted.read_json(folder / RUN, dict)[IDENTITY_KEY], str
+        )
     return None
 
 
@@ -89,7 +100,9 @@ def open_checkpoints(folder: Path, config: RunConfig) -> CheckpointManager:
     except CheckpointError as error:
         cure = "; give a --workdir or checkpoint.folder that can"
         other = ", or give another --workdir and checkpoint.folder"
-        raise ConfigError(f"{error}{cure if isinstance(error.__cause__, OSError) else other}") from error
+        raise ConfigError(
+            f"{error}{cure if isinstance(error.__cause__, OSError) else other}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -108,8 +121,14 @@ def workdir_lock(folder: Path) -> Iterator[None]:
                 f"--workdir {folder}: in use by {holder}; stop it or give another --workdir"
             ) from None
         except OSError as error:
-            links = [path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()]
-            why = f"{links[0]} is a symbolic link to nowhere" if links else error.strerror
+            links = [
+                path
+                for path in (folder, *folder.parents)
+                if path.is_symlink() and not path.exists()
+            ]
+            why = (
+                f"{links[0]} is a symbolic link to nowhere" if links else error.strerror
+            )
             raise ConfigError(
                 f"--workdir {folder}: cannot be written ({why}); give a folder that can"
             ) from error
@@ -136,7 +155,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def check_resume_config(folder: Path, run: RunConfig) -> None:
-    """Writes config.json; for a run that goes on, refuses changes that would alter its losses.
+    """Writes config.json; for a run that goes on, refuses changes that would alter its
+    losses.
 
     Raises:
       ConfigError: one line per such change; the checkpoints are another run's.
@@ -146,13 +166,22 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
     old = read_config(folder, named=target, trust_code=None) if exists else None
     if has_steps(checkpoints):
         try:
-            owner = manifest.identity(checkpoints, create=False, own=own_identity(folder))
+            owner = manifest.identity(
+                checkpoints, create=False, own=own_identity(folder)
+            )
         except CheckpointError as error:
-            raise ConfigError(f"{error}, or give another --workdir and checkpoint.folder") from error
+            raise ConfigError(
+                f"{error}, or give another --workdir and checkpoint.folder"
+            ) from error
         metadata = manifest.newest_metadata(checkpoints, owner)
-        if old is not None and CONFIG_KEY not in metadata:  # of a version that did not store it
+        # of a version that did not store it
+        if old is not None and CONFIG_KEY not in metadata:
             metadata |= stored_config(old)
-        check_stored_config(metadata, run, folder if checkpoints == folder / CHECKPOINTS else checkpoints)
+        check_stored_config(
+            metadata,
+            run,
+            folder if checkpoints == folder / CHECKPOINTS else checkpoints,
+        )
     elif old is not None and has_steps(before := checkpoints_folder(folder, old)):
         raise ConfigError(
             f"checkpoint.folder: the run in {folder} has its checkpoints in {before}, and {checkpoints} "
@@ -162,35 +191,55 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
 
 
 def stored_config(run: RunConfig) -> dict[str, Any]:
-    """Returns what a checkpoint's metadata says of its run's config: all of it, as config.json does."""
+    """Returns what a checkpoint's metadata says of its run's config: all of it, as
+    config.json does.
+    """
     return {CONFIG_KEY: schema.to_config_dict(run).to_dict()}
 
 
-def check_stored_config(metadata: Mapping[str, Any], run: RunConfig, place: Path) -> None:
+def check_stored_config(
+    metadata: Mapping[str, Any], run: RunConfig, place: Path
+) -> None:
     """Refuses to go on from a checkpoint whose run has other losses than `run`.
 
     Args:
-      metadata: of the checkpoint; from an older version it has only a fingerprint of the config, or nothing.
+      metadata: of the checkpoint; from an older version it has only a fingerprint of
+        the config, or nothing.
       place: the folder to name.
 
     Raises:
       ConfigError: one line for each key whose change alters them.
     """
     at = f"@{metadata['progress']['step']}" if "progress" in metadata else ""
-    cure, faults = f"put it back, or branch with init.from_run={place}{at} in another --workdir", []
+    cure, faults = (
+        f"put it back, or branch with init.from_run={place}{at} in another --workdir",
+        [],
+    )
     if isinstance(stored := metadata.get(CONFIG_KEY), dict):
-        old, new = config_json.renamed(config_json.tupled(stored)), schema.to_config_dict(run)
-        if config_json.target_of(old) == (target := run.model["target"]):  # adds keys that are newer than it
-            old = schema.to_config_dict(config_json.resolve(old, place, named=target, trust_code=None))
+        old, new = (
+            config_json.renamed(config_json.tupled(stored)),
+            schema.to_config_dict(run),
+        )
+        # adds keys that are newer than it
+        if config_json.target_of(old) == (target := run.model["target"]):
+            old = schema.to_config_dict(
+                config_json.resolve(old, place, named=target, trust_code=None)
+            )
         begun = extension.stored_steps(metadata, run)
         faults = [
             f"{change.path}: the run in {place} has {_shown(change.old)}, now {_shown(change.new)}; {cure}"
             for change in schema.diff(old, new)
             if not any(fnmatch(change.path, pattern) for pattern in HARMLESS)
             # Without one of its own, a config has the warm-up that the run began with.
-            and not (change.path == "optimizer.warmup_steps" and change.new in (None, begun.warmup_steps))
+            and not (
+                change.path == "optimizer.warmup_steps"
+                and change.new in (None, begun.warmup_steps)
+            )
         ]
-    elif (metadata.get("fingerprints") or {}).get("config") not in (None, *known_fingerprints(run)):
+    elif (metadata.get("fingerprints") or {}).get("config") not in (
+        None,
+        *known_fingerprints(run),
+    ):
         faults = [
             f"the run in {place} had another config, and its {CONFIG} is lost; put that back, or what it was "
             f"started with, or branch with init.from_run={place}{at} in another --workdir"
@@ -204,7 +253,9 @@ def _shown(value: object) -> str:
 
 
 def check_data(metadata: Mapping[str, Any], dataset: Dataset) -> None:
-    """Raises ConfigError if the run was trained on other data: its position means nothing here."""
+    """Raises ConfigError if the run was trained on other data: its position means
+    nothing here.
+    """
     known = metadata["fingerprints"]["data"]
     if known != dataset.fingerprint:
         raise ConfigError(
@@ -213,27 +264,37 @@ def check_data(metadata: Mapping[str, Any], dataset: Dataset) -> None:
         )
 
 
-def read_config(folder: Path, *, named: str | None = None, trust_code: bool | None = False) -> RunConfig:
+def read_config(
+    folder: Path, *, named: str | None = None, trust_code: bool | None = False
+) -> RunConfig:
     """Returns the config that a run was started with.
 
     Args: as `registry.check_stored_target`.
 
     Raises:
-      ConfigError: the folder holds no run, what is no config, or a model whose code is not trusted.
+      ConfigError: the folder holds no run, what is no config, or a model whose code is
+        not trusted.
     """
     stored = config_json.read(folder / CONFIG)
     return config_json.resolve(stored, folder, named=named, trust_code=trust_code)
 
 
-# --- run.json -------------------------------------------------------------------------------------
+# --- run.json -------------------------------------------------------------------------
 
 
 def describe_run(
-    run: RunConfig, spec: ModelSpec, built: TrainStep, dataset: Dataset, schedule: ScheduleSteps
+    run: RunConfig,
+    spec: ModelSpec,
+    built: TrainStep,
+    dataset: Dataset,
+    schedule: ScheduleSteps,
 ) -> dict[str, Any]:
-    """Returns what run.json says of the run itself: devices, mesh, fingerprints, sizes, shardings."""
+    """Returns what run.json says of the run itself: devices, mesh, fingerprints, sizes,
+    shardings.
+    """
     devices = built.mesh.devices
-    split = context_lines(run, built.rules)  # how attention sees sequences that devices share out
+    # how attention sees sequences that devices share out
+    split = context_lines(run, built.rules)
     return {
         "platform": devices.flat[0].platform,
         "device_kind": devices.flat[0].device_kind,
@@ -248,7 +309,10 @@ def describe_run(
         "active_parameters": active_parameters(run, spec),
         "unit": unit(run),
         "flops_per_token": model_flops(run, spec),
-        "mfu_peak": {"dtype": run.precision.peak, "flops_per_s": _mfu_peak(run, devices.flat[0])},
+        "mfu_peak": {
+            "dtype": run.precision.peak,
+            "flops_per_s": _mfu_peak(run, devices.flat[0]),
+        },
         "sharding": [
             {
                 "parameter": placed.path,
@@ -267,16 +331,21 @@ def describe_run(
 
 
 def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
-    """Returns model FLOPs per target (forward and backward) by both attention conventions.
+    """Returns model FLOPs per target (forward and backward) by both attention
+    conventions.
 
-    By the formula of the model's Config, where it has one; a frozen kernel has no gradient of its own, so
-    it takes two thirds. Another model's are counted from its forward program, times three; there both
-    conventions are what the program does, and all counts as trained.
+    By the formula of the model's Config, where it has one; a frozen kernel has no
+    gradient of its own, so it takes two thirds. Another model's are counted from its
+    forward program, times three; there both conventions are what the program does, and
+    all counts as trained.
     """
     length = targets_per_sample(run)
     if formula := registry.model_hook(run.model_config, "flops_per_token"):
         less = _frozen_flops(run, spec)
-        return {convention: formula(length, convention) - less for convention in ("causal", "full")}
+        return {
+            convention: formula(length, convention) - less
+            for convention in ("causal", "full")
+        }
     batch = batch_shapes(run, 1)
     objective = build_objective(spec, compute=run.precision.compute, remat="none")
     forward = jax.make_jaxpr(lambda t, m, f, b: objective(t, m, f, b, None)[0])
@@ -287,20 +356,30 @@ def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
 
 
 def _frozen_flops(run: RunConfig, spec: ModelSpec) -> float:
-    """Returns the FLOPs per token of gradients that frozen kernels don't have, less what adapters take."""
+    """Returns the FLOPs per token of gradients that frozen kernels don't have, less
+    what adapters take.
+    """
     less = 0.0
     for path, count in lora.weights(spec.frozen, run.lora).items():
         x, names = spec.named_frozen()[path]
         kind = role_of(path.split("/"), x.shape, names).kind
         tied = bool(run.model.get("tie_embeddings"))
         scores = kind == "embedding" and names[:1] == ("vocab",) and tied
-        less += 2 * count * active_share(run, names) * (kind in ("matrix", "head") or scores)
+        less += (
+            2
+            * count
+            * active_share(run, names)
+            * (kind in ("matrix", "head") or scores)
+        )
     trained = spec.named_trainable().values() if run.lora.rank else ()
     return less - sum(6 * x.size * active_share(run, names) for x, names in trained)
 
 
-def throughput(run: RunConfig, spec: ModelSpec, mesh: Mesh, step_flops: float | None = None) -> Throughput:
-    """Returns the meter that turns times into tokens/s, MFU and HFU, which are None on unknown chips.
+def throughput(
+    run: RunConfig, spec: ModelSpec, mesh: Mesh, step_flops: float | None = None
+) -> Throughput:
+    """Returns the meter that turns times into tokens/s, MFU and HFU, which are None on
+    unknown chips.
 
     Args:
       step_flops: of a step's program, all devices together; without them HFU is None.
@@ -316,6 +395,8 @@ def throughput(run: RunConfig, spec: ModelSpec, mesh: Mesh, step_flops: float | 
 
 
 def _mfu_peak(run: RunConfig, device: jax.Device) -> float | None:
-    """Returns the FLOP/s of a device that MFU is a share of; None where no such peak is published."""
+    """Returns the FLOP/s of a device that MFU is a share of; None where no such peak is
+    published.
+    """
     chip = chips.chip_for(device.device_kind)
     return chip.peak(run.precision.peak) if chip else None

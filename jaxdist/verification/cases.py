@@ -1,4 +1,6 @@
-"""What is verified: a config at tiny sizes, the layouts of it, its batch and its starting point."""
+"""What is verified: a config at tiny sizes, the layouts of it, its batch and its
+starting point.
+"""
 
 import dataclasses
 import math
@@ -27,21 +29,31 @@ ONE_DEVICE: dict[str, Any] = (
     {f"mesh.{axis}": 1 for axis in AXES}
     | {f"mesh.dcn.{axis}": 1 for axis in AXES}
     | {"mesh.zero": 3, "mesh.sequence_parallel": False, "batch.accumulation": 1}
-    | {f"context.{field.name}": field.default for field in dataclasses.fields(ContextConfig)}
-    | {f"pipeline.{field.name}": field.default for field in dataclasses.fields(PipelineConfig)}
+    | {
+        f"context.{field.name}": field.default
+        for field in dataclasses.fields(ContextConfig)
+    }
+    | {
+        f"pipeline.{field.name}": field.default
+        for field in dataclasses.fields(PipelineConfig)
+    }
 )
 
 
 Overrides = dict[str, Any]  # what a layout changes of a one-device run, by config path
-# How tokens choose experts: by their routers; as drawn from the seed; drawn from the first quarter alone.
+# How tokens choose experts: by their routers; as drawn from the seed; drawn from the
+# first quarter alone.
 Routing = Literal["", "chosen", "given", "skewed"]  # "": there are none
 
 
-# --- a small run of the same kind -----------------------------------------------------------------
+# --- a small run of the same kind -----------------------------------------------------
 
 
-def shrink_config(run: RunConfig, num_devices: int) -> tuple[RunConfig, tuple[str, ...]]:
-    """Returns the run at tiny sizes, every variant kept, and lines that say what was changed.
+def shrink_config(
+    run: RunConfig, num_devices: int
+) -> tuple[RunConfig, tuple[str, ...]]:
+    """Returns the run at tiny sizes, every variant kept, and lines that say what was
+    changed.
 
     A model whose Config has no `tiny` is used as it is.
 
@@ -53,20 +65,26 @@ def shrink_config(run: RunConfig, num_devices: int) -> tuple[RunConfig, tuple[st
     new = {
         "batch.global_size": unit * -(-16 // unit),
         "batch.sequence_length": run.batch.sequence_length,
-        "optimizer.warmup_steps": 0,  # the first update is then at the peak rate: it can be seen
+        # the first update is then at the peak rate: it can be seen
+        "optimizer.warmup_steps": 0,
         "remat.layers": 0,  # they are of the whole stack, which a pipeline cuts up
         "remat.every": 1,
     }
     # No sample is written, and the shrunk model may be too short for one.
-    run = dataclasses.replace(run, train=dataclasses.replace(run.train, sample_tokens=0))
+    run = dataclasses.replace(
+        run, train=dataclasses.replace(run.train, sample_tokens=0)
+    )
     if run.data.is_text:
         new["batch.sequence_length"] = min(32, run.batch.sequence_length)
-        run = dataclasses.replace(run, data=DataConfig(packing=run.data.packing))  # nothing is read
+        # nothing is read
+        run = dataclasses.replace(run, data=DataConfig(packing=run.data.packing))
     config = run.model_config
     if tiny := registry.model_hook(config, "tiny"):
         split = (*getattr(config, "tensor_parallel_dims", ()), FSDP_NAME, "num_experts")
         for name, size in tiny(new["batch.sequence_length"]).items():
-            new[f"model.{name}"] = math.lcm(size, num_devices) if name in split else size
+            new[f"model.{name}"] = (
+                math.lcm(size, num_devices) if name in split else size
+            )
     else:
         _refuse_if_large(run)
     changed = {path: value for path, value in new.items() if old[path] != value}
@@ -91,26 +109,36 @@ def _refuse_if_large(run: RunConfig) -> None:
 def with_values(run: RunConfig, overrides: Overrides) -> RunConfig:
     """Returns the run with values changed by config path.
 
-    It reads field docs from source (`ast`), which Python 3.11 cannot do in two threads at once.
+    It reads field docs from source (`ast`), which Python 3.11 cannot do in two threads
+    at once.
     """
     flat = schema.flatten(schema.to_config_dict(run))
     return run_config.from_config(schema.unflatten(flat | overrides))
 
 
-# --- the layouts ----------------------------------------------------------------------------------
+# --- the layouts ----------------------------------------------------------------------
 
 
 def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
-    """Returns the layouts of so many devices that are proved, by name, the config's own last."""
+    """Returns the layouts of so many devices that are proved, by name, the config's own
+    last.
+    """
     n = num_devices
     samples = [axis for axis in SEARCHED if axis in BATCH_AXES]
-    layouts: dict[str, Overrides] = {f"{axis} {n}": {f"mesh.{axis}": n} for axis in samples}
+    layouts: dict[str, Overrides] = {
+        f"{axis} {n}": {f"mesh.{axis}": n} for axis in samples
+    }
     for stage in range(3):
         layouts |= _case(f", zero {stage}", {"mesh.zero": stage}, fsdp=n)
     layouts |= _in_parts(fsdp=n)
     if n % 2 == 0 and n > 2:
         layouts |= _case(tensor=2, fsdp=n // 2)
-        layouts |= _case(", sequence parallel", {"mesh.sequence_parallel": True}, tensor=2, fsdp=n // 2)
+        layouts |= _case(
+            ", sequence parallel",
+            {"mesh.sequence_parallel": True},
+            tensor=2,
+            fsdp=n // 2,
+        )
         slices = {"mesh.data": 2, "mesh.dcn.data": 2, "mesh.fsdp": n // 2}
         layouts[f"2 slices x fsdp {n // 2}"] = slices
         layouts |= _in_parts(data=n)
@@ -118,7 +146,9 @@ def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
             layouts |= _in_parts({"mesh.zero": stage}, data=2, fsdp=n // 2)
     if n % 4 == 0 and n > 4:
         layouts |= _case(data=2, fsdp=2, tensor=n // 4)
-    staged = "num_layers" in run.model and all(hasattr(run.model_class, name) for name in ("embed", "head"))
+    staged = "num_layers" in run.model and all(
+        hasattr(run.model_class, name) for name in ("embed", "head")
+    )
     if staged and n % 2 == 0:
         layouts |= _case(pipeline=2, data=n // 2)
     if staged and n % 4 == 0:
@@ -130,7 +160,9 @@ def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
             changes = {"mesh.zero": stage, "pipeline.microbatches": 2}
             layouts |= _in_parts(changes, pipeline=2, data=2, fsdp=n // 4)
     if run.data.is_text:
-        layouts |= _context_layouts(n, staged, experts=bool(run.model.get("num_experts")))
+        layouts |= _context_layouts(
+            n, staged, experts=bool(run.model.get("num_experts"))
+        )
     if hasattr(run.model_config, "tiny"):
         layouts |= _case(", 4 kv heads", {"model.num_kv_heads": 4}, tensor=n)
     else:
@@ -159,7 +191,12 @@ def _expert_layouts(n: int, staged: bool) -> dict[str, Overrides]:
     layouts = _case(expert=n)
     if n % 2 == 0 and n > 2:
         for stage in (3, 2, 1):
-            layouts |= _case(f", zero {stage}" * (stage < 3), {"mesh.zero": stage}, fsdp=2, expert=n // 2)
+            layouts |= _case(
+                f", zero {stage}" * (stage < 3),
+                {"mesh.zero": stage},
+                fsdp=2,
+                expert=n // 2,
+            )
         layouts |= _in_parts(data=2, expert=n // 2)
         layouts |= _case(pipeline=2, expert=n // 2) if staged else {}
     if n % 4 == 0 and n > 4:
@@ -167,50 +204,90 @@ def _expert_layouts(n: int, staged: bool) -> dict[str, Overrides]:
     return layouts
 
 
-def _case(note: str = "", more: Overrides | None = None, **sizes: int) -> dict[str, Overrides]:
+def _case(
+    note: str = "", more: Overrides | None = None, **sizes: int
+) -> dict[str, Overrides]:
     """Returns a layout of these mesh axes under its name."""
     name = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-    return {name + note: {f"mesh.{axis}": size for axis, size in sizes.items()} | (more or {})}
+    return {
+        name + note: {f"mesh.{axis}": size for axis, size in sizes.items()}
+        | (more or {})
+    }
 
 
 def _in_parts(more: Overrides | None = None, **sizes: int) -> dict[str, Overrides]:
     """Returns a layout whose step has several parts, and what is added up over them."""
     more = {"batch.accumulation": ACCUMULATION} | (more or {})
     zero = more.get("mesh.zero", 3)
-    return _case(f", accumulation {ACCUMULATION}" + f", zero {zero}" * (zero < 3), more, **sizes)
+    return _case(
+        f", accumulation {ACCUMULATION}" + f", zero {zero}" * (zero < 3), more, **sizes
+    )
 
 
-def _own_layout(run: RunConfig, num_devices: int, others: Mapping[str, Overrides]) -> dict[str, Overrides]:
-    """Returns the config's own layout under its name, unless one of the others is the same."""
+def _own_layout(
+    run: RunConfig, num_devices: int, others: Mapping[str, Overrides]
+) -> dict[str, Overrides]:
+    """Returns the config's own layout under its name, unless one of the others is the
+    same.
+    """
     flat = schema.flatten(schema.to_config_dict(run))
     values = {path: flat[path] for path in ONE_DEVICE}
     values["batch.accumulation"] = min(run.batch.accumulation, ACCUMULATION)
-    known = math.prod(values[f"mesh.{axis}"] for axis in AXES if values[f"mesh.{axis}"] > 0)
-    values |= {f"mesh.{axis}": num_devices // known for axis in AXES if values[f"mesh.{axis}"] == -1}
-    values |= {f"mesh.dcn.{axis}": 1 for axis in AXES if values[f"mesh.dcn.{axis}"] == -1}
+    known = math.prod(
+        values[f"mesh.{axis}"] for axis in AXES if values[f"mesh.{axis}"] > 0
+    )
+    values |= {
+        f"mesh.{axis}": num_devices // known
+        for axis in AXES
+        if values[f"mesh.{axis}"] == -1
+    }
+    values |= {
+        f"mesh.dcn.{axis}": 1 for axis in AXES if values[f"mesh.dcn.{axis}"] == -1
+    }
     values |= _small_pipeline(run, values)
     if any(values.items() <= (ONE_DEVICE | other).items() for other in others.values()):
         return {}
-    sizes = " x ".join(f"{axis} {values[f'mesh.{axis}']}" for axis in AXES if values[f"mesh.{axis}"] > 1)
+    sizes = " x ".join(
+        f"{axis} {values[f'mesh.{axis}']}"
+        for axis in AXES
+        if values[f"mesh.{axis}"] > 1
+    )
     changed = [path for path in _NAMED if values[path] != ONE_DEVICE[path]]
-    notes = [f"{path.partition('.')[2].replace('_', ' ')} {values[path]}" for path in changed]
+    notes = [
+        f"{path.partition('.')[2].replace('_', ' ')} {values[path]}" for path in changed
+    ]
     return {"the config's own: " + ", ".join([sizes or "one device", *notes]): values}
 
 
 _NAMED = (  # what a name says besides the mesh's axes
-    "pipeline.schedule", "pipeline.chunks", "pipeline.edges",
-    "mesh.zero", "mesh.sequence_parallel", "context.attention", "batch.accumulation",
-)  # fmt: skip
+    "pipeline.schedule",
+    "pipeline.chunks",
+    "pipeline.edges",
+    "mesh.zero",
+    "mesh.sequence_parallel",
+    "context.attention",
+    "batch.accumulation",
+)
 
 
 def _small_pipeline(run: RunConfig, layout: Overrides) -> Overrides:
-    """Returns what the layout's pipeline is at tiny sizes: a microbatch a stage, a layer a place."""
+    """Returns what the layout's pipeline is at tiny sizes: a microbatch a stage, a
+    layer a place.
+    """
     stages, chunks = layout["mesh.pipeline"], layout["pipeline.chunks"]
     if stages == 1:
-        return {path: value for path, value in ONE_DEVICE.items() if path.startswith("pipeline.")}
+        return {
+            path: value
+            for path, value in ONE_DEVICE.items()
+            if path.startswith("pipeline.")
+        }
     from_file = layout["pipeline.schedule"].endswith(".json")
     microbatches = layout["pipeline.microbatches"] if from_file else stages
-    sizes = {"model.num_layers": _layers_on(run, stages * chunks)} if "num_layers" in run.model else {}
+    sizes = (
+        {"model.num_layers": _layers_on(run, stages * chunks)}
+        if "num_layers" in run.model
+        else {}
+    )
     return {"pipeline.microbatches": microbatches} | sizes
 
 
@@ -220,17 +297,21 @@ def _layers_on(run: RunConfig, places: int) -> int:
     return layers_on(places) if layers_on else places
 
 
-# --- the batch and the starting point -------------------------------------------------------------
+# --- the batch and the starting point -------------------------------------------------
 
 
 def synthetic_batch(run: RunConfig) -> dict[str, np.ndarray]:
-    """Returns a batch from the seed: [B, S] random tokens, unequal weights, some rows without any.
+    """Returns a batch from the seed: [B, S] random tokens, unequal weights, some rows
+    without any.
 
-    With data.packing=documents a row holds two documents and padding, with their segment ids. Where
-    samples are no text, the first of them are the batch: only the data knows what may be in them.
+    With data.packing=documents a row holds two documents and padding, with their
+    segment ids. Where samples are no text, the first of them are the batch: only the
+    data knows what may be in them.
     """
     if not run.data.is_text:
-        dataset = open_dataset(run.data, sequence_length=0, seed=run.seed, log=lambda _: None)
+        dataset = open_dataset(
+            run.data, sequence_length=0, seed=run.seed, log=lambda _: None
+        )
         return dataset.train_batch(0, run.batch.global_size)
     rng = np.random.default_rng(run.seed)
     size, length = run.batch.global_size, run.batch.sequence_length
@@ -249,17 +330,21 @@ def synthetic_batch(run: RunConfig) -> dict[str, np.ndarray]:
         cut = rng.integers(1, length - 1, (size, 1))
         end = rng.integers(cut + 1, length)
         place = batch["positions"]
-        batch["segment_ids"] = np.where(place < cut, 1, np.where(place < end, 2, 0)).astype(np.int32)
+        batch["segment_ids"] = np.where(
+            place < cut, 1, np.where(place < end, 2, 0)
+        ).astype(np.int32)
         batch["weights"] = np.where(place < end, weights, 0)
         batch["positions"] = np.where(place < cut, place, place - cut).astype(np.int32)
     return batch
 
 
 def routings(run: RunConfig, precision: str, layout: Overrides) -> tuple[Routing, ...]:
-    """Returns the ways in which a layout's tokens choose experts, a row of the table for each.
+    """Returns the ways in which a layout's tokens choose experts, a row of the table
+    for each.
 
-    In bfloat16 near-ties fall as rounding does, and one token's expert is much of an expert's gradient: there
-    the choice is given, and compared in float32 alone. An uneven load is for layouts that share out experts.
+    In bfloat16 near-ties fall as rounding does, and one token's expert is much of an
+    expert's gradient: there the choice is given, and compared in float32 alone. An
+    uneven load is for layouts that share out experts.
     """
     if not run.model.get("num_experts"):
         return ("",)
@@ -285,24 +370,28 @@ def batches(run: RunConfig, num_layers: int) -> dict[Routing, dict[str, np.ndarr
         "given": order[..., :k],
         "skewed": quarter[..., :k],
     }
-    return {routing: batch | {experts.GIVEN_IDS: given} for routing, given in ids.items()}
+    return {
+        routing: batch | {experts.GIVEN_IDS: given} for routing, given in ids.items()
+    }
 
 
 def moved_parameters(parameters: Any, seed: int) -> Any:
     """Returns the host arrays with normal noise added to every floating-point leaf.
 
-    There no parameter is zero and no layer an identity, so every leaf takes part in the step.
+    There no parameter is zero and no layer an identity, so every leaf takes part in the
+    step.
     """
     rng = np.random.default_rng(seed)
     return _moved(parameters, lambda dims: JITTER * rng.standard_normal(dims))
 
 
 def moved_moments(moments: Any, seed: int) -> Any:
-    """Returns the host arrays of a fresh optimizer state, its moments raised to about 1e-3.
+    """Returns the host arrays of a fresh optimizer state, its moments raised to about
+    1e-3.
 
-    From zero, Adam's and Lion's first update is the sign of the gradient, and Muon's divides by the
-    gradient's smallest singular values: they turn rounding into whole updates. And a moment in the
-    wrong place would not be seen if all were zero.
+    From zero, Adam's and Lion's first update is the sign of the gradient, and Muon's
+    divides by the gradient's smallest singular values: they turn rounding into whole
+    updates. And a moment in the wrong place would not be seen if all were zero.
     """
     rng = np.random.default_rng(seed + 1)
     return _moved(moments, lambda dims: MOMENT * rng.uniform(0.5, 1.5, dims))
@@ -310,6 +399,10 @@ def moved_moments(moments: Any, seed: int) -> Any:
 
 def _moved(tree: Any, noise: Callable[[tuple[int, ...]], np.ndarray]) -> Any:
     def move(x: np.ndarray) -> np.ndarray:
-        return (x + noise(x.shape)).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return (
+            (x + noise(x.shape)).astype(x.dtype)
+            if jnp.issubdtype(x.dtype, jnp.floating)
+            else x
+        )
 
     return jax.tree.map(move, tree)

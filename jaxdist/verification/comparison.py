@@ -1,4 +1,6 @@
-"""How far a step on a layout is from the same step on one device, and how far it may be."""
+"""How far a step on a layout is from the same step on one device, and how far it may
+be.
+"""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -30,14 +32,15 @@ BANDS: dict[str, Bands] = {
     "float32": Bands(1e-6, 1e-5, 1e-6, 1e-3),
     "bfloat16": Bands(1e-3, 2e-2, 2e-2, 0.1),
     "float16": Bands(2.5e-4, 5e-3, 5e-3, 2.5e-2),  # 3 more bits
-    # A sum that rounds otherwise may fall on the other side of a code's border, and codes have 4 bits: what
-    # differs is then the recipe's own error, not the layout's. One device's gradients are 0.08 to 0.17 of a
-    # leaf's largest from float32's with fp8_rowwise, and 0.006 to 0.02 in bfloat16, whose band is as large.
+    # A sum that rounds otherwise may fall on the other side of a code's border, and
+    # codes have 4 bits: what differs is then the recipe's own error, not the layout's.
+    # One device's gradients are 0.08 to 0.17 of a leaf's largest from float32's with
+    # fp8_rowwise, and 0.006 to 0.02 in bfloat16, whose band is as large.
     **{recipe: Bands(1e-3, 0.1, 2e-2, 0.2) for recipe in RECIPES},
 }
-# A model may answer to rounding by more than a band: where a ReLU is near zero for a frequent input, rounding
-# decides about its gradient. What counts then is the distance from float32's gradient: a layout may have this
-# many times that of one device.
+# A model may answer to rounding by more than a band: where a ReLU is near zero for a
+# frequent input, rounding decides about its gradient. What counts then is the distance
+# from float32's gradient: a layout may have this many times that of one device.
 OWN_ROUNDING = 1.25
 
 
@@ -66,9 +69,11 @@ class Result:
     init_equal: bool  # initial parameters, bit for bit
     passed: bool
     worst: str  # the leaf with the largest gradient error
-    by_rounding: bool = False  # outside the gradient band, but as near to float32 as one device
+    # outside the gradient band, but as near to float32 as one device
+    by_rounding: bool = False
     routing: str = ""  # how tokens chose experts, see `cases.Routing`
-    load_equal: bool = True  # each expert's load and the model's state, bit for bit; required with experts
+    # each expert's load and the model's state, bit for bit; required with experts
+    load_equal: bool = True
 
 
 @dataclass(frozen=True)
@@ -90,18 +95,24 @@ class Report:
         values = asdict(self) | {"passed": self.passed}
         values["bands"] = {name: asdict(bands) for name, bands in BANDS.items()}
         for row in values["layouts"]:
-            row |= {k: None for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
+            row |= {
+                k: None
+                for k, v in row.items()
+                if isinstance(v, float) and not math.isfinite(v)
+            }
         return values
 
 
-# --- comparing ------------------------------------------------------------------------------------
+# --- comparing ------------------------------------------------------------------------
 
 
 def rounding_alone(gradients: Arrays) -> set[str]:
-    """Returns the leaves whose gradient is zero in exact arithmetic, judged from float32 gradients.
+    """Returns the leaves whose gradient is zero in exact arithmetic, judged from
+    float32 gradients.
 
-    Such is the key bias of a softmax without rotary positions. What is computed for it is noise, so
-    neither it nor an update that divides by its size can be the same twice.
+    Such is the key bias of a softmax without rotary positions. What is computed for it
+    is noise, so neither it nor an update that divides by its size can be the same
+    twice.
     """
     largest = {name: np.abs(g).max(initial=0.0) for name, g in gradients.items()}
     top = max(largest.values())
@@ -122,7 +133,8 @@ def compare(
     Args:
       expected: what one device showed, by precision.
       excluded: leaves to leave out.
-      routing: of the experts, if there are any: then each expert's load and the model's state are equal.
+      routing: of the experts, if there are any: then each expert's load and the model's
+        state are equal.
     """
     bands, reference = BANDS[precision], expected[precision]
     gradients, parameters, updates = {}, [], []
@@ -133,41 +145,72 @@ def compare(
             gradients[leaf] = _ratio(seen.gradients[leaf] - gradient, gradient, np.inf)
             parameters.append(_ratio(difference, parameter))
             updates.append(_ratio(difference, parameter - reference.start[leaf]))
-    parameters += [_ratio(seen.state[leaf] - state, state) for leaf, state in reference.state.items()]
+    parameters += [
+        _ratio(seen.state[leaf] - state, state)
+        for leaf, state in reference.state.items()
+    ]
     worst = max(gradients, key=lambda leaf: np.nan_to_num(gradients[leaf], nan=np.inf))
     loss = abs(seen.loss - reference.loss) / abs(reference.loss)
     errors = (loss, gradients[worst], _largest(parameters), _largest(updates))
     equal = jax.tree.all(jax.tree.map(np.array_equal, seen.initial, reference.initial))
-    # Parameters stored in bfloat16 move by roundings, so only where they end can be compared.
+    # Parameters stored in bfloat16 move by roundings, so only where they end can be
+    # compared.
     rounded = any(x.dtype != np.float32 for x in jax.tree.leaves(reference.initial))
     outside = [leaf for leaf, error in gradients.items() if not error <= bands.gradient]
     exact = expected["float32"].gradients
-    by_rounding = bool(outside) and not rounded and _as_near(seen, reference, exact, outside)
+    by_rounding = (
+        bool(outside) and not rounded and _as_near(seen, reference, exact, outside)
+    )
     widest = math.inf if by_rounding else bands.gradient
-    limits = (bands.loss, widest, bands.parameter, math.inf if rounded else bands.update)
+    limits = (
+        bands.loss,
+        widest,
+        bands.parameter,
+        math.inf if rounded else bands.update,
+    )
     load_equal = not routing or _same_load(seen, reference)
     passed = equal and load_equal
-    passed = passed and all(error <= limit for error, limit in zip(errors, limits, strict=True))
-    return Result(name, precision, *errors, equal, passed, worst, by_rounding, routing, load_equal)
+    passed = passed and all(
+        error <= limit for error, limit in zip(errors, limits, strict=True)
+    )
+    return Result(
+        name, precision, *errors, equal, passed, worst, by_rounding, routing, load_equal
+    )
 
 
 def _same_load(seen: Observed, reference: Observed) -> bool:
-    same = (np.array_equal(seen.state[leaf], state) for leaf, state in reference.state.items())
+    same = (
+        np.array_equal(seen.state[leaf], state)
+        for leaf, state in reference.state.items()
+    )
     return np.array_equal(seen.load, reference.load) and all(same)
 
 
-def _as_near(seen: Observed, reference: Observed, exact: Arrays, leaves: Sequence[str]) -> bool:
-    """Returns whether leaves' gradients are about as near to float32's as one device's are."""
+def _as_near(
+    seen: Observed, reference: Observed, exact: Arrays, leaves: Sequence[str]
+) -> bool:
+    """Returns whether leaves' gradients are about as near to float32's as one device's
+    are.
+    """
 
     def distance(of: Observed, leaf: str) -> float:
         return float(np.linalg.norm(of.gradients[leaf] - exact[leaf]))
 
-    return all(distance(seen, leaf) <= OWN_ROUNDING * distance(reference, leaf) for leaf in leaves)
+    return all(
+        distance(seen, leaf) <= OWN_ROUNDING * distance(reference, leaf)
+        for leaf in leaves
+    )
 
 
-def _ratio(difference: np.ndarray, reference: np.ndarray, order: float | None = None) -> float:
-    """Returns the norm of the difference over that of the reference; 0 where both are zero."""
-    error, size = (float(np.linalg.norm(x.ravel(), order)) for x in (difference, reference))
+def _ratio(
+    difference: np.ndarray, reference: np.ndarray, order: float | None = None
+) -> float:
+    """Returns the norm of the difference over that of the reference; 0 where both are
+    zero.
+    """
+    error, size = (
+        float(np.linalg.norm(x.ravel(), order)) for x in (difference, reference)
+    )
     return 0.0 if error == 0 else error / size if size else math.inf
 
 
@@ -175,7 +218,7 @@ def _largest(values: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, values)) else max(values)
 
 
-# --- the table ------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------
 
 WIDTH = 40
 HEADER = (
@@ -184,7 +227,10 @@ HEADER = (
 )
 
 
-_ROUTED = {"given": "routing held fixed", "skewed": "tokens on a quarter of the experts"}
+_ROUTED = {
+    "given": "routing held fixed",
+    "skewed": "tokens on a quarter of the experts",
+}
 
 
 def row(result: Result) -> str:
@@ -205,7 +251,9 @@ def summary(report: Report) -> str:
     lines = []
     if report.not_compared:
         names = ", ".join(report.not_compared)
-        lines.append(f"not compared, their gradient is zero in exact arithmetic: {names}")
+        lines.append(
+            f"not compared, their gradient is zero in exact arithmetic: {names}"
+        )
     if any(result.by_rounding and result.passed for result in report.layouts):
         lines.append(
             "* the model answers to rounding: its gradients are as near to float32's as one device's"
@@ -215,6 +263,11 @@ def summary(report: Report) -> str:
             "routing held fixed: each token's experts are drawn, since rounding to bfloat16 decides between "
             "nearly equal ones; what routers choose is compared in float32"
         )
-    count, wrong = len(report.layouts), sum(not result.passed for result in report.layouts)
+    count, wrong = (
+        len(report.layouts),
+        sum(not result.passed for result in report.layouts),
+    )
     verdict = f"{wrong} of {count} rows are NOT equal to one device"
-    return "\n".join([*lines, verdict if wrong else f"all {count} rows equal one device"])
+    return "\n".join(
+        [*lines, verdict if wrong else f"all {count} rows equal one device"]
+    )

@@ -26,20 +26,23 @@ from jaxdist.verification.comparison import Arrays, Observed, Report, Result
 
 Log = Callable[[str], None]
 _Variant = tuple[tuple[str, Any], ...]  # what a layout changes of the model
-Precision = ComputeName | Recipe  # of a row: of compute, or of products in 8-bit floats (then in bfloat16)
+# of a row: of compute, or of products in 8-bit floats (then in bfloat16)
+Precision = ComputeName | Recipe
 PRECISIONS: tuple[ComputeName, ...] = ("float32", "bfloat16")
-# XLA may drop roundings to bfloat16 inside a fusion. Which ones depends on how it fuses, so on the
-# layout: alone this makes gradients differ by 2e-2. Here all stay where the program has them.
+# XLA may drop roundings to bfloat16 inside a fusion. Which ones depends on how it
+# fuses, so on the layout: alone this makes gradients differ by 2e-2. Here all stay
+# where the program has them.
 OPTIONS = {"xla_allow_excess_precision": False}
-# On the CPU, LLVM's optimisations are most of the compile time. XLA's program (partitioning,
-# collectives, fusions) is the same text without them.
+# On the CPU, LLVM's optimisations are most of the compile time. XLA's program
+# (partitioning, collectives, fusions) is the same text without them.
 CPU_OPTIONS = {"xla_backend_optimization_level": 0}
-# Layouts compiled before their turn. Programs of the CPU take up to 2,000 memory maps a layout, of the 65,530
-# that Linux gives a process (vm.max_map_count); XLA aborts where one more is refused.
+# Layouts compiled before their turn. Programs of the CPU take up to 2,000 memory maps a
+# layout, of the 65,530 that Linux gives a process (vm.max_map_count); XLA aborts where
+# one more is refused.
 AHEAD = 6
 
 
-# --- one step of one layout -----------------------------------------------------------------------
+# --- one step of one layout -----------------------------------------------------------
 
 
 class Program(NamedTuple):
@@ -66,20 +69,30 @@ def compile_layout(
     """
     options = OPTIONS | (CPU_OPTIONS if devices[0].platform == "cpu" else {})
     programs: dict[str, Program] = {}
-    inits: dict[tuple[str, bool], Any] = {}  # by dtype of the stored parameters, and if there is a loss scale
+    # by dtype of the stored parameters, and if there is a loss scale
+    inits: dict[tuple[str, bool], Any] = {}
     for precision in precisions:
         this = dataclasses.replace(run, precision=_precision(run, precision))
         start_of = this.precision.params, build.loss_scale(this) is not None
-        with _tracing, jax.default_matmul_precision("highest" if precision == "float32" else None):
+        with (
+            _tracing,
+            jax.default_matmul_precision("highest" if precision == "float32" else None),
+        ):
             _, rules, spec = validation.validate(this, devices)
             if spec.streams and this.batch.accumulation > 1:
-                raise ConfigError("the parts of a step draw otherwise from the model's own nnx.Rngs")
+                raise ConfigError(
+                    "the parts of a step draw otherwise from the model's own nnx.Rngs"
+                )
             built = build.build_step(this, spec, build_mesh(this.mesh, devices), rules)
-            step = built.inspect.lower(built.abstract_state, built.abstract_batch(batch))
+            step = built.inspect.lower(
+                built.abstract_state, built.abstract_batch(batch)
+            )
             start = None if start_of in inits else built.init.lower()
         if start is not None:
             inits[start_of] = start.compile(compiler_options=options)
-        programs[precision] = Program(built, inits[start_of], step.compile(compiler_options=options))
+        programs[precision] = Program(
+            built, inits[start_of], step.compile(compiler_options=options)
+        )
     return programs
 
 
@@ -87,28 +100,39 @@ def precisions_of(run: RunConfig) -> tuple[Precision, ...]:
     """Returns the precisions that a run's layouts are compared in."""
     if run.precision.compute == "float16":
         return "float32", "float16"
-    return PRECISIONS if run.precision.matmul == "compute" else (*PRECISIONS, run.precision.matmul)
+    return (
+        PRECISIONS
+        if run.precision.matmul == "compute"
+        else (*PRECISIONS, run.precision.matmul)
+    )
 
 
 def _precision(run: RunConfig, name: Precision) -> PrecisionConfig:
-    """Returns the config of a row: in float32 nothing is stored in less, else the run says in what."""
+    """Returns the config of a row: in float32 nothing is stored in less, else the run
+    says in what.
+    """
     if name == "float32":
         return PrecisionConfig("float32", "float32")
     if name == "bfloat16" or name == "float16":
         return PrecisionConfig(run.precision.params, name)
     # Of all kernels: at tiny sizes every one is small.
-    return PrecisionConfig(run.precision.params, "bfloat16", matmul=name, fp8_small_kernels=True)
+    return PrecisionConfig(
+        run.precision.params, "bfloat16", matmul=name, fp8_small_kernels=True
+    )
 
 
 def observe(program: Program, batch: Mapping[str, np.ndarray], seed: int) -> Observed:
     """Returns what one step from the moved starting point shows."""
     built = program.built
     fresh: State = program.init()
-    flat = built.views.flat(fresh)  # as checkpoints have it: stages and padding are a layout's own
+    # as checkpoints have it: stages and padding are a layout's own
+    flat = built.views.flat(fresh)
     initial = jax.device_get(flat.trainable)
     start = cases.moved_parameters(initial, seed)
     moments = cases.moved_moments(jax.device_get(flat.opt_state.optimizer), seed)
-    flat = flat._replace(trainable=start, opt_state=flat.opt_state._replace(optimizer=moments))
+    flat = flat._replace(
+        trainable=start, opt_state=flat.opt_state._replace(optimizer=moments)
+    )
     where = jax.tree.map(lambda x: x.sharding, built.views.abstract)
     state = built.views.staged(jax.device_put(flat, where))
     inputs = jax.device_put(dict(batch), built.batch_shardings(batch))
@@ -133,7 +157,7 @@ def _host(tree: Any) -> Arrays:
     return {name: np.asarray(x, np.float64) for name, x in flat.items()}
 
 
-# --- the whole proof ------------------------------------------------------------------------------
+# --- the whole proof ------------------------------------------------------------------
 
 
 def verify_layouts(
@@ -148,7 +172,8 @@ def verify_layouts(
 
     Args:
       run: a config of any size; it is shrunk.
-      precisions: dtypes, and recipes of `precision.matmul`; default: `precisions_of` the run.
+      precisions: dtypes, and recipes of `precision.matmul`; default: `precisions_of`
+        the run.
       only: proves just the layouts whose name contains this.
       log: is told the progress, a line each.
 
@@ -159,22 +184,40 @@ def verify_layouts(
     wanted = _wanted_layouts(small, len(devices), only)
     for line in shrunk:
         log(f"shrunk {line}")
-    log(f"comparing {len(wanted)} layouts of {len(devices)} x {devices[0].device_kind} with one")
+    log(
+        f"comparing {len(wanted)} layouts of {len(devices)} x {devices[0].device_kind} with one"
+    )
     batches = cases.batches(small, _depth(small, wanted))
     # Which leaves to leave out is judged in float32, so that reference is always there.
-    both = tuple(dict.fromkeys(("float32", *(precisions := precisions or precisions_of(run)))))
+    both = tuple(
+        dict.fromkeys(("float32", *(precisions := precisions or precisions_of(run))))
+    )
     results, skipped = [], {}
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
 
         def start(
-            overrides: cases.Overrides, precisions: Sequence[Precision], devices: Sequence[jax.Device]
+            overrides: cases.Overrides,
+            precisions: Sequence[Precision],
+            devices: Sequence[jax.Device],
         ) -> Future[dict[str, Program]]:
             layout = cases.with_values(small, cases.ONE_DEVICE | overrides)
-            return pool.submit(compile_layout, layout, precisions, devices, next(iter(batches.values())))
+            return pool.submit(
+                compile_layout,
+                layout,
+                precisions,
+                devices,
+                next(iter(batches.values())),
+            )
 
-        references = {v: start(dict(v), both, devices[:1]) for v in map(_variant, wanted.values())}
-        compiling = _ahead(lambda name: start(wanted[name], precisions, devices), wanted)
-        one = _OneDevice(small, batches, {v: future.result() for v, future in references.items()})
+        references = {
+            v: start(dict(v), both, devices[:1]) for v in map(_variant, wanted.values())
+        }
+        compiling = _ahead(
+            lambda name: start(wanted[name], precisions, devices), wanted
+        )
+        one = _OneDevice(
+            small, batches, {v: future.result() for v, future in references.items()}
+        )
         log(comparison.HEADER)
         for name, future in compiling:
             try:
@@ -190,11 +233,17 @@ def verify_layouts(
         raise ConfigError([f"{name} cannot be: {why}" for name, why in skipped.items()])
     first = one.observed(_variant(next(iter(wanted.values()))), next(iter(batches)))
     not_compared = tuple(sorted(comparison.rounding_alone(first["float32"].gradients)))
-    return Report(_reference(small, devices, first), tuple(results), skipped, shrunk, not_compared)
+    return Report(
+        _reference(small, devices, first), tuple(results), skipped, shrunk, not_compared
+    )
 
 
-def _ahead(start: Callable[[str], Future], names: Iterable[str]) -> Iterator[tuple[str, Future]]:
-    """Starts a few, and returns each name with its future; whenever one is taken, another starts."""
+def _ahead(
+    start: Callable[[str], Future], names: Iterable[str]
+) -> Iterator[tuple[str, Future]]:
+    """Starts a few, and returns each name with its future; whenever one is taken,
+    another starts.
+    """
     rest = iter(names)
     started = deque((name, start(name)) for name in islice(rest, AHEAD))
 
@@ -206,7 +255,9 @@ def _ahead(start: Callable[[str], Future], names: Iterable[str]) -> Iterator[tup
     return in_turn()
 
 
-def _wanted_layouts(run: RunConfig, num_devices: int, only: str) -> dict[str, cases.Overrides]:
+def _wanted_layouts(
+    run: RunConfig, num_devices: int, only: str
+) -> dict[str, cases.Overrides]:
     known = cases.layouts_for(run, num_devices)
     wanted = {name: overrides for name, overrides in known.items() if only in name}
     if not wanted or num_devices < 2:
@@ -225,18 +276,27 @@ def _depth(run: RunConfig, layouts: Mapping[str, cases.Overrides]) -> int:
 
 @dataclass
 class _OneDevice:
-    """What one device shows, by variant of the model and by routing; each step is run once."""
+    """What one device shows, by variant of the model and by routing; each step is run
+    once.
+    """
 
     run: RunConfig
     batches: Mapping[cases.Routing, Mapping[str, np.ndarray]]
     programs: Mapping[_Variant, Mapping[str, Program]]
-    _seen: dict[tuple[_Variant, cases.Routing], dict[str, Observed]] = field(default_factory=dict)
+    _seen: dict[tuple[_Variant, cases.Routing], dict[str, Observed]] = field(
+        default_factory=dict
+    )
 
-    def observed(self, variant: _Variant, routing: cases.Routing) -> dict[str, Observed]:
+    def observed(
+        self, variant: _Variant, routing: cases.Routing
+    ) -> dict[str, Observed]:
         """Returns what a step shows, by precision."""
         if (variant, routing) not in self._seen:
             batch, programs = self.batches[routing], self.programs[variant]
-            seen = {name: observe(program, batch, self.run.seed) for name, program in programs.items()}
+            seen = {
+                name: observe(program, batch, self.run.seed)
+                for name, program in programs.items()
+            }
             self._seen[variant, routing] = seen
         return self._seen[variant, routing]
 
@@ -250,10 +310,14 @@ def _compare_all(
             expected = one.observed(_variant(layout), routing)
             excluded = comparison.rounding_alone(expected["float32"].gradients)
             seen = observe(program, one.batches[routing], one.run.seed)
-            yield comparison.compare(name, precision, seen, expected, excluded, routing=routing)
+            yield comparison.compare(
+                name, precision, seen, expected, excluded, routing=routing
+            )
 
 
-def _reference(run: RunConfig, devices: Sequence[jax.Device], seen: Mapping[str, Observed]) -> dict[str, Any]:
+def _reference(
+    run: RunConfig, devices: Sequence[jax.Device], seen: Mapping[str, Observed]
+) -> dict[str, Any]:
     """Returns what the reference is, as JSON values."""
     return {
         "devices": 1,
@@ -268,4 +332,6 @@ def _reference(run: RunConfig, devices: Sequence[jax.Device], seen: Mapping[str,
 
 def _variant(overrides: cases.Overrides) -> _Variant:
     """Returns what a layout changes of the model: it needs a reference of its own."""
-    return tuple((path, value) for path, value in overrides.items() if path.startswith("model."))
+    return tuple(
+        (path, value) for path, value in overrides.items() if path.startswith("model.")
+    )

@@ -1,4 +1,6 @@
-"""Long campaigns: kill -9 in saves, every damage through whole runs, what a save costs. `-m slow`"""
+"""Long campaigns: kill -9 in saves, every damage through whole runs, what a save costs.
+`-m slow`
+"""
 
 import gc
 import os
@@ -60,7 +62,9 @@ def test_kill_9_at_20_random_moments_of_saving(tmp_path):
     environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     for _ in range(20):
         saver = [sys.executable, "-c", textwrap.dedent(SAVER), str(folder)]
-        process = subprocess.Popen(saver, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            saver, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+        )
         process.stdout.readline()  # of the first save, which is slower
         began, seconds = process.stdout.readline().split()
         time.sleep(draw.uniform(0, 2 * float(seconds)))
@@ -73,10 +77,14 @@ def test_kill_9_at_20_random_moments_of_saving(tmp_path):
         target = {"x": jnp.zeros(1 << 20, jnp.uint32), "step": jnp.int32(0)}
         with CheckpointManager(folder, CheckpointConfig()) as store:
             found = store.restore(target)
-            assert store.bad_steps == {} and names(folder) == sorted(map(str, store.steps()))
+            assert store.bad_steps == {} and names(folder) == sorted(
+                map(str, store.steps())
+            )
         step = found.metadata["data"]
         assert step == folders.list_steps(folder)[-1] == int(found.state["step"])
-        assert_bitwise(found.state["x"], jax.random.bits(jax.random.key(step), (1 << 20,)))
+        assert_bitwise(
+            found.state["x"], jax.random.bits(jax.random.key(step), (1 << 20,))
+        )
     print(seen)
     assert [s for s, _ in seen] == sorted(s for s, _ in seen)  # no start goes back
     assert sum(bool(left) for _, left in seen) >= 5  # it did die in the middle of saves
@@ -108,11 +116,24 @@ WAITING = """
 
 
 def test_processes_that_save_wait_for_each_other_in_no_collective(tmp_path):
-    """In one, those that a failed save leaves behind would be answered by the next step's."""
-    agent = [sys.executable, "-m", "jaxdist.launch", "--max-restarts", "0", "--processes", "2"]
+    """In one, those that a failed save leaves behind would be answered by the next
+    step's.
+    """
+    agent = [
+        sys.executable,
+        "-m",
+        "jaxdist.launch",
+        "--max-restarts",
+        "0",
+        "--processes",
+        "2",
+    ]
     command = [*agent, "--devices-per-process", "1", "--", sys.executable, "-c"]
     done = subprocess.run(
-        [*command, textwrap.dedent(WAITING), str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+        [*command, textwrap.dedent(WAITING), str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert folders.list_steps(tmp_path) == [1, 2]
@@ -134,15 +155,26 @@ def test_each_damage_through_a_whole_run(straight, tmp_path, damage, damaged):
     done = train(workdir, train__steps=28, optimizer__schedule="constant")
     right = 14 if damaged == 21 else 21
     assert f"resumed after step {right}" in done.stdout
-    assert [e["step"] for e in read_events(workdir) if e["event"] == "bad_checkpoint"] == [damaged]
+    assert [
+        e["step"] for e in read_events(workdir) if e["event"] == "bad_checkpoint"
+    ] == [damaged]
     assert names(workdir / "quarantine") == [str(damaged), f"{damaged}.json"]
-    again, once = (manifest.read_manifest(run / "checkpoints" / "28") for run in (workdir, straight))
-    assert again.fingerprints == once.fingerprints and losses(workdir) == losses(straight)
+    again, once = (
+        manifest.read_manifest(run / "checkpoints" / "28")
+        for run in (workdir, straight)
+    )
+    assert again.fingerprints == once.fingerprints and losses(workdir) == losses(
+        straight
+    )
 
 
 def rss_kib() -> int:
     status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
+    return int(
+        next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[
+            1
+        ]
+    )
 
 
 COST = """
@@ -170,10 +202,14 @@ COST = """
 
 
 def test_an_asynchronous_save_of_1_gib_holds_training_for_a_small_part(tmp_path):
-    """The one test that looks at times: as a ratio, of medians, both under the same load."""
+    """The one test that looks at times: as a ratio, of medians, both under the same
+    load.
+    """
     saver = [sys.executable, "-c", textwrap.dedent(COST), str(tmp_path)]
     environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(saver, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        saver, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
     rows = [eval(line) for line in done.stdout.splitlines()]
     print(*rows, sep="\n")
     assert len(rows) == 7
@@ -181,7 +217,10 @@ def test_an_asynchronous_save_of_1_gib_holds_training_for_a_small_part(tmp_path)
 
 
 def test_200_saves_leave_no_memory_behind(tmp_path):
-    state = {f"x{i}": jax.random.normal(jax.random.key(i), (1 << 19,)) for i in range(8)}  # 16 MiB
+    # 16 MiB
+    state = {
+        f"x{i}": jax.random.normal(jax.random.key(i), (1 << 19,)) for i in range(8)
+    }
     sizes = []
     with CheckpointManager(tmp_path, CheckpointConfig(keep_last=1)) as store:
         for number in range(1, 201):

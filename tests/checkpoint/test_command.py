@@ -1,4 +1,6 @@
-"""`jaxdist checkpoint`: what it prints, its exit codes, and that it needs neither jax nor a device."""
+"""`jaxdist checkpoint`: what it prints, its exit codes, and that it needs neither jax
+nor a device.
+"""
 
 import json
 import os
@@ -49,9 +51,17 @@ def test_files_of_another_shape_are_said_to_be(workdir, called, capsys):
     (workdir / "checkpoints" / "1" / "manifest.json").write_text("[" * 100_000)
     code, found = called("list", workdir)
     assert code == 0 and "nested deeper than" in found["steps"][0]["fault"]
-    assert found["quarantine"][0]["step"] == "2" and "nested deeper" in found["quarantine"][0]["reason"]
+    assert (
+        found["quarantine"][0]["step"] == "2"
+        and "nested deeper" in found["quarantine"][0]["reason"]
+    )
     assert called("list", workdir, text=True)[0] == 0
-    for text in ("[]", '{"checkpoint": 3}', '{"checkpoint": {"folder": []}}', "{" * 100_000):
+    for text in (
+        "[]",
+        '{"checkpoint": 3}',
+        '{"checkpoint": {"folder": []}}',
+        "{" * 100_000,
+    ):
         (workdir / "config.json").write_text(text)
         assert command.main(["list", str(workdir)]) == 78
         assert "config.json is damaged" in capsys.readouterr().err
@@ -63,7 +73,11 @@ def test_list_says_what_is_there_and_what_is_in_quarantine(workdir, called):
     code, found = called("list", workdir)
     assert code == 0 and found["folder"] == str(workdir / "checkpoints")
     one, seven = found["steps"]
-    assert (one["step"], one["arrays"]) == (1, 13) and one["files"] >= 8 and one["bytes"] > 1000
+    assert (
+        (one["step"], one["arrays"]) == (1, 13)
+        and one["files"] >= 8
+        and one["bytes"] > 1000
+    )
     assert seven["step"] == 7 and "manifest.json is missing" in seven["fault"]
     (aside,) = found["quarantine"]
     assert (aside["step"], aside["reason"]) == (2, "it was damaged")
@@ -75,10 +89,14 @@ def test_list_says_what_is_there_and_what_is_in_quarantine(workdir, called):
 def test_a_workdir_may_have_a_number_for_its_name(workdir, called, tmp_path):
     job = shutil.copytree(workdir, tmp_path / "12345")
     _, found = called("list", job)
-    assert found["folder"] == str(job / "checkpoints") and "12345" not in str(found["steps"])
+    assert found["folder"] == str(job / "checkpoints") and "12345" not in str(
+        found["steps"]
+    )
 
 
-def test_inspect_shows_arrays_and_metadata_of_the_newest_or_the_named_step(sound, called):
+def test_inspect_shows_arrays_and_metadata_of_the_newest_or_the_named_step(
+    sound, called
+):
     code, found = called("inspect", sound)
     assert code == 0 and (found["step"], found["metadata"]) == (2, {"data": 2})
     arrays = state_dict.describe(state_dict.to_canonical(make_state(mesh_of(1, 1))))
@@ -87,7 +105,10 @@ def test_inspect_shows_arrays_and_metadata_of_the_newest_or_the_named_step(sound
     }
     assert all(len(x["fingerprint"]) == 8 for x in found["arrays"].values())
     assert called("inspect", sound / "checkpoints" / "1")[1]["step"] == 1
-    assert "trainable/norm dtype float32, shape [8]" in called("inspect", sound, text=True)[1]
+    assert (
+        "trainable/norm dtype float32, shape [8]"
+        in called("inspect", sound, text=True)[1]
+    )
 
 
 def test_verify_finds_damage_and_says_how_bad_it_is(workdir, called):
@@ -108,21 +129,35 @@ def test_diff_names_the_arrays_that_differ(workdir, called, tmp_path):
     steps = workdir / "checkpoints"
     assert called("diff", steps / "1", steps / "1")[1]["equal"]
     code, found = called("diff", steps / "1", workdir)
-    assert code == 1 and not found["equal"] and found["metadata"] == ["run.data: 1 and 2"]
-    assert len(found["different"]) == 13 and set(found["different"].values()) == {"values"}
+    assert (
+        code == 1 and not found["equal"] and found["metadata"] == ["run.data: 1 and 2"]
+    )
+    assert len(found["different"]) == 13 and set(found["different"].values()) == {
+        "values"
+    }
     one = make_state(mesh_of(1, 1), seed=1)
     other = one._replace(
         trainable=one.trainable | {"norm": one.trainable["norm"].astype("bfloat16")},
         model_state={"new": one.step},
         frozen={},
     )
-    other = other._replace(trainable=other.trainable | {"embed": other.trainable["embed"].at[3, 3].add(1)})
-    with CheckpointManager(tmp_path / "other", CheckpointConfig(asynchronous=False)) as store:
+    other = other._replace(
+        trainable=other.trainable | {"embed": other.trainable["embed"].at[3, 3].add(1)}
+    )
+    with CheckpointManager(
+        tmp_path / "other", CheckpointConfig(asynchronous=False)
+    ) as store:
         store.save(1, jax.device_put(other, jax.devices()[0]), {"data": 1, "new": 0})
     code, found = called("diff", steps / "1", tmp_path / "other")
     assert code == 1 and found["metadata"] == ["run.new: (absent) and 0"]
-    assert found["different"] == {"trainable/norm": "float32[8] and bfloat16[8]", "trainable/embed": "values"}
-    assert (found["only_first"], found["only_second"]) == (["frozen/table"], ["model_state/new"])
+    assert found["different"] == {
+        "trainable/norm": "float32[8] and bfloat16[8]",
+        "trainable/embed": "values",
+    }
+    assert (found["only_first"], found["only_second"]) == (
+        ["frozen/table"],
+        ["model_state/new"],
+    )
 
 
 def test_what_cannot_be_is_told_with_its_exit_code(tmp_path, capsys):

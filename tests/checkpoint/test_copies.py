@@ -1,4 +1,6 @@
-"""Copies of steps in a store: a step counts once whole, damage is not fetched, a run goes on from them."""
+"""Copies of steps in a store: a step counts once whole, damage is not fetched, a run
+goes on from them.
+"""
 
 import errno
 import fcntl
@@ -37,7 +39,9 @@ def _no_delays(monkeypatch):
 
 @pytest.fixture
 def url(tmp_path):
-    """A store of its own in memory, so that fsspec's own names and listings are used."""
+    """A store of its own in memory, so that fsspec's own names and listings
+    are used.
+    """
     yield (name := f"memory://{tmp_path.name}/run")
     store, root = fsspec.url_to_fs(name)
     if store.exists(root):
@@ -45,7 +49,9 @@ def url(tmp_path):
 
 
 def write_step(folder, step: int, *, run: str = "f00d", text: str = "") -> None:
-    """A sealed step of plain files: what a store sees of one; Orbax's own come from whole runs below."""
+    """A sealed step of plain files: what a store sees of one; Orbax's own come from
+    whole runs below.
+    """
     for name in ("state/d/0", "state/d/1", "metadata/metadata", "_CHECKPOINT_METADATA"):
         file = folder / str(step) / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +69,9 @@ def here(tmp_path):
 
 
 def put_counting(monkeypatch, copies: Copies, limit: int) -> list[str]:
-    """Lets a store take so many files, then none: as if the process had been killed there."""
+    """Lets a store take so many files, then none: as if the process had been killed
+    there.
+    """
     done, put = [], copies._fs.put_file
 
     def put_file(source, target, **options):
@@ -76,7 +84,9 @@ def put_counting(monkeypatch, copies: Copies, limit: int) -> list[str]:
     return done
 
 
-def test_a_step_counts_in_the_store_only_once_it_is_whole(here, tmp_path, url, monkeypatch):
+def test_a_step_counts_in_the_store_only_once_it_is_whole(
+    here, tmp_path, url, monkeypatch
+):
     write_step(here, 1)
     write_step(here, 2)
     copies = Copies(url)
@@ -88,10 +98,16 @@ def test_a_step_counts_in_the_store_only_once_it_is_whole(here, tmp_path, url, m
                 copies.copy(here, 2)
         assert len(done) == limit
         target = tmp_path / f"fetched-{limit}"
-        assert fetch_newest(copies, target)[0] == 1 and folders.list_steps(target) == [1]
+        assert fetch_newest(copies, target)[0] == 1 and folders.list_steps(target) == [
+            1
+        ]
     copies.copy(here, 2)
     target = tmp_path / "fetched"
-    assert fetch_newest(copies, target) == (2, sum(b for b, _ in integrity.check(here, 2).files.values()), {})
+    assert fetch_newest(copies, target) == (
+        2,
+        sum(b for b, _ in integrity.check(here, 2).files.values()),
+        {},
+    )
     assert integrity.check(target, 2) == integrity.check(here, 2)
     assert not (target / module._FETCHING).exists()
 
@@ -115,7 +131,9 @@ def test_the_manifest_is_the_last_file_in_and_the_first_one_out(here, url, monke
 
 
 @pytest.mark.parametrize("damage", ["bit", "length", "missing", "manifest"])
-def test_damage_in_the_store_is_seen_and_the_older_step_fetched(here, tmp_path, url, damage):
+def test_damage_in_the_store_is_seen_and_the_older_step_fetched(
+    here, tmp_path, url, damage
+):
     write_step(here, 1)
     write_step(here, 2)
     copies = Copies(url)
@@ -143,8 +161,12 @@ def test_a_manifest_cannot_name_files_elsewhere(here, tmp_path, url, name):
     copies = Copies(url)
     copies.copy(here, 1)
     manifest = integrity.read_manifest(here / "1")
-    planted = integrity.Manifest(1, manifest.run, manifest.files | {name: (1, "0" * 64)}, {})
-    copies._fs.pipe_file(copies._path(1, folders.MANIFEST), integrity._text(planted).encode())
+    planted = integrity.Manifest(
+        1, manifest.run, manifest.files | {name: (1, "0" * 64)}, {}
+    )
+    copies._fs.pipe_file(
+        copies._path(1, folders.MANIFEST), integrity._text(planted).encode()
+    )
     with pytest.raises(CheckpointError, match="is no name of a file in a step"):
         fetch_newest(copies, tmp_path / "fetched")
     assert not list(tmp_path.rglob("planted"))
@@ -165,14 +187,19 @@ def test_another_run_s_copies_are_neither_used_nor_replaced(here, tmp_path, url)
     assert copies.holds(here, 1)
 
 
-def test_a_store_that_does_not_answer_ends_a_start_without_steps(tmp_path, url, monkeypatch):
+def test_a_store_that_does_not_answer_ends_a_start_without_steps(
+    tmp_path, url, monkeypatch
+):
     copies = Copies(url)
 
     def refuse(*_, **__):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(copies._fs, "find", refuse)
-    with pytest.raises(ConfigError, match="cannot be read .ConnectionError: no route.*has no sound step"):
+    with pytest.raises(
+        ConfigError,
+        match="cannot be read .ConnectionError: no route.*has no sound step",
+    ):
         fetch_newest(copies, tmp_path)
 
 
@@ -180,16 +207,25 @@ def test_a_store_that_does_not_answer_ends_a_start_without_steps(tmp_path, url, 
     ("setting", "text"),
     [
         ("copy_to=/mnt/run", "must be a URL, as s3://bucket/run"),
-        ("copy_to=nowhere://bucket/run", "Protocol not known: nowhere; give e.g. s3://bucket/run"),
+        (
+            "copy_to=nowhere://bucket/run",
+            "Protocol not known: nowhere; give e.g. s3://bucket/run",
+        ),
     ],
 )
 def test_a_wrong_url_is_one_line(tmp_path, setting, text):
-    arguments = ["--config", "quickstart", "--workdir", str(tmp_path), f"--config.checkpoint.{setting}"]
+    arguments = [
+        "--config",
+        "quickstart",
+        "--workdir",
+        str(tmp_path),
+        f"--config.checkpoint.{setting}",
+    ]
     with pytest.raises(ConfigError, match=text):
         train.main(arguments)
 
 
-# --- beside a store of checkpoints ----------------------------------------------------------------
+# --- beside a store of checkpoints ----------------------------------------------------
 
 
 def ended(copier: Copier) -> list[tuple[int, str]]:
@@ -221,7 +257,9 @@ def test_copies_are_kept_as_the_steps_are_and_follow_a_run_that_went_back(here, 
         assert ended(Copier(copies, store)) == []
 
 
-def test_a_store_holds_no_more_steps_where_saves_come_faster_than_copies(here, url, monkeypatch):
+def test_a_store_holds_no_more_steps_where_saves_come_faster_than_copies(
+    here, url, monkeypatch
+):
     copies, most = Copies(url), []
     put, number = copies._fs.put_file, 1
     write_step(here, number)
@@ -240,7 +278,8 @@ def test_a_store_holds_no_more_steps_where_saves_come_faster_than_copies(here, u
     with CheckpointManager(here, CONFIG) as store:
         copier = Copier(copies, store)
         assert [error for _, error in ended(copier)] == [""] * 12
-    assert 1 < max(most) <= 3 and list(copies.steps()) == [11, 12]  # keep_last=2, and the one under way
+    # keep_last=2, and the one under way
+    assert 1 < max(most) <= 3 and list(copies.steps()) == [11, 12]
 
 
 def test_a_failing_store_is_told_once_a_step_and_made_up_for(here, url, monkeypatch):
@@ -265,13 +304,18 @@ def test_a_step_that_is_damaged_here_is_not_copied(here, url):
     copies = Copies(url)
     with CheckpointManager(here, CONFIG) as store:
         copier = Copier(copies, store)
-        assert ended(copier) == [(2, "state/d/0 has changed since it was sealed"), (1, "")]
+        assert ended(copier) == [
+            (2, "state/d/0 has changed since it was sealed"),
+            (1, ""),
+        ]
         copier.wake()
         assert ended(copier) == []  # told once
     assert list(copies.steps()) == [1]
 
 
-def test_a_put_that_never_returns_costs_its_step_alone_and_is_told(here, url, monkeypatch):
+def test_a_put_that_never_returns_costs_its_step_alone_and_is_told(
+    here, url, monkeypatch
+):
     copies, over, waiting = Copies(url), threading.Event(), threading.Event()
     put = copies._fs.put_file
 
@@ -292,7 +336,9 @@ def test_a_put_that_never_returns_costs_its_step_alone_and_is_told(here, url, mo
             results = copier.poll()
             time.sleep(0.02)
         (result,) = results
-        assert result.step == 2 and "the store has shown no sign for 1 s" in result.error
+        assert (
+            result.step == 2 and "the store has shown no sign for 1 s" in result.error
+        )
         assert ended(copier) == [(1, "")]
         write_step(here, 3)
         copier.wake()
@@ -301,12 +347,18 @@ def test_a_put_that_never_returns_costs_its_step_alone_and_is_told(here, url, mo
         stuck.join(10)
         assert not stuck.is_alive() and copier.poll() == []
         copies = Copies(url)
-        assert [folders.MANIFEST in names for names in copies.steps().values()] == [True, False, True]
+        assert [folders.MANIFEST in names for names in copies.steps().values()] == [
+            True,
+            False,
+            True,
+        ]
         # The next start copies it.
         assert ended(Copier(copies, store)) == [(2, "")] and copies.holds(here, 2)
 
 
-def test_the_end_copies_the_last_step_though_the_one_before_is_stuck(here, url, monkeypatch):
+def test_the_end_copies_the_last_step_though_the_one_before_is_stuck(
+    here, url, monkeypatch
+):
     copies, over, waiting = Copies(url), threading.Event(), threading.Event()
     put = copies._fs.put_file
 
@@ -326,7 +378,9 @@ def test_the_end_copies_the_last_step_though_the_one_before_is_stuck(here, url, 
         assert copier.finish(30)
         (stuck, last) = copier.poll()
         assert (
-            stuck.step == 1 and "has shown no sign for" in stuck.error and (last.step, last.error) == (2, "")
+            stuck.step == 1
+            and "has shown no sign for" in stuck.error
+            and (last.step, last.error) == (2, "")
         )
         over.set()
         copier._threads[0].join(10)
@@ -347,7 +401,9 @@ def test_threads_in_calls_that_never_return_are_few_and_told(here, url, monkeypa
                 write_step(here, number)
                 copier.wake()
             errors += [result.error for result in copier.poll()]
-            assert len(errors) == 4 and len(copier._threads) == 3 and not copier.finish(30)
+            assert (
+                len(errors) == 4 and len(copier._threads) == 3 and not copier.finish(30)
+            )
             assert all("has shown no sign for" in error for error in errors[:3])
             assert errors[3] == "3 calls of the store have not returned"
     over.set()
@@ -357,7 +413,9 @@ def test_threads_in_calls_that_never_return_are_few_and_told(here, url, monkeypa
     assert copier.finish(30) and copier.poll()[0].step == 4  # it answers again
 
 
-def test_half_steps_are_deleted_there_also_while_the_store_is_full(here, url, monkeypatch):
+def test_half_steps_are_deleted_there_also_while_the_store_is_full(
+    here, url, monkeypatch
+):
     copies = Copies(url)
     write_step(here, 1)
     copies.copy(here, 1)
@@ -366,7 +424,9 @@ def test_half_steps_are_deleted_there_also_while_the_store_is_full(here, url, mo
         with monkeypatch.context() as patch:
             put_counting(patch, copies, 2)
             copier = Copier(copies, store)
-            assert [step for step, _ in ended(copier)] == [2] and len(copies.steps()[2]) == 2
+            assert [step for step, _ in ended(copier)] == [2] and len(
+                copies.steps()[2]
+            ) == 2
             folders.remove_step(here, 2)
             write_step(here, 3)
             copier.wake()
@@ -377,7 +437,9 @@ def test_half_steps_are_deleted_there_also_while_the_store_is_full(here, url, mo
 
 
 def test_the_copying_thread_starts_no_other(here, url, monkeypatch):
-    """Python waits for those of a pool at its end, however long a step takes to hash."""
+    """Python waits for those of a pool at its end, however long a step takes
+    to hash.
+    """
     write_step(here, 1)
 
     def refuse(*_):
@@ -404,12 +466,17 @@ def test_a_step_stays_for_as_long_as_it_is_copied(here, url):
         assert store.steps() == [2, 3]
 
 
-# --- what a start takes ---------------------------------------------------------------------------
+# --- what a start takes ---------------------------------------------------------------
 
 
 def flip_a_bit(step_folder) -> str:
-    """Changes the content of a step's largest file, not its size; returns the file's name."""
-    file = max((f for f in (step_folder / "state").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    """Changes the content of a step's largest file, not its size; returns the file's
+    name.
+    """
+    file = max(
+        (f for f in (step_folder / "state").rglob("*") if f.is_file()),
+        key=lambda f: f.stat().st_size,
+    )
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(bytes(content))
@@ -421,11 +488,15 @@ STATE = {"x": jnp.arange(64.0), "step": jnp.int32(0)}
 
 @pytest.fixture
 def saved(tmp_path, url):
-    """A workdir with sound steps 1 to 3 of a real state, whose copies are in the store."""
+    """A workdir with sound steps 1 to 3 of a real state, whose copies are in
+    the store.
+    """
     folder = tmp_path / "run" / "checkpoints"
     with CheckpointManager(folder, replace(CONFIG, keep_last=3)) as store:
         for step in (1, 2, 3):
-            store.save(step, {"x": STATE["x"] + step, "step": jnp.int32(step)}, {"data": step})
+            store.save(
+                step, {"x": STATE["x"] + step, "step": jnp.int32(step)}, {"data": step}
+            )
             store.wait()
             assert all(saved.ok for saved in store.poll())
     for step in (1, 2, 3):
@@ -438,7 +509,9 @@ def config_with(url: str, **changes) -> RunConfig:
 
 
 def restored(saved, url, lines: list[str], **changes) -> int:
-    """Returns the step that a restore goes on from, with the store's help; it must have that content."""
+    """Returns the step that a restore goes on from, with the store's help; it must have
+    that content.
+    """
     config = config_with(url, **changes)
     with CheckpointManager(saved, config.checkpoint) as store:
         store.fetch = step_copies.fetcher(config, saved.parent, store, lines.append)
@@ -460,23 +533,35 @@ def restored(saved, url, lines: list[str], **changes) -> int:
         ((1, 2, 3), (2, 3), 1, [1]),
     ],
 )
-def test_a_damaged_step_has_its_place_taken_by_its_copy(saved, url, here, there, step, fetched):
+def test_a_damaged_step_has_its_place_taken_by_its_copy(
+    saved, url, here, there, step, fetched
+):
     names, copies = {n: flip_a_bit(saved / str(n)) for n in here}, Copies(url)
     for n in there:
         path = copies._path(n, "metadata/metadata")
-        copies._fs.pipe_file(path, copies._fs.cat_file(path).replace(b'"step"', b'"stEp"', 1))
+        copies._fs.pipe_file(
+            path, copies._fs.cat_file(path).replace(b'"step"', b'"stEp"', 1)
+        )
     lines: list[str] = []
     assert restored(saved, url, lines) == step
     assert events_of(saved.parent, "checkpoint_fetched") == fetched
-    reasons = [(e["step"], e["reason"]) for e in read_events(saved.parent) if e["event"] == "bad_checkpoint"]
-    assert [n for n, reason in reasons if "its copy in memory://" in reason] == sorted(there, reverse=True)
+    reasons = [
+        (e["step"], e["reason"])
+        for e in read_events(saved.parent)
+        if e["event"] == "bad_checkpoint"
+    ]
+    assert [n for n, reason in reasons if "its copy in memory://" in reason] == sorted(
+        there, reverse=True
+    )
     if fetched:
         assert (step, f"{names[step]} has changed since it was sealed") in reasons
         assert any(f"fetched step {step} from memory://" in line for line in lines)
     else:
         assert not any("fetched" in line for line in lines)
     damaged = {n for n in here if n >= step}
-    assert {int(path.name) for path in (saved.parent / "quarantine").glob("[0-9]")} == damaged
+    assert {
+        int(path.name) for path in (saved.parent / "quarantine").glob("[0-9]")
+    } == damaged
     assert folders.list_steps(saved) == [n for n in (1, 2, 3) if n <= step]
 
 
@@ -497,18 +582,25 @@ def test_only_a_step_s_own_copy_takes_its_place_while_an_older_one_is_sound(save
     integrity.seal(saved, 3, document.run, document.fingerprints | {"y": "0"})
     flip_a_bit(saved / "3")
     assert not Copies(url).holds(saved, 3)
-    assert restored(saved, url, []) == 2 and not events_of(saved.parent, "checkpoint_fetched")
+    assert restored(saved, url, []) == 2 and not events_of(
+        saved.parent, "checkpoint_fetched"
+    )
 
 
 def test_without_a_sound_step_the_newest_copy_up_to_here_is_fetched(saved, url):
     for n in (1, 2):
-        (saved / str(n) / folders.MANIFEST).write_text("{}")  # whose copy it is, nobody can say
+        # whose copy it is, nobody can say
+        (saved / str(n) / folders.MANIFEST).write_text("{}")
     shutil.move(saved / "3", saved.parent / "elsewhere")
-    assert restored(saved, url, []) == 2 and events_of(saved.parent, "checkpoint_fetched") == [2]
+    assert restored(saved, url, []) == 2 and events_of(
+        saved.parent, "checkpoint_fetched"
+    ) == [2]
 
 
 @pytest.mark.parametrize("how", ["hangs", "refuses"])
-def test_a_store_that_does_not_answer_costs_a_damaged_step_and_no_more(saved, url, monkeypatch, how):
+def test_a_store_that_does_not_answer_costs_a_damaged_step_and_no_more(
+    saved, url, monkeypatch, how
+):
     asked, over = [], threading.Event()
 
     def cat_file(*_, **__):
@@ -528,7 +620,9 @@ def test_a_store_that_does_not_answer_costs_a_damaged_step_and_no_more(saved, ur
     assert ("TimeoutError: no answer for" if how == "hangs" else "no route") in line
 
 
-def test_a_download_that_shows_no_sign_is_given_up_and_comes_to_nothing(saved, url, monkeypatch):
+def test_a_download_that_shows_no_sign_is_given_up_and_comes_to_nothing(
+    saved, url, monkeypatch
+):
     store, over, done = Copies(url)._fs, threading.Event(), threading.Event()
     get_file = store.get_file
 
@@ -547,10 +641,14 @@ def test_a_download_that_shows_no_sign_is_given_up_and_comes_to_nothing(saved, u
     for thread in threading.enumerate():
         if thread.name == "fetch of a checkpoint":
             thread.join(10)
-    assert folders.list_steps(saved) == [1, 2] and not (saved / module._FETCHING).exists()
+    assert (
+        folders.list_steps(saved) == [1, 2] and not (saved / module._FETCHING).exists()
+    )
 
 
-def test_a_download_that_was_given_up_does_not_delete_the_next_one(saved, url, monkeypatch):
+def test_a_download_that_was_given_up_does_not_delete_the_next_one(
+    saved, url, monkeypatch
+):
     """It wakes up while the next one is under way, and cleans up behind itself."""
     store, over = Copies(url)._fs, threading.Event()
     get_file, cleaned = store.get_file, []
@@ -561,7 +659,9 @@ def test_a_download_that_was_given_up_does_not_delete_the_next_one(saved, url, m
             over.wait(60)
         if "/2/state/" in source and not over.is_set():
             over.set()
-            (thread,) = [t for t in threading.enumerate() if t.name == "fetch of a checkpoint"][:1]
+            (thread,) = [
+                t for t in threading.enumerate() if t.name == "fetch of a checkpoint"
+            ][:1]
             thread.join(10)
             cleaned.append(not thread.is_alive())
 
@@ -574,20 +674,27 @@ def test_a_download_that_was_given_up_does_not_delete_the_next_one(saved, url, m
     flip_a_bit(saved / "2")
     assert restored(saved, url, []) == 2 and cleaned == [True]
     assert len(lines) == told  # a line is a sign of life, here of a start that is over
-    assert events_of(saved.parent, "checkpoint_fetched") == [2] and not (saved / module._FETCHING).exists()
+    assert (
+        events_of(saved.parent, "checkpoint_fetched") == [2]
+        and not (saved / module._FETCHING).exists()
+    )
 
 
 @pytest.mark.parametrize("undone", [False, True])
-def test_a_start_takes_newer_copies_but_those_the_run_went_back_behind(saved, url, undone):
+def test_a_start_takes_newer_copies_but_those_the_run_went_back_behind(
+    saved, url, undone
+):
     if undone:
         folders.quarantine(saved, 3, "the run went back to step 2", undone=True)
     else:
-        shutil.rmtree(saved / "3")  # an old folder, of a machine that had the run before
+        # an old folder, of a machine that had the run before
+        shutil.rmtree(saved / "3")
     lines: list[str] = []
     step_copies.fetch_missing(config_with(url), saved.parent, lines.append)
     assert folders.list_steps(saved) == ([1, 2] if undone else [1, 2, 3])
     assert events_of(saved.parent, "checkpoint_fetched") == ([] if undone else [3])
-    # What it has gone back behind is deleted there with the next copy, and nothing else is.
+    # What it has gone back behind is deleted there with the next copy, and nothing else
+    # is.
     with CheckpointManager(saved, CONFIG) as store:
         folders.remove_step(saved, folders.list_steps(saved)[-1])
         copier = Copier(Copies(url), store)
@@ -595,8 +702,12 @@ def test_a_start_takes_newer_copies_but_those_the_run_went_back_behind(saved, ur
         assert (3 in Copies(url).steps()) != undone
 
 
-def test_a_folder_without_locks_takes_a_copy_only_where_it_has_no_step(saved, url, monkeypatch):
-    """Where there is no lock, whose the folder is, is settled later; a live owner has steps there."""
+def test_a_folder_without_locks_takes_a_copy_only_where_it_has_no_step(
+    saved, url, monkeypatch
+):
+    """Where there is no lock, whose the folder is, is settled later; a live owner has
+    steps there.
+    """
 
     def refuse(file, how):
         raise OSError(errno.ENOLCK, "no locks")
@@ -610,7 +721,9 @@ def test_a_folder_without_locks_takes_a_copy_only_where_it_has_no_step(saved, ur
     assert folders.list_steps(saved) == [3]
 
 
-def test_a_silent_store_does_not_hold_up_a_start_that_has_a_step(saved, url, monkeypatch):
+def test_a_silent_store_does_not_hold_up_a_start_that_has_a_step(
+    saved, url, monkeypatch
+):
     over = threading.Event()
     shutil.rmtree(saved / "3")
     config = config_with(url, **{"checkpoint.patience_s": 0.3})
@@ -621,7 +734,7 @@ def test_a_silent_store_does_not_hold_up_a_start_that_has_a_step(saved, url, mon
     assert len(lines) == 1 and "TimeoutError: no answer" in lines[0]
 
 
-# --- another run's store or folder ----------------------------------------------------------------
+# --- another run's store or folder ----------------------------------------------------
 
 
 @pytest.fixture
@@ -635,7 +748,9 @@ def other(tmp_path):
 
 
 def test_a_run_deletes_nothing_in_the_store_of_another(here, other, url):
-    """Neither a half, which may be under way, nor what its own rules of keeping would."""
+    """Neither a half, which may be under way, nor what its own rules of
+    keeping would.
+    """
     copies = Copies(url)
     for step in (1, 2, 3, 4):
         write_step(here, step)
@@ -671,17 +786,23 @@ def test_a_file_that_did_not_arrive_is_copied_again(here, url, monkeypatch):
         assert ended(copier) == [(1, "")] and copies.holds(here, 1)
 
 
-def test_a_start_without_a_sound_step_takes_none_that_the_run_went_back_behind(saved, url):
+def test_a_start_without_a_sound_step_takes_none_that_the_run_went_back_behind(
+    saved, url
+):
     folders.quarantine(saved, 3, "the run went back to step 2", undone=True)
     for n in (1, 2):
         (saved / str(n) / folders.MANIFEST).write_text("{}")
     assert 3 in Copies(url).steps()
     step_copies.fetch_missing(config_with(url), saved.parent, print)
-    assert events_of(saved.parent, "checkpoint_fetched") == [2] and 3 not in folders.list_steps(saved)
+    assert events_of(saved.parent, "checkpoint_fetched") == [
+        2
+    ] and 3 not in folders.list_steps(saved)
 
 
 def test_a_folder_is_no_store_of_its_own_copies(tmp_path, saved):
-    """Nor by another path, such as a bucket that is mounted: what has the step's place would be deleted."""
+    """Nor by another path, such as a bucket that is mounted: what has the step's place
+    would be deleted.
+    """
     (link := tmp_path / "link").symlink_to(saved.parent)
     with pytest.raises(ConfigError, match="there are the run's own checkpoints"):
         run(saved.parent, **{"checkpoint.copy_to": f"file://{link}"})
@@ -690,7 +811,9 @@ def test_a_folder_is_no_store_of_its_own_copies(tmp_path, saved):
 
 
 def test_nothing_is_fetched_into_the_folder_of_another_run(saved, other, url):
-    (saved.parent / workdir_files.RUN).write_text(f'{{"run": "{integrity.read_identity(saved)}"}}')
+    (saved.parent / workdir_files.RUN).write_text(
+        f'{{"run": "{integrity.read_identity(saved)}"}}'
+    )
     shutil.move(other / "9", other / "3")
     integrity.seal(other, 3, "cafe", {})
     before = (other / "3" / folders.MANIFEST).read_bytes()
@@ -702,11 +825,15 @@ def test_nothing_is_fetched_into_the_folder_of_another_run(saved, other, url):
         workdir_files.open_checkpoints(saved.parent, config)
 
 
-# --- whole runs -----------------------------------------------------------------------------------
+# --- whole runs -----------------------------------------------------------------------
 
 
 def run(workdir, **changes) -> int:
-    steps = {"train.steps": 12, "checkpoint.every_steps": 5, "optimizer.schedule": "constant"}
+    steps = {
+        "train.steps": 12,
+        "checkpoint.every_steps": 5,
+        "optimizer.schedule": "constant",
+    }
     settings = TINY | steps | changes
     flags = [f"--config.{key}={str(value).lower()}" for key, value in settings.items()]
     return train.main(["--config", "quickstart", "--workdir", str(workdir), *flags])
@@ -728,8 +855,14 @@ def test_a_run_goes_on_bit_for_bit_from_its_copies(tmp_path, capsys, url):
     for step in (5, 7):
         flip_a_bit(workdir / "checkpoints" / str(step))
     assert run(workdir, **{"checkpoint.copy_to": url}) == 0
-    assert events_of(workdir, "bad_checkpoint") == events_of(workdir, "checkpoint_fetched") == [7]
-    assert events_of(workdir, "restore") == [7] and folders.list_steps(workdir / "quarantine") == [7]
+    assert (
+        events_of(workdir, "bad_checkpoint")
+        == events_of(workdir, "checkpoint_fetched")
+        == [7]
+    )
+    assert events_of(workdir, "restore") == [7] and folders.list_steps(
+        workdir / "quarantine"
+    ) == [7]
     assert not events_of(workdir, "checkpoint_copy_failed")
     assert "fetched step 7 from memory://" in capsys.readouterr().out
     assert arrays_of(workdir, 12) == arrays_of(whole, 12)
@@ -738,11 +871,18 @@ def test_a_run_goes_on_bit_for_bit_from_its_copies(tmp_path, capsys, url):
     shutil.rmtree(workdir)
     assert run(workdir, **{"checkpoint.copy_to": url}) == 0
     assert "is finished at step 12" in capsys.readouterr().out
-    assert arrays_of(workdir, 12) == arrays_of(whole, 12) and workdir_files.own_identity(workdir) == identity
+    assert (
+        arrays_of(workdir, 12) == arrays_of(whole, 12)
+        and workdir_files.own_identity(workdir) == identity
+    )
 
 
 def test_a_start_from_copies_keeps_where_the_decay_began(tmp_path, url, monkeypatch):
-    changes = {"optimizer.schedule": "wsd", "checkpoint.keep_last": 1, "checkpoint.every_steps": 2}
+    changes = {
+        "optimizer.schedule": "wsd",
+        "checkpoint.keep_last": 1,
+        "checkpoint.every_steps": 2,
+    }
     changes |= {"optimizer.decay_fraction": 0.5, "checkpoint.copy_to": url}
     assert run(tmp_path / "run", **changes) == 0
     steps, make = list(Copies(url).steps()), step_copies.copier
@@ -755,4 +895,7 @@ def test_a_start_from_copies_keeps_where_the_decay_began(tmp_path, url, monkeypa
 
     monkeypatch.setattr(step_copies, "copier", quick)
     assert run(tmp_path / "run", **changes) == 0
-    assert folders.list_steps(tmp_path / "run" / "checkpoints") == [12] and list(Copies(url).steps()) == steps
+    assert (
+        folders.list_steps(tmp_path / "run" / "checkpoints") == [12]
+        and list(Copies(url).steps()) == steps
+    )

@@ -1,4 +1,6 @@
-"""Full, read-only and slow disks, and damage between two starts: what a run makes of them."""
+"""Full, read-only and slow disks, and damage between two starts: what a run makes of
+them.
+"""
 
 import contextlib
 import shutil
@@ -36,7 +38,9 @@ MIB = 1 << 20
 
 
 def mounted(folder: Path, *options: str) -> bool:
-    done = subprocess.run(["mount", *options, str(folder)], capture_output=True, check=False)
+    done = subprocess.run(
+        ["mount", *options, str(folder)], capture_output=True, check=False
+    )
     return done.returncode == 0
 
 
@@ -71,22 +75,30 @@ def test_a_save_that_does_not_fit_is_not_begun(small_disk):
         before = shutil.disk_usage(small_disk).free
         failed = save_and_wait(store, 2, noise(1))
         assert not failed.ok and "1,048,576 bytes are needed" in str(failed.error)
-        assert shutil.disk_usage(small_disk).free == before and names(small_disk / "c") == ["1"]
+        assert shutil.disk_usage(small_disk).free == before and names(
+            small_disk / "c"
+        ) == ["1"]
         full.unlink()
         assert save_and_wait(store, 2, noise(1)).ok
         assert_bitwise(store.restore(noise(1)).state, noise(1))
 
 
 @pytest.mark.parametrize("leave", [0, MIB // 2, MIB * 15 // 16])
-def test_a_disk_that_fills_during_the_save_loses_that_save_alone(small_disk, leave, monkeypatch, capfd):
+def test_a_disk_that_fills_during_the_save_loses_that_save_alone(
+    small_disk, leave, monkeypatch, capfd
+):
     with CheckpointManager(small_disk / "c", CheckpointConfig()) as store:
         assert save_and_wait(store, 1, noise(1)).ok
         full = filler(small_disk, leave=leave)
-        with monkeypatch.context() as patch:  # as if another program had taken the room since
-            patch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1 << 40}))
+        # as if another program had taken the room since
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "shutil.disk_usage", lambda _: type("Usage", (), {"free": 1 << 40})
+            )
             failed = save_and_wait(store, 2, noise(1))
         assert not failed.ok and "No space left" in str(failed.error), failed.error
-        # Writers of other files may go on for a moment: what they leave is deleted before the next save.
+        # Writers of other files may go on for a moment: what they leave is deleted
+        # before the next save.
         assert set(names(small_disk / "c")) - {"2.orbax-checkpoint-tmp"} == {"1"}
         full.unlink()
         assert save_and_wait(store, 2, noise(1)).ok
@@ -109,13 +121,17 @@ def test_a_disk_that_becomes_read_only_loses_saves_alone(small_disk):
 def test_a_disk_that_does_not_answer_loses_saves_alone(tmp_path, monkeypatch):
     """As a network file system that is away: each look at it waits."""
     answers, before = threading.Event(), shutil.disk_usage
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: answers.wait() and before(folder))
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda folder: answers.wait() and before(folder)
+    )
     with CheckpointManager(tmp_path, CheckpointConfig(patience_s=0.1)) as store:
         for step in (1, 2):
             store.save(step, noise(0.1), {})
             (failed,) = store.poll()
-            assert not failed.ok and f"{tmp_path}: the look at the disk before step 1 has" in str(
-                failed.error
+            assert (
+                not failed.ok
+                and f"{tmp_path}: the look at the disk before step 1 has"
+                in str(failed.error)
             )
         answers.set()
         assert store.wait() and save_and_wait(store, 3, noise(0.1)).ok
@@ -128,8 +144,14 @@ def test_nothing_waits_for_work_that_has_had_its_time(tmp_path):
     background.begin(ends.wait, "save of step 1")
     assert not background.wait(0.01) and not background.wait()
     began = time.monotonic()
-    assert not background.wait() and not background.wait(60) and time.monotonic() - began < 30
-    assert background.delay().startswith(f"{tmp_path}: the save of step 1 has taken 0 s and has not ended")
+    assert (
+        not background.wait()
+        and not background.wait(60)
+        and time.monotonic() - began < 30
+    )
+    assert background.delay().startswith(
+        f"{tmp_path}: the save of step 1 has taken 0 s and has not ended"
+    )
     ends.set()
     while not background.wait():
         pass
@@ -146,17 +168,24 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(small_disk):
 
 
 def test_a_start_on_a_full_disk_says_so_and_leaves_nothing(small_disk):
-    folder, run = small_disk / "run", run_config.from_config(run_config.default_config())
+    folder, run = (
+        small_disk / "run",
+        run_config.from_config(run_config.default_config()),
+    )
     full = filler(small_disk, leave=0)
     with workdir.workdir_lock(folder):
-        with pytest.raises(ConfigError, match=r"json cannot be written \(No space left.*free the disk"):
+        with pytest.raises(
+            ConfigError, match=r"json cannot be written \(No space left.*free the disk"
+        ):
             workdir.check_resume_config(folder, run)
         assert names(folder) == []
         full.unlink()
         workdir.check_resume_config(folder, run)
     assert workdir.read_config(folder) == run
     (folder / "config.json").write_text('{"seed": ')
-    with pytest.raises(ConfigError, match="config.json is damaged .* put it back, or delete it"):
+    with pytest.raises(
+        ConfigError, match="config.json is damaged .* put it back, or delete it"
+    ):
         workdir.check_resume_config(folder, run)
 
 
@@ -173,9 +202,7 @@ def test_metrics_and_events_wait_for_room(small_disk, capsys):
     writer.close()
     assert [row["step"] for row in read_rows(small_disk).train] == list(range(1, 402))
     assert [event["event"] for event in read_events(small_disk)] == ["start", "stop"]
-    said = (
-        f"{small_disk}/metrics.jsonl: cannot be written (No space left on device); its lines wait in memory\n"
-    )
+    said = f"{small_disk}/metrics.jsonl: cannot be written (No space left on device); its lines wait in memory\n"
     assert capsys.readouterr().err == said
 
 
@@ -185,7 +212,10 @@ def test_lines_that_are_lost_are_said_to_be(small_disk, capsys):
     for step in range(1, 401):
         writer.write(step, {"note": "x" * 40})
     writer.close()
-    assert f"metrics.jsonl: its last {400 - len(read_rows(small_disk).train)} " in capsys.readouterr().err
+    assert (
+        f"metrics.jsonl: its last {400 - len(read_rows(small_disk).train)} "
+        in capsys.readouterr().err
+    )
 
 
 # ---- whole runs
@@ -199,7 +229,11 @@ def until(process: subprocess.Popen, holds: Callable[[], bool]) -> None:
 
 def saves(workdir: Path) -> list[bool]:
     file = workdir / "events.jsonl"
-    return [e["ok"] for e in read_events(workdir) if e["event"] == "save"] if file.exists() else []
+    return (
+        [e["ok"] for e in read_events(workdir) if e["event"] == "save"]
+        if file.exists()
+        else []
+    )
 
 
 @pytest.mark.slow
@@ -231,17 +265,25 @@ def test_a_run_goes_on_when_its_disk_is_full_and_then_read_only(small_disk, tmp_
         said = process.communicate(timeout=60)[0]
     finally:
         process.kill()
-    assert process.returncode == 75 and "saved; run again" in said and "Traceback" not in said, said
+    assert (
+        process.returncode == 75
+        and "saved; run again" in said
+        and "Traceback" not in said
+    ), said
     assert "failed, training goes on: " in said and "are free in" in said
     steps = folders.list_steps(small_disk / "run")
-    assert steps and not [name for name in names(small_disk / "run") if not name.isdecimal()]
+    assert steps and not [
+        name for name in names(small_disk / "run") if not name.isdecimal()
+    ]
     rows = [row["step"] for row in read_rows(workdir).train]
     assert rows == sorted({1, *range(10, rows[-1] + 1, 10)})  # no step was lost
 
 
 @pytest.mark.slow
 def test_processes_go_on_when_the_disk_fills_up_under_one_of_them(small_disk, tmp_path):
-    """The check for free space passes, the write fails: the other process must not wait for it."""
+    """The check for free space passes, the write fails: the other process must not wait
+    for it.
+    """
     workdir = tmp_path / "run"
     settings = {
         "checkpoint__folder": small_disk / "run",
@@ -257,11 +299,14 @@ def test_processes_go_on_when_the_disk_fills_up_under_one_of_them(small_disk, tm
         needed = next(e["bytes"] for e in read_events(workdir) if e["event"] == "save")
 
         def fails() -> bool:
-            for number in range(100):  # a save that was under way makes room when it is done
+            # a save that was under way makes room when it is done
+            for number in range(100):
                 free = shutil.disk_usage(small_disk).free
                 if free > needed + 16384:
                     with contextlib.suppress(OSError):
-                        (small_disk / f"full-{number}-{free}").write_bytes(b"x" * (free - needed - 8192))
+                        (small_disk / f"full-{number}-{free}").write_bytes(
+                            b"x" * (free - needed - 8192)
+                        )
             return saves(workdir).count(False) >= 3
 
         until(agent, fails)
@@ -271,14 +316,22 @@ def test_processes_go_on_when_the_disk_fills_up_under_one_of_them(small_disk, tm
         until(agent, lambda: True in saves(workdir)[known:])
         agent.send_signal(signal.SIGTERM)
         assert agent.wait(60) == 75
-    said = [e["error"] for e in read_events(workdir) if e["event"] == "save" and not e["ok"]]
-    assert any("No space left" in error or "RESOURCE_EXHAUSTED" in error for error in said), said
+    said = [
+        e["error"] for e in read_events(workdir) if e["event"] == "save" and not e["ok"]
+    ]
+    assert any(
+        "No space left" in error or "RESOURCE_EXHAUSTED" in error for error in said
+    ), said
     assert not any(e["event"] in ("hang", "peer_lost") for e in read_events(workdir))
 
 
 @pytest.mark.slow
 def test_a_synchronous_run_whose_last_save_fails_does_not_say_done(tmp_path):
-    settings = {"checkpoint__asynchronous": False, "train__steps": 6, "checkpoint__every_steps": 0}
+    settings = {
+        "checkpoint__asynchronous": False,
+        "train__steps": 6,
+        "checkpoint__every_steps": 0,
+    }
     small_files = ["bash", "-c", 'ulimit -f 58; exec "$@"', "-"]  # KiB
     done = subprocess.run(
         [*small_files, *command(tmp_path, **settings)],
@@ -287,7 +340,10 @@ def test_a_synchronous_run_whose_last_save_fails_does_not_say_done(tmp_path):
         text=True,
         check=False,
     )
-    assert done.returncode == 1 and "the last checkpoint could not be written" in done.stderr
+    assert (
+        done.returncode == 1
+        and "the last checkpoint could not be written" in done.stderr
+    )
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
     assert [event["event"] for event in read_events(tmp_path)][-2:] == ["save", "stop"]
     assert names(tmp_path / "checkpoints") == []
@@ -302,11 +358,18 @@ def test_a_damaged_run_resumes_from_the_right_step_bitwise(straight, tmp_path):
     shutil.rmtree(checkpoints / "21" / "state")
     done = train(workdir, train__steps=28, optimizer__schedule="constant")
     assert "resumed after step 14" in done.stdout
-    bad = {e["step"]: e["reason"] for e in read_events(workdir) if e["event"] == "bad_checkpoint"}
+    bad = {
+        e["step"]: e["reason"]
+        for e in read_events(workdir)
+        if e["event"] == "bad_checkpoint"
+    }
     assert bad.keys() == {28, 21} and "has changed since it was sealed" in bad[28]
     assert names(workdir / "quarantine") == ["21", "21.json", "28", "28.json"]
     assert folders.list_steps(checkpoints) == [14, 21, 28]
-    again, once = (manifest.read_manifest(run / "checkpoints" / "28") for run in (workdir, straight))
+    again, once = (
+        manifest.read_manifest(run / "checkpoints" / "28")
+        for run in (workdir, straight)
+    )
     assert len(once.fingerprints) > 20 and again.fingerprints == once.fingerprints
     assert losses(workdir) == losses(straight)
 
@@ -319,7 +382,11 @@ def test_a_run_without_a_good_step_exits_77(straight, tmp_path):
         flip(a_data_file(workdir / "checkpoints" / str(step)), 999)
     settings = {"train__steps": 28, "optimizer__schedule": "constant"}
     done = subprocess.run(
-        command(workdir, **settings), env=environment(1), capture_output=True, text=True, check=False
+        command(workdir, **settings),
+        env=environment(1),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 77, done.stderr[-2000:]
     assert all(f"step {step}: state/" in done.stderr for step in (14, 21, 28))

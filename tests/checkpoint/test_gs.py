@@ -1,4 +1,6 @@
-"""Checkpoints in an object store: gs:// through an emulator of Google Cloud Storage on loopback."""
+"""Checkpoints in an object store: gs:// through an emulator of Google Cloud Storage on
+loopback.
+"""
 
 import json
 import os
@@ -23,8 +25,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# The service says the generation of what it sends, and writers name the one that they replace; the emulator
-# leaves it out.
+# The service says the generation of what it sends, and writers name the one that they
+# replace; the emulator leaves it out.
 EMULATOR = """
     import contextlib
     from gcp_storage_emulator.exceptions import NotFound
@@ -47,12 +49,24 @@ EMULATOR = """
 
 @pytest.fixture
 def store_environment(tmp_path):
-    """Returns the variables that send gs:// to an emulator, which has the bucket `bucket`."""
+    """Returns the variables that send gs:// to an emulator, which has the bucket
+    `bucket`.
+    """
     port = free_port()
-    serve = [sys.executable, "-c", textwrap.dedent(EMULATOR), "start", "--host=127.0.0.1", f"--port={port}"]
+    serve = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(EMULATOR),
+        "start",
+        "--host=127.0.0.1",
+        f"--port={port}",
+    ]
     with open(tmp_path / "emulator.log", "w") as log:
         server = subprocess.Popen(
-            [*serve, "--in-memory", "--default-bucket=bucket"], stdout=log, stderr=log, cwd=tmp_path
+            [*serve, "--in-memory", "--default-bucket=bucket"],
+            stdout=log,
+            stderr=log,
+            cwd=tmp_path,
         )
     try:
         while socket.socket().connect_ex(("127.0.0.1", port)):
@@ -63,7 +77,8 @@ def store_environment(tmp_path):
             "STORAGE_EMULATOR_HOST": url,
             "TENSORSTORE_GCS_HTTP_URL": url,
             "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
-            "NO_GCE_CHECK": "true",  # else each look for credentials waits for a metadata server
+            # else each look for credentials waits for a metadata server
+            "NO_GCE_CHECK": "true",
             "JAX_PLATFORMS": "cpu",
         }
     finally:
@@ -145,10 +160,14 @@ def test_saving_rotation_damage_and_quarantine_in_an_object_store(store_environm
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0 and done.stdout.endswith("all of it\n"), done.stderr[-4000:]
+    assert done.returncode == 0 and done.stdout.endswith("all of it\n"), done.stderr[
+        -4000:
+    ]
 
 
-def test_a_run_saves_to_an_object_store_and_goes_on_from_there(store_environment, tmp_path, monkeypatch):
+def test_a_run_saves_to_an_object_store_and_goes_on_from_there(
+    store_environment, tmp_path, monkeypatch
+):
     for name, value in store_environment.items():
         monkeypatch.setenv(name, value)
     workdir = tmp_path / "run"
@@ -161,7 +180,10 @@ def test_a_run_saves_to_an_object_store_and_goes_on_from_there(store_environment
     assert not (workdir / "checkpoints").exists()
     saves = [e for e in read_events(workdir) if e["event"] == "save"]
     assert [(e["step"], e["ok"]) for e in saves] == [(7, True), (14, True)]
-    assert "resumed after step 14" in train(workdir, **settings | {"train__steps": 16}).stdout
+    assert (
+        "resumed after step 14"
+        in train(workdir, **settings | {"train__steps": 16}).stdout
+    )
     listed = subprocess.run(
         [sys.executable, "-m", "jaxdist.checkpoint", "list", str(workdir), "--json"],
         capture_output=True,
@@ -198,7 +220,14 @@ class Owner:
     """A process that asks for the lease of a folder in the store."""
 
     def __init__(self, variables, run, *, resumes=False, ahead_s=0):
-        script = [sys.executable, "-c", textwrap.dedent(OWNER), run, str(resumes), str(ahead_s)]
+        script = [
+            sys.executable,
+            "-c",
+            textwrap.dedent(OWNER),
+            run,
+            str(resumes),
+            str(ahead_s),
+        ]
         self._process = subprocess.Popen(
             script, cwd=ROOT, env=os.environ | variables, stdin=-1, stdout=-1, text=True
         )
@@ -232,7 +261,9 @@ def test_one_of_several_owners_has_a_folder_in_an_object_store(store_environment
     one, another = (Owner(store_environment, run) for run in "ab")
     assert one.go() == "held"
     began = time.monotonic()
-    others = [Owner(store_environment, "b", ahead_s=seconds) for seconds in (0, 1000, -1000)]
+    others = [
+        Owner(store_environment, "b", ahead_s=seconds) for seconds in (0, 1000, -1000)
+    ]
     others += [Owner(store_environment, "a", resumes=True)]
     assert all(other.go().startswith("locked by process ") for other in others)
     time.sleep(max(0, began + 21 - time.monotonic()))
@@ -244,9 +275,13 @@ def test_one_of_several_owners_has_a_folder_in_an_object_store(store_environment
     one.signal(signal.SIGCONT)
     assert not one.is_held() and another.is_held()
     one.end()
-    assert another.is_held()  # its record is not taken away by the end of the one before
+    # its record is not taken away by the end of the one before
+    assert another.is_held()
 
-    stranger, heir = Owner(store_environment, "c"), Owner(store_environment, "b", resumes=True)
+    stranger, heir = (
+        Owner(store_environment, "c"),
+        Owner(store_environment, "b", resumes=True),
+    )
     another.kill()
     assert stranger.go().startswith("locked by process ")
     assert heir.go() == "held"  # its own run's process is known to have gone
@@ -257,10 +292,14 @@ def test_one_of_several_owners_has_a_folder_in_an_object_store(store_environment
 
 
 def test_the_emulator_is_what_was_talked_to(store_environment, tmp_path):
-    """Without it the same save fails: nothing here reaches, or needs, the real service."""
+    """Without it the same save fails: nothing here reaches, or needs, the real
+    service.
+    """
     lost = store_environment | dict.fromkeys(
         ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"), "http://127.0.0.1:9"
     )
     run = command(tmp_path / "run", checkpoint__folder="gs://bucket/x", train__steps=1)
-    done = subprocess.run(run, env=environment(1) | lost, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        run, env=environment(1) | lost, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode != 0

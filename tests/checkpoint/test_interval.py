@@ -1,4 +1,6 @@
-"""checkpoint.interval=auto: what it chooses from saves and failures, when it says so, and a run with it."""
+"""checkpoint.interval=auto: what it chooses from saves and failures, when it says so,
+and a run with it.
+"""
 
 import json
 import math
@@ -9,7 +11,12 @@ import pytest
 
 from jaxdist import train
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.interval import FIRST_S, SaveInterval, checkpoint_interval, mean_time_between_failures
+from jaxdist.checkpoint.interval import (
+    FIRST_S,
+    SaveInterval,
+    checkpoint_interval,
+    mean_time_between_failures,
+)
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.planner.formulas import lost_share
 from jaxdist.resilience.preemption import Interrupted
@@ -29,12 +36,21 @@ def test_what_it_chooses_loses_least_and_follows_the_measure():
     assert interval.seconds == FIRST_S
     told = interval.measured(0.5, 3.0, HOUR)
     assert interval.seconds == told["interval_s"] == checkpoint_interval(0.5, 3600)
-    assert interval.seconds == pytest.approx(math.sqrt(2 * 0.5 * 3600), rel=0.01)  # Young's, to first order
-    assert told["mtbf_s"] == 3600 and told["mtbf_by"] == "test" and told["blocked_s"] == 0.5
+    # Young's, to first order
+    assert interval.seconds == pytest.approx(math.sqrt(2 * 0.5 * 3600), rel=0.01)
+    assert (
+        told["mtbf_s"] == 3600
+        and told["mtbf_by"] == "test"
+        and told["blocked_s"] == 0.5
+    )
     # No other interval loses less; a fifth longer or shorter loses more.
-    lost = [lost_share(factor * interval.seconds, 0.5, 0.0, 3600) for factor in (0.8, 1.0, 1.2)]
+    lost = [
+        lost_share(factor * interval.seconds, 0.5, 0.0, 3600)
+        for factor in (0.8, 1.0, 1.2)
+    ]
     assert lost[1] == min(lost)
-    # A slower disk: saves stop training longer, so they come less often. The median takes three of five.
+    # A slower disk: saves stop training longer, so they come less often. The median
+    # takes three of five.
     for _ in range(4):
         interval.measured(8.0, 30.0, HOUR)
     assert interval.seconds == checkpoint_interval(8.0, 3600) > 200
@@ -55,7 +71,9 @@ def test_no_save_begins_before_the_one_before_is_written():
 def test_hours_that_choose_nothing_are_refused():
     (fault,) = CheckpointConfig(chip_hours_per_failure=5.0).faults()
     assert "chip_hours_per_failure=5" in fault and "checkpoint.interval=auto" in fault
-    assert not list(CheckpointConfig(interval="auto", chip_hours_per_failure=5.0).faults())
+    assert not list(
+        CheckpointConfig(interval="auto", chip_hours_per_failure=5.0).faults()
+    )
 
 
 def test_fixed_intervals_stay():
@@ -64,7 +82,8 @@ def test_fixed_intervals_stay():
     assert SaveInterval(CheckpointConfig()).seconds == 0
 
 
-KILLED, GOES_ON, DONE, UNSTARTED = -1, -1, 0, -2  # beside exit codes that a life itself has written
+# beside exit codes that a life itself has written
+KILLED, GOES_ON, DONE, UNSTARTED = -1, -1, 0, -2
 
 
 @pytest.mark.parametrize(
@@ -75,22 +94,46 @@ KILLED, GOES_ON, DONE, UNSTARTED = -1, -1, 0, -2  # beside exit codes that a lif
         ([KILLED, DONE, KILLED, GOES_ON], 0.0, 4 * 1000 / 2, "2 failures of this run"),
         ([1, GOES_ON], 0.0, 2 * 1000, "1 failure of this run"),  # an exception
         ([1, 70, 76, 77, GOES_ON], 0.0, 5 * 1000 / 4, "4 failures of this run"),
-        ([DONE, 75, 78, GOES_ON], 0.0, 3600 * 50_000 / 8, "a failure in 50,000 chip hours"),
-        ([UNSTARTED, KILLED, UNSTARTED, GOES_ON], 0.0, 2 * 1000, "1 failure of this run"),
+        (
+            [DONE, 75, 78, GOES_ON],
+            0.0,
+            3600 * 50_000 / 8,
+            "a failure in 50,000 chip hours",
+        ),
+        (
+            [UNSTARTED, KILLED, UNSTARTED, GOES_ON],
+            0.0,
+            2 * 1000,
+            "1 failure of this run",
+        ),
     ],
 )
-def test_failures_are_as_configured_or_as_the_run_has_had_them(ends, given, seconds, by):
+def test_failures_are_as_configured_or_as_the_run_has_had_them(
+    ends, given, seconds, by
+):
     def life(end: int) -> Life:
         steps = 0 if end == UNSTARTED else 100
         buckets = {"step": 900.0, "start": 100.0}
-        return Life(0.0, ended=end >= 0, exit_code=max(end, 0), first=50, step=50 + steps, buckets=buckets)
+        return Life(
+            0.0,
+            ended=end >= 0,
+            exit_code=max(end, 0),
+            first=50,
+            step=50 + steps,
+            buckets=buckets,
+        )
 
     known = [life(end) for end in ends]
-    assert mean_time_between_failures(known, chips=8, chip_hours_per_failure=given) == (seconds, by)
+    assert mean_time_between_failures(known, chips=8, chip_hours_per_failure=given) == (
+        seconds,
+        by,
+    )
 
 
 def test_each_end_of_a_run_counts_as_what_it_is(tmp_path, monkeypatch, capsys):
-    """A real run: ended by an exception, by an interrupt, by a signal for which it saves, and to its end."""
+    """A real run: ended by an exception, by an interrupt, by a signal for which it
+    saves, and to its end.
+    """
     monkeypatch.setattr("jaxdist.checkpoint.interval.FIRST_S", 0.01)
     ends = {10: RuntimeError("no such file"), 20: KeyboardInterrupt(), 30: None}
 
@@ -111,34 +154,60 @@ def test_each_end_of_a_run_counts_as_what_it_is(tmp_path, monkeypatch, capsys):
     assert not ends and all(life.ended for life in lives)
     assert [life.exit_code for life in lives] == [1, 1, 75, 0]
     assert [life.failed for life in lives] == [True, True, False, False]
-    chosen = [event for event in read_events(tmp_path) if event["event"] == "save_interval"]
+    chosen = [
+        event for event in read_events(tmp_path) if event["event"] == "save_interval"
+    ]
     said = {event["mtbf_by"] for event in chosen}
-    assert {"a failure in 50,000 chip hours", "1 failure of this run", "2 failures of this run"} == said
+    assert {
+        "a failure in 50,000 chip hours",
+        "1 failure of this run",
+        "2 failures of this run",
+    } == said
     assert (
-        min(event["mtbf_s"] for event in chosen) < 600 and "2 failures of this run" in capsys.readouterr().out
+        min(event["mtbf_s"] for event in chosen) < 600
+        and "2 failures of this run" in capsys.readouterr().out
     )
 
 
 @pytest.mark.slow
 def test_exceptions_of_either_of_two_processes_are_failures(tmp_path):
-    """Under launch: the first process writes that it failed, the other's exception ends it without a word."""
-    orders = {"FAULTY_ORDERS": json.dumps([["an exception", 0, 12], ["an exception", 1, 24]])}
+    """Under launch: the first process writes that it failed, the other's exception ends
+    it without a word.
+    """
+    orders = {
+        "FAULTY_ORDERS": json.dumps([["an exception", 0, 12], ["an exception", 1, 24]])
+    }
     auto = {"checkpoint__interval": "auto", "train__steps": 40}
     workdir = tmp_path / "run"
-    with launched(workdir, "--processes", "2", devices=1, recorded=orders, **auto) as agent:
+    with launched(
+        workdir, "--processes", "2", devices=1, recorded=orders, **auto
+    ) as agent:
         finish(agent, workdir)
-    lost = [(event["process"], event["exit_code"]) for event in events(workdir, "peer_lost")]
+    lost = [
+        (event["process"], event["exit_code"]) for event in events(workdir, "peer_lost")
+    ]
     lives = read_lives(workdir)
     assert lost == [(0, 1), (1, 1)]
-    assert [(life.ended, life.exit_code) for life in lives] == [(True, 1), (False, 0), (True, 0)]
-    mtbf_s, source = mean_time_between_failures(lives, chips=2, chip_hours_per_failure=0.0)
-    assert source == "2 failures of this run" and mtbf_s == sum(life.seconds for life in lives) / 2
+    assert [(life.ended, life.exit_code) for life in lives] == [
+        (True, 1),
+        (False, 0),
+        (True, 0),
+    ]
+    mtbf_s, source = mean_time_between_failures(
+        lives, chips=2, chip_hours_per_failure=0.0
+    )
+    assert (
+        source == "2 failures of this run"
+        and mtbf_s == sum(life.seconds for life in lives) / 2
+    )
 
 
 def test_saves_are_due_by_the_clock_and_not_by_steps(tmp_path):
     with CheckpointManager(tmp_path, AUTO) as store:
         assert not store.should_save(500, 0.0)  # every_steps is 500 by default
-        assert not store.should_save(501, FIRST_S - 1) and store.should_save(502, FIRST_S)
+        assert not store.should_save(501, FIRST_S - 1) and store.should_save(
+            502, FIRST_S
+        )
         store.interval.measured(0.5, 1.0, (100.0, "x"))
         assert store.interval.seconds == checkpoint_interval(0.5, 100.0) < 12
         assert store.should_save(503, 12.0)
@@ -146,15 +215,26 @@ def test_saves_are_due_by_the_clock_and_not_by_steps(tmp_path):
 
 def test_a_run_measures_its_saves_and_says_what_it_chose(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("jaxdist.checkpoint.interval.FIRST_S", 0.01)
-    changes = {"checkpoint.interval": "auto", "checkpoint.chip_hours_per_failure": 0.5, "train.steps": 40}
-    flags = [f"--config.{key}={str(value).lower()}" for key, value in (TINY | changes).items()]
-    assert train.main(["--config", "quickstart", "--workdir", str(tmp_path), *flags]) == 0
+    changes = {
+        "checkpoint.interval": "auto",
+        "checkpoint.chip_hours_per_failure": 0.5,
+        "train.steps": 40,
+    }
+    flags = [
+        f"--config.{key}={str(value).lower()}"
+        for key, value in (TINY | changes).items()
+    ]
+    assert (
+        train.main(["--config", "quickstart", "--workdir", str(tmp_path), *flags]) == 0
+    )
     events = read_events(tmp_path)
     chosen = [event for event in events if event["event"] == "save_interval"]
     saves = [event["step"] for event in events if event["event"] == "save"]
     assert chosen and chosen[0]["step"] == saves[0] and saves[0] not in range(0, 40, 7)
     for one in chosen:
-        assert one["mtbf_s"] == 1800.0 and 0 < one["blocked_s"] <= one["written_s"] + 0.5
+        assert (
+            one["mtbf_s"] == 1800.0 and 0 < one["blocked_s"] <= one["written_s"] + 0.5
+        )
         best = max(checkpoint_interval(one["blocked_s"], 1800.0), one["written_s"], 1.0)
         assert math.isclose(one["interval_s"], best)
     assert "saving every " in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""A kill between any two system calls of saves and deletions: the older step stays usable, at every point."""
+"""A kill between any two system calls of saves and deletions: the older step stays
+usable, at every point.
+"""
 
 import os
 import shutil
@@ -31,7 +33,9 @@ SAVER = """
 @pytest.mark.skipif(not syscalls.available, reason="needs strace")
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_kill_after_any_system_call_loses_no_step(tmp_path, every):
-    """The calls of a real run are done again; after each `every`-th a start looks at what is there."""
+    """The calls of a real run are done again; after each `every`-th a start looks at
+    what is there.
+    """
     folder, again = tmp_path / "checkpoints", tmp_path / "again"
     environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     saver = [sys.executable, "-c", textwrap.dedent(SAVER), str(folder)]
@@ -48,12 +52,16 @@ def test_a_kill_after_any_system_call_loses_no_step(tmp_path, every):
         assert found >= newest, f"call {points}: step {newest} was usable, now {found}"
         newest = found
     assert newest_usable(again, tmp_path / "start") == 3 and points > 100, points
-    assert syscalls.same_files(folder, again), "the calls that were done again are not all there were"
+    assert syscalls.same_files(folder, again), (
+        "the calls that were done again are not all there were"
+    )
     print(f"{points // every} of {points} points, none lost a step")
 
 
 def newest_usable(folder, start) -> int:
-    """Returns the newest step that a start on a copy of the folder finds; all that it lists must be sound."""
+    """Returns the newest step that a start on a copy of the folder finds; all that it
+    lists must be sound.
+    """
     shutil.rmtree(start, ignore_errors=True)
     shutil.copytree(folder, start)
     identity = manifest.identity(start, create=False)

@@ -1,4 +1,6 @@
-"""Reading the checkpoints of a run that goes on saving: old steps are deleted while they are read."""
+"""Reading the checkpoints of a run that goes on saving: old steps are deleted while
+they are read.
+"""
 
 import json
 
@@ -10,9 +12,17 @@ from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
-from support.checkpoints import abstract_on, assert_bitwise, make_state, mesh_of, save_and_wait
+from support.checkpoints import (
+    abstract_on,
+    assert_bitwise,
+    make_state,
+    mesh_of,
+    save_and_wait,
+)
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 
 
 class LiveRun:
@@ -21,13 +31,17 @@ class LiveRun:
     def __init__(self, folder, **config):
         self.folder, self.mesh = folder, mesh_of(1, 1)
         self.states = {step: make_state(self.mesh, seed=step) for step in range(1, 5)}
-        self.store = CheckpointManager(folder, CheckpointConfig(**{"keep_last": 1, **config}))
+        self.store = CheckpointManager(
+            folder, CheckpointConfig(**{"keep_last": 1, **config})
+        )
         self.step = 0
         self.advance()
 
     def advance(self) -> None:
         self.step += 1
-        assert save_and_wait(self.store, self.step, self.states[self.step], saved=self.step).ok
+        assert save_and_wait(
+            self.store, self.step, self.states[self.step], saved=self.step
+        ).ok
 
     def abstract(self):
         return abstract_on(self.mesh, self.states[1])
@@ -44,7 +58,8 @@ def test_a_restore_takes_the_newest_of_what_is_there_by_then(live):
     advances = iter([live.advance, live.advance])
 
     def wanted(info: folders.StepInfo):
-        next(advances, lambda: None)()  # between the look at a step and the reading of its arrays
+        # between the look at a step and the reading of its arrays
+        next(advances, lambda: None)()
         return live.abstract()
 
     with CheckpointManager(live.folder, CheckpointConfig(), mode="read") as reader:
@@ -85,7 +100,9 @@ def test_a_run_that_deletes_faster_than_one_reads_is_an_error_that_says_so(live)
 def test_steps_are_listed_again_only_after_one_was_deleted(live):
     live.advance()
     (live.folder / "2" / "state").rename(live.folder / "elsewhere")
-    assert list(folders.newest_first(live.folder, folders.all_steps)) == [2], "damaged, not deleted"
+    assert list(folders.newest_first(live.folder, folders.all_steps)) == [2], (
+        "damaged, not deleted"
+    )
     (live.folder / "elsewhere").rename(live.folder / "2" / "state")
     steps = folders.newest_first(live.folder)
     assert next(steps) == 2
@@ -94,7 +111,9 @@ def test_steps_are_listed_again_only_after_one_was_deleted(live):
 
 
 @pytest.mark.parametrize("action", ["inspect", "list", "verify"])
-def test_the_command_sees_no_damage_in_what_is_deleted(live, action, monkeypatch, capsys):
+def test_the_command_sees_no_damage_in_what_is_deleted(
+    live, action, monkeypatch, capsys
+):
     read, advances = manifest.read_manifest, iter([live.advance])
 
     def raced(path):

@@ -37,9 +37,12 @@ from support.checkpoints import (
 )
 from support.paths import ROOT
 
-# When one array cannot be read, Orbax closes its event loop while TensorStore still reads others;
-# the complaint is raised whenever the garbage is collected, so in any later test.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+# When one array cannot be read, Orbax closes its event loop while TensorStore still
+# reads others; the complaint is raised whenever the garbage is collected, so in any
+# later test.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 
 
 # ---- round trips
@@ -59,23 +62,32 @@ def test_restore_is_bitwise_on_any_mesh(tmp_path, tx, shape):
         restored = store.restore(abstract)
     assert restored.metadata == metadata
     assert_bitwise(restored.state, state)
-    for got, want in zip(jax.tree.leaves(restored.state), jax.tree.leaves(abstract), strict=True):
+    for got, want in zip(
+        jax.tree.leaves(restored.state), jax.tree.leaves(abstract), strict=True
+    ):
         assert got.sharding.is_equivalent_to(want.sharding, got.ndim)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_donating_right_after_save_does_not_reach_the_checkpoint(tmp_path, asynchronous):
+def test_donating_right_after_save_does_not_reach_the_checkpoint(
+    tmp_path, asynchronous
+):
     state = make_state(mesh_of(4, 2), seed=1, width=256)
     want = jax.tree.map(lambda x: np.array(x, copy=True), state)
 
-    @partial(jax.jit, donate_argnums=0, out_shardings=shardings_on(mesh_of(4, 2), state))
+    @partial(
+        jax.jit, donate_argnums=0, out_shardings=shardings_on(mesh_of(4, 2), state)
+    )
     def update(state):
         return jax.tree.map(lambda x: x + jnp.ones((), x.dtype), state)
 
-    with CheckpointManager(tmp_path, CheckpointConfig(asynchronous=asynchronous)) as store:
+    with CheckpointManager(
+        tmp_path, CheckpointConfig(asynchronous=asynchronous)
+    ) as store:
         store.save(1, state, {})
-        # While the writer still reads a CPU buffer in place, the runtime declines to reuse it, so
-        # the saved state itself may survive; the states after it are updated in place.
+        # While the writer still reads a CPU buffer in place, the runtime declines to
+        # reuse it, so the saved state itself may survive; the states after it are
+        # updated in place.
         donated = state = update(state)
         for _ in range(20):
             state = update(state)
@@ -139,7 +151,10 @@ def test_a_failed_save_is_due_again_at_the_end(tmp_path):
     with CheckpointManager(tmp_path, CheckpointConfig(every_steps=1)) as store:
         assert store.should_save(2, 0.0)
         finish = store._backend.finish
-        store._backend.finish = lambda: (finish(), (tmp_path / "2" / "state" / "x").write_text(0))
+        store._backend.finish = lambda: (
+            finish(),
+            (tmp_path / "2" / "state" / "x").write_text(0),
+        )
         assert not save_and_wait(store, 2, {"x": jnp.ones(2)}).ok
         assert names(tmp_path) == []
         assert store.should_save(2, 1.0, last=True)
@@ -170,7 +185,9 @@ def test_a_run_that_is_stopped_saves_even_if_its_end_would_not(tmp_path):
     ],
 )
 def test_which_steps_expire(steps, newest, keep_last, keep_every, doomed):
-    found = folders.expired(steps, newest=newest, keep_last=keep_last, keep_every=keep_every)
+    found = folders.expired(
+        steps, newest=newest, keep_last=keep_last, keep_every=keep_every
+    )
     assert found == doomed
 
 
@@ -207,7 +224,12 @@ def test_damaged_steps_do_not_push_out_the_good_one(tmp_path):
 def test_faults_of_a_config_are_all_named():
     assert faults(CheckpointConfig()) == []
     bad = CheckpointConfig(
-        every_steps=-1, every_minutes=-1, keep_last=0, keep_every=-1, patience_s=-1, timeout_s=0
+        every_steps=-1,
+        every_minutes=-1,
+        keep_last=0,
+        keep_every=-1,
+        patience_s=-1,
+        timeout_s=0,
     )
     found = [line.split(":")[0] for line in faults(bad, "checkpoint.")]
     wrong = "every_steps every_minutes keep_last keep_every patience_s timeout_s"
@@ -240,7 +262,9 @@ def test_a_second_save_waits_for_the_first(tmp_path):
 
 def test_a_slow_disk_costs_saves_but_does_not_stop_training(tmp_path):
     state = make_state(mesh_of(4, 2))
-    with CheckpointManager(tmp_path, CheckpointConfig(patience_s=0.05, every_steps=1)) as store:
+    with CheckpointManager(
+        tmp_path, CheckpointConfig(patience_s=0.05, every_steps=1)
+    ) as store:
         gate, finish = threading.Event(), store._backend.finish
         store._backend.finish = lambda: (gate.wait(), finish())
         store.save(2, state, {})
@@ -249,12 +273,17 @@ def test_a_slow_disk_costs_saves_but_does_not_stop_training(tmp_path):
             store.save(step, state, {})
             (left_out,) = store.poll()
             assert (left_out.step, left_out.ok) == (step, False)
-            assert f"{tmp_path}: the save of step 2 has taken 0 s" in str(left_out.error)
+            assert f"{tmp_path}: the save of step 2 has taken 0 s" in str(
+                left_out.error
+            )
         threading.Timer(0.2, gate.set).start()
         assert store.should_save(4, 0.0, last=True)
         store.save(4, state, {}, wait=True)
         store.wait()
-        assert [(result.step, result.ok) for result in store.poll()] == [(2, True), (4, True)]
+        assert [(result.step, result.ok) for result in store.poll()] == [
+            (2, True),
+            (4, True),
+        ]
     assert names(tmp_path) == ["2", "4"]
 
 
@@ -276,7 +305,8 @@ def test_a_full_disk_is_reported_and_saving_recovers(tmp_path):
     with CheckpointManager(tmp_path, CheckpointConfig()) as store:
         assert save_and_wait(store, 1, state).ok
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN  # Python's default: EFBIG
+        # Python's default: EFBIG
+        assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
         try:
             failed = save_and_wait(store, 2, state)
@@ -285,7 +315,9 @@ def test_a_full_disk_is_reported_and_saving_recovers(tmp_path):
         assert not failed.ok
         assert isinstance(failed.error, CheckpointError)
         assert str(failed.error).startswith("step 2 was not saved: ")
-        assert "File too large" in str(failed.error) and len(str(failed.error)) < 400 + len(str(tmp_path))
+        assert "File too large" in str(failed.error) and len(
+            str(failed.error)
+        ) < 400 + len(str(tmp_path))
         assert store.steps() == [1]
         assert save_and_wait(store, 3, state).ok
     assert names(tmp_path) == ["1", "3"]
@@ -296,7 +328,9 @@ def test_saving_a_step_that_exists_is_an_error_and_changes_nothing(tmp_path):
     with CheckpointManager(tmp_path, CheckpointConfig()) as store:
         result = save_and_wait(store, 1, make_state(mesh_of(4, 2), seed=9))
         assert not result.ok and "already exists" in str(result.error)
-        assert_bitwise(store.restore(abstract_on(mesh_of(1, 1), states[1])).state, states[1])
+        assert_bitwise(
+            store.restore(abstract_on(mesh_of(1, 1), states[1])).state, states[1]
+        )
 
 
 def test_metadata_that_is_not_json_is_refused_before_anything_is_written(tmp_path):
@@ -312,11 +346,15 @@ def test_a_reader_changes_nothing(tmp_path):
     running.mkdir()
     with CheckpointManager(tmp_path, CheckpointConfig(), mode="read") as store:
         assert store.steps() == [1]
-        assert_bitwise(store.restore(abstract_on(mesh_of(1, 1), states[1])).state, states[1])
+        assert_bitwise(
+            store.restore(abstract_on(mesh_of(1, 1), states[1])).state, states[1]
+        )
         with pytest.raises(ValueError, match="opened to read"):
             store.save(2, states[1], {})
     assert running.exists()
-    with CheckpointManager(tmp_path / "absent", CheckpointConfig(), mode="read") as store:
+    with CheckpointManager(
+        tmp_path / "absent", CheckpointConfig(), mode="read"
+    ) as store:
         assert store.steps() == []
     assert not (tmp_path / "absent").exists()
 
@@ -327,7 +365,13 @@ def test_a_reader_changes_nothing(tmp_path):
 def test_leftovers_are_cleaned_but_only_ours(tmp_path):
     saved(tmp_path, [1])
     ours = ["3.orbax-checkpoint-tmp", "2"]  # 2 is marked as unfinished
-    others = ["notes", "x.orbax-checkpoint-tmp", "3.orbax-checkpoint-tmp.bak", "4.tmp", "5"]
+    others = [
+        "notes",
+        "x.orbax-checkpoint-tmp",
+        "3.orbax-checkpoint-tmp.bak",
+        "4.tmp",
+        "5",
+    ]
     for name in ours + others:
         (tmp_path / name / "inner").mkdir(parents=True)
     for step in (1, 2, 3):  # 1: it died between the last two files of a save
@@ -347,9 +391,9 @@ DAMAGE = {
     "no state": lambda step: shutil.rmtree(step / "state"),
     "no metadata": lambda step: shutil.rmtree(step / "metadata"),
     "metadata truncated": lambda step: _truncate(step / "metadata" / "metadata"),
-    "metadata of another step": lambda step: (step / "metadata" / "metadata").write_text(
-        json.dumps({"format": 1, "step": 77, "arrays": {}, "run": {}})
-    ),
+    "metadata of another step": lambda step: (
+        step / "metadata" / "metadata"
+    ).write_text(json.dumps({"format": 1, "step": 77, "arrays": {}, "run": {}})),
     "no data files": lambda step: shutil.rmtree(step / "state" / "d"),
     "manifest truncated": lambda step: _truncate(step / "state" / "manifest.ocdbt"),
     "tree truncated": lambda step: _truncate(step / "state" / "_METADATA"),
@@ -361,7 +405,11 @@ def _leave_out_and_seal(step: Path, name: str) -> None:
     """Takes an array out of Orbax's tree, and writes the manifest that goes with it."""
     file, sealed = step / "state" / "_METADATA", manifest.read_manifest(step)
     document = json.loads(file.read_text())
-    left = {key: value for key, value in document["tree_metadata"].items() if f"'{name}'" not in key}
+    left = {
+        key: value
+        for key, value in document["tree_metadata"].items()
+        if f"'{name}'" not in key
+    }
     assert 0 < len(left) < len(document["tree_metadata"])
     file.write_text(json.dumps(document | {"tree_metadata": left}))
     manifest.seal(step.parent, sealed.step, sealed.run, sealed.fingerprints)
@@ -382,7 +430,9 @@ def test_a_damaged_newest_step_gives_way_to_an_older_one(tmp_path, damage):
         aside = folders.quarantine_folder(tmp_path)
         assert names(aside) == ["2", "2.json"]
         assert json.loads((aside / "2.json").read_text())["reason"] == store_reason
-        assert_bitwise(store.restore(abstract_on(mesh_of(2, 2), states[2])).state, states[2])
+        assert_bitwise(
+            store.restore(abstract_on(mesh_of(2, 2), states[2])).state, states[2]
+        )
 
 
 def test_folders_without_a_checkpoint_do_not_hide_the_one_that_is(tmp_path):
@@ -390,14 +440,25 @@ def test_folders_without_a_checkpoint_do_not_hide_the_one_that_is(tmp_path):
     for number in [*range(1000, 1070), 2**31, 99999999999]:
         (tmp_path / str(number)).mkdir()
     with CheckpointManager(tmp_path, CheckpointConfig()) as store:
-        assert_bitwise(store.restore(abstract_on(mesh_of(2, 2), states[12])).state, states[12])
-        assert sorted(store.bad_steps) == list(range(1000, 1070)) and store.steps() == [12]
-    assert names(tmp_path / "quarantine")[-1] == "1069.json" and (tmp_path / "99999999999").is_dir()
+        assert_bitwise(
+            store.restore(abstract_on(mesh_of(2, 2), states[12])).state, states[12]
+        )
+        assert sorted(store.bad_steps) == list(range(1000, 1070)) and store.steps() == [
+            12
+        ]
+    assert (
+        names(tmp_path / "quarantine")[-1] == "1069.json"
+        and (tmp_path / "99999999999").is_dir()
+    )
 
 
 def test_when_no_step_is_usable_each_one_is_named(tmp_path):
     states = saved(tmp_path, [1, 2, 3])
-    for step, damage in [(1, "no data files"), (2, "metadata truncated"), (3, "empty folder")]:
+    for step, damage in [
+        (1, "no data files"),
+        (2, "metadata truncated"),
+        (3, "empty folder"),
+    ]:
         DAMAGE[damage](tmp_path / str(step))
     with CheckpointManager(tmp_path, CheckpointConfig(), mode="read") as store:
         with pytest.raises(CheckpointError, match="no usable checkpoint") as caught:
@@ -405,7 +466,9 @@ def test_when_no_step_is_usable_each_one_is_named(tmp_path):
     assert list(caught.value.steps) == [3, 2, 1]
     assert "manifest.json is missing" in caught.value.steps[3]
     assert "metadata/metadata has" in caught.value.steps[2]
-    assert folders.all_steps(tmp_path) == [1, 2, 3] and folders.list_steps(tmp_path) == [1, 2]
+    assert folders.all_steps(tmp_path) == [1, 2, 3] and folders.list_steps(
+        tmp_path
+    ) == [1, 2]
     assert all(f"step {step}: " in str(caught.value) for step in (1, 2, 3))
 
 
@@ -415,7 +478,9 @@ def test_absent_checkpoints_are_said_to_be_absent(tmp_path):
         with pytest.raises(CheckpointError, match="there is no checkpoint in"):
             store.restore(state)
         assert save_and_wait(store, 4, state).ok
-        with pytest.raises(CheckpointError, match=r"no checkpoint of step 3 in .*; steps: 4"):
+        with pytest.raises(
+            CheckpointError, match=r"no checkpoint of step 3 in .*; steps: 4"
+        ):
             store.restore(state, step=3)
 
 
@@ -435,17 +500,29 @@ def test_another_model_is_refused_and_not_replaced_by_an_older_step(tmp_path):
 
 
 @pytest.mark.parametrize("position, pace", [(2, 1), (2.5, 1), (2, 1.25)])
-def test_the_position_in_a_schedule_that_older_checkpoints_hold(tmp_path, position, pace):
+def test_the_position_in_a_schedule_that_older_checkpoints_hold(
+    tmp_path, position, pace
+):
     state = make_state(mesh_of(1, 1))._replace(step=jnp.int32(2))
-    older = {"optimizer": state.opt_state, "clock": jnp.float32(position), "pace": jnp.float32(pace)}
-    abstract = abstract_on(mesh_of(1, 1), state._replace(opt_state={"optimizer": state.opt_state}))
+    older = {
+        "optimizer": state.opt_state,
+        "clock": jnp.float32(position),
+        "pace": jnp.float32(pace),
+    }
+    abstract = abstract_on(
+        mesh_of(1, 1), state._replace(opt_state={"optimizer": state.opt_state})
+    )
     with CheckpointManager(tmp_path, CheckpointConfig()) as store:
         assert save_and_wait(store, 2, state._replace(opt_state=older)).ok
         assert set(state_dict.RETIRED) < set(folders.read_step(tmp_path, 2).arrays)
         if (position, pace) == (2, 1):
-            assert_bitwise(store.restore(abstract).state.opt_state["optimizer"], state.opt_state)
+            assert_bitwise(
+                store.restore(abstract).state.opt_state["optimizer"], state.opt_state
+            )
             return
-        with pytest.raises(state_dict.LayoutError, match="train.max_minutes hurried it"):
+        with pytest.raises(
+            state_dict.LayoutError, match="train.max_minutes hurried it"
+        ):
             store.restore(abstract)
         assert store.restore(abstract, partial=True)  # its weights can be had
 
@@ -561,11 +638,21 @@ WORKER = """
 
 
 def test_two_processes_save_and_restore_and_one_reads_it(tmp_path):
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    command = [sys.executable, "-c", textwrap.dedent(WORKER), str(tmp_path), str(free_port())]
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(WORKER),
+        str(tmp_path),
+        str(free_port()),
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     workers = [
-        subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment, **pipes) for rank in range(2)
+        subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment, **pipes)
+        for rank in range(2)
     ]
     try:
         outputs = [worker.communicate(timeout=90)[0] for worker in workers]

@@ -37,16 +37,22 @@ from support.checkpoints import (
 )
 
 # As in test_checkpoint_store: what TensorStore leaves behind when a file is damaged.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 
 # ---- the fingerprint
 
 
 def by_numpy(array: np.ndarray) -> str:
-    """The fingerprint in other words: the sum over elements of murmur3's finalizer of bits ^ place."""
+    """The fingerprint in other words: the sum over elements of murmur3's finalizer of
+    bits ^ place.
+    """
     kind = {1: np.uint8, 2: np.uint16, 4: np.uint32}[array.dtype.itemsize]
     bits = np.ascontiguousarray(array).reshape(-1).view(kind).astype(np.uint64)
-    x = bits ^ ((np.arange(bits.size, dtype=np.uint64) * 0x9E3779B1 + 0x85EBCA6B) % 2**32)
+    x = bits ^ (
+        (np.arange(bits.size, dtype=np.uint64) * 0x9E3779B1 + 0x85EBCA6B) % 2**32
+    )
     x = (x ^ (x >> np.uint64(16))) * 0x85EBCA6B % 2**32
     x = (x ^ (x >> np.uint64(13))) * 0xC2B2AE35 % 2**32
     return f"{int((x ^ (x >> np.uint64(16))).sum()) % 2**32:08x}"
@@ -54,16 +60,35 @@ def by_numpy(array: np.ndarray) -> str:
 
 def arrays_of_all_kinds() -> dict[str, np.ndarray]:
     draw = np.random.default_rng(0)
-    kinds = ["float32", "bfloat16", "float16", "int32", "uint32", "int8", "uint8", "float8_e4m3fn"]
-    arrays = {kind: draw.normal(size=(4, 8, 16)).astype(jnp.dtype(kind)) for kind in kinds}
-    return arrays | {"bool": draw.normal(size=(8, 8)) > 0, "scalar": np.int32(7), "empty": np.zeros((0, 3))}
+    kinds = [
+        "float32",
+        "bfloat16",
+        "float16",
+        "int32",
+        "uint32",
+        "int8",
+        "uint8",
+        "float8_e4m3fn",
+    ]
+    arrays = {
+        kind: draw.normal(size=(4, 8, 16)).astype(jnp.dtype(kind)) for kind in kinds
+    }
+    return arrays | {
+        "bool": draw.normal(size=(8, 8)) > 0,
+        "scalar": np.int32(7),
+        "empty": np.zeros((0, 3)),
+    }
 
 
 def test_a_fingerprint_is_the_same_on_any_mesh_and_by_numpy():
     arrays = {name: jnp.asarray(x) for name, x in arrays_of_all_kinds().items()}
     wanted = {name: by_numpy(np.asarray(x)) for name, x in arrays.items()}
     assert len(set(wanted.values())) == len(wanted)
-    for shape, spec in [((1, 1), P()), ((4, 2), P("fsdp", "tensor")), ((2, 4), P(None, "tensor", "fsdp"))]:
+    for shape, spec in [
+        ((1, 1), P()),
+        ((4, 2), P("fsdp", "tensor")),
+        ((2, 4), P(None, "tensor", "fsdp")),
+    ]:
         mesh = mesh_of(*shape)
         placed = {
             name: jax.device_put(x, NamedSharding(mesh, spec if x.ndim == 3 else P()))
@@ -94,15 +119,21 @@ def test_every_flipped_bit_and_every_swap_changes_the_fingerprint():
             assert before[name] != after[name]
 
 
-def test_a_state_that_is_not_the_saved_one_is_seen_even_if_the_files_are_sound(tmp_path):
+def test_a_state_that_is_not_the_saved_one_is_seen_even_if_the_files_are_sound(
+    tmp_path,
+):
     states = saved(tmp_path, [1, 2])
     manifest = integrity.read_manifest(tmp_path / "2")
     wrong = manifest.fingerprints | {"trainable/norm": "00000000"}
     integrity.seal(tmp_path, 2, manifest.run, wrong)
     integrity.check(tmp_path, 2, run=manifest.run)
     with CheckpointManager(tmp_path, CheckpointConfig()) as store:
-        assert_bitwise(store.restore(abstract_on(mesh_of(2, 2), states[1])).state, states[1])
-        assert store.bad_steps == {2: "not what was saved, by fingerprint: trainable/norm"}
+        assert_bitwise(
+            store.restore(abstract_on(mesh_of(2, 2), states[1])).state, states[1]
+        )
+        assert store.bad_steps == {
+            2: "not what was saved, by fingerprint: trainable/norm"
+        }
 
 
 # ---- the manifest
@@ -123,7 +154,9 @@ def copy(sound, tmp_path):
 
 
 def restored_step(folder: Path, states: dict, **options) -> tuple[int, dict[int, str]]:
-    """Returns which step a restore takes, having compared its values, and the steps passed over."""
+    """Returns which step a restore takes, having compared its values, and the steps
+    passed over.
+    """
     with CheckpointManager(folder, CheckpointConfig(), **options) as store:
         found = store.restore(abstract_on(mesh_of(1, 1), states[1]))
         step = found.metadata["data"]
@@ -134,11 +167,18 @@ def restored_step(folder: Path, states: dict, **options) -> tuple[int, dict[int,
 def test_a_manifest_names_every_file_and_sha256sum_agrees(sound):
     folder, _ = sound
     manifest = integrity.check(folder, 3)
-    files = [p for p in (folder / "3").rglob("*") if p.is_file() and p.name != "manifest.json"]
+    files = [
+        p
+        for p in (folder / "3").rglob("*")
+        if p.is_file() and p.name != "manifest.json"
+    ]
     assert len(files) >= 8 and len(manifest.files) == len(files)
     for file in files:
         size, digest = manifest.files[file.relative_to(folder / "3").as_posix()]
-        assert (size, digest) == (file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest())
+        assert (size, digest) == (
+            file.stat().st_size,
+            hashlib.sha256(file.read_bytes()).hexdigest(),
+        )
     assert manifest.fingerprints.keys() == folders.read_step(folder, 3).arrays.keys()
 
 
@@ -171,7 +211,9 @@ def test_every_byte_of_a_manifest_matters(copy):
             integrity.read_manifest(copy / "3")
 
 
-@pytest.mark.parametrize("damaged", [(3,), (2,), (3, 2)], ids=["newest", "second newest", "both"])
+@pytest.mark.parametrize(
+    "damaged", [(3,), (2,), (3, 2)], ids=["newest", "second newest", "both"]
+)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_seen_set_aside_and_saved_over(sound, copy, damage, damaged):
     states = sound[1] | {4: sound[1][3]._replace(step=sound[1][3].step + 1)}
@@ -199,14 +241,17 @@ def test_damage_is_seen_set_aside_and_saved_over(sound, copy, damage, damaged):
 
 
 def test_what_one_process_cannot_read_no_process_waits_for(sound, copy, monkeypatch):
-    told = iter(["process 1: gone", "", ""])  # of 3: files and metadata; of 2: these, and the arrays
+    # of 3: files and metadata; of 2: these, and the arrays
+    told = iter(["process 1: gone", "", ""])
     seen, read = [], OrbaxBackend.read
 
     def seeing(self, path, *rest):
         seen.append(path.name)
         return read(self, path, *rest)
 
-    monkeypatch.setattr(stores.coordination, "first_error", lambda reason: reason or next(told))
+    monkeypatch.setattr(
+        stores.coordination, "first_error", lambda reason: reason or next(told)
+    )
     monkeypatch.setattr(OrbaxBackend, "read", seeing)
     assert restored_step(copy, sound[1]) == (2, {3: "process 1: gone"})
     assert seen == ["2"] and not list(told)
@@ -236,7 +281,9 @@ def test_a_run_whose_steps_are_all_in_quarantine_is_not_taken_for_new(sound, cop
     for step in (1, 2):
         shutil.rmtree(copy / str(step))
     assert folders.list_steps(copy) == [] and folders.has_steps(copy)
-    with pytest.raises(CheckpointError, match="quarantine holds what could not be trusted"):
+    with pytest.raises(
+        CheckpointError, match="quarantine holds what could not be trusted"
+    ):
         restored_step(copy, sound[1])
 
 
@@ -272,7 +319,9 @@ def test_a_step_of_another_run_is_foreign(sound, copy, tmp_path):
     # Copied to a folder of its own it is no stranger: a run begins there.
     shutil.copytree(copy.parent / "quarantine" / "5", tmp_path / "new" / "5")
     with CheckpointManager(tmp_path / "new", CheckpointConfig()) as store:
-        assert_bitwise(store.restore(abstract_on(mesh_of(1, 1), states[5])).state, states[5])
+        assert_bitwise(
+            store.restore(abstract_on(mesh_of(1, 1), states[5])).state, states[5]
+        )
         assert save_and_wait(store, 6, states[5]).ok
     runs = {integrity.read_manifest(tmp_path / "new" / step).run for step in ("5", "6")}
     assert len(runs) == 1
@@ -283,7 +332,11 @@ def test_a_lost_identity_is_that_of_the_steps(sound, copy, how):
     file = copy / integrity.IDENTITY
     known = integrity.identity(copy, create=False)
     assert known and file.read_text().startswith(known)
-    {"gone": file.unlink, "flipped": lambda: flip(file, 9), "empty": lambda: file.write_text("")}[how]()
+    {
+        "gone": file.unlink,
+        "flipped": lambda: flip(file, 9),
+        "empty": lambda: file.write_text(""),
+    }[how]()
     assert integrity.identity(copy, create=False) == known
     assert restored_step(copy, sound[1]) == (3, {})
     assert file.read_text().startswith(known)
@@ -296,14 +349,19 @@ def test_a_lost_identity_is_never_that_of_a_foreign_step(sound, copy, tmp_path):
     other = integrity.read_manifest(copy / "5").run
     (copy / integrity.IDENTITY).unlink()
     for mode in ("read", "write"):
-        with pytest.raises(CheckpointError, match=f"run {other}: 5; run {own}: 3, 2, 1; move the steps"):
+        with pytest.raises(
+            CheckpointError, match=f"run {other}: 5; run {own}: 3, 2, 1; move the steps"
+        ):
             CheckpointManager(copy, CheckpointConfig(), mode=mode)
     assert names(copy) == ["1", "2", "3", "5"]
-    with CheckpointManager(copy, CheckpointConfig(), run=own) as store:  # the workdir knows it
+    # the workdir knows it
+    with CheckpointManager(copy, CheckpointConfig(), run=own) as store:
         restored = store.restore(abstract_on(mesh_of(1, 1), sound[1][3]))
         assert restored.metadata == {"data": 3} and list(store.bad_steps) == [5]
     assert integrity.read_identity(copy) == own
-    with pytest.raises(CheckpointError, match=f"belongs to run {own}, and this is run {other}"):
+    with pytest.raises(
+        CheckpointError, match=f"belongs to run {own}, and this is run {other}"
+    ):
         CheckpointManager(copy, CheckpointConfig(), run=other)
 
 
@@ -320,13 +378,17 @@ def forge(path: Path, step: int) -> None:
 
 
 def test_a_steps_content_under_another_number_is_bad(sound, copy):
-    """The seal, the hashes and the fingerprints are right; the step in the state is not."""
+    """The seal, the hashes and the fingerprints are right; the step in the state is
+    not.
+    """
     shutil.copytree(copy / "1", copy / "20")
     forge(copy / "20", 20)
     integrity.check(copy, 20)
     assert folders.read_step(copy, 20).metadata == {"data": 1}
     step, bad = restored_step(copy, sound[1])
-    assert step == 3 and bad == {20: "its state had made 1 steps, not 20: another step's content"}
+    assert step == 3 and bad == {
+        20: "its state had made 1 steps, not 20: another step's content"
+    }
     assert (copy.parent / "quarantine" / "20").is_dir()
 
 
@@ -334,7 +396,10 @@ def test_progress_of_another_step_is_bad(tmp_path):
     state = make_state(mesh_of(4, 2), seed=20)
     with CheckpointManager(tmp_path, CheckpointConfig()) as store:
         assert save_and_wait(store, 20, state, progress={"step": 8}).ok
-        with pytest.raises(CheckpointError, match="its run had made 8 steps, not 20: another step's content"):
+        with pytest.raises(
+            CheckpointError,
+            match="its run had made 8 steps, not 20: another step's content",
+        ):
             store.restore(abstract_on(mesh_of(1, 1), state))
 
 
@@ -343,7 +408,9 @@ def test_a_forged_pipe_is_not_waited_for(copy):
     os.mkfifo(copy / "3" / "state" / "pipe")
     known = integrity.read_manifest(copy / "3")
     files = known.files | {"state/pipe": (0, hashlib.sha256().hexdigest())}
-    (copy / "3" / integrity.MANIFEST).write_text(integrity._text(dataclasses.replace(known, files=files)))
+    (copy / "3" / integrity.MANIFEST).write_text(
+        integrity._text(dataclasses.replace(known, files=files))
+    )
     with pytest.raises(CheckpointError, match="state/pipe has -1 bytes, 0 when sealed"):
         integrity.check(copy, 3)
 
@@ -359,7 +426,9 @@ def test_folders_in_folders_without_end_are_a_fault(copy):
 
 
 def test_a_save_that_dies_before_its_seal_never_counts(sound, copy):
-    """All places between Orbax's commit and the last file: what is there then, and what a start does."""
+    """All places between Orbax's commit and the last file: what is there then, and what
+    a start does.
+    """
     folders.begin_save(copy, 4)
     shutil.copytree(copy / "3", copy / "4")
     (copy / "4" / "manifest.json").rename(copy / "4" / f".manifest.json.{os.getpid()}")
@@ -386,6 +455,8 @@ def test_a_deletion_that_dies_is_finished(sound, copy, monkeypatch):
         patch.setattr(folders, "_remove_tree", die)
         with pytest.raises(KeyboardInterrupt):
             folders.remove_step(copy, 1)
-    assert names(copy) == ["1", "1.unfinished", "2", "3"] and folders.list_steps(copy) == [2, 3]
+    assert names(copy) == ["1", "1.unfinished", "2", "3"] and folders.list_steps(
+        copy
+    ) == [2, 3]
     assert restored_step(copy, sound[1]) == (3, {})
     assert names(copy) == ["2", "3"]

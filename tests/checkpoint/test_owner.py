@@ -14,7 +14,11 @@ from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer import cli, workdir
 from support.runs import TINY, overrides, refused
 
-SETTINGS = TINY | {"train.steps": 2, "optimizer.schedule": "constant", "model.num_layers": 1}
+SETTINGS = TINY | {
+    "train.steps": 2,
+    "optimizer.schedule": "constant",
+    "model.num_layers": 1,
+}
 SETTINGS |= {"optimizer.warmup_steps": 0}
 HOLD = """
 import fcntl, sys
@@ -31,14 +35,20 @@ input()
 def arguments(folder, checkpoints="", **changes) -> list[str]:
     settings = SETTINGS | {"checkpoint.folder": checkpoints}
     settings |= {key.replace("__", "."): value for key, value in changes.items()}
-    chosen = [f"{key}={str(value).lower()}" for key, value in settings.items() if key != "checkpoint.folder"]
+    chosen = [
+        f"{key}={str(value).lower()}"
+        for key, value in settings.items()
+        if key != "checkpoint.folder"
+    ]
     chosen += [f"checkpoint.folder={checkpoints}"] if checkpoints else []
     return ["--config", "quickstart", "--workdir", str(folder), *overrides(*chosen)]
 
 
 @pytest.fixture(scope="module", name="made")
 def made_fixture(tmp_path_factory):
-    """Returns a folder with the workdir `a` of two steps, whose checkpoints are in `shared`."""
+    """Returns a folder with the workdir `a` of two steps, whose checkpoints are in
+    `shared`.
+    """
     root = tmp_path_factory.mktemp("made")
     assert train.main(arguments(root / "a", root / "shared")) == 0
     assert folders.list_steps(root / "shared") == [2]
@@ -55,17 +65,27 @@ def test_another_run_does_not_go_on_from_a_folder(root, capsys):
     other = {"seed": 1, "optimizer__learning_rate": 0.5, "train__steps": 3}
     faults = refused(capsys, *arguments(root / "b", root / "shared", **other))
     rate, seed = sorted(faults)
-    assert rate.startswith("optimizer.learning_rate: the run in ") and "now 0.5; put it back" in rate
+    assert (
+        rate.startswith("optimizer.learning_rate: the run in ")
+        and "now 0.5; put it back" in rate
+    )
     place = root / "shared"
-    assert seed.startswith(f"seed: the run in {place} has 0, now 1; put it back, or branch with ")
+    assert seed.startswith(
+        f"seed: the run in {place} has 0, now 1; put it back, or branch with "
+    )
     assert f"init.from_run={place}@2 in another --workdir" in seed
-    assert folders.list_steps(root / "shared") == [2] and not (root / "quarantine").exists()
+    assert (
+        folders.list_steps(root / "shared") == [2]
+        and not (root / "quarantine").exists()
+    )
 
 
 def test_the_same_run_goes_on_without_its_workdir(root):
     shutil.rmtree(root / "a")
     assert train.main(arguments(root / "b", root / "shared", train__steps=3)) == 0
-    assert [e["step"] for e in read_events(root / "b") if e["event"] == "restore"] == [2]
+    assert [e["step"] for e in read_events(root / "b") if e["event"] == "restore"] == [
+        2
+    ]
     assert folders.list_steps(root / "shared") == [2, 3]
 
 
@@ -73,18 +93,26 @@ def test_without_config_json_the_checkpoint_says_what_the_run_was(root, capsys):
     (root / "a" / "config.json").unlink()
     changed = arguments(root / "a", root / "shared", optimizer__learning_rate=0.5)
     (fault,) = refused(capsys, *changed)
-    assert fault.startswith("optimizer.learning_rate: the run in ") and "now 0.5; put it back" in fault
+    assert (
+        fault.startswith("optimizer.learning_rate: the run in ")
+        and "now 0.5; put it back" in fault
+    )
     assert not (root / "a" / "config.json").exists()
     assert train.main(arguments(root / "a", root / "shared")) == 0
 
 
-def test_of_an_older_checkpoint_the_fingerprint_is_compared(tmp_path, monkeypatch, capsys):
+def test_of_an_older_checkpoint_the_fingerprint_is_compared(
+    tmp_path, monkeypatch, capsys
+):
     with monkeypatch.context() as patch:
         patch.setattr(workdir, "stored_config", lambda run: {})
         assert train.main(arguments(tmp_path)) == 0
     (tmp_path / "config.json").unlink()
     (fault,) = refused(capsys, *arguments(tmp_path, seed=1))
-    assert f"the run in {tmp_path} had another config, and its config.json is lost; put" in fault
+    assert (
+        f"the run in {tmp_path} had another config, and its config.json is lost; put"
+        in fault
+    )
     assert train.main(arguments(tmp_path, train__log_every=5)) == 0
 
 
@@ -98,15 +126,23 @@ def test_metadata_that_no_run_wrote_is_one_line(root, capsys):
     known = manifest.read_manifest(shared / "2")
     manifest.seal(shared, 2, known.run, known.fingerprints)
     capsys.readouterr()
-    assert cli.exit_code(lambda: train.main(arguments(root / "a", shared, train__steps=3))) == 77
+    assert (
+        cli.exit_code(lambda: train.main(arguments(root / "a", shared, train__steps=3)))
+        == 77
+    )
     error = capsys.readouterr().err
-    assert "step 2: its metadata is not that of a run in training: progress.elapsed_s is 'long'" in error
+    assert (
+        "step 2: its metadata is not that of a run in training: progress.elapsed_s is 'long'"
+        in error
+    )
     assert folders.list_steps(shared) == [2]
 
 
 def test_a_live_owner_is_named(root, capsys):
     command = [sys.executable, "-c", HOLD, str(root / "shared" / folders.LOCK)]
-    with subprocess.Popen(command, stdin=-1, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        command, stdin=-1, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout.readline() == "held\n"
         (fault,) = refused(capsys, *arguments(root / "b", root / "shared"))
         holder.communicate("\n")
@@ -122,7 +158,9 @@ def test_a_workdir_of_another_run_does_not_take_the_folder(root, capsys):
 
 
 def test_a_run_that_loses_its_folder_ends(root, capsys, monkeypatch):
-    """Another process replaces the lock, or takes the lease over: this one saves no more."""
+    """Another process replaces the lock, or takes the lease over: this one saves no
+    more.
+    """
     saver = workdir.CheckpointManager.save
 
     def robbed(store, step, *rest, **options):

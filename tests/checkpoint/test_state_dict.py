@@ -36,7 +36,9 @@ OPTIMIZERS = {
 }
 
 
-def make_state(tx: optax.GradientTransformation, params: Any = PARAMS, **parts: Any) -> State:
+def make_state(
+    tx: optax.GradientTransformation, params: Any = PARAMS, **parts: Any
+) -> State:
     rest = {"frozen": {}, "model_state": {}, "ema": None} | parts
     return State(step=jnp.int32(3), trainable=params, opt_state=tx.init(params), **rest)
 
@@ -47,7 +49,8 @@ def opt_names(name: str) -> list[str]:
     return [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
 
 
-# Golden: changing one of these names makes existing checkpoints unreadable (raise folder.FORMAT).
+# Golden: changing one of these names makes existing checkpoints unreadable (raise
+# folder.FORMAT).
 def test_names_of_adamw_are_stable():
     assert list(state_dict.to_canonical(make_state(OPTIMIZERS["adamw"]))) == [
         "step",
@@ -81,7 +84,10 @@ def test_names_of_muon_are_stable():
 
 
 def test_a_collision_renames_whole_subtrees():
-    first = ["count", *(f"{m}/{p}" for m in ("mu", "nu") for p in state_dict.to_canonical(PARAMS))]
+    first = [
+        "count",
+        *(f"{m}/{p}" for m in ("mu", "nu") for p in state_dict.to_canonical(PARAMS)),
+    ]
     second = [n.replace("/", "~2/", 1) if "/" in n else f"{n}~2" for n in first]
     assert opt_names("two adams") == first + second
 
@@ -100,13 +106,19 @@ def test_a_mask_only_leaves_names_out():
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_round_trip_through_names(optimizer):
-    state = make_state(OPTIMIZERS[optimizer], ema=PARAMS, model_state={"bn": {"mean": jnp.ones(2)}})
+    state = make_state(
+        OPTIMIZERS[optimizer], ema=PARAMS, model_state={"bn": {"mean": jnp.ones(2)}}
+    )
     leaves, structure = jax.tree.flatten(state)
-    numbered = structure.unflatten([np.full(x.shape, i, x.dtype) for i, x in enumerate(leaves)])
+    numbered = structure.unflatten(
+        [np.full(x.shape, i, x.dtype) for i, x in enumerate(leaves)]
+    )
     names = state_dict.to_canonical(numbered)
     assert len(names) == len(leaves)
     assert not [n for n in names if "inner_state" in n or "State" in n]
-    back = state_dict.from_canonical(dict(sorted(names.items())), jax.eval_shape(lambda: state))
+    back = state_dict.from_canonical(
+        dict(sorted(names.items())), jax.eval_shape(lambda: state)
+    )
     assert jax.tree.structure(back) == structure
     for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(numbered), strict=True):
         assert got is want
@@ -116,10 +128,14 @@ def test_round_trip_through_names(optimizer):
 def test_absent_parts_have_no_names_and_come_back_as_they_were(absent):
     state = make_state(OPTIMIZERS["sgd"], ema=absent)
     names = state_dict.to_canonical(state)
-    assert not [n for n in names if n.startswith(("ema", "frozen", "model_state", "opt_state"))]
+    assert not [
+        n for n in names if n.startswith(("ema", "frozen", "model_state", "opt_state"))
+    ]
     assert state_dict.from_canonical(names, state).ema == absent
     with_ema = state_dict.to_canonical(make_state(OPTIMIZERS["sgd"], ema=PARAMS))
-    assert set(with_ema) - set(names) == {f"ema/{n}" for n in state_dict.to_canonical(PARAMS)}
+    assert set(with_ema) - set(names) == {
+        f"ema/{n}" for n in state_dict.to_canonical(PARAMS)
+    }
 
 
 def test_everything_that_does_not_fit_is_listed_at_once():

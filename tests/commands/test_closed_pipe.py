@@ -28,14 +28,19 @@ def closed_pipe():
 def test_a_process_says_nothing(arguments, tmp_path):
     with closed_pipe() as stream:
         command = [sys.executable, "-m", "jaxdist", *arguments]
-        done = subprocess.run(command, stdout=stream, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    assert done.stderr == "" and done.returncode in (0, 141)  # 0: it was written as the command had ended
+        done = subprocess.run(
+            command, stdout=stream, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+        )
+    # 0: it was written as the command had ended
+    assert done.stderr == "" and done.returncode in (0, 141)
 
 
-@pytest.mark.filterwarnings("ignore:'jaxdist:RuntimeWarning")  # of runpy: it is imported already
+# of runpy: it is imported already
+@pytest.mark.filterwarnings("ignore:'jaxdist:RuntimeWarning")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_ends_quietly(name, monkeypatch, capsys):
-    monkeypatch.setattr(preemption, "own_process", contextlib.nullcontext)  # no signal handlers here
+    # no signal handlers here
+    monkeypatch.setattr(preemption, "own_process", contextlib.nullcontext)
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with closed_pipe() as stream:
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:

@@ -37,7 +37,9 @@ def converted(tmp_path_factory):
 
 
 def test_a_converted_workdir_writes_and_scores_text(converted, tmp_path):
-    assert {"config.json", "checkpoints", "tokenizer.json"} <= {path.name for path in converted.iterdir()}
+    assert {"config.json", "checkpoints", "tokenizer.json"} <= {
+        path.name for path in converted.iterdir()
+    }
     run = trained_run.load_run(converted)
     assert run.config.model["tie_embeddings"] and int(run.state.step) == 0
     greedy = SamplingConfig(temperature=0.0)
@@ -53,7 +55,9 @@ def test_a_converted_workdir_writes_and_scores_text(converted, tmp_path):
     assert int(found.tokens[0]) == likeliest if not found.ended else likeliest == 259
 
 
-def test_a_converted_workdir_stops_at_each_end_that_its_folder_names(converted, tmp_path):
+def test_a_converted_workdir_stops_at_each_end_that_its_folder_names(
+    converted, tmp_path
+):
     source = shutil.copytree(SMOLLM, tmp_path / "source")
     run, greedy = (
         trained_run.load_run(converted, log=print),
@@ -61,13 +65,18 @@ def test_a_converted_workdir_stops_at_each_end_that_its_folder_names(converted, 
     )
     (whole,) = run.generate(["the inn"], max_tokens=8, sampling=greedy)[0]
     end = int(whole.tokens[3])
-    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, end]}))
+    (source / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [0, end]})
+    )
     assert run_convert(source, tmp_path / "work", "jaxdist") == 0
     shutil.rmtree(source)
-    shutil.rmtree(tmp_path / "work" / interop.KEPT)  # what the run keeps of its own is enough
+    # what the run keeps of its own is enough
+    shutil.rmtree(tmp_path / "work" / interop.KEPT)
     run = trained_run.load_run(tmp_path / "work")
     assert {0, end, 259} <= set(run.tokenizer.end_ids)
-    (sample,) = run.generate(["the inn"], max_tokens=8, sampling=SamplingConfig(temperature=0.0))[0]
+    (sample,) = run.generate(
+        ["the inn"], max_tokens=8, sampling=SamplingConfig(temperature=0.0)
+    )[0]
     first = whole.tokens.tolist().index(end)
     assert sample.ended and sample.tokens.tolist() == whole.tokens[:first].tolist()
 
@@ -75,16 +84,32 @@ def test_a_converted_workdir_stops_at_each_end_that_its_folder_names(converted, 
 def test_there_and_back_is_the_same(converted, tmp_path):
     back = tmp_path / "back"
     assert (
-        run_convert(converted, back, "huggingface", "--dtype", "bfloat16", "--max-shard-gb", "0.00001") == 0
+        run_convert(
+            converted,
+            back,
+            "huggingface",
+            "--dtype",
+            "bfloat16",
+            "--max-shard-gb",
+            "0.00001",
+        )
+        == 0
     )
     before, after = load_all(SMOLLM), load_all(back)
     assert before.keys() == after.keys() and len(list(back.glob("*.safetensors"))) > 1
     assert all(before[name].tobytes() == after[name].tobytes() for name in before)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (back / name).read_bytes() == (SMOLLM / name).read_bytes()
-    old, new = (json.loads((folder / "config.json").read_text()) for folder in (SMOLLM, back))
+    old, new = (
+        json.loads((folder / "config.json").read_text()) for folder in (SMOLLM, back)
+    )
     assert interop.derive(old) == interop.derive(new)
-    for name in ("architectures", "model_type", "eos_token_id", "max_position_embeddings"):
+    for name in (
+        "architectures",
+        "model_type",
+        "eos_token_id",
+        "max_position_embeddings",
+    ):
         assert old[name] == new[name]
     assert new["torch_dtype"] == "bfloat16"
 
@@ -107,8 +132,12 @@ def test_nothing_is_overwritten_and_nothing_half_is_left(converted, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["damaged", "there"]
 
 
-def test_a_model_without_an_origin_is_written_as_the_family_that_has_its_values(tmp_path):
-    """As one that was trained here; GPT-2 knows max_position_embeddings as a name of n_positions."""
+def test_a_model_without_an_origin_is_written_as_the_family_that_has_its_values(
+    tmp_path,
+):
+    """As one that was trained here; GPT-2 knows max_position_embeddings as a name of
+    n_positions.
+    """
     work = tmp_path / "work"
     assert run_convert(FOLDERS / "gpt2", work, "jaxdist") == 0
     shutil.rmtree(work / interop.KEPT)
@@ -118,7 +147,10 @@ def test_a_model_without_an_origin_is_written_as_the_family_that_has_its_values(
     fields = json.loads((tmp_path / "out" / "config.json").read_text())
     assert fields["model_type"] == "gpt2" and fields["n_positions"] == 32
     assert "max_position_embeddings" not in fields and fields["pad_token_id"] is None
-    assert fields["eos_token_id"] == 259 and (tmp_path / "out" / "tokenizer.json").read_text() == tokenizer
+    assert (
+        fields["eos_token_id"] == 259
+        and (tmp_path / "out" / "tokenizer.json").read_text() == tokenizer
+    )
     about = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert about["eos_token"] == "<|endoftext|>"
     config = json.loads((work / "config.json").read_text())
@@ -130,18 +162,23 @@ def test_a_model_without_an_origin_is_written_as_the_family_that_has_its_values(
 
 def test_a_damaged_checkpoint_is_not_exported(converted, tmp_path, capsys):
     copy = shutil.copytree(converted, tmp_path / "copy")
-    data = max((copy / "checkpoints" / "0" / "state").rglob("*"), key=lambda path: path.stat().st_size)
+    data = max(
+        (copy / "checkpoints" / "0" / "state").rglob("*"),
+        key=lambda path: path.stat().st_size,
+    )
     raw = bytearray(data.read_bytes())
     raw[len(raw) // 2] ^= 1
     data.write_bytes(raw)
-    assert cli.exit_code(lambda: run_convert(copy, tmp_path / "out", "huggingface")) == 77
+    assert (
+        cli.exit_code(lambda: run_convert(copy, tmp_path / "out", "huggingface")) == 77
+    )
     assert "has changed since it was sealed" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match="no usable checkpoint"):
         interop.CheckpointWeights(tmp_path / "none")
 
 
-# --- training --------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------
 
 
 def resolved(text, **changes):
@@ -154,24 +191,43 @@ def test_a_user_gives_the_path_alone(text):
     assert {name: config.model[name] for name in values} == values
     assert config.data.tokenizer == str(SMOLLM / "tokenizer.json")
     assert resolved(text, model__dropout=0.1).model["dropout"] == 0.1
-    assert resolved(text, model__d_model=16, data__tokenizer="bytes").data.tokenizer == "bytes"
+    assert (
+        resolved(text, model__d_model=16, data__tokenizer="bytes").data.tokenizer
+        == "bytes"
+    )
     with pytest.raises(ConfigError) as raised:
         resolved(text, model__d_model=32, model__qk_norm="head")
     assert len(raised.value.faults) == 2
-    assert any("model.d_model=32, there 16 (init" in fault for fault in raised.value.faults)
+    assert any(
+        "model.d_model=32, there 16 (init" in fault for fault in raised.value.faults
+    )
     with pytest.raises(ConfigError, match="model.target='flax.nnx:Linear', there"):
         resolved(text, model__target="flax.nnx:Linear")
     with pytest.raises(ConfigError, match="no tokenizer.json there"):
         resolved(text, folder=FOLDERS / "llama")
-    assert resolved(text, folder=FOLDERS / "llama", data__source="bin").data.tokenizer == "bytes"
+    assert (
+        resolved(text, folder=FOLDERS / "llama", data__source="bin").data.tokenizer
+        == "bytes"
+    )
 
 
-PIPELINED = {"mesh__pipeline": 2, "mesh__tensor": 2, "mesh__fsdp": 2, "pipeline__microbatches": 2}
+PIPELINED = {
+    "mesh__pipeline": 2,
+    "mesh__tensor": 2,
+    "mesh__fsdp": 2,
+    "pipeline__microbatches": 2,
+}
 
 
-@pytest.mark.parametrize("layout", [{"mesh__fsdp": 2}, pytest.param(PIPELINED, marks=pytest.mark.slow)])
-def test_fine_tuning_begins_with_the_weights_and_never_reads_them_again(text, tmp_path, monkeypatch, layout):
-    """The average begins with the weights, too; a pipeline has their layers by stage."""
+@pytest.mark.parametrize(
+    "layout", [{"mesh__fsdp": 2}, pytest.param(PIPELINED, marks=pytest.mark.slow)]
+)
+def test_fine_tuning_begins_with_the_weights_and_never_reads_them_again(
+    text, tmp_path, monkeypatch, layout
+):
+    """The average begins with the weights, too; a pipeline has their layers by
+    stage.
+    """
     source, folder = shutil.copytree(SMOLLM, tmp_path / "source"), tmp_path / "run"
     begun, real = [], trainer.Trainer.train
 
@@ -185,10 +241,14 @@ def test_fine_tuning_begins_with_the_weights_and_never_reads_them_again(text, tm
     state = begun[0]
     stored = load_all(SMOLLM)
     found = trees.flatten_names(state.trainable)
-    np.testing.assert_array_equal(found["embedding"], stored["model.embed_tokens.weight"].astype(np.float32))
+    np.testing.assert_array_equal(
+        found["embedding"], stored["model.embed_tokens.weight"].astype(np.float32)
+    )
     down = stored["model.layers.2.mlp.down_proj.weight"].astype(np.float32)
     np.testing.assert_array_equal(found["blocks/mlp/down"][2], down.T)
-    for a, b in zip(jax.tree.leaves(state.ema), jax.tree.leaves(state.trainable), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(state.ema), jax.tree.leaves(state.trainable), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
     assert not any(x.any() for x in jax.tree.leaves(state.opt_state.optimizer))
     rows = read_rows(folder).train
@@ -205,18 +265,28 @@ def test_fine_tuning_begins_with_the_weights_and_never_reads_them_again(text, tm
 
     out = tmp_path / "out"
     assert run_convert(folder, out, "huggingface") == 0
-    assert (out / "tokenizer.json").read_bytes() == (SMOLLM / "tokenizer.json").read_bytes()
+    assert (out / "tokenizer.json").read_bytes() == (
+        SMOLLM / "tokenizer.json"
+    ).read_bytes()
     after = load_all(out)
     assert after.keys() == stored.keys()
-    moved = np.abs(after["model.norm.weight"] - stored["model.norm.weight"].astype(np.float32)).max()
+    moved = np.abs(
+        after["model.norm.weight"] - stored["model.norm.weight"].astype(np.float32)
+    ).max()
     assert 0 < moved < 0.1
 
 
-def test_weights_of_another_model_are_refused_before_anything_is_written(text, tmp_path):
+def test_weights_of_another_model_are_refused_before_anything_is_written(
+    text, tmp_path
+):
     config = resolved(text)
     wrong = dict(config.model) | {"d_ff": 48}
-    with pytest.raises(ConfigError, match="holds another model than the config: model.d_ff=48"):
-        interop.open_weights(SMOLLM, {k: v for k, v in wrong.items() if k != "target"}, {})
+    with pytest.raises(
+        ConfigError, match="holds another model than the config: model.d_ff=48"
+    ):
+        interop.open_weights(
+            SMOLLM, {k: v for k, v in wrong.items() if k != "target"}, {}
+        )
 
 
 PAGE = (DOCS / "huggingface.md").read_text()
@@ -227,7 +297,9 @@ def test_what_the_page_shows_works(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     shutil.copytree(SMOLLM, tmp_path / "models" / "smollm")
     (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "words.txt").write_text("the cat in thin hats then thinks of the inn. " * 100)
+    (tmp_path / "text" / "words.txt").write_text(
+        "the cat in thin hats then thinks of the inn. " * 100
+    )
     mains = {"convert": convert.main, "generate": generate.main, "train": train.main}
     ran = []
     for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S):

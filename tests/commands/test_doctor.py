@@ -13,9 +13,12 @@ from jaxdist.hardware import chips
 from jaxdist.planner import compiler
 
 TOGETHER = {
-    "jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": None,
-    "jax-cuda13-plugin": None, "jax-cuda12-plugin": None,
-}  # fmt: skip
+    "jax": "0.10.2",
+    "jaxlib": "0.10.2",
+    "libtpu": None,
+    "jax-cuda13-plugin": None,
+    "jax-cuda12-plugin": None,
+}
 
 
 def test_json_on_a_bare_cpu(capsys):
@@ -24,7 +27,10 @@ def test_json_on_a_bare_cpu(capsys):
     assert report["devices"]["platform"] == "cpu" and report["devices"]["count"] == 8
     assert report["devices"]["launcher"] == "none: one process"
     assert report["chip"] is None and "mfu will be null" in report["mfu"]
-    assert report["versions"]["jax"] == jax.__version__ and not report["versions"]["faults"]
+    assert (
+        report["versions"]["jax"] == jax.__version__
+        and not report["versions"]["faults"]
+    )
     assert set(report["extras"]) == set(extras.EXTRAS)
     assert all(place["free_bytes"] > 0 for place in report["disk"].values())
     assert report["host"]["memory_bytes"] > 2**28
@@ -36,7 +42,11 @@ def test_text_has_every_section(capsys):
     text = capsys.readouterr().out
     for section in "devices versions chip host disk network extras flags mfu".split():
         assert f"\n{section}\n  " in "\n" + text
-    assert "  count: 8\n" in text and "flags\n  none" in text and "GiB, writable True" in text
+    assert (
+        "  count: 8\n" in text
+        and "flags\n  none" in text
+        and "GiB, writable True" in text
+    )
 
 
 def test_devices_that_do_not_start_are_said_and_not_a_crash(monkeypatch):
@@ -52,15 +62,23 @@ def test_devices_that_do_not_start_are_said_and_not_a_crash(monkeypatch):
 
 
 def test_a_gpu_without_bfloat16_is_advised_float16(monkeypatch):
-    t4 = SimpleNamespace(platform="gpu", device_kind="Tesla T4", id=0, memory_stats=lambda: {})
+    t4 = SimpleNamespace(
+        platform="gpu", device_kind="Tesla T4", id=0, memory_stats=lambda: {}
+    )
     monkeypatch.setattr(jax, "devices", lambda: [t4])
     text = doctor.as_text(doctor.examine({}))
-    assert "advice: Tesla T4 has no units for bfloat16" in text and "precision.compute=float16" in text
+    assert (
+        "advice: Tesla T4 has no units for bfloat16" in text
+        and "precision.compute=float16" in text
+    )
 
 
 def test_flags_of_the_user_stay():
     environ = {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}
-    flags = {flag["setting"]: flag["set_by_train"] for flag in doctor.examine(environ)["flags"]}
+    flags = {
+        flag["setting"]: flag["set_by_train"]
+        for flag in doctor.examine(environ)["flags"]
+    }
     assert not flags.pop("XLA_PYTHON_CLIENT_MEM_FRACTION") and all(flags.values())
 
 
@@ -103,7 +121,14 @@ def test_chips_are_told_with_their_source():
     text = doctor.as_text({"chip": doctor._chip(chip, jax.devices()[0])})
     assert "bfloat16 197 TFLOP/s" in text and "usable_hbm_bytes: 15.75 GiB" in text
     assert "link_bytes_per_s: 45 GB/s" in text and f"source: {chip.source}" in text
-    h100 = doctor.mfu_meaning("NVIDIA H100 80GB HBM3", chips.chip_for("NVIDIA H100 80GB HBM3"))
-    assert "989.4 TFLOP/s in bfloat16 (1978.9 where precision.matmul is in 8-bit floats)" in h100
+    h100 = doctor.mfu_meaning(
+        "NVIDIA H100 80GB HBM3", chips.chip_for("NVIDIA H100 80GB HBM3")
+    )
+    assert (
+        "989.4 TFLOP/s in bfloat16 (1978.9 where precision.matmul is in 8-bit floats)"
+        in h100
+    )
     v100 = chips.chip_for("Tesla V100-SXM2-16GB")
-    assert "no published bfloat16 peak" in doctor.mfu_meaning("Tesla V100-SXM2-16GB", v100)
+    assert "no published bfloat16 peak" in doctor.mfu_meaning(
+        "Tesla V100-SXM2-16GB", v100
+    )

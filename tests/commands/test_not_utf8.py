@@ -1,4 +1,6 @@
-"""Names and prompts that are not UTF-8: one line, or the work done; never a traceback."""
+"""Names and prompts that are not UTF-8: one line, or the work done; never a
+traceback.
+"""
 
 import io
 import json
@@ -22,7 +24,10 @@ ODD = os.fsdecode(b"w\xff")
 
 def jaxdist(folder, *arguments):
     """Returns a command's end, where its output takes UTF-8 alone."""
-    environment = os.environ | {"PYTHONIOENCODING": "utf-8:strict", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {
+        "PYTHONIOENCODING": "utf-8:strict",
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-m", "jaxdist", *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True)
     assert b"Traceback" not in done.stderr, done.stderr.decode()
@@ -60,7 +65,9 @@ def test_what_was_copied_there_is_read(tmp_path):
         assert jaxdist(tmp_path, "checkpoint", action, ODD).returncode in (0, 77)
     done = jaxdist(tmp_path, "generate", "--workdir", ODD, "--prompt", "x")
     assert done.returncode == 78 and b"not UTF-8" in done.stderr
-    done = jaxdist(tmp_path, "convert", "--from", ODD, "--to", "x", "--format", "huggingface")
+    done = jaxdist(
+        tmp_path, "convert", "--from", ODD, "--to", "x", "--format", "huggingface"
+    )
     assert done.returncode == 78 and len(done.stderr.splitlines()) == 1
 
 
@@ -68,13 +75,24 @@ def test_what_was_copied_there_is_read(tmp_path):
 def test_prompts_are_text(text, capsys):
     with pytest.raises(ConfigError, match="the prompt .* is not UTF-8 text"):
         trained_run._text(text)
-    (fault,) = refused(capsys, "--config", "quickstart", f"--config.train.sample_prompt={text}")
+    (fault,) = refused(
+        capsys, "--config", "quickstart", f"--config.train.sample_prompt={text}"
+    )
     assert "train.sample_prompt=" in fault and "is not UTF-8 text" in fault
 
 
-@pytest.mark.parametrize("flags", [["--config", ODD], ["--config", f"{ODD}/x.py"], [f"--{ODD}"]])
+@pytest.mark.parametrize(
+    "flags", [["--config", ODD], ["--config", f"{ODD}/x.py"], [f"--{ODD}"]]
+)
 def test_other_flags_are_one_line(flags, capsys):
-    assert len(refused(capsys, *(["--config", "quickstart"] if len(flags) == 1 else []), *flags)) == 1
+    assert (
+        len(
+            refused(
+                capsys, *(["--config", "quickstart"] if len(flags) == 1 else []), *flags
+            )
+        )
+        == 1
+    )
 
 
 def test_text_is_printed_and_written_escaped(tmp_path, monkeypatch):

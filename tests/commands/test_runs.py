@@ -1,4 +1,6 @@
-"""Eight real runs side by side, two of them killed: `jaxdist runs`, `status` and `report` tell which."""
+"""Eight real runs side by side, two of them killed: `jaxdist runs`, `status` and
+`report` tell which.
+"""
 
 import json
 import subprocess
@@ -53,22 +55,33 @@ def test_eight_runs_two_of_them_killed(tmp_path, capsys):
     assert [row["state"] for row in rows] == [
         "died" if number in (2, 5) else "finished" for number in range(8)
     ]
-    assert [row["step"] for row in rows] == [21 if number in (2, 5) else 30 for number in range(8)]
+    assert [row["step"] for row in rows] == [
+        21 if number in (2, 5) else 30 for number in range(8)
+    ]
     assert [row["differs"] for row in rows] == [{"seed": number} for number in range(8)]
     for row in rows:
         assert 0 < row["goodput"] < 1
-        assert sum(row["ledger"]["buckets"].values()) == pytest.approx(row["ledger"]["wall_s"])
+        assert sum(row["ledger"]["buckets"].values()) == pytest.approx(
+            row["ledger"]["wall_s"]
+        )
     assert report.main([str(tmp_path / f"r{number}") for number in range(8)]) == 0
     capsys.readouterr()
 
     time.sleep(3)
     train(tmp_path / "r2", 2)  # goes on
     lives = ledger.read_lives(tmp_path / "r2")
-    assert [life.first for life in lives] == [0, 16] and [life.ended for life in lives] == [False, True]
+    assert [life.first for life in lives] == [0, 16] and [
+        life.ended for life in lives
+    ] == [False, True]
     assert status.main([str(tmp_path / "r2"), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     buckets, wall_s = document["ledger"]["buckets"], document["ledger"]["wall_s"]
     assert document["state"] == "finished" and document["starts"] == 2
     assert sum(buckets.values()) == pytest.approx(wall_s)
     assert wall_s == pytest.approx(lives[-1].written - lives[0].began, abs=0.01)
-    assert buckets["down"] > 3 and buckets["lost"] > 0 and buckets["compile"] > 0 and buckets["save"] > 0
+    assert (
+        buckets["down"] > 3
+        and buckets["lost"] > 0
+        and buckets["compile"] > 0
+        and buckets["save"] > 0
+    )

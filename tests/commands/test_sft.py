@@ -1,4 +1,6 @@
-"""Fine-tuning on chats, from the shipped config to answers and a Hugging Face folder."""
+"""Fine-tuning on chats, from the shipped config to answers and a Hugging Face
+folder.
+"""
 
 import ast
 import io
@@ -23,11 +25,22 @@ from support.paths import CONFIGS, DOCS
 pytest.importorskip("jinja2", reason="extra `chat` is not installed")
 
 TINY = {
-    "model.num_layers": 1, "model.d_model": 16, "model.d_ff": 16, "model.num_heads": 2,
-    "model.num_kv_heads": 2, "model.head_dim": 8, "data.source": "text", "data.path": "text.txt",
+    "model.num_layers": 1,
+    "model.d_model": 16,
+    "model.d_ff": 16,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 8,
+    "data.source": "text",
+    "data.path": "text.txt",
     "data.validation_share": 0,
-}  # fmt: skip
-SHORT = {"train.steps": 2, "train.eval_every": 0, "train.log_every": 1, "optimizer.warmup_steps": 1}
+}
+SHORT = {
+    "train.steps": 2,
+    "train.eval_every": 0,
+    "train.log_every": 1,
+    "optimizer.warmup_steps": 1,
+}
 SHORT |= {"train.sample_tokens": 0, "checkpoint.every_steps": 0, "batch.global_size": 8}
 
 
@@ -40,14 +53,22 @@ def test_the_shipped_set_has_200_chats():
     some = [json.loads(chat_rows.chat_row(json.loads(line))) for line in lines]
     assert len({json.dumps(row) for row in some}) == 200
     for row in some:
-        assert [m["role"] for m in row["messages"]] == ["user", "assistant"] * (len(row["messages"]) // 2)
+        assert [m["role"] for m in row["messages"]] == ["user", "assistant"] * (
+            len(row["messages"]) // 2
+        )
 
 
-def test_the_config_is_followed_from_the_quickstart_to_an_answer(tmp_path, monkeypatch, capsys):
+def test_the_config_is_followed_from_the_quickstart_to_an_answer(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     head = ast.get_docstring(ast.parse((CONFIGS / "sft_lora.py").read_text()))
-    lines = [line.strip() for line in head.splitlines() if line.strip().startswith("python -m")]
+    lines = [
+        line.strip()
+        for line in head.splitlines()
+        if line.strip().startswith("python -m")
+    ]
     base, tuned, answer = (shlex.split(line)[3:] for line in lines)
     (tmp_path / "text.txt").write_text("def f(x): return x\n" * 200)
     with pytest.raises(ConfigError, match="init.from_run=runs/quickstart"):
@@ -58,17 +79,27 @@ def test_the_config_is_followed_from_the_quickstart_to_an_answer(tmp_path, monke
     assert train.main([*tuned, *flags(SHORT | cache)]) == 0
     said = capsys.readouterr().out
     assert "training examples" in said and "0 left out" in said and "trainable" in said
-    assert [row["tokens_seen"] > 0 for row in read_rows(tmp_path / "runs/sft_lora").train] == [True, True]
-    assert {"chat_template.jinja", "tokenizer_config.json"} <= set(os.listdir("runs/sft_lora"))
+    assert [
+        row["tokens_seen"] > 0 for row in read_rows(tmp_path / "runs/sft_lora").train
+    ] == [True, True]
+    assert {"chat_template.jinja", "tokenizer_config.json"} <= set(
+        os.listdir("runs/sft_lora")
+    )
     run = trained_run.load_run("runs/sft_lora")
     assert run.tokenizer.end_ids == (3,)
     question = answer[answer.index("--prompt") + 1]
-    (sample,) = run.chat([[turn("user", question)]], max_tokens=5, sampling=SamplingConfig(0.0))[0]
+    (sample,) = run.chat(
+        [[turn("user", question)]], max_tokens=5, sampling=SamplingConfig(0.0)
+    )[0]
     capsys.readouterr()
     assert generate.main([*answer, "--max-tokens", "5", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == sample.text + "\n" and question not in sample.text
     # Two turns typed: the second question follows the first and its answer.
-    talk = [turn("user", question), turn("assistant", sample.text), turn("user", "And why?")]
+    talk = [
+        turn("user", question),
+        turn("assistant", sample.text),
+        turn("user", "And why?"),
+    ]
     (second,) = run.chat([talk], max_tokens=5, sampling=SamplingConfig(0.0))[0]
     answer[answer.index("--prompt") : answer.index("--prompt") + 2] = ["--interactive"]
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\nAnd why?\n"))
@@ -78,17 +109,39 @@ def test_the_config_is_followed_from_the_quickstart_to_an_answer(tmp_path, monke
 
 
 def test_a_chat_goes_out_as_transformers_wants_it(tmp_path, monkeypatch):
-    """The template and the ids that end a turn, of the tokenizer that the run was given."""
+    """The template and the ids that end a turn, of the tokenizer that the run was
+    given.
+    """
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
-    folder, work, out = write_tokenizer(tmp_path / "model", HEADERS), tmp_path / "work", tmp_path / "out"
+    folder, work, out = (
+        write_tokenizer(tmp_path / "model", HEADERS),
+        tmp_path / "work",
+        tmp_path / "out",
+    )
     path = write_rows(tmp_path / "rows.jsonl", rows("messages", 30))
-    data = {"source": "jsonl", "path": path, "format": "chat", "packing": "documents", "tokenizer": folder}
+    data = {
+        "source": "jsonl",
+        "path": path,
+        "format": "chat",
+        "packing": "documents",
+        "tokenizer": folder,
+    }
     data |= {"cache_dir": tmp_path / "cache", "validation_share": 0}
     changes = TINY | SHORT | {f"data.{key}": value for key, value in data.items()}
-    changes |= {"model.vocab_size": 320, "batch.sequence_length": 64, "optimizer.name": "adamw"}
+    changes |= {
+        "model.vocab_size": 320,
+        "batch.sequence_length": 64,
+        "optimizer.name": "adamw",
+    }
     changes |= {"model.zero_init_outputs": "false", "model.qk_norm": "none"}
-    assert train.main(["--config", "quickstart", "--workdir", str(work), *flags(changes)]) == 0
-    assert convert.main(["--from", str(work), "--to", str(out), "--format", "huggingface"]) == 0
+    assert (
+        train.main(["--config", "quickstart", "--workdir", str(work), *flags(changes)])
+        == 0
+    )
+    assert (
+        convert.main(["--from", str(work), "--to", str(out), "--format", "huggingface"])
+        == 0
+    )
     assert (out / "chat_template.jinja").read_text() == HEADERS
     tokenizer = trained_run.load_run(work).tokenizer
     names = [tokenizer._tokenizer.id_to_token(i) for i in tokenizer.end_ids]
@@ -96,7 +149,10 @@ def test_a_chat_goes_out_as_transformers_wants_it(tmp_path, monkeypatch):
     ends = json.loads((out / "generation_config.json").read_text())["eos_token_id"]
     assert ends == list(tokenizer.end_ids)
     about = json.loads((out / "tokenizer_config.json").read_text())
-    assert (about["bos_token"], about["eos_token"]) == ("<|begin_of_text|>", "<|end_of_text|>")
+    assert (about["bos_token"], about["eos_token"]) == (
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+    )
 
 
 def test_the_page_can_be_followed(tmp_path, monkeypatch):
@@ -111,9 +167,15 @@ def test_the_page_can_be_followed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chats").mkdir()
     write_rows(tmp_path / "chats" / "a.jsonl", rows("messages"))
-    command = shlex.split(second.replace("\\\n", " ").replace("models/smollm", str(SMOLLM)))
+    command = shlex.split(
+        second.replace("\\\n", " ").replace("models/smollm", str(SMOLLM))
+    )
     run = cli.parse(train._parser(), command[3:])[1]
-    assert run.data.format == "chat" and not list(run.data.faults()) and run.lora.rank == 16
+    assert (
+        run.data.format == "chat"
+        and not list(run.data.faults())
+        and run.lora.rank == 16
+    )
     for row in re.findall(r"```json\n(.*?)```", page, re.S)[0].splitlines():
         assert chat_rows.chat_row(json.loads(row))
 
@@ -121,7 +183,11 @@ def test_the_page_can_be_followed(tmp_path, monkeypatch):
 def test_a_model_without_a_template_cannot_chat(tmp_path):
     assert run_convert(SMOLLM, tmp_path / "work", "jaxdist") == 0
     run = trained_run.load_run(tmp_path / "work")
-    with pytest.raises(ConfigError, match="no chat template; put one there as chat_template.jinja"):
+    with pytest.raises(
+        ConfigError, match="no chat template; put one there as chat_template.jinja"
+    ):
         run.chat([[turn("user", "the inn")]])
     with pytest.raises(ConfigError, match="--system: a turn of a chat; give --chat"):
-        generate.main(["--workdir", str(tmp_path / "work"), "--prompt", "a", "--system", "b"])
+        generate.main(
+            ["--workdir", str(tmp_path / "work"), "--prompt", "a", "--system", "b"]
+        )

@@ -1,4 +1,6 @@
-"""`jaxdist train` from outside: every bad input gets a line with its cure and exit code 78."""
+"""`jaxdist train` from outside: every bad input gets a line with its cure and exit code
+78.
+"""
 
 import json
 import os
@@ -16,7 +18,12 @@ from jaxdist.planner import dry_run
 from jaxdist.trainer import run_config
 from support.runs import overrides, refused
 
-FEW = ("train.steps=2", "train.max_minutes=0", "train.eval_every=0", "optimizer.warmup_steps=1")
+FEW = (
+    "train.steps=2",
+    "train.max_minutes=0",
+    "train.eval_every=0",
+    "optimizer.warmup_steps=1",
+)
 FEW += ("model.num_layers=2", "data.validation_share=0", "train.log_every=1")
 FEW += ("optimizer.name=adamw",)
 
@@ -62,79 +69,155 @@ def test_a_signal_that_nobody_can_hear_is_refused_in_one_line():
 
 def test_a_workdir_is_a_local_folder(capsys):
     (fault,) = refused(capsys, "--config", "quickstart", "--workdir", "gs://bucket/run")
-    assert "--workdir gs://bucket/run: must be a local folder; checkpoint.folder takes gs://" in fault
+    assert (
+        "--workdir gs://bucket/run: must be a local folder; checkpoint.folder takes gs://"
+        in fault
+    )
 
 
-# --- faults of keys and values --------------------------------------------------------------------
+# --- faults of keys and values --------------------------------------------------------
 
 CASES = {
-    "unknown key": (["train.step=3"], ["train.step: no such field. Did you mean train.steps?"]),
-    "wrong type": (["train.steps=many"], ["train.steps: got 'many', required int >= 1. Meaning: optimizer"]),
+    "unknown key": (
+        ["train.step=3"],
+        ["train.step: no such field. Did you mean train.steps?"],
+    ),
+    "wrong type": (
+        ["train.steps=many"],
+        ["train.steps: got 'many', required int >= 1. Meaning: optimizer"],
+    ),
     "not a choice": (
         ["optimizer.name=adam"],
-        ["optimizer.name: got 'adam', required one of adamw, lion, adafactor, sgd, muon, "
-         "given. Did you mean adamw?"],
+        [
+            "optimizer.name: got 'adam', required one of adamw, lion, adafactor, sgd, muon, "
+            "given. Did you mean adamw?"
+        ],
     ),
-    "a group": (["batch=3"], ["batch: is a group. Set one of its fields: batch.global_size"]),
-    "batch": (["batch.global_size=12"], ["batch.global_size=12 is not divisible", "8 or 16"]),
+    "a group": (
+        ["batch=3"],
+        ["batch: is a group. Set one of its fields: batch.global_size"],
+    ),
+    "batch": (
+        ["batch.global_size=12"],
+        ["batch.global_size=12 is not divisible", "8 or 16"],
+    ),
     "batch too small": (["batch.global_size=4"], ["nearest legal sizes: 8"]),
     "query heads": (
         ["mesh.tensor=4", "model.num_heads=6", "model.num_kv_heads=2"],
-        ["blocks/attention/out and 1 more: dim heads=6 is not divisible by mesh.tensor=4",
-         "nearest legal heads: 4 or 8"],
+        [
+            "blocks/attention/out and 1 more: dim heads=6 is not divisible by mesh.tensor=4",
+            "nearest legal heads: 4 or 8",
+        ],
     ),
     "kv heads, neither divides": (
         ["mesh.tensor=4", "model.num_heads=12", "model.num_kv_heads=6"],
         ["dim kv_heads=6 is not divisible by mesh.tensor=4"],
     ),
-    "kv heads and heads": (["model.num_kv_heads=3"], ["model.num_kv_heads=3 does not divide"]),
-    "width": (["mesh.fsdp=8", "model.d_model=100"], ["d_model=100", "mesh.fsdp=8", "96 or 104"]),
+    "kv heads and heads": (
+        ["model.num_kv_heads=3"],
+        ["model.num_kv_heads=3 does not divide"],
+    ),
+    "width": (
+        ["mesh.fsdp=8", "model.d_model=100"],
+        ["d_model=100", "mesh.fsdp=8", "96 or 104"],
+    ),
     "two -1": (
-        ["mesh.fsdp=-1"], ["mesh.data and mesh.fsdp are both -1; at most one", "give the other"]
+        ["mesh.fsdp=-1"],
+        ["mesh.data and mesh.fsdp are both -1; at most one", "give the other"],
     ),
     "mesh too large": (
-        ["mesh.data=16"], ["mesh: data 16 needs 16 devices, there are 8; set sizes whose product"]
+        ["mesh.data=16"],
+        ["mesh: data 16 needs 16 devices, there are 8; set sizes whose product"],
     ),
     "mesh does not divide": (["mesh.fsdp=3"], ["fsdp 3 needs 3 devices", "divides 8"]),
-    "zero without shards": (["mesh.zero=1"], ["mesh.zero=1 with mesh.fsdp=1", "set mesh.fsdp"]),
+    "zero without shards": (
+        ["mesh.zero=1"],
+        ["mesh.zero=1 with mesh.fsdp=1", "set mesh.fsdp"],
+    ),
     "learned positions": (
         ["model.positions=learned", "model.max_positions=64", "train.sample_tokens=0"],
-        ["batch.sequence_length=128 exceeds the model's longest sequence, 64",
-         "raise model.max_positions"],
+        [
+            "batch.sequence_length=128 exceeds the model's longest sequence, 64",
+            "raise model.max_positions",
+        ],
     ),
-    "no learned positions": (["model.positions=learned"], ["model.max_positions: learned"]),
+    "no learned positions": (
+        ["model.positions=learned"],
+        ["model.max_positions: learned"],
+    ),
     "remat": (["remat.policy=ful"], ["remat.policy='ful': must be none, full, dots"]),
     "warm-up": (
-        ["train.steps=50", "optimizer.warmup_steps=51"], ["optimizer.warmup_steps", "<= train.steps = 50"]
+        ["train.steps=50", "optimizer.warmup_steps=51"],
+        ["optimizer.warmup_steps", "<= train.steps = 50"],
     ),
     "steps": (["train.steps=0"], ["train.steps: got 0, required int >= 1"]),
     "no path": (["data.source=bin"], ["data.source=bin needs data.path; it is empty."]),
-    "seed": (["seed=-1"], ["seed: got -1, required int >= 0 and < 9223372036854775808"]),
-    "seed beyond 64 bits": ([f"seed={2**64}"], [f"seed: got '{2**64}', required int >= 0"]),
-    "huge": ([f"train.steps={10**30}"], [f"train.steps: got '{10**30}', required int >= 1 of 64 bits"]),
-    "thousands of digits": ([f"seed={'9' * 5000}"], ["seed: got '999", "(5,002 characters), required"]),
-    "deep": ([f"seed={'-' * 5000}1"], ["seed: got '---", "... (5,003 characters), required int"]),
-    "beyond an array": (["model.d_ff=4294967296"], ["model.d_ff: got 4294967296, required less than 2**31"]),
-    "steps beyond an array": (["train.steps=4294967296"], ["train.steps: got 4294967296, required less"]),
+    "seed": (
+        ["seed=-1"],
+        ["seed: got -1, required int >= 0 and < 9223372036854775808"],
+    ),
+    "seed beyond 64 bits": (
+        [f"seed={2**64}"],
+        [f"seed: got '{2**64}', required int >= 0"],
+    ),
+    "huge": (
+        [f"train.steps={10**30}"],
+        [f"train.steps: got '{10**30}', required int >= 1 of 64 bits"],
+    ),
+    "thousands of digits": (
+        [f"seed={'9' * 5000}"],
+        ["seed: got '999", "(5,002 characters), required"],
+    ),
+    "deep": (
+        [f"seed={'-' * 5000}1"],
+        ["seed: got '---", "... (5,003 characters), required int"],
+    ),
+    "beyond an array": (
+        ["model.d_ff=4294967296"],
+        ["model.d_ff: got 4294967296, required less than 2**31"],
+    ),
+    "steps beyond an array": (
+        ["train.steps=4294967296"],
+        ["train.steps: got 4294967296, required less"],
+    ),
     "product": (
         ["batch.global_size=1073741824", "batch.sequence_length=65536"],
-        ["batch.global_size=1073741824 x batch.sequence_length=65536 x model.", "no array is so large"],
+        [
+            "batch.global_size=1073741824 x batch.sequence_length=65536 x model.",
+            "no array is so large",
+        ],
     ),
     "product of the model": (
-        ["model.d_model=1073741824", "model.d_ff=1073741824", "batch.sequence_length=8"],
+        [
+            "model.d_model=1073741824",
+            "model.d_ff=1073741824",
+            "batch.sequence_length=8",
+        ],
         ["parameters; lower its sizes"],
     ),
     "emulated": (["mesh.fsdp=1000000"], ["mesh"]),
-    "model": (["model.target=jaxdist.models.transformer:Transfomer"], ["mean Transformer?"]),
-    "model module": (["model.target=nowhere:Net"], ["model.target='nowhere:Net': cannot import"]),
-}  # fmt: skip
+    "model": (
+        ["model.target=jaxdist.models.transformer:Transfomer"],
+        ["mean Transformer?"],
+    ),
+    "model module": (
+        ["model.target=nowhere:Net"],
+        ["model.target='nowhere:Net': cannot import"],
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_fault_has_one_line_with_its_cure(case, capsys, tmp_path):
     settings, fragments = CASES[case]
     workdir = tmp_path / "run"
-    arguments = ["--config", "quickstart", "--workdir", str(workdir), *overrides(*settings)]
+    arguments = [
+        "--config",
+        "quickstart",
+        "--workdir",
+        str(workdir),
+        *overrides(*settings),
+    ]
     faults = refused(capsys, *arguments)
     assert len(faults) == 1, faults
     for fragment in fragments:
@@ -144,7 +227,12 @@ def test_a_fault_has_one_line_with_its_cure(case, capsys, tmp_path):
 
 def test_several_faults_are_said_at_once(capsys):
     faults = refused(
-        capsys, "--config", "quickstart", "--workdirs=x", "--config.seed=x", "--config.tran.steps=1"
+        capsys,
+        "--config",
+        "quickstart",
+        "--workdirs=x",
+        "--config.seed=x",
+        "--config.tran.steps=1",
     )
     assert faults == [
         "--workdirs=x: no such flag; Did you mean --workdir? --help lists them",
@@ -152,17 +240,35 @@ def test_several_faults_are_said_at_once(capsys):
         "init, data order, dropout.",
         "tran.steps: no such field. Did you mean train.steps?",
     ]
-    many = ["batch.global_size=12", "remat.policy=ful", "data.source=bin", "mesh.tensor=3"]
+    many = [
+        "batch.global_size=12",
+        "remat.policy=ful",
+        "data.source=bin",
+        "mesh.tensor=3",
+    ]
     assert len(refused(capsys, "--config", "quickstart", *overrides(*many))) == 3
     many[0] = "batch.global_size=13"
-    many[-1] = "mesh.tensor=4"  # with a legal mesh, batch and parameters are looked at too
-    faults = refused(capsys, "--config", "quickstart", *overrides(*many, "model.d_ff=30"))
+    # with a legal mesh, batch and parameters are looked at too
+    many[-1] = "mesh.tensor=4"
+    faults = refused(
+        capsys, "--config", "quickstart", *overrides(*many, "model.d_ff=30")
+    )
     assert len(faults) == 4
-    assert "blocks/mlp/down and 2 more: dim d_ff=30 is not divisible by mesh.tensor=4" in faults[3]
+    assert (
+        "blocks/mlp/down and 2 more: dim d_ff=30 is not divisible by mesh.tensor=4"
+        in faults[3]
+    )
 
 
 def test_a_key_or_a_config_in_a_flags_place_says_how_it_is_written(capsys):
-    assert refused(capsys, "--config", "quickstart", "--steps", "100", "--optimizer.learning-rate=1") == [
+    assert refused(
+        capsys,
+        "--config",
+        "quickstart",
+        "--steps",
+        "100",
+        "--optimizer.learning-rate=1",
+    ) == [
         "--steps: no such flag; Did you mean --config.train.steps=100? --help lists them",
         "--optimizer.learning-rate=1: no such flag; Did you mean --config.optimizer.learning_rate=1? "
         "--help lists them",
@@ -170,7 +276,10 @@ def test_a_key_or_a_config_in_a_flags_place_says_how_it_is_written(capsys):
     lists = "no such flag; Did you mean --config quickstart? --help lists them"
     assert refused(capsys, "quickstart") == [f"quickstart: {lists}"]
     (first, second) = refused(capsys, "--workdir", "/nowhere", "--steps=3")
-    assert "--config.train.steps=3" in first and "/nowhere holds no run that could go on" in second
+    assert (
+        "--config.train.steps=3" in first
+        and "/nowhere holds no run that could go on" in second
+    )
 
 
 def test_names_of_configs_and_flags(capsys):
@@ -178,20 +287,30 @@ def test_names_of_configs_and_flags(capsys):
     assert "no such file" in refused(capsys, "--config", "nowhere/run.py")[0]
     assert "takes no argument" in refused(capsys, "--config", "quickstart:tiny")[0]
     assert "--config is missing" in refused(capsys)[0]
-    assert "expected one argument" in refused(capsys, "--config", "quickstart", "--workdir")[0]
+    assert (
+        "expected one argument"
+        in refused(capsys, "--config", "quickstart", "--workdir")[0]
+    )
     assert refused(capsys, "--config", "quickstart", "--config.seed") == [
         "seed: has no value; write --config.seed=VALUE"
     ]
 
 
 def test_the_process_exits_with_78():
-    command = [sys.executable, "-m", "jaxdist.train", "--config", "quickstart", "--config.sed=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxdist.train",
+        "--config",
+        "quickstart",
+        "--config.sed=1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 78 and "Traceback" not in done.stderr
     assert done.stderr.startswith("error: sed: no such field. Did you mean seed?")
 
 
-# --- faults of the data ---------------------------------------------------------------------------
+# --- faults of the data ---------------------------------------------------------------
 
 
 def test_data_that_is_missing_empty_or_beyond_the_vocabulary(capsys, tmp_path):
@@ -207,14 +326,20 @@ def test_data_that_is_missing_empty_or_beyond_the_vocabulary(capsys, tmp_path):
     empty.touch()
     (fault,) = of("data.source=text", f"data.path={empty}")
     assert "0 training tokens" in fault or "no documents" in fault
-    for content, words in ((b"", "0 training tokens"), (b"abc", "cut off or of another type")):
+    for content, words in (
+        (b"", "0 training tokens"),
+        (b"abc", "cut off or of another type"),
+    ):
         (tmp_path / "bad.bin").write_bytes(content)
         (fault,) = of("data.source=bin", f"data.path={tmp_path / 'bad.bin'}")
         assert words in fault
     ids = np.arange(301).repeat(50).astype("<u2")
     ids.tofile(tmp_path / "ids.bin")
     (fault,) = of("data.source=bin", f"data.path={tmp_path / 'ids.bin'}")
-    assert "token id 300 with model.vocab_size=256. Set model.vocab_size to 301 or more" in fault
+    assert (
+        "token id 300 with model.vocab_size=256. Set model.vocab_size to 301 or more"
+        in fault
+    )
 
 
 def test_an_evaluation_without_held_out_data(capsys, tmp_path, corpus):
@@ -224,26 +349,44 @@ def test_an_evaluation_without_held_out_data(capsys, tmp_path, corpus):
     assert "train.eval_every=0" in fault
 
 
-# --- faults of the workdir ------------------------------------------------------------------------
+# --- faults of the workdir ------------------------------------------------------------
 
 
 def test_a_workdir_that_cannot_be_written(capsys, tmp_path, corpus):
     # Root may write anywhere, so permissions prove nothing: a file stands in the way.
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
-        arguments = ["--config", "quickstart", "--workdir", str(folder), *overrides(*corpus)]
+        arguments = [
+            "--config",
+            "quickstart",
+            "--workdir",
+            str(folder),
+            *overrides(*corpus),
+        ]
         (fault,) = refused(capsys, *arguments)
-        assert f"--workdir {folder}: cannot be written (" in fault and "give a folder" in fault
+        assert (
+            f"--workdir {folder}: cannot be written (" in fault
+            and "give a folder" in fault
+        )
 
 
-@pytest.mark.parametrize("target", ["link", "nowhere"])  # to itself, and to what is not there
+# to itself, and to what is not there
+@pytest.mark.parametrize("target", ["link", "nowhere"])
 @pytest.mark.parametrize("name", ["link", "link/run"])
 def test_a_workdir_behind_a_link_to_nowhere(capsys, tmp_path, corpus, name, target):
     (tmp_path / "link").symlink_to(tmp_path / target)
     (fault,) = refused(
-        capsys, "--config", "quickstart", "--workdir", str(tmp_path / name), *overrides(*corpus)
+        capsys,
+        "--config",
+        "quickstart",
+        "--workdir",
+        str(tmp_path / name),
+        *overrides(*corpus),
     )
-    assert f"cannot be written ({tmp_path / 'link'} is a symbolic link to nowhere); give a folder" in fault
+    assert (
+        f"cannot be written ({tmp_path / 'link'} is a symbolic link to nowhere); give a folder"
+        in fault
+    )
 
 
 def test_a_workdir_in_use(capsys, finished):
@@ -251,7 +394,9 @@ def test_a_workdir_in_use(capsys, finished):
     code = f"import fcntl; lock = open({str(folder / '.lock')!r}, 'r+'); "
     code += "fcntl.flock(lock, fcntl.LOCK_EX); print('held', flush=True); input()"
     command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdin=-1, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        command, stdin=-1, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout.readline() == "held\n"
         (fault,) = refused(capsys, *arguments)
         holder.communicate("\n")
@@ -281,7 +426,9 @@ def test_a_run_does_not_begin_anew_because_its_checkpoints_are_looked_for_elsewh
 ):
     folder, arguments = finished
     before = (folder / "config.json").read_text()
-    (fault,) = refused(capsys, *arguments, *overrides(f"checkpoint.folder={tmp_path / 'other'}"))
+    (fault,) = refused(
+        capsys, *arguments, *overrides(f"checkpoint.folder={tmp_path / 'other'}")
+    )
     assert fault.startswith(
         f"checkpoint.folder: the run in {folder} has its checkpoints in {folder}/checkpoints"
     )
@@ -290,9 +437,15 @@ def test_a_run_does_not_begin_anew_because_its_checkpoints_are_looked_for_elsewh
 
 def test_a_finished_run_says_so_and_harmless_changes_pass(capsys, finished):
     folder, arguments = finished
-    assert train.main(arguments + overrides("checkpoint.keep_last=1", "data.prefetch=0")) == 0
+    assert (
+        train.main(arguments + overrides("checkpoint.keep_last=1", "data.prefetch=0"))
+        == 0
+    )
     said = capsys.readouterr()
-    assert f"{folder} is finished at step 2. To go on, raise train.steps" in said.out + said.err
+    assert (
+        f"{folder} is finished at step 2. To go on, raise train.steps"
+        in said.out + said.err
+    )
     assert json.loads((folder / "config.json").read_text())["data"]["prefetch"] == 0
 
 
@@ -300,13 +453,14 @@ def test_a_workdir_alone_goes_on_with_its_own_config(capsys, finished, tmp_path)
     folder = shutil.copytree(finished[0], tmp_path / "lr:0.1")
     assert train.main(["--workdir", str(folder)]) == 0
     assert f"{folder} is finished at step 2" in capsys.readouterr().out
-    (fault,) = refused(capsys, "--workdir", str(folder), "--config.seed=1")  # which it compares with
+    # which it compares with
+    (fault,) = refused(capsys, "--workdir", str(folder), "--config.seed=1")
     assert fault.startswith(f"seed: the run in {folder} has 0, now 1")
     (fault,) = refused(capsys, "--workdir", str(tmp_path))
     assert f"--config is missing, and {tmp_path} holds no run" in fault
 
 
-# --- help, defaults, dry run ----------------------------------------------------------------------
+# --- help, defaults, dry run ----------------------------------------------------------
 
 
 def test_help_lists_every_field(capsys):
@@ -334,10 +488,22 @@ def test_the_default_workdir(given, folder):
 
 def test_dry_run_needs_no_data_and_writes_nothing(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    settings = ["mesh.fsdp=2", "mesh.data=4", "batch.global_size=16", "batch.sequence_length=64"]
-    settings += ["model.num_layers=2", "model.d_model=64", "model.d_ff=128", "model.vocab_size=512"]
+    settings = [
+        "mesh.fsdp=2",
+        "mesh.data=4",
+        "batch.global_size=16",
+        "batch.sequence_length=64",
+    ]
+    settings += [
+        "model.num_layers=2",
+        "model.d_model=64",
+        "model.d_ff=128",
+        "model.vocab_size=512",
+    ]
     settings += ["train.ema_decay=0.9"]
-    assert train.main(["--config", "gpt2_124m", "--dry-run", *overrides(*settings)]) == 0
+    assert (
+        train.main(["--config", "gpt2_124m", "--dry-run", *overrides(*settings)]) == 0
+    )
     text = capsys.readouterr().out
     for line in (
         "mesh: data 4 x fsdp 2 (8 x cpu)",
@@ -359,7 +525,10 @@ def test_dry_run_needs_no_data_and_writes_nothing(capsys, tmp_path, monkeypatch)
         ({"JAX_PLATFORMS": "cpu"}, MeshConfig(), None),
         ({"JAX_PLATFORMS": "tpu"}, MeshConfig(fsdp=8), None),
         (
-            {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+            {
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+            },
             MeshConfig(fsdp=8),
             None,
         ),

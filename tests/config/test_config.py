@@ -1,4 +1,6 @@
-"""The typed configuration: schemas, conversions, overrides, files, help, diff and fingerprint."""
+"""The typed configuration: schemas, conversions, overrides, files, help, diff and
+fingerprint.
+"""
 
 import dataclasses
 import json
@@ -94,12 +96,18 @@ def faults_of(function, *args, **kwargs) -> tuple[str, ...]:
 
 def test_schema_holds_leaves_in_source_order_with_their_comments():
     assert list(SCHEMA)[:3] == ["seed", "rate", "dims"]
-    assert SCHEMA["batch.global_size"] == schema.Field("batch.global_size", int, 8, Batch)
+    assert SCHEMA["batch.global_size"] == schema.Field(
+        "batch.global_size", int, 8, Batch
+    )
     assert SCHEMA["batch.global_size"].doc == "sequences per step, >= 1"
     assert SCHEMA["seed"].doc == "for everything random"  # inherited
-    assert SCHEMA["rate"].doc == "per update, > 0; a meaning so long that it stands above"
+    assert (
+        SCHEMA["rate"].doc == "per update, > 0; a meaning so long that it stands above"
+    )
     assert SCHEMA["batch.sequence_length"].doc == ""
-    assert "batch" not in SCHEMA and not any(path.startswith("model") for path in SCHEMA)
+    assert "batch" not in SCHEMA and not any(
+        path.startswith("model") for path in SCHEMA
+    )
 
 
 def test_an_owners_default_beats_the_groups_own():
@@ -117,26 +125,46 @@ def test_schema_of_a_plain_class_reads_its_init():
         "model.width": schema.MISSING,
         "model.depth": 2,
     }
-    assert faults_of(schema.resolve, {}, fields) == ("model.width: not set, required int.",)
+    assert faults_of(schema.resolve, {}, fields) == (
+        "model.width: not set, required int.",
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
         ({"rate": 0.0}, "optimizer.rate: got 0.0, required float > 0. Meaning: of it."),
-        ({"rate": math.nan}, "optimizer.rate: got nan, required float > 0, finite. Meaning: of it."),
-        ({"rate": math.inf}, "optimizer.rate: got inf, required float > 0, finite. Meaning: of it."),
+        (
+            {"rate": math.nan},
+            "optimizer.rate: got nan, required float > 0, finite. Meaning: of it.",
+        ),
+        (
+            {"rate": math.inf},
+            "optimizer.rate: got inf, required float > 0, finite. Meaning: of it.",
+        ),
         (
             {"rate": 10**400},
             f"optimizer.rate: got {10**99}... (401 characters), required float > 0. Meaning: of it.",
         ),
-        ({"rate": True}, "optimizer.rate: got True, required float > 0. Meaning: of it."),
-        ({"decay": 1.0}, "optimizer.decay: got 1.0, required float >= 0 and < 1 or none."),
+        (
+            {"rate": True},
+            "optimizer.rate: got True, required float > 0. Meaning: of it.",
+        ),
+        (
+            {"decay": 1.0},
+            "optimizer.decay: got 1.0, required float >= 0 and < 1 or none.",
+        ),
         ({"steps": 0}, "optimizer.steps: got 0, required int >= 1 or -1."),
         ({"steps": 1.0}, "optimizer.steps: got 1.0, required int >= 1 or -1."),
-        ({"shape": ()}, "optimizer.shape: got (), required tuple of int >= 0 of length >= 1."),
+        (
+            {"shape": ()},
+            "optimizer.shape: got (), required tuple of int >= 0 of length >= 1.",
+        ),
         ({"heads": 4}, "optimizer.heads: got 4, required int a multiple of 8."),
-        ({"kind": "adm"}, "optimizer.kind: got 'adm', required one of adam, sgd. Did you mean adam?"),
+        (
+            {"kind": "adm"},
+            "optimizer.kind: got 'adm', required one of adam, sgd. Did you mean adam?",
+        ),
         ({"steps": 2}, "steps and heads differ"),
     ],
 )
@@ -148,13 +176,22 @@ def test_faults_say_the_value_and_its_range(change, fault):
 
 def test_all_values_out_of_range_come_at_once_with_the_rules_between_values():
     wrong = Owner(Optimizer(rate=-1.0, steps=2, shape=(1, -1)), on=1)  # type: ignore[arg-type]
-    starts = ["optimizer.rate: got -1.0", "optimizer.shape: got (1, -1)", "on: got 1", "steps and heads"]
-    assert [fault[: len(start)] for fault, start in zip(schema.faults(wrong), starts, strict=True)] == starts
+    starts = [
+        "optimizer.rate: got -1.0",
+        "optimizer.shape: got (1, -1)",
+        "on: got 1",
+        "steps and heads",
+    ]
+    assert [
+        fault[: len(start)]
+        for fault, start in zip(schema.faults(wrong), starts, strict=True)
+    ] == starts
 
 
 def test_ranges_are_for_faults_and_types_for_parsing():
     fields = schema.schema_of(Optimizer)
-    assert schema.parse_value("-3", fields["rate"]) == -3.0  # reported with all other faults, later
+    # reported with all other faults, later
+    assert schema.parse_value("-3", fields["rate"]) == -3.0
     assert faults_of(schema.parse_value, "x", fields["rate"]) == (
         "rate: got 'x', required float > 0. Meaning: of it.",
     )
@@ -162,13 +199,17 @@ def test_ranges_are_for_faults_and_types_for_parsing():
 
 
 def test_config_dict_round_trip():
-    tree = schema.to_config_dict(Run(dims=(3,), model={"d_model": 4, "moe": {"experts": 2}}))
+    tree = schema.to_config_dict(
+        Run(dims=(3,), model={"d_model": 4, "moe": {"experts": 2}})
+    )
     assert tree.is_locked and tree.batch.is_locked
     assert tree.dims == (3,) and tree.model.moe.experts == 2
     tree.limit = 2.5  # None accepts any type
     assert tree.limit == 2.5
     back = schema.from_config_dict(Run, tree)
-    assert back == Run(dims=(3,), limit=2.5, model={"d_model": 4, "moe": {"experts": 2}})
+    assert back == Run(
+        dims=(3,), limit=2.5, model={"d_model": 4, "moe": {"experts": 2}}
+    )
 
 
 def test_json_round_trip_restores_tuples_and_floats():
@@ -234,14 +275,20 @@ def test_parse_value(path, text, value):
         ("pair", "b", "pair: got 'b', required tuple (str, float)."),
         ("resume", "2", "resume: got '2', required true or false."),
         ("limit", "x", "limit: got 'x', required float or none. Meaning: minutes."),
-        ("policy", "dot", "policy: got 'dot', required one of dots, none, full. Did you mean dots?"),
+        (
+            "policy",
+            "dot",
+            "policy: got 'dot', required one of dots, none, full. Did you mean dots?",
+        ),
     ],
 )
 def test_parse_value_says_what_is_required(path, text, fault):
     assert faults_of(schema.parse_value, text, SCHEMA[path]) == (fault,)
 
 
-@given(st.lists(st.integers(-(2**63), 2**63 - 1)), st.floats(allow_nan=False), st.text())
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1)), st.floats(allow_nan=False), st.text()
+)
 def test_what_python_prints_is_read_back(dims, rate, name):
     assert schema.parse_value(repr(tuple(dims)), SCHEMA["dims"]) == tuple(dims)
     assert schema.parse_value(repr(rate), SCHEMA["rate"]) == rate
@@ -327,12 +374,18 @@ def test_load_accepts_a_dataclass(tmp_path):
 @pytest.mark.parametrize(
     "spec, fault",
     [
-        ("quickstart", "no packaged config 'quickstart'. Did you mean quick_start? There are: "),
+        (
+            "quickstart",
+            "no packaged config 'quickstart'. Did you mean quick_start? There are: ",
+        ),
         ("a/nope.py", "no such file: "),
         ("plain:x", "plain.py takes no argument. Remove ':x'."),
         ("plain", "get_config returned int, not a ConfigDict."),
         ("empty", "no get_config. Define get_config(argument=None) -> ConfigDict."),
-        ("broken", "broken.py:5: c.train.stepz = 2: no such field 'stepz'. Did you mean steps?"),
+        (
+            "broken",
+            "broken.py:5: c.train.stepz = 2: no such field 'stepz'. Did you mean steps?",
+        ),
         (
             "unset",
             "unset.py:3: return ConfigDict().lock().trian: no such field 'trian'. --config NAME --help",
@@ -368,20 +421,29 @@ def test_help_is_wrapped_at_the_width_and_loses_nothing():
 
 def test_help_lists_the_fields_with_a_text():
     def paths(words):
-        text = files.help_text(schema.to_config_dict(Run()), SCHEMA, words=words, width=1000)
+        text = files.help_text(
+            schema.to_config_dict(Run()), SCHEMA, words=words, width=1000
+        )
         return [line.split()[0].removeprefix("--config.") for line in text.splitlines()]
 
     by_path = [path for path in SCHEMA if "batch" in path]
-    assert paths("batch") == paths("--config.BATCH") == by_path and 0 < len(by_path) < len(SCHEMA)
+    assert paths("batch") == paths("--config.BATCH") == by_path and 0 < len(
+        by_path
+    ) < len(SCHEMA)
     assert paths("everything random") == ["seed"]
     (fault,) = faults_of(files.help_text, {}, SCHEMA, words="bathc")
-    assert fault.startswith("--help bathc: no field has this") and "Did you mean" in fault
+    assert (
+        fault.startswith("--help bathc: no field has this") and "Did you mean" in fault
+    )
 
 
 def test_diff_names_changed_added_and_removed_paths():
     old, new = {"a": {"b": (1, 2)}, "c": 1}, {"a": {"b": [1, 2]}, "c": 2, "d": None}
     changes = schema.diff(old, new)
-    assert changes == [schema.Change("c", 1, 2), schema.Change("d", schema.MISSING, None)]
+    assert changes == [
+        schema.Change("c", 1, 2),
+        schema.Change("d", schema.MISSING, None),
+    ]
     assert [str(change) for change in changes] == ["c: 1 -> 2", "d: (absent) -> None"]
 
 
@@ -395,7 +457,10 @@ def test_flatten_and_unflatten_are_inverse():
 def test_fingerprint_sees_values_and_not_order_or_ignored_paths():
     one = {"mesh.data": 1, "seed": 0, "dims": (1, 2)}
     print_of = schema.fingerprint
-    assert print_of(one) == print_of(dict(reversed(one.items()))) and len(print_of(one)) == 64
+    assert (
+        print_of(one) == print_of(dict(reversed(one.items())))
+        and len(print_of(one)) == 64
+    )
     assert print_of(one) == print_of({**one, "dims": [1, 2]})  # as read back from JSON
     assert print_of(one) != print_of({**one, "seed": 1})
     assert print_of(one) != print_of({**one, "mesh.data": 2})
@@ -419,7 +484,9 @@ def test_config_needs_no_jax():
     ],
 )
 def test_integers_have_64_bits(value, more):
-    with pytest.raises(config.ConfigError, match=f"seed: got .*, required int{more}") as caught:
+    with pytest.raises(
+        config.ConfigError, match=f"seed: got .*, required int{more}"
+    ) as caught:
         schema.parse_value(value, SCHEMA["seed"]) if isinstance(value, str) else None
         schema.resolve({"seed": value}, SCHEMA)
     assert len(str(caught.value)) < 300

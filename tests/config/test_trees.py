@@ -20,7 +20,15 @@ TREE = {
     "layers": {0: np.ones(1, np.int8), 10: np.ones(1, np.int8), 2: np.ones(1, np.int8)},
     "empty": {},
 }
-NAMES = ["blocks/mlp/b", "blocks/mlp/w", "layers/0", "layers/2", "layers/10", "pair/left", "pair/right/0"]
+NAMES = [
+    "blocks/mlp/b",
+    "blocks/mlp/w",
+    "layers/0",
+    "layers/2",
+    "layers/10",
+    "pair/left",
+    "pair/right/0",
+]
 
 
 def test_names_follow_flatten_order():

@@ -1,4 +1,6 @@
-"""Chats as tokens: rendered by templates, what of them is learned, packed, cut off, and what is refused."""
+"""Chats as tokens: rendered by templates, what of them is learned, packed, cut off, and
+what is refused.
+"""
 
 import dataclasses
 import json
@@ -40,7 +42,9 @@ def encoder_of(folder, template="", **options):
 
 def encoded(encoder, some):
     """Returns ids, weights and counts of rows."""
-    return encoder.encode([Document(str(n), json.dumps(row)) for n, row in enumerate(some)])
+    return encoder.encode(
+        [Document(str(n), json.dumps(row)) for n, row in enumerate(some)]
+    )
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -52,17 +56,25 @@ def test_the_assistants_turns_and_their_ends_are_learned(name, tmp_path):
     end = "<|eot_id|>" if name == "headers" else "<|im_end|>\n"
     for messages, tokens, learned in zip(conversations(), ids, weights, strict=True):
         text = encoder.template.render(messages)[0]
-        assert tokens.tolist() == tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
-        kept = tokenizer._tokenizer.decode(tokens[learned == 1].tolist(), skip_special_tokens=False)
+        assert (
+            tokens.tolist()
+            == tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
+        )
+        kept = tokenizer._tokenizer.decode(
+            tokens[learned == 1].tolist(), skip_special_tokens=False
+        )
         answers = (m["content"] for m in messages if m["role"] == "assistant")
-        assert kept == "".join((x.strip() if name == "headers" else x) + end for x in answers)
+        assert kept == "".join(
+            (x.strip() if name == "headers" else x) + end for x in answers
+        )
     stop = tokenizer._tokenizer.token_to_id(end.strip())
     assert stop in encoder.end_ids and stop not in tokenizer.end_ids
 
 
 def test_marks_and_prefixes_say_the_same(tmp_path):
     marked, plain = (
-        encoder_of(tmp_path / name, text) for name, text in (("marked", MARKED), ("plain", PLAIN))
+        encoder_of(tmp_path / name, text)
+        for name, text in (("marked", MARKED), ("plain", PLAIN))
     )
     assert marked.template.marks_answers and not plain.template.marks_answers
     for some in ("messages", "prompt-completion"):
@@ -79,8 +91,14 @@ FORGETFUL = PLAIN.replace("m.content", KEPT)
 def test_a_template_that_rewrites_history_teaches_the_last_turn_alone(tmp_path):
     encoder = encoder_of(tmp_path / "model", FORGETFUL)
     _, weights, counts = encoded(encoder, rows("messages"))
-    assert counts["last"] == sum(sum(m["role"] == "assistant" for m in c) > 1 for c in conversations()) > 0
-    assert "8 rows: the chat template rewrites earlier turns" in encoder.notes(counts)[0]
+    assert (
+        counts["last"]
+        == sum(sum(m["role"] == "assistant" for m in c) > 1 for c in conversations())
+        > 0
+    )
+    assert (
+        "8 rows: the chat template rewrites earlier turns" in encoder.notes(counts)[0]
+    )
     _, prompted, _ = encoded(encoder, rows("prompt-completion"))
     for a, b in zip(weights, prompted, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -93,15 +111,28 @@ def test_a_template_that_rewrites_history_teaches_the_last_turn_alone(tmp_path):
 def test_a_prompt_and_its_completion_as_texts_need_no_template(begins, tmp_path):
     encoder = encoder_of(tmp_path / "model", begins=begins)
     (ids, again), (learned, _), counts = encoded(
-        encoder, [{"prompt": "what is", "completion": x} for x in (" a list", " a list<|end_of_text|>")]
+        encoder,
+        [
+            {"prompt": "what is", "completion": x}
+            for x in (" a list", " a list<|end_of_text|>")
+        ],
     )
     plain = encoder.tokenizer.encode("what is a list<|end_of_text|>").tolist()
-    assert ids.tolist() == again.tolist() == [encoder.tokenizer.begin_of_document] * begins + plain
+    assert (
+        ids.tolist()
+        == again.tolist()
+        == [encoder.tokenizer.begin_of_document] * begins + plain
+    )
     assert learned.sum() == len(ids) - len(encoder.tokenizer.encode("what is")) - begins
     assert not counts
-    _, (learned,), counts = encoded(encoder, [{"prompt": "what is in pyth", "completion": "on"}])
+    _, (learned,), counts = encoded(
+        encoder, [{"prompt": "what is in pyth", "completion": "on"}]
+    )
     assert counts["mismatch"] == 1 and learned.any()
-    with pytest.raises(ConfigError, match="0: messages need a chat template.*set data.chat_template=FILE"):
+    with pytest.raises(
+        ConfigError,
+        match="0: messages need a chat template.*set data.chat_template=FILE",
+    ):
         encoded(encoder, rows("messages", 1))
 
 
@@ -125,7 +156,7 @@ def test_templates_see_what_transformers_gives_them():
         chat_template.ChatTemplate("{{ bos_token + 'x' }}", {}).render([])
 
 
-# --- As a data set --------------------------------------------------------------------------------
+# --- As a data set --------------------------------------------------------------------
 
 
 def options_of(tmp_path, template=PLAIN, some="messages", **changes):
@@ -135,7 +166,12 @@ def options_of(tmp_path, template=PLAIN, some="messages", **changes):
     path = tmp_path / "rows.jsonl"
     if not path.exists():
         write_rows(path, rows(some, 40))
-    own = {"source": "jsonl", "path": str(path), "format": "chat", "packing": "documents"}
+    own = {
+        "source": "jsonl",
+        "path": str(path),
+        "format": "chat",
+        "packing": "documents",
+    }
     own |= {"tokenizer": str(folder), "cache_dir": str(CACHE)}
     return DataConfig(**(own | changes))
 
@@ -147,34 +183,65 @@ def test_batches_keep_examples_apart_and_count_what_is_cut_off(tmp_path):
     encoder = chat.open_encoder(options, dataset.tokenizer)
     ids, weights, _ = encoded(encoder, rows("messages", 40))
     expected = {
-        tuple(x[: length_S + 1].tolist()): w[1 : length_S + 1] for x, w in zip(ids, weights, strict=True)
+        tuple(x[: length_S + 1].tolist()): w[1 : length_S + 1]
+        for x, w in zip(ids, weights, strict=True)
     }
     found, sums = set(), 0
     for split, count in (("train", dataset.num_train_samples), ("validation", 50)):
         batch = dataset.read(split, np.arange(count))
         sums += (kept := int(batch["weights"].sum()))
-        assert kept == (dataset.num_train_tokens if split == "train" else dataset.num_validation_tokens)
+        assert kept == (
+            dataset.num_train_tokens
+            if split == "train"
+            else dataset.num_validation_tokens
+        )
         for row in range(count):
             for segment in range(1, batch["segment_ids"][row].max() + 1):
                 at = batch["segment_ids"][row] == segment
-                tokens = (*batch["tokens"][row][at].tolist(), int(batch["targets"][row][at][-1]))
+                tokens = (
+                    *batch["tokens"][row][at].tolist(),
+                    int(batch["targets"][row][at][-1]),
+                )
                 found.add(tokens)
-                np.testing.assert_array_equal(batch["weights"][row][at], expected[tokens])
-                np.testing.assert_array_equal(batch["positions"][row][at], np.arange(at.sum()))
+                np.testing.assert_array_equal(
+                    batch["weights"][row][at], expected[tokens]
+                )
+                np.testing.assert_array_equal(
+                    batch["positions"][row][at], np.arange(at.sum())
+                )
     used = {tokens for tokens, learned in expected.items() if learned.any()}
-    assert found == used and 0 < len(used) < len(expected), "what is left out has no learned token"
+    assert found == used and 0 < len(used) < len(expected), (
+        "what is left out has no learned token"
+    )
     assert sums == sum(int(w[1 : length_S + 1].sum()) for w in weights)
-    cut, lost = sum(len(x) > length_S + 1 for x in ids), sum(int(w[length_S + 1 :].sum()) for w in weights)
+    cut, lost = (
+        sum(len(x) > length_S + 1 for x in ids),
+        sum(int(w[length_S + 1 :].sum()) for w in weights),
+    )
     said = " ".join(line for line in lines if "examples" in line)
-    numbers = [[int(word.strip("(),")) for word in line.split() if word.strip("(),").isdigit()]
-               for line in lines if "examples," in line]  # fmt: skip
+    numbers = [
+        [int(word.strip("(),")) for word in line.split() if word.strip("(),").isdigit()]
+        for line in lines
+        if "examples," in line
+    ]
     assert [sum(column) for column in zip(*numbers, strict=True)][3:] == [
-        cut, 2 * (length_S + 1), lost, len(ids) - sum(w[1 : length_S + 1].any() for w in weights)
-    ], said  # fmt: skip
+        cut,
+        2 * (length_S + 1),
+        lost,
+        len(ids) - sum(w[1 : length_S + 1].any() for w in weights),
+    ], said
     again = open_dataset(options, sequence_length=length_S, log=(later := []).append)
-    assert again.fingerprint == dataset.fingerprint and not any("tokenised" in line for line in later)
-    assert [line for line in later if "examples" in line] == [line for line in lines if "examples" in line]
-    few = open_dataset(dataclasses.replace(options, validation_tokens=9), sequence_length=length_S, log=print)
+    assert again.fingerprint == dataset.fingerprint and not any(
+        "tokenised" in line for line in later
+    )
+    assert [line for line in later if "examples" in line] == [
+        line for line in lines if "examples" in line
+    ]
+    few = open_dataset(
+        dataclasses.replace(options, validation_tokens=9),
+        sequence_length=length_S,
+        log=print,
+    )
     assert 0 < few.num_validation_tokens <= 9 < dataset.num_validation_tokens
     assert dataset.bytes_per_token is None
 
@@ -188,8 +255,12 @@ def test_the_cache_knows_template_and_format(tmp_path):
     assert one.fingerprint != two.fingerprint
     assert len(list((tmp_path / "cache").glob("tokens-*/weights.bin"))) == 2
     (tmp_path / "other.jinja").unlink()  # what the run has kept is enough
-    again = open_dataset(other, sequence_length=64, folder=tmp_path / "run", log=(lines := []).append)
-    assert again.fingerprint == two.fingerprint and not any("tokenised" in line for line in lines)
+    again = open_dataset(
+        other, sequence_length=64, folder=tmp_path / "run", log=(lines := []).append
+    )
+    assert again.fingerprint == two.fingerprint and not any(
+        "tokenised" in line for line in lines
+    )
     assert (tmp_path / "run" / "chat_template.jinja").read_text() == HEADERS
     stop = two.tokenizer._tokenizer.token_to_id("<|eot_id|>")
     assert stop in load_tokenizer("bpe:300", folder=tmp_path / "run").end_ids
@@ -199,19 +270,34 @@ def test_bytes_can_chat(tmp_path):
     source = "{% for m in messages %}\x02{{ m.role }}\n{{ m.content }}\x03{% endfor %}"
     source += "{% if add_generation_prompt %}\x02assistant\n{% endif %}"
     (tmp_path / "bytes.jinja").write_text(source)
-    options = options_of(tmp_path, tokenizer="bytes", chat_template=str(tmp_path / "bytes.jinja"))
-    dataset = open_dataset(options, sequence_length=300, folder=tmp_path / "run", log=print)
+    options = options_of(
+        tmp_path, tokenizer="bytes", chat_template=str(tmp_path / "bytes.jinja")
+    )
+    dataset = open_dataset(
+        options, sequence_length=300, folder=tmp_path / "run", log=print
+    )
     batch = dataset.train_batch(0, 4)
     learned = bytes(batch["targets"][batch["weights"] > 0].astype(np.uint8)).decode()
-    answers = {m["content"] for chat in conversations(40) for m in chat if m["role"] == "assistant"}
-    assert len(parts := learned.split("\x03")) > 4 and set(parts[:-1]) <= answers and not parts[-1]
+    answers = {
+        m["content"]
+        for chat in conversations(40)
+        for m in chat
+        if m["role"] == "assistant"
+    }
+    assert (
+        len(parts := learned.split("\x03")) > 4
+        and set(parts[:-1]) <= answers
+        and not parts[-1]
+    )
     assert load_tokenizer("bytes", folder=tmp_path / "run").end_ids == (3,)
 
 
 def test_tables_have_the_rows_of_jsonl(tmp_path):
     """Tables fill fields that a row has not with nothing."""
     arrow = pytest.importorskip("pyarrow", reason="extra `hf` is not installed")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="extra `hf` is not installed")
+    parquet = pytest.importorskip(
+        "pyarrow.parquet", reason="extra `hf` is not installed"
+    )
     datasets = pytest.importorskip("datasets", reason="extra `hf` is not installed")
     some = [
         {"messages": chat} | ({"tools": '[{"name": "f"}]'} if n % 2 == 0 else {})
@@ -221,20 +307,29 @@ def test_tables_have_the_rows_of_jsonl(tmp_path):
     parquet.write_table(arrow.Table.from_pylist(some), tmp_path / "rows.parquet")
     datasets.Dataset.from_list(some).save_to_disk(tmp_path / "saved")
     found = []
-    for source, name in (("jsonl", "rows.jsonl"), ("parquet", "rows.parquet"), ("huggingface", "saved")):
-        options = options_of(tmp_path, source=source, path=str(tmp_path / name), validation_share=0)
+    for source, name in (
+        ("jsonl", "rows.jsonl"),
+        ("parquet", "rows.parquet"),
+        ("huggingface", "saved"),
+    ):
+        options = options_of(
+            tmp_path, source=source, path=str(tmp_path / name), validation_share=0
+        )
         dataset = open_dataset(options, sequence_length=200, log=print)
         found.append(dataset.read("train", np.arange(dataset.num_train_samples)))
     for batch in found[1:]:
         for key in ("tokens", "weights", "segment_ids"):
             assert (
-                sorted(map(bytes, batch[key])) == sorted(map(bytes, found[0][key])) and batch["weights"].any()
+                sorted(map(bytes, batch[key])) == sorted(map(bytes, found[0][key]))
+                and batch["weights"].any()
             )
-    options = options_of(tmp_path, source="parquet", path=str(tmp_path / "rows.parquet"), format="text")
+    options = options_of(
+        tmp_path, source="parquet", path=str(tmp_path / "rows.parquet"), format="text"
+    )
     assert refusal(options)[0].endswith("(has: messages, tools). Set data.format=chat.")
 
 
-# --- What is refused ------------------------------------------------------------------------------
+# --- What is refused ------------------------------------------------------------------
 
 
 def refusal(options):
@@ -263,13 +358,22 @@ def test_options_that_contradict_are_refused(changes, words, tmp_path):
     "row,words",
     [
         ('{"text": "x"}', "no 'messages', or 'prompt' and 'completion' (has: text)"),
-        ('{"prompt": "x"}', "no 'messages', or 'prompt' and 'completion' (has: prompt)"),
+        (
+            '{"prompt": "x"}',
+            "no 'messages', or 'prompt' and 'completion' (has: prompt)",
+        ),
         ('{"messages": []}', "'messages' is empty"),
         ('{"messages": "x"}', "'messages' is str; required: list"),
         ('{"messages": ["x"]}', "a message of 'messages' is str; required: dict"),
         ('{"messages": [{"content": "x"}]}', "the 'role' of a message is NoneType"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "the 'content' of a message is int"),
-        ('{"prompt": "x", "completion": [{"role": "assistant"}]}', "'prompt' is str; required: list"),
+        (
+            '{"messages": [{"role": "user", "content": 3}]}',
+            "the 'content' of a message is int",
+        ),
+        (
+            '{"prompt": "x", "completion": [{"role": "assistant"}]}',
+            "'prompt' is str; required: list",
+        ),
         ('{"messages": [{"role": "user"}], "tools": "["}', "not JSON"),
         ('["messages"]', "it is list; required: dict"),
         ('{"messages": \udcff}', "not UTF-8 at byte"),
@@ -285,32 +389,50 @@ def test_a_row_that_is_no_chat_is_named(row, words, tmp_path):
 
 def test_a_row_that_the_template_refuses_is_named(tmp_path):
     strict = (
-        "{% if messages[0].role != 'user' %}{{ raise_exception('begin with a user') }}{% endif %}" + PLAIN
+        "{% if messages[0].role != 'user' %}{{ raise_exception('begin with a user') }}{% endif %}"
+        + PLAIN
     )
-    write_rows(tmp_path / "rows.jsonl", [{"messages": [turn("assistant", "x")], "id": "odd"}])
+    write_rows(
+        tmp_path / "rows.jsonl", [{"messages": [turn("assistant", "x")], "id": "odd"}]
+    )
     (fault,) = refusal(options_of(tmp_path, strict))
     assert fault == "odd: its chat template fails: begin with a user"
 
 
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+ENDLESS = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(
     "source,words",
-    [("{% for %}", "line 1: "), pytest.param(ENDLESS, "takes more than 4 s", marks=pytest.mark.slow)],
+    [
+        ("{% for %}", "line 1: "),
+        pytest.param(ENDLESS, "takes more than 4 s", marks=pytest.mark.slow),
+    ],
 )
 def test_a_harmful_template_is_refused(source, words, tmp_path):
     (fault,) = refusal(options_of(tmp_path, source))
     assert fault.startswith("the tokenizer's chat template: ") and words in fault
 
 
-@pytest.mark.parametrize("source", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ 1 / 0 }}"])
+@pytest.mark.parametrize(
+    "source", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ 1 / 0 }}"]
+)
 def test_a_template_reaches_nothing_outside_its_sandbox(source):
     with pytest.raises(ConfigError, match="its chat template fails: "):
-        chat_template.ChatTemplate(source + "{{ ''.__class__.__mro__[1].__subclasses__() }}", {}).render([])
+        chat_template.ChatTemplate(
+            source + "{{ ''.__class__.__mro__[1].__subclasses__() }}", {}
+        ).render([])
 
 
 def test_nothing_learned_is_refused(tmp_path):
-    write_rows(tmp_path / "rows.jsonl", [{"messages": [turn("user", "x")], "id": n} for n in range(30)])
+    write_rows(
+        tmp_path / "rows.jsonl",
+        [{"messages": [turn("user", "x")], "id": n} for n in range(30)],
+    )
     (fault,) = refusal(options_of(tmp_path))
-    assert "no example has a learned token among its first 33. Raise batch.sequence_length" in fault
+    assert (
+        "no example has a learned token among its first 33. Raise batch.sequence_length"
+        in fault
+    )

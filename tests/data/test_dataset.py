@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from jaxdist.config import ConfigError, schema
-from jaxdist.data import ByteTokenizer, DataConfig, SourceError, load_tokenizer, open_dataset
+from jaxdist.data import (
+    ByteTokenizer,
+    DataConfig,
+    SourceError,
+    load_tokenizer,
+    open_dataset,
+)
 from jaxdist.data.packing import PackedDocuments, Windows, best_fit, plan_packing
 from jaxdist.data.shuffle import Mixture, order_key, permute
 from jaxdist.data.sources import sources_of
@@ -19,21 +25,35 @@ LENGTH_S = 16
 
 
 def write_texts(folder: Path, count: int = 60) -> Path:
-    """Writes files whose text tells file and place, so that borders can be seen in tokens."""
+    """Writes files whose text tells file and place, so that borders can be seen in
+    tokens.
+    """
     for number in range(count):
         file = folder / f"part{number % 3}" / f"{number:03d}.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"<{number}>" + "abcdefghij"[number % 10] * (5 + 7 * number % 90))
+        file.write_text(
+            f"<{number}>" + "abcdefghij"[number % 10] * (5 + 7 * number % 90)
+        )
     return folder
 
 
-def open_texts(folder: Path, tmp_path: Path, lines: list | None = None, seed=0, **options):
-    options = {"source": "text", "path": str(folder), "cache_dir": str(tmp_path / "cache")} | options
+def open_texts(
+    folder: Path, tmp_path: Path, lines: list | None = None, seed=0, **options
+):
+    options = {
+        "source": "text",
+        "path": str(folder),
+        "cache_dir": str(tmp_path / "cache"),
+    } | options
     log = (lines if lines is not None else []).append
-    return open_dataset(DataConfig(**options), sequence_length=LENGTH_S, seed=seed, log=log)
+    return open_dataset(
+        DataConfig(**options), sequence_length=LENGTH_S, seed=seed, log=log
+    )
 
 
-def store_of(tmp_path: Path, documents: list[np.ndarray], gap: int = 0, files: int = 1) -> TokenStore:
+def store_of(
+    tmp_path: Path, documents: list[np.ndarray], gap: int = 0, files: int = 1
+) -> TokenStore:
     """Returns documents in `files` files, with `gap` junk tokens between neighbours."""
     owner = np.sort(np.arange(len(documents)) % files)
     starts, token_files = [], []
@@ -66,11 +86,13 @@ def validation_batches(dataset, global_size: int) -> list[dict[str, np.ndarray]]
 
 
 def numbered(lengths) -> list[np.ndarray]:
-    """Returns documents whose token ids are 100 * document + place: every token tells its home."""
+    """Returns documents whose token ids are 100 * document + place: every token tells
+    its home.
+    """
     return [100 * number + np.arange(length) for number, length in enumerate(lengths)]
 
 
-# --- Order ---------------------------------------------------------------------------------------
+# --- Order ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 97, 1000, 4096])
@@ -81,7 +103,9 @@ def test_every_epoch_is_a_permutation_of_its_own(size):
         assert np.array_equal(np.sort(order), np.arange(size))
     if size > 16:
         assert not np.array_equal(epochs[0], epochs[1])
-        assert not np.array_equal(epochs[0], permute(np.arange(size), size, order_key(4, "0")))
+        assert not np.array_equal(
+            epochs[0], permute(np.arange(size), size, order_key(4, "0"))
+        )
         assert abs(np.corrcoef(epochs[0], np.arange(size))[0, 1]) < 0.5
 
 
@@ -89,7 +113,8 @@ def test_permutations_of_four_are_uniform():
     orders = [tuple(permute(np.arange(4) + 4 * epoch, 4, 9)) for epoch in range(4800)]
     counts = np.array([orders.count(one) for one in set(orders)])
     assert len(counts) == 24
-    assert np.sum((counts - 200) ** 2 / 200) < 60  # chi-square, 23 degrees of freedom: p < 1e-4
+    # chi-square, 23 degrees of freedom: p < 1e-4
+    assert np.sum((counts - 200) ** 2 / 200) < 60
 
 
 def test_order_reaches_indices_beyond_32_bits():
@@ -105,15 +130,21 @@ def test_sources_of_different_sizes_are_permuted_together():
     assert permute(index, sizes, keys).tolist() == alone
 
 
-@pytest.mark.parametrize("weights", [[1, 1], [0.7, 0.3], [5, 3, 1.5, 0.5], [0.9999, 0.0001]])
+@pytest.mark.parametrize(
+    "weights", [[1, 1], [0.7, 0.3], [5, 3, 1.5, 0.5], [0.9999, 0.0001]]
+)
 def test_mixture_counts_and_running_indices(weights):
     mixture, total = Mixture(weights), 3 * Mixture.PERIOD + 123
     source, running = mixture.locate(np.arange(total))
     share = np.array(weights) / np.sum(weights)
     for number in range(len(weights)):
-        assert abs(np.mean(source == number) - share[number]) < 2 / Mixture.PERIOD + 2 / total
+        assert (
+            abs(np.mean(source == number) - share[number])
+            < 2 / Mixture.PERIOD + 2 / total
+        )
         whole = running[: 3 * Mixture.PERIOD][source[: 3 * Mixture.PERIOD] == number]
-        assert np.array_equal(np.sort(whole), np.arange(len(whole)))  # each index exactly once
+        # each index exactly once
+        assert np.array_equal(np.sort(whole), np.arange(len(whole)))
     for begin in (0, 1000, 5000):  # any stretch has the proportions
         counts = np.bincount(source[begin : begin + 200], minlength=len(weights))
         assert np.all(np.abs(counts - 200 * share) < 2)
@@ -121,7 +152,7 @@ def test_mixture_counts_and_running_indices(weights):
     assert again[0].tolist() == [source[-1], source[7]] and again[1][0] == running[-1]
 
 
-# --- Windows -------------------------------------------------------------------------------------
+# --- Windows --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("files,gap", [(1, 0), (1, 3), (3, 0), (3, 2)])
@@ -149,11 +180,13 @@ def test_windows_do_not_depend_on_how_many_are_read(tmp_path):
     together = windows.read(rows)
     for place, row in enumerate(rows):
         alone = windows.read(np.array([row]))
-        assert all(np.array_equal(alone[name][0], together[name][place]) for name in together)
+        assert all(
+            np.array_equal(alone[name][0], together[name][place]) for name in together
+        )
     assert together["weights"].min() == 1 and windows.num_rows == 299 // LENGTH_S
 
 
-# --- Packing -------------------------------------------------------------------------------------
+# --- Packing --------------------------------------------------------------------------
 
 
 def test_best_fit_fills_rows_and_never_overflows():
@@ -179,15 +212,22 @@ def test_packing_never_crosses_a_border(tmp_path, files, gap, limit):
     # A target follows its token inside the same document; each is scored once.
     assert np.array_equal(batch["targets"][used], batch["tokens"][used] + 1)
     assert np.array_equal(batch["targets"][used] // 100, batch["tokens"][used] // 100)
-    expected = np.concatenate([d[1:] for d, c in zip(documents, chosen, strict=True) if c])
+    expected = np.concatenate(
+        [d[1:] for d, c in zip(documents, chosen, strict=True) if c]
+    )
     assert packed.num_targets == (limit or len(expected))
-    assert np.array_equal(np.sort(batch["targets"][used]), expected[: packed.num_targets])
-    for row in range(packed.num_rows):  # positions restart exactly where a segment starts
+    assert np.array_equal(
+        np.sort(batch["targets"][used]), expected[: packed.num_targets]
+    )
+    # positions restart exactly where a segment starts
+    for row in range(packed.num_rows):
         segments, positions = batch["segment_ids"][row], batch["positions"][row]
         for segment in range(1, segments.max() + 1):
             here = positions[segments == segment]
             assert np.array_equal(here, np.arange(len(here)))
-        assert np.array_equal(np.unique(segments[segments > 0]), np.arange(1, segments.max() + 1))
+        assert np.array_equal(
+            np.unique(segments[segments > 0]), np.arange(1, segments.max() + 1)
+        )
     assert batch["segment_ids"].max() > 1  # something was packed
 
 
@@ -197,10 +237,12 @@ def test_packed_dataset_reads_its_plan_back(tmp_path):
     assert list((tmp_path / "cache").glob("packing-*.npz"))
     again = open_texts(folder, tmp_path, packing="documents")
     one, two = first.train_batch(3, 8), again.train_batch(3, 8)
-    assert "segment_ids" in one and all(np.array_equal(one[name], two[name]) for name in one)
+    assert "segment_ids" in one and all(
+        np.array_equal(one[name], two[name]) for name in one
+    )
 
 
-# --- Datasets ------------------------------------------------------------------------------------
+# --- Datasets -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packing", ["window", "documents"])
@@ -211,9 +253,13 @@ def test_batches_do_not_depend_on_processes_or_on_where_one_starts(tmp_path, pac
     straight = [dataset.train_batch(step, 8) for step in range(steps)]
     fresh = open_texts(folder, tmp_path, packing=packing, seed=5)
     for step in reversed(range(steps)):  # resume at every step
-        halves = [fresh.train_batch(step, 8, rows) for rows in (slice(0, 4), np.arange(4, 8))]
+        halves = [
+            fresh.train_batch(step, 8, rows) for rows in (slice(0, 4), np.arange(4, 8))
+        ]
         for name, values in straight[step].items():
-            assert np.array_equal(values, np.concatenate([half[name] for half in halves]))
+            assert np.array_equal(
+                values, np.concatenate([half[name] for half in halves])
+            )
     samples = np.concatenate([batch["sample"] for batch in straight])
     assert np.array_equal(samples, np.arange(8 * steps))
     other = open_texts(folder, tmp_path, packing=packing, seed=6).train_batch(0, 8)
@@ -224,7 +270,9 @@ def test_an_epoch_shows_every_sample_once(tmp_path):
     dataset = open_texts(write_texts(tmp_path / "texts"), tmp_path)
     count = dataset.num_train_samples
     assert count > 50
-    rows = [dataset.read("train", np.arange(count) + e * count)["tokens"] for e in (0, 1)]
+    rows = [
+        dataset.read("train", np.arange(count) + e * count)["tokens"] for e in (0, 1)
+    ]
     first, second = (sorted(map(bytes, epoch)) for epoch in rows)
     assert first == second and not np.array_equal(*rows)
 
@@ -235,7 +283,10 @@ def test_validation_scores_each_held_out_token_once(tmp_path, packing):
     for size in (1, 4, 7, 1000):
         batches = validation_batches(dataset, size)
         assert all(batch["tokens"].shape == (size, LENGTH_S) for batch in batches)
-        assert sum(batch["weights"].sum() for batch in batches) == dataset.num_validation_tokens
+        assert (
+            sum(batch["weights"].sum() for batch in batches)
+            == dataset.num_validation_tokens
+        )
 
 
 def test_train_and_validation_share_no_document(tmp_path):
@@ -248,14 +299,19 @@ def test_train_and_validation_share_no_document(tmp_path):
     for name, batch in (("train", train), ("validation", held)):
         text[name] = dataset.tokenizer.decode(batch["tokens"][batch["weights"] > 0])
     names = [f"<{number}>" for number in range(60)]
-    sides = [("train" * (n in text["train"]), "validation" * (n in text["validation"])) for n in names]
+    sides = [
+        ("train" * (n in text["train"]), "validation" * (n in text["validation"]))
+        for n in names
+    ]
     assert all(bool(a) != bool(b) for a, b in sides) and any(b for _, b in sides)
 
 
 def test_split_is_stable_when_the_corpus_moves(tmp_path):
     one = open_texts(write_texts(tmp_path / "here"), tmp_path)
     two = open_texts(write_texts(tmp_path / "some" / "where" / "else"), tmp_path)
-    three = open_texts(tmp_path / "here", tmp_path, path=str(tmp_path / "here" / "**" / "*.txt"))
+    three = open_texts(
+        tmp_path / "here", tmp_path, path=str(tmp_path / "here" / "**" / "*.txt")
+    )
     assert one.num_validation_tokens > 0
     assert one.fingerprint == two.fingerprint == three.fingerprint
 
@@ -280,7 +336,9 @@ def test_stdlib_is_the_default_and_needs_no_download(tmp_path):
 
 def test_one_file_is_split_by_blocks(tmp_path):
     file = tmp_path / "book.txt"
-    file.write_text("".join(f"line {number} of a long book\n" for number in range(30_000)))
+    file.write_text(
+        "".join(f"line {number} of a long book\n" for number in range(30_000))
+    )
     lines: list[str] = []
     dataset = open_texts(file, tmp_path, lines, path=str(file))
     assert any("blocks" in line for line in lines)
@@ -290,7 +348,8 @@ def test_one_file_is_split_by_blocks(tmp_path):
 
 def test_split_share(tmp_path):
     store = dataclasses.replace(
-        store_of(tmp_path, numbered([20] * 4)), group=np.array([0, 12, 13, 255], np.uint8)
+        store_of(tmp_path, numbered([20] * 4)),
+        group=np.array([0, 12, 13, 255], np.uint8),
     )
     assert split(store, 13, print)[1].tolist() == [True, True, False, False]
     assert split(store, 0, print)[1].tolist() == [False] * 4
@@ -311,7 +370,9 @@ def test_mixture_proportions_resume_and_validation(tmp_path):
     mixture = (f"3:text:{low}", f"1:text:{high}")
 
     def opened():
-        return open_texts(tmp_path, tmp_path, source="mixture", path="", mixture=mixture)
+        return open_texts(
+            tmp_path, tmp_path, source="mixture", path="", mixture=mixture
+        )
 
     dataset, fresh = opened(), opened()
     straight = [dataset.train_batch(step, 8) for step in range(30)]
@@ -320,7 +381,9 @@ def test_mixture_proportions_resume_and_validation(tmp_path):
     assert set(np.unique(tokens)) == {ord("a"), ord("b")}
     for step in (29, 3, 17):
         again = fresh.train_batch(step, 8, slice(2, 5))
-        assert all(np.array_equal(straight[step][name][2:5], again[name]) for name in again)
+        assert all(
+            np.array_equal(straight[step][name][2:5], again[name]) for name in again
+        )
     batches = validation_batches(dataset, 5)
     assert sum(b["weights"].sum() for b in batches) == dataset.num_validation_tokens > 0
 
@@ -350,10 +413,12 @@ def test_a_damaged_packing_is_made_again(tmp_path):
     for place in range(0, len(sound), len(sound) // 40):
         kept.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
         again = open_texts(folder, tmp_path, packing="documents").train_batch(0, 4)
-        assert all(np.array_equal(expected[name], again[name]) for name in expected), place
+        assert all(np.array_equal(expected[name], again[name]) for name in expected), (
+            place
+        )
 
 
-# --- Tokenizers ----------------------------------------------------------------------------------
+# --- Tokenizers -----------------------------------------------------------------------
 
 
 def test_bytes_round_trip():
@@ -376,21 +441,32 @@ def test_bpe_is_trained_once_saved_and_ends_documents(tmp_path):
         cache_dir=str(tmp_path / "cache"),
     )
     lines: list[str] = []
-    dataset = open_dataset(options, sequence_length=64, folder=workdir, log=lines.append)
+    dataset = open_dataset(
+        options, sequence_length=64, folder=workdir, log=lines.append
+    )
     assert any("training a byte-level BPE" in line for line in lines)
     tokenizer = load_tokenizer("bpe:300", folder=workdir, special_tokens="text")
     assert tokenizer.fingerprint == dataset.tokenizer.fingerprint
     text = "aaaa <|endoftext|> naïve 文"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     end = tokenizer.end_of_document
-    assert end is not None and end not in tokenizer.encode(text)  # no text ends a document
+    # no text ends a document
+    assert end is not None and end not in tokenizer.encode(text)
     held = dataset.validation_batch(0, 100)
     used = held["weights"] > 0
-    assert np.sum(held["targets"][used] == end) > 0 and not np.any(held["tokens"][used] == end)
+    assert np.sum(held["targets"][used] == end) > 0 and not np.any(
+        held["tokens"][used] == end
+    )
     assert dataset.bytes_per_token > 1.5
-    files = [f for f in folder.rglob("*.txt") if group_of([f.relative_to(folder).as_posix()])[0] < 13]
+    files = [
+        f
+        for f in folder.rglob("*.txt")
+        if group_of([f.relative_to(folder).as_posix()])[0] < 13
+    ]
     tokens = used.sum() + len(files)  # a document's first token is no target
-    assert len(files) > 1 and dataset.validation_bytes_per_token != dataset.bytes_per_token
+    assert (
+        len(files) > 1 and dataset.validation_bytes_per_token != dataset.bytes_per_token
+    )
     size = sum(file.stat().st_size for file in files)
     assert dataset.validation_bytes_per_token * tokens == pytest.approx(size)
     open_dataset(options, sequence_length=64, log=(again := []).append)
@@ -399,7 +475,7 @@ def test_bpe_is_trained_once_saved_and_ends_documents(tmp_path):
         open_dataset(options, sequence_length=64, vocab_size=256, log=print)
 
 
-# --- Errors --------------------------------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -412,15 +488,24 @@ def test_bpe_is_trained_once_saved_and_ends_documents(tmp_path):
         ({"source": "megatron", "path": "/nowhere/x"}, "/nowhere/x.idx"),
         ({"source": "bin", "packing": "documents"}, "data.packing=documents"),
         ({"source": "mixture"}, "data.mixture"),
-        ({"source": "stdlib"}, "texts is not read by data.source=stdlib: set data.source=text to read it"),
+        (
+            {"source": "stdlib"},
+            "texts is not read by data.source=stdlib: set data.source=text to read it",
+        ),
         (
             {"source": "stdlib", "path": "a/b.jsonl.gz"},
             "set data.source=jsonl to read it, or clear data.path",
         ),
         ({"source": "digits", "path": "train.npz"}, "set data.source=arrays"),
-        ({"source": "mixture", "path": "", "mixture": ("1:txet:a", "0:text:b")}, "weight:source:path"),
+        (
+            {"source": "mixture", "path": "", "mixture": ("1:txet:a", "0:text:b")},
+            "weight:source:path",
+        ),
         ({"mixture": ("1:text:a",)}, "data.mixture"),
-        ({"validation_share": 256}, "data.validation_share: got 256, required int >= 0 and <= 255"),
+        (
+            {"validation_share": 256},
+            "data.validation_share: got 256, required int >= 0 and <= 255",
+        ),
         ({"tokenizer": "bpe:12"}, "SIZE >= 257"),
         ({"tokenizer": "/nowhere.json"}, "data.tokenizer=/nowhere.json"),
         ({"cache_dir": "/proc/none"}, "data.cache_dir"),
@@ -443,7 +528,9 @@ def test_small_and_empty_corpora_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no documents"):
         open_texts(empty, tmp_path)
     (empty / "short.txt").write_text("x" * LENGTH_S)
-    with pytest.raises(ConfigError, match=f"16 training tokens, but one sample needs {LENGTH_S + 1}"):
+    with pytest.raises(
+        ConfigError, match=f"16 training tokens, but one sample needs {LENGTH_S + 1}"
+    ):
         open_texts(empty, tmp_path, validation_share=0)
     (empty / "short.txt").write_text("x" * (LENGTH_S + 1))
     dataset = open_texts(empty, tmp_path, validation_share=0)
@@ -454,7 +541,9 @@ def test_small_and_empty_corpora_are_refused(tmp_path):
 
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
     folder = write_texts(tmp_path / "texts", 20)
-    config = DataConfig(source="text", path=str(folder), cache_dir=str(tmp_path / "cache"))
+    config = DataConfig(
+        source="text", path=str(folder), cache_dir=str(tmp_path / "cache")
+    )
     with pytest.raises(ConfigError, match="Set model.vocab_size to 107"):
         open_dataset(config, sequence_length=LENGTH_S, vocab_size=106, log=print)
     assert open_dataset(config, sequence_length=LENGTH_S, vocab_size=107, log=print)

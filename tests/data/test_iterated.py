@@ -1,4 +1,6 @@
-"""Iterators of a caller: one with a state goes on by it, without replay; others say what they replay."""
+"""Iterators of a caller: one with a state goes on by it, without replay; others say
+what they replay.
+"""
 
 import json
 
@@ -13,7 +15,9 @@ from jaxdist.storage.untrusted import Malformed
 
 
 class Shuffled:
-    """An iterator in an order of its own, without end: as grain's it has get_state and set_state."""
+    """An iterator in an order of its own, without end: as grain's it has get_state and
+    set_state.
+    """
 
     def __init__(self):
         self.random, self.read = np.random.default_rng(3), 0
@@ -33,7 +37,9 @@ class Shuffled:
 
 
 class Stream:
-    """Five batches an epoch, in an order of the epoch, whose state counts in its epoch alone."""
+    """Five batches an epoch, in an order of the epoch, whose state counts in its epoch
+    alone.
+    """
 
     def __init__(self):
         self.read, self.epoch, self._at, self._start = 0, 0, None, None
@@ -43,7 +49,10 @@ class Stream:
 
     def __iter__(self):
         going_on = self._start and self._start["epoch"] == self.epoch
-        self._at = {"epoch": self.epoch, "examples": self._start["examples"] if going_on else 0}
+        self._at = {
+            "epoch": self.epoch,
+            "examples": self._start["examples"] if going_on else 0,
+        }
         for number in range(self._at["examples"], 5):
             self._at["examples"] = number + 1
             self.read += 1
@@ -89,10 +98,15 @@ def test_an_iterator_without_a_state_says_how_many_it_passes_over():
         one_way(0)
 
 
-@pytest.mark.parametrize("state", [{"tuple": [0, "text"]}, {"tuple": [1]}, {"pickle": ""}, 3, [0, None]])
+@pytest.mark.parametrize(
+    "state", [{"tuple": [0, "text"]}, {"tuple": [1]}, {"pickle": ""}, 3, [0, None]]
+)
 def test_a_state_of_another_iterator_is_one_line(state):
     dataset, _ = open_user_batches(Shuffled())
-    with pytest.raises(ConfigError, match="batches: the iterator does not take the state that was saved"):
+    with pytest.raises(
+        ConfigError,
+        match="batches: the iterator does not take the state that was saved",
+    ):
         dataset.go_to(2, state)
 
 
@@ -100,7 +114,10 @@ def test_a_dataset_of_a_stateful_iterator_goes_back():
     dataset, size = open_user_batches(Shuffled())
     read = [dataset.train_batch(step, size)["x"].tolist() for step in range(5)]
     state = dataset.reader_state(3)
-    assert dataset.go_to(3, state) and dataset.train_batch(3, size)["x"].tolist() == read[3]
+    assert (
+        dataset.go_to(3, state)
+        and dataset.train_batch(3, size)["x"].tolist() == read[3]
+    )
     plain, _ = open_user_batches(dict(x=np.zeros(8)))
     assert plain.reader_state(3) is None and plain.go_to(3, None) == ""
     dataset, _ = open_user_batches(iter([dict(x=np.zeros(4))] * 2))
@@ -111,7 +128,10 @@ def test_a_dataset_of_a_stateful_iterator_goes_back():
 STATES = [
     None,
     {"epoch": 1, 2: (True, -0.5), "inner": [b"\0\xff", "text", float("inf")]},
-    {"random": np.random.default_rng(0).bit_generator.state, "mt": np.random.MT19937(1).state},
+    {
+        "random": np.random.default_rng(0).bit_generator.state,
+        "mt": np.random.MT19937(1).state,
+    },
     np.arange(6, dtype="<u2").reshape(2, 3),
     [np.float32(0.1), np.int64(-7), np.bool_(True)],
 ]
@@ -120,7 +140,11 @@ STATES = [
 @pytest.mark.parametrize("state", STATES, ids=lambda state: type(state).__name__)
 def test_states_are_stored_as_json(state):
     again = decode(json.loads(json.dumps(encode(state), allow_nan=False)))
-    assert encode(again) == encode(state) and type(again) is type(state) or isinstance(state, np.generic)
+    assert (
+        encode(again) == encode(state)
+        and type(again) is type(state)
+        or isinstance(state, np.generic)
+    )
     np.testing.assert_equal(again, state)
 
 
@@ -140,38 +164,56 @@ def test_what_is_no_state_is_refused(stored):
         decode(stored)
 
 
-# --- the libraries --------------------------------------------------------------------------------
+# --- the libraries --------------------------------------------------------------------
 
 
 def grain_loader():
     grain = pytest.importorskip("grain", reason="grain is not installed")
-    source = grain.MapDataset.range(40).shuffle(seed=1).map(lambda n: {"x": np.int32(n)}).batch(4).repeat()
+    source = (
+        grain.MapDataset.range(40)
+        .shuffle(seed=1)
+        .map(lambda n: {"x": np.int32(n)})
+        .batch(4)
+        .repeat()
+    )
     return source.to_iter_dataset()
 
 
 def huggingface_stream():
     datasets = pytest.importorskip("datasets", reason="extra `hf` is not installed")
-    rows = datasets.Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset(num_shards=4)
+    rows = datasets.Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset(
+        num_shards=4
+    )
     return rows.with_format("numpy").batch(4)
 
 
 def stateful_loader():
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    torchdata = pytest.importorskip(
+        "torchdata.stateful_dataloader", reason="torchdata is not installed"
+    )
     rows = [{"x": n} for n in range(40)]
     torch = pytest.importorskip("torch")
     generator = torch.Generator().manual_seed(5)
-    return torchdata.StatefulDataLoader(rows, batch_size=4, shuffle=True, generator=generator)
+    return torchdata.StatefulDataLoader(
+        rows, batch_size=4, shuffle=True, generator=generator
+    )
 
 
 def test_rows_of_hugging_face_are_refused_with_what_works():
     datasets = pytest.importorskip("datasets", reason="extra `hf` is not installed")
     rows = datasets.Dataset.from_dict({"x": list(range(40)), "y": [[0.5, 1.0]] * 40})
-    for given in (rows, rows.to_iterable_dataset(), datasets.DatasetDict({"train": rows})):
+    for given in (
+        rows,
+        rows.to_iterable_dataset(),
+        datasets.DatasetDict({"train": rows}),
+    ):
         with pytest.raises(ConfigError, match="Hugging Face"):
             open_user_batches(given)
     arrays, size = open_user_batches(rows.with_format("numpy")[:])
     assert (arrays.samples, size) == ("x=int32[] y=float32[2]", 32)
-    stream, size = open_user_batches(rows.to_iterable_dataset().with_format("numpy").batch(8))
+    stream, size = open_user_batches(
+        rows.to_iterable_dataset().with_format("numpy").batch(8)
+    )
     assert (stream.samples, size) == (arrays.samples, 8)
 
 
@@ -185,7 +227,9 @@ class Dataset:
 
 
 def test_a_dataset_of_rows_is_named():
-    with pytest.raises(ConfigError, match=r"gives a row at a time; give .*with_format\('numpy'\)\[:\]"):
+    with pytest.raises(
+        ConfigError, match=r"gives a row at a time; give .*with_format\('numpy'\)\[:\]"
+    ):
         open_user_batches(Dataset())
 
 
@@ -198,7 +242,10 @@ def test_the_libraries_go_on_by_their_own_states(make, at):
     stored = json.loads(json.dumps(first.state(at)))
     again = Iterated(make())
     again(0)  # for its shapes
-    assert again.go_to(at, stored).startswith("batches: the iterator goes on by its own state")
-    # In the epochs after, torchdata's loader draws another order than without a restart.
+    assert again.go_to(at, stored).startswith(
+        "batches: the iterator goes on by its own state"
+    )
+    # In the epochs after, torchdata's loader draws another order than without a
+    # restart.
     end = -(-at // 10) * 10 if make is stateful_loader else 24
     assert values(again, range(at, end)) == whole[at:end]

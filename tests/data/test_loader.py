@@ -1,4 +1,6 @@
-"""Batches on devices: what arrives, where, in which order, and what happens when reading fails."""
+"""Batches on devices: what arrives, where, in which order, and what happens when
+reading fails.
+"""
 
 import threading
 
@@ -19,7 +21,10 @@ def dataset(tmp_path):
     for number in range(60):
         (tmp_path / f"{number}.txt").write_text(f"document {number} " * 20)
     config = DataConfig(
-        source="text", path=str(tmp_path), cache_dir=str(tmp_path / "cache"), packing="documents"
+        source="text",
+        path=str(tmp_path),
+        cache_dir=str(tmp_path / "cache"),
+        packing="documents",
     )
     return open_dataset(config, sequence_length=LENGTH_S, log=print)
 
@@ -34,7 +39,9 @@ def shardings(name: str, ndim: int) -> NamedSharding:
 def by_name() -> dict[str, NamedSharding]:
     """Returns the shardings of all entries."""
     names = ("tokens", "targets", "weights", "positions", "segment_ids")
-    return {name: shardings(name, 2) for name in names} | {"sample": shardings("sample", 1)}
+    return {name: shardings(name, 2) for name in names} | {
+        "sample": shardings("sample", 1)
+    }
 
 
 def threads() -> list[str]:
@@ -43,7 +50,9 @@ def threads() -> list[str]:
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_loader_delivers_the_steps_in_order_from_any_start(dataset, prefetch):
-    with Loader(dataset, global_size=GLOBAL_G, shardings=by_name(), start=7, prefetch=prefetch) as loader:
+    with Loader(
+        dataset, global_size=GLOBAL_G, shardings=by_name(), start=7, prefetch=prefetch
+    ) as loader:
         for step in range(7, 12):
             assert loader.step == step
             batch, expected = next(loader), dataset.train_batch(step, GLOBAL_G)
@@ -57,7 +66,9 @@ def test_loader_delivers_the_steps_in_order_from_any_start(dataset, prefetch):
 
 def test_constant_entries_stay_on_the_device(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 1000)
-    config = DataConfig(source="text", path=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "c"))
+    config = DataConfig(
+        source="text", path=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "c")
+    )
     dataset = open_dataset(config, sequence_length=LENGTH_S, log=print)
     with Loader(dataset, global_size=GLOBAL_G, shardings=by_name()) as loader:
         one, two = next(loader), next(loader)
@@ -83,7 +94,9 @@ def test_a_process_reads_only_the_rows_of_its_devices(dataset):
 
 
 def test_validation_ends_after_every_held_out_token(dataset):
-    with Loader(dataset, global_size=GLOBAL_G, shardings=by_name(), split="validation") as loader:
+    with Loader(
+        dataset, global_size=GLOBAL_G, shardings=by_name(), split="validation"
+    ) as loader:
         batches = list(loader)
     assert len(batches) == dataset.num_validation_batches(GLOBAL_G) > 1
     total = sum(float(batch["weights"].sum()) for batch in batches)
@@ -92,8 +105,13 @@ def test_validation_ends_after_every_held_out_token(dataset):
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_dying_source_is_reported_after_the_good_batches(dataset, tmp_path, monkeypatch, prefetch):
-    read, (cache,) = dataset.train_batch, (tmp_path / "cache").glob("tokens-*/tokens.bin")
+def test_a_dying_source_is_reported_after_the_good_batches(
+    dataset, tmp_path, monkeypatch, prefetch
+):
+    read, (cache,) = (
+        dataset.train_batch,
+        (tmp_path / "cache").glob("tokens-*/tokens.bin"),
+    )
 
     def until_step_3(step, *others):
         if step == 3:
@@ -101,9 +119,13 @@ def test_a_dying_source_is_reported_after_the_good_batches(dataset, tmp_path, mo
         return read(step, *others)
 
     monkeypatch.setattr(dataset, "train_batch", until_step_3)
-    loader = Loader(dataset, global_size=GLOBAL_G, shardings=by_name(), start=1, prefetch=prefetch)
+    loader = Loader(
+        dataset, global_size=GLOBAL_G, shardings=by_name(), start=1, prefetch=prefetch
+    )
     next(loader), next(loader)
-    with pytest.raises(SourceError, match="train sample 24: .*shrank to 0 bytes") as caught:
+    with pytest.raises(
+        SourceError, match="train sample 24: .*shrank to 0 bytes"
+    ) as caught:
         next(loader)
     assert isinstance(caught.value.__cause__, OSError) and not threads()
     with pytest.raises(RuntimeError, match="closed"):
@@ -124,7 +146,10 @@ def test_close_ends_the_thread(dataset):
 def test_validation_of_nothing_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 100)
     config = DataConfig(
-        source="text", path=str(tmp_path), validation_share=0, cache_dir=str(tmp_path / "cache")
+        source="text",
+        path=str(tmp_path),
+        validation_share=0,
+        cache_dir=str(tmp_path / "cache"),
     )
     dataset = open_dataset(config, sequence_length=LENGTH_S, log=print)
     with pytest.raises(ConfigError, match="nothing is held out"):

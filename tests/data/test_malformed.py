@@ -1,4 +1,6 @@
-"""Data files that are cut off, damaged, lying or made to harm: refused by a ConfigError that names them."""
+"""Data files that are cut off, damaged, lying or made to harm: refused by a ConfigError
+that names them.
+"""
 
 import gzip
 import importlib
@@ -31,7 +33,9 @@ LENGTH_S = 16
 
 def opened(cache: Path, lines: list | None = None, length: int = LENGTH_S, **options):
     config = DataConfig(**{"cache_dir": str(cache)} | options)
-    return open_dataset(config, sequence_length=length, log=(lines if lines is not None else []).append)
+    return open_dataset(
+        config, sequence_length=length, log=(lines if lines is not None else []).append
+    )
 
 
 def refusal(cache: Path, **options) -> str:
@@ -49,7 +53,9 @@ def put_pipe(file: Path) -> None:
 
 
 def promptly(work: Callable[[], Any]) -> Any:
-    """Returns what work does; fails where it waits, as for somebody who writes to a pipe."""
+    """Returns what work does; fails where it waits, as for somebody who writes to a
+    pipe.
+    """
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()
@@ -64,17 +70,24 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path, file):
     path = write_pair(tmp_path, megatron([400], IDS.tobytes()))
     np.savez(tmp_path / "rows.npz", label=np.arange(9))
     put_pipe(tmp_path / file)
-    source = {"source": "arrays", "path": str(tmp_path / file)} if file == "rows.npz" else {}
+    source = (
+        {"source": "arrays", "path": str(tmp_path / file)} if file == "rows.npz" else {}
+    )
     source = source or {"source": "megatron", "path": path}
     assert file in promptly(lambda: refusal(tmp_path / "cache", **source))
 
 
 @pytest.mark.parametrize(
-    "kept", ["tokens-????????????????/tokens.bin", "tokens-*/documents.npy", "packing-*.npz"]
+    "kept",
+    ["tokens-????????????????/tokens.bin", "tokens-*/documents.npy", "packing-*.npz"],
 )
 def test_a_pipe_in_the_cache_is_replaced(tmp_path, kept):
     (tmp_path / "text.txt").write_text("the cat in the hat " * 200)
-    text = {"source": "text", "path": str(tmp_path / "text.txt"), "packing": "documents"}
+    text = {
+        "source": "text",
+        "path": str(tmp_path / "text.txt"),
+        "packing": "documents",
+    }
     text["validation_path"] = text["path"]
     expected = opened(tmp_path / "cache", **text).train_batch(0, 2)
     put_pipe(min((tmp_path / "cache").glob(kept)))
@@ -82,16 +95,22 @@ def test_a_pipe_in_the_cache_is_replaced(tmp_path, kept):
     assert all(np.array_equal(expected[name], again[name]) for name in expected)
 
 
-# --- Token ids -----------------------------------------------------------------------------------
+# --- Token ids ------------------------------------------------------------------------
 
 
-def megatron(lengths, ids: bytes, *, code: int = 4, borders=None, offsets=None) -> tuple[bytes, bytes]:
+def megatron(
+    lengths, ids: bytes, *, code: int = 4, borders=None, offsets=None
+) -> tuple[bytes, bytes]:
     """Returns .idx and .bin; by default each sequence is a document."""
     count, size = len(lengths), {4: 4, 5: 8, 8: 2}[code]
     borders = range(count + 1) if borders is None else borders
-    offsets = [sum(lengths[:n]) * size for n in range(count)] if offsets is None else offsets
+    offsets = (
+        [sum(lengths[:n]) * size for n in range(count)] if offsets is None else offsets
+    )
     index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, count, len(borders))
-    return index + struct.pack(f"<{count}i{count}q{len(borders)}q", *lengths, *offsets, *borders), ids
+    return index + struct.pack(
+        f"<{count}i{count}q{len(borders)}q", *lengths, *offsets, *borders
+    ), ids
 
 
 def write_pair(folder: Path, pair: tuple[bytes, bytes]) -> str:
@@ -102,13 +121,22 @@ def write_pair(folder: Path, pair: tuple[bytes, bytes]) -> str:
 
 IDS = np.arange(400, dtype="<i4")
 DAMAGED_PAIRS = {
-    "negative id": (megatron([400], np.where(IDS == 77, -5, IDS).tobytes()), "token 77 has id -5"),
+    "negative id": (
+        megatron([400], np.where(IDS == 77, -5, IDS).tobytes()),
+        "token 77 has id -5",
+    ),
     "id beyond int32": (
         megatron([400], (IDS.astype("<i8") + (1 << 40)).tobytes(), code=5),
         "token 0 has id 109",
     ),
-    "negative length": (megatron([300, -100, 200], IDS.tobytes()), "sequence 1 has -100 tokens"),
-    "lengths beyond the file": (megatron([2**31 - 1] * 3, IDS.tobytes()), "do not follow each other"),
+    "negative length": (
+        megatron([300, -100, 200], IDS.tobytes()),
+        "sequence 1 has -100 tokens",
+    ),
+    "lengths beyond the file": (
+        megatron([2**31 - 1] * 3, IDS.tobytes()),
+        "do not follow each other",
+    ),
     "borders that wrap": (
         megatron([100] * 3, IDS.tobytes(), borders=[0, 2**63 - 1, -2, 3]),
         "not a Megatron",
@@ -120,10 +148,14 @@ GARBLED_INDEXES = {
     "byte 0: ": lambda index: b"X" + index[1:],
     "byte 9: version": lambda index: index[:9] + b"\7" + index[10:],
     "byte 17: type 99 of tokens": lambda index: index[:17] + b"\x63" + index[18:],
-    "byte 18: .* need 4294967": lambda index: index[:26] + struct.pack("<Q", 2**29) + index[34:],
+    "byte 18: .* need 4294967": lambda index: (
+        index[:26] + struct.pack("<Q", 2**29) + index[34:]
+    ),
     "byte 26: no border": lambda index: index[:26] + bytes(8) + index[34:],
     "it has 20 bytes, its header alone 34": lambda index: index[:20],
-    "byte 86: borders of documents do not rise from 0 to 3": lambda index: index[:78] + b"\xff" + index[79:],
+    "byte 86: borders of documents do not rise from 0 to 3": lambda index: (
+        index[:78] + b"\xff" + index[79:]
+    ),
 }
 
 
@@ -131,9 +163,13 @@ GARBLED_INDEXES = {
 def test_a_garbled_index_names_the_byte(tmp_path, words):
     index, ids = megatron([100, 100, 200], IDS.tobytes())
     fault = refusal(
-        tmp_path, source="megatron", path=write_pair(tmp_path, (GARBLED_INDEXES[words](index), ids))
+        tmp_path,
+        source="megatron",
+        path=write_pair(tmp_path, (GARBLED_INDEXES[words](index), ids)),
     )
-    assert re.search(rf"c\.idx: not a Megatron index; {words}.*Write the pair again", fault), fault
+    assert re.search(
+        rf"c\.idx: not a Megatron index; {words}.*Write the pair again", fault
+    ), fault
 
 
 def test_an_odd_bin_names_the_byte(tmp_path):
@@ -147,16 +183,26 @@ def test_an_odd_bin_names_the_byte(tmp_path):
 
 
 def test_a_damaged_row_group_of_parquet_is_named(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet", reason="extra `hf` is not installed")
+    parquet = pytest.importorskip(
+        "pyarrow.parquet", reason="extra `hf` is not installed"
+    )
     file = tmp_path / "a.parquet"
-    table = importlib.import_module("pyarrow").table({"text": [f"some text {n} " * 9 for n in range(300)]})
+    table = importlib.import_module("pyarrow").table(
+        {"text": [f"some text {n} " * 9 for n in range(300)]}
+    )
     parquet.write_table(table, file, row_group_size=100, compression="zstd")
     column = parquet.ParquetFile(file).metadata.row_group(1).column(0)
-    content, at = bytearray(file.read_bytes()), column.dictionary_page_offset or column.data_page_offset
+    content, at = (
+        bytearray(file.read_bytes()),
+        column.dictionary_page_offset or column.data_page_offset,
+    )
     content[at : at + 40] = bytes(40)
     file.write_bytes(content)
     fault = refusal(tmp_path, source="parquet", path=str(file))
-    assert re.search(r"a.parquet row group 1, from byte \d+ on: cannot be read .* Mend or replace it", fault)
+    assert re.search(
+        r"a.parquet row group 1, from byte \d+ on: cannot be read .* Mend or replace it",
+        fault,
+    )
     file.write_bytes(b"nothing of the kind")
     assert "not a parquet file" in refusal(tmp_path, source="parquet", path=str(file))
 
@@ -169,7 +215,11 @@ def test_megatron_ids_and_lengths_are_checked(tmp_path, kind):
 
 
 def test_megatron_pairs_of_8_bytes_are_read(tmp_path):
-    store = open_megatron(DataConfig(path=write_pair(tmp_path, megatron([400], IDS.astype("<i8"), code=5))))
+    store = open_megatron(
+        DataConfig(
+            path=write_pair(tmp_path, megatron([400], IDS.astype("<i8"), code=5))
+        )
+    )
     assert store.max_id == 399
 
 
@@ -177,7 +227,9 @@ def test_bin_ids_beyond_int32_are_refused(tmp_path):
     ids = np.arange(400, dtype="<u4")
     ids[9] = 1 << 31
     ids.tofile(tmp_path / "a.bin")
-    fault = refusal(tmp_path, source="bin", path=str(tmp_path / "a.bin"), bin_dtype="uint32")
+    fault = refusal(
+        tmp_path, source="bin", path=str(tmp_path / "a.bin"), bin_dtype="uint32"
+    )
     assert "a.bin: token 9 has id 2147483648" in fault
 
 
@@ -186,15 +238,21 @@ def test_ids_of_a_file_too_large_to_scan_are_checked_as_they_are_read(tmp_path):
         file.write(np.full(8, 0xFFFFFFFE, "<u4").tobytes())
         file.truncate(4 * (2**27 + BLOCK_TOKENS))  # holes
     path = str(tmp_path / "a.bin")
-    dataset = opened(tmp_path, source="bin", path=path, bin_dtype="uint32", validation_path=path)
+    dataset = opened(
+        tmp_path, source="bin", path=path, bin_dtype="uint32", validation_path=path
+    )
     assert dataset.validation_batch(1, 4)["tokens"].max() == 0
-    with pytest.raises(SourceError, match="token id -2 among validation samples 0 to 3"):
+    with pytest.raises(
+        SourceError, match="token id -2 among validation samples 0 to 3"
+    ):
         dataset.validation_batch(0, 4)
 
 
 def word_level(ids: dict[str, int]) -> str:
     """Returns a tokenizer.json that splits at white space."""
-    tokenizers = pytest.importorskip("tokenizers", reason="extra `text` is not installed")
+    tokenizers = pytest.importorskip(
+        "tokenizers", reason="extra `text` is not installed"
+    )
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="a"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return tokenizer.to_str()
@@ -203,18 +261,33 @@ def word_level(ids: dict[str, int]) -> str:
 def test_a_vocabulary_with_gaps_has_the_size_of_its_largest_id(tmp_path):
     (tmp_path / "t.json").write_text(word_level({"a": 0, "b": 1, "c": 70_097}))
     (tmp_path / "a.txt").write_text("a b c " * 200)
-    options = {"source": "text", "path": str(tmp_path / "a.txt"), "tokenizer": str(tmp_path / "t.json")}
+    options = {
+        "source": "text",
+        "path": str(tmp_path / "a.txt"),
+        "tokenizer": str(tmp_path / "t.json"),
+    }
     dataset = opened(tmp_path / "cache", **options)
     assert dataset.tokenizer.vocab_size == 70_098
     assert set(np.unique(dataset.train_batch(0, 8)["tokens"])) == {0, 1, 70_097}
     with pytest.raises(ConfigError, match="Set model.vocab_size to 70098"):
-        open_dataset(DataConfig(cache_dir=str(tmp_path), **options), sequence_length=LENGTH_S, vocab_size=3)
+        open_dataset(
+            DataConfig(cache_dir=str(tmp_path), **options),
+            sequence_length=LENGTH_S,
+            vocab_size=3,
+        )
 
 
 def test_ids_that_no_batch_can_hold_are_refused(tmp_path):
-    (tmp_path / "t.json").write_text(word_level({"a": 0, "b": 1}).replace('"b":1', f'"b":{2**32 - 1}'))
+    (tmp_path / "t.json").write_text(
+        word_level({"a": 0, "b": 1}).replace('"b":1', f'"b":{2**32 - 1}')
+    )
     (tmp_path / "a.txt").write_text("a b " * 200)
-    fault = refusal(tmp_path, source="text", path=str(tmp_path / "a.txt"), tokenizer=str(tmp_path / "t.json"))
+    fault = refusal(
+        tmp_path,
+        source="text",
+        path=str(tmp_path / "a.txt"),
+        tokenizer=str(tmp_path / "t.json"),
+    )
     assert "t.json: " in fault and "its largest id is 4294967295" in fault
 
 
@@ -230,11 +303,13 @@ class Liar:
 
 def test_an_id_outside_the_vocabulary_never_wraps(tmp_path):
     corpus = Corpus("text x", "stamp", "", lambda: iter([Document("a", "x")]))
-    with pytest.raises(ConfigError, match="makes id 259, outside .* 0 to 199 .fingerprint liar"):
+    with pytest.raises(
+        ConfigError, match="makes id 259, outside .* 0 to 199 .fingerprint liar"
+    ):
         open_tokens(corpus, TextEncoder(Liar()), tmp_path, print)
 
 
-# --- The token cache -----------------------------------------------------------------------------
+# --- The token cache ------------------------------------------------------------------
 
 
 def test_any_flipped_bit_of_the_token_cache_is_found_and_mended(tmp_path):
@@ -245,7 +320,10 @@ def test_any_flipped_bit_of_the_token_cache_is_found_and_mended(tmp_path):
     expected = whole.train_batch(0, 8)
 
     @settings(max_examples=60)
-    @given(name=st.sampled_from(["tokens.bin", "documents.npy", "meta.json"]), data=st.data())
+    @given(
+        name=st.sampled_from(["tokens.bin", "documents.npy", "meta.json"]),
+        data=st.data(),
+    )
     def check(name, data):
         content = bytearray((folder / name).read_bytes())
         place = data.draw(st.integers(0, len(content) - 1))
@@ -274,7 +352,8 @@ def test_a_large_cache_is_checked_in_the_background(tmp_path):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     with pytest.raises(
-        SourceError, match="tokens.bin: the 64 MiB from byte 67108864 are not what was written"
+        SourceError,
+        match="tokens.bin: the 64 MiB from byte 67108864 are not what was written",
     ):
         damaged.train_batch(0, 2)
     again = opened(tmp_path / "cache", lines, **options)
@@ -282,9 +361,11 @@ def test_a_large_cache_is_checked_in_the_background(tmp_path):
     assert again.fingerprint == whole.fingerprint and again.train_batch(0, 2)
 
 
-# --- Compressed files, paths, names ---------------------------------------------------------------
+# --- Compressed files, paths, names ---------------------------------------------------
 
-LINES = "".join(json.dumps({"text": f"text {n} " * 9, "id": n}) + "\n" for n in range(50)).encode()
+LINES = "".join(
+    json.dumps({"text": f"text {n} " * 9, "id": n}) + "\n" for n in range(50)
+).encode()
 
 
 @pytest.mark.parametrize("kind", ["none", "cut", "checksum", "body", "empty text"])
@@ -299,13 +380,16 @@ def test_a_damaged_gz_is_named_and_the_cache_is_not_blamed(tmp_path, kind):
             "empty text": gzip.compress(b"\xff\xfe{"),
         }[kind]
     )
-    fault = refusal(tmp_path / "cache", source="jsonl", path=str(tmp_path / "a.jsonl.gz"))
+    fault = refusal(
+        tmp_path / "cache", source="jsonl", path=str(tmp_path / "a.jsonl.gz")
+    )
     assert "a.jsonl.gz" in fault and "cache" not in fault
 
 
 @pytest.mark.parametrize("source", ["text", "jsonl", "bin", "megatron", "arrays"])
 @pytest.mark.parametrize(
-    "path", ["x" * 5000, "a/" * 2500 + "b", "/tmp/**.txt", "a**/b", "~nobody/x", "\0", ","]
+    "path",
+    ["x" * 5000, "a/" * 2500 + "b", "/tmp/**.txt", "a**/b", "~nobody/x", "\0", ","],
 )
 def test_paths_that_cannot_be_are_refused(tmp_path, source, path):
     fault = refusal(tmp_path, source=source, path=path)
@@ -328,24 +412,39 @@ def test_names_and_ids_that_are_not_utf8(tmp_path):
     folder = tmp_path / os.fsdecode(b"corpus\xff")
     folder.mkdir()
     for number in range(40):
-        (folder / os.fsdecode(b"f\xfe%d.txt" % number)).write_text(f"text {number} " * 9)
-    text = opened(tmp_path / "cache", lines := [], source="text", path=str(folder), packing="documents")
+        (folder / os.fsdecode(b"f\xfe%d.txt" % number)).write_text(
+            f"text {number} " * 9
+        )
+    text = opened(
+        tmp_path / "cache",
+        lines := [],
+        source="text",
+        path=str(folder),
+        packing="documents",
+    )
     assert text.num_train_tokens > 1000 and text.num_validation_tokens
     assert r"corpus\udcff" in "".join(lines) and "".join(lines).encode()
-    records = [{"text": "half \ud83d" * 9, "id": f"\ud800{n}", "\udfff": 1} for n in range(40)]
+    records = [
+        {"text": "half \ud83d" * 9, "id": f"\ud800{n}", "\udfff": 1} for n in range(40)
+    ]
     (folder / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
     path = str(folder / "a.jsonl")
     assert opened(tmp_path / "cache", source="jsonl", path=path).num_validation_tokens
-    assert "no text in field 'x'" in refusal(tmp_path, source="jsonl", path=path, text_field="x")
+    assert "no text in field 'x'" in refusal(
+        tmp_path, source="jsonl", path=path, text_field="x"
+    )
     (tmp_path / "t.json").write_text(word_level({"a": 0, "half": 1}))
     options = {"source": "jsonl", "path": path, "tokenizer": str(tmp_path / "t.json")}
     assert opened(tmp_path / "cache", **options).num_train_tokens
     np.arange(400, dtype="<u2").tofile(folder / "a.bin")
-    assert opened(tmp_path, source="bin", path=str(folder / "a.bin"), validation_share=0).num_train_tokens
+    assert opened(
+        tmp_path, source="bin", path=str(folder / "a.bin"), validation_share=0
+    ).num_train_tokens
 
 
 @pytest.mark.parametrize(
-    "line", ["[" * 100_000, '{"text": ' * 50_000, '{"text": "a", "n": %s}' % ("9" * 9999)]
+    "line",
+    ["[" * 100_000, '{"text": ' * 50_000, '{"text": "a", "n": %s}' % ("9" * 9999)],
 )
 def test_deep_and_wide_json_names_its_line(tmp_path, line):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line)
@@ -353,17 +452,23 @@ def test_deep_and_wide_json_names_its_line(tmp_path, line):
     assert "a.jsonl line 2: " in fault
 
 
-# --- Arrays --------------------------------------------------------------------------------------
+# --- Arrays ---------------------------------------------------------------------------
 
 
 def npz(
-    header: str, body: bytes = b"", *, compression: int = zipfile.ZIP_STORED, name: str = "x.npy"
+    header: str,
+    body: bytes = b"",
+    *,
+    compression: int = zipfile.ZIP_STORED,
+    name: str = "x.npy",
 ) -> bytes:
     """Returns an archive with one array of that header and those bytes."""
     text = header.encode().ljust(118) + b"\n"
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", compression) as archive:
-        archive.writestr(name, b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + body)
+        archive.writestr(
+            name, b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + body
+        )
     return file.getvalue()
 
 
@@ -400,20 +505,36 @@ def test_arrays_whose_header_lies_are_refused_unread(tmp_path, kind):
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_sound_arrays_are_read(tmp_path, compression):
-    (tmp_path / "a.npz").write_bytes(npz(header("(1000, 5000)"), bytes(20_000_000), compression=compression))
-    assert opened(tmp_path, source="arrays", path=str(tmp_path / "a.npz")).num_train_samples > 900
+    (tmp_path / "a.npz").write_bytes(
+        npz(header("(1000, 5000)"), bytes(20_000_000), compression=compression)
+    )
+    assert (
+        opened(
+            tmp_path, source="arrays", path=str(tmp_path / "a.npz")
+        ).num_train_samples
+        > 900
+    )
 
 
-# --- Tokenizers ----------------------------------------------------------------------------------
+# --- Tokenizers -----------------------------------------------------------------------
 
 
 def with_pattern(pattern: str, *, normalizer: bool = False) -> str:
     """Returns a tokenizer.json that splits at a pattern, or replaces it."""
     content = json.loads(word_level({"a": 0, "b": 1}))
     if normalizer:
-        content["normalizer"] = {"type": "Replace", "pattern": {"Regex": pattern}, "content": "b"}
+        content["normalizer"] = {
+            "type": "Replace",
+            "pattern": {"Regex": pattern},
+            "content": "b",
+        }
     else:
-        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        split = {
+            "type": "Split",
+            "pattern": {"Regex": pattern},
+            "behavior": "Isolated",
+            "invert": False,
+        }
         content["pre_tokenizer"] = split
     return json.dumps(content)
 
@@ -422,7 +543,9 @@ def growing() -> str:
     """Returns a tokenizer.json that makes 10^18 letters of one."""
     content = json.loads(word_level({"a": 0}))
     step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
-    return json.dumps(content | {"normalizer": {"type": "Sequence", "normalizers": [step] * 6}})
+    return json.dumps(
+        content | {"normalizer": {"type": "Sequence", "normalizers": [step] * 6}}
+    )
 
 
 HARMFUL = {
@@ -440,7 +563,11 @@ HARMFUL = {
 def test_a_harmful_tokenizer_is_refused_before_it_is_used(tmp_path, kind):
     (tmp_path / "t.json").write_text(HARMFUL[kind](), errors="surrogateescape")
     (tmp_path / "a.txt").write_text("a b " * 200)
-    options = {"source": "text", "path": str(tmp_path / "a.txt"), "tokenizer": str(tmp_path / "t.json")}
+    options = {
+        "source": "text",
+        "path": str(tmp_path / "a.txt"),
+        "tokenizer": str(tmp_path / "t.json"),
+    }
     assert "t.json: " in refusal(tmp_path / "cache", **options)
 
 
@@ -448,27 +575,38 @@ def test_a_tokenizer_that_fails_on_a_text_alone_is_named(tmp_path):
     """A pattern whose trigger no short text of the trial has."""
     (tmp_path / "t.json").write_text(with_pattern(r"(?:kx|k|x)+(?<=z)"))
     (tmp_path / "a.txt").write_text("kx" * 400)
-    options = {"source": "text", "path": str(tmp_path / "a.txt"), "tokenizer": str(tmp_path / "t.json")}
+    options = {
+        "source": "text",
+        "path": str(tmp_path / "a.txt"),
+        "tokenizer": str(tmp_path / "t.json"),
+    }
     assert "cannot encode" in refusal(tmp_path / "cache", **options)
 
 
 def test_a_tokenizer_is_tried_out_once(tmp_path, monkeypatch):
     (tmp_path / "t.json").write_text(with_pattern(" "))
     (tmp_path / "a.txt").write_text("a b " * 200)
-    options = {"source": "text", "path": str(tmp_path / "a.txt"), "tokenizer": str(tmp_path / "t.json")}
+    options = {
+        "source": "text",
+        "path": str(tmp_path / "a.txt"),
+        "tokenizer": str(tmp_path / "t.json"),
+    }
     first = opened(tmp_path / "cache", **options)
     monkeypatch.setattr("sys.executable", "/nowhere")  # no process can be started
     assert opened(tmp_path / "cache", **options).fingerprint == first.fingerprint
 
 
-# --- Any bytes -----------------------------------------------------------------------------------
+# --- Any bytes ------------------------------------------------------------------------
 
-MEGATRON = megatron([10, 0, 90, 100], np.arange(200, dtype="<i4").tobytes(), borders=[0, 1, 3, 4])
+MEGATRON = megatron(
+    [10, 0, 90, 100], np.arange(200, dtype="<i4").tobytes(), borders=[0, 1, 3, 4]
+)
 SOUND = {  # source, file: a sound one
     ("text", "a.txt"): b"some text " * 30,
     ("jsonl", "a.jsonl"): b"".join(LINES.splitlines(True)[:6]),
     ("jsonl", "a.jsonl.gz"): gzip.compress(LINES),
-    ("bin", "a.bin"): np.array([20240520, 1, 100, *[0] * 253], "<i4").tobytes() + bytes(range(200)),
+    ("bin", "a.bin"): np.array([20240520, 1, 100, *[0] * 253], "<i4").tobytes()
+    + bytes(range(200)),
     ("megatron", "a.idx"): MEGATRON[0],
     ("megatron", "a.bin"): MEGATRON[1],
     ("arrays", "a.npz"): GOOD_NPZ,
@@ -484,9 +622,17 @@ def damaged(sound: bytes) -> st.SearchStrategy[bytes]:
             content = content[:place] + added + content[place + removed :]
         return content
 
-    numbers = st.sampled_from([b"\xff" * 4, b"\xff" * 8, b"\0" * 8, b"\x7f", b"\x80", b"9" * 9, b"[", b"-1"])
-    edit = st.tuples(st.integers(0, len(sound)), st.integers(0, 9), st.one_of(st.binary(max_size=8), numbers))
-    return st.one_of(st.lists(edit, min_size=1, max_size=4).map(edited), st.binary(max_size=200))
+    numbers = st.sampled_from(
+        [b"\xff" * 4, b"\xff" * 8, b"\0" * 8, b"\x7f", b"\x80", b"9" * 9, b"[", b"-1"]
+    )
+    edit = st.tuples(
+        st.integers(0, len(sound)),
+        st.integers(0, 9),
+        st.one_of(st.binary(max_size=8), numbers),
+    )
+    return st.one_of(
+        st.lists(edit, min_size=1, max_size=4).map(edited), st.binary(max_size=200)
+    )
 
 
 def check_samples_or_a_line(file: Path, source: str) -> None:
@@ -515,13 +661,19 @@ def test_any_bytes_give_samples_or_a_line(source, name):
     with tempfile.TemporaryDirectory() as folder:  # the sound ones are
         for (_, file), sound in SOUND.items():
             (Path(folder) / file).write_bytes(sound)
-        assert opened(Path(folder) / "c", length=4, source=source, path=f"{folder}/{name}").num_train_samples
+        assert opened(
+            Path(folder) / "c", length=4, source=source, path=f"{folder}/{name}"
+        ).num_train_samples
     check()
 
 
 def test_any_bytes_of_parquet_give_samples_or_a_line(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet", reason="extra `hf` is not installed")
-    table = importlib.import_module("pyarrow").table({"text": [f"some text {n} " for n in range(50)]})
+    parquet = pytest.importorskip(
+        "pyarrow.parquet", reason="extra `hf` is not installed"
+    )
+    table = importlib.import_module("pyarrow").table(
+        {"text": [f"some text {n} " for n in range(50)]}
+    )
     parquet.write_table(table, tmp_path / "a.parquet", compression="none")
 
     @given(content=damaged((tmp_path / "a.parquet").read_bytes()))
@@ -542,11 +694,17 @@ def test_any_line_gives_a_document_or_a_line(content):
         try:
             opened(Path(folder), source="jsonl", path=str(file))
         except ConfigError as error:
-            assert "a.jsonl line 1" in str(error) or content.count(b"\n") or content.count(b"\r")
+            assert (
+                "a.jsonl line 1" in str(error)
+                or content.count(b"\n")
+                or content.count(b"\r")
+            )
 
 
 def test_any_tokenizer_json_gives_a_tokenizer_or_a_line():
-    bpe = pytest.importorskip("jaxdist.data.bpe", reason="extra `text` is not installed")
+    bpe = pytest.importorskip(
+        "jaxdist.data.bpe", reason="extra `text` is not installed"
+    )
 
     @given(content=damaged(word_level({"a": 0, "b": 1}).encode()))
     def check(content):

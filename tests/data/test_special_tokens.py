@@ -1,4 +1,6 @@
-"""Special tokens in texts, and the files beside a tokenizer.json that say which of them end one."""
+"""Special tokens in texts, and the files beside a tokenizer.json that say which of them
+end one.
+"""
 
 import json
 
@@ -21,7 +23,9 @@ def made_fixture():
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=280, initial_alphabet=alphabet, show_progress=False
+    )
     made.train_from_iterator(["user assistant add two four " * 9], trainer)
     made.add_special_tokens(list(SPECIAL))
     made.add_tokens([ADDED])
@@ -40,7 +44,9 @@ def folder_of(made, path):
     return path
 
 
-def test_special_and_added_tokens_encode_as_the_tokenizers_file_says(made, tmp_path, cache):
+def test_special_and_added_tokens_encode_as_the_tokenizers_file_says(
+    made, tmp_path, cache
+):
     folder = folder_of(made, tmp_path / "model")
     expected = made.encode(CHAT, add_special_tokens=False).ids
     assert {made.token_to_id(name) for name in (*SPECIAL[1:], ADDED)} < set(expected)
@@ -53,7 +59,9 @@ def test_special_and_added_tokens_encode_as_the_tokenizers_file_says(made, tmp_p
     assert text.fingerprint != tokenizer.fingerprint
 
 
-def test_a_corpus_says_that_it_spells_them_and_each_setting_has_its_cache(made, tmp_path):
+def test_a_corpus_says_that_it_spells_them_and_each_setting_has_its_cache(
+    made, tmp_path
+):
     folder = folder_of(made, tmp_path / "model")
     (tmp_path / "a.txt").write_text(CHAT * 20)
     counts = {}
@@ -68,12 +76,20 @@ def test_a_corpus_says_that_it_spells_them_and_each_setting_has_its_cache(made, 
         )
         dataset = open_dataset(options, sequence_length=16, log=(lines := []).append)
         said = [line for line in lines if "spell special tokens" in line]
-        assert len(said) == (setting == "tokens"), "at each start, the first and the later ones"
+        assert len(said) == (setting == "tokens"), (
+            "at each start, the first and the later ones"
+        )
         assert all(
-            "<|im_start|> 40, <|im_end|> 40" in line and "special_tokens=text" in line for line in said
+            "<|im_start|> 40, <|im_end|> 40" in line and "special_tokens=text" in line
+            for line in said
         )
         batch = dataset.train_batch(0, 64)["tokens"]
-        assert counts.setdefault(setting, np.isin(batch, made.token_to_id("<|im_end|>")).sum()) >= 0
+        assert (
+            counts.setdefault(
+                setting, np.isin(batch, made.token_to_id("<|im_end|>")).sum()
+            )
+            >= 0
+        )
         assert dataset.num_train_tokens == len(dataset.tokenizer.encode(CHAT * 20)) + 1
     assert counts["tokens"] > 0 == counts["text"]
     assert len(list((tmp_path / "cache").glob("tokens-*/meta.json"))) == 2
@@ -81,41 +97,77 @@ def test_a_corpus_says_that_it_spells_them_and_each_setting_has_its_cache(made, 
 
 def test_a_text_ends_at_any_token_that_a_file_names(made, tmp_path, cache):
     folder = folder_of(made, tmp_path / "model")
-    assert load_tokenizer(str(folder), cache=cache).end_ids == (made.token_to_id("<|endoftext|>"),)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5, 10**6]}))
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": 7, "text_config": {"eos_token_id": [9]}}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+    assert load_tokenizer(str(folder), cache=cache).end_ids == (
+        made.token_to_id("<|endoftext|>"),
+    )
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [3, 5, 10**6]})
+    )
+    (folder / "config.json").write_text(
+        json.dumps({"eos_token_id": 7, "text_config": {"eos_token_id": [9]}})
+    )
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<|im_end|>"}})
+    )
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<tool>"}))
     names = [made.token_to_id(name) for name in ("<|endoftext|>", "<|im_end|>")]
     assert load_tokenizer(str(folder), cache=cache).end_ids == (3, 5, 7, 9, *names)
     copy = folder_of(made, tmp_path / "run")
     tokenizer_config.write(copy, tokenizer_config.read(folder))
-    assert load_tokenizer("bpe:300", folder=copy, cache=cache).end_ids == (3, 5, 7, 9, *names)
+    assert load_tokenizer("bpe:300", folder=copy, cache=cache).end_ids == (
+        3,
+        5,
+        7,
+        9,
+        *names,
+    )
 
 
 @pytest.mark.parametrize(
     "name,text,fault",
     [
         ("generation_config.json", "{", "not JSON"),
-        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is str; required: int"),
+        (
+            "generation_config.json",
+            '{"eos_token_id": "x"}',
+            "eos_token_id is str; required: int",
+        ),
         ("config.json", "[]", "it is list; required: dict"),
-        ("tokenizer_config.json", '{"eos_token": 3}', "eos_token is int; required: str"),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": 3}',
+            "eos_token is int; required: str",
+        ),
         ("special_tokens_map.json", "\udcff", "not JSON"),
     ],
 )
-def test_a_malformed_file_beside_a_tokenizer_is_named(made, tmp_path, cache, name, text, fault):
+def test_a_malformed_file_beside_a_tokenizer_is_named(
+    made, tmp_path, cache, name, text, fault
+):
     folder = folder_of(made, tmp_path / "model")
     (folder / name).write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError) as raised:
         load_tokenizer(str(folder), cache=cache)
     (line,) = raised.value.faults
-    assert str(folder / name) in line and fault in line and "remove it" in line and "\n" not in line
+    assert (
+        str(folder / name) in line
+        and fault in line
+        and "remove it" in line
+        and "\n" not in line
+    )
 
 
-@pytest.mark.parametrize("content, fault", [(b"{", "not a tokenizer.json"), (b"{\xff}", "in position 1")])
+@pytest.mark.parametrize(
+    "content, fault", [(b"{", "not a tokenizer.json"), (b"{\xff}", "in position 1")]
+)
 def test_a_tokenizer_that_cannot_be_read_is_named_with_a_cure(tmp_path, content, fault):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ConfigError) as raised:
         load_tokenizer(str(tmp_path))
     (line,) = raised.value.faults
-    assert str(tmp_path) in line and fault in line and "use another one" in line and "\n" not in line
+    assert (
+        str(tmp_path) in line
+        and fault in line
+        and "use another one" in line
+        and "\n" not in line
+    )

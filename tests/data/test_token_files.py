@@ -17,15 +17,21 @@ LENGTH_S = 32
 
 def opened(tmp_path: Path, vocab_size: int | None = None, **options):
     config = DataConfig(**{"cache_dir": str(tmp_path / "cache")} | options)
-    return open_dataset(config, sequence_length=LENGTH_S, vocab_size=vocab_size, log=print)
+    return open_dataset(
+        config, sequence_length=LENGTH_S, vocab_size=vocab_size, log=print
+    )
 
 
 def stream_of(dataset) -> np.ndarray:
-    """Returns the training tokens that an epoch shows, sorted, each as often as it is a target."""
-    return np.sort(dataset.read("train", np.arange(dataset.num_train_samples))["targets"].ravel())
+    """Returns the training tokens that an epoch shows, sorted, each as often as it is a
+    target.
+    """
+    return np.sort(
+        dataset.read("train", np.arange(dataset.num_train_samples))["targets"].ravel()
+    )
 
 
-# --- .bin ----------------------------------------------------------------------------------------
+# --- .bin -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
@@ -33,7 +39,9 @@ def test_nanogpt_bin(tmp_path, dtype):
     tokens = np.arange(10 * BLOCK_TOKENS + 77) % 60_000
     tokens.astype(dtype).tofile(tmp_path / "train.bin")
     path = str(tmp_path / "train.bin")
-    dataset = opened(tmp_path, source="bin", path=path, bin_dtype=dtype, validation_share=0)
+    dataset = opened(
+        tmp_path, source="bin", path=path, bin_dtype=dtype, validation_share=0
+    )
     count = (len(tokens) - 1) // LENGTH_S * LENGTH_S
     assert np.array_equal(stream_of(dataset), np.sort(tokens[1 : count + 1]))
     assert dataset.tokenizer is None and dataset.bytes_per_token is None
@@ -42,16 +50,26 @@ def test_nanogpt_bin(tmp_path, dtype):
 
 
 def test_bin_holds_out_blocks_or_another_file(tmp_path):
-    tokens = np.arange(300 * BLOCK_TOKENS) // BLOCK_TOKENS  # every token tells its block
+    # every token tells its block
+    tokens = np.arange(300 * BLOCK_TOKENS) // BLOCK_TOKENS
     tokens.astype(np.uint16).tofile(tmp_path / "train.bin")
     tokens[:500].astype(np.uint16).tofile(tmp_path / "val.bin")
     path = str(tmp_path / "train.bin")
-    dataset = opened(tmp_path, source="bin", path=path, validation_tokens=BLOCK_TOKENS * 40)
-    batches = [dataset.validation_batch(n, 512) for n in range(dataset.num_validation_batches(512))]
+    dataset = opened(
+        tmp_path, source="bin", path=path, validation_tokens=BLOCK_TOKENS * 40
+    )
+    batches = [
+        dataset.validation_batch(n, 512)
+        for n in range(dataset.num_validation_batches(512))
+    ]
     held = {t for b in batches for t in np.unique(b["tokens"][b["weights"] > 0])}
-    train = set(np.unique(dataset.read("train", np.arange(dataset.num_train_samples))["tokens"]))
+    train = set(
+        np.unique(dataset.read("train", np.arange(dataset.num_train_samples))["tokens"])
+    )
     assert 5 < len(held) < 30 and not held & train and len(held | train) == 300
-    other = opened(tmp_path, source="bin", path=path, validation_path=str(tmp_path / "val.bin"))
+    other = opened(
+        tmp_path, source="bin", path=path, validation_path=str(tmp_path / "val.bin")
+    )
     assert other.num_validation_tokens == 499 and other.num_train_tokens == len(tokens)
 
 
@@ -60,10 +78,14 @@ def test_bin_with_header_and_several_shards(tmp_path):
     header[:3] = 20240520, 1, 1000
     for number in range(3):
         body = (np.arange(1000) + 1000 * number).astype(np.uint16)
-        (tmp_path / f"fineweb_{number}.bin").write_bytes(header.tobytes() + body.tobytes())
+        (tmp_path / f"fineweb_{number}.bin").write_bytes(
+            header.tobytes() + body.tobytes()
+        )
     store = open_bin(DataConfig(source="bin", path=str(tmp_path / "fineweb_*.bin")))
     assert store.length.sum() == 3000 and store.max_id == 2999
-    dataset = opened(tmp_path, source="bin", path=str(tmp_path / "fineweb_*.bin"), validation_share=0)
+    dataset = opened(
+        tmp_path, source="bin", path=str(tmp_path / "fineweb_*.bin"), validation_share=0
+    )
     count = 2999 // LENGTH_S * LENGTH_S
     assert np.array_equal(stream_of(dataset), np.arange(1, count + 1))  # across shards
 
@@ -74,19 +96,24 @@ def test_a_bin_file_cut_off_is_refused(tmp_path):
         opened(tmp_path, source="bin", path=str(tmp_path / "odd.bin"))
 
 
-# --- Megatron ------------------------------------------------------------------------------------
+# --- Megatron -------------------------------------------------------------------------
 
 
 def write_megatron(prefix: Path, documents, dtype: str = "uint16") -> None:
     """Writes PREFIX.bin and PREFIX.idx as Megatron does, one sequence per document."""
     lengths = [len(ids) for ids in documents]
     tokens = [np.asarray(ids).astype(dtype) for ids in documents]
-    assert all(np.array_equal(stored, ids) for stored, ids in zip(tokens, documents, strict=True))
+    assert all(
+        np.array_equal(stored, ids)
+        for stored, ids in zip(tokens, documents, strict=True)
+    )
     Path(f"{prefix}.bin").write_bytes(b"".join(stored.tobytes() for stored in tokens))
     offsets = [sum(lengths[:n]) * np.dtype(dtype).itemsize for n in range(len(lengths))]
     code, count = {"uint16": 8, "int32": 4}[dtype], len(lengths)
     index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, count, count + 1)
-    index += struct.pack(f"<{count}i{count}q{count + 1}q", *lengths, *offsets, *range(count + 1))
+    index += struct.pack(
+        f"<{count}i{count}q{count + 1}q", *lengths, *offsets, *range(count + 1)
+    )
     Path(f"{prefix}.idx").write_bytes(index)
 
 
@@ -116,7 +143,9 @@ def test_megatron_documents_of_several_sequences(tmp_path):
 
 def test_megatron_trains_packed(tmp_path):
     write_megatron(tmp_path / "corpus", [np.full(50, n) for n in range(200)])
-    dataset = opened(tmp_path, source="megatron", path=str(tmp_path / "corpus"), packing="documents")
+    dataset = opened(
+        tmp_path, source="megatron", path=str(tmp_path / "corpus"), packing="documents"
+    )
     batch = dataset.train_batch(0, 16)
     used = batch["weights"] > 0
     assert used.any() and np.array_equal(batch["tokens"][used], batch["targets"][used])
@@ -139,7 +168,7 @@ def test_damaged_megatron_is_refused(tmp_path, damage):
         opened(tmp_path, source="megatron", path=str(tmp_path / "c"))
 
 
-# --- jsonl ---------------------------------------------------------------------------------------
+# --- jsonl ----------------------------------------------------------------------------
 
 RECORDS = [{"body": f"text number {n} " * 5, "id": f"doc-{n}"} for n in range(100)]
 
@@ -164,7 +193,10 @@ def test_jsonl_plain_and_compressed_agree(tmp_path):
         (b'{"a": 1}', "has: a"),
         (b"[1]", "it is list; required: dict"),
         (b'{"text": 3}', "field 'text' is int; required: a text"),
-        (b'{"text": "fin\xe9"}', "not UTF-8 at byte 30 of the file; write the file again as UTF-8"),
+        (
+            b'{"text": "fin\xe9"}',
+            "not UTF-8 at byte 30 of the file; write the file again as UTF-8",
+        ),
     ],
 )
 def test_jsonl_faults_name_the_line(tmp_path, line, words):
@@ -174,7 +206,7 @@ def test_jsonl_faults_name_the_line(tmp_path, line, words):
     assert words in str(caught.value)
 
 
-# --- parquet, Hugging Face -----------------------------------------------------------------------
+# --- parquet, Hugging Face ------------------------------------------------------------
 
 
 def test_parquet_equals_jsonl(tmp_path):
@@ -184,7 +216,9 @@ def test_parquet_equals_jsonl(tmp_path):
     parquet.write_table(arrow.Table.from_pylist(RECORDS), tmp_path / "a.parquet")
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, RECORDS)))
     one, two = (
-        opened(tmp_path, source=kind, path=str(tmp_path / f"a.{kind}"), text_field="body")
+        opened(
+            tmp_path, source=kind, path=str(tmp_path / f"a.{kind}"), text_field="body"
+        )
         for kind in ("parquet", "jsonl")
     )
     assert one.fingerprint == two.fingerprint

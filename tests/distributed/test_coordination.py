@@ -7,7 +7,16 @@ import sys
 from jaxdist.distributed import coordination
 from support.runs import environment
 
-AGENT = [sys.executable, "-m", "jaxdist.launch", "--processes", "3", "--devices-per-process", "1", "--"]
+AGENT = [
+    sys.executable,
+    "-m",
+    "jaxdist.launch",
+    "--processes",
+    "3",
+    "--devices-per-process",
+    "1",
+    "--",
+]
 
 THREE = """
 import jax
@@ -74,9 +83,14 @@ print("facts:", facts)
 
 
 def test_three_processes_agree():
-    behind_proxy = environment(1) | {"http_proxy": "http://127.0.0.1:9"}  # where nobody listens
+    # where nobody listens
+    behind_proxy = environment(1) | {"http_proxy": "http://127.0.0.1:9"}
     done = subprocess.run(
-        [*AGENT, sys.executable, "-c", THREE], env=behind_proxy, capture_output=True, text=True, timeout=120
+        [*AGENT, sys.executable, "-c", THREE],
+        env=behind_proxy,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if "facts: " in line)
@@ -99,9 +113,15 @@ def test_three_processes_agree():
     assert elsewhere == (told, told, ("ConfigError", 78, "wrong here"))
     assert error[0][:2] == ("PeerFailed", 70) and error[2] == ("ValueError", 1, "later")
     line = r"process 1: OSError: \[Errno 28\] No space left \(<string>:\d+\)"
-    assert re.fullmatch(line, error[0][2]) and error[1] == ("OSError", 1, "[Errno 28] No space left")
+    assert re.fullmatch(line, error[0][2]) and error[1] == (
+        "OSError",
+        1,
+        "[Errno 28] No space left",
+    )
     assert stored[0] == ("NoCheckpoint", 77, "none\nat all") and stored[1] == stored[2]
-    assert stored[1][:2] == ("PeerFailed", 77) and stored[1][2].startswith("process 0: NoCheckpoint: none (")
+    assert stored[1][:2] == ("PeerFailed", 77) and stored[1][2].startswith(
+        "process 0: NoCheckpoint: none ("
+    )
     assert left[1] == ("SystemExit", 1, "3")
     assert left[0] == left[2] and left[0][2].startswith("process 1: SystemExit: 3 (")
     assert odd[1] == ("Odd", 1, "") and odd[0] == odd[2]
@@ -112,6 +132,8 @@ def test_three_processes_agree():
 
 def test_a_lone_process_agrees_with_itself():
     assert coordination.broadcast([1]) == [1] and coordination.gather(2) == {0: 2}
-    assert coordination.first_error("bad") == "bad" and coordination.first_error("") == ""
+    assert (
+        coordination.first_error("bad") == "bad" and coordination.first_error("") == ""
+    )
     assert coordination.all_equal({"a": 1}) == []
     coordination.barrier()

@@ -12,32 +12,58 @@ from support.runs import TINY, environment, losses, train
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no Ray: pip install 'ray[train]'"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None,
+        reason="no Ray: pip install 'ray[train]'",
+    ),
 ]
 CHANGES = {"train.steps": 8, "model.dropout": 0.0, "checkpoint.every_steps": 0}
 
 
 def python(*words: object) -> subprocess.CompletedProcess:
     """Runs Python with a Ray of its own, and one CPU device a process."""
-    alone = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+    alone = {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+    }
     alone |= {"PYTHONPATH": str(ROOT), "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600"}
     command, environ = [sys.executable, *map(str, words)], environment(1) | alone
-    return subprocess.run(command, env=environ, capture_output=True, text=True, cwd=ROOT, timeout=900)
+    return subprocess.run(
+        command, env=environ, capture_output=True, text=True, cwd=ROOT, timeout=900
+    )
 
 
 def flags(workdir: Path) -> list[str]:
-    settings = [f"--config.{key}={str(value).lower()}" for key, value in (TINY | CHANGES).items()]
+    settings = [
+        f"--config.{key}={str(value).lower()}"
+        for key, value in (TINY | CHANGES).items()
+    ]
     return ["--config", "quickstart", "--workdir", str(workdir), *settings]
 
 
 def test_two_workers_of_ray_train_one_run(tmp_path):
-    done = python("examples/ray_train.py", "--workers", 2, "--failures", 0, "--", *flags(tmp_path / "ray"))
+    done = python(
+        "examples/ray_train.py",
+        "--workers",
+        2,
+        "--failures",
+        0,
+        "--",
+        *flags(tmp_path / "ray"),
+    )
     text = done.stdout + done.stderr
     assert done.returncode == 0, text[-4000:]
     assert "agent 0 of 2" in text and "agent 1 of 2" in text and "(2 x cpu)" in text
-    train(tmp_path / "alone", devices=2, **{key.replace(".", "__"): value for key, value in CHANGES.items()})
+    train(
+        tmp_path / "alone",
+        devices=2,
+        **{key.replace(".", "__"): value for key, value in CHANGES.items()},
+    )
     together = losses(tmp_path / "ray")
-    assert len(together) == 8 and together == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    assert len(together) == 8 and together == pytest.approx(
+        losses(tmp_path / "alone"), rel=1e-5
+    )
 
 
 SILENT = """
@@ -65,5 +91,8 @@ def test_two_workers_that_nobody_joined_are_refused(tmp_path):
     (script := tmp_path / "silent.py").write_text(SILENT)
     done = python(script, tmp_path / "run")
     assert done.returncode != 0
-    assert "one of 2 workers of Ray Train, which has not joined them" in done.stdout + done.stderr
+    assert (
+        "one of 2 workers of Ray Train, which has not joined them"
+        in done.stdout + done.stderr
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["silent.py"]

@@ -11,13 +11,16 @@ from support.runs import command, start_group
 
 
 class Loop:
-    """A training loop on a clock of its own: three steps under way, parts of a step in seconds."""
+    """A training loop on a clock of its own: three steps under way, parts of a step in
+    seconds.
+    """
 
     def __init__(self):
         self.now, self.events, self.notes = 0.0, [], []
         self.data_s = self.devices_s = 0.0
         self.alarm = StepAlarm(self._event, self.notes.append, clock=lambda: self.now)
-        self.step, self.pending, self.free_at = 0, [], 0.0  # when the devices are done with all before
+        # when the devices are done with all before
+        self.step, self.pending, self.free_at = 0, [], 0.0
 
     def _event(self, name, step, **fields):
         self.events.append((name, step, fields))
@@ -101,7 +104,10 @@ def test_what_lasts_becomes_usual():
     loop.run(100)
     loop.run(900, devices=0.2)
     loop.run(30, devices=0.4)
-    assert [round(fields["usual_step_s"], 1) for _, _, fields in loop.events] == [0.1, 0.2]
+    assert [round(fields["usual_step_s"], 1) for _, _, fields in loop.events] == [
+        0.1,
+        0.2,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +121,10 @@ def test_what_lasts_becomes_usual():
     ],
 )
 def test_who_is_to_blame(grown, process, phase):
-    parts = {n: dict(zip(("data", "host", "devices"), each, strict=True)) for n, each in grown.items()}
+    parts = {
+        n: dict(zip(("data", "host", "devices"), each, strict=True))
+        for n, each in grown.items()
+    }
     assert blamed(parts, alone=len(parts) == 1) == (process, phase)
 
 
@@ -129,7 +138,11 @@ def test_the_others_say_what_they_see(monkeypatch):
         def values(self):
             step = loop.step
             seen = {"data": 0.1, "host": 0.0, "devices": -0.05}
-            return {0: {}, 1: {"step": step, **seen}, 2: {"step": 3, **seen, "host": 9.0}}
+            return {
+                0: {},
+                1: {"step": step, **seen},
+                2: {"step": 3, **seen, "host": 9.0},
+            }
 
     class Silent(Board):
         def values(self):
@@ -138,9 +151,12 @@ def test_the_others_say_what_they_see(monkeypatch):
     monkeypatch.setattr(straggler.coordination, "Board", lambda name: Board())
     loop = Loop()
     loop.run(100)
-    loop.run(30, devices=0.2)  # to process 0, waiting for another's data is waiting for its devices
+    # to process 0, waiting for another's data is waiting for its devices
+    loop.run(30, devices=0.2)
     ((_, step, fields),) = loop.events
-    assert step <= 130 and (fields["process"], fields["phase"]) == (1, "data"), "2 spoke of another time"
+    assert step <= 130 and (fields["process"], fields["phase"]) == (1, "data"), (
+        "2 spoke of another time"
+    )
     assert "process 1's data" in loop.notes[0]
     monkeypatch.setattr(straggler.coordination, "Board", lambda name: Silent())
     loop = Loop()
@@ -151,7 +167,9 @@ def test_the_others_say_what_they_see(monkeypatch):
 
 
 def test_a_process_says_anew_what_it_sees_while_steps_are_slow(monkeypatch):
-    """Behind a stall of another, the first look at slow steps has as much waiting in it as slow data."""
+    """Behind a stall of another, the first look at slow steps has as much waiting in it
+    as slow data.
+    """
     said = []
 
     class Board:
@@ -193,14 +211,22 @@ runpy.run_module("jaxdist.train", run_name="__main__", alter_sys=True)
 
 @pytest.mark.slow
 def test_a_process_whose_data_is_slow_is_named_by_the_first(tmp_path):
-    """Two real processes; a single slow step of the other is none, rows are too far apart to tell."""
-    settings = {"train__log_every": 1000, "train__steps": STEPS, "checkpoint__every_steps": 0}
+    """Two real processes; a single slow step of the other is none, rows are too far
+    apart to tell.
+    """
+    settings = {
+        "train__log_every": 1000,
+        "train__steps": STEPS,
+        "checkpoint__every_steps": 0,
+    }
     _, _, _, *flags = command(tmp_path, **settings)
     code = PROGRAM.replace("SLOW_FROM", str(SLOW_FROM))
     group = start_group([sys.executable, "-c", code, *flags], 2, 1)
     outputs = [process.communicate(timeout=570)[0] for process in group]
     assert [process.returncode for process in group] == [0, 0], outputs
-    events = [event for event in read_events(tmp_path) if event["event"] == "slow_steps"]
+    events = [
+        event for event in read_events(tmp_path) if event["event"] == "slow_steps"
+    ]
     print(events, *read_rows(tmp_path).train[-1:], sep="\n")
     assert [(event["process"], event["phase"]) for event in events] == [(1, "data")]
     assert SLOW_FROM < events[0]["step"] <= SLOW_FROM + 30
@@ -223,12 +249,15 @@ def test_what_a_straggler_takes_of_the_others_is_waiting(monkeypatch):
 
     busy_s, events = {1: 0.18, 2: 0.03}, []
     monkeypatch.setattr(straggler.coordination, "Board", lambda name: Board(busy_s))
-    pace = straggler.Pace(lambda name, step, **fields: events.append((name, fields["process"])))
+    pace = straggler.Pace(
+        lambda name, step, **fields: events.append((name, fields["process"]))
+    )
     held = []
     for row in range(8):
         pace.row(10 * row, steps=10, seconds=2.0, waited_s=1.8)
         held.append(pace.held_s)
-    # Of 0.2 s a step this process works 0.02, the slowest 0.18: it is judged from the sixth row on.
+    # Of 0.2 s a step this process works 0.02, the slowest 0.18: it is judged from the
+    # sixth row on.
     assert held == [0.0] * 5 + [pytest.approx(1.6)] * 3 and events == [("straggler", 1)]
     busy_s[1] = 0.03
     pace.row(90, steps=10, seconds=2.0, waited_s=1.8)

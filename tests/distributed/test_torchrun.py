@@ -14,18 +14,27 @@ TORCHRUN = Path(sys.executable).with_name("torchrun")
 
 pytestmark = [
     pytest.mark.torchrun,
-    pytest.mark.skipif(not TORCHRUN.exists(), reason=f"no torchrun beside {sys.executable}: install torch"),
+    pytest.mark.skipif(
+        not TORCHRUN.exists(),
+        reason=f"no torchrun beside {sys.executable}: install torch",
+    ),
 ]
 
 
 def torchrun(*words: object, **env: str) -> subprocess.CompletedProcess:
     command = [str(TORCHRUN), "--standalone", "--nproc-per-node=2", *map(str, words)]
     environ = environment(1) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env
-    return subprocess.run(command, env=environ, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    return subprocess.run(
+        command, env=environ, capture_output=True, text=True, cwd=ROOT, timeout=600
+    )
 
 
 def flags(workdir: Path) -> list[str]:
-    values = TINY | {"train.steps": 8, "model.dropout": 0.0, "checkpoint.every_steps": 0}
+    values = TINY | {
+        "train.steps": 8,
+        "model.dropout": 0.0,
+        "checkpoint.every_steps": 0,
+    }
     settings = [f"--config.{key}={str(value).lower()}" for key, value in values.items()]
     return ["--config", "quickstart", "--workdir", str(workdir), *settings]
 
@@ -39,7 +48,9 @@ def test_two_processes_of_torchrun_train_one_run(tmp_path):
     alone = {"train__steps": 8, "model__dropout": 0.0, "checkpoint__every_steps": 0}
     train(tmp_path / "alone", devices=2, **alone)
     together = losses(tmp_path / "torchrun")
-    assert len(together) == 8 and together == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    assert len(together) == 8 and together == pytest.approx(
+        losses(tmp_path / "alone"), rel=1e-5
+    )
 
 
 def test_a_script_that_has_not_joined_is_refused(tmp_path):

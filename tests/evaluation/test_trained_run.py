@@ -1,4 +1,6 @@
-"""A run taken from its workdir: which weights, on which devices, and the two commands."""
+"""A run taken from its workdir: which weights, on which devices, and the two
+commands.
+"""
 
 import dataclasses
 import io
@@ -34,7 +36,9 @@ from support.paths import DATA
 
 def test_the_average_is_read_and_nothing_else(trained, here, alone):
     state = trained[1]
-    average, weights = (jax.tree.leaves(jax.device_get(t)) for t in (state.ema, state.trainable))
+    average, weights = (
+        jax.tree.leaves(jax.device_get(t)) for t in (state.ema, state.trainable)
+    )
     assert any((a != w).any() for a, w in zip(average, weights, strict=True))
     for run in (here, alone):
         found = jax.tree.leaves(run.state.trainable)
@@ -43,7 +47,8 @@ def test_the_average_is_read_and_nothing_else(trained, here, alone):
         assert run.state.opt_state is None and run.state.ema is None
         assert int(run.state.step) == STEPS
     assert (
-        here.built.mesh.shape["fsdp"] == here.built.mesh.shape["tensor"] == 2 and alone.built.mesh.size == 1
+        here.built.mesh.shape["fsdp"] == here.built.mesh.shape["tensor"] == 2
+        and alone.built.mesh.size == 1
     )
     leaves = jax.tree.leaves(here.state.trainable)
     where = jax.tree.leaves(here.built.shardings.trainable)
@@ -61,21 +66,33 @@ def test_the_held_out_loss_is_that_of_the_run(trained, here, alone):
         assert found.tokens == logged["eval_tokens"] > 1000
         assert found.step == logged["step"] == STEPS
         assert found.perplexity == pytest.approx(math.exp(found.loss))
-        assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))  # a token is a byte
+        # a token is a byte
+        assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))
     assert seen[-1][0] == seen[-1][1] > 1
     assert alone.evaluate(validation_tokens=100).tokens == 100
 
 
 def test_any_mesh_writes_the_same_text(here, alone):
     prompts = ["the cat ", "é on"]
-    options = dict(max_tokens=12, sampling=TOP, seed=5, num_samples=5)  # more rows than a batch
+    # more rows than a batch
+    options = dict(max_tokens=12, sampling=TOP, seed=5, num_samples=5)
     found = alone.generate(prompts, **options)
     assert [len(samples) for samples in found] == [5, 5]
     texts = [[sample.text for sample in samples] for samples in found]
-    assert all(text.startswith(p) for p, some in zip(prompts, texts, strict=True) for text in some)
+    assert all(
+        text.startswith(p)
+        for p, some in zip(prompts, texts, strict=True)
+        for text in some
+    )
     assert len({tuple(s.tokens) for samples in found for s in samples}) == 10
-    assert all(sample.tokens.size == 12 and not sample.ended for some in found for sample in some)
-    assert [[s.text for s in some] for some in here.generate(prompts, **options)] == texts
+    assert all(
+        sample.tokens.size == 12 and not sample.ended
+        for some in found
+        for sample in some
+    )
+    assert [
+        [s.text for s in some] for some in here.generate(prompts, **options)
+    ] == texts
 
 
 def test_a_mesh_may_be_chosen_and_unfit_ones_are_replaced(trained):
@@ -87,8 +104,11 @@ def test_a_mesh_may_be_chosen_and_unfit_ones_are_replaced(trained):
     assert fitted.mesh == MeshConfig(data=1, fsdp=2)
     assert (fitted.batch.global_size, fitted.batch.accumulation) == (4, 1)
     staged = MeshConfig(pipeline=2, data=1, context=2, tensor=2)
-    again = RematConfig("full", every=5)  # of a chunk's layers, with padding: 5 divide no whole stack here
-    fitted = layout.fitted(dataclasses.replace(config, mesh=staged, remat=again), eight, None)[0]
+    # of a chunk's layers, with padding: 5 divide no whole stack here
+    again = RematConfig("full", every=5)
+    fitted = layout.fitted(
+        dataclasses.replace(config, mesh=staged, remat=again), eight, None
+    )[0]
     assert fitted.mesh == MeshConfig(data=1, fsdp=2, context=2, tensor=2)
     odd = dataclasses.replace(config, model={**config.model, "d_model": 15})
     assert layout.fitted(odd, two, None)[0].mesh == MeshConfig()
@@ -96,7 +116,7 @@ def test_a_mesh_may_be_chosen_and_unfit_ones_are_replaced(trained):
         trained_run.load_run(trained[0], mesh=MeshConfig(tensor=3))
 
 
-# --- how probable texts are -------------------------------------------------------------------------
+# --- how probable texts are -----------------------------------------------------------
 
 
 def test_windows_score_every_token_once_and_give_it_all_context_there_is_room_for():
@@ -104,7 +124,11 @@ def test_windows_score_every_token_once_and_give_it_all_context_there_is_room_fo
     found = windows(np.array([77]), text, 4)  # the example of lm_eval's documentation
     inputs = [window.tokens[:-1].tolist() for window in found]
     assert inputs == [[77, 0, 1, 2], [3, 4, 5, 6], [5, 6, 7, 8]]
-    assert [w.tokens[w.known :].tolist() for w in found] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [w.tokens[w.known :].tolist() for w in found] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9],
+    ]
     for before in range(1, 12):
         for after in range(9):
             for longest in (1, 2, 3, 5, 20):
@@ -114,16 +138,24 @@ def test_windows_score_every_token_once_and_give_it_all_context_there_is_room_fo
                 assert np.concatenate([[], *scored]).tolist() == whole[before:].tolist()
                 for window in found:
                     last = window.tokens[-1]
-                    full = whole[max(0, last - longest) : last + 1]  # all that there is room for
+                    # all that there is room for
+                    full = whole[max(0, last - longest) : last + 1]
                     assert window.tokens.tolist() == full.tolist() and window.known >= 1
 
 
 def direct(run, inputs: bytes, targets: bytes) -> np.ndarray:
-    """Returns the log-probabilities [S, V] of the whole forward pass, and of the targets [S]."""
+    """Returns the log-probabilities [S, V] of the whole forward pass, and of the
+    targets [S].
+    """
     tokens = np.frombuffer(inputs, np.uint8).astype(np.int32)[None]
-    batch = {"tokens": tokens, "positions": np.arange(tokens.shape[1], dtype=np.int32)[None]}
+    batch = {
+        "tokens": tokens,
+        "positions": np.arange(tokens.shape[1], dtype=np.int32)[None],
+    }
     state = jax.device_get((run.state.trainable, run.state.model_state))
-    logits = jax.jit(lambda arrays, b: run.spec.assemble(*arrays).forward(b))(state, batch)[0]
+    logits = jax.jit(lambda arrays, b: run.spec.assemble(*arrays).forward(b))(
+        state, batch
+    )[0]
     every = np.asarray(logits, np.float64)
     every -= np.log(np.exp(every).sum(-1, keepdims=True))
     return every, every[np.arange(len(targets)), np.frombuffer(targets, np.uint8)]
@@ -133,14 +165,31 @@ LONG = "the cat sat on a mat while two dogs ran past old t"
 
 
 def test_scores_are_those_of_the_whole_forward_pass(here, alone):
-    assert here.built.mesh.size == 8 and alone.built.mesh.size == 1 and here.longest == 32 < len(LONG) == 50
-    pairs = [("the cat ", "sat"), ("the cat", " sat"), ("a é", "é dog"), ("", "cat"), ("a", ""), ("", LONG)]
-    pairs += [(LONG, " dogs")] + [("the mat", f" {n} cats") for n in range(9)]  # more than one batch
+    assert (
+        here.built.mesh.size == 8
+        and alone.built.mesh.size == 1
+        and here.longest == 32 < len(LONG) == 50
+    )
+    pairs = [
+        ("the cat ", "sat"),
+        ("the cat", " sat"),
+        ("a é", "é dog"),
+        ("", "cat"),
+        ("a", ""),
+        ("", LONG),
+    ]
+    # more than one batch
+    pairs += [(LONG, " dogs")] + [("the mat", f" {n} cats") for n in range(9)]
     batches = []
-    scores = [run.score(pairs, watch=lambda *b: batches.append(b)) for run in (here, alone)]
+    scores = [
+        run.score(pairs, watch=lambda *b: batches.append(b)) for run in (here, alone)
+    ]
     assert batches[-1][0] == batches[-1][1] > 2
     for a, b in zip(*scores, strict=True):
-        assert a.log_probability == pytest.approx(b.log_probability, rel=1e-5) and a[1:] == b[1:]
+        assert (
+            a.log_probability == pytest.approx(b.log_probability, rel=1e-5)
+            and a[1:] == b[1:]
+        )
     found = scores[1]
     assert found[0] == found[1]  # the space goes to the word
     assert found[4] == (0.0, True, 0)
@@ -152,9 +201,14 @@ def test_scores_are_those_of_the_whole_forward_pass(here, alone):
         assert found[number].tokens == size
         assert found[number].log_probability == pytest.approx(expected.sum(), rel=1e-5)
     whole = b"\n" + LONG.encode()  # 50 to score, 32 at a time
-    parts = direct(alone, whole[:32], whole[1:33])[1], direct(alone, whole[18:50], whole[19:51])[1][-18:]
+    parts = (
+        direct(alone, whole[:32], whole[1:33])[1],
+        direct(alone, whole[18:50], whole[19:51])[1][-18:],
+    )
     assert found[5].tokens == 50
-    assert found[5].log_probability == pytest.approx(sum(part.sum() for part in parts), rel=1e-5)
+    assert found[5].log_probability == pytest.approx(
+        sum(part.sum() for part in parts), rel=1e-5
+    )
     whole = (LONG + " dogs").encode()  # cut off on the left
     expected = direct(alone, whole[-33:-1], whole[-32:])[1][-5:].sum()
     assert found[6].log_probability == pytest.approx(expected, rel=1e-5)
@@ -166,19 +220,33 @@ def test_greedy_is_what_greedy_decoding_writes(here, alone):
         (text,) = run.complete(["the cat"], max_tokens=6, sampling=greedy)
         assert len(text) == 6 and text.isascii()
         other = text[:-1] + chr(ord(text[-1]) ^ 1)
-        assert [score.greedy for score in run.score([("the cat", text), ("the cat", other)])] == [True, False]
+        assert [
+            score.greedy for score in run.score([("the cat", text), ("the cat", other)])
+        ] == [True, False]
 
 
 def test_an_answer_is_what_is_generated_up_to_the_first_stop(here):
-    prompts, options = ["the cat", "é on", "dogs"], dict(max_tokens=90, sampling=TOP, seed=5)
-    whole = [s.text[len(p) :] for p, (s,) in zip(prompts, here.generate(prompts, **options), strict=True)]
+    prompts, options = (
+        ["the cat", "é on", "dogs"],
+        dict(max_tokens=90, sampling=TOP, seed=5),
+    )
+    whole = [
+        s.text[len(p) :]
+        for p, (s,) in zip(prompts, here.generate(prompts, **options), strict=True)
+    ]
     assert all(len(text) > 60 for text in whole)
     assert here.complete(prompts, longest=200, **options) == whole
-    stop = next(whole[0][i : i + 3] for i in range(40, 80) if whole[0].find(whole[0][i : i + 3]) == i)
-    found = here.complete(prompts, stops=["", stop, "\0"], longest=200, **options)  # in rounds of 32, 58
+    stop = next(
+        whole[0][i : i + 3]
+        for i in range(40, 80)
+        if whole[0].find(whole[0][i : i + 3]) == i
+    )
+    # in rounds of 32, 58
+    found = here.complete(prompts, stops=["", stop, "\0"], longest=200, **options)
     assert 40 <= len(found[0]) < 80 and found[0] == whole[0][: whole[0].find(stop)]
     assert found == [text.partition(stop)[0].partition("\0")[0] for text in whole]
-    # Half of what the model can hold is left to the prompt, which is cut off on the left.
+    # Half of what the model can hold is left to the prompt, which is cut off on the
+    # left.
     (cut,) = here.complete([LONG], **options)
     (same,) = here.complete([LONG[-16:]], **options)
     assert cut == same and 0 < len(cut.encode()) <= 48
@@ -189,11 +257,22 @@ FOLDERS = DATA / "huggingface"  # made by the library itself: see make.py there
 
 @pytest.mark.parametrize("family, axes", [("smollm", {}), ("gemma3", {"fsdp": 4})])
 def test_published_models_score_as_their_own_library_says(family, axes, tmp_path):
-    flags = ["--from", FOLDERS / family, "--to", tmp_path / "work", "--format", "jaxdist"]
+    flags = [
+        "--from",
+        FOLDERS / family,
+        "--to",
+        tmp_path / "work",
+        "--format",
+        "jaxdist",
+    ]
     assert convert.main([str(flag) for flag in flags]) == 0
     run = trained_run.load_run(tmp_path / "work", mesh=MeshConfig(**axes))
-    assert run.built.mesh.size == 8 and ("local" in run.config.model["layer_pattern"]) == (family == "gemma3")
-    tokens, logits = (np.load(FOLDERS / family / f"{name}.npy") for name in ("tokens", "logits"))
+    assert run.built.mesh.size == 8 and (
+        "local" in run.config.model["layer_pattern"]
+    ) == (family == "gemma3")
+    tokens, logits = (
+        np.load(FOLDERS / family / f"{name}.npy") for name in ("tokens", "logits")
+    )
     parts = [window for row in tokens for window in windows(row[:1], row[1:], 64)]
     found = run._score(run.state.model_arrays, parts, longest=64)
     every = logits.astype(np.float64)
@@ -202,12 +281,17 @@ def test_published_models_score_as_their_own_library_says(family, axes, tmp_path
         expected = own[np.arange(len(row) - 1), row[1:]]
         np.testing.assert_allclose(score.log_probabilities, expected, atol=1e-5)
         assert score.likeliest.tolist() == (own[:-1].argmax(-1) == row[1:]).tolist()
-    if family == "smollm":  # it has a tokenizer.json, whose merges the bits per byte take into account
+    # it has a tokenizer.json, whose merges the bits per byte take into account
+    if family == "smollm":
         text = "the thin cat in the inn " * 9
         (tmp_path / "held.txt").write_text(text)
         file, cache = str(tmp_path / "held.txt"), str(tmp_path / "cache")
         data = dataclasses.replace(
-            run.config.data, source="text", path=file, validation_path=file, cache_dir=cache
+            run.config.data,
+            source="text",
+            path=file,
+            validation_path=file,
+            cache_dir=cache,
         )
         batch = dataclasses.replace(run.config.batch, sequence_length=32)
         config = dataclasses.replace(run.config, data=data, batch=batch)
@@ -215,7 +299,9 @@ def test_published_models_score_as_their_own_library_says(family, axes, tmp_path
         count = len(run.tokenizer.encode(text)) + 1  # and the end of the document
         assert count < len(text) and held.tokens == count - 1
         assert held.bytes_per_token == pytest.approx(len(text) / count)
-        assert held.bits_per_byte == pytest.approx(held.loss * count / len(text) / math.log(2))
+        assert held.bits_per_byte == pytest.approx(
+            held.loss * count / len(text) / math.log(2)
+        )
 
 
 def test_a_text_begins_as_its_tokenizer_says(alone):
@@ -228,7 +314,11 @@ def test_a_text_begins_as_its_tokenizer_says(alone):
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
     begins = bpe.BpeTokenizer(made.to_str())
-    assert (plain.begin_of_document, begins.begin_of_document, begins.end_of_document) == (None, 0, 1)
+    assert (
+        plain.begin_of_document,
+        begins.begin_of_document,
+        begins.end_of_document,
+    ) == (None, 0, 1)
     expected = {
         plain: ([2, 3], [1], ([2], [3]), ([1], [2])),
         begins: ([0, 2, 3], [0], ([0, 2], [3]), ([0], [2])),
@@ -236,21 +326,40 @@ def test_a_text_begins_as_its_tokenizer_says(alone):
     for tokenizer, ids in expected.items():
         run = dataclasses.replace(alone)
         vars(run)["tokenizer"] = tokenizer
-        pairs = [tuple(x.tolist() for x in run._encode_pair(*pair)) for pair in (("a", " b"), ("", "a"))]
+        pairs = [
+            tuple(x.tolist() for x in run._encode_pair(*pair))
+            for pair in (("a", " b"), ("", "a"))
+        ]
         assert (run._encode("a b").tolist(), run._encode("").tolist(), *pairs) == ids
 
 
 def test_generate_prints_the_text(trained, here, command):
-    flags = ("--workdir", trained[0], "--prompt", "a cat", "--max-tokens", 8, "--temperature", 0)
-    code, out, err = command(generate.main, *flags, "--mesh", "fsdp=2,context=2,tensor=2")
+    flags = (
+        "--workdir",
+        trained[0],
+        "--prompt",
+        "a cat",
+        "--max-tokens",
+        8,
+        "--temperature",
+        0,
+    )
+    code, out, err = command(
+        generate.main, *flags, "--mesh", "fsdp=2,context=2,tensor=2"
+    )
     assert "context 2" in err
     greedy = SamplingConfig(temperature=0.0)
-    assert (code, out) == (0, here.generate(["a cat"], max_tokens=8, sampling=greedy)[0][0].text + "\n")
+    assert (code, out) == (
+        0,
+        here.generate(["a cat"], max_tokens=8, sampling=greedy)[0][0].text + "\n",
+    )
     assert f"step {STEPS}" in err
 
 
 def test_evaluate_prints_json(trained, command):
-    code, out, _ = command(evaluate.main, "--workdir", trained[0], "--json", "--step", STEPS)
+    code, out, _ = command(
+        evaluate.main, "--workdir", trained[0], "--json", "--step", STEPS
+    )
     found = json.loads(out)
     assert code == 0 and found["step"] == STEPS and found["tokens"] > 1000
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
@@ -261,7 +370,9 @@ def test_evaluate_prints_json(trained, command):
 
 def test_what_cannot_be_is_told_with_its_exit_code(trained, tmp_path, command):
     flags = "--workdir", trained[0], "--prompt", "a", "--step", 3
-    code, _, err = command(lambda words: cli.exit_code(lambda: generate.main(words)), *flags)
+    code, _, err = command(
+        lambda words: cli.exit_code(lambda: generate.main(words)), *flags
+    )
     assert code == 77 and "there is no checkpoint of step 3" in err
     (tmp_path / "config.json").write_text((trained[0] / "config.json").read_text())
     with pytest.raises(CheckpointError, match="no checkpoint"):
@@ -271,8 +382,14 @@ def test_what_cannot_be_is_told_with_its_exit_code(trained, tmp_path, command):
         (("--workdir", trained[0]), "--prompt"),
         (("--workdir", trained[0], "--prompt", "a", "--top-p", 2), "top_p: got 2.0"),
         (("--workdir", trained[0], "--prompt", ""), "empty"),
-        (("--workdir", trained[0], "--prompt", "a", "--num-samples", 0), "num_samples=0"),
-        (("--workdir", trained[0], "--prompt", "a", "--mesh", "fspd=2"), "Did you mean fsdp"),
+        (
+            ("--workdir", trained[0], "--prompt", "a", "--num-samples", 0),
+            "num_samples=0",
+        ),
+        (
+            ("--workdir", trained[0], "--prompt", "a", "--mesh", "fspd=2"),
+            "Did you mean fsdp",
+        ),
         (("--workdir", trained[0], "--prompt", "a", "--mesh", "fsdp"), "fsdp"),
         (
             ("--workdir", trained[0], "--prompt", "a", "--mesh", "pipeline=2"),
@@ -284,7 +401,10 @@ def test_what_cannot_be_is_told_with_its_exit_code(trained, tmp_path, command):
     for flags, text in (
         (("--limit", 2), "go with --tasks"),
         (("--tasks", "python_lines", "--limit", 0), "--limit=0"),
-        (("--tasks", "python_lines", "--validation-tokens", 9), "does not go with --tasks"),
+        (
+            ("--tasks", "python_lines", "--validation-tokens", 9),
+            "does not go with --tasks",
+        ),
     ):
         with pytest.raises(ConfigError, match=text):
             command(evaluate.main, "--workdir", trained[0], *flags)
@@ -306,7 +426,7 @@ def test_a_damaged_checkpoint_is_passed_over(trained, here, tmp_path):
     assert "checkpoint 2 cannot be used" in lines[0]
 
 
-# --- text as it is drawn ---------------------------------------------------------------------------
+# --- text as it is drawn --------------------------------------------------------------
 
 
 def test_a_stream_is_what_generate_gives_at_once(alone):
@@ -316,7 +436,9 @@ def test_a_stream_is_what_generate_gives_at_once(alone):
         assert prompt + "".join(parts) == whole.text and 1 < len(parts) <= 3
 
 
-def test_prompts_come_from_files_and_from_a_terminal(trained, tmp_path, capsys, monkeypatch):
+def test_prompts_come_from_files_and_from_a_terminal(
+    trained, tmp_path, capsys, monkeypatch
+):
     (tmp_path / "a.txt").write_text("the cat")
     flags = ["--workdir", str(trained[0]), "--max-tokens", "9", "--temperature", "0"]
     assert generate.main([*flags, "--prompt-file", str(tmp_path / "a.txt")]) == 0
@@ -327,16 +449,23 @@ def test_prompts_come_from_files_and_from_a_terminal(trained, tmp_path, capsys, 
     assert generate.main([*flags, "--interactive"]) == 0
     said = capsys.readouterr()
     answer = by_file.removeprefix("the cat")
-    assert said.out == f"{answer}\n{answer}" and "error: " in said.err  # an empty line is no prompt
+    # an empty line is no prompt
+    assert said.out == f"{answer}\n{answer}" and "error: " in said.err
 
 
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
         ([], "give --prompt TEXT or --prompt-file FILE"),
-        (["--interactive", "--prompt", "a"], "--interactive reads its prompts: leave out --prompt"),
+        (
+            ["--interactive", "--prompt", "a"],
+            "--interactive reads its prompts: leave out --prompt",
+        ),
         (["--interactive", "--num-samples", "2"], "leave out --num-samples=2"),
-        (["--prompt-file", "/none"], "--prompt-file /none: No such file or directory; give"),
+        (
+            ["--prompt-file", "/none"],
+            "--prompt-file /none: No such file or directory; give",
+        ),
     ],
 )
 def test_prompts_that_are_none_are_refused(flags, text, capsys):

@@ -1,4 +1,6 @@
-"""Real commands on folders with a malformed file: an exit code that says so, and no traceback."""
+"""Real commands on folders with a malformed file: an exit code that says so, and no
+traceback.
+"""
 
 import os
 import shutil
@@ -19,11 +21,23 @@ CODES = (0, 1, 77, 78)
 FORMATS = {".json": JSON, ".jsonl": LINES, ".safetensors": TENSORS, "metadata": JSON}
 LIMIT_S = 300  # with imports and compiling, on a machine with other work
 
-SETTINGS = {"checkpoint__every_steps": 3, "optimizer__schedule": "constant"}  # which may be extended
+# which may be extended
+SETTINGS = {"checkpoint__every_steps": 3, "optimizer__schedule": "constant"}
 RUN_FILES = ("config.json", "run.json", "events.jsonl", "metrics.jsonl")
-STEP_FILES = ("checkpoints/6/manifest.json", "checkpoints/6/metadata/metadata", "checkpoints/identity")
-READ = {"report": ["{run}"], "checkpoint list": ["{run}"], "checkpoint verify": ["{run}"]}
-READ |= {"checkpoint inspect": ["{run}"], "checkpoint diff": ["{run}/checkpoints/3", "{run}/checkpoints/6"]}
+STEP_FILES = (
+    "checkpoints/6/manifest.json",
+    "checkpoints/6/metadata/metadata",
+    "checkpoints/identity",
+)
+READ = {
+    "report": ["{run}"],
+    "checkpoint list": ["{run}"],
+    "checkpoint verify": ["{run}"],
+}
+READ |= {
+    "checkpoint inspect": ["{run}"],
+    "checkpoint diff": ["{run}/checkpoints/3", "{run}/checkpoints/6"],
+}
 USE = {
     "generate": ["--workdir", "{run}", "--prompt", "def", "--max-tokens", "4"],
     "evaluate": ["--workdir", "{run}", "--json"],
@@ -33,18 +47,37 @@ IMPORT = {"convert": ["--from", "{model}", "--to", "{new}", "--format", "jaxdist
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 CASES = [("report", file) for file in (*RUN_FILES, "profile/top_ops.json")]
-CASES += [(command, file) for command in READ if command != "report" for file in (*STEP_FILES, "config.json")]
-CASES += [(command, file) for command in USE for file in ("config.json", *STEP_FILES, "tokenizer.json")]
+CASES += [
+    (command, file)
+    for command in READ
+    if command != "report"
+    for file in (*STEP_FILES, "config.json")
+]
+CASES += [
+    (command, file)
+    for command in USE
+    for file in ("config.json", *STEP_FILES, "tokenizer.json")
+]
 CASES += [("convert", f"model/{file}") for file in MODEL_FILES]
 CASES += [("train", file) for file in (*RUN_FILES, *STEP_FILES, "skipped.json")]
-USUAL = [("report", "run.json"), ("report", "events.jsonl"), ("checkpoint list", "config.json")]
+USUAL = [
+    ("report", "run.json"),
+    ("report", "events.jsonl"),
+    ("checkpoint list", "config.json"),
+]
 USUAL += [("checkpoint inspect", STEP_FILES[1]), ("checkpoint verify", STEP_FILES[0])]
-USUAL += [("generate", "config.json"), ("convert", "model/config.json"), ("train", "skipped.json")]
+USUAL += [
+    ("generate", "config.json"),
+    ("convert", "model/config.json"),
+    ("train", "skipped.json"),
+]
 
 
 @pytest.fixture(scope="module", name="sound")
 def sound_fixture(tmp_path_factory) -> Path:
-    """Returns a folder with a small run, all its files there may be, and a model of others."""
+    """Returns a folder with a small run, all its files there may be, and a model of
+    others.
+    """
     folder = tmp_path_factory.mktemp("sound")
     runs.train(folder / "run", **SETTINGS, train__steps=6)
     (folder / "run" / "skipped.json").write_text('{"windows": [[3, 5]]}')
@@ -58,7 +91,9 @@ def sound_fixture(tmp_path_factory) -> Path:
 
 
 def malform(file: Path, seed: str) -> None:
-    """Writes a trick or a random edit, and what a forger of checkpoints would write after it."""
+    """Writes a trick or a random edit, and what a forger of checkpoints would write
+    after it.
+    """
     draw, sound = Random(seed), file.read_bytes()
     format_ = FORMATS.get(file.suffix or file.name, BYTES)
     number = draw.randrange(2 * len(mutations.tricks_of(format_, sound)))
@@ -92,9 +127,11 @@ def run_on(sound: Path, work: Path, command: str, file: str, seed: str) -> None:
     )
     said = f"{command} with {file}, seed {seed}: exit code {done.returncode}\n{done.stderr[-1500:]}"
     assert done.returncode in CODES and "Traceback" not in done.stderr, said
-    shown = done.returncode == 1 and command in ("checkpoint verify", "checkpoint diff")  # on standard output
+    # on standard output
+    shown = done.returncode == 1 and command in ("checkpoint verify", "checkpoint diff")
     assert done.returncode == 0 or shown or done.stderr.strip(), said
-    assert command != "report" or done.returncode == 0, said  # of a run there is always a report
+    # of a run there is always a report
+    assert command != "report" or done.returncode == 0, said
 
 
 @pytest.mark.parametrize(("command", "file"), USUAL)
@@ -106,7 +143,13 @@ def test_a_command_says_what_is_wrong_with_a_file(sound, tmp_path, command, file
 @pytest.mark.parametrize(("command", "file"), CASES)
 def test_every_command_says_what_is_wrong_with_any_file(sound, tmp_path, command, file):
     for number in range(2):
-        run_on(sound, tmp_path / str(number), command, file, f"{SEED}/{number}/{command}/{file}")
+        run_on(
+            sound,
+            tmp_path / str(number),
+            command,
+            file,
+            f"{SEED}/{number}/{command}/{file}",
+        )
 
 
 def test_the_cases_are_many():

@@ -1,6 +1,8 @@
-"""Malformed files through everything that reads them: a value or an error of ours, in 5 s and 1 GiB.
+"""Malformed files through everything that reads them: a value or an error of ours, in 5
+s and 1 GiB.
 
-`FUZZ_INPUTS=20000 pytest -m slow -s tests/fuzz` runs so many; FUZZ_SEED changes the random ones.
+`FUZZ_INPUTS=20000 pytest -m slow -s tests/fuzz` runs so many; FUZZ_SEED changes the
+random ones.
 """
 
 import collections
@@ -20,8 +22,22 @@ from support.runs import environment, train
 SEED = os.environ.get("FUZZ_SEED", "0")
 SLOW_INPUTS = int(os.environ.get("FUZZ_INPUTS", "20000"))
 TRICKS, EDITS = 3, 2  # of each reader, by default
-OF_DATA = (".bin", "megatron index", "megatron tokens", "npz", "jsonl", "jsonl.gz", "text", "packing")
-OF_DATA += ("token cache's meta.json", "token cache's table", "token cache's tokens", "tokenizer.json")
+OF_DATA = (
+    ".bin",
+    "megatron index",
+    "megatron tokens",
+    "npz",
+    "jsonl",
+    "jsonl.gz",
+    "text",
+    "packing",
+)
+OF_DATA += (
+    "token cache's meta.json",
+    "token cache's table",
+    "token cache's tokens",
+    "tokenizer.json",
+)
 COSTLY = "state"  # which restores a checkpoint for each input
 WALL_S = 60  # for an answer: the program itself limits a reader's processor time
 
@@ -35,7 +51,9 @@ def run_fixture(tmp_path_factory) -> Path:
 
 
 class Readers:
-    """The program of `support.untrusted_readers`, started again whenever an input ends it."""
+    """The program of `support.untrusted_readers`, started again whenever an input ends
+    it.
+    """
 
     def __init__(self, run: Path):
         self._run = run
@@ -45,8 +63,14 @@ class Readers:
         command = [sys.executable, "-m", "support.untrusted_readers", str(self._run)]
         environ = environment(1) | {"PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}"}
         self._log = (self._run.parent / "readers.log").open("w+")
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
-        self._process = subprocess.Popen(command, env=environ, text=True, bufsize=1, **pipes)
+        pipes = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": self._log,
+        }
+        self._process = subprocess.Popen(
+            command, env=environ, text=True, bufsize=1, **pipes
+        )
         first = self._process.stdout.readline()
         assert first, (self._run.parent / "readers.log").read_text()[-3000:]
         self.tricks: dict[str, int] = json.loads(first)
@@ -84,7 +108,9 @@ def campaign(run: Path, inputs: list[tuple[str, int]] | None, total: int = 0) ->
     readers = Readers(run)
     try:
         if inputs is None:
-            left = max(total - sum(readers.tricks.values()), 0) // (len(readers.tricks) - 1)
+            left = max(total - sum(readers.tricks.values()), 0) // (
+                len(readers.tricks) - 1
+            )
             names = readers.tricks.items()
             inputs = [
                 (name, n)
@@ -99,7 +125,9 @@ def campaign(run: Path, inputs: list[tuple[str, int]] | None, total: int = 0) ->
         slowest = 0.0
         for name, number in inputs:
             answer = readers.ask(name, number)
-            counts[name, "defect" if answer["defect"] else answer["error"] or "value"] += 1
+            counts[
+                name, "defect" if answer["defect"] else answer["error"] or "value"
+            ] += 1
             slowest = max(slowest, answer["seconds"])
             if answer["defect"]:
                 defects[f"{name}: {answer['defect']}"].append(number)
@@ -108,9 +136,14 @@ def campaign(run: Path, inputs: list[tuple[str, int]] | None, total: int = 0) ->
     print(f"\nseed {SEED}: {len(inputs)} malformed files, the slowest {slowest:.2f} s")
     for name in dict.fromkeys(name for name, _ in inputs):
         print(
-            f"  {name}: " + ", ".join(f"{n} {what}" for (of, what), n in sorted(counts.items()) if of == name)
+            f"  {name}: "
+            + ", ".join(
+                f"{n} {what}" for (of, what), n in sorted(counts.items()) if of == name
+            )
         )
-    assert not defects, "\n".join(f"{len(n)} x ({name}) first {n[:3]}" for name, n in defects.items())
+    assert not defects, "\n".join(
+        f"{len(n)} x ({name}) first {n[:3]}" for name, n in defects.items()
+    )
 
 
 def test_a_malformed_file_gives_a_value_or_an_error_of_ours(run):
@@ -119,7 +152,9 @@ def test_a_malformed_file_gives_a_value_or_an_error_of_ours(run):
     draw = Random(SEED)
     inputs = []
     for name, known in readers.tricks.items():
-        inputs += [(name, n) for n in sorted(draw.sample(range(known), min(TRICKS, known)))]
+        inputs += [
+            (name, n) for n in sorted(draw.sample(range(known), min(TRICKS, known)))
+        ]
         inputs += [(name, known + n) for n in range(EDITS)]
         inputs += [(name, -1 - n) for n in range(readers.places) if name not in OF_DATA]
     assert len(inputs) > 150

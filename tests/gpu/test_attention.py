@@ -1,4 +1,6 @@
-"""cuDNN's attention against the reference in float32: segments, windows, both; a soft cap falls back."""
+"""cuDNN's attention against the reference in float32: segments, windows, both; a soft
+cap falls back.
+"""
 
 import functools
 import warnings
@@ -38,7 +40,9 @@ def segment_ids(device: jax.Device) -> jax.Array:
 
 
 def results(device: jax.Device, dtype, options, implementation: str):
-    """Returns output and gradients of q, k, v as float32 numpy arrays, and the compiled program's text."""
+    """Returns output and gradients of q, k, v as float32 numpy arrays, and the compiled
+    program's text.
+    """
     options = dict(options)
     if options.pop("segments", False):
         options["segment_ids_BS"] = segment_ids(device)
@@ -49,7 +53,11 @@ def results(device: jax.Device, dtype, options, implementation: str):
         out = forward(q, k, v)
         return jnp.sum(out.astype(jnp.float32) * w.astype(jnp.float32)), out
 
-    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)).lower(q, k, v).compile()
+    program = (
+        jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+        .lower(q, k, v)
+        .compile()
+    )
     (_, out), gradients = program(q, k, v)
     return [np.asarray(x, np.float32) for x in (out, *gradients)], program.as_text()
 
@@ -64,13 +72,17 @@ def test_bfloat16_equals_the_reference(options):
         np.testing.assert_allclose(a, b, atol=2e-2 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("options", [{"softcap": 20.0}, {"softcap": 20.0, "window": 100, "segments": True}])
+@pytest.mark.parametrize(
+    "options", [{"softcap": 20.0}, {"softcap": 20.0, "window": 100, "segments": True}]
+)
 def test_a_soft_cap_is_computed_by_xla(options):
     device = accelerator()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours, program = results(device, jnp.bfloat16, options, "auto")
-    assert IS_GPU == any("a softcap is set, so no cudnn kernel" in str(w.message) for w in caught)
+    assert IS_GPU == any(
+        "a softcap is set, so no cudnn kernel" in str(w.message) for w in caught
+    )
     assert "__cudnn$fmha" not in program
     wanted, _ = results(cpus(1)[0], jnp.float32, options, "reference")
     for a, b in zip(ours, wanted, strict=True):

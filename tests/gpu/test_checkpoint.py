@@ -1,4 +1,6 @@
-"""A run that moves: from a GPU to a mesh of CPU devices and back, with the same bits and the same losses."""
+"""A run that moves: from a GPU to a mesh of CPU devices and back, with the same bits
+and the same losses.
+"""
 
 import shutil
 from pathlib import Path
@@ -19,11 +21,20 @@ SAVED, LAST = 4, 8
 
 
 def train(workdir: Path, devices: list[jax.Device], steps: int, **mesh: int) -> None:
-    settings = TINY | {"checkpoint.every_steps": SAVED, "data.cache_dir": str(workdir.parent / "cache")}
-    settings |= {"train.steps": steps, "optimizer.schedule": "constant", "optimizer.warmup_steps": 2}
+    settings = TINY | {
+        "checkpoint.every_steps": SAVED,
+        "data.cache_dir": str(workdir.parent / "cache"),
+    }
+    settings |= {
+        "train.steps": steps,
+        "optimizer.schedule": "constant",
+        "optimizer.warmup_steps": 2,
+    }
     config = files.load("quickstart", folders=files.packaged_folders())
     with config.ignore_type():
-        config.update_from_flattened_dict(settings | {f"mesh.{axis}": size for axis, size in mesh.items()})
+        config.update_from_flattened_dict(
+            settings | {f"mesh.{axis}": size for axis, size in mesh.items()}
+        )
     trainer.run(run_config.from_config(config), workdir, devices=devices)
 
 
@@ -40,7 +51,9 @@ def test_a_checkpoint_goes_on_elsewhere(tmp_path):
         assert sorted(reference) == sorted(found) == list(range(1, LAST + 1))
         for step in range(1, LAST + 1):
             assert found[step] == pytest.approx(reference[step], rel=1e-5), step
-        assert [event["step"] for event in read_events(moves) if event["event"] == "restore"] == [SAVED]
+        assert [
+            event["step"] for event in read_events(moves) if event["event"] == "restore"
+        ] == [SAVED]
         # And back: what the CPU mesh has saved goes on where it began.
         train(moves, [device], LAST + 2)
     assert losses(moves)[LAST + 2] > 0

@@ -1,4 +1,6 @@
-"""A GPU's train step against a CPU's: loss, counts, gradients and the update, in float32 and in bfloat16."""
+"""A GPU's train step against a CPU's: loss, counts, gradients and the update, in
+float32 and in bfloat16.
+"""
 
 from dataclasses import replace
 
@@ -18,37 +20,71 @@ from support.models import OPTIMIZER, Result, batch_of, worst
 pytestmark = pytest.mark.gpu
 
 LLAMA = TransformerConfig(
-    vocab_size=128, num_layers=2, d_model=128, d_ff=192, num_heads=4, num_kv_heads=2, head_dim=32,
+    vocab_size=128,
+    num_layers=2,
+    d_model=128,
+    d_ff=192,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
     init_std=0.1,
-)  # fmt: skip
+)
 GEMMA = replace(
-    LLAMA, norm="rms_plus_one", norm_position="both", activation="gelu", layer_pattern=("local", "global"),
-    window=24, attention_softcap=20.0, logit_softcap=10.0, tie_embeddings=True, z_loss=1e-3, dropout=0.1,
-)  # fmt: skip
+    LLAMA,
+    norm="rms_plus_one",
+    norm_position="both",
+    activation="gelu",
+    layer_pattern=("local", "global"),
+    window=24,
+    attention_softcap=20.0,
+    logit_softcap=10.0,
+    tie_embeddings=True,
+    z_loss=1e-3,
+    dropout=0.1,
+)
 QWEN = replace(LLAMA, qk_norm="head", bias="qkv", layer_pattern=("local",), window=24)
 MODELS = {"llama": LLAMA, "gemma": GEMMA, "qwen": QWEN}
 LENGTH = 64
 
 
-def one_step(device: jax.Device, model: TransformerConfig, config: StepConfig, packed: bool) -> Result:
-    """Returns state, metrics and mean gradients after one step on a device, as numpy arrays."""
+def one_step(
+    device: jax.Device, model: TransformerConfig, config: StepConfig, packed: bool
+) -> Result:
+    """Returns state, metrics and mean gradients after one step on a device, as numpy
+    arrays.
+    """
     mesh_config = MeshConfig()
     mesh = build_mesh(mesh_config, [device])
     spec = describe(lambda rngs: Transformer(model, rngs=rngs))
     rules = build_rules(mesh_config, resolve_mesh(mesh_config, 1))
-    built = build_train_step(spec, OPTIMIZER, build_schedule(OPTIMIZER, 1000, 8), mesh, rules, config)
+    built = build_train_step(
+        spec, OPTIMIZER, build_schedule(OPTIMIZER, 1000, 8), mesh, rules, config
+    )
     batch = batch_of(model, 8, LENGTH)
     if packed:
-        batch["segment_ids"] = np.sort(np.random.default_rng(1).integers(1, 4, (8, LENGTH), np.int32), axis=1)
+        batch["segment_ids"] = np.sort(
+            np.random.default_rng(1).integers(1, 4, (8, LENGTH), np.int32), axis=1
+        )
     state = built.init()
     assert {d for x in jax.tree.leaves(state) for d in x.devices()} == {device}
-    return Result(*jax.device_get(built.inspect(state, jax.device_put(batch, built.batch_shardings(batch)))))
+    return Result(
+        *jax.device_get(
+            built.inspect(state, jax.device_put(batch, built.batch_shardings(batch)))
+        )
+    )
 
 
 def farthest(ours, wanted) -> float:
-    """Returns max over leaves of |difference|_2 / |reference|_2: Adam makes steps of noise."""
-    pairs = zip(*(map(np.float64, jax.tree.leaves(tree)) for tree in (ours, wanted)), strict=True)
-    return max(float(np.linalg.norm(a - b) / (np.linalg.norm(b) or 1)) for a, b in pairs)
+    """Returns max over leaves of |difference|_2 / |reference|_2: Adam makes steps of
+    noise.
+    """
+    pairs = zip(
+        *(map(np.float64, jax.tree.leaves(tree)) for tree in (ours, wanted)),
+        strict=True,
+    )
+    return max(
+        float(np.linalg.norm(a - b) / (np.linalg.norm(b) or 1)) for a, b in pairs
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
@@ -58,7 +94,9 @@ def test_float32(model, packed):
     assert accelerated != cpu
     config = StepConfig(remat="dots", accumulation=2)
     with jax.default_matmul_precision("highest"):
-        ours, wanted = (one_step(device, model, config, packed) for device in (accelerated, cpu))
+        ours, wanted = (
+            one_step(device, model, config, packed) for device in (accelerated, cpu)
+        )
     assert ours.metrics["loss"] == pytest.approx(wanted.metrics["loss"], rel=1e-6)
     assert ours.metrics["tokens"] == wanted.metrics["tokens"] > 0
     assert worst(ours.gradients, wanted.gradients) < 1e-5
@@ -70,6 +108,9 @@ def test_float32(model, packed):
 def test_bfloat16(name, packed):
     """Here a GPU's attention is cuDNN's: rows, windows and documents."""
     config = StepConfig(compute="bfloat16", remat="dots")
-    ours, wanted = (one_step(device, MODELS[name], config, packed) for device in (accelerator(), cpus(1)[0]))
+    ours, wanted = (
+        one_step(device, MODELS[name], config, packed)
+        for device in (accelerator(), cpus(1)[0])
+    )
     assert ours.metrics["loss"] == pytest.approx(wanted.metrics["loss"], rel=1e-3)
     assert worst(ours.gradients, wanted.gradients) < 2e-2

@@ -1,4 +1,6 @@
-"""Processes on a GPU: a device that hangs is ended by the watchdog, a preempted run goes on bit for bit."""
+"""Processes on a GPU: a device that hangs is ended by the watchdog, a preempted run
+goes on bit for bit.
+"""
 
 import json
 import signal
@@ -14,9 +16,14 @@ from support.runs import last_step, losses
 
 pytestmark = pytest.mark.gpu
 
-RUN = {"checkpoint__every_steps": 100_000, "optimizer__schedule": "constant", "optimizer__warmup_steps": 2}
+RUN = {
+    "checkpoint__every_steps": 100_000,
+    "optimizer__schedule": "constant",
+    "optimizer__warmup_steps": 2,
+}
 
-# A step that never ends: the device waits for a call to the host, and the host for the device.
+# A step that never ends: the device waits for a call to the host, and the host for the
+# device.
 HANG = """
 import sys, time
 from pathlib import Path
@@ -71,7 +78,9 @@ def test_a_preempted_run_goes_on_bit_for_bit(tmp_path):
     assert process.wait(120) == EXIT_PREEMPTED
     (event,) = [e for e in read_events(cut) if e["event"] == "preempted"]
     assert (cut / "checkpoints" / str(event["step"])).is_dir()
-    assert json.loads((cut / "run.json").read_text())["platform"] == ("gpu" if IS_GPU else "cpu")
+    assert json.loads((cut / "run.json").read_text())["platform"] == (
+        "gpu" if IS_GPU else "cpu"
+    )
     steps = event["step"] + 4
     finished(cut, train__steps=steps)
     finished(whole, train__steps=steps)

@@ -19,12 +19,16 @@ def test_every_chip_is_complete_sourced_and_found_by_kind():
     for chip in chips.CHIPS:
         assert all(chips.chip_for(kind) is chip for kind in chip.device_kinds)
         assert len(chip.source) > 10 and "://" not in chip.source
-        assert all(1e12 < peak < 2e16 for peak in chip.peak_flops_per_s.values()), chip.name
+        assert all(1e12 < peak < 2e16 for peak in chip.peak_flops_per_s.values()), (
+            chip.name
+        )
         assert 7e9 < chip.hbm_bytes < 4e11 and 2e11 < chip.hbm_bytes_per_s < 1e13
         assert 1e10 < chip.link_bytes_per_s * chip.num_links < 1e12
 
 
-@pytest.mark.parametrize("kind", ["", "cpu", "NVIDIA H300", "NVIDIA A100", "TPU v9", "h100"])
+@pytest.mark.parametrize(
+    "kind", ["", "cpu", "NVIDIA H300", "NVIDIA A100", "TPU v9", "h100"]
+)
 def test_an_unknown_chip_is_none_and_never_guessed(kind):
     assert chips.chip_for(kind) is None
 
@@ -32,7 +36,8 @@ def test_an_unknown_chip_is_none_and_never_guessed(kind):
 @pytest.mark.parametrize(
     "kind, dtype, tflops",
     [
-        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4),  # dense; 1979 is the sparse figure
+        # dense; 1979 is the sparse figure
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4),
         ("NVIDIA A100-SXM4-80GB", "bfloat16", 312),
         ("TPU v5 lite", "bfloat16", 197),
         ("TPU v5", "bfloat16", 459),
@@ -81,7 +86,13 @@ def test_networks_are_bytes_of_one_device(family, devices, gigabits):
 
 @pytest.mark.parametrize(
     "family, dims, one_way_gigabytes",
-    [("v5e", 2, 180), ("v5p", 3, 540), ("v6e", 2, 360), ("h100", 0, 450), ("a100", 0, 300)],
+    [
+        ("v5e", 2, 180),
+        ("v5p", 3, 540),
+        ("v6e", 2, 360),
+        ("h100", 0, 450),
+        ("a100", 0, 300),
+    ],
 )
 def test_links_are_one_way(family, dims, one_way_gigabytes):
     chip = chips.FAMILIES[family]
@@ -100,8 +111,12 @@ def test_capacity_is_the_compilers_where_it_is_known():
 
 
 def test_flags_are_added_behind_the_users_own():
-    flags = platform_flags.flag_environment("gpu", {"XLA_FLAGS": "--xla_dump_to=/tmp/x"})
-    assert flags["XLA_FLAGS"] == ("--xla_dump_to=/tmp/x --xla_gpu_enable_latency_hiding_scheduler=true")
+    flags = platform_flags.flag_environment(
+        "gpu", {"XLA_FLAGS": "--xla_dump_to=/tmp/x"}
+    )
+    assert flags["XLA_FLAGS"] == (
+        "--xla_dump_to=/tmp/x --xla_gpu_enable_latency_hiding_scheduler=true"
+    )
     assert flags["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.9"
 
 
@@ -120,21 +135,38 @@ SPARSE_CORE = "xla_tpu_enable_sparse_core_collective_offload_"
 
 
 @pytest.mark.parametrize(
-    "family, offloads", [("v5p", 6), ("v6e", 6), ("v5e", 0), ("v4", 0), ("tpu7x", 0), ("", 0)]
+    "family, offloads",
+    [("v5p", 6), ("v6e", 6), ("v5e", 0), ("v4", 0), ("tpu7x", 0), ("", 0)],
 )
-def test_collectives_go_to_the_sparse_core_where_a_chip_has_one_that_needs_to_be_told(family, offloads):
-    flags = platform_flags.flag_environment("tpu", {}, family=family).get("LIBTPU_INIT_ARGS", "")
+def test_collectives_go_to_the_sparse_core_where_a_chip_has_one_that_needs_to_be_told(
+    family, offloads
+):
+    flags = platform_flags.flag_environment("tpu", {}, family=family).get(
+        "LIBTPU_INIT_ARGS", ""
+    )
     assert flags.count(SPARSE_CORE) == offloads
     assert "xla_tpu_enable_data_parallel_all_reduce_opt=true" in flags
-    assert not platform_flags.left_to_the_user("tpu", {"LIBTPU_INIT_ARGS": flags}, family=family)
+    assert not platform_flags.left_to_the_user(
+        "tpu", {"LIBTPU_INIT_ARGS": flags}, family=family
+    )
 
 
 def test_who_sets_one_flag_of_a_group_sets_them_all_and_is_told():
     own = {"LIBTPU_INIT_ARGS": f"--{SPARSE_CORE}all_gather=false"}
-    flags = platform_flags.flag_environment("tpu", own, family="v5p")["LIBTPU_INIT_ARGS"]
-    assert flags.count("sparse_core") == 1 and "xla_sc" not in flags and "data_parallel" in flags
+    flags = platform_flags.flag_environment("tpu", own, family="v5p")[
+        "LIBTPU_INIT_ARGS"
+    ]
+    assert (
+        flags.count("sparse_core") == 1
+        and "xla_sc" not in flags
+        and "data_parallel" in flags
+    )
     (line,) = platform_flags.left_to_the_user("tpu", own, family="v5p")
-    assert "all_gather" in line and "9 other flags" in line and "xla_sc_disjoint_spmem" in line
+    assert (
+        "all_gather" in line
+        and "9 other flags" in line
+        and "xla_sc_disjoint_spmem" in line
+    )
     assert not platform_flags.left_to_the_user("tpu", own, family="v5e")
 
 
@@ -152,7 +184,9 @@ def test_who_sets_one_flag_of_a_group_sets_them_all_and_is_told():
     ],
 )
 def test_detect_family(environ, pci, family, tmp_path):
-    for i, (vendor, device) in enumerate([("0x8086", "0x0063"), ("0x1ae0", pci)][: 1 + bool(pci)]):
+    for i, (vendor, device) in enumerate(
+        [("0x8086", "0x0063"), ("0x1ae0", pci)][: 1 + bool(pci)]
+    ):
         (tmp_path / str(i)).mkdir()
         (tmp_path / str(i) / "vendor").write_text(vendor + "\n")
         (tmp_path / str(i) / "device").write_text(device + "\n")
@@ -160,7 +194,9 @@ def test_detect_family(environ, pci, family, tmp_path):
     assert platform_flags.detect_family(environ, pci_devices=tmp_path) == family
 
 
-@pytest.mark.parametrize("platform, family", [("tpu", ""), ("tpu", "v5p"), ("gpu", ""), ("cpu", "")])
+@pytest.mark.parametrize(
+    "platform, family", [("tpu", ""), ("tpu", "v5p"), ("gpu", ""), ("cpu", "")]
+)
 def test_the_flag_table_gives_a_reason_and_a_source(platform, family):
     text = platform_flags.flag_table(platform, family)
     for flag in platform_flags.flags_for(platform, family):
@@ -172,33 +208,53 @@ def start_jax(flags: str) -> subprocess.CompletedProcess:
         f"import os; os.environ.update(JAX_PLATFORMS='cpu', XLA_FLAGS={flags!r});"
         "import jax; jax.devices(); jax.numpy.zeros(1)"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=False
+    )
 
 
 def test_jaxlib_knows_the_gpu_flags():
-    assert start_jax("--xla_gpu_no_such_flag=1").returncode != 0  # an unknown one would abort
-    assert start_jax(platform_flags.flag_environment("gpu", {})["XLA_FLAGS"]).returncode == 0
+    # an unknown one would abort
+    assert start_jax("--xla_gpu_no_such_flag=1").returncode != 0
+    assert (
+        start_jax(platform_flags.flag_environment("gpu", {})["XLA_FLAGS"]).returncode
+        == 0
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family, topology", [("v5p", "v5p:2x2x1"), ("v6e", "v6e:2x2"), ("v5e", "v5e:2x2")])
+@pytest.mark.parametrize(
+    "family, topology", [("v5p", "v5p:2x2x1"), ("v6e", "v6e:2x2"), ("v5e", "v5e:2x2")]
+)
 def test_libtpu_starts_with_the_flags_of_a_family(family, topology):
-    pytest.importorskip("libtpu", reason='needs the TPU compiler: pip install "jaxdist[aot]"')
+    pytest.importorskip(
+        "libtpu", reason='needs the TPU compiler: pip install "jaxdist[aot]"'
+    )
     code = (
         "from jax.experimental import topologies as t;"
         f"print(t.get_topology_desc(platform='tpu', topology_name={topology!r}).devices[0].device_kind)"
     )
-    alone = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    alone = {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
     flags = platform_flags.flag_environment("tpu", {}, family=family)
 
     def started(flags):
         environ = os.environ | alone | flags
         return subprocess.run(
-            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False
+            [sys.executable, "-c", code],
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
         )
 
     assert chips.chip_for(started(flags).stdout.strip()).family == family
-    unknown = {"LIBTPU_INIT_ARGS": flags["LIBTPU_INIT_ARGS"] + " --xla_tpu_no_such_flag=true"}
+    unknown = {
+        "LIBTPU_INIT_ARGS": flags["LIBTPU_INIT_ARGS"] + " --xla_tpu_no_such_flag=true"
+    }
     assert started(unknown).returncode != 0  # so the test above can fail
 
 
@@ -216,7 +272,9 @@ def test_libtpu_starts_with_the_flags_of_a_family(family, topology):
     ],
 )
 def test_detect_platform(environ, files, platform):
-    assert platform_flags.detect_platform(environ, exists=files.__contains__) == platform
+    assert (
+        platform_flags.detect_platform(environ, exists=files.__contains__) == platform
+    )
 
 
 def test_extras_load_returns_the_module():

@@ -18,14 +18,28 @@ from jaxdist.protocols.model_spec import ModelSpec, describe
 
 PROMPTS = ([5, 9, 30, 2, 7], [11], [3, 3, 8, 1, 40, 41, 42, 43, 44])
 GREEDY = SamplingConfig(temperature=0.0)
-BASE = dict(vocab_size=48, num_layers=2, d_model=16, d_ff=32, num_heads=4, head_dim=8, init_std=0.4)
+BASE = dict(
+    vocab_size=48,
+    num_layers=2,
+    d_model=16,
+    d_ff=32,
+    num_heads=4,
+    head_dim=8,
+    init_std=0.4,
+)
 VARIANTS = {
     "rotary, grouped heads, qk norm": dict(num_kv_heads=2, qk_norm="head"),
     "learned, tied, biases": dict(
-        positions="learned", max_positions=40, norm="layer", gated=False, activation="gelu",
-        bias="all", tie_embeddings=True, logit_softcap=5.0,
+        positions="learned",
+        max_positions=40,
+        norm="layer",
+        gated=False,
+        activation="gelu",
+        bias="all",
+        tie_embeddings=True,
+        logit_softcap=5.0,
     ),
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -48,9 +62,13 @@ def generator(variant: str, **axes: int):
         jax.NamedSharding(mesh, rules.stored(names, leaf.shape))
         for leaf, names in spec.named_parameters().values()
     ]
-    trainable = jax.device_put(trainable, jax.tree.unflatten(jax.tree.structure(trainable), places))
+    trainable = jax.device_put(
+        trainable, jax.tree.unflatten(jax.tree.structure(trainable), places)
+    )
     if mesh.size > 1:
-        assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(trainable))
+        assert any(
+            not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(trainable)
+        )
     generate = decoding.TokenGenerator(spec, mesh, rules)
     return functools.partial(generate, (trainable, *others))
 
@@ -65,7 +83,9 @@ def forward(variant: str, tokens) -> np.ndarray:
 @functools.cache
 def _forward(variant: str):
     spec, *arrays = model_of(variant)
-    return functools.partial(jax.jit(lambda arrays, b: spec.assemble(*arrays).forward(b)), arrays)
+    return functools.partial(
+        jax.jit(lambda arrays, b: spec.assemble(*arrays).forward(b)), arrays
+    )
 
 
 def naive_greedy(variant: str, prompt: list[int], count: int) -> list[int]:
@@ -90,10 +110,13 @@ def test_cached_logits_equal_the_whole_forward_pass(variant):
         last = jnp.take_along_axis(tokens, length_B[:, None], axis=1)
         return filled, *model.decode(last, cache._replace(length=length_B))
 
-    length_B = np.array([11, 4, 7], np.int32)  # rows end at different places: the rest is padding
+    # rows end at different places: the rest is padding
+    length_B = np.array([11, 4, 7], np.int32)
     filled, one, cache = decode(arrays, tokens, length_B)
     np.testing.assert_allclose(filled, expected, atol=1e-5, rtol=1e-5)
-    np.testing.assert_allclose(one[:, 0], expected[range(3), length_B], atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(
+        one[:, 0], expected[range(3), length_B], atol=1e-5, rtol=1e-5
+    )
     np.testing.assert_array_equal(cache.length, length_B + 1)
 
 
@@ -115,7 +138,9 @@ def test_the_end_token_ends_a_row_alone():
     for before, after in zip(whole, found, strict=True):
         text = before.tokens.tolist()
         assert after.ended == (end in text)
-        assert after.tokens.tolist() == (text[: text.index(end)] if after.ended else text)
+        assert after.tokens.tolist() == (
+            text[: text.index(end)] if after.ended else text
+        )
 
 
 def test_meshes_and_batches_change_no_token():
@@ -130,7 +155,9 @@ def test_meshes_and_batches_change_no_token():
         for a, b in zip([*one, *one, one[2]], [*many, *split, *alone], strict=True):
             assert a.tokens.tolist() == b.tokens.tolist()
     other = generator(variant)(PROMPTS, max_tokens=7, sampling=sampling, seed=4)
-    assert any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(one, other, strict=True))
+    assert any(
+        a.tokens.tolist() != b.tokens.tolist() for a, b in zip(one, other, strict=True)
+    )
 
 
 def test_sizes_in_one_bucket_share_a_program():
@@ -170,7 +197,8 @@ LOGITS = np.log([0.4, 0.3, 0.15, 0.1, 0.05])
         (dict(top_p=0.69), [4, 3, 0, 0, 0]),
         (dict(top_p=0.75), [0.4, 0.3, 0.15, 0, 0]),
         (dict(top_p=0.01), [1, 0, 0, 0, 0]),
-        (dict(top_k=3, top_p=0.8), [4, 3, 0, 0, 0]),  # 0.7 of the 0.85 that top_k leaves
+        # 0.7 of the 0.85 that top_k leaves
+        (dict(top_k=3, top_p=0.8), [4, 3, 0, 0, 0]),
     ],
 )
 def test_only_the_allowed_tokens_keep_their_shares(options, expected):
@@ -178,7 +206,9 @@ def test_only_the_allowed_tokens_keep_their_shares(options, expected):
     assert not faults(sampling)
     logits = jnp.tile(jnp.float32(LOGITS), (2, 1))[:, order]
     found = jax.nn.softmax(decoding.restrict(logits, sampling))[1]
-    np.testing.assert_allclose(found, np.array(expected)[order] / np.sum(expected), rtol=1e-5)
+    np.testing.assert_allclose(
+        found, np.array(expected)[order] / np.sum(expected), rtol=1e-5
+    )
 
 
 def test_draws_follow_the_distribution():
@@ -188,7 +218,8 @@ def test_draws_follow_the_distribution():
     tokens = jax.jit(decoding.choose, static_argnums=2)(
         logits, jax.random.split(jax.random.key(0), draws), sampling
     )
-    expected = np.array([0.16, 0.09, 0.0225, 0.01, 0]) / 0.2825  # squares: temperature 1/2
+    # squares: temperature 1/2
+    expected = np.array([0.16, 0.09, 0.0225, 0.01, 0]) / 0.2825
     shares = np.bincount(tokens, minlength=5) / draws
     assert shares[4] == 0
     np.testing.assert_allclose(shares, expected, atol=4 * np.sqrt(0.25 / draws))
@@ -201,4 +232,5 @@ def test_faults_are_told_at_once():
     assert len(error.value.faults) == 5
     assert "longest sequence of 40" in str(error.value)
     assert generate([], max_tokens=1) == []
-    assert generate([[1] * 39], max_tokens=1)[0].tokens.size == 1  # the last place of the table
+    # the last place of the table
+    assert generate([[1] * 39], max_tokens=1)[0].tokens.size == 1

@@ -1,4 +1,6 @@
-"""Folders of families with experts: there and back by commands, and what their files have no place for."""
+"""Folders of families with experts: there and back by commands, and what their files
+have no place for.
+"""
 
 import json
 
@@ -12,7 +14,10 @@ from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.trainer import cli
 from support.huggingface import EXPERTS, FOLDERS, load_all, run_convert
 
-NAMES = [EXPERTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS[1:])]
+NAMES = [
+    EXPERTS[0],
+    *(pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS[1:]),
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -23,21 +28,38 @@ def test_a_converted_workdir_computes_the_same_and_goes_back(name, tmp_path):
     model = run.config.model
     (load,) = trees.flatten_names(run.state.model_state).values()
     dense = model["first_dense_layers"]
-    assert model["balance"] == "batch" and load.shape == (3 - dense, model["num_experts"])
+    assert model["balance"] == "batch" and load.shape == (
+        3 - dense,
+        model["num_experts"],
+    )
     assert dense == (name == "qwen3_moe")
     np.testing.assert_allclose(load, 1 / model["num_experts"])
     tokens, expected = np.load(source / "tokens.npy"), np.load(source / "logits.npy")
     greedy = SamplingConfig(temperature=0.0, end_tokens=(10**6,))
     found = run._continued(list(tokens), range(len(tokens)), greedy, max_tokens=1)
     assert [int(one.tokens[0]) for one in found] == expected[:, -1].argmax(-1).tolist()
-    dtype = {"float32": "float32", "bfloat16": "bfloat16"}[str(load_all(source)["model.norm.weight"].dtype)]
-    assert run_convert(work, back, "huggingface", "--dtype", dtype, "--max-shard-gb", "0.00001") == 0
+    dtype = {"float32": "float32", "bfloat16": "bfloat16"}[
+        str(load_all(source)["model.norm.weight"].dtype)
+    ]
+    assert (
+        run_convert(
+            work, back, "huggingface", "--dtype", dtype, "--max-shard-gb", "0.00001"
+        )
+        == 0
+    )
     before, after = load_all(source), load_all(back)
     assert before.keys() == after.keys() and len(list(back.glob("*.safetensors"))) > 3
     assert all(before[key].tobytes() == after[key].tobytes() for key in before)
-    old, new = (json.loads((folder / "config.json").read_text()) for folder in (source, back))
+    old, new = (
+        json.loads((folder / "config.json").read_text()) for folder in (source, back)
+    )
     assert interop.derive(old) == interop.derive(new)
-    same = {"architectures", "intermediate_size", "moe_intermediate_size", "router_aux_loss_coef"}
+    same = {
+        "architectures",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "router_aux_loss_coef",
+    }
     assert all(old.get(key) == new.get(key) for key in same)
 
 
@@ -61,7 +83,11 @@ def flags(folder, **changes):
         "mesh.expert": 2,
     }
     given |= {key.replace("__", "."): value for key, value in changes.items()}
-    return ["--config", "quickstart", *(f"--config.{key}={value}" for key, value in given.items())]
+    return [
+        "--config",
+        "quickstart",
+        *(f"--config.{key}={value}" for key, value in given.items()),
+    ]
 
 
 def test_the_load_is_kept_even_by_what_files_have_a_place_for(tmp_path):
@@ -71,8 +97,12 @@ def test_the_load_is_kept_even_by_what_files_have_a_place_for(tmp_path):
     assert resolved()["balance"] == "batch"
     for chosen in ("bias", "sequence", "none"):
         assert resolved(model__balance=chosen)["balance"] == chosen
-    chosen = resolved(model__balance_weight=0.5, model__router_z_loss=1e-3, model__capacity_factor=2.0)
-    assert [chosen[key] for key in ("balance_weight", "router_z_loss", "capacity_factor")] == [0.5, 1e-3, 2.0]
+    chosen = resolved(
+        model__balance_weight=0.5, model__router_z_loss=1e-3, model__capacity_factor=2.0
+    )
+    assert [
+        chosen[key] for key in ("balance_weight", "router_z_loss", "capacity_factor")
+    ] == [0.5, 1e-3, 2.0]
     with pytest.raises(ConfigError, match="model.experts_per_token=1, there 2"):
         resolved(model__experts_per_token=1)
 
@@ -80,7 +110,9 @@ def test_the_load_is_kept_even_by_what_files_have_a_place_for(tmp_path):
 def test_a_bias_of_the_choice_is_left_out_only_when_told(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     run = tmp_path / "run"
-    chosen = flags(tmp_path, model__balance="bias", data__validation_path=tmp_path / "tokens.bin")
+    chosen = flags(
+        tmp_path, model__balance="bias", data__validation_path=tmp_path / "tokens.bin"
+    )
     assert train.main([*chosen, "--workdir", str(run)]) == 0
     with pytest.raises(ConfigError) as refused:
         run_convert(run, tmp_path / "out", "huggingface")

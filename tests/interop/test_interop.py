@@ -1,4 +1,6 @@
-"""Folders that transformers wrote (tests/data/huggingface) in, and out again, without transformers."""
+"""Folders that transformers wrote (tests/data/huggingface) in, and out again, without
+transformers.
+"""
 
 import json
 import shutil
@@ -30,8 +32,12 @@ WINDOW = 5  # of the folders' sliding layers
 
 
 def test_there_is_a_folder_of_every_family():
-    kinds = {json.loads((FOLDERS / name / "config.json").read_text())["model_type"] for name in FAMILIES}
-    assert kinds == set(interop.FAMILIES) and len(FAMILIES) > len(kinds)  # smollm is a llama
+    kinds = {
+        json.loads((FOLDERS / name / "config.json").read_text())["model_type"]
+        for name in FAMILIES
+    }
+    # smollm is a llama
+    assert kinds == set(interop.FAMILIES) and len(FAMILIES) > len(kinds)
     assert any((FOLDERS / name / INDEX).is_file() for name in FAMILIES)
     assert np.load(FOLDERS / "mistral" / "tokens.npy").shape[1] > WINDOW
 
@@ -56,7 +62,11 @@ SHARDED_TOO = ("gpt2", "gemma3")  # the others: tests/interop/test_transformers.
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in SHARDED_TOO else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
+    "name",
+    [
+        n if n in SHARDED_TOO else pytest.param(n, marks=pytest.mark.slow)
+        for n in FAMILIES
+    ],
 )
 def test_logits_on_data_2_fsdp_2_tensor_2(name):
     difference, _, parameters = compare(FOLDERS / name, MESH)
@@ -66,18 +76,27 @@ def test_logits_on_data_2_fsdp_2_tensor_2(name):
     assert sum(not where.is_fully_replicated for where in placed) >= 7
 
 
-FIRST = [EXPERTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS[1:])]
+FIRST = [
+    EXPERTS[0],
+    *(pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS[1:]),
+]
 
 
 @pytest.mark.parametrize("name", FIRST)
 def test_logits_on_expert_2_fsdp_2_tensor_2(name):
-    """Each device has its experts' kernels, cut by fsdp and tensor, and every byte was read once."""
+    """Each device has its experts' kernels, cut by fsdp and tensor, and every byte was
+    read once.
+    """
     difference, tensors, parameters = compare(FOLDERS / name, EXPERT_MESH)
     assert difference <= 1e-5
-    assert tensors.bytes_read == sum(x.nbytes for x in load_all(FOLDERS / name).values())
+    assert tensors.bytes_read == sum(
+        x.nbytes for x in load_all(FOLDERS / name).values()
+    )
     for path in ("gate", "up", "down"):
         assert parameters[f"blocks/mlp/{path}"].ndim == 4
-        assert tuple(sorted(str(x) for x in parameters[f"blocks/mlp/{path}"].sharding.spec[1:])) == (
+        assert tuple(
+            sorted(str(x) for x in parameters[f"blocks/mlp/{path}"].sharding.spec[1:])
+        ) == (
             "expert",
             "fsdp",
             "tensor",
@@ -86,23 +105,38 @@ def test_logits_on_expert_2_fsdp_2_tensor_2(name):
 
 @pytest.mark.parametrize("name", FIRST)
 def test_merged_experts_are_read_too(name, tmp_path, imported):
-    """transformers 5 has them as one tensor a layer in memory, and writes them so when it is told to."""
+    """transformers 5 has them as one tensor a layer in memory, and writes them so when
+    it is told to.
+    """
     shutil.copyfile(FOLDERS / name / "config.json", tmp_path / "config.json")
     before = load_all(FOLDERS / name)
-    merged = {key: x for key, x in before.items() if ".experts." not in key and "_moe.gate" not in key}
+    merged = {
+        key: x
+        for key, x in before.items()
+        if ".experts." not in key and "_moe.gate" not in key
+    }
     experts = json.loads((tmp_path / "config.json").read_text())
     count = experts.get("num_local_experts") or experts["num_experts"]
     block, kernels = (
-        ("block_sparse_moe", "w1 w3 w2") if name == "mixtral" else ("mlp", "gate_proj up_proj down_proj")
+        ("block_sparse_moe", "w1 w3 w2")
+        if name == "mixtral"
+        else ("mlp", "gate_proj up_proj down_proj")
     )
-    for layer in {*range(experts["num_hidden_layers"])} - {*experts.get("mlp_only_layers", ())}:
+    for layer in {*range(experts["num_hidden_layers"])} - {
+        *experts.get("mlp_only_layers", ())
+    }:
         start = f"model.layers.{layer}."
         gate, up, down = (
-            [before[f"{start}{block}.experts.{i}.{kernel}.weight"] for i in range(count)]
+            [
+                before[f"{start}{block}.experts.{i}.{kernel}.weight"]
+                for i in range(count)
+            ]
             for kernel in kernels.split()
         )
         merged[f"{start}mlp.gate.weight"] = before[f"{start}{block}.gate.weight"]
-        merged[f"{start}mlp.experts.gate_up_proj"] = np.concatenate([np.stack(gate), np.stack(up)], 1)
+        merged[f"{start}mlp.experts.gate_up_proj"] = np.concatenate(
+            [np.stack(gate), np.stack(up)], 1
+        )
         merged[f"{start}mlp.experts.down_proj"] = np.stack(down)
     save(merged, tmp_path / SINGLE)
     at = opened(tmp_path)
@@ -113,18 +147,24 @@ def test_merged_experts_are_read_too(name, tmp_path, imported):
     assert at.tensors.bytes_read == sum(x.nbytes for x in merged.values())
     del merged["model.layers.1.mlp.experts.down_proj"]
     save(merged, tmp_path / SINGLE)
-    with pytest.raises(ConfigError, match="missing tensors: model.layers.1.mlp.experts.down_proj$"):
+    with pytest.raises(
+        ConfigError, match="missing tensors: model.layers.1.mlp.experts.down_proj$"
+    ):
         opened(tmp_path)
 
 
 def written(parameters, name, target, **options):
-    """Exports parameters read from a family's folder; returns config.json and the tensors."""
+    """Exports parameters read from a family's folder; returns config.json and the
+    tensors.
+    """
     _, values = interop.derive(interop.read_config(FOLDERS / name))
     kind = interop.read_config(FOLDERS / name)["model_type"]
     family, fields = interop.fields_of(values, {"model_type": kind})
     shapes = {path: x.shape for path, x in parameters.items()}
     options = {"dtype": "float32", "max_shard_bytes": 10_000} | options
-    size = interop.export(target, family, fields, shapes, lambda p: np.asarray(parameters[p]), **options)
+    size = interop.export(
+        target, family, fields, shapes, lambda p: np.asarray(parameters[p]), **options
+    )
     fields = json.loads((target / "config.json").read_text())
     assert fields["model_type"] == kind and interop.derive(fields)[1] == values
     tensors = load_all(target)
@@ -152,10 +192,14 @@ def test_a_tensor_that_is_not_finite_is_refused_by_its_name(tmp_path, dtype):
 def test_what_is_written_is_what_was_read(imported, tmp_path, name):
     before = load_all(FOLDERS / name)
     fields, after = written(imported(name)[2], name, tmp_path)
-    assert fields["architectures"] == interop.read_config(FOLDERS / name)["architectures"]
+    assert (
+        fields["architectures"] == interop.read_config(FOLDERS / name)["architectures"]
+    )
     assert after.keys() == before.keys()
     for key in before:
-        np.testing.assert_array_equal(before[key].astype(np.float32), after[key], err_msg=key)
+        np.testing.assert_array_equal(
+            before[key].astype(np.float32), after[key], err_msg=key
+        )
     index = json.loads((tmp_path / INDEX).read_text())
     assert len(set(index["weight_map"].values())) > 1
     for file in tmp_path.glob("model-*.safetensors"):
@@ -166,26 +210,38 @@ def test_what_is_written_is_what_was_read(imported, tmp_path, name):
 def test_bfloat16_files_come_back_bit_for_bit(imported, tmp_path):
     before = load_all(FOLDERS / "qwen2")
     assert {str(x.dtype) for x in before.values()} == {"bfloat16"}
-    fields, after = written(imported("qwen2")[2], "qwen2", tmp_path, dtype="bfloat16", max_shard_bytes=10**9)
+    fields, after = written(
+        imported("qwen2")[2], "qwen2", tmp_path, dtype="bfloat16", max_shard_bytes=10**9
+    )
     assert (tmp_path / SINGLE).is_file() and not (tmp_path / INDEX).exists()
     assert fields["torch_dtype"] == "bfloat16"
     for key in before:
-        assert before[key].tobytes() == after[key].tobytes() and after[key].dtype == before[key].dtype
+        assert (
+            before[key].tobytes() == after[key].tobytes()
+            and after[key].dtype == before[key].dtype
+        )
 
 
-# --- reading shards --------------------------------------------------------------------------------
+# --- reading shards -------------------------------------------------------------------
 
 
 def test_each_shard_is_read_once_and_nothing_else():
-    """Replicas on data are not read again; a fused tensor is cut; a stack is read layer by layer."""
+    """Replicas on data are not read again; a fused tensor is cut; a stack is read layer
+    by layer.
+    """
     for name in ("phi3", "gpt2"):
         at = opened(FOLDERS / name, MESH)
         assert at.mesh.shape["data"] == 2
         whole = load_all(FOLDERS / name)
         loaded = at.tensors.load(at.wanted)
         assert at.tensors.bytes_read == sum(x.nbytes for x in whole.values())
-        alone = {p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here()) for p, x in at.wanted.items()}
-        for path, x in interop.Tensors(FOLDERS / name, at.tensors.family).load(alone).items():
+        alone = {
+            p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here())
+            for p, x in at.wanted.items()
+        }
+        for path, x in (
+            interop.Tensors(FOLDERS / name, at.tensors.family).load(alone).items()
+        ):
             np.testing.assert_array_equal(x, loaded[path], err_msg=path)
 
 
@@ -194,7 +250,9 @@ def here():
 
 
 def test_a_shard_may_cut_any_dim():
-    """Heads and head size are one dim in the file: a cut of the second is many ranges there."""
+    """Heads and head size are one dim in the file: a cut of the second is many ranges
+    there.
+    """
     at = opened(FOLDERS / "gemma2")
     tensors, wanted = at.tensors, at.wanted
     whole = tensors.load(wanted)
@@ -216,9 +274,13 @@ def test_a_shard_may_cut_any_dim():
         assert tensors.bytes_read == sum(x.nbytes for x in whole.values())
 
 
-@pytest.mark.parametrize("base, close", [("none", 1e-5), pytest.param("int8", 0.15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "base, close", [("none", 1e-5), pytest.param("int8", 0.15, marks=pytest.mark.slow)]
+)
 def test_adapters_stand_on_the_weights_and_change_nothing_at_first(base, close):
-    """LoRA keeps a kernel as `base`, QLoRA as codes and scales: both come from the folder."""
+    """LoRA keeps a kernel as `base`, QLoRA as codes and scales: both come from the
+    folder.
+    """
     if base != "none":
         pytest.importorskip("qwix")
     folder = FOLDERS / "gpt2"
@@ -231,7 +293,7 @@ def test_adapters_stand_on_the_weights_and_change_nothing_at_first(base, close):
     assert np.abs(found - expected).max() <= close
 
 
-# --- config.json -----------------------------------------------------------------------------------
+# --- config.json ----------------------------------------------------------------------
 
 COMMON = {
     "architectures": ["X"],
@@ -240,27 +302,57 @@ COMMON = {
     "torch_dtype": "bfloat16",
 }
 SIZES = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "max_position_embeddings": 2048, "hidden_act": "silu",
-}  # fmt: skip
-# Fields as published folders have them, in the spelling of their time, and values that they must give.
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 2048,
+    "hidden_act": "silu",
+}
+# Fields as published folders have them, in the spelling of their time, and values that
+# they must give.
 PUBLISHED = {
     "Llama 2": (
-        {"model_type": "llama", "rms_norm_eps": 1e-5, "pretraining_tp": 1, "rope_scaling": None},
-        {"num_kv_heads": 8, "head_dim": 8, "rope_theta": 10000.0, "tie_embeddings": False, "norm_eps": 1e-5},
+        {
+            "model_type": "llama",
+            "rms_norm_eps": 1e-5,
+            "pretraining_tp": 1,
+            "rope_scaling": None,
+        },
+        {
+            "num_kv_heads": 8,
+            "head_dim": 8,
+            "rope_theta": 10000.0,
+            "tie_embeddings": False,
+            "norm_eps": 1e-5,
+        },
     ),
     "Llama 3.2": (
         {
-            "model_type": "llama", "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
-            "attention_bias": False, "mlp_bias": False, "rope_theta": 500000.0, "tie_word_embeddings": True,
+            "model_type": "llama",
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
             "rope_scaling": {
-                "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+                "factor": 32.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
             },
         },
         {
-            "rope_theta": 500000.0, "rope_factor": 32.0, "rope_original_positions": 8192, "head_dim": 16,
-            "rope_scaling": "llama3", "tie_embeddings": True,
+            "rope_theta": 500000.0,
+            "rope_factor": 32.0,
+            "rope_original_positions": 8192,
+            "head_dim": 16,
+            "rope_scaling": "llama3",
+            "tie_embeddings": True,
         },
     ),
     "linear": (
@@ -268,54 +360,108 @@ PUBLISHED = {
         {"rope_scaling": "linear", "rope_factor": 4.0},
     ),
     "Mistral 0.1": (
-        {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 1024, "rms_norm_eps": 1e-5},
+        {
+            "model_type": "mistral",
+            "num_key_value_heads": 2,
+            "sliding_window": 1024,
+            "rms_norm_eps": 1e-5,
+        },
         {"window": 1024, "layer_pattern": ("local",), "num_kv_heads": 2},
     ),
     "Mistral 0.3": (
-        {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None, "rope_theta": 1e6},
+        {
+            "model_type": "mistral",
+            "num_key_value_heads": 2,
+            "sliding_window": None,
+            "rope_theta": 1e6,
+        },
         {"window": 0, "layer_pattern": ("global",), "rope_theta": 1e6},
     ),
     "Qwen 2.5": (
         {
-            "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32768,
-            "max_window_layers": 21, "tie_word_embeddings": True, "use_mrope": None,
+            "model_type": "qwen2",
+            "use_sliding_window": False,
+            "sliding_window": 32768,
+            "max_window_layers": 21,
+            "tie_word_embeddings": True,
+            "use_mrope": None,
         },
-        {"bias": "qkv", "window": 0, "layer_pattern": ("global",), "tie_embeddings": True},
+        {
+            "bias": "qkv",
+            "window": 0,
+            "layer_pattern": ("global",),
+            "tie_embeddings": True,
+        },
     ),
     "Qwen 3": (
-        {"model_type": "qwen3", "head_dim": 32, "attention_bias": False, "use_sliding_window": False},
+        {
+            "model_type": "qwen3",
+            "head_dim": 32,
+            "attention_bias": False,
+            "use_sliding_window": False,
+        },
         {"qk_norm": "head", "head_dim": 32, "bias": "none"},
     ),
     "Gemma 2": (
         {
-            "model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid",
-            "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 144, "sliding_window": 512,
-            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "head_dim": 16,
+            "model_type": "gemma2",
+            "hidden_act": "gelu_pytorch_tanh",
+            "cache_implementation": "hybrid",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 144,
+            "sliding_window": 512,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "head_dim": 16,
             "num_key_value_heads": 4,
         },
         {
-            "attention_scale": 1 / 12, "embedding_scale": 8.0, "attention_softcap": 50.0, "window": 512,
-            "layer_pattern": ("local", "global"), "norm": "rms_plus_one", "norm_position": "both",
-            "activation": "gelu", "logit_softcap": 30.0, "tie_embeddings": True,
+            "attention_scale": 1 / 12,
+            "embedding_scale": 8.0,
+            "attention_softcap": 50.0,
+            "window": 512,
+            "layer_pattern": ("local", "global"),
+            "norm": "rms_plus_one",
+            "norm_position": "both",
+            "activation": "gelu",
+            "logit_softcap": 30.0,
+            "tie_embeddings": True,
         },
     ),
     "Gemma 3 text": (
         {
-            "model_type": "gemma3_text", "hidden_act": "gelu_pytorch_tanh",
-            "hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 8, "sliding_window": 512,
-            "sliding_window_pattern": 6, "head_dim": 16,
-            "rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None,
-            "query_pre_attn_scalar": 256, "num_key_value_heads": 1, "attn_logit_softcapping": None,
+            "model_type": "gemma3_text",
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "num_hidden_layers": 8,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "head_dim": 16,
+            "rope_theta": 1000000,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "query_pre_attn_scalar": 256,
+            "num_key_value_heads": 1,
+            "attn_logit_softcapping": None,
         },
         {
-            "layer_pattern": ("local",) * 5 + ("global",), "rope_theta": 1e6, "rope_theta_local": 1e4,
-            "qk_norm": "head", "attention_softcap": 0.0, "num_kv_heads": 1,
+            "layer_pattern": ("local",) * 5 + ("global",),
+            "rope_theta": 1e6,
+            "rope_theta_local": 1e4,
+            "qk_norm": "head",
+            "attention_softcap": 0.0,
+            "num_kv_heads": 1,
         },
     ),
     "Phi 3": (
         {
-            "model_type": "phi3", "original_max_position_embeddings": 4096, "sliding_window": 2047,
-            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "auto_map": {"AutoConfig": "x.Y"}, "rope_scaling": None,
+            "model_type": "phi3",
+            "original_max_position_embeddings": 4096,
+            "sliding_window": 2047,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "auto_map": {"AutoConfig": "x.Y"},
+            "rope_scaling": None,
         },
         {"window": 2047, "layer_pattern": ("local",), "rotary_fraction": 1.0},
     ),
@@ -325,39 +471,81 @@ PUBLISHED = {
     ),
     "Mixtral": (
         {
-            "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5,
-            "num_key_value_heads": 2, "rope_theta": 1e6, "sliding_window": None, "attention_dropout": 0.0,
-            "output_router_logits": False, "router_aux_loss_coef": 0.02, "tie_word_embeddings": False,
+            "model_type": "mixtral",
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 2,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+            "attention_dropout": 0.0,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.02,
+            "tie_word_embeddings": False,
         },
         {
-            "num_experts": 8, "experts_per_token": 2, "expert_d_ff": 160, "normalise_top_k": True,
-            "rope_theta": 1e6, "window": 0, "num_kv_heads": 2,
+            "num_experts": 8,
+            "experts_per_token": 2,
+            "expert_d_ff": 160,
+            "normalise_top_k": True,
+            "rope_theta": 1e6,
+            "window": 0,
+            "num_kv_heads": 2,
         },
     ),
     "Qwen 3 MoE": (
         {
-            "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-            "moe_intermediate_size": 24, "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 16,
-            "max_window_layers": 48, "use_sliding_window": False, "sliding_window": None,
-            "rope_scaling": None, "router_aux_loss_coef": 0.001, "output_router_logits": False,
+            "model_type": "qwen3_moe",
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 24,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "head_dim": 16,
+            "max_window_layers": 48,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "rope_scaling": None,
+            "router_aux_loss_coef": 0.001,
+            "output_router_logits": False,
             "attention_bias": False,
         },
         {
-            "num_experts": 128, "experts_per_token": 8, "expert_d_ff": 24, "d_ff": 160, "qk_norm": "head",
-            "normalise_top_k": True, "head_dim": 16, "num_kv_heads": 4, "window": 0, "norm_eps": 1e-6,
+            "num_experts": 128,
+            "experts_per_token": 8,
+            "expert_d_ff": 24,
+            "d_ff": 160,
+            "qk_norm": "head",
+            "normalise_top_k": True,
+            "head_dim": 16,
+            "num_kv_heads": 4,
+            "window": 0,
+            "norm_eps": 1e-6,
         },
     ),
     "OLMoE": (
         {
-            "model_type": "olmoe", "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False,
-            "clip_qkv": None, "attention_bias": False, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01,
+            "model_type": "olmoe",
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "clip_qkv": None,
+            "attention_bias": False,
+            "rope_theta": 10000.0,
+            "router_aux_loss_coef": 0.01,
         },
         {
-            "num_experts": 64, "experts_per_token": 8, "expert_d_ff": 160, "normalise_top_k": False,
-            "qk_norm": "projection", "num_kv_heads": 8, "norm_eps": 1e-5,
+            "num_experts": 64,
+            "experts_per_token": 8,
+            "expert_d_ff": 160,
+            "normalise_top_k": False,
+            "qk_norm": "projection",
+            "num_kv_heads": 8,
+            "norm_eps": 1e-5,
         },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -366,7 +554,10 @@ def test_published_configs_are_read(name):
     family, values = interop.derive(COMMON | SIZES | own)
     assert family.model_type == own["model_type"]
     found = {
-        key: pytest.approx(values[key]) if isinstance(values[key], float) else values[key] for key in expected
+        key: pytest.approx(values[key])
+        if isinstance(values[key], float)
+        else values[key]
+        for key in expected
     }
     assert found == expected
     again, fields = interop.fields_of(values, own)
@@ -389,15 +580,30 @@ def test_gpt2_as_it_was_first_published():
         "layer_norm_epsilon": 1e-05,
     }
     values = interop.derive(fields)[1]
-    assert (values["d_ff"], values["head_dim"], values["max_positions"]) == (3072, 64, 1024)
-    assert values["tie_embeddings"] and values["positions"] == "learned" and values["bias"] == "all"
+    assert (values["d_ff"], values["head_dim"], values["max_positions"]) == (
+        3072,
+        64,
+        1024,
+    )
+    assert (
+        values["tie_embeddings"]
+        and values["positions"] == "learned"
+        and values["bias"] == "all"
+    )
 
 
 def test_the_text_part_of_a_multimodal_gemma(tmp_path):
-    """Its config is nested and leaves out defaults; its tensors have another prefix, and company."""
+    """Its config is nested and leaves out defaults; its tensors have another prefix,
+    and company.
+    """
     source = FOLDERS / "gemma3"
     text = interop.read_config(source)
-    whole = {"model_type": "gemma3", "text_config": text, "vision_config": {"x": 1}, "boi_token_index": 5}
+    whole = {
+        "model_type": "gemma3",
+        "text_config": text,
+        "vision_config": {"x": 1},
+        "boi_token_index": 5,
+    }
     (tmp_path / "config.json").write_text(json.dumps(whole))
     assert interop.derive(interop.read_config(tmp_path)) == interop.derive(text)
     assert interop.derive({"model_type": "gemma3_text"})[1]["vocab_size"] == 262_208
@@ -433,18 +639,40 @@ REFUSED = {
         "rope_scaling.mscale='x': a number > 0 is required",
     ),
     "yarn backwards": (
-        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 2}},
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "beta_fast": 1,
+                "beta_slow": 2,
+            }
+        },
         "needs 0 < beta_slow <= beta_fast",
     ),
     "longrope": (
-        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 0.0]}},
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 4,
+                "long_factor": [1.0, 0.0],
+            }
+        },
         "rope_parameters.long_factor=[1.0, 0.0]: a list of numbers > 0 is required",
     ),
     "short longrope": (
-        {"rope_scaling": {"type": "su", "short_factor": [1.0] * 4, "long_factor": [1.0] * 3}},
+        {
+            "rope_scaling": {
+                "type": "su",
+                "short_factor": [1.0] * 4,
+                "long_factor": [1.0] * 3,
+            }
+        },
         "model.rope_long_factor has 3 numbers: model.rope_scaling=longrope needs 4, one for each frequency",
     ),
-    "dynamic": ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling.factor is missing"),
+    "dynamic": (
+        {"rope_scaling": {"type": "dynamic"}},
+        "rope_scaling.factor is missing",
+    ),
     "yarn of Phi": (
         {
             "model_type": "phi3",
@@ -454,7 +682,10 @@ REFUSED = {
         },
         "rope_scaling.rope_type='yarn': not built; there are default, longrope",
     ),
-    "part of rope": ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
+    "part of rope": (
+        {"rope_scaling": {"rope_type": "linear"}},
+        "rope_scaling.factor is missing",
+    ),
     "field in rope": (
         {"rope_parameters": {"rope_type": "default", "wat": 1}},
         "rope_parameters.wat=1: this field",
@@ -464,18 +695,45 @@ REFUSED = {
         "residual_multiplier=0.22: this field is not understood",
     ),
     "mlp bias": ({"mlp_bias": True}, "mlp_bias=True: not supported; required False"),
-    "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}: this field"),
-    "activation": ({"hidden_act": "relu2"}, "hidden_act='relu2': not built; there are silu"),
+    "quantised": (
+        {"quantization_config": {"bits": 4}},
+        "quantization_config={'bits': 4}: this field",
+    ),
+    "activation": (
+        {"hidden_act": "relu2"},
+        "hidden_act='relu2': not built; there are silu",
+    ),
     "type": ({"hidden_size": "64"}, "hidden_size='64': a whole number is required"),
-    "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: not built for this architecture"),
-    "own code": ({"model_type": "mine", "auto_map": {}}, "auto_map={}: code of the folder, never run"),
-    "unknown": ({"model_type": "granite", "logits_scaling": 8.0}, "logits_scaling=8.0: this field"),
+    "partial": (
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor=0.5: not built for this architecture",
+    ),
+    "own code": (
+        {"model_type": "mine", "auto_map": {}},
+        "auto_map={}: code of the folder, never run",
+    ),
+    "unknown": (
+        {"model_type": "granite", "logits_scaling": 8.0},
+        "logits_scaling=8.0: this field",
+    ),
     "look-alike": ({"model_type": "helium"}, "model_type='helium': it rotates pairs"),
-    "type of types": ({"model_type": ["llama"]}, "model_type=['llama']: a name is required"),
-    "endless layers": ({"num_hidden_layers": 10**20}, "at most 100,000 layers are supported"),
-    "no kv heads": ({"num_key_value_heads": 0}, "num_key_value_heads=0: a whole number > 0 is required"),
+    "type of types": (
+        {"model_type": ["llama"]},
+        "model_type=['llama']: a name is required",
+    ),
+    "endless layers": (
+        {"num_hidden_layers": 10**20},
+        "at most 100,000 layers are supported",
+    ),
+    "no kv heads": (
+        {"num_key_value_heads": 0},
+        "num_key_value_heads=0: a whole number > 0 is required",
+    ),
     "no head": ({"head_dim": 0}, "head_dim=0: a whole number > 0 is required"),
-    "not legal here": ({"num_key_value_heads": 3}, "model.num_kv_heads=3 does not divide"),
+    "not legal here": (
+        {"num_key_value_heads": 3},
+        "model.num_kv_heads=3 does not divide",
+    ),
 }
 
 
@@ -486,7 +744,9 @@ def test_what_is_not_understood_is_named(name):
     with pytest.raises(ConfigError) as raised:
         interop.derive(LLAMA | changes)
     assert any(text in fault for fault in raised.value.faults), raised.value.faults
-    assert len(raised.value.faults) == 1 or changes.get("model_type"), raised.value.faults
+    assert len(raised.value.faults) == 1 or changes.get("model_type"), (
+        raised.value.faults
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -494,7 +754,20 @@ def test_a_field_with_any_other_value_is_refused_or_read(name):
     """Never a traceback; and what is read can be written and read again."""
     config, refusals = interop.read_config(FOLDERS / name), 0
     for key in config:
-        for value in (None, "x", [], [[]], {}, {"rope_type": []}, -1, 0, 0.5, True, float("nan"), "absent"):
+        for value in (
+            None,
+            "x",
+            [],
+            [[]],
+            {},
+            {"rope_type": []},
+            -1,
+            0,
+            0.5,
+            True,
+            float("nan"),
+            "absent",
+        ):
             changed = config | {key: value}
             if value == "absent":
                 del changed[key]
@@ -504,7 +777,10 @@ def test_a_field_with_any_other_value_is_refused_or_read(name):
                 refusals += 1
                 assert all(fault.startswith("config.json: ") for fault in error.faults)
                 continue
-            assert interop.derive(interop.fields_of(values, changed)[1])[1] == values, (key, value)
+            assert interop.derive(interop.fields_of(values, changed)[1])[1] == values, (
+                key,
+                value,
+            )
     assert refusals > 60
 
 
@@ -519,23 +795,51 @@ REFUSED_EXPERTS = {
         {"mlp_only_layers": [], "decoder_sparse_step": 4},
         "decoder_sparse_step=4: requ",
     ),
-    "no layer": ("qwen3_moe", {"mlp_only_layers": "0"}, "mlp_only_layers='0': a list of layers is required"),
+    "no layer": (
+        "qwen3_moe",
+        {"mlp_only_layers": "0"},
+        "mlp_only_layers='0': a list of layers is required",
+    ),
     "windows": (
         "qwen3_moe",
         {"max_window_layers": 2},
         "max_window_layers=2: versions of transformers differ",
     ),
-    "clipped": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0: not supported; required None"),
-    "heads": ("olmoe", {"head_dim": 8}, "head_dim=8: required hidden_size / num_attention_heads = 4"),
+    "clipped": (
+        "olmoe",
+        {"clip_qkv": 8.0},
+        "clip_qkv=8.0: not supported; required None",
+    ),
+    "heads": (
+        "olmoe",
+        {"head_dim": 8},
+        "head_dim=8: required hidden_size / num_attention_heads = 4",
+    ),
     "shared": (
         "olmoe",
         {"shared_expert_intermediate_size": 8},
         "shared_expert_intermediate_size=8: this field",
     ),
-    "too many a token": ("mixtral", {"num_experts_per_tok": 5}, "model.experts_per_token=5 of model.num_exp"),
-    "none": ("mixtral", {"num_local_experts": 0}, "num_local_experts=0: a whole number > 0 is required"),
-    "endless": ("mixtral", {"num_local_experts": 10**9}, "at most 1,000,000 of all layers are supported"),
-    "two counts": ("olmoe", {"num_local_experts": 5}, "num_local_experts=5: num_experts is 4; leave out"),
+    "too many a token": (
+        "mixtral",
+        {"num_experts_per_tok": 5},
+        "model.experts_per_token=5 of model.num_exp",
+    ),
+    "none": (
+        "mixtral",
+        {"num_local_experts": 0},
+        "num_local_experts=0: a whole number > 0 is required",
+    ),
+    "endless": (
+        "mixtral",
+        {"num_local_experts": 10**9},
+        "at most 1,000,000 of all layers are supported",
+    ),
+    "two counts": (
+        "olmoe",
+        {"num_local_experts": 5},
+        "num_local_experts=5: num_experts is 4; leave out",
+    ),
 }
 
 
@@ -562,8 +866,14 @@ def test_experts_that_are_not_built_are_named(name):
     ],
 )
 def test_dense_layers_between_are_a_pattern(step, dense, first, pattern):
-    """As in transformers: a layer has experts where the step says so, unless it is named."""
-    named = {"decoder_sparse_step": step, "mlp_only_layers": dense, "num_hidden_layers": 12}
+    """As in transformers: a layer has experts where the step says so, unless it is
+    named.
+    """
+    named = {
+        "decoder_sparse_step": step,
+        "mlp_only_layers": dense,
+        "num_hidden_layers": 12,
+    }
     fields = interop.read_config(FOLDERS / "qwen3_moe") | named
     values = interop.derive(fields)[1]
     kinds = {"d": "dense", "s": "sparse"}
@@ -579,7 +889,10 @@ def test_all_faults_come_at_once():
     del wrong["vocab_size"]
     with pytest.raises(ConfigError) as raised:
         interop.derive(wrong)
-    assert len(raised.value.faults) == 4 and "vocab_size is missing" in raised.value.faults[0]
+    assert (
+        len(raised.value.faults) == 4
+        and "vocab_size is missing" in raised.value.faults[0]
+    )
 
 
 def test_an_unknown_architecture_with_llamas_fields_is_read_as_llamas():
@@ -594,13 +907,28 @@ def test_an_unknown_architecture_with_llamas_fields_is_read_as_llamas():
         ({"bias": "qkv"}, "qwen2"),
         ({"bias": "attention"}, "llama"),
         ({"window": 8, "layer_pattern": ("local",)}, "mistral"),
-        ({"window": 8, "layer_pattern": ("global", "local"), "qk_norm": "head"}, "qwen3"),
+        (
+            {"window": 8, "layer_pattern": ("global", "local"), "qk_norm": "head"},
+            "qwen3",
+        ),
         ({"rotary_fraction": 0.5}, "phi3"),
         ({"norm_position": "post", "qk_norm": "projection"}, "olmo2"),
-        ({"dropout": 0.3, "z_loss": 1e-4, "init_std": 0.5}, "llama"),  # no matter for logits
+        # no matter for logits
+        ({"dropout": 0.3, "z_loss": 1e-4, "init_std": 0.5}, "llama"),
         ({"rope_low_factor": 3.0, "max_positions": 77}, "llama"),  # without effect
-        ({"num_experts": 8, "d_ff": 100, "expert_d_ff": 60, "balance": "none"}, "mixtral"),
-        ({"num_experts": 8, "qk_norm": "head", "normalise_top_k": False, "expert_d_ff": 60}, "qwen3_moe"),
+        (
+            {"num_experts": 8, "d_ff": 100, "expert_d_ff": 60, "balance": "none"},
+            "mixtral",
+        ),
+        (
+            {
+                "num_experts": 8,
+                "qk_norm": "head",
+                "normalise_top_k": False,
+                "expert_d_ff": 60,
+            },
+            "qwen3_moe",
+        ),
         ({"num_experts": 8, "qk_norm": "projection", "router_z_loss": 1e-3}, "olmoe"),
     ],
 )
@@ -615,8 +943,14 @@ def test_the_family_that_can_express_the_values_is_chosen(changes, family):
         ({"norm": "layer", "gated": False, "activation": "relu"}, "nearest, "),
         ({"embedding_scale": 2.0}, "model.embedding_scale=2.0, there 1.0"),
         ({"logit_softcap": 30.0}, "model.logit_softcap=30.0"),
-        ({"num_experts": 8, "num_shared_experts": 1}, "model.num_shared_experts=1, there 0"),
-        ({"num_experts": 8, "scores": "sigmoid"}, "model.scores='sigmoid', there 'softmax'"),
+        (
+            {"num_experts": 8, "num_shared_experts": 1},
+            "model.num_shared_experts=1, there 0",
+        ),
+        (
+            {"num_experts": 8, "scores": "sigmoid"},
+            "model.scores='sigmoid', there 'softmax'",
+        ),
     ],
 )
 def test_values_that_no_family_has_are_named(changes, text):
@@ -625,7 +959,7 @@ def test_values_that_no_family_has_are_named(changes, text):
     assert any(text in fault for fault in raised.value.faults), raised.value.faults
 
 
-# --- folders that are not right --------------------------------------------------------------------
+# --- folders that are not right -------------------------------------------------------
 
 
 @pytest.fixture
@@ -682,7 +1016,8 @@ def test_missing_unexpected_and_misshapen_tensors_are_listed(folder, shapes):
         file.unlink()
     assert tensors.pop("model.layers.1.mlp.up_proj.weight").shape == (24, 16)
     tensors["model.layers.0.self_attn.q_norm.weight"] = np.ones(4, np.float32)
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(2, np.float32)  # of old files
+    # of old files
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(2, np.float32)
     tensors["model.norm.weight"] = np.ones(8, np.float32)
     tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int8)
     save(tensors, folder / SINGLE)
@@ -706,11 +1041,20 @@ def test_pickled_weights_are_never_read(folder, shapes):
     refused(folder, shapes, "no model.safetensors")
     (folder / "config.json").unlink()
     refused(folder, shapes, "no config.json there")
-    refused("some-lab/small-7b", shapes, "hf download some-lab/small-7b --local-dir models/small-7b")
-    refused("models/small-7b", shapes, "hf download OWNER/MODEL --local-dir models/small-7b")
+    refused(
+        "some-lab/small-7b",
+        shapes,
+        "hf download some-lab/small-7b --local-dir models/small-7b",
+    )
+    refused(
+        "models/small-7b", shapes, "hf download OWNER/MODEL --local-dir models/small-7b"
+    )
 
 
 def test_another_model_than_the_configs_is_refused(shapes):
     _, values = interop.derive(interop.read_config(FOLDERS / "llama"))
-    with pytest.raises(ConfigError, match="holds another model than the config: model.d_ff=48, there 24"):
+    with pytest.raises(
+        ConfigError,
+        match="holds another model than the config: model.d_ff=48, there 24",
+    ):
         interop.open_weights(FOLDERS / "llama", values | {"d_ff": 48}, shapes)

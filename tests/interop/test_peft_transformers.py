@@ -1,4 +1,5 @@
-"""Adapters against PEFT itself: what it wrote we read, what we write it loads, with the same logits.
+"""Adapters against PEFT itself: what it wrote we read, what we write it loads, with the
+same logits.
 
 tests/models/test_lora.py proves the first on folders made before (tests/data/peft).
 """
@@ -24,14 +25,21 @@ from support.transformers_folders import NAMES, made, make  # noqa: E402
 
 RANK, ALPHA = 4, 10
 # PEFT's own choice of layers, and ours of the same kernels.
-CHOICES = {name: (["q_proj", "v_proj", "down_proj"], ("query", "value", "down")) for name in NAMES}
-CHOICES |= dict.fromkeys(EXPERTS, (["q_proj", "v_proj", "o_proj"], ("query", "value", "out")))
+CHOICES = {
+    name: (["q_proj", "v_proj", "down_proj"], ("query", "value", "down"))
+    for name in NAMES
+}
+CHOICES |= dict.fromkeys(
+    EXPERTS, (["q_proj", "v_proj", "o_proj"], ("query", "value", "out"))
+)
 CHOICES["gpt2"] = (["c_attn", "mlp.c_fc"], ("query", "key", "value", "up"))
 CHOICES["phi3"] = ("all-linear", (".*",))
 
 
 def theirs(base, folder):
-    """Returns PEFT's model of the base with the adapter in a folder; nothing may be missing in it."""
+    """Returns PEFT's model of the base with the adapter in a folder; nothing may be
+    missing in it.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*(missing|unexpected).*")
         model = peft.PeftModel.from_pretrained(base, folder).eval()
@@ -42,12 +50,18 @@ def theirs(base, folder):
     return model
 
 
-READ = [name for name in NAMES if name != "qwen3_moe"]  # the last one: with dense layers between
-UNLIKE = ("llama", "gemma2", "gpt2", "phi3")  # in how their layers are called or put together
+# the last one: with dense layers between
+READ = [name for name in NAMES if name != "qwen3_moe"]
+# in how their layers are called or put together
+UNLIKE = ("llama", "gemma2", "gpt2", "phi3")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in UNLIKE else pytest.param(name, marks=pytest.mark.slow) for name in READ]
+    "name",
+    [
+        name if name in UNLIKE else pytest.param(name, marks=pytest.mark.slow)
+        for name in READ
+    ],
 )
 def test_peft_in_and_out(name, tmp_path):
     folder, there, here = (tmp_path / part for part in ("base", "there", "here"))
@@ -55,7 +69,11 @@ def test_peft_in_and_out(name, tmp_path):
     base = made(name, folder)
     targets, kernels = CHOICES[name]
     about = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=RANK, lora_alpha=ALPHA, target_modules=targets, fan_in_fan_out=name == "gpt2"
+        task_type="CAUSAL_LM",
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=targets,
+        fan_in_fan_out=name == "gpt2",
     )
     model = peft.get_peft_model(base, about).eval()
     torch.manual_seed(1)
@@ -75,14 +93,23 @@ def test_peft_in_and_out(name, tmp_path):
     trainable, _, frozen = jax.jit(spec.init_params)(
         jax.random.key(0), trees.flatten_names(parameters) | factors
     )
-    np.testing.assert_allclose(logits_of(spec, trainable, frozen, tokens), logits, atol=1e-5)
+    np.testing.assert_allclose(
+        logits_of(spec, trainable, frozen, tokens), logits, atol=1e-5
+    )
 
-    # Others of ours, as training would leave them: where a layer is several kernels, each has its own A.
+    # Others of ours, as training would leave them: where a layer is several kernels,
+    # each has its own A.
     keys = iter(jax.random.split(jax.random.key(1), 99))
-    trainable = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), trainable)
-    trained = {path: np.asarray(x) for path, x in trees.flatten_names(trainable).items()}
+    trainable = jax.tree.map(
+        lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), trainable
+    )
+    trained = {
+        path: np.asarray(x) for path, x in trees.flatten_names(trainable).items()
+    }
     ours.write(here, family, config, trained, shapes_of(parameters), base=str(folder))
-    fresh = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    fresh = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
     adapted = theirs(fresh, here)
     expected = logits_of(spec, trainable, frozen, tokens)
     assert np.abs(expected - logits).max() > 0.01
@@ -93,10 +120,17 @@ def test_peft_in_and_out(name, tmp_path):
 
 def test_adapters_of_unequal_layers_are_not_read(tmp_path):
     base = made("qwen3_moe", tmp_path)
-    peft.get_peft_model(base, peft.LoraConfig(r=RANK, target_modules=["q_proj"])).save_pretrained(
-        tmp_path / "a"
-    )
+    peft.get_peft_model(
+        base, peft.LoraConfig(r=RANK, target_modules=["q_proj"])
+    ).save_pretrained(tmp_path / "a")
     config = LoraConfig(rank=RANK, alpha=ALPHA, targets=("query",))
     spec = describe(lora.adapted(loaded(tmp_path)[0].build, config))
-    with pytest.raises(ConfigError, match="with dense layers between those with experts are not read"):
-        ours.read(tmp_path / "a", interop.FAMILIES["qwen3_moe"], config, shapes_of(spec.trainable))
+    with pytest.raises(
+        ConfigError, match="with dense layers between those with experts are not read"
+    ):
+        ours.read(
+            tmp_path / "a",
+            interop.FAMILIES["qwen3_moe"],
+            config,
+            shapes_of(spec.trainable),
+        )

@@ -1,4 +1,6 @@
-"""A folder read by several processes: each reads the bytes of its own shards, and holds little more."""
+"""A folder read by several processes: each reads the bytes of its own shards, and holds
+little more.
+"""
 
 import json
 import sys
@@ -11,13 +13,22 @@ from jaxdist import interop
 from support.paths import SUPPORT
 from support.runs import start_group
 
-SHAPE = {"num_layers": 3, "d_model": 256, "d_ff": 768, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
+SHAPE = {
+    "num_layers": 3,
+    "d_model": 256,
+    "d_ff": 768,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 32,
+}
 SPARSE = {"num_experts": 8, "experts_per_token": 2, "expert_d_ff": 96, "norm_eps": 1e-5}
 PROGRAM = SUPPORT / "read_huggingface.py"
 
 
 def write_folder(folder: Path, sparse: bool = False) -> int:
-    """Writes a random Llama or Mixtral of 12 MB in several files; returns the bytes of its tensors."""
+    """Writes a random Llama or Mixtral of 12 MB in several files; returns the bytes of
+    its tensors.
+    """
     more = {"vocab_size": 1024, "tie_embeddings": False} | (SPARSE if sparse else {})
     values = interop.canonical_values(SHAPE | more)
     family, fields = interop.fields_of(values)
@@ -51,17 +62,24 @@ def write_folder(folder: Path, sparse: bool = False) -> int:
     )
 
 
-def read_together(folder: Path, processes: int, devices_each: int, mesh: str) -> list[dict]:
+def read_together(
+    folder: Path, processes: int, devices_each: int, mesh: str
+) -> list[dict]:
     """Returns what each process says of its reading."""
     command = [sys.executable, str(PROGRAM), str(folder), mesh]
     started = start_group(command, processes, devices_each)
     said = [process.communicate()[0] for process in started]
     assert all(process.returncode == 0 for process in started)
-    return [json.loads(next(line for line in text.splitlines() if line.startswith("{"))) for text in said]
+    return [
+        json.loads(next(line for line in text.splitlines() if line.startswith("{")))
+        for text in said
+    ]
 
 
 def test_two_processes_each_read_their_share(tmp_path):
-    """fsdp 4 over two processes of two devices: half of the bytes each, and a copy of the norms."""
+    """fsdp 4 over two processes of two devices: half of the bytes each, and a copy of
+    the norms.
+    """
     total = write_folder(tmp_path)
     assert total > 10_000_000 and len(list(tmp_path.glob("*.safetensors"))) > 2
     found = read_together(tmp_path, 2, 2, "fsdp=4")
@@ -70,13 +88,16 @@ def test_two_processes_each_read_their_share(tmp_path):
         assert one["processes"] == 2 and one["devices"] == 4
         assert total / 2 <= one["share"] <= 1.02 * total / 2
         assert one["read"] == pytest.approx(one["share"], rel=0.02)
-        # On CPU the arrays are the host's memory: all of the peak but a piece of one tensor.
+        # On CPU the arrays are the host's memory: all of the peak but a piece of one
+        # tensor.
         assert one["share"] <= one["peak"] <= one["share"] + one["largest_tensor"]
     assert found[0]["sum"] == pytest.approx(found[1]["sum"], rel=1e-5)
 
 
 def test_two_processes_each_read_their_experts(tmp_path):
-    """expert 2 over the processes, fsdp 2 x tensor 2 inside: half of all but the norms, each byte once."""
+    """expert 2 over the processes, fsdp 2 x tensor 2 inside: half of all but the norms,
+    each byte once.
+    """
     total = write_folder(tmp_path, sparse=True)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "mixtral"
@@ -90,9 +111,11 @@ def test_two_processes_each_read_their_experts(tmp_path):
 
 @pytest.mark.slow
 def test_replicas_are_read_once_by_each_process(tmp_path):
-    """data 2 over the processes, tensor 2 inside: each reads all, each of its devices half."""
+    """data 2 over the processes, tensor 2 inside: each reads all, each of its devices
+    half.
+    """
     total = write_folder(tmp_path)
     for one in read_together(tmp_path, 2, 2, "data=2,tensor=2"):
-        assert one["read"] == pytest.approx(total, rel=0.02) and one["share"] == pytest.approx(
-            total, rel=0.02
-        )
+        assert one["read"] == pytest.approx(total, rel=0.02) and one[
+            "share"
+        ] == pytest.approx(total, rel=0.02)

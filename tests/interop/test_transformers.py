@@ -1,6 +1,8 @@
-"""Against the libraries themselves: what transformers wrote, we read; what we write, it reads.
+"""Against the libraries themselves: what transformers wrote, we read; what we write, it
+reads.
 
-Needs the extra interop-test. tests/interop/test_interop.py proves the same on folders made before.
+Needs the extra interop-test. tests/interop/test_interop.py proves the same on folders
+made before.
 """
 
 import jax
@@ -30,7 +32,10 @@ def check(folder, target, original, changes):
     model = reloaded(folder, target, parameters)
     assert type(model) is type(original)
     tokens = np.load(folder / "tokens.npy")
-    assert tokens.shape[1] > 4 * (getattr(original.config, "sliding_window", None) or 0) - 1
+    assert (
+        tokens.shape[1]
+        > 4 * (getattr(original.config, "sliding_window", None) or 0) - 1
+    )
     after = make.logits_of(model, tokens)
     assert np.abs(after - np.load(folder / "logits.npy")).max() <= 1e-6
 
@@ -40,8 +45,12 @@ def mesh_of(name):
 
 
 SPARSE = [pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS]
-DEFAULT = ("gemma2", "phi3")  # the other families take longer than the default suite may
-SOME = [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+# the other families take longer than the default suite may
+DEFAULT = ("gemma2", "phi3")
+SOME = [
+    name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow)
+    for name in NAMES
+]
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -89,7 +98,9 @@ def test_dense_layers_between_those_with_experts(changes, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERTS)
 def test_tokens_go_to_the_experts_of_transformers(name, tmp_path, monkeypatch):
-    """All of them, in order of their weights; and folders with merged experts are read as the same."""
+    """All of them, in order of their weights; and folders with merged experts are read
+    as the same.
+    """
     model = made(name, tmp_path)
     with torch.no_grad():
         tokens = torch.tensor(np.load(tmp_path / "tokens.npy"))
@@ -100,14 +111,20 @@ def test_tokens_go_to_the_experts_of_transformers(name, tmp_path, monkeypatch):
 
     def noted(*arguments, **options):
         routing = real(*arguments, **options)
-        jax.debug.callback(lambda ids: chosen.append(np.asarray(ids)), routing.ids, ordered=True)
+        jax.debug.callback(
+            lambda ids: chosen.append(np.asarray(ids)), routing.ids, ordered=True
+        )
         return routing
 
     with monkeypatch.context() as patch:
         patch.setattr(experts, "route", noted)
         assert compare(tmp_path)[0] <= 1e-5
         jax.effects_barrier()
-    assert len(chosen) == len(expected) == 4 - len(getattr(model.config, "mlp_only_layers", ()))
+    assert (
+        len(chosen)
+        == len(expected)
+        == 4 - len(getattr(model.config, "mlp_only_layers", ()))
+    )
     for ours, theirs in zip(chosen, expected, strict=True):
         np.testing.assert_array_equal(ours.reshape(theirs.shape), theirs)
     before = load_all(tmp_path)
@@ -117,14 +134,21 @@ def test_tokens_go_to_the_experts_of_transformers(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3", "smollm", *(pytest.param(n, marks=pytest.mark.slow) for n in EXPERTS)]
+    "name",
+    ["gemma3", "smollm", *(pytest.param(n, marks=pytest.mark.slow) for n in EXPERTS)],
 )
 def test_the_command_there_and_back(name, tmp_path):
     """transformers -> workdir -> transformers, its tokenizer too."""
     source = FOLDERS / name
-    steps = [(source, tmp_path / "work", "jaxdist"), (tmp_path / "work", tmp_path / "out", "huggingface")]
+    steps = [
+        (source, tmp_path / "work", "jaxdist"),
+        (tmp_path / "work", tmp_path / "out", "huggingface"),
+    ]
     for before, after, kind in steps:
-        assert convert.main(["--from", str(before), "--to", str(after), "--format", kind]) == 0
+        assert (
+            convert.main(["--from", str(before), "--to", str(after), "--format", kind])
+            == 0
+        )
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
@@ -139,13 +163,19 @@ def test_the_command_there_and_back(name, tmp_path):
     if name == "smollm":
         tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
         assert (
-            tokenizer.decode(tokenizer("the inn")["input_ids"]) == "the inn" and tokenizer.eos_token_id == 259
+            tokenizer.decode(tokenizer("the inn")["input_ids"]) == "the inn"
+            and tokenizer.eos_token_id == 259
         )
 
 
 def test_the_text_part_of_a_multimodal_gemma(tmp_path):
     text = make.configs()["gemma3"]
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     vision |= {"image_size": 8, "patch_size": 4}
     config = transformers.Gemma3Config(
         text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4
@@ -167,9 +197,12 @@ def test_fine_tuning_has_the_losses_of_torch_adamw(name, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     model = made(name, source).eval()  # no dropout
-    model.get_input_embeddings().padding_idx = None  # else torch trains no token of that id
+    # else torch trains no token of that id
+    model.get_input_embeddings().padding_idx = None
     vocab = model.config.vocab_size
-    np.random.default_rng(3).integers(0, vocab, 8000).astype(np.uint16).tofile(tmp_path / "tokens.bin")
+    np.random.default_rng(3).integers(0, vocab, 8000).astype(np.uint16).tofile(
+        tmp_path / "tokens.bin"
+    )
     config = run_config.default_config()
     config.update_from_flattened_dict(
         {
@@ -201,16 +234,28 @@ def test_fine_tuning_has_the_losses_of_torch_adamw(name, tmp_path):
 
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
-    dataset = open_dataset(run.data, sequence_length=16, vocab_size=vocab, seed=run.seed, log=lambda _: None)
+    dataset = open_dataset(
+        run.data,
+        sequence_length=16,
+        vocab_size=vocab,
+        seed=run.seed,
+        log=lambda _: None,
+    )
     expected = []
     for step in range(steps):
         batch = {
-            key: torch.tensor(np.asarray(x)).long() for key, x in dataset.train_batch(step, size).items()
+            key: torch.tensor(np.asarray(x)).long()
+            for key, x in dataset.train_batch(step, size).items()
         }
         logits = model(batch["tokens"]).logits
-        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, vocab), batch["targets"].reshape(-1))
+        loss = torch.nn.functional.cross_entropy(
+            logits.reshape(-1, vocab), batch["targets"].reshape(-1)
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -219,11 +264,14 @@ def test_fine_tuning_has_the_losses_of_torch_adamw(name, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
-# transformers' own architectures that have Llama's fields. Whatever we accept must compute the same.
+# transformers' own architectures that have Llama's fields. Whatever we accept must
+# compute the same.
 @pytest.mark.slow
 def test_no_other_architecture_is_accepted_and_computes_something_else(tmp_path):
     accepted, wrong = [], []
-    for kind in sorted(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    for kind in sorted(
+        transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    ):
         if kind in interop.FAMILIES:
             continue
         try:
@@ -234,7 +282,10 @@ def test_no_other_architecture_is_accepted_and_computes_something_else(tmp_path)
             interop.derive(interop.read_config(folder))
             with torch.device("meta"):
                 size = sum(
-                    p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters()
+                    p.numel()
+                    for p in transformers.AutoModelForCausalLM.from_config(
+                        config
+                    ).parameters()
                 )
             if size > 1_000_000:  # a config whose parts keep their own sizes
                 continue

@@ -1,6 +1,8 @@
-"""Chats against TRL itself: the same ids and labels; and a run with adapters has the losses of PEFT.
+"""Chats against TRL itself: the same ids and labels; and a run with adapters has the
+losses of PEFT.
 
-Needs the extras interop-test and chat. tests/data/test_chat.py has the rules one by one.
+Needs the extras interop-test and chat. tests/data/test_chat.py has the rules one by
+one.
 """
 
 import numpy as np
@@ -22,7 +24,8 @@ from jaxdist.trainer import pretrained, run_config, trainer  # noqa: E402
 from support.chats import HEADERS, MARKED, PLAIN, rows, write_rows, write_tokenizer  # noqa: E402
 from support.transformers_folders import make  # noqa: E402
 
-# TRL learns answers only of templates with marks: of the others it gets a twin that renders the same.
+# TRL learns answers only of templates with marks: of the others it gets a twin that
+# renders the same.
 TWINS = {
     "marked": (MARKED, MARKED),
     "plain": (PLAIN, MARKED),
@@ -43,8 +46,15 @@ def theirs(folder, template, some, where, kind, max_length):
     """Returns ids and labels as TRL's trainer prepares them."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = template
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+    }
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=2, num_key_value_heads=2
+    )
     options = trl.SFTConfig(
         output_dir=str(where),
         max_length=max_length,
@@ -81,17 +91,26 @@ def ours(folder, template, path, cache, max_length):
     for row, segments in enumerate(batch["segment_ids"]):
         for segment in range(1, segments.max() + 1):
             at = segments == segment
-            tokens, targets = batch["tokens"][row][at].tolist(), batch["targets"][row][at]
+            tokens, targets = (
+                batch["tokens"][row][at].tolist(),
+                batch["targets"][row][at],
+            )
             labels = np.where(batch["weights"][row][at] > 0, targets, -100).tolist()
             examples.append((tokens + [int(targets[-1])], labels))
     return examples
 
 
 # None, some and most of the rows are cut off, or left out.
-LONGEST = {"messages": (1024, 60, 40), "prompt-completion": (1024, 60, 45), "text": (1024, 30, 20)}
+LONGEST = {
+    "messages": (1024, 60, 40),
+    "prompt-completion": (1024, 60, 45),
+    "text": (1024, 30, 20),
+}
 
 
-@pytest.mark.parametrize("kind, max_length", [(kind, n) for kind, some in LONGEST.items() for n in some])
+@pytest.mark.parametrize(
+    "kind, max_length", [(kind, n) for kind, some in LONGEST.items() for n in some]
+)
 @pytest.mark.parametrize("name", TWINS)
 def test_ids_and_labels_are_those_of_trl(name, kind, max_length, tmp_path):
     template, twin = TWINS[name]
@@ -100,7 +119,13 @@ def test_ids_and_labels_are_those_of_trl(name, kind, max_length, tmp_path):
         twin = template
     folder = write_tokenizer(tmp_path / "model", begins=name == "headers")
     expected = theirs(folder, twin, some, tmp_path / "out", kind, max_length)
-    found = ours(folder, template, write_rows(tmp_path / "rows.jsonl", some), tmp_path / "cache", max_length)
+    found = ours(
+        folder,
+        template,
+        write_rows(tmp_path / "rows.jsonl", some),
+        tmp_path / "cache",
+        max_length,
+    )
     assert found and len(found) == len(expected)
     # The first token is no target: its label says nothing.
     key = [(tuple(ids), tuple(labels[1:])) for ids, labels in expected]
@@ -113,17 +138,34 @@ STEPS, RATE, SIZE = 20, 3e-3, 4
 
 
 def test_losses_are_those_of_transformers_and_peft(tmp_path):
-    """The same examples with the same masks and adapters; theirs one example at a time, ours packed."""
+    """The same examples with the same masks and adapters; theirs one example at a time,
+    ours packed.
+    """
     folder = write_tokenizer(tmp_path / "model", PLAIN)
-    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": 308}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "vocab_size": 308,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
     torch.manual_seed(0)
     base = make.build(transformers.LlamaConfig(**sizes, **heads))
     base.save_pretrained(folder)
     about = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=True
+        task_type="CAUSAL_LM",
+        r=4,
+        lora_alpha=8,
+        target_modules="all-linear",
+        init_lora_weights=True,
     )
-    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), about)
+    model = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(folder), about
+    )
     model.save_pretrained(tmp_path / "adapter")
     path = write_rows(tmp_path / "rows.jsonl", rows("messages", 60))
     config = run_config.default_config()
@@ -160,8 +202,12 @@ def test_losses_are_those_of_transformers_and_peft(tmp_path):
     found = [row["loss"] for row in read_rows(tmp_path / "run").train]
 
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    dataset = open_dataset(run.data, sequence_length=LENGTH_S, seed=run.seed, log=lambda _: None)
+    optimizer = torch.optim.AdamW(
+        trained, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+    )
+    dataset = open_dataset(
+        run.data, sequence_length=LENGTH_S, seed=run.seed, log=lambda _: None
+    )
     expected, several = [], 0
     for step in range(STEPS):
         total, count = 0.0, 0.0
@@ -170,10 +216,15 @@ def test_losses_are_those_of_transformers_and_peft(tmp_path):
             several += segments.max() > 1
             for segment in range(1, segments.max() + 1):
                 at = segments == segment
-                tokens, targets = (torch.tensor(batch[x][row][at]).long() for x in ("tokens", "targets"))
+                tokens, targets = (
+                    torch.tensor(batch[x][row][at]).long()
+                    for x in ("tokens", "targets")
+                )
                 weights = torch.tensor(batch["weights"][row][at])
                 logits = model(tokens[None]).logits[0]
-                losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+                losses = torch.nn.functional.cross_entropy(
+                    logits, targets, reduction="none"
+                )
                 total, count = total + (losses * weights).sum(), count + weights.sum()
         loss = total / count
         optimizer.zero_grad()

@@ -1,4 +1,6 @@
-"""The transformer with experts: a dense reference, balance, padding, layouts, decoding, what is refused."""
+"""The transformer with experts: a dense reference, balance, padding, layouts, decoding,
+what is refused.
+"""
 
 import math
 import shutil
@@ -34,18 +36,32 @@ from support.pipelines import Case, batch_for, build
 from support.runs import losses, train, train_and_kill
 
 E, K = 8, 2
-MOE = replace(TINY, num_kv_heads=2, num_experts=E, experts_per_token=K, expert_d_ff=24, router_z_loss=1e-2)
+MOE = replace(
+    TINY,
+    num_kv_heads=2,
+    num_experts=E,
+    experts_per_token=K,
+    expert_d_ff=24,
+    router_z_loss=1e-2,
+)
 VARIANTS = {
     "mixtral": replace(MOE, balance="none"),
     "olmoe": replace(MOE, balance="batch", balance_weight=0.5, normalise_top_k=False),
     "deepseek": replace(
-        MOE, scores="sigmoid", route_scale=2.5, expert_groups=4, expert_top_groups=2, num_shared_experts=2
+        MOE,
+        scores="sigmoid",
+        route_scale=2.5,
+        expert_groups=4,
+        expert_top_groups=2,
+        num_shared_experts=2,
     ),
-    "plain": replace(MOE, balance="sequence", balance_weight=0.5, gated=False, activation="gelu"),
+    "plain": replace(
+        MOE, balance="sequence", balance_weight=0.5, gated=False, activation="gelu"
+    ),
 }
 
 
-# --- one part against all experts on all tokens ----------------------------------------------------
+# --- one part against all experts on all tokens ---------------------------------------
 
 
 def part_of(config: TransformerConfig) -> Experts:
@@ -61,7 +77,9 @@ def part_of(config: TransformerConfig) -> Experts:
 
 
 def sample(length: int = 12) -> tuple[np.ndarray, np.ndarray]:
-    """Returns x [B, S, D] and weights [B, S], of which some are 0 and some are not 1."""
+    """Returns x [B, S, D] and weights [B, S], of which some are 0 and some are
+    not 1.
+    """
     random = np.random.default_rng(5)
     x = random.normal(size=(4, length, TINY.d_model)).astype(np.float32)
     weights = random.choice(np.array([0, 0.5, 1, 2], np.float32), x.shape[:2])
@@ -77,19 +95,27 @@ def objective(part: Experts, x, weights, dense: bool):
 
 
 def reference(part: Experts, x, info):
-    """Returns what all experts on all tokens give, weighted, and the sums as their definitions have them."""
+    """Returns what all experts on all tokens give, weighted, and the sums as their
+    definitions have them.
+    """
     c, weights = part.config, info.fields[experts.WEIGHTS]
     logits = x @ part.router[...]
     scores = jax.nn.softmax(logits) if c.scores == "softmax" else jax.nn.sigmoid(logits)
-    choice = scores + (part.choice_bias[...].reshape(1, 1, E) if c.balance == "bias" else 0)
+    choice = scores + (
+        part.choice_bias[...].reshape(1, 1, E) if c.balance == "bias" else 0
+    )
     if c.expert_groups:
         grouped = choice.reshape(*choice.shape[:2], c.expert_groups, -1)
-        best = jax.lax.top_k(jax.lax.top_k(grouped, 2)[0].sum(-1), c.expert_top_groups)[1]
+        best = jax.lax.top_k(jax.lax.top_k(grouped, 2)[0].sum(-1), c.expert_top_groups)[
+            1
+        ]
         mask = jax.nn.one_hot(best, c.expert_groups).sum(-2) > 0
         choice = jnp.where(mask[..., None], grouped, -jnp.inf).reshape(choice.shape)
     chosen = jax.nn.one_hot(jax.lax.top_k(choice, K)[1], E).sum(-2)
     gates = scores * chosen
-    gates = c.route_scale * (gates / gates.sum(-1, keepdims=True) if c.normalise_top_k else gates)
+    gates = c.route_scale * (
+        gates / gates.sum(-1, keepdims=True) if c.normalise_top_k else gates
+    )
     up = jnp.einsum("bsd,edf->bsef", x, part.up[...])
     if c.gated:
         hidden = jax.nn.silu(jnp.einsum("bsd,edf->bsef", x, part.gate[...])) * up
@@ -110,7 +136,9 @@ def reference(part: Experts, x, info):
     if c.balance == "batch":
         tokens = weights.sum()
         mean = jnp.einsum("bs,bse->e", weights, shares) / tokens
-        aux["balance"] = c.balance_weight * tokens * E * (part.last_load[...] * mean).sum()
+        aux["balance"] = (
+            c.balance_weight * tokens * E * (part.last_load[...] * mean).sum()
+        )
     z = jax.nn.logsumexp(logits, -1)
     aux["router_z_loss"] = c.router_z_loss * (weights * z**2).sum()
     return y, aux, {experts.LOAD: jnp.einsum("bs,bse->e", 1.0 * (weights > 0), chosen)}
@@ -125,12 +153,17 @@ def test_output_gradients_and_sums_are_those_of_all_experts_on_all_tokens(name):
         return objective(nnx.merge(graph, parameters, rest), x, weights, dense)
 
     both = [
-        jax.jit(jax.value_and_grad(lambda p, x, d=d: loss(p, x, d), argnums=(0, 1), has_aux=True))(
-            parameters, x
-        )
+        jax.jit(
+            jax.value_and_grad(
+                lambda p, x, d=d: loss(p, x, d), argnums=(0, 1), has_aux=True
+            )
+        )(parameters, x)
         for d in (False, True)
     ]
-    ((value, (y, aux, stats)), gradients), ((expected, (dense, terms, counts)), of_dense) = both
+    (
+        ((value, (y, aux, stats)), gradients),
+        ((expected, (dense, terms, counts)), of_dense),
+    ) = both
     assert abs(value - expected) < 1e-6 * abs(expected) and worst(y, dense) < 2e-6
     assert aux.keys() == terms.keys() and worst(aux, terms) < 1e-6
     assert set(aux) == {"router_z_loss"} | (
@@ -139,13 +172,18 @@ def test_output_gradients_and_sums_are_those_of_all_experts_on_all_tokens(name):
     assert worst(gradients, of_dense) < 2e-6
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(of_dense))
     np.testing.assert_array_equal(stats[experts.LOAD], counts[experts.LOAD])
-    assert stats[experts.LOAD].sum() == K * (weights > 0).sum() and stats[experts.DROPS] == 0
+    assert (
+        stats[experts.LOAD].sum() == K * (weights > 0).sum()
+        and stats[experts.DROPS] == 0
+    )
 
 
 def test_router_logits_are_float32_whatever_the_compute_dtype():
     part, (x, _) = part_of(VARIANTS["mixtral"]), sample()
     with execution.activate(compute="bfloat16"):
-        text = str(jax.make_jaxpr(lambda x: part.route(x)[0])(jnp.asarray(x, jnp.bfloat16)))
+        text = str(
+            jax.make_jaxpr(lambda x: part.route(x)[0])(jnp.asarray(x, jnp.bfloat16))
+        )
         assert "bf16[4,12,32]" in text and "Precision.HIGHEST" in text
         logits = part.route(jnp.asarray(x, jnp.bfloat16))[0]
     rounded = np.asarray(jnp.asarray(x, jnp.bfloat16).astype(jnp.float32), np.float64)
@@ -153,7 +191,7 @@ def test_router_logits_are_float32_whatever_the_compute_dtype():
     assert worst(logits, rounded @ np.asarray(part.router[...], np.float64)) < 1e-6
 
 
-# --- state, padding, capacity ---------------------------------------------------------------------
+# --- state, padding, capacity ---------------------------------------------------------
 
 
 def test_a_bias_moves_against_the_load_and_a_share_follows_it():
@@ -161,20 +199,30 @@ def test_a_bias_moves_against_the_load_and_a_share_follows_it():
     part = model_of(VARIANTS["deepseek"]).blocks.mlp
     part.update({experts.LOAD: load})
     bias, rate = np.asarray(part.choice_bias[...]), VARIANTS["deepseek"].balance_rate
-    np.testing.assert_allclose(bias[0], rate * np.array([-1, 1, 0, 0, 0, 0, 0, 0]), atol=1e-9)
-    assert part.choice_bias[...].dtype == jnp.float32 and not part.choice_bias[...].weak_type
+    np.testing.assert_allclose(
+        bias[0], rate * np.array([-1, 1, 0, 0, 0, 0, 0, 0]), atol=1e-9
+    )
+    assert (
+        part.choice_bias[...].dtype == jnp.float32
+        and not part.choice_bias[...].weak_type
+    )
     assert not bias[1].any()
     part = model_of(VARIANTS["olmoe"]).blocks.mlp
-    part.update({experts.LOAD: load * np.array([[1], [0]])})  # the second layer saw no token
+    # the second layer saw no token
+    part.update({experts.LOAD: load * np.array([[1], [0]])})
     np.testing.assert_allclose(part.last_load[...], [load[0] / 16, np.full(8, 1 / 8)])
 
 
 @pytest.mark.parametrize("name", ["olmoe", "plain", "deepseek"])
 def test_tokens_of_weight_0_count_nowhere(name):
     config = VARIANTS[name]
-    spec, batch = describe(lambda rngs: Transformer(config, rngs=rngs)), batch_for(Case(model=config))
+    spec, batch = (
+        describe(lambda rngs: Transformer(config, rngs=rngs)),
+        batch_for(Case(model=config)),
+    )
     arrays = spec.init_params(jax.random.key(0))
-    batch["weights"][:, 10:] = 0  # causal: what is padded there is seen by nobody before it
+    # causal: what is padded there is seen by nobody before it
+    batch["weights"][:, 10:] = 0
     other = batch | {"tokens": batch["tokens"].copy()}
     other["tokens"][:, 10:] = 7
 
@@ -190,7 +238,10 @@ def test_tokens_of_weight_0_count_nowhere(name):
     assert (batch["tokens"] != other["tokens"]).any() and worst(one, two) < 1e-6
     assert worst(loss, again._replace(stats=loss.stats)) < 1e-6
     np.testing.assert_array_equal(loss.stats[experts.LOAD], again.stats[experts.LOAD])
-    assert loss.stats[experts.LOAD].sum() == config.num_layers * K * (batch["weights"] > 0).sum()
+    assert (
+        loss.stats[experts.LOAD].sum()
+        == config.num_layers * K * (batch["weights"] > 0).sum()
+    )
 
 
 def test_a_capacity_drops_in_training_alone():
@@ -202,13 +253,18 @@ def test_a_capacity_drops_in_training_alone():
         loss(model, None),
         loss(model_of(VARIANTS["mixtral"]), None),
     )
-    assert trained.stats[experts.DROPS].sum() > 0 and evaluated.stats[experts.DROPS].sum() == 0
+    assert (
+        trained.stats[experts.DROPS].sum() > 0
+        and evaluated.stats[experts.DROPS].sum() == 0
+    )
     assert abs(evaluated.sum - whole.sum) < 1e-3
     figures = experts.metrics(trained.stats)
     load, drops = trained.stats[experts.LOAD], trained.stats[experts.DROPS]
     np.testing.assert_allclose(figures["dropped"], drops / load.sum(-1), rtol=1e-6)
     assert 0.2 < figures["dropped"].min() and figures["dropped"].max() < 0.8
-    np.testing.assert_allclose(figures["load_max_over_mean"], load.max(-1) / load.mean(-1), rtol=1e-6)
+    np.testing.assert_allclose(
+        figures["load_max_over_mean"], load.max(-1) / load.mean(-1), rtol=1e-6
+    )
     dead = experts.metrics(trained.stats | {experts.LOAD: load.at[0, 3].set(0)})
     assert not figures["dead_experts"].any() and dead["dead_experts"].tolist() == [1, 0]
     tall = experts.metrics(trained.stats | {experts.LOAD: load.at[1, 3].set(1000)})
@@ -217,30 +273,41 @@ def test_a_capacity_drops_in_training_alone():
     np.testing.assert_allclose(even["load_entropy"], 1, rtol=1e-6)
 
 
-# --- layouts --------------------------------------------------------------------------------------
+# --- layouts --------------------------------------------------------------------------
 
 LAYERS = {name: replace(config, z_loss=1e-4) for name, config in VARIANTS.items()}
 LAYOUTS = {
     "data 8, accumulation 2": Case(stages=1, data=8, accumulation=2),
     "fsdp 2 x tensor 2 x data 2": Case(stages=1, data=2, fsdp=2, tensor=2),
-    "fsdp 4 x data 2, zero 1, accumulation 2": Case(stages=1, data=2, fsdp=4, zero=1, accumulation=2),
+    "fsdp 4 x data 2, zero 1, accumulation 2": Case(
+        stages=1, data=2, fsdp=4, zero=1, accumulation=2
+    ),
     "pipeline 2 x data 2": Case(stages=2, data=2),
     "pipeline 2 x fsdp 2 x tensor 2": Case(stages=2, fsdp=2, tensor=2),
-    "pipeline 2 x data 4, accumulation 2": Case(stages=2, microbatches=2, data=4, accumulation=2),
+    "pipeline 2 x data 4, accumulation 2": Case(
+        stages=2, microbatches=2, data=4, accumulation=2
+    ),
 }
 
 
 @lru_cache
 def observed(case: Case):
-    """Returns metrics, gradients and flat state after a step, from a state that was moved."""
+    """Returns metrics, gradients and flat state after a step, from a state that was
+    moved.
+    """
     built = build(case)
     flat = built.views.flat(built.init())
     moved = jax.tree.map(
-        lambda x: np.asarray(x) + 0.01 * np.sin(np.arange(x.size, dtype=np.float32)).reshape(x.shape),
+        lambda x: (
+            np.asarray(x)
+            + 0.01 * np.sin(np.arange(x.size, dtype=np.float32)).reshape(x.shape)
+        ),
         flat.model_state,
     )
     flat = jax.device_get(flat._replace(model_state=moved))
-    state = built.views.staged(jax.device_put(flat, jax.tree.map(lambda x: x.sharding, built.views.abstract)))
+    state = built.views.staged(
+        jax.device_put(flat, jax.tree.map(lambda x: x.sharding, built.views.abstract))
+    )
     batch = batch_for(case)
     placed = jax.device_put(batch, built.batch_shardings(batch))
     compiled = built.inspect.lower(state, placed).compile(FAST_COMPILE)
@@ -261,9 +328,12 @@ def check_layout(layout: str, name: str, packed: bool) -> None:
         for n, x in expected.items()
         if n[:4] in ("aux/", "stat")
     )
-    assert jax.tree.structure(state.model_state) == jax.tree.structure(after.model_state)
+    assert jax.tree.structure(state.model_state) == jax.tree.structure(
+        after.model_state
+    )
     for own, one, before in zip(
-        *map(jax.tree.leaves, (state.model_state, after.model_state, start)), strict=True
+        *map(jax.tree.leaves, (state.model_state, after.model_state, start)),
+        strict=True,
     ):
         np.testing.assert_array_equal(own, one)
         assert (np.asarray(one) != before).any()
@@ -297,22 +367,35 @@ def test_sums_are_counted_once_whatever_is_computed_again(remat):
     assert metrics["stats/exchange_rounds/max"] == 1
 
 
-# --- the axis expert ------------------------------------------------------------------------------
+# --- the axis expert ------------------------------------------------------------------
 
 
 def run_on(**changes):
     """Returns a run of eight experts with more values changed by path."""
     config = run_config.default_config()
-    small = {"model.num_experts": E, "model.expert_d_ff": 48, "model.d_model": 64, "model.num_layers": 2}
-    config.update_from_flattened_dict(small | {name.replace("__", "."): x for name, x in changes.items()})
+    small = {
+        "model.num_experts": E,
+        "model.expert_d_ff": 48,
+        "model.d_model": 64,
+        "model.num_layers": 2,
+    }
+    config.update_from_flattened_dict(
+        small | {name.replace("__", "."): x for name, x in changes.items()}
+    )
     return run_config.from_config(config)
 
 
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"mesh__expert": 8, "model__num_experts": 0, "model__expert_d_ff": 0}, "Transformer has no experts"),
-        ({"mesh__expert": 8, "model__num_experts": 12}, "dim experts=12 is not divisible by mesh.expert=8"),
+        (
+            {"mesh__expert": 8, "model__num_experts": 0, "model__expert_d_ff": 0},
+            "Transformer has no experts",
+        ),
+        (
+            {"mesh__expert": 8, "model__num_experts": 12},
+            "dim experts=12 is not divisible by mesh.expert=8",
+        ),
         (
             {"mesh__expert": 4, "mesh__fsdp": 2, "model__d_model": 68},
             "d_model=68 is not divisible by mesh.fsdp x ",
@@ -325,8 +408,12 @@ def run_on(**changes):
 )
 def test_what_an_axis_of_experts_cannot_be(changes, said):
     with pytest.raises(ConfigError) as raised:
-        validation.validate_on(run_on(**changes), 8, changes.get("mesh__dcn__expert", 1), with_data=False)
-    assert said in str(raised.value) and all(len(fault) < 300 for fault in raised.value.faults)
+        validation.validate_on(
+            run_on(**changes), 8, changes.get("mesh__dcn__expert", 1), with_data=False
+        )
+    assert said in str(raised.value) and all(
+        len(fault) < 300 for fault in raised.value.faults
+    )
 
 
 @pytest.mark.parametrize("zero", [3, 2, 1])
@@ -353,19 +440,32 @@ def test_nothing_but_vectors_is_held_twice_over_fsdp_and_expert(zero):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "balance, packing", [("bias", "window"), ("sequence", "documents"), ("batch", "documents")]
+    "balance, packing",
+    [("bias", "window"), ("sequence", "documents"), ("batch", "documents")],
 )
 def test_devices_that_share_out_experts_have_the_numbers_of_one(balance, packing):
-    run = run_on(model__balance=balance, data__packing=packing, model__num_shared_experts=1)
-    report = runner.verify_layouts(run, jax.devices(), precisions=("float32",), only="expert")
-    assert len(report.layouts) == 2 * 8 and not report.skipped  # each with an uneven load, too
+    run = run_on(
+        model__balance=balance, data__packing=packing, model__num_shared_experts=1
+    )
+    report = runner.verify_layouts(
+        run, jax.devices(), precisions=("float32",), only="expert"
+    )
+    # each with an uneven load, too
+    assert len(report.layouts) == 2 * 8 and not report.skipped
     for result in report.layouts:
-        assert result.passed and result.loss_error < 1e-6 and result.grad_error < 2e-6, result
+        assert (
+            result.passed and result.loss_error < 1e-6 and result.grad_error < 2e-6
+        ), result
 
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_bitwise_and_goes_on_without_the_axis(tmp_path):
-    moe = {"model__num_experts": 8, "model__expert_d_ff": 32, "model__dropout": 0.0, "train__steps": 20}
+    moe = {
+        "model__num_experts": 8,
+        "model__expert_d_ff": 32,
+        "model__dropout": 0.0,
+        "train__steps": 20,
+    }
     mesh = {"mesh__expert": 4, "mesh__fsdp": 2, "mesh__data": 1}
     train(tmp_path / "straight", 8, **moe, **mesh)
     straight = losses(tmp_path / "straight")
@@ -374,29 +474,43 @@ def test_a_killed_run_resumes_bitwise_and_goes_on_without_the_axis(tmp_path):
     shutil.copytree(tmp_path / "killed", tmp_path / "pipeline")
     assert "resumed after step" in train(tmp_path / "killed", 8, **moe, **mesh).stdout
     assert losses(tmp_path / "killed") == straight
-    staged = {"mesh__pipeline": 2, "mesh__expert": 2, "mesh__data": 1, "pipeline__microbatches": 4}
+    staged = {
+        "mesh__pipeline": 2,
+        "mesh__expert": 2,
+        "mesh__data": 1,
+        "pipeline__microbatches": 4,
+    }
     others = {"one": (1, {}), "pipeline": (4, staged)}
     for name, (devices, layout) in others.items():
-        assert "resumed after step" in train(tmp_path / name, devices, **moe, **layout).stdout
+        assert (
+            "resumed after step"
+            in train(tmp_path / name, devices, **moe, **layout).stdout
+        )
         own = losses(tmp_path / name)
         assert own.keys() == straight.keys() and own != straight
         assert max(abs(own[step] - loss) for step, loss in straight.items()) < 1e-5
 
 
-# --- work, decoding, optimizer, what is refused ---------------------------------------------------
+# --- work, decoding, optimizer, what is refused ---------------------------------------
 
 
 def test_flops_are_those_of_the_active_experts():
     config = replace(VARIANTS["deepseek"], loss_chunk=0, layer_pattern=("global",))
     wide = replace(config, num_experts=64, expert_groups=8, expert_top_groups=2)
     router = 6 * config.num_layers * config.d_model
-    assert wide.flops_per_token(16, "full") - config.flops_per_token(16, "full") == router * (64 - E)
+    assert wide.flops_per_token(16, "full") - config.flops_per_token(
+        16, "full"
+    ) == router * (64 - E)
     dense = replace(TINY, num_kv_heads=2, d_ff=(K + 2) * 24)
-    assert config.flops_per_token(16, "full") == dense.flops_per_token(16, "full") + router * E
+    assert (
+        config.flops_per_token(16, "full")
+        == dense.flops_per_token(16, "full") + router * E
+    )
     model, batch = model_of(config), batch_for(Case(model=config))
     traced = jaxpr_flops(jax.make_jaxpr(lambda: model.loss(batch, None).sum)())
     tokens = batch["tokens"].size
-    # Blocks of rows are padded, at these sizes by as much again; all experts would be 4 x those chosen.
+    # Blocks of rows are padded, at these sizes by as much again; all experts would be 4
+    # x those chosen.
     assert traced < config.flops_per_token(16, "full") * tokens
 
 
@@ -409,7 +523,9 @@ def test_cached_logits_are_those_of_the_whole_forward_pass():
     first, cache = decode(model, jnp.asarray(batch["tokens"][:, :9]), cache)
     parts = [first]
     for at in range(9, 12):
-        logits, cache = decode(model, jnp.asarray(batch["tokens"][:, at : at + 1]), cache)
+        logits, cache = decode(
+            model, jnp.asarray(batch["tokens"][:, at : at + 1]), cache
+        )
         parts.append(logits)
     assert worst(np.concatenate(parts, 1), forward[:, :12]) < 1e-5
 
@@ -417,14 +533,20 @@ def test_cached_logits_are_those_of_the_whole_forward_pass():
 def test_to_an_optimizer_each_expert_is_a_matrix_and_so_is_the_router():
     spec = describe(lambda rngs: Transformer(MOE, rngs=rngs))
     parameters = spec.named_trainable()
-    for name, dims in {"gate": (2, E, 32, 24), "down": (2, E, 24, 32), "router": (2, 32, E)}.items():
+    for name, dims in {
+        "gate": (2, E, 32, 24),
+        "down": (2, E, 24, 32),
+        "router": (2, 32, E),
+    }.items():
         x, names = parameters[f"blocks/mlp/{name}"]
         role = role_of(("blocks", "mlp", name), x.shape, names)
         assert x.shape == dims and (role.kind, role.dims) == ("matrix", 2)
         assert (role.reduction, role.output) == ((-2,), (-1,))
 
 
-@pytest.mark.parametrize(("size", "exchange"), [(1, "no exchange"), (4, "exchange by rounds over expert 4")])
+@pytest.mark.parametrize(
+    ("size", "exchange"), [(1, "no exchange"), (4, "exchange by rounds over expert 4")]
+)
 def test_a_run_says_what_computes_its_experts_and_how_tokens_reach_them(size, exchange):
     config = run_config.default_config()
     config.model.update(num_experts=E, experts_per_token=K)
@@ -444,7 +566,9 @@ def test_muon_treats_every_expert_by_itself():
 
     def update(g, own):
         transform = build_optimizer(config, lambda _: 1.0, {"gate": g}, own)
-        return transform.update({"gate": g}, transform.init({"gate": g}), {"gate": g})[0]["gate"]
+        return transform.update({"gate": g}, transform.init({"gate": g}), {"gate": g})[
+            0
+        ]["gate"]
 
     stacked = update(gradient, names)
     alone = update(gradient[1, 2], {"gate": ("d_model", "d_ff")})
@@ -455,15 +579,28 @@ def test_muon_treats_every_expert_by_itself():
 def test_a_tiny_variant_keeps_every_choice(name):
     config = VARIANTS[name]
     large = replace(
-        config, num_experts=256, experts_per_token=8, expert_d_ff=2048, num_layers=60, d_model=4096
+        config,
+        num_experts=256,
+        experts_per_token=8,
+        expert_d_ff=2048,
+        num_layers=60,
+        d_model=4096,
     )
     if config.expert_groups:
         large = replace(large, expert_groups=8, expert_top_groups=4)
     tiny = replace(large, **large.tiny(32))
     assert not faults(large) and not faults(tiny)
-    assert tiny.num_experts == 8 and tiny.experts_per_token == 2 and tiny.balance == config.balance
+    assert (
+        tiny.num_experts == 8
+        and tiny.experts_per_token == 2
+        and tiny.balance == config.balance
+    )
     assert bool(tiny.num_shared_experts) == bool(config.num_shared_experts)
-    assert 0 < tiny.expert_top_groups < tiny.expert_groups if config.expert_groups else not tiny.expert_groups
+    assert (
+        0 < tiny.expert_top_groups < tiny.expert_groups
+        if config.expert_groups
+        else not tiny.expert_groups
+    )
     assert "expert_d_ff" in tiny.tensor_parallel_dims
 
 
@@ -472,18 +609,47 @@ def test_a_tiny_variant_keeps_every_choice(name):
     [
         ({"num_experts": 0, "scores": "sigmoid"}, "model.expert_d_ff=24 needs experts"),
         (
-            {"num_experts": 0, "expert_d_ff": 0, "balance": "none", "router_z_loss": 0.0},
+            {
+                "num_experts": 0,
+                "expert_d_ff": 0,
+                "balance": "none",
+                "router_z_loss": 0.0,
+            },
             "set model.num_experts",
         ),
-        ({"experts_per_token": 9}, "model.experts_per_token=9 of model.num_experts=8; set it to at most 8"),
+        (
+            {"experts_per_token": 9},
+            "model.experts_per_token=9 of model.num_experts=8; set it to at most 8",
+        ),
         ({"expert_groups": 3, "expert_top_groups": 1}, "set a divisor of 8 up to 4"),
-        ({"expert_groups": 8, "expert_top_groups": 2}, "groups are equal, of two experts or more"),
-        ({"expert_groups": 0, "expert_top_groups": 2}, "or expert_groups and expert_top_groups to 0"),
-        ({"expert_groups": 2, "expert_top_groups": 3}, "set it between 1 and model.expert_groups=2"),
-        ({"expert_groups": 4, "expert_top_groups": 1, "experts_per_token": 3}, "set it between 2 and"),
-        ({"bias": "all"}, "experts have no biases; set model.bias to none, qkv or attention"),
-        ({"balance_weight": 0.1}, "model.balance_weight=0.1 does nothing with model.balance=bias"),
-        ({"balance": "none", "balance_rate": 0.1}, "model.balance_rate=0.1 does nothing with"),
+        (
+            {"expert_groups": 8, "expert_top_groups": 2},
+            "groups are equal, of two experts or more",
+        ),
+        (
+            {"expert_groups": 0, "expert_top_groups": 2},
+            "or expert_groups and expert_top_groups to 0",
+        ),
+        (
+            {"expert_groups": 2, "expert_top_groups": 3},
+            "set it between 1 and model.expert_groups=2",
+        ),
+        (
+            {"expert_groups": 4, "expert_top_groups": 1, "experts_per_token": 3},
+            "set it between 2 and",
+        ),
+        (
+            {"bias": "all"},
+            "experts have no biases; set model.bias to none, qkv or attention",
+        ),
+        (
+            {"balance_weight": 0.1},
+            "model.balance_weight=0.1 does nothing with model.balance=bias",
+        ),
+        (
+            {"balance": "none", "balance_rate": 0.1},
+            "model.balance_rate=0.1 does nothing with",
+        ),
         ({"capacity_factor": -1.0}, "model.capacity_factor: got -1.0"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Five models of others train on data 2 x fsdp 2 x tensor 2 with the losses of one device."""
+"""Five models of others train on data 2 x fsdp 2 x tensor 2 with the losses of one
+device.
+"""
 
 from functools import cache
 
@@ -38,7 +40,11 @@ def run_of(name: str, folder: str) -> run_config.RunConfig:
     """Returns a run of one of the models, in float32."""
     target, source, options = MODELS[name]
     config = run_config.default_config(target)
-    config.data.source, config.batch.global_size, config.batch.sequence_length = source, 16, 24
+    config.data.source, config.batch.global_size, config.batch.sequence_length = (
+        source,
+        16,
+        24,
+    )
     if source == "text":
         config.data.path, config.data.cache_dir = OTHERS, folder
     config.optimizer.learning_rate, config.optimizer.warmup_steps = 3e-3, 2
@@ -47,22 +53,32 @@ def run_of(name: str, folder: str) -> run_config.RunConfig:
 
 
 def losses(run: run_config.RunConfig, num_devices: int) -> tuple[list[float], set[int]]:
-    """Returns the losses of some steps on real data, and how many pieces parameters lie in."""
+    """Returns the losses of some steps on real data, and how many pieces parameters lie
+    in.
+    """
     devices = jax.devices()[:num_devices]
     with jax.default_matmul_precision("highest"):
         _, rules, spec = validation.validate(run, devices)
         built = build.build_step(run, spec, build_mesh(run.mesh, devices), rules)
         size = run.batch.global_size
-        dataset = open_dataset(run.data, sequence_length=run.batch.sequence_length, log=lambda _: None)
+        dataset = open_dataset(
+            run.data, sequence_length=run.batch.sequence_length, log=lambda _: None
+        )
         where = built.batch_shardings(dataset.train_batch(0, size))
-        batches = [jax.device_put(dataset.train_batch(number, size), where) for number in range(2)]
+        batches = [
+            jax.device_put(dataset.train_batch(number, size), where)
+            for number in range(2)
+        ]
         state = built.init.lower().compile(FAST_COMPILE)()
         step = built.step.lower(state, batches[0]).compile(FAST_COMPILE)
         found = []
         for number in range(STEPS):
             state, metrics = step(state, batches[number % 2])
             found.append(float(metrics["loss"]))
-    pieces = {len({str(s.index) for s in x.addressable_shards}) for x in jax.tree.leaves(state.trainable)}
+    pieces = {
+        len({str(s.index) for s in x.addressable_shards})
+        for x in jax.tree.leaves(state.trainable)
+    }
     return found, pieces
 
 
@@ -80,11 +96,17 @@ def test_losses_are_those_of_one_device(name, tmp_path_factory):
 def test_batch_statistics_are_refused_where_they_would_be_of_a_part(tmp_path):
     run = run_of("convolutional network", str(tmp_path))
     with pytest.raises(ConfigError, match="accumulation"):
-        validation.validate(cases.with_values(run, {"batch.accumulation": 2}), jax.devices()[:1])
+        validation.validate(
+            cases.with_values(run, {"batch.accumulation": 2}), jax.devices()[:1]
+        )
     with pytest.raises(ConfigError, match="pipeline"):
-        validation.validate(cases.with_values(run, {"mesh.pipeline": 2}), jax.devices()[:2])
+        validation.validate(
+            cases.with_values(run, {"mesh.pipeline": 2}), jax.devices()[:2]
+        )
     mixer = run_of("mixer", str(tmp_path))
-    validation.validate(cases.with_values(mixer, {"batch.accumulation": 2}), jax.devices()[:1])
+    validation.validate(
+        cases.with_values(mixer, {"batch.accumulation": 2}), jax.devices()[:1]
+    )
 
 
 @pytest.mark.slow

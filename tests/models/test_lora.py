@@ -1,4 +1,6 @@
-"""Adapters on a frozen base, in float32, int8 and nf4: exact, sharded, resumed, in and out as PEFT files."""
+"""Adapters on a frozen base, in float32, int8 and nf4: exact, sharded, resumed, in and
+out as PEFT files.
+"""
 
 import itertools
 import json
@@ -71,13 +73,19 @@ PEFT = paths.DATA / "peft"
 MODEL = replace(TINY, d_model=64, d_ff=96, num_kv_heads=2)
 LORA = LoraConfig(rank=4, alpha=8)
 BASES = ("none", "int8", "nf4")
-# Plain SGD: an update is the gradient itself, of which Adam's first step shows no more than the sign.
+# Plain SGD: an update is the gradient itself, of which Adam's first step shows no more
+# than the sign.
 SGD = OptimizerConfig(
-    name="sgd", learning_rate=0.1, warmup_steps=0, momentum=0.0, weight_decay=0.0, clip_norm=0.5
+    name="sgd",
+    learning_rate=0.1,
+    warmup_steps=0,
+    momentum=0.0,
+    weight_decay=0.0,
+    clip_norm=0.5,
 )
 
 
-# --- quantised kernels ----------------------------------------------------------------------------
+# --- quantised kernels ----------------------------------------------------------------
 
 KERNELS = {  # dims with a stack of 3, names of a kernel's own, input dims
     "query": ((3, 128, 4, 8), ("d_model", "heads", "head_dim"), 1),
@@ -115,25 +123,33 @@ def test_nf4_is_what_qwix_makes_of_it_and_within_the_codes_gaps(name):
     size, tile = kernel.shape[axis], kernel.shape[axis] // scales.shape[axis]
     assert tile == {128: TILE, 96: 32, 48: 16}[size]
     others = [dim for dim in range(kernel.ndim) if dim != axis]
-    theirs = qwix.quantize(kernel, "nf4", channelwise_axes=others, tiled_axes={axis: tile})
+    theirs = qwix.quantize(
+        kernel, "nf4", channelwise_axes=others, tiled_axes={axis: tile}
+    )
     restored = np.asarray(jax.jit(form.restore)(codes, scales))
     assert codes.dtype == np.uint8 and 2 * codes.nbytes == kernel.size
     assert bitwise_equal(restored, qwix.dequantize(theirs))
     # By numpy, from the paper's definition alone (QLoRA, equation 4 and appendix E).
-    high, low = norm.ppf(np.linspace(0.9677083, 0.5, 9)), norm.ppf(np.linspace(0.9677083, 0.5, 8))
+    high, low = (
+        norm.ppf(np.linspace(0.9677083, 0.5, 9)),
+        norm.ppf(np.linspace(0.9677083, 0.5, 8)),
+    )
     values = np.sort(np.concatenate([high[:-1], -low]))
     values /= values.max()
     np.testing.assert_allclose(table(), values, atol=2e-5)
     rows = np.moveaxis(np.asarray(kernel, np.float64), axis, -1).reshape(-1, tile)
     largest = np.abs(rows).max(1, keepdims=True)
-    nearest = values[np.abs(rows[..., None] / largest[..., None] - values).argmin(-1)] * largest
+    nearest = (
+        values[np.abs(rows[..., None] / largest[..., None] - values).argmin(-1)]
+        * largest
+    )
     found = np.moveaxis(restored, axis, -1).reshape(-1, tile)
     np.testing.assert_allclose(found, nearest, atol=5e-5 * largest.max())
     gap = np.diff(values).max() / 2
     assert 0.9 * gap < (np.abs(found - rows) / largest).max() <= gap * (1 + 1e-4)
 
 
-# --- what is adapted ------------------------------------------------------------------------------
+# --- what is adapted ------------------------------------------------------------------
 
 
 def build(rngs):
@@ -149,7 +165,9 @@ def test_targets_are_kernels_by_the_ends_of_their_paths():
     spec = spec_with(replace(LORA, targets=("query", "mlp/.*")))
     shapes, names = shapes_of(spec.trainable), spec.named_parameters()
     kernels = ("attention/query", "mlp/gate", "mlp/up", "mlp/down")
-    assert set(shapes) == {f"blocks/{k}/{f}" for k in kernels for f in ("lora_a", "lora_b")}
+    assert set(shapes) == {
+        f"blocks/{k}/{f}" for k in kernels for f in ("lora_a", "lora_b")
+    }
     assert shapes["blocks/attention/query/lora_a"] == (2, 64, 4)
     assert shapes["blocks/attention/query/lora_b"] == (2, 4, 4, 8)
     assert names["blocks/attention/query/lora_a"][1] == ("d_model", None)
@@ -158,7 +176,10 @@ def test_targets_are_kernels_by_the_ends_of_their_paths():
     assert "embedding" in spec.frozen and "out" in spec.frozen["blocks"]["attention"]
     everything = shapes_of(spec_with().trainable)
     assert everything["blocks/attention/out/lora_a"] == (2, 4, 8, 4)
-    assert everything["blocks/attention/out/lora_b"] == (2, 4, 64) and len(everything) == 14
+    assert (
+        everything["blocks/attention/out/lora_b"] == (2, 4, 64)
+        and len(everything) == 14
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,9 +189,18 @@ def test_targets_are_kernels_by_the_ends_of_their_paths():
         ({"lora.alpha": 0.0}, "lora.alpha: got 0.0, required float > 0"),
         ({"lora.targets": ("(",)}, "is no regex"),
         ({"lora.targets": ()}, "lora.targets is empty"),
-        ({"lora.rank": 0, "lora.base": "int8"}, "needs adapters to train; set lora.rank"),
-        ({"lora.targets": ("queri",)}, "'queri': finds no parameter; kernels that adapters fit: blocks/att"),
-        ({"lora.targets": ("query", "embedding")}, "'embedding': embedding: rows of a table are looked up"),
+        (
+            {"lora.rank": 0, "lora.base": "int8"},
+            "needs adapters to train; set lora.rank",
+        ),
+        (
+            {"lora.targets": ("queri",)},
+            "'queri': finds no parameter; kernels that adapters fit: blocks/att",
+        ),
+        (
+            {"lora.targets": ("query", "embedding")},
+            "'embedding': embedding: rows of a table are looked up",
+        ),
         ({"lora.targets": ("output",)}, "'output': output: rows of a table"),
         ({"lora.targets": ("attention_norm/scale",)}, "it is no matrix"),
         ({"lora.from_peft": "there"}, "lora.from_peft needs the model that it adapts"),
@@ -183,7 +213,9 @@ def test_what_cannot_be_is_said(changes, said):
     config = run_config.default_config()
     config.update_from_flattened_dict({"lora.rank": 4} | changes)
     with pytest.raises(ConfigError) as raised:
-        validation.validate(run_config.from_config(config), jax.devices()[:1], with_data=False)
+        validation.validate(
+            run_config.from_config(config), jax.devices()[:1], with_data=False
+        )
     assert said in str(raised.value)
 
 
@@ -198,7 +230,10 @@ class Foreign(nnx.Module):
     """A model that knows nothing of adapters: flax's own layers."""
 
     def __init__(self, rngs):
-        self.inner, self.outer = nnx.Linear(48, 32, rngs=rngs), nnx.Linear(32, 1, rngs=rngs)
+        self.inner, self.outer = (
+            nnx.Linear(48, 32, rngs=rngs),
+            nnx.Linear(32, 1, rngs=rngs),
+        )
 
     def __call__(self, x):
         return self.outer(jax.nn.relu(self.inner(x)))
@@ -207,24 +242,38 @@ class Foreign(nnx.Module):
 def test_layers_of_others_read_the_merged_kernel():
     x = jax.random.normal(jax.random.key(1), (5, 48))
     plain = Foreign(nnx.Rngs(0))
-    model = lora.adapt(Foreign(nnx.Rngs(0)), replace(LORA, targets=("inner/kernel",)), nnx.Rngs(7))
+    model = lora.adapt(
+        Foreign(nnx.Rngs(0)), replace(LORA, targets=("inner/kernel",)), nnx.Rngs(7)
+    )
     assert bitwise_equal(model(x), plain(x))
     model.inner.kernel.lora_b.set_value(jax.random.normal(jax.random.key(2), (4, 32)))
     factors = model.inner.kernel.lora_a[...] @ model.inner.kernel.lora_b[...]
     plain.inner.kernel.set_value(plain.inner.kernel[...] + 2.0 * factors)
     np.testing.assert_allclose(model(x), plain(x), atol=1e-5)
-    assert set(shapes_of(describe(lambda r: lora.adapt(Foreign(r), LORA, r)).trainable)) == {
-        f"{layer}/kernel/{factor}" for layer in ("inner", "outer") for factor in ("lora_a", "lora_b")
+    assert set(
+        shapes_of(describe(lambda r: lora.adapt(Foreign(r), LORA, r)).trainable)
+    ) == {
+        f"{layer}/kernel/{factor}"
+        for layer in ("inner", "outer")
+        for factor in ("lora_a", "lora_b")
     }
 
 
 def test_dropout_drops_what_adapters_read_and_nothing_else():
-    model, config = replace(MODEL, num_layers=1), replace(LORA, dropout=0.5, targets=("query", "down"))
+    model, config = (
+        replace(MODEL, num_layers=1),
+        replace(LORA, dropout=0.5, targets=("query", "down")),
+    )
     spec = describe(lora.adapted(lambda rngs: Transformer(model, rngs=rngs), config))
     fast = {"compiler_options": FAST_COMPILE}
-    trainable, model_state, frozen = jax.jit(spec.init_params, **fast)(jax.random.key(0))
+    trainable, model_state, frozen = jax.jit(spec.init_params, **fast)(
+        jax.random.key(0)
+    )
     batch = jax.tree.map(jnp.asarray, batch_of(model))
-    loss = jax.jit(lambda t, key: spec.assemble(t, model_state, frozen).loss(batch, key).sum, **fast)
+    loss = jax.jit(
+        lambda t, key: spec.assemble(t, model_state, frozen).loss(batch, key).sum,
+        **fast,
+    )
     keys = jax.random.split(jax.random.key(1), 2)
     assert loss(trainable, keys[0]) == loss(trainable, keys[1]), "B is 0"
     moved = jax.tree.map(lambda x: x + 0.2, trainable)
@@ -241,19 +290,26 @@ def test_dropout_is_refused_where_layouts_would_change_it():
         model.blocks.attention.query[...]
 
 
-# --- the step -------------------------------------------------------------------------------------
+# --- the step -------------------------------------------------------------------------
 
 
 @lru_cache
 def step_with(config=LORA, layout=ONE, step=StepConfig(), stages=1, optimizer=SGD):  # noqa: B008 (frozen)
     spec, schedule = spec_with(config), build_schedule(optimizer, 1000, 8)
     if stages == 1:
-        return build_train_step(spec, optimizer, schedule, *rules_and_mesh(layout)[::-1], step)
+        return build_train_step(
+            spec, optimizer, schedule, *rules_and_mesh(layout)[::-1], step
+        )
     sizes = mesh.MeshConfig(data=1, fsdp=2, tensor=2, pipeline=stages)
     rules = sharding.build_rules(sizes, mesh.resolve_mesh(sizes, 8))
     cut = Staging(PipelineConfig(microbatches=4), MODEL.num_layers, stages)
     return build_train_step(
-        spec, optimizer, schedule, mesh.build_mesh(sizes), rules, replace(step, staging=cut)
+        spec,
+        optimizer,
+        schedule,
+        mesh.build_mesh(sizes),
+        rules,
+        replace(step, staging=cut),
     )
 
 
@@ -275,19 +331,29 @@ def one_step(config, *where, **how):
     built = step_with(config, *where, **how)
     trainable, frozen = start(config)
     where = built.views.abstract
-    given = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), (trainable, frozen), where[1:3])
+    given = jax.tree.map(
+        lambda x, like: jax.device_put(x, like.sharding),
+        (trainable, frozen),
+        where[1:3],
+    )
     given = trees.flatten_names(given[0]) | trees.flatten_names(given[1])
     state = built.init.lower(given).compile(FAST_COMPILE)(given)
     batch = batch_of(MODEL)
     placed = jax.device_put(batch, built.batch_shardings(batch))
     inspect = built.inspect.lower(state, placed).compile(FAST_COMPILE)
     state, metrics, gradients = inspect(state, placed)
-    return jax.device_get((built.views.flat(state).trainable, metrics, gradients)), state, inspect
+    return (
+        jax.device_get((built.views.flat(state).trainable, metrics, gradients)),
+        state,
+        inspect,
+    )
 
 
 @pytest.fixture(scope="module", params=BASES)
 def reference(request):
-    config = replace(LORA, base=request.param, dropout=0.25 if request.param == "none" else 0.0)
+    config = replace(
+        LORA, base=request.param, dropout=0.25 if request.param == "none" else 0.0
+    )
     return config, *one_step(config)
 
 
@@ -296,10 +362,15 @@ def test_at_first_adapters_change_nothing():
     plain = spec_of(MODEL)
     whole = jax.jit(plain.init_params)(jax.random.key(0))[0]
     batch = jax.tree.map(jnp.asarray, batch_of(MODEL))
-    adapted = jax.jit(lambda t, f: spec_with().assemble(t, model_state, f).forward(batch))(trainable, frozen)
-    assert bitwise_equal(adapted, jax.jit(lambda t: plain.assemble(t, {}).forward(batch))(whole))
+    adapted = jax.jit(
+        lambda t, f: spec_with().assemble(t, model_state, f).forward(batch)
+    )(trainable, frozen)
+    assert bitwise_equal(
+        adapted, jax.jit(lambda t: plain.assemble(t, {}).forward(batch))(whole)
+    )
     a = np.asarray(trainable["blocks"]["mlp"]["up"]["lora_a"])
-    assert a.std() == pytest.approx((1 / 3 / 64) ** 0.5, rel=0.1)  # uniform, as kaiming with a = sqrt(5)
+    # uniform, as kaiming with a = sqrt(5)
+    assert a.std() == pytest.approx((1 / 3 / 64) ** 0.5, rel=0.1)
 
 
 def test_a_step_moves_adapters_alone_and_keeps_no_more_in_memory(reference):
@@ -308,24 +379,38 @@ def test_a_step_moves_adapters_alone_and_keeps_no_more_in_memory(reference):
     assert bitwise_equal(jax.device_get(state.frozen), frozen)
     for path, gradient in trees.flatten_names(gradients).items():
         assert np.abs(gradient).max() > 0, path
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a != b).any(), trained, before)))
-    adapter_bytes, kernels = trees.tree_bytes(trained), 2 * (2 * 64 * 32 + 2 * 64 * 16 + 3 * 64 * 96)
+    assert all(
+        jax.tree.leaves(jax.tree.map(lambda a, b: (a != b).any(), trained, before))
+    )
+    adapter_bytes, kernels = (
+        trees.tree_bytes(trained),
+        2 * (2 * 64 * 32 + 2 * 64 * 16 + 3 * 64 * 96),
+    )
     moments = step_with(config, optimizer=OPTIMIZER).abstract_state.opt_state  # Adam's
     assert trees.tree_bytes(moments) == pytest.approx(2 * adapter_bytes, abs=64)
     tables = 4 * (2 * 64 * 64 + 5 * 64)
-    channels = 2 * (32 + 16 + 16 + 64 + 96 + 96 + 64)  # a float32 scale for each; nf4: for each 64 weights
-    wanted = {"none": 4 * kernels, "int8": kernels + 4 * channels, "nf4": kernels // 2 + 4 * kernels // 64}
+    # a float32 scale for each; nf4: for each 64 weights
+    channels = 2 * (32 + 16 + 16 + 64 + 96 + 96 + 64)
+    wanted = {
+        "none": 4 * kernels,
+        "int8": kernels + 4 * channels,
+        "nf4": kernels // 2 + 4 * kernels // 64,
+    }
     assert trees.tree_bytes(frozen) == tables + wanted[config.base]
 
 
 def test_no_stack_of_restored_kernels_and_no_gradient_of_a_frozen_one(reference):
     config, _, state, inspect = reference
     text_of = inspect.as_text()
-    stacks = [f"f32[2,{dims}]" for dims in ("64,4,8", "64,2,8", "4,8,64", "64,96", "96,64")]
+    stacks = [
+        f"f32[2,{dims}]" for dims in ("64,4,8", "64,2,8", "4,8,64", "64,96", "96,64")
+    ]
     assert any(stack in text_of for stack in stacks) == (config.base == "none")
     gradients = ("f32[64,96]", "f32[96,64]")  # of gate, up and down, as products
     products = [line for line in text_of.splitlines() if " dot(" in line]
-    assert products and not any(f"= {dims}" in line for line in products for dims in gradients)
+    assert products and not any(
+        f"= {dims}" in line for line in products for dims in gradients
+    )
 
 
 def test_flops_of_frozen_kernels_are_not_counted(reference):
@@ -334,16 +419,23 @@ def test_flops_of_frozen_kernels_are_not_counted(reference):
     if config.base != "none":
         return  # the same products
     options = vars(MODEL) | {"target": "jaxdist.models.transformer:Transformer"}
-    run = run_config.RunConfig(model=options, batch=run_config.BatchConfig(8, 16), lora=config)
+    run = run_config.RunConfig(
+        model=options, batch=run_config.BatchConfig(8, 16), lora=config
+    )
     plain = replace(run, lora=LoraConfig())
     specs = ((run, spec_with()), (plain, spec_of(MODEL)))
     formula = [workdir.model_flops(run, spec)["full"] for run, spec in specs]
     programs = (hlo.parse(inspect.as_text()), program_of(ONE, MODEL).module)
     done = [flops.hlo_flops(module) / (8 * 16) for module in programs]
     assert done[0] < 0.9 * done[1]
-    # Under remat=dots the program makes some products with B again: done, and not needed.
+    # Under remat=dots the program makes some products with B again: done, and not
+    # needed.
     again = (formula[1] - formula[0]) - (done[1] - done[0])
-    b = sum(x.size for path, x in trees.flatten_names(spec_with().trainable).items() if path.endswith("_b"))
+    b = sum(
+        x.size
+        for path, x in trees.flatten_names(spec_with().trainable).items()
+        if path.endswith("_b")
+    )
     assert 0 <= again <= 2 * b
 
 
@@ -355,7 +447,10 @@ WAYS = {
 
 
 def test_a_layout_changes_nothing(reference):
-    compare({"none": "tensor", "int8": "pipeline", "nf4": "mesh"}[reference[0].base], reference)
+    compare(
+        {"none": "tensor", "int8": "pipeline", "nf4": "mesh"}[reference[0].base],
+        reference,
+    )
 
 
 @pytest.mark.slow
@@ -369,11 +464,17 @@ def compare(way, reference):
     where, how = WAYS[way]
     (found, told, slopes), state, _ = one_step(config, *where, **how)
     spread = {str(x.sharding.spec) for x in jax.tree.leaves(state.frozen)}
-    assert any("fsdp" in spec for spec in spread) and any("tensor" in spec for spec in spread)
+    assert any("fsdp" in spec for spec in spread) and any(
+        "tensor" in spec for spec in spread
+    )
     for name in ("loss", "grad_norm"):
         assert told[name] == pytest.approx(metrics[name], rel=1e-6)
     if how:  # by stage
-        slopes = step_with(config, **how).views.flat(state._replace(trainable=slopes)).trainable
+        slopes = (
+            step_with(config, **how)
+            .views.flat(state._replace(trainable=slopes))
+            .trainable
+        )
     assert worst(jax.device_get(slopes), gradients) < 1e-5
     assert worst(found, trained) < 1e-6
 
@@ -389,13 +490,20 @@ def test_in_bfloat16_losses_fall():
     assert losses[-1] < 0.7 * losses[0]
 
 
-# --- whole runs -----------------------------------------------------------------------------------
+# --- whole runs -----------------------------------------------------------------------
 
 RUN = {
-    "lora__rank": 4, "lora__alpha": 8.0, "lora__base": "nf4", "mesh__fsdp": 2, "mesh__tensor": 2,
-    "train__ema_decay": 0.0, "train__steps": 6, "checkpoint__every_steps": 3,
-    "optimizer__learning_rate": 0.1, "optimizer__schedule": "constant",
-}  # fmt: skip
+    "lora__rank": 4,
+    "lora__alpha": 8.0,
+    "lora__base": "nf4",
+    "mesh__fsdp": 2,
+    "mesh__tensor": 2,
+    "train__ema_decay": 0.0,
+    "train__steps": 6,
+    "checkpoint__every_steps": 3,
+    "optimizer__learning_rate": 0.1,
+    "optimizer__schedule": "constant",
+}
 
 
 DOCS = paths.DOCS / "lora.md"
@@ -403,7 +511,9 @@ COUNTS = "trainable 2,784 of 12,816 parameters (22 %), adapters 11,136 bytes, ba
 
 
 def test_the_page_can_be_followed(text):
-    """Its commands resolve (the next test runs what they stand for), and its library part runs."""
+    """Its commands resolve (the next test runs what they stand for), and its library
+    part runs.
+    """
     blocks = re.findall(r"```(\w+)\n(.*?)```", DOCS.read_text(), re.DOTALL)
     commands = [
         shlex.split(line, comments=True)
@@ -411,14 +521,20 @@ def test_the_page_can_be_followed(text):
         if kind == "bash"
         for line in block.replace("\\\n", " ").splitlines()
     ]
-    assert [command[2] for command in commands] == ["jaxdist.train", "jaxdist.convert", "jaxdist.convert"]
+    assert [command[2] for command in commands] == [
+        "jaxdist.train",
+        "jaxdist.convert",
+        "jaxdist.convert",
+    ]
     arguments = [part.replace("models/llama", str(SMOLLM)) for part in commands[0][3:]]
     corpus = ["--config.data.source=text", f"--config.data.path={text}"]
     run = cli.parse(train._parser(), [*arguments, *corpus])[1]
-    assert run.lora == LoraConfig(rank=16, alpha=32, base="nf4") and validation.validate(
-        run, jax.devices()[:1]
-    )
-    assert [convert._parser().parse_args(command[3:]).adapters for command in commands[1:]] == [False, True]
+    assert run.lora == LoraConfig(
+        rank=16, alpha=32, base="nf4"
+    ) and validation.validate(run, jax.devices()[:1])
+    assert [
+        convert._parser().parse_args(command[3:]).adapters for command in commands[1:]
+    ] == [False, True]
     (library,) = (block for kind, block in blocks if kind == "python")
     scope = {"describe": describe, "build": build}
     exec(library, scope)
@@ -426,15 +542,22 @@ def test_the_page_can_be_followed(text):
     assert COUNTS in DOCS.read_text()
 
 
-def test_a_run_resumes_and_goes_out_merged_and_as_peft(text, tmp_path, capsys, monkeypatch):
+def test_a_run_resumes_and_goes_out_merged_and_as_peft(
+    text, tmp_path, capsys, monkeypatch
+):
     base = shutil.copytree(SMOLLM, tmp_path / "base")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
 
     def trained(folder, **changes):
-        assert train.main([*flags(text, base, **RUN | changes), "--workdir", str(folder)]) == 0
+        assert (
+            train.main([*flags(text, base, **RUN | changes), "--workdir", str(folder)])
+            == 0
+        )
 
     def opened(folder):
-        return trained_run.load_run(folder, devices=jax.devices()[:2], log=lambda line: None)
+        return trained_run.load_run(
+            folder, devices=jax.devices()[:2], log=lambda line: None
+        )
 
     trained(whole)
     run = opened(whole)
@@ -446,8 +569,12 @@ def test_a_run_resumes_and_goes_out_merged_and_as_peft(text, tmp_path, capsys, m
     again = opened(parts)
     assert bitwise_equal(again.state.trainable, run.state.trainable)
     assert bitwise_equal(again.state.frozen, run.state.frozen)
-    losses = [[row["loss"] for row in read_rows(folder).train] for folder in (whole, parts)]
-    assert losses[0] == losses[1] and len(losses[0]) == 6 and losses[0][-1] < losses[0][0]
+    losses = [
+        [row["loss"] for row in read_rows(folder).train] for folder in (whole, parts)
+    ]
+    assert (
+        losses[0] == losses[1] and len(losses[0]) == 6 and losses[0][-1] < losses[0][0]
+    )
     (sample,) = run.generate(["the in"], max_tokens=3)[0]
     assert sample.text.startswith("the in")
 
@@ -460,7 +587,11 @@ def test_a_run_resumes_and_goes_out_merged_and_as_peft(text, tmp_path, capsys, m
     np.testing.assert_allclose(logits_of(*loaded(out), {}, tokens), adapted, atol=1e-5)
     assert np.abs(adapted - np.load(SMOLLM / "logits.npy")).max() > 0.1  # it has learnt
     about = json.loads((factors / peft.CONFIG).read_text())
-    assert (about["r"], about["lora_alpha"], len(about["target_modules"])) == (4, 8.0, 7)
+    assert (about["r"], about["lora_alpha"], len(about["target_modules"])) == (
+        4,
+        8.0,
+        7,
+    )
     family = interop.FAMILIES["llama"]
     found = peft.read(factors, family, run.config.lora, shapes_of(spec.trainable))
     for path, x in trees.flatten_names(jax.device_get(state.trainable)).items():
@@ -478,16 +609,19 @@ def test_a_run_resumes_and_goes_out_merged_and_as_peft(text, tmp_path, capsys, m
     assert bitwise_equal(begun[0].frozen, run.state.frozen)
 
     (tmp_path / "plain").mkdir()
-    workdir.write_json(tmp_path / "plain" / workdir.CONFIG, run_config.default_config().to_dict())
+    workdir.write_json(
+        tmp_path / "plain" / workdir.CONFIG, run_config.default_config().to_dict()
+    )
     with pytest.raises(ConfigError, match="without adapters"):
         run_convert(tmp_path / "plain", tmp_path / "none", "huggingface", "--adapters")
 
 
-# --- adapters that PEFT wrote (tests/data/peft) ---------------------------------------------------
+# --- adapters that PEFT wrote (tests/data/peft) ---------------------------------------
 
 FOREIGN = {
     "llama": LoraConfig(rank=4, alpha=8, targets=("query", "value", "down")),
-    "gpt2": LoraConfig(rank=2, alpha=6, targets=("query", "key", "value")),  # one layer there: c_attn
+    # one layer there: c_attn
+    "gpt2": LoraConfig(rank=2, alpha=6, targets=("query", "key", "value")),
 }
 
 
@@ -503,7 +637,9 @@ def test_an_adapter_that_peft_wrote_gives_pefts_logits_and_comes_back(name, tmp_
     tokens = np.load(FOLDERS / name / "tokens.npy")
     theirs = np.load(folder / "logits.npy")
     assert np.abs(theirs - np.load(FOLDERS / name / "logits.npy")).max() > 0.1
-    np.testing.assert_allclose(logits_of(spec, trainable, frozen, tokens), theirs, atol=1e-5)
+    np.testing.assert_allclose(
+        logits_of(spec, trainable, frozen, tokens), theirs, atol=1e-5
+    )
 
     peft.write(tmp_path, family, config, factors, shapes_of(base), base="")
     back = peft.read(tmp_path, family, config, shapes)
@@ -514,22 +650,36 @@ def test_an_adapter_that_peft_wrote_gives_pefts_logits_and_comes_back(name, tmp_
         assert all(bitwise_equal(before[key], after[key]) for key in before)
     else:
         about = json.loads((tmp_path / peft.CONFIG).read_text())
-        assert about["rank_pattern"] == {"attn.c_attn": 6} and about["alpha_pattern"] == {"attn.c_attn": 18}
+        assert about["rank_pattern"] == {"attn.c_attn": 6} and about[
+            "alpha_pattern"
+        ] == {"attn.c_attn": 18}
 
 
 @pytest.mark.parametrize(
     "changes, config, said",
     [
         ({"use_dora": True}, {}, "use_dora=True is not supported; required False"),
-        ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save=['lm_head'] is not supported"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            {},
+            "modules_to_save=['lm_head'] is not supported",
+        ),
         ({"init_lora_weights": "pissa"}, {}, "init_lora_weights='pissa'"),
         ({}, {"rank": 8, "alpha": 16.0}, "has rank 4, lora.rank is 8; set lora.rank=4"),
         ({}, {"alpha": 4.0}, "set lora.alpha=8"),
         ({"use_rslora": True}, {}, "set lora.alpha=16"),
         ({"lora_alpha": "8"}, {}, "lora_alpha='8': a number is required"),
         ({"alpha_pattern": 3}, {}, "alpha_pattern=3: a mapping is required"),
-        ({"alpha_pattern": {"(a*)*b": 2.0}}, {}, "alpha_pattern has '(a*)*b', no plain name"),
-        ({}, {"targets": ("query",)}, "blocks/attention/value is no target; name it in lora.targets"),
+        (
+            {"alpha_pattern": {"(a*)*b": 2.0}},
+            {},
+            "alpha_pattern has '(a*)*b', no plain name",
+        ),
+        (
+            {},
+            {"targets": ("query",)},
+            "blocks/attention/value is no target; name it in lora.targets",
+        ),
     ],
 )
 def test_an_adapter_that_is_another_is_refused(changes, config, said, tmp_path):
@@ -537,7 +687,9 @@ def test_an_adapter_that_is_another_is_refused(changes, config, said, tmp_path):
     about = json.loads((folder / peft.CONFIG).read_text())
     (folder / peft.CONFIG).write_text(json.dumps(about | changes))
     config = replace(FOREIGN["llama"], **config)
-    shapes = shapes_of(describe(lora.adapted(loaded(FOLDERS / "llama")[0].build, config)).trainable)
+    shapes = shapes_of(
+        describe(lora.adapted(loaded(FOLDERS / "llama")[0].build, config)).trainable
+    )
     with pytest.raises(ConfigError) as raised:
         peft.read(folder, interop.FAMILIES["llama"], config, shapes)
     assert said in str(raised.value)
@@ -550,9 +702,17 @@ def test_an_adapter_that_is_another_is_refused(changes, config, said, tmp_path):
     "name, value, said",
     [
         ("lora_B", None, "has no lora_B"),
-        ("lora_B", np.zeros((16, 3), np.float32), "required [rank, in] and [out, rank]"),
+        (
+            "lora_B",
+            np.zeros((16, 3), np.float32),
+            "required [rank, in] and [out, rank]",
+        ),
         ("lora_A", np.zeros(4, np.float32), "has lora_A (4,)"),
-        ("lora_A", np.zeros((4, 5), np.float32), "maps 5 values to 16; 3 layers of (16, 16) are required"),
+        (
+            "lora_A",
+            np.zeros((4, 5), np.float32),
+            "maps 5 values to 16; 3 layers of (16, 16) are required",
+        ),
         ("lora_B", np.zeros((5, 4), np.float32), "maps 16 values to 5"),
     ],
 )
@@ -561,8 +721,14 @@ def test_an_adapters_tensors_that_fit_no_kernel_are_named(name, value, said, tmp
     tensors = load_all(folder)
     key = f"base_model.model.model.layers.1.self_attn.q_proj.{name}.weight"
     del tensors[key]
-    save_file(tensors if value is None else tensors | {key: value}, folder / peft.WEIGHTS)
-    shapes = shapes_of(describe(lora.adapted(loaded(FOLDERS / "llama")[0].build, FOREIGN["llama"])).trainable)
+    save_file(
+        tensors if value is None else tensors | {key: value}, folder / peft.WEIGHTS
+    )
+    shapes = shapes_of(
+        describe(
+            lora.adapted(loaded(FOLDERS / "llama")[0].build, FOREIGN["llama"])
+        ).trainable
+    )
     with pytest.raises(ConfigError, match="model.layers.1.self_attn.q_proj") as raised:
         peft.read(folder, interop.FAMILIES["llama"], FOREIGN["llama"], shapes)
     assert said in str(raised.value)

@@ -1,4 +1,6 @@
-"""Adapters of experts: an A and a B for each, added to its frozen kernel in the shards that it lies in."""
+"""Adapters of experts: an A and a B for each, added to its frozen kernel in the shards
+that it lies in.
+"""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -23,10 +25,22 @@ from support.experts import rules_and_mesh
 from support.models import FAST_COMPILE, TINY, batch_of, worst
 
 E, D, F, RANK, SCALE = 8, 64, 48, 3, 2.0
-MOE = replace(TINY, d_model=D, num_kv_heads=2, num_experts=E, expert_d_ff=F, balance="none", init_std=0.05)
-LORA = LoraConfig(rank=RANK, alpha=SCALE * RANK, targets=("mlp/(gate|up|down)", "query"))
+MOE = replace(
+    TINY,
+    d_model=D,
+    num_kv_heads=2,
+    num_experts=E,
+    expert_d_ff=F,
+    balance="none",
+    init_std=0.05,
+)
+LORA = LoraConfig(
+    rank=RANK, alpha=SCALE * RANK, targets=("mlp/(gate|up|down)", "query")
+)
 NAMES = ("gate", "up", "down")
-SGD = OptimizerConfig(name="sgd", learning_rate=0.1, warmup_steps=0, momentum=0.0, weight_decay=0.0)
+SGD = OptimizerConfig(
+    name="sgd", learning_rate=0.1, warmup_steps=0, momentum=0.0, weight_decay=0.0
+)
 
 
 @lru_cache
@@ -36,14 +50,20 @@ def spec_with(config: LoraConfig = LORA) -> ModelSpec:
 
 @lru_cache
 def start(config: LoraConfig = LORA):
-    """Returns trainable and frozen parameters on the host, with B not 0: then A has gradients too."""
-    trainable, _, frozen = jax.jit(spec_with(config).init_params, compiler_options=FAST_COMPILE)(
-        jax.random.key(0)
-    )
+    """Returns trainable and frozen parameters on the host, with B not 0: then A has
+    gradients too.
+    """
+    trainable, _, frozen = jax.jit(
+        spec_with(config).init_params, compiler_options=FAST_COMPILE
+    )(jax.random.key(0))
     random = np.random.default_rng(1)
 
     def filled(path, x):
-        return random.normal(0, 0.1, x.shape).astype(x.dtype) if trees.join(path).endswith("_b") else x
+        return (
+            random.normal(0, 0.1, x.shape).astype(x.dtype)
+            if trees.join(path).endswith("_b")
+            else x
+        )
 
     return jax.device_get((jax.tree_util.tree_map_with_path(filled, trainable), frozen))
 
@@ -69,8 +89,14 @@ def test_gradients_are_those_of_all_experts_with_their_kernels_written_out():
     part = part_with()
     x = np.random.default_rng(5).normal(size=(4, 12, D)).astype(np.float32)
     info = BlockInfo(None, jnp.int32(0), {WEIGHTS: np.ones((4, 12), np.float32)})
-    factors = {n: (getattr(part, n).lora_a[...], getattr(part, n).lora_b[...]) for n in NAMES}
-    assert factors["up"][0].shape == (E, D, RANK) and factors["down"][1].shape == (E, RANK, D)
+    factors = {
+        n: (getattr(part, n).lora_a[...], getattr(part, n).lora_b[...]) for n in NAMES
+    }
+    assert factors["up"][0].shape == (E, D, RANK) and factors["down"][1].shape == (
+        E,
+        RANK,
+        D,
+    )
 
     graph, state = nnx.split(part)
 
@@ -83,13 +109,16 @@ def test_gradients_are_those_of_all_experts_with_their_kernels_written_out():
 
     def reference(factors, x):
         kernels = {
-            name: getattr(part, name).base[...] + SCALE * jnp.einsum("edr,erf->edf", a, b)
+            name: getattr(part, name).base[...]
+            + SCALE * jnp.einsum("edr,erf->edf", a, b)
             for name, (a, b) in factors.items()
         }
         return jnp.sum(dense(part, kernels, x) ** 2)
 
     (value, own), (expected, wanted) = (
-        jax.jit(jax.value_and_grad(f, argnums=(0, 1)), compiler_options=FAST_COMPILE)(factors, x)
+        jax.jit(jax.value_and_grad(f, argnums=(0, 1)), compiler_options=FAST_COMPILE)(
+            factors, x
+        )
         for f in (ours, reference)
     )
     assert abs(value - expected) < 1e-6 * abs(expected) and worst(own, wanted) < 2e-6
@@ -101,10 +130,14 @@ def test_at_first_nothing_changes_and_frozen_kernels_have_no_state():
     trainable, _, frozen = spec.init_params(jax.random.key(0))
     batch = jax.tree.map(jnp.asarray, batch_of(MOE))
     losses = [
-        jax.jit(lambda t, f, s=s: s.assemble(t, {}, f).loss(batch, None).sum, compiler_options=FAST_COMPILE)(
-            t, f
+        jax.jit(
+            lambda t, f, s=s: s.assemble(t, {}, f).loss(batch, None).sum,
+            compiler_options=FAST_COMPILE,
+        )(t, f)
+        for s, t, f in (
+            (spec, trainable, frozen),
+            (plain, plain.init_params(jax.random.key(0))[0], {}),
         )
-        for s, t, f in ((spec, trainable, frozen), (plain, plain.init_params(jax.random.key(0))[0], {}))
     ]
     assert losses[0] == losses[1]
     assert set(spec.named_trainable()) == {
@@ -112,12 +145,18 @@ def test_at_first_nothing_changes_and_frozen_kernels_have_no_state():
         for kernel in ("attention/query", *(f"mlp/{n}" for n in NAMES))
         for x in "ab"
     }
-    assert spec.named_frozen()["blocks/mlp/gate/base"][1] == ("experts", "d_model", "d_ff")
+    assert spec.named_frozen()["blocks/mlp/gate/base"][1] == (
+        "experts",
+        "d_model",
+        "d_ff",
+    )
     a, b = (spec.named_trainable()[f"blocks/mlp/down/lora_{x}"] for x in "ab")
     assert a[0].shape == (2, E, F, RANK) and a[1] == ("experts", "d_ff", None)
     assert b[0].shape == (2, E, RANK, D) and b[1] == ("experts", None, "d_model")
     rules, mesh = rules_and_mesh(data=1)
-    built = build_train_step(spec, OptimizerConfig(), build_schedule(SGD, 10, 8), mesh, rules, StepConfig())
+    built = build_train_step(
+        spec, OptimizerConfig(), build_schedule(SGD, 10, 8), mesh, rules, StepConfig()
+    )
     moments = [x for x in jax.tree.leaves(built.abstract_state.opt_state) if x.ndim]
     assert sum(x.size for x in moments) == 2 * spec.trainable_count
 
@@ -133,7 +172,9 @@ def test_a_quantised_base_is_restored_and_added_to(base):
         codes = spec_with(config).named_frozen()[f"blocks/mlp/{name}/codes"]
         scales = spec_with(config).named_frozen()[f"blocks/mlp/{name}/scales"]
         assert codes[0].dtype.itemsize == 1 and codes[1][0] == scales[1][0] == "experts"
-        assert len(codes[1]) == codes[0].ndim - 1 and len(scales[1]) == scales[0].ndim - 1
+        assert (
+            len(codes[1]) == codes[0].ndim - 1 and len(scales[1]) == scales[0].ndim - 1
+        )
         weights = codes[0].size * (2 if base == "nf4" else 1)
         assert weights == 2 * E * D * F
         low_rank = np.einsum("edr,erf->edf", kernel.lora_a[...], kernel.lora_b[...])
@@ -145,45 +186,81 @@ def test_a_quantised_base_is_restored_and_added_to(base):
 def test_merged_experts_go_out_as_kernels():
     spec, (trained, frozen) = spec_with(), start()
     arrays = trees.flatten_names(trained) | trees.flatten_names(frozen)
-    shapes, read = lora.unadapted(spec.abstract_model, {n: x.shape for n, x in arrays.items()}, arrays.get)
-    assert shapes["blocks/mlp/up"] == (2, E, D, F) and not [path for path in shapes if "lora" in path]
-    base, a, b = (arrays[f"blocks/mlp/up/{part}"] for part in ("base", "lora_a", "lora_b"))
-    assert worst(read("blocks/mlp/up"), base + SCALE * np.einsum("ledr,lerf->ledf", a, b)) < 1e-6
+    shapes, read = lora.unadapted(
+        spec.abstract_model, {n: x.shape for n, x in arrays.items()}, arrays.get
+    )
+    assert shapes["blocks/mlp/up"] == (2, E, D, F) and not [
+        path for path in shapes if "lora" in path
+    ]
+    base, a, b = (
+        arrays[f"blocks/mlp/up/{part}"] for part in ("base", "lora_a", "lora_b")
+    )
+    assert (
+        worst(read("blocks/mlp/up"), base + SCALE * np.einsum("ledr,lerf->ledf", a, b))
+        < 1e-6
+    )
 
 
 def test_layers_before_and_between_have_adapters_too():
-    model = replace(MOE, num_layers=3, first_dense_layers=1, feed_forward_pattern=("dense", "sparse"))
+    model = replace(
+        MOE,
+        num_layers=3,
+        first_dense_layers=1,
+        feed_forward_pattern=("dense", "sparse"),
+    )
     config = replace(LORA, targets=("mlp/up", "query"))
     spec = describe(lora.adapted(lambda rngs: Transformer(model, rngs=rngs), config))
-    dims = {path: x.shape for path, (x, _) in spec.named_trainable().items() if path.endswith("up/lora_a")}
+    dims = {
+        path: x.shape
+        for path, (x, _) in spec.named_trainable().items()
+        if path.endswith("up/lora_a")
+    }
     stacks = ("first_blocks", "blocks/layer_0", "blocks/layer_1")
     assert dims == dict(
-        zip((f"{s}/mlp/up/lora_a" for s in stacks), [(1, D, RANK)] * 2 + [(1, E, D, RANK)], strict=True)
+        zip(
+            (f"{s}/mlp/up/lora_a" for s in stacks),
+            [(1, D, RANK)] * 2 + [(1, E, D, RANK)],
+            strict=True,
+        )
     )
-    dropping = replace(LORA, targets=("query",), dropout=0.1)  # in stacks, so the same on every layout
-    assert describe(lora.adapted(lambda rngs: Transformer(model, rngs=rngs), dropping)).trainable_count
+    # in stacks, so the same on every layout
+    dropping = replace(LORA, targets=("query",), dropout=0.1)
+    assert describe(
+        lora.adapted(lambda rngs: Transformer(model, rngs=rngs), dropping)
+    ).trainable_count
 
 
 def test_what_cannot_be_is_said():
     def build(rngs):
         return Transformer(MOE, rngs=rngs)
 
-    with pytest.raises(ConfigError, match="is of experts.*set lora.dropout=0, or name other lora.targets"):
+    with pytest.raises(
+        ConfigError,
+        match="is of experts.*set lora.dropout=0, or name other lora.targets",
+    ):
         describe(lora.adapted(build, replace(LORA, dropout=0.1)))
-    other = describe(lora.adapted(build, replace(LORA, dropout=0.1, targets=("query", "router"))))
+    other = describe(
+        lora.adapted(build, replace(LORA, dropout=0.1, targets=("query", "router")))
+    )
     assert {"blocks/mlp/gate", "blocks/mlp/router/base"} <= other.named_frozen().keys()
 
 
 @lru_cache
 def one_step(base: str, **sizes: int):
-    """Returns the metrics, mean gradients and parameters of a step from `start`, and the program's text."""
+    """Returns the metrics, mean gradients and parameters of a step from `start`, and
+    the program's text.
+    """
     config = replace(LORA, base=base)
     rules, mesh = rules_and_mesh(**sizes)
     step = StepConfig(remat="dots")
-    built = build_train_step(spec_with(config), SGD, build_schedule(SGD, 10, 8), mesh, rules, step)
+    built = build_train_step(
+        spec_with(config), SGD, build_schedule(SGD, 10, 8), mesh, rules, step
+    )
     abstract = built.views.abstract
     given = jax.tree.map(
-        lambda x, like: jax.device_put(x, like.sharding), start(config), tuple(abstract[1:3])
+        lambda x, like: jax.device_put(x, like.sharding),
+        start(config),
+        tuple(abstract[1:3]),
     )
     given = trees.flatten_names(given[0]) | trees.flatten_names(given[1])
     state = built.init.lower(given).compile(FAST_COMPILE)(given)
@@ -202,7 +279,13 @@ def test_devices_that_share_out_experts_have_the_numbers_of_one(base):
     assert other[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-6)
     assert worst(other[1], one[1]) < 2e-6 and worst(other[2], one[2]) < 2e-6
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(one[1]))
-    # No device ever has the kernels of all experts, nor those of its own in all their parts but d_model.
-    for dims in (f"{E},{D},{F}", f"{E},{F},{D}", f"{E // 2},{D},{F}", f"{E // 2},{F},{D}"):
+    # No device ever has the kernels of all experts, nor those of its own in all their
+    # parts but d_model.
+    for dims in (
+        f"{E},{D},{F}",
+        f"{E},{F},{D}",
+        f"{E // 2},{D},{F}",
+        f"{E // 2},{F},{D}",
+    ):
         assert f"[{dims}]" not in other[3] and f"[2,{dims}]" not in other[3], dims
     assert f"[{E},{D},{F}]" in one[3]

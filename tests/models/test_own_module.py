@@ -1,4 +1,6 @@
-"""Any flax module trains: its own state, random streams, frozen parts, groups; or it is refused, with why."""
+"""Any flax module trains: its own state, random streams, frozen parts, groups; or it is
+refused, with why.
+"""
 
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -29,12 +31,25 @@ from jaxdist.step.train_step import StepConfig, build_train_step
 from jaxdist.trainer import build, run_config, validation
 from jaxdist.verification import runner
 from support import plain_flax_models
-from support.models import FAST_COMPILE, MIXED, ONE, Layout, batch_of, bitwise_equal, rules_and_mesh, worst
+from support.models import (
+    FAST_COMPILE,
+    MIXED,
+    ONE,
+    Layout,
+    batch_of,
+    bitwise_equal,
+    rules_and_mesh,
+    worst,
+)
 from support.paths import DOCS
 from support.plain_flax_models import Counting, Layer, Plain, Staged
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-PLAIN, COUNTING, STAGED = (f"{plain_flax_models.__name__}:{name}" for name in ("Plain", "Counting", "Staged"))
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+PLAIN, COUNTING, STAGED = (
+    f"{plain_flax_models.__name__}:{name}" for name in ("Plain", "Counting", "Staged")
+)
 SGD = OptimizerConfig(
     name="sgd",
     learning_rate=0.1,
@@ -56,8 +71,14 @@ def build_of(model, **options):
 def built_of(spec, layout=ONE, config=None, optimizer=ADAM):
     """Returns the built step of a spec."""
     rules, mesh = rules_and_mesh(layout)
-    schedule = build_schedule(optimizer, 10, 8) if isinstance(optimizer, OptimizerConfig) else None
-    return build_train_step(spec, optimizer, schedule, mesh, rules, config or StepConfig())
+    schedule = (
+        build_schedule(optimizer, 10, 8)
+        if isinstance(optimizer, OptimizerConfig)
+        else None
+    )
+    return build_train_step(
+        spec, optimizer, schedule, mesh, rules, config or StepConfig()
+    )
 
 
 def fast(program, *inputs):
@@ -68,7 +89,11 @@ def fast(program, *inputs):
 def steps(built, count=1, batch=BATCH):
     """Returns (state, metrics, gradients) after each step from a fresh state."""
     with jax.numpy_rank_promotion("allow"):
-        state, placed, found = built.init(), jax.device_put(batch, built.batch_shardings(batch)), []
+        state, placed, found = (
+            built.init(),
+            jax.device_put(batch, built.batch_shardings(batch)),
+            [],
+        )
         inspect = fast(built.inspect, state, placed)
         for _ in range(count):
             state, metrics, gradients = inspect(state, placed)
@@ -82,15 +107,25 @@ def dropping(layout=ONE):
     return steps(built_of(describe(build_of(Plain, rate=0.3)), layout), 2)
 
 
-# --- state and random streams ---------------------------------------------------------------------
+# --- state and random streams ---------------------------------------------------------
 
 
 def test_the_plain_model_is_what_the_tests_need():
     spec = describe(build_of(Plain, rate=0.3))
-    assert set(trees.flatten_names(spec.model_state)) == {"norm/mean", "norm/var", "slopes"}
-    assert set(trees.flatten_names(spec.streams)) == {"drop/rngs/count", "drop/rngs/key"}
+    assert set(trees.flatten_names(spec.model_state)) == {
+        "norm/mean",
+        "norm/var",
+        "slopes",
+    }
+    assert set(trees.flatten_names(spec.streams)) == {
+        "drop/rngs/count",
+        "drop/rngs/key",
+    }
     assert set(trees.flatten_names(spec.frozen)) == {"table"} and not spec.staged
-    assert spec.frozen_count == 1024 and spec.parameter_count == spec.trainable_count + 1024
+    assert (
+        spec.frozen_count == 1024
+        and spec.parameter_count == spec.trainable_count + 1024
+    )
     assert "1,024 frozen" in spec.counts
     source = open(plain_flax_models.__file__).read()
     assert "import jaxdist" not in source and "from jaxdist" not in source
@@ -98,18 +133,25 @@ def test_the_plain_model_is_what_the_tests_need():
 
 def test_batch_statistics_and_dropout_on_a_mesh_are_those_of_one_device():
     one, mesh = dropping(), dropping(MIXED)
-    for (state, metrics, gradients), (other, theirs, grads) in zip(one, mesh, strict=True):
+    for (state, metrics, gradients), (other, theirs, grads) in zip(
+        one, mesh, strict=True
+    ):
         assert theirs["loss"] == pytest.approx(metrics["loss"], rel=1e-6)
         assert worst(grads, gradients) < 1e-5
         assert worst(other.model_state, state.model_state) < 1e-6
         assert bitwise_equal(other.frozen, state.frozen)
     assert worst(one[1][0].model_state["norm"], one[0][0].model_state["norm"]) > 1e-3
-    assert bitwise_equal(one[0][0].model_state["slopes"], np.asarray(jnp.linspace(0.5, 1.0, 32)))
+    assert bitwise_equal(
+        one[0][0].model_state["slopes"], np.asarray(jnp.linspace(0.5, 1.0, 32))
+    )
 
 
 def test_batch_statistics_are_those_of_plain_flax():
     spec = describe(build_of(Plain))
-    found, built = steps(built_of(spec, optimizer=SGD), 2), built_of(spec, optimizer=SGD)
+    found, built = (
+        steps(built_of(spec, optimizer=SGD), 2),
+        built_of(spec, optimizer=SGD),
+    )
     start = jax.device_get(built.init())
     model = Plain(rngs=nnx.Rngs(0))
     nnx.update(model, nnx.State(start.trainable | {"table": start.frozen["table"]}))
@@ -125,22 +167,39 @@ def test_batch_statistics_are_those_of_plain_flax():
             flat = trees.flatten_names(nnx.to_pure_dict(gradients))
             held = trees.flatten_names(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
             full = {p: g + 0.2 * held[p] * (p in decayed) for p, g in flat.items()}
-            nnx.update(model, nnx.State(_like(start.trainable, {p: held[p] - 0.1 * full[p] for p in full})))
+            nnx.update(
+                model,
+                nnx.State(
+                    _like(start.trainable, {p: held[p] - 0.1 * full[p] for p in full})
+                ),
+            )
             for name in ("mean", "var"):
-                mine, theirs = state.model_state["norm"][name], getattr(model.norm, name)[...]
+                mine, theirs = (
+                    state.model_state["norm"][name],
+                    getattr(model.norm, name)[...],
+                )
                 np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
         model.eval()
-        total, count, _ = built.evaluate(built.init()._replace(**_weights(state)), BATCH)
-        assert float(total / count) == pytest.approx(float(model.loss(BATCH, None)), rel=1e-5)
+        total, count, _ = built.evaluate(
+            built.init()._replace(**_weights(state)), BATCH
+        )
+        assert float(total / count) == pytest.approx(
+            float(model.loss(BATCH, None)), rel=1e-5
+        )
     assert abs(state.model_state["norm"]["var"] - 1).max() > 0.01
 
 
 def _like(tree, flat):
-    return jax.tree_util.tree_map_with_path(lambda path, _: flat[trees.join(path)], tree)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: flat[trees.join(path)], tree
+    )
 
 
 def _weights(state):
-    return {name: jax.device_put(getattr(state, name)) for name in ("trainable", "model_state", "frozen")}
+    return {
+        name: jax.device_put(getattr(state, name))
+        for name in ("trainable", "model_state", "frozen")
+    }
 
 
 def test_random_streams_differ_by_step_and_part_and_are_not_stored():
@@ -153,9 +212,14 @@ def test_random_streams_differ_by_step_and_part_and_are_not_stored():
     assert 0.1 < masks[0].mean() < 0.5 and (masks[0] == masks[3]).all()
     assert not (masks[0] == masks[1]).all() and not (masks[0] == masks[2]).all()
     model = spec.assemble(*spec.init_params(jax.random.key(5)))
-    assert not (model.drop(jnp.ones((4, 32))) == 0).any() and model.norm.use_running_average
+    assert (
+        not (model.drop(jnp.ones((4, 32))) == 0).any()
+        and model.norm.use_running_average
+    )
     names = to_canonical(dropping()[0][0])
-    assert {"model_state/norm/mean", "frozen/table"} < set(names) and not [n for n in names if "drop" in n]
+    assert {"model_state/norm/mean", "frozen/table"} < set(names) and not [
+        n for n in names if "drop" in n
+    ]
 
 
 def test_resume_is_bitwise_with_batch_statistics_and_random_streams(tmp_path):
@@ -185,7 +249,11 @@ def test_a_skipped_step_leaves_the_state_alone():
         state, _ = step(built.init(), BATCH)
         before = jax.device_get(state.model_state)
         state, metrics = step(state, bad)
-    assert metrics["skipped"] == 1 and before["steps"] == 1 and before["seen"].sum() == BATCH["weights"].sum()
+    assert (
+        metrics["skipped"] == 1
+        and before["steps"] == 1
+        and before["seen"].sum() == BATCH["weights"].sum()
+    )
     assert bitwise_equal(jax.device_get(state.model_state), before)
 
 
@@ -193,11 +261,17 @@ def test_stats_are_summed_over_parts_and_devices():
     spec = describe(build_of(Counting))
     (one, loss, wanted), (two, *_) = steps(built_of(spec), 2)
     np.testing.assert_array_equal(
-        one.model_state["seen"], np.bincount(BATCH["targets"].ravel(), BATCH["weights"].ravel(), 64)
+        one.model_state["seen"],
+        np.bincount(BATCH["targets"].ravel(), BATCH["weights"].ravel(), 64),
     )
     assert two.model_state["steps"] == 2
-    ((parts, theirs, gradients),) = steps(built_of(spec, Layout(4, data=2, fsdp=2), PARTS))
-    assert theirs["loss"] == pytest.approx(loss["loss"], rel=1e-6) and worst(gradients, wanted) < 1e-5
+    ((parts, theirs, gradients),) = steps(
+        built_of(spec, Layout(4, data=2, fsdp=2), PARTS)
+    )
+    assert (
+        theirs["loss"] == pytest.approx(loss["loss"], rel=1e-6)
+        and worst(gradients, wanted) < 1e-5
+    )
     assert bitwise_equal(parts.model_state, one.model_state)
 
 
@@ -228,31 +302,50 @@ def test_a_model_says_of_itself_or_of_its_class_that_it_casts(where):
         Casting.casts_itself = True
     spec = describe(lambda rngs: Casting(rngs))
     objective = build_objective(spec, compute="bfloat16", remat="none")
-    jax.eval_shape(objective, spec.trainable, spec.model_state, spec.frozen, BATCH, None)
+    jax.eval_shape(
+        objective, spec.trainable, spec.model_state, spec.frozen, BATCH, None
+    )
     assert seen == ["bfloat16" if where == "nowhere" else "float32"]
 
 
-# --- frozen parts and groups ----------------------------------------------------------------------
+# --- frozen parts and groups ----------------------------------------------------------
 
 
 def test_frozen_parameters_stay_bitwise_and_have_no_moments():
     spec = describe(build_of(Plain), frozen=("^blocks/1", "head/bias"))
-    assert set(trees.flatten_names(spec.frozen)) == {"blocks/1/bias", "blocks/1/kernel", "head/bias", "table"}
+    assert set(trees.flatten_names(spec.frozen)) == {
+        "blocks/1/bias",
+        "blocks/1/kernel",
+        "head/bias",
+        "table",
+    }
     built = built_of(spec, MIXED)
     start = jax.device_get(built.init())
     (state, _, gradients), _ = steps(built, 2)[-1], None
     assert bitwise_equal(state.frozen, start.frozen)
-    moved = jax.tree.map(lambda a, b: float(abs(a - b).max()), state.trainable, start.trainable)
-    assert min(jax.tree.leaves(moved)) > 0 and jax.tree.structure(moved) == jax.tree.structure(gradients)
+    moved = jax.tree.map(
+        lambda a, b: float(abs(a - b).max()), state.trainable, start.trainable
+    )
+    assert min(jax.tree.leaves(moved)) > 0 and jax.tree.structure(
+        moved
+    ) == jax.tree.structure(gradients)
     names = to_canonical(state)
-    assert {"frozen/blocks/1/kernel", "opt_state/optimizer/mu/blocks/0/kernel"} < set(names)
-    assert not [n for n in names if n.startswith("opt_state") and ("blocks/1" in n or "table" in n)]
+    assert {"frozen/blocks/1/kernel", "opt_state/optimizer/mu/blocks/0/kernel"} < set(
+        names
+    )
+    assert not [
+        n
+        for n in names
+        if n.startswith("opt_state") and ("blocks/1" in n or "table" in n)
+    ]
     assert built.shardings.frozen["table"].spec == P("fsdp", None)
 
 
 def test_groups_scale_the_rate_and_the_decay():
     groups = (("head/kernel", 0.5, 0.0), ("head", 2.0, 0.3), ("table", 3.0, None))
-    built = built_of(describe(build_of(Counting)), optimizer=replace(SGD, groups=groups))
+    built = built_of(
+        describe(build_of(Counting)), optimizer=replace(SGD, groups=groups)
+    )
     start = jax.device_get(built.init()).trainable
     ((state, _, g),) = steps(built)
     for path, rate, decay in (
@@ -260,40 +353,70 @@ def test_groups_scale_the_rate_and_the_decay():
         (("head", "bias"), 2.0, 0.3),
         (("table", "embedding"), 3.0, 0.2),
     ):
-        before, after, gradient = (tree[path[0]][path[1]] for tree in (start, state.trainable, g))
+        before, after, gradient = (
+            tree[path[0]][path[1]] for tree in (start, state.trainable, g)
+        )
         wanted = before - 0.1 * rate * (gradient + decay * before)
         assert abs(after - before).max() > 1e-4
         np.testing.assert_allclose(after, wanted, rtol=1e-5, atol=1e-7)
 
 
 def test_a_transformation_of_optax_is_used_as_it_is():
-    mine = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.02, weight_decay=0.3))
+    mine = optax.chain(
+        optax.clip_by_global_norm(0.1), optax.adamw(0.02, weight_decay=0.3)
+    )
     built = built_of(describe(build_of(Counting)), MIXED, optimizer=mine)
     start = jax.device_get(built.init()).trainable
     ((state, metrics, g),) = steps(built)
     updates, _ = mine.update(g, mine.init(start), start)
-    assert worst(state.trainable, jax.device_get(optax.apply_updates(start, updates))) < 1e-6
+    assert (
+        worst(state.trainable, jax.device_get(optax.apply_updates(start, updates)))
+        < 1e-6
+    )
     assert "learning_rate" not in metrics
-    moments = [x for x in jax.tree.leaves(built.abstract_state.opt_state.optimizer) if x.ndim > 1]
+    moments = [
+        x
+        for x in jax.tree.leaves(built.abstract_state.opt_state.optimizer)
+        if x.ndim > 1
+    ]
     assert len(moments) == 4 and all("fsdp" in x.sharding.spec for x in moments)
 
 
-# --- stages ---------------------------------------------------------------------------------------
+# --- stages ---------------------------------------------------------------------------
 
 
 def staged_steps(pipeline: int, **options):
     frozen = ("blocks/up/kernel", "^output")
     spec = describe(build_of(Staged), frozen=frozen)
-    assert spec.staged and spec.depth == 4 and spec.names["blocks"]["down"]["bias"] == (None,)
-    sizes = MeshConfig(pipeline=pipeline, fsdp=2, data=8 // pipeline // 2) if pipeline > 1 else MeshConfig()
+    assert (
+        spec.staged
+        and spec.depth == 4
+        and spec.names["blocks"]["down"]["bias"] == (None,)
+    )
+    sizes = (
+        MeshConfig(pipeline=pipeline, fsdp=2, data=8 // pipeline // 2)
+        if pipeline > 1
+        else MeshConfig()
+    )
     devices = jax.devices() if pipeline > 1 else jax.devices()[:1]
     rules = sharding.build_rules(sizes, resolve_mesh(sizes, len(devices)))
-    cut = Staging(PipelineConfig(microbatches=2, **options), spec.depth, pipeline) if pipeline > 1 else None
+    cut = (
+        Staging(PipelineConfig(microbatches=2, **options), spec.depth, pipeline)
+        if pipeline > 1
+        else None
+    )
     built = build_train_step(
-        spec, ADAM, build_schedule(ADAM, 10, 8), build_mesh(sizes, devices), rules, StepConfig(staging=cut)
+        spec,
+        ADAM,
+        build_schedule(ADAM, 10, 8),
+        build_mesh(sizes, devices),
+        rules,
+        StepConfig(staging=cut),
     )
     found = steps(built, 2)
-    return [(state, metrics, cut.flat(g) if cut else g) for state, metrics, g in found], built
+    return [
+        (state, metrics, cut.flat(g) if cut else g) for state, metrics, g in found
+    ], built
 
 
 def test_frozen_blocks_and_states_of_blocks_go_through_a_pipeline():
@@ -312,7 +435,7 @@ def test_frozen_blocks_and_states_of_blocks_go_through_a_pipeline():
     assert "up" in one[0][2]["blocks"] and "kernel" not in one[0][2]["blocks"]["up"]
 
 
-# --- refusals -------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------
 
 
 def shapes(batch=BATCH):
@@ -327,7 +450,11 @@ def faults_of(model, *, allow=True, **given):
 def test_what_couples_samples_is_refused_in_parts_and_stages():
     assert faults_of(Plain) == "" and faults_of(Counting, accumulation=4) == ""
     found = faults_of(Plain, accumulation=4)
-    for part in ("batch.accumulation=4: Plain.loss", "(norm/mean, norm/var)", "in update(self, stats)"):
+    for part in (
+        "batch.accumulation=4: Plain.loss",
+        "(norm/mean, norm/var)",
+        "in update(self, stats)",
+    ):
         assert part in found
 
     class Ticking(Counting):
@@ -356,11 +483,16 @@ def test_stages_refuse_random_streams_and_blocks_that_change_themselves():
             self.gain[...] += 1
             return super().__call__(x, info)
 
-    random, growing = (type("Own", (Staged,), {"layer": kind}) for kind in (Dropping, Growing))
+    random, growing = (
+        type("Own", (Staged,), {"layer": kind}) for kind in (Dropping, Growing)
+    )
     assert faults_of(random) == "" and "nnx.Rngs" in faults_of(random, stages=2)
     spec = describe(build_of(random))
-    key = spec.assemble(*spec.init_params(jax.random.key(0)), key=jax.random.key(1)).blocks.drop.rngs.key[...]
-    assert key.shape == (4,) and len(set(jax.random.key_data(key)[:, 0].tolist())) == 4  # a layer, a stream
+    key = spec.assemble(
+        *spec.init_params(jax.random.key(0)), key=jax.random.key(1)
+    ).blocks.drop.rngs.key[...]
+    # a layer, a stream
+    assert key.shape == (4,) and len(set(jax.random.key_data(key)[:, 0].tolist())) == 4
     assert "blocks/gain: a block changes its own state" in faults_of(growing)
 
 
@@ -371,15 +503,33 @@ class Bad(Counting):
 CASES = {
     "mean": (lambda self, batch, key: self.seen[...].sum(), ""),
     "dict": (lambda self, batch, key: {"sum": 1.0, "count": 2.0}, ""),
-    "no mean": (lambda self, batch, key: self.table(batch["tokens"]), "returned float32[8, 16, 16]"),
-    "has_aux": (lambda self, batch, key: (self.seen[...].sum(), {"accuracy": 1.0}), "accuracy: 1.0"),
+    "no mean": (
+        lambda self, batch, key: self.table(batch["tokens"]),
+        "returned float32[8, 16, 16]",
+    ),
+    "has_aux": (
+        lambda self, batch, key: (self.seen[...].sum(), {"accuracy": 1.0}),
+        "accuracy: 1.0",
+    ),
     "nothing": (lambda self, batch, key: None, "returned None"),
     "other dict": (lambda self, batch, key: {"loss": 1.0}, "loss: 1.0"),
-    "no sums": (lambda self, batch, key: (batch["weights"], batch["weights"]), "float32[8, 16]"),
-    "too few": (lambda self, batch: 0.0, "too many positional arguments; required: loss(self, batch, key)"),
-    "no entry": (lambda self, batch, key: batch["image"].mean(), "the batch has no 'image'; the batch was {"),
+    "no sums": (
+        lambda self, batch, key: (batch["weights"], batch["weights"]),
+        "float32[8, 16]",
+    ),
+    "too few": (
+        lambda self, batch: 0.0,
+        "too many positional arguments; required: loss(self, batch, key)",
+    ),
+    "no entry": (
+        lambda self, batch, key: batch["image"].mean(),
+        "the batch has no 'image'; the batch was {",
+    ),
     "own names": (lambda self, x, y: (x @ y).mean(), "TypeError"),
-    "parameter": (lambda self, batch, key: _bumped(self), "changes parameters itself (head/bias)"),
+    "parameter": (
+        lambda self, batch, key: _bumped(self),
+        "changes parameters itself (head/bias)",
+    ),
 }
 
 
@@ -400,9 +550,14 @@ def test_losses_in_every_form_are_read_or_refused(case, monkeypatch):
 
 def test_stats_without_update_and_no_loss_at_all_are_refused(monkeypatch):
     monkeypatch.setattr(Counting, "update", None)
-    assert "returns stats (seen), but Counting has no update(self, stats)" in faults_of(Counting)
+    assert "returns stats (seen), but Counting has no update(self, stats)" in faults_of(
+        Counting
+    )
     monkeypatch.delattr(Counting, "loss")
-    assert "Counting has no method `loss`; required: loss(self, batch, key)" in faults_of(Counting)
+    assert (
+        "Counting has no method `loss`; required: loss(self, batch, key)"
+        in faults_of(Counting)
+    )
 
 
 def test_an_update_that_changes_parameters_is_refused(monkeypatch):
@@ -413,7 +568,7 @@ def test_an_update_that_changes_parameters_is_refused(monkeypatch):
         built.step.lower(built.abstract_state, shapes())
 
 
-# --- through the config ---------------------------------------------------------------------------
+# --- through the config ---------------------------------------------------------------
 
 
 def validated(target, devices=8, **values):
@@ -450,30 +605,50 @@ def test_names_by_rule_by_flax_and_by_default_and_the_table_says_so():
     assert placed["up/kernel"].stored == P("fsdp", "tensor")
     assert placed["blocks/0/kernel"].stored == P("tensor", "fsdp")
     assert placed["head/kernel"].stored == P(None, "fsdp")
-    assert "no names: fsdp takes the largest dim that divides" in placed["head/kernel"].why
+    assert (
+        "no names: fsdp takes the largest dim that divides" in placed["head/kernel"].why
+    )
     assert "no names" not in placed["up/kernel"].why + placed["head/bias"].why
     text = placement.explain(list(placed.values()))
-    assert next(line for line in text.splitlines() if "no names" in line).startswith("blocks/1/kernel")
+    assert next(line for line in text.splitlines() if "no names" in line).startswith(
+        "blocks/1/kernel"
+    )
 
 
 def test_the_rules_of_the_docs_are_read():
     page = (DOCS / "sharding.md").read_text()
     config = run_config.default_config(STAGED)
     exec(page.split("```python")[1].split("```")[0], {"config": config})
-    _, _, table, spec = validated(STAGED, **schema.flatten(config), mesh__fsdp=4, mesh__tensor=2)
-    stored = {path: table.stored(names, x.shape) for path, (x, names) in spec.named_parameters().items()}
+    _, _, table, spec = validated(
+        STAGED, **schema.flatten(config), mesh__fsdp=4, mesh__tensor=2
+    )
+    stored = {
+        path: table.stored(names, x.shape)
+        for path, (x, names) in spec.named_parameters().items()
+    }
     assert stored["blocks/up/kernel"] == P(None, "fsdp", "tensor")
     assert stored["blocks/down/kernel"] == P(None, "tensor", "fsdp")
-    assert stored["output"] == P(None, "fsdp") and stored["blocks/up/bias"] == P(None, None)
+    assert stored["output"] == P(None, "fsdp") and stored["blocks/up/bias"] == P(
+        None, None
+    )
 
 
 @pytest.mark.parametrize(
     ("rules", "expected"),
     [
         ((("nowhere", "d_ff"),), "'nowhere' finds no parameter"),
-        ((("up/kernel", "d_ff"),), "'up/kernel' gives up/kernel 1 names for its 2 dims (16, 32)"),
-        ((("up/kernel", "d_model d_fff"),), "no dim is called 'd_fff'. Did you mean d_ff?"),
-        ((("kernel", "d_model d_ff"), ("up/kernel", "d_ff d_model")), "'up/kernel' finds no parameter"),
+        (
+            (("up/kernel", "d_ff"),),
+            "'up/kernel' gives up/kernel 1 names for its 2 dims (16, 32)",
+        ),
+        (
+            (("up/kernel", "d_model d_fff"),),
+            "no dim is called 'd_fff'. Did you mean d_ff?",
+        ),
+        (
+            (("kernel", "d_model d_ff"), ("up/kernel", "d_ff d_model")),
+            "'up/kernel' finds no parameter",
+        ),
     ],
 )
 def test_rules_that_cannot_be_are_faults(rules, expected):
@@ -485,10 +660,15 @@ def test_rules_that_cannot_be_are_faults(rules, expected):
 def test_patterns_that_find_nothing_are_faults_and_frozen_is_in_the_fingerprint():
     with pytest.raises(ConfigError) as error:
         validated(PLAIN, optimizer__frozen=("nowhere",))
-    assert "optimizer.frozen: 'nowhere' finds no parameter; there are: blocks/0/bias" in str(error.value)
+    assert (
+        "optimizer.frozen: 'nowhere' finds no parameter; there are: blocks/0/bias"
+        in str(error.value)
+    )
     with pytest.raises(ConfigError) as error:
         validated(PLAIN, optimizer__groups=(("^table", 2.0, None), ("(", -1.0, 0.0)))
-    assert "'(' is no regular expression" in str(error.value) and "float >= 0" in str(error.value)
+    assert "'(' is no regular expression" in str(error.value) and "float >= 0" in str(
+        error.value
+    )
     with pytest.raises(ConfigError, match="'.table' finds no trained parameter"):
         validated(PLAIN, optimizer__groups=(("^table", 2.0, None),))
     with pytest.raises(ConfigError, match="leaves no parameter to train"):
@@ -501,7 +681,11 @@ def test_verify_proves_a_plain_class_and_says_what_it_cannot():
     run, *_ = validated(PLAIN, model__rate=0.2)
     with jax.numpy_rank_promotion("allow"):
         prove = partial(
-            runner.verify_layouts, run, jax.devices(), precisions=("float32",), log=lambda _: None
+            runner.verify_layouts,
+            run,
+            jax.devices(),
+            precisions=("float32",),
+            log=lambda _: None,
         )
         report = prove(only="data 2 x fsdp 2 x tensor 2")
         assert report.passed and len(report.layouts) == 1

@@ -19,13 +19,22 @@ from support.models import FAST_COMPILE, TINY, batch_of, model_of, worst
 VARIANTS = {
     "llama": replace(TINY, num_kv_heads=2),
     "gpt2": replace(
-        TINY, positions="learned", max_positions=16, norm="layer", activation="gelu", gated=False,
-        bias="all", tie_embeddings=True, dropout=0.1,
+        TINY,
+        positions="learned",
+        max_positions=16,
+        norm="layer",
+        activation="gelu",
+        gated=False,
+        bias="all",
+        tie_embeddings=True,
+        dropout=0.1,
     ),
-    "qwen2": replace(TINY, num_kv_heads=2, bias="qkv", tie_embeddings=True, rope_theta=1e6),
+    "qwen2": replace(
+        TINY, num_kv_heads=2, bias="qkv", tie_embeddings=True, rope_theta=1e6
+    ),
     "qwen3": replace(TINY, num_kv_heads=1, qk_norm="head", head_dim=16),
     "gemma-like": replace(TINY, activation="gelu", logit_softcap=5.0, z_loss=1e-2),
-}  # fmt: skip
+}
 
 
 def built(config: TransformerConfig) -> tuple:
@@ -53,7 +62,8 @@ def test_gradients_reach_every_parameter(name):
     assert len(leaves) == len(jax.tree.leaves(parameters)) > 8
     for path, leaf in leaves:
         size = np.abs(np.asarray(leaf)).reshape(leaf.shape[0], -1).max()
-        # A key's bias moves all logits of a query alike: softmax does not see it, but for rotation.
+        # A key's bias moves all logits of a query alike: softmax does not see it, but
+        # for rotation.
         if name == "gpt2" and "key_bias" in jax.tree_util.keystr(path):
             assert size < 1e-4
         else:
@@ -86,20 +96,25 @@ def test_a_model_is_causal_and_reads_its_positions():
     before, after = (np.asarray(forward(model, b)) for b in (batch, changed))
     np.testing.assert_array_equal(before[:, :9], after[:, :9])
     assert (before[:, 9:] != after[:, 9:]).any(-1).all()
-    # Rotary attention sees distances alone, so equal shifts change nothing; unequal ones do.
+    # Rotary attention sees distances alone, so equal shifts change nothing; unequal
+    # ones do.
     shifted = np.asarray(forward(model, batch | {"positions": batch["positions"] + 7}))
     assert worst(shifted, before) < 1e-4
-    stretched = np.asarray(forward(model, batch | {"positions": 2 * batch["positions"]}))
+    stretched = np.asarray(
+        forward(model, batch | {"positions": 2 * batch["positions"]})
+    )
     assert worst(stretched, before) > 1e-3
 
 
-# --- rotary positions -----------------------------------------------------------------------------
+# --- rotary positions -----------------------------------------------------------------
 
 
 def llama3_frequencies(
     size: int, theta: float, factor: float, low: float, high: float, length: int
 ) -> list[float]:
-    """Returns angular frequencies as the Llama 3.1 report and its reference code have them."""
+    """Returns angular frequencies as the Llama 3.1 report and its reference code have
+    them.
+    """
     found = []
     for i in range(size // 2):
         frequency = 1.0 / theta ** (2 * i / size)
@@ -116,14 +131,21 @@ def llama3_frequencies(
 
 def test_rotary_frequencies_of_llama_3():
     setting = dict(factor=8.0, low_factor=1.0, high_factor=4.0, original_positions=8192)
-    ours = np.asarray(rotary_frequencies(128, 500000.0, stretch=Stretch(**setting)).frequencies)
+    ours = np.asarray(
+        rotary_frequencies(128, 500000.0, stretch=Stretch(**setting)).frequencies
+    )
     expected = np.array(llama3_frequencies(128, 500000.0, 8.0, 1.0, 4.0, 8192))
     plain = 500000.0 ** (-np.arange(0, 128, 2) / 128)
     kept, stretched = expected == plain, np.isclose(expected, plain / 8)
-    assert kept.any() and stretched.any() and (~kept & ~stretched).any()  # all three ranges
+    # all three ranges
+    assert kept.any() and stretched.any() and (~kept & ~stretched).any()
     np.testing.assert_allclose(ours, expected, rtol=2e-6)
-    np.testing.assert_allclose(rotary_frequencies(128, 500000.0).frequencies, plain, rtol=2e-6)
-    linear = rotary_frequencies(128, 500000.0, stretch=Stretch(scaling="linear", factor=8.0)).frequencies
+    np.testing.assert_allclose(
+        rotary_frequencies(128, 500000.0).frequencies, plain, rtol=2e-6
+    )
+    linear = rotary_frequencies(
+        128, 500000.0, stretch=Stretch(scaling="linear", factor=8.0)
+    ).frequencies
     np.testing.assert_allclose(linear, plain / 8, rtol=2e-6)
 
 
@@ -142,7 +164,7 @@ def test_rotation_turns_halves_of_the_first_dims_by_position_times_frequency(siz
     assert worst(ours[:, 1:], x[:, 1:]) > 0.1
 
 
-# --- packing --------------------------------------------------------------------------------------
+# --- packing --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -150,11 +172,19 @@ def test_packed_documents_are_as_if_alone(name):
     config = replace(VARIANTS[name], dropout=0.0)
     _, parameters, gradient = built(config)
     random, lengths = np.random.default_rng(3), (5, 7)
-    documents = [random.integers(0, config.vocab_size, n + 1, dtype=np.int32) for n in lengths]
+    documents = [
+        random.integers(0, config.vocab_size, n + 1, dtype=np.int32) for n in lengths
+    ]
 
     def rows(parts: list[np.ndarray], ids: list[int]) -> dict:
-        row = {key: np.zeros((1, 16), np.int32) for key in ("tokens", "targets", "positions")}
-        row |= {"segment_ids": np.zeros((1, 16), np.int32), "sample": np.zeros(1, np.int32)}
+        row = {
+            key: np.zeros((1, 16), np.int32)
+            for key in ("tokens", "targets", "positions")
+        }
+        row |= {
+            "segment_ids": np.zeros((1, 16), np.int32),
+            "sample": np.zeros(1, np.int32),
+        }
         row["weights"] = np.zeros((1, 16), np.float32)
         start = 0
         for part, number in zip(parts, ids, strict=True):
@@ -165,19 +195,29 @@ def test_packed_documents_are_as_if_alone(name):
             start = where.stop
         return row
 
-    (packed, loss), packed_gradient = gradient(parameters, rows(documents, [1, 2]), None)
-    alone = [gradient(parameters, rows([document], [1]), None) for document in documents]
+    (packed, loss), packed_gradient = gradient(
+        parameters, rows(documents, [1, 2]), None
+    )
+    alone = [
+        gradient(parameters, rows([document], [1]), None) for document in documents
+    ]
     assert float(loss.count) == sum(lengths)
-    assert float(packed) == pytest.approx(sum(float(value) for (value, _), _ in alone), rel=1e-6)
+    assert float(packed) == pytest.approx(
+        sum(float(value) for (value, _), _ in alone), rel=1e-6
+    )
     total = jax.tree.map(jnp.add, *(gradients for _, gradients in alone))
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(total))
-    for ours, expected in zip(*map(jax.tree.leaves, (packed_gradient, total)), strict=True):
+    for ours, expected in zip(
+        *map(jax.tree.leaves, (packed_gradient, total)), strict=True
+    ):
         assert float(np.abs(ours - expected).max()) < 1e-6 * largest
     mixed = rows(documents, [1, 1])
-    assert float(gradient(parameters, mixed, None)[0][0]) != pytest.approx(float(packed), rel=1e-4)
+    assert float(gradient(parameters, mixed, None)[0][0]) != pytest.approx(
+        float(packed), rel=1e-4
+    )
 
 
-# --- dropout, faults ------------------------------------------------------------------------------
+# --- dropout, faults ------------------------------------------------------------------
 
 
 def test_dropout_keeps_the_mean_and_follows_the_sample_not_the_place():
@@ -185,13 +225,19 @@ def test_dropout_keeps_the_mean_and_follows_the_sample_not_the_place():
 
     def masked(samples, layer=0, site=1, key=0):
         fields = {"sample": jnp.asarray(samples, jnp.int32)}
-        return np.asarray(dropout(x, 0.25, BlockInfo(jax.random.key(key), layer, fields), site))
+        return np.asarray(
+            dropout(x, 0.25, BlockInfo(jax.random.key(key), layer, fields), site)
+        )
 
     first = masked([0, 1, 2, 3])
     assert set(np.unique(first)) == {np.float32(0), np.float32(1 / 0.75)}
     assert first.mean() == pytest.approx(1, abs=0.03)
     np.testing.assert_array_equal(masked([3, 2, 1, 0])[::-1], first)
-    for other in (masked([4, 5, 6, 7]), masked([0, 1, 2, 3], layer=1), masked([0, 1, 2, 3], site=2)):
+    for other in (
+        masked([4, 5, 6, 7]),
+        masked([0, 1, 2, 3], layer=1),
+        masked([0, 1, 2, 3], site=2),
+    ):
         assert 0.2 < (other != first).mean() < 0.6
     assert dropout(x, 0.25, BlockInfo(None, 0, {}), 1) is x
 
@@ -204,21 +250,51 @@ def test_dropout_keeps_the_mean_and_follows_the_sample_not_the_place():
         ({"head_dim": 7}, "rotary positions need an even size"),
         ({"positions": "learned"}, "model.max_positions: learned positions need"),
         ({"dropout": 1.0}, "model.dropout: got 1.0, required float >= 0 and < 1"),
-        ({"window": 8}, "model.window=8: model.layer_pattern=global has no local layers"),
-        ({"rope_theta_local": 1e4}, "model.rope_theta_local=10000.0: model.layer_pattern=global has no"),
-        ({"layer_pattern": ("local",)}, "model.layer_pattern=local: local layers need model.window"),
-        ({"layer_pattern": ("local", "all"), "window": 8}, "required tuple of one of global, local"),
+        (
+            {"window": 8},
+            "model.window=8: model.layer_pattern=global has no local layers",
+        ),
+        (
+            {"rope_theta_local": 1e4},
+            "model.rope_theta_local=10000.0: model.layer_pattern=global has no",
+        ),
+        (
+            {"layer_pattern": ("local",)},
+            "model.layer_pattern=local: local layers need model.window",
+        ),
+        (
+            {"layer_pattern": ("local", "all"), "window": 8},
+            "required tuple of one of global, local",
+        ),
         (
             {"layer_pattern": ()},
             "model.layer_pattern: got (), required tuple of one of global, local of length >= 1",
         ),
-        ({"layer_pattern": ("local",), "window": -1}, "model.window: got -1, required int >= 0"),
-        ({"rotary_fraction": 0.0}, "model.rotary_fraction: got 0.0, required float > 0 and <= 1"),
-        ({"rotary_fraction": 1.5}, "model.rotary_fraction: got 1.5, required float > 0 and <= 1"),
+        (
+            {"layer_pattern": ("local",), "window": -1},
+            "model.window: got -1, required int >= 0",
+        ),
+        (
+            {"rotary_fraction": 0.0},
+            "model.rotary_fraction: got 0.0, required float > 0 and <= 1",
+        ),
+        (
+            {"rotary_fraction": 1.5},
+            "model.rotary_fraction: got 1.5, required float > 0 and <= 1",
+        ),
         ({"rotary_fraction": 0.4}, "rotary positions need an even size, here 3"),
-        ({"embedding_scale": 0.0}, "model.embedding_scale: got 0.0, required float > 0"),
-        ({"attention_scale": -1.0}, "model.attention_scale: got -1.0, required float >= 0"),
-        ({"attention_softcap": math.nan}, "model.attention_softcap: got nan, required float >= 0, finite"),
+        (
+            {"embedding_scale": 0.0},
+            "model.embedding_scale: got 0.0, required float > 0",
+        ),
+        (
+            {"attention_scale": -1.0},
+            "model.attention_scale: got -1.0, required float >= 0",
+        ),
+        (
+            {"attention_softcap": math.nan},
+            "model.attention_softcap: got nan, required float >= 0, finite",
+        ),
     ],
 )
 def test_impossible_sizes_are_faults(change, text):
@@ -228,16 +304,27 @@ def test_impossible_sizes_are_faults(change, text):
 
 
 def test_all_faults_are_told_at_once():
-    wrong = replace(TINY, head_dim=0, dropout=2.0, rotary_fraction=-1.0, window=4, rope_theta_local=1.0)
+    wrong = replace(
+        TINY,
+        head_dim=0,
+        dropout=2.0,
+        rotary_fraction=-1.0,
+        window=4,
+        rope_theta_local=1.0,
+    )
     assert len(faults(wrong, "model.")) == 5
 
 
 def test_the_model_is_staged_and_starts_as_configured():
     model = model_of(replace(TINY, zero_init_outputs=True))
     assert is_staged(model)
-    assert not model.blocks.mlp.down[...].any() and not model.blocks.attention.out[...].any()
+    assert (
+        not model.blocks.mlp.down[...].any()
+        and not model.blocks.attention.out[...].any()
+    )
     layers = np.asarray(model.blocks.mlp.up[...])
     assert layers.shape == (2, 32, 48) and not np.array_equal(layers[0], layers[1])
     assert layers.std() == pytest.approx(TINY.init_std, rel=0.1)
     down = model_of(TINY).blocks.mlp.down[...]
-    assert float(down.std()) == pytest.approx(TINY.init_std / 2, rel=0.1)  # 1 / sqrt(2 * layers)
+    # 1 / sqrt(2 * layers)
+    assert float(down.std()) == pytest.approx(TINY.init_std / 2, rel=0.1)

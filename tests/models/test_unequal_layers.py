@@ -1,4 +1,6 @@
-"""Stacks of unequal layers: first dense ones, and patterns of dense and sparse ones, scanned."""
+"""Stacks of unequal layers: first dense ones, and patterns of dense and sparse ones,
+scanned.
+"""
 
 from dataclasses import replace
 
@@ -19,7 +21,9 @@ from support.models import FAST_COMPILE, TINY, model_of, spec_of, worst
 from support.pipelines import Case, batch_for
 
 E = 8
-MOE = replace(TINY, num_kv_heads=2, num_experts=E, expert_d_ff=24, router_z_loss=1e-2, dropout=0.1)
+MOE = replace(
+    TINY, num_kv_heads=2, num_experts=E, expert_d_ff=24, router_z_loss=1e-2, dropout=0.1
+)
 # Both keys, and two kinds of attention, whose pattern starts before the groups do.
 BOTH = replace(
     MOE,
@@ -32,7 +36,9 @@ BOTH = replace(
     balance_weight=0.5,
 )
 PATTERN = replace(MOE, num_layers=6, feed_forward_pattern=("sparse", "dense", "sparse"))
-FIRST = replace(MOE, num_layers=4, first_dense_layers=2, layer_pattern=("local", "global"), window=4)
+FIRST = replace(
+    MOE, num_layers=4, first_dense_layers=2, layer_pattern=("local", "global"), window=4
+)
 VARIANTS = {"both": BOTH, "pattern": PATTERN, "first": FIRST}
 
 
@@ -42,7 +48,9 @@ def in_order(model: Transformer) -> list:
     for stack in [getattr(model, "first_blocks", None), model.blocks]:
         graph, state = nnx.split(stack)
         for number in range(jax.tree.leaves(state)[0].shape[0] if stack else 0):
-            block = nnx.merge(graph, jax.tree.map(lambda x, number=number: x[number], state))
+            block = nnx.merge(
+                graph, jax.tree.map(lambda x, number=number: x[number], state)
+            )
             layers += layers_of(block)
     return layers
 
@@ -54,14 +62,18 @@ def unrolled(model: Transformer, batch, key):
     assert len(layers) == c.num_layers
     for number, layer in enumerate(layers):
         kind = c.layer_pattern[number % len(c.layer_pattern)]
-        x, aux, stats = apply_block(layer, x, BlockInfo(key, jnp.int32(number), fields, kind))
+        x, aux, stats = apply_block(
+            layer, x, BlockInfo(key, jnp.int32(number), fields, kind)
+        )
         total |= {name: total.get(name, 0) + term for name, term in aux.items()}
         loads += [(number, stats[experts.LOAD])] if stats else []
     loss = model.head(x, batch)
     return loss.sum + sum(total.values()), loads
 
 
-@pytest.mark.parametrize("name", ["both", pytest.param("pattern", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["both", pytest.param("pattern", marks=pytest.mark.slow)]
+)
 def test_scans_give_what_layers_one_after_another_give(name):
     config = VARIANTS[name]
     model, batch = model_of(config), batch_for(Case(model=config, packed=True))
@@ -82,10 +94,15 @@ def test_scans_give_what_layers_one_after_another_give(name):
     (expected, loads), wanted = jax.jit(
         jax.value_and_grad(one_by_one, has_aux=True), compiler_options=FAST_COMPILE
     )(parameters)
-    assert abs(value - expected) < 1e-6 * abs(expected) and worst(gradients, wanted) < 2e-6
+    assert (
+        abs(value - expected) < 1e-6 * abs(expected) and worst(gradients, wanted) < 2e-6
+    )
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(wanted))
-    assert tuple(number for number, _ in loads) == config.sparse_layers  # a row of stats for each
-    np.testing.assert_array_equal(stats[experts.LOAD].reshape(-1, E), [load for _, load in loads])
+    # a row of stats for each
+    assert tuple(number for number, _ in loads) == config.sparse_layers
+    np.testing.assert_array_equal(
+        stats[experts.LOAD].reshape(-1, E), [load for _, load in loads]
+    )
     figures = Transformer.stats_metrics(stats)
     assert figures["load_entropy"].shape == (len(loads),)
     of_all = np.zeros((config.num_layers, E))
@@ -97,9 +114,14 @@ def test_scans_give_what_layers_one_after_another_give(name):
 def test_each_sparse_layer_of_a_group_moves_its_own_bias():
     model = model_of(replace(PATTERN, dropout=0.0))
     load = np.full((2, 2, E), 4, np.float32)
-    load[1, 0] = [8, 0, *[4] * 6]  # of the second group its first sparse layer: number 3
+    # of the second group its first sparse layer: number 3
+    load[1, 0] = [8, 0, *[4] * 6]
     model.update({experts.LOAD: load, experts.DROPS: load[..., 0]})
-    biases = [layer.mlp.choice_bias[...] for layer in in_order(model) if hasattr(layer.mlp, "choice_bias")]
+    biases = [
+        layer.mlp.choice_bias[...]
+        for layer in in_order(model)
+        if hasattr(layer.mlp, "choice_bias")
+    ]
     assert [bool(np.any(bias)) for bias in biases] == [False, False, True, False]
     assert PATTERN.sparse_layers == (0, 2, 3, 5)
 
@@ -127,24 +149,35 @@ def test_a_program_does_not_grow_with_the_depth():
         lowered = jax.jit(jax.grad(loss)).lower(spec.trainable, spec.model_state)
         return len(lowered.as_text().splitlines())
 
-    model, deeper = (replace(BOTH, num_layers=a, first_dense_layers=b) for a, b in ((11, 5), (23, 9)))
+    model, deeper = (
+        replace(BOTH, num_layers=a, first_dense_layers=b) for a, b in ((11, 5), (23, 9))
+    )
     assert not faults(deeper) and lines(deeper) == lines(model)
 
 
 def test_names_and_roles():
     plain = spec_of(replace(MOE, num_layers=4)).named_parameters()
     first = spec_of(FIRST).named_parameters()
-    assert {path for path in first if not path.startswith("first_blocks/")} == set(plain)
+    assert {path for path in first if not path.startswith("first_blocks/")} == set(
+        plain
+    )
     assert first["blocks/mlp/up"][0].shape == (2, E, 32, 24)
     assert first["first_blocks/mlp/up"] == (
         jax.ShapeDtypeStruct((2, 32, 48), np.float32),
         ("d_model", "d_ff"),
     )
     groups = spec_of(PATTERN).named_parameters()
-    for path, dims in {"layer_0/mlp/up": (2, E, 32, 24), "layer_1/mlp/up": (2, 32, 48)}.items():
+    for path, dims in {
+        "layer_0/mlp/up": (2, E, 32, 24),
+        "layer_1/mlp/up": (2, 32, 48),
+    }.items():
         x, names = groups[f"blocks/{path}"]
         role = role_of(("blocks", *path.split("/")), x.shape, names)
-        assert x.shape == dims and (role.kind, role.dims, role.reduction) == ("matrix", 2, (-2,))
+        assert x.shape == dims and (role.kind, role.dims, role.reduction) == (
+            "matrix",
+            2,
+            (-2,),
+        )
     assert spec_of(PATTERN).depth == 2 and spec_of(PATTERN).block_layers == 3
     assert spec_of(FIRST).depth == 2 and spec_of(FIRST).block_layers == 1
 
@@ -155,10 +188,16 @@ def test_flops_are_those_of_each_layers_own_part(name):
     sparse = len(config.sparse_layers)
     dense_part, experts_part = 3 * 32 * 48, 3 * 32 * 2 * 24 + 32 * E
     all_dense = replace(TINY, num_kv_heads=2, num_layers=config.num_layers)
-    difference = config.flops_per_token(16, "full") - all_dense.flops_per_token(16, "full")
+    difference = config.flops_per_token(16, "full") - all_dense.flops_per_token(
+        16, "full"
+    )
     assert difference == 6 * sparse * (experts_part - dense_part)
     model, batch = model_of(config), batch_for(Case(model=config))
-    traced = 3 * jaxpr_flops(jax.make_jaxpr(lambda: model.loss(batch, None).sum)()) / batch["tokens"].size
+    traced = (
+        3
+        * jaxpr_flops(jax.make_jaxpr(lambda: model.loss(batch, None).sum)())
+        / batch["tokens"].size
+    )
     # Blocks of rows are padded, at these sizes by up to as much again.
     assert traced < config.flops_per_token(16, "full") + 6 * sparse * experts_part
 
@@ -166,7 +205,10 @@ def test_flops_are_those_of_each_layers_own_part(name):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_tiny_variant_keeps_the_stacks(name):
     large = replace(
-        VARIANTS[name], d_model=4096, num_layers=60 + VARIANTS[name].first_dense_layers, num_experts=64
+        VARIANTS[name],
+        d_model=4096,
+        num_layers=60 + VARIANTS[name].first_dense_layers,
+        num_experts=64,
     )
     tiny = replace(large, **large.tiny(32))
     assert not faults(large) and not faults(tiny)
@@ -182,22 +224,41 @@ DENSE = {"num_experts": 0, "expert_d_ff": 0, "router_z_loss": 0.0}
 @pytest.mark.parametrize(
     "changes, said",
     [
-        (DENSE | {"first_dense_layers": 1},
-         "model.first_dense_layers=1 needs experts, and model.num_experts=0 is a dense model"),
-        (DENSE | {"feed_forward_pattern": ("sparse", "dense")},
-         "model.feed_forward_pattern=('sparse', 'dense') needs experts"),
-        ({"first_dense_layers": 4}, "leaves no layer with experts; set it to at most 3"),
-        ({"feed_forward_pattern": ("dense",)}, "model.feed_forward_pattern=dense has no layer with experts"),
-        ({"feed_forward_pattern": ("dense", "sparse", "sparse")},
-         "repeats every 3 layers, which do not divide the 4 layers; set model.num_layers=6"),
-        ({"feed_forward_pattern": ("dense", "sparse"), "first_dense_layers": 1},
-         "repeats every 2 layers, which do not divide the 3 layers behind model.first_dense_layers=1; "
-         "set model.num_layers=5"),
-        ({"feed_forward_pattern": ("dense", "sparse"), "layer_pattern": ("global",) * 3},
-         "model.feed_forward_pattern=dense,sparse with model.layer_pattern repeats every 6 layers"),
+        (
+            DENSE | {"first_dense_layers": 1},
+            "model.first_dense_layers=1 needs experts, and model.num_experts=0 is a dense model",
+        ),
+        (
+            DENSE | {"feed_forward_pattern": ("sparse", "dense")},
+            "model.feed_forward_pattern=('sparse', 'dense') needs experts",
+        ),
+        (
+            {"first_dense_layers": 4},
+            "leaves no layer with experts; set it to at most 3",
+        ),
+        (
+            {"feed_forward_pattern": ("dense",)},
+            "model.feed_forward_pattern=dense has no layer with experts",
+        ),
+        (
+            {"feed_forward_pattern": ("dense", "sparse", "sparse")},
+            "repeats every 3 layers, which do not divide the 4 layers; set model.num_layers=6",
+        ),
+        (
+            {"feed_forward_pattern": ("dense", "sparse"), "first_dense_layers": 1},
+            "repeats every 2 layers, which do not divide the 3 layers behind model.first_dense_layers=1; "
+            "set model.num_layers=5",
+        ),
+        (
+            {
+                "feed_forward_pattern": ("dense", "sparse"),
+                "layer_pattern": ("global",) * 3,
+            },
+            "model.feed_forward_pattern=dense,sparse with model.layer_pattern repeats every 6 layers",
+        ),
         ({"feed_forward_pattern": ("sparse", "other")}, "model.feed_forward_pattern"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_go_together_is_said_in_a_line(changes, said):
     base = replace(MOE, num_layers=4)
     assert not faults(base)

@@ -1,4 +1,6 @@
-"""Attention against its definition: forward, gradients, masks, packing, layouts, decoding."""
+"""Attention against its definition: forward, gradients, masks, packing, layouts,
+decoding.
+"""
 
 import functools
 import itertools
@@ -37,7 +39,9 @@ def _segments(B, S):
     return jnp.asarray(ids)
 
 
-def _naive(q, k, v, *, causal=True, segment_ids_BS=None, scale=None, softcap=None, window=None):
+def _naive(
+    q, k, v, *, causal=True, segment_ids_BS=None, scale=None, softcap=None, window=None
+):
     """Returns the definition, head by head, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     B, S, H, N = q.shape
@@ -59,7 +63,9 @@ def _naive(q, k, v, *, causal=True, segment_ids_BS=None, scale=None, softcap=Non
     return out
 
 
-def _plain(q, k, v, *, causal=True, segment_ids_BS=None, scale=None, softcap=None, window=None):
+def _plain(
+    q, k, v, *, causal=True, segment_ids_BS=None, scale=None, softcap=None, window=None
+):
     """Returns attention as plain jnp, for autodiff to differentiate."""
     B, S, H, N = q.shape
     k, v = (jnp.repeat(x, H // k.shape[2], 2) for x in (k, v))
@@ -71,13 +77,17 @@ def _plain(q, k, v, *, causal=True, segment_ids_BS=None, scale=None, softcap=Non
         seen &= (distance < window)[None]
     if segment_ids_BS is not None:
         seen &= segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :]
-    return jnp.einsum("bhst,bthn->bshn", jax.nn.softmax(jnp.where(seen[:, None], s, -1e30)), v)
+    return jnp.einsum(
+        "bhst,bthn->bshn", jax.nn.softmax(jnp.where(seen[:, None], s, -1e30)), v
+    )
 
 
 def _gradients(function, q, k, v, w, **options):
-    return jax.jit(jax.grad(lambda q, k, v: jnp.sum(function(q, k, v, **options) * w), argnums=(0, 1, 2)))(
-        q, k, v
-    )
+    return jax.jit(
+        jax.grad(
+            lambda q, k, v: jnp.sum(function(q, k, v, **options) * w), argnums=(0, 1, 2)
+        )
+    )(q, k, v)
 
 
 CASES = {
@@ -92,7 +102,10 @@ CASES = {
     "scale": ((2, 64, 4, 2, 16), {"scale": 0.7}),
     "packed": ((2, 160, 4, 2, 16), {"packed": True}),
     "packed_not_causal": ((2, 160, 4, 2, 16), {"packed": True, "causal": False}),
-    "all": ((2, 192, 4, 2, 16), {"packed": True, "window": 50, "softcap": 3.0, "scale": 0.3}),
+    "all": (
+        (2, 192, 4, 2, 16),
+        {"packed": True, "window": 50, "softcap": 3.0, "scale": 0.3},
+    ),
 }
 
 
@@ -104,7 +117,10 @@ def test_reference_equals_definition(shape, options):
     q, k, v, w = _arrays(*shape)
     out = jax.jit(functools.partial(attention, **options))(q, k, v)
     np.testing.assert_allclose(out, _naive(q, k, v, **options), atol=1e-5, rtol=1e-5)
-    got, wanted = (_gradients(attention, q, k, v, w, **options), _gradients(_plain, q, k, v, w, **options))
+    got, wanted = (
+        _gradients(attention, q, k, v, w, **options),
+        _gradients(_plain, q, k, v, w, **options),
+    )
     for a, b in zip(got, wanted, strict=True):
         assert np.abs(b).max() > 0.01
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
@@ -113,7 +129,9 @@ def test_reference_equals_definition(shape, options):
 def test_blocks_cover_queries_once_and_causal_skips_keys():
     options = Options(1.0, True, None, None)
     for length in (1, 63, 130, 203, 512, 4096):
-        rows = [rows for rows, _ in attention_reference._blocks(length, length, options)]
+        rows = [
+            rows for rows, _ in attention_reference._blocks(length, length, options)
+        ]
         assert [r.start for r in rows] == [0] + [r.stop for r in rows[:-1]]
         assert rows[-1].stop == length
     blocks = attention_reference._blocks(512, 512, options)
@@ -136,13 +154,17 @@ def test_packed_documents_equal_separate_ones():
     gradients = _gradients(attention, q, k, v, w, segment_ids_BS=ids)
     for start, stop in ((0, 20), (20, 64), (64, 96)):
         alone = [x[:, start:stop] for x in (q, k, v, w)]
-        np.testing.assert_allclose(attention(*alone[:3]), packed[:, start:stop], atol=1e-6)
+        np.testing.assert_allclose(
+            attention(*alone[:3]), packed[:, start:stop], atol=1e-6
+        )
         for a, b in zip(_gradients(attention, *alone), gradients, strict=True):
             np.testing.assert_allclose(a, b[:, start:stop], atol=1e-5)
 
 
 def _saved(policy) -> tuple[int, list[tuple[int, ...]]]:
-    """Returns how often a rematerialised layer's backward computes exp, and the shapes it keeps."""
+    """Returns how often a rematerialised layer's backward computes exp, and the shapes
+    it keeps.
+    """
     q, k, v, _ = _arrays(1, 64, 2, 2, 8)
 
     def layer(q):
@@ -157,7 +179,8 @@ def test_saving_attention_residuals_spares_the_second_forward():
     policies = jax.checkpoint_policies
     again, kept_again = _saved(policies.nothing_saveable)
     saved, kept = _saved(policies.save_only_these_names("attention_residuals"))
-    assert (again, saved) == (2, 1)  # probabilities: forward again and backward; backward alone
+    # probabilities: forward again and backward; backward alone
+    assert (again, saved) == (2, 1)
     assert len(kept) > len(kept_again)
     assert all(shape.count(64) <= 1 for shape in kept)  # nothing of size S x S
 
@@ -183,13 +206,22 @@ def test_layouts_equal_one_device(sizes, H, K, packed):
     def sharded(q, k, v, **options):
         with execution.activate(mesh, rules):
             q = execution.shard(q, "batch", "sequence", "heads", None)
-            k, v = (execution.shard(x, "batch", "sequence", "kv_heads", None) for x in (k, v))
-            return execution.shard(attention(q, k, v, **options), "batch", "sequence", "heads", None)
+            k, v = (
+                execution.shard(x, "batch", "sequence", "kv_heads", None)
+                for x in (k, v)
+            )
+            return execution.shard(
+                attention(q, k, v, **options), "batch", "sequence", "heads", None
+            )
 
     out = jax.jit(functools.partial(sharded, **options))(q, k, v)
-    assert out.addressable_shards[0].data.size * 8 == out.size  # every device has its own part
+    # every device has its own part
+    assert out.addressable_shards[0].data.size * 8 == out.size
     np.testing.assert_allclose(out, attention(q, k, v, **options), atol=1e-5)
-    got, wanted = (_gradients(sharded, q, k, v, w, **options), _gradients(attention, q, k, v, w, **options))
+    got, wanted = (
+        _gradients(sharded, q, k, v, w, **options),
+        _gradients(attention, q, k, v, w, **options),
+    )
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
@@ -199,7 +231,8 @@ def test_cached_attention_equals_attention(options):
     q, k, v, _ = _arrays(2, 24, 4, 2, 8)
     whole = attention(q, k, v, **options)
     padding = ((0, 0), (0, 8), (0, 0), (0, 0))
-    k, v = (jnp.pad(x, padding, constant_values=9.0) for x in (k, v))  # slots not filled yet
+    # slots not filled yet
+    k, v = (jnp.pad(x, padding, constant_values=9.0) for x in (k, v))
     positions = jnp.asarray([[3, 4, 5], [10, 11, 12]])
     new = jnp.take_along_axis(q, positions[:, :, None, None], 1)
     wanted = jnp.take_along_axis(whole, positions[:, :, None, None], 1)
@@ -209,7 +242,11 @@ def test_cached_attention_equals_attention(options):
 
 FAULTS = {
     "heads": ((1, 8, 6, 4, 8), {}, "6 query heads do not group over 4 kv heads"),
-    "window": ((1, 8, 2, 2, 8), {"window": 4, "causal": False}, "window=4, causal=False"),
+    "window": (
+        (1, 8, 2, 2, 8),
+        {"window": 4, "causal": False},
+        "window=4, causal=False",
+    ),
     "name": ((1, 8, 2, 2, 8), {"implementation": "flash"}, "'flash'; choose one of"),
 }
 
@@ -236,7 +273,11 @@ def test_splash_blocks_divide():
 
 @pytest.mark.parametrize(
     "S, packed, options",
-    [(128, False, {}), (100, True, {}), (256, False, {"scale": 0.3, "softcap": 2.0, "window": 100})],
+    [
+        (128, False, {}),
+        (100, True, {}),
+        (256, False, {"scale": 0.3, "softcap": 2.0, "window": 100}),
+    ],
 )
 def test_splash_interpreted_equals_reference(S, packed, options):
     q, k, v, w = _arrays(1, S, 2, 1, 64)
@@ -256,13 +297,18 @@ def test_splash_interpreted_equals_reference(S, packed, options):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": False, "softcap": 2.0, "scale": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": False, "softcap": 2.0, "scale": 0.3}], ids=str
+)
 def test_gradients_chunk_by_chunk_equal_the_reference(options, monkeypatch):
     """Long sequences have one backward kernel for each pair of chunks."""
     monkeypatch.setattr(splash_module, "_CHUNK", 256)
     monkeypatch.setattr(splash_module, "_FUSED_KEYS", 128)
     q, k, v, w = _arrays(2, 768, 4, 2, 64)
-    ids, shaped = _segments(2, 768), Options(64**-0.5, True, None, None)._replace(**options)
+    ids, shaped = (
+        _segments(2, 768),
+        Options(64**-0.5, True, None, None)._replace(**options),
+    )
     assert splash_module._chunk(768, shaped) == 256
 
     def splash(q, k, v):
@@ -270,7 +316,9 @@ def test_gradients_chunk_by_chunk_equal_the_reference(options, monkeypatch):
 
     wanted = functools.partial(attention, segment_ids_BS=ids, **options)
     np.testing.assert_allclose(jax.jit(splash)(q, k, v), wanted(q, k, v), atol=1e-5)
-    for a, b in zip(_gradients(splash, q, k, v, w), _gradients(wanted, q, k, v, w), strict=True):
+    for a, b in zip(
+        _gradients(splash, q, k, v, w), _gradients(wanted, q, k, v, w), strict=True
+    ):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
@@ -280,13 +328,19 @@ def test_cudnn_is_asked_for_the_window(packed, monkeypatch):
     asked = []
 
     def plain(*arrays, implementation, **options):
-        asked.append((implementation, options["mask"] is not None, options["local_window_size"]))
+        asked.append(
+            (implementation, options["mask"] is not None, options["local_window_size"])
+        )
         return original(*arrays, **options, implementation="xla")
 
     original = jax.nn.dot_product_attention
     monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
     q, k, v, _ = _arrays(2, 96, 4, 2, 16)
-    options = {"window": 20, "scale": 0.3, "segment_ids_BS": _segments(2, 96) if packed else None}
+    options = {
+        "window": 20,
+        "scale": 0.3,
+        "segment_ids_BS": _segments(2, 96) if packed else None,
+    }
     with jax.numpy_rank_promotion("allow"):
         out = attention(q, k, v, implementation="cudnn", **options)
     # Before 9.10.2 cuDNN refuses a window beside a mask.
@@ -294,42 +348,78 @@ def test_cudnn_is_asked_for_the_window(packed, monkeypatch):
     np.testing.assert_allclose(out, attention(q, k, v, **options), atol=1e-5)
 
 
-REFUSALS = {  # of cuDNN: shape and dtype of q, options, the reason (None: it computes it)
+# of cuDNN: shape and dtype of q, options, the reason (None: it computes it)
+REFUSALS = {
     "none": ((1, 128, 2, 64), jnp.bfloat16, {"window": 16}, None),
     "softcap": ((1, 128, 2, 64), jnp.bfloat16, {"softcap": 50.0}, "a softcap is set"),
-    "head": ((1, 128, 2, 256), jnp.bfloat16, {}, "head size 256 is not a multiple of 8 up to 128"),
+    "head": (
+        (1, 128, 2, 256),
+        jnp.bfloat16,
+        {},
+        "head size 256 is not a multiple of 8 up to 128",
+    ),
     "dtype": ((1, 128, 2, 64), jnp.float32, {}, "float32 is not bfloat16 or float16"),
-    "length": ((1, 127, 2, 64), jnp.bfloat16, {}, "sequence length 127 is not a multiple of 2"),
+    "length": (
+        (1, 127, 2, 64),
+        jnp.bfloat16,
+        {},
+        "sequence length 127 is not a multiple of 2",
+    ),
 }
 
 
-@pytest.mark.parametrize("shape, dtype, options, reason", REFUSALS.values(), ids=REFUSALS)
-def test_what_cudnn_cannot_compute_falls_back_with_the_reason(shape, dtype, options, reason, monkeypatch):
+@pytest.mark.parametrize(
+    "shape, dtype, options, reason", REFUSALS.values(), ids=REFUSALS
+)
+def test_what_cudnn_cannot_compute_falls_back_with_the_reason(
+    shape, dtype, options, reason, monkeypatch
+):
     monkeypatch.setattr(execution.Execution, "platform", "gpu")
-    q, options = jax.ShapeDtypeStruct(shape, dtype), Options(1.0, True, None, None)._replace(**options)
+    q, options = (
+        jax.ShapeDtypeStruct(shape, dtype),
+        Options(1.0, True, None, None)._replace(**options),
+    )
     assert BACKENDS["cudnn"].refusal(q, options) == reason
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         backend = choose(q, options, segments=True)
     assert backend is BACKENDS["reference" if reason else "cudnn"]
-    assert bool(reason) == any(f"{reason}, so no cudnn kernel" in str(w.message) for w in caught)
+    assert bool(reason) == any(
+        f"{reason}, so no cudnn kernel" in str(w.message) for w in caught
+    )
 
 
-@pytest.mark.parametrize("kind, name", [("Tesla T4", "reference"), ("NVIDIA L4", "cudnn")])
+@pytest.mark.parametrize(
+    "kind, name", [("Tesla T4", "reference"), ("NVIDIA L4", "cudnn")]
+)
 @pytest.mark.filterwarnings("ignore:attention")
 def test_cudnn_is_not_for_gpus_before_ampere(kind, name, monkeypatch):
     monkeypatch.setattr(execution.Execution, "platform", "gpu")
-    monkeypatch.setattr(execution.Execution, "device", SimpleNamespace(platform="gpu", device_kind=kind))
-    q, options = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.float16), Options(1.0, True, None, None)
+    monkeypatch.setattr(
+        execution.Execution, "device", SimpleNamespace(platform="gpu", device_kind=kind)
+    )
+    q, options = (
+        jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.float16),
+        Options(1.0, True, None, None),
+    )
     assert choose(q, options, segments=False) is BACKENDS[name]
 
 
-@pytest.mark.parametrize("platform, name", [("tpu", "splash"), ("gpu", "cudnn"), ("cpu", "reference")])
+@pytest.mark.parametrize(
+    "platform, name", [("tpu", "splash"), ("gpu", "cudnn"), ("cpu", "reference")]
+)
 def test_each_platform_has_its_backend(platform, name, monkeypatch):
     monkeypatch.setattr(execution.Execution, "platform", platform)
-    q, options = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16), Options(1.0, True, None, None)
+    q, options = (
+        jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16),
+        Options(1.0, True, None, None),
+    )
     assert choose(q, options, segments=False) is BACKENDS[name]
-    others = [b.refusal(q, options) for n, b in BACKENDS.items() if n not in (name, "reference")]
+    others = [
+        b.refusal(q, options)
+        for n, b in BACKENDS.items()
+        if n not in (name, "reference")
+    ]
     assert all(f"not {platform}" in (reason or "") for reason in others)
 
 

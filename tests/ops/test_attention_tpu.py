@@ -1,7 +1,7 @@
 """The TPU kernel, compiled ahead of time by libtpu for chips that are not here.
 
-One child process compiles all cases (libtpu writes to fd 2 and reads its environment at import) and
-prints a JSON line per case.
+One child process compiles all cases (libtpu writes to fd 2 and reads its environment at
+import) and prints a JSON line per case.
 """
 
 import json
@@ -12,19 +12,34 @@ import pytest
 
 from support.compilers import compiled_apart
 
-pytest.importorskip("libtpu", reason="ahead-of-time TPU compiles need libtpu: pip install jax[tpu]")
+pytest.importorskip(
+    "libtpu", reason="ahead-of-time TPU compiles need libtpu: pip install jax[tpu]"
+)
 
 LAYERS, B, S, H, K, N = 2, 4, 1024, 8, 2, 64  # 2 x 2 blocks of the kernel
-# name: fsdp, tensor, packed, remat policy, changes of (S, H, K, N) and options of attention
+# name: fsdp, tensor, packed, remat policy, changes of (S, H, K, N) and options of
+# attention
 CASES = {
     "none": (4, 1, False, "none", {}),
     "full": (4, 1, False, "full", {}),
     "saved": (4, 1, False, "save:attention_residuals", {}),
     "packed_tensor": (1, 4, True, "save:attention_residuals", {}),
     "odd_sizes": (2, 2, True, "full", {"S": 1000, "N": 80}),
-    "gemma": (4, 1, False, "none", {"S": 2048, "N": 256, "scale": 0.1, "softcap": 50.0, "window": 512}),
+    "gemma": (
+        4,
+        1,
+        False,
+        "none",
+        {"S": 2048, "N": 256, "scale": 0.1, "softcap": 50.0, "window": 512},
+    ),
     # The most that the kernel of all gradients holds at once.
-    "long": (4, 1, True, "save:attention_residuals", {"S": 16_384, "H": 2, "N": 256, "softcap": 50.0}),
+    "long": (
+        4,
+        1,
+        True,
+        "save:attention_residuals",
+        {"S": 16_384, "H": 2, "N": 256, "softcap": 50.0},
+    ),
 }
 
 
@@ -45,15 +60,21 @@ def _compile(name: str) -> dict:
     size = {"S": S, "H": H, "K": K, "N": N}
     options = {name: value for name, value in changes.items() if name not in size}
     size |= {name: value for name, value in changes.items() if name in size}
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    devices = topologies.get_topology_desc(
+        platform="tpu", topology_name="v5e:2x2"
+    ).devices
     config = meshes.MeshConfig(data=1, fsdp=fsdp, tensor=tensor)
     mesh = meshes.build_mesh(config, devices)
     rules = sharding.build_rules(config, meshes.resolve_mesh(config, mesh.size))
 
     def loss(w, x, k, ids):
         def layer(x, w):
-            y = attention(x * w, k * w, k + w, segment_ids_BS=ids if packed else None, **options)
-            return execution.shard(jnp.sin(x + y), "batch", "sequence", "heads", None), None
+            y = attention(
+                x * w, k * w, k + w, segment_ids_BS=ids if packed else None, **options
+            )
+            return execution.shard(
+                jnp.sin(x + y), "batch", "sequence", "heads", None
+            ), None
 
         with execution.activate(mesh, rules):
             y, _ = jax.lax.scan(remat.rematerialised(layer, policy), x, w)
@@ -64,7 +85,9 @@ def _compile(name: str) -> dict:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     w = abstract((LAYERS, 1, 1, 1, size["N"]), jnp.bfloat16)
-    x = abstract((B, size["S"], size["H"], size["N"]), jnp.bfloat16, "batch", None, "heads", None)
+    x = abstract(
+        (B, size["S"], size["H"], size["N"]), jnp.bfloat16, "batch", None, "heads", None
+    )
     kv = (B, size["S"], size["K"], size["N"])
     k = abstract(kv, jnp.bfloat16, "batch", None, "kv_heads", None)
     ids = abstract((B, size["S"]), jnp.int32, "batch", None)
@@ -72,7 +95,9 @@ def _compile(name: str) -> dict:
     compiled = traced.lower(lowering_platforms=("tpu",)).compile()
     text = compiled.as_text()
     # Of loops, and of conditionals in them: chunks that share no document are left out.
-    called = re.findall(r"(?:body|true_computation|false_computation)=%([\w.\-]+)", text)
+    called = re.findall(
+        r"(?:body|true_computation|false_computation)=%([\w.\-]+)", text
+    )
     called += [
         name
         for names in re.findall(r"branch_computations={([^}]*)}", text)
@@ -87,7 +112,8 @@ def _compile(name: str) -> dict:
         "segmented": "segmented" in text,
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "gathers": len(re.findall(r" all-gather(?:-start)?\(", text)),
-        "logits_bytes": int(np.prod([B, size["H"], size["S"], size["S"]])) * 4 // 4,  # per device
+        # per device
+        "logits_bytes": int(np.prod([B, size["H"], size["S"], size["S"]])) * 4 // 4,
     }
 
 
@@ -120,7 +146,10 @@ def test_kernels_see_their_own_shards():
     assert results["odd_sizes"]["kernels"] == {"fwd": 2, "dq": 1, "dkv": 1}
     assert results["gemma"]["kernels"] == {"fwd": 1, "dq": 1, "dkv": 1}
     # A call for chunks that see themselves, and one for those that see chunks before.
-    assert results["long"]["kernels"] == {"fwd": 1, "dq": 0, "dkv": 2} and results["long"]["segmented"]
+    assert (
+        results["long"]["kernels"] == {"fwd": 1, "dq": 0, "dkv": 2}
+        and results["long"]["segmented"]
+    )
     assert all(row["gathers"] == 0 for row in results.values())
 
 

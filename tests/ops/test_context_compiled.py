@@ -16,8 +16,8 @@ from support.compilers import compiled_apart
 pytestmark = pytest.mark.slow
 
 LAYERS, B, S, H, K, N, SHARDS = 2, 2, 8192, 16, 2, 128, 4
-# Of all-to-alls of `heads`: queries, results, keys and values copied so that devices have one; and the
-# gradients of all. (SHARDS - 1) / SHARDS of them are sent.
+# Of all-to-alls of `heads`: queries, results, keys and values copied so that devices
+# have one; and the gradients of all. (SHARDS - 1) / SHARDS of them are sent.
 ELEMENTS = 2 * B * S // SHARDS * (2 * H + 2 * max(K, SHARDS)) * N
 KINDS = ("all-to-all", "all-gather", "reduce-scatter", "collective-permute")
 CASES = {  # platform, target, form, window
@@ -44,12 +44,18 @@ def _compile(case: str) -> dict:
     from support.programs import collectives
 
     platform, target, form, window = CASES[case]
-    rules, mesh = rules_and_mesh(targets.devices(targets.parse(target)), attention=form, context=SHARDS)
+    rules, mesh = rules_and_mesh(
+        targets.devices(targets.parse(target)), attention=form, context=SHARDS
+    )
 
     def loss(w, x, k, ids):
         def layer(x, w):
-            y = attention(x * w, k * w, k + w, segment_ids_BS=ids, window=window or None)
-            return execution.shard(jnp.sin(x + y), "batch", "sequence", "heads", None), None
+            y = attention(
+                x * w, k * w, k + w, segment_ids_BS=ids, window=window or None
+            )
+            return execution.shard(
+                jnp.sin(x + y), "batch", "sequence", "heads", None
+            ), None
 
         with execution.activate(mesh, rules):
             y, _ = jax.lax.scan(remat.rematerialised(layer, "none"), x, w)
@@ -64,12 +70,23 @@ def _compile(case: str) -> dict:
     k = abstract((B, S, K, N), jnp.bfloat16, "batch", "sequence", "kv_heads", None)
     ids = abstract((B, S), jnp.int32, "batch", "sequence")
     traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(w, x, k, ids)
-    text = traced.lower(lowering_platforms=("cuda" if platform == "gpu" else "tpu",)).compile().as_text()
+    text = (
+        traced.lower(lowering_platforms=("cuda" if platform == "gpu" else "tpu",))
+        .compile()
+        .as_text()
+    )
     moved = collectives(hlo.parse(text), KINDS)
     return {
-        "kernels": sorted(re.findall(r"%splash_mha_(fwd|dq|dkv)\S* = .*tpu_custom_call", text)),
-        "cudnn": sorted(set(re.findall(r'custom_call_target="__cudnn\$fmha(\w+)"', text))),
-        "moved": [(kind, tuple(dim for dim in shape if dim > 1)) for _, kind, _, shape in moved],
+        "kernels": sorted(
+            re.findall(r"%splash_mha_(fwd|dq|dkv)\S* = .*tpu_custom_call", text)
+        ),
+        "cudnn": sorted(
+            set(re.findall(r'custom_call_target="__cudnn\$fmha(\w+)"', text))
+        ),
+        "moved": [
+            (kind, tuple(dim for dim in shape if dim > 1))
+            for _, kind, _, shape in moved
+        ],
     }
 
 
@@ -82,7 +99,8 @@ def _moved(row: dict, kind: str) -> list[list[int]]:
 
 
 TPU = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="ahead-of-time TPU compiles need libtpu: jaxdist[aot]"
+    importlib.util.find_spec("libtpu") is None,
+    reason="ahead-of-time TPU compiles need libtpu: jaxdist[aot]",
 )
 GPU = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None,
@@ -99,7 +117,8 @@ def test_one_kernel_a_direction(form):
 @TPU
 def test_heads_change_places_and_nothing_is_gathered():
     row = results("tpu")["heads"]
-    assert len(_moved(row, "all-to-all")) == 8  # q, k, v and the output; and their gradients
+    # q, k, v and the output; and their gradients
+    assert len(_moved(row, "all-to-all")) == 8
     assert not _moved(row, "all-gather") and not _moved(row, "reduce-scatter")
 
 
@@ -121,7 +140,8 @@ def test_a_window_asks_the_neighbour_alone():
 @TPU
 def test_a_ring_holds_two_chunks_of_keys_and_gathers_nothing():
     row = results("tpu")["ring"]
-    # Three products of a device's own chunks, two of a step; the last step stands outside of the loop.
+    # Three products of a device's own chunks, two of a step; the last step stands
+    # outside of the loop.
     assert [row["kernels"].count(name) for name in ("fwd", "dq", "dkv")] == [7, 0, 7]
     assert {kind for kind, _ in row["moved"]} == {"collective-permute"}
 

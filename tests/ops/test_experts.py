@@ -1,4 +1,6 @@
-"""Mixtures of experts on one device: equal to all experts on all tokens, with the work of the chosen ones."""
+"""Mixtures of experts on one device: equal to all experts on all tokens, with the work
+of the chosen ones.
+"""
 
 from functools import lru_cache, partial
 
@@ -24,7 +26,9 @@ def nothing_to_promote():
 
 @lru_cache
 def arrays(skewed: bool = False) -> tuple:
-    """Returns x, the router's logits and the kernels; skewed: all choose among a quarter of the experts."""
+    """Returns x, the router's logits and the kernels; skewed: all choose among a
+    quarter of the experts.
+    """
     random = np.random.default_rng(3)
     x, logits = random.normal(size=(B, S, D)), random.normal(size=(B, S, E))
     if skewed:
@@ -38,12 +42,18 @@ def dense(x, ids, weights, gate, up, down, keep=1.0):
     """Returns the mixture from all experts' outputs of all tokens; `keep` [B, S, k]."""
     share = (jax.nn.one_hot(ids, E) * (weights * keep)[..., None]).sum(2)
     h = jnp.einsum("bsd,edf->bsef", x, up)
-    h = jax.nn.silu(h) if gate is None else jax.nn.silu(jnp.einsum("bsd,edf->bsef", x, gate)) * h
+    h = (
+        jax.nn.silu(h)
+        if gate is None
+        else jax.nn.silu(jnp.einsum("bsd,edf->bsef", x, gate)) * h
+    )
     return jnp.einsum("bsef,efd,bse->bsd", h, down, share)
 
 
 def value_and_grads(function, x, logits, *kernels, **options):
-    """Returns the output (and what is beside it) and the gradients of x, logits and kernels."""
+    """Returns the output (and what is beside it) and the gradients of x, logits and
+    kernels.
+    """
     cotangent = np.random.default_rng(4).normal(size=x.shape).astype(np.float32)
 
     def scalar(x, logits, kernels):
@@ -65,7 +75,10 @@ def test_values_and_gradients_are_those_of_all_experts_on_all_tokens(skewed):
     expected, expected_gradients = value_and_grads(dense, x, logits, *kernels)
     out, gradients = value_and_grads(ours, x, logits, *kernels)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(expected_gradients))
-    assert worst(out.x, expected) < TOLERANCE and worst(gradients, expected_gradients) < TOLERANCE
+    assert (
+        worst(out.x, expected) < TOLERANCE
+        and worst(gradients, expected_gradients) < TOLERANCE
+    )
     load = np.bincount(np.asarray(route(logits, K).ids).ravel(), minlength=E)
     np.testing.assert_array_equal(out.stats.load, load)
     assert load.sum() == B * S * K and (load[E // 4 :].sum() == 0) == skewed
@@ -74,8 +87,12 @@ def test_values_and_gradients_are_those_of_all_experts_on_all_tokens(skewed):
 
 def test_without_a_gate():
     x, logits, _, up, down = arrays()
-    expected = value_and_grads(lambda *args: dense(*args[:3], None, *args[3:]), x, logits, up, down)
-    out, gradients = value_and_grads(lambda *args: ours(*args[:3], None, *args[3:]), x, logits, up, down)
+    expected = value_and_grads(
+        lambda *args: dense(*args[:3], None, *args[3:]), x, logits, up, down
+    )
+    out, gradients = value_and_grads(
+        lambda *args: ours(*args[:3], None, *args[3:]), x, logits, up, down
+    )
     assert worst((out.x, gradients), expected) < TOLERANCE
 
 
@@ -100,7 +117,9 @@ def test_capacity_keeps_the_first_choices_of_each_sequence(skewed):
 def test_tokens_left_out_take_no_part():
     x, logits, *kernels = arrays()
     valid = np.arange(S)[None] < np.array([S, 5, 17, 0])[:, None]
-    expected = value_and_grads(partial(dense, keep=valid[..., None]), x, logits, *kernels)
+    expected = value_and_grads(
+        partial(dense, keep=valid[..., None]), x, logits, *kernels
+    )
     out, gradients = value_and_grads(ours, x, logits, *kernels, valid_BS=valid)
     assert worst((out.x, gradients), expected) < TOLERANCE
     assert np.abs(out.x[~valid]).max() == 0 and np.abs(gradients[0][~valid]).max() == 0
@@ -112,16 +131,20 @@ def test_tokens_that_do_not_count_are_computed_and_never_dropped():
     counted = np.zeros((B, S), bool)
     counted[:, 1::8] = True
     plain, _ = value_and_grads(ours, x, logits, *kernels)
-    out, _ = value_and_grads(ours, x, logits, *kernels, counted_BS=counted, capacity_factor=1.0)
+    out, _ = value_and_grads(
+        ours, x, logits, *kernels, counted_BS=counted, capacity_factor=1.0
+    )
     assert plain.stats.dropped == out.stats.dropped == 0  # as they take no places
     np.testing.assert_array_equal(out.x, plain.x)
     assert out.stats.load.sum() == counted.sum() * K
-    tight, _ = value_and_grads(ours, x, logits, *kernels, counted_BS=counted, capacity_factor=0.25)
+    tight, _ = value_and_grads(
+        ours, x, logits, *kernels, counted_BS=counted, capacity_factor=0.25
+    )
     assert 0 < tight.stats.dropped <= counted.sum() * K
     np.testing.assert_array_equal(tight.x[~counted], plain.x[~counted])
 
 
-# --- grouped products -----------------------------------------------------------------------------
+# --- grouped products -----------------------------------------------------------------
 
 SIZES = {
     "even": [32] * 6,
@@ -136,10 +159,15 @@ def interpreted() -> grouped.Backend:
     """Returns the TPU's kernels, run on CPU: there, what they do not write is NaN."""
     from jaxdist.ops.experts import hidden_tpu, megablox
 
-    products = (partial(product, interpret=True) for product in (megablox.matmul, megablox.kernel_gradient))
+    products = (
+        partial(product, interpret=True)
+        for product in (megablox.matmul, megablox.kernel_gradient)
+    )
     hidden_rows = partial(hidden_tpu.gradients, interpret=True)
     options = {"turns_down": True, "hidden_gradients": hidden_rows}
-    return grouped.Backend("megablox", "interpreted", megablox.allocated, *products, **options)
+    return grouped.Backend(
+        "megablox", "interpreted", megablox.allocated, *products, **options
+    )
 
 
 @lru_cache
@@ -150,7 +178,9 @@ def products(backend: str):
     return chosen, matmul, jax.jit(chosen.kernel_gradient, static_argnums=4)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gpu", pytest.param("tpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["cpu", "gpu", pytest.param("tpu", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_each_row_meets_its_own_groups_kernel(backend, sizes):
     chosen, matmul, gradient = products(backend)
@@ -165,7 +195,11 @@ def test_each_row_meets_its_own_groups_kernel(backend, sizes):
     summed = before.copy()
     np.add.at(summed, group, x[:total, :, None] * dy[:total, None, :])
     assert total == 0 or worst(matmul(x, kernels, sizes)[:total], forward) < TOLERANCE
-    assert total == 0 or worst(matmul(dy, kernels, sizes, transposed=True)[:total], backward) < TOLERANCE
+    assert (
+        total == 0
+        or worst(matmul(dy, kernels, sizes, transposed=True)[:total], backward)
+        < TOLERANCE
+    )
     assert worst(gradient(x, dy, sizes, before, jnp.float32), summed) < TOLERANCE
     assert worst(gradient(x, dy, sizes, None, jnp.float32), summed - before) < TOLERANCE
 
@@ -178,9 +212,17 @@ def test_the_kernel_of_hidden_rows_gives_what_autodiff_does(activation):
     gate, up, dh = random.normal(size=(3, 48, 256)).astype(np.float32)
     weights = random.normal(size=48).astype(np.float32)
     arguments = activation, (gate, up), dh, weights
-    run = jax.make_jaxpr(partial(hidden_tpu.gradients, activation, interpret=True))((gate, up), dh, weights)
+    run = jax.make_jaxpr(partial(hidden_tpu.gradients, activation, interpret=True))(
+        (gate, up), dh, weights
+    )
     assert "pallas_call" in str(run)
-    assert worst(hidden_tpu.gradients(*arguments, interpret=True), hidden.gradients(*arguments)) < TOLERANCE
+    assert (
+        worst(
+            hidden_tpu.gradients(*arguments, interpret=True),
+            hidden.gradients(*arguments),
+        )
+        < TOLERANCE
+    )
     strange = partial(hidden_tpu.gradients, lambda x: jnp.sort(x, -1), interpret=True)
     assert "pallas_call" not in str(jax.make_jaxpr(strange)((gate, up), dh, weights))
 
@@ -191,16 +233,22 @@ def test_no_load_makes_more_than_about_twice_the_work_on_a_gpu(sizes):
     further = int(grouped.further_shares(np.array(sizes), share).sum())
     together = max(1, len(sizes) // 4)
     assert (further > 0) == (max(sizes) > share)
-    assert (len(sizes) + -(-further // together) * together) * share <= 2.5 * 192 + len(sizes) * 16
+    assert (len(sizes) + -(-further // together) * together) * share <= 2.5 * 192 + len(
+        sizes
+    ) * 16
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
 def test_the_products_of_other_platforms_make_the_same_mixture(backend, monkeypatch):
-    """With tokens left out, so that there are spare rows: nothing of them reaches a result."""
+    """With tokens left out, so that there are spare rows: nothing of them reaches a
+    result.
+    """
     x, logits, *kernels = arrays()
     valid = np.arange(S)[None] < np.array([S, 5, 17, 0])[:, None]
-    expected, expected_gradients = value_and_grads(ours, x, logits, *kernels, valid_BS=valid)
+    expected, expected_gradients = value_and_grads(
+        ours, x, logits, *kernels, valid_BS=valid
+    )
     monkeypatch.setitem(grouped.BACKENDS, "cpu", products(backend)[0])
     out, gradients = value_and_grads(ours, x, logits, *kernels, valid_BS=valid)
     assert worst((out.x, gradients), (expected.x, expected_gradients)) < TOLERANCE
@@ -209,17 +257,24 @@ def test_the_products_of_other_platforms_make_the_same_mixture(backend, monkeypa
 def test_the_program_on_cpu_does_the_work_of_the_chosen_experts():
     tokens, width, inner, count = 1024, 32, 48, 16
     x, kernel = jnp.ones((1, tokens, width)), jnp.ones((count, width, inner))
-    ids = jnp.arange(2 * tokens).reshape(1, tokens, 2) % count  # an even load, in whole blocks
+    # an even load, in whole blocks
+    ids = jnp.arange(2 * tokens).reshape(1, tokens, 2) % count
 
     def loss(x, weights, gate, up, down):
         return jnp.sum(experts(x, ids, weights, gate, up, down, jax.nn.silu).x ** 2)
 
     arguments = x, jnp.ones((1, tokens, 2)), kernel, kernel, kernel.swapaxes(1, 2)
-    program = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))).lower(*arguments).compile()
+    program = (
+        jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))).lower(*arguments).compile()
+    )
     module = hlo.parse(program.as_text())
     assert "ragged-dot" not in program.as_text()
-    # Loops over the blocks of an expert run as often as it has blocks: their bodies are counted by hand.
-    share, rows = 2 * tokens // count, grouped.BACKENDS["cpu"].allocated(2 * tokens, count)
+    # Loops over the blocks of an expert run as often as it has blocks: their bodies are
+    # counted by hand.
+    share, rows = (
+        2 * tokens // count,
+        grouped.BACKENDS["cpu"].allocated(2 * tokens, count),
+    )
     block = grouped.block_rows(rows - grouped.MAX_BLOCK, count)
     assert share % (2 * block) == 0
     work = products = 0
@@ -233,5 +288,6 @@ def test_the_program_on_cpu_does_the_work_of_the_chosen_experts():
             assert own in (block, 2 * block)
             work += amount * count * share / own
     active = 2 * 2 * tokens * width * inner
-    assert products in (9, 11)  # three forward, six gradients; gate and up again, unless XLA keeps them
+    # three forward, six gradients; gate and up again, unless XLA keeps them
+    assert products in (9, 11)
     assert work == pytest.approx(products * active, rel=0.05)

@@ -1,4 +1,5 @@
-"""The experts' products and their exchange, compiled ahead of time for chips that are not here.
+"""The experts' products and their exchange, compiled ahead of time for chips that are
+not here.
 
 One child process a platform compiles all its cases and prints a JSON line per case.
 """
@@ -26,7 +27,9 @@ CASES = {  # target, exchange, sizes of the mesh
 
 
 def _step(rules, mesh, exchange: str):
-    """Returns the gradient of two layers, rematerialised, and its abstract arguments."""
+    """Returns the gradient of two layers, rematerialised, and its abstract
+    arguments.
+    """
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -37,15 +40,27 @@ def _step(rules, mesh, exchange: str):
     from jaxdist.ops.experts.mixture import DOWN_NAMES, INPUT_NAMES
     from jaxdist.parallel import execution, remat
 
-    names = {"router": ("d_model", None), "gate": INPUT_NAMES, "up": INPUT_NAMES, "down": DOWN_NAMES}
+    names = {
+        "router": ("d_model", None),
+        "gate": INPUT_NAMES,
+        "up": INPUT_NAMES,
+        "down": DOWN_NAMES,
+    }
     dims = {"router": (D, E), "gate": (E, D, F), "up": (E, D, F), "down": (E, F, D)}
 
     def layer(x, values):
-        p = {name: nnx.Param(value, logical=names[name]) for name, value in values.items()}
+        p = {
+            name: nnx.Param(value, logical=names[name])
+            for name, value in values.items()
+        }
         router = p["router"][...].astype(x.dtype)
-        routing = route(jnp.tensordot(x, router, 1, preferred_element_type=jnp.float32), K)
+        routing = route(
+            jnp.tensordot(x, router, 1, preferred_element_type=jnp.float32), K
+        )
         kernels = p["gate"], p["up"], p["down"]
-        out = experts(x, routing.ids, routing.weights, *kernels, jax.nn.silu, exchange=exchange)
+        out = experts(
+            x, routing.ids, routing.weights, *kernels, jax.nn.silu, exchange=exchange
+        )
         return execution.shard(x + out.x, "batch", "residual", None), out.stats
 
     def loss(values, x):
@@ -63,7 +78,9 @@ def _step(rules, mesh, exchange: str):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     values = {
-        name: abstract((LAYERS, *size), jnp.float32, P(None, *rules.stored(names[name], size)))
+        name: abstract(
+            (LAYERS, *size), jnp.float32, P(None, *rules.stored(names[name], size))
+        )
         for name, size in dims.items()
     }
     x = (B, S, D)
@@ -83,7 +100,9 @@ def _compile(name: str) -> dict:
     devices = targets.devices(targets.parse(target))
     rules, mesh = rules_and_mesh(devices, **sizes)
     step, arguments = _step(rules, mesh, exchange)
-    lowered = step.trace(*arguments).lower(lowering_platforms=("cuda" if platform == "gpu" else "tpu",))
+    lowered = step.trace(*arguments).lower(
+        lowering_platforms=("cuda" if platform == "gpu" else "tpu",)
+    )
     compiled = lowered.compile()
     text = compiled.as_text()
     module = hlo.parse(text)
@@ -99,7 +118,9 @@ def _compile(name: str) -> dict:
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
         "ragged": len(re.findall(r"= \S+ ragged-dot\(", text)),
         "sorts": len(re.findall(r" sort\(", text)),
-        "moved": [(kind, dtype, shape) for _, kind, dtype, shape in collectives(module, kinds)],
+        "moved": [
+            (kind, dtype, shape) for _, kind, dtype, shape in collectives(module, kinds)
+        ],
         "products": sorted(map(float, products)),
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
     }
@@ -115,11 +136,16 @@ def _devices(name: str) -> int:
 
 def _rows(row: dict, kind: str) -> list:
     """Returns what a collective moves of tokens."""
-    return [shape for own, _, shape in row["moved"] if own == kind and shape[-1] == D and shape[-2] > D]
+    return [
+        shape
+        for own, _, shape in row["moved"]
+        if own == kind and shape[-1] == D and shape[-2] > D
+    ]
 
 
 TPU = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="ahead-of-time TPU compiles need libtpu: jaxdist[aot]"
+    importlib.util.find_spec("libtpu") is None,
+    reason="ahead-of-time TPU compiles need libtpu: jaxdist[aot]",
 )
 GPU = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None,
@@ -128,12 +154,16 @@ GPU = pytest.mark.skipif(
 
 
 @TPU
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[0] == "tpu"])
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if case[0] == "tpu"]
+)
 def test_tpus_have_kernels_and_no_product_with_all_experts(name):
     row = results("tpu")[name]
-    # 3 products forward; gate and up again, and six gradients; one kernel for the hidden rows' gradients
+    # 3 products forward; gate and up again, and six gradients; one kernel for the
+    # hidden rows' gradients
     assert row["kernels"] == 12
-    assert row["ragged"] == 0 and row["sorts"] == 1  # one a layer: rematerialisation keeps the order
+    # one a layer: rematerialisation keeps the order
+    assert row["ragged"] == 0 and row["sorts"] == 1
     one_product = 2 * B * S * K * D * F / _devices(name)
     assert max(row["products"]) < 0.1 * one_product  # the router's and none else
 
@@ -141,23 +171,38 @@ def test_tpus_have_kernels_and_no_product_with_all_experts(name):
 @TPU
 def test_what_crosses_devices_on_tpus():
     rounds, gather = results("tpu")["rounds"], results("tpu")["gather"]
-    assert len(_rows(rounds, "all-to-all")) == 5 and not _rows(rounds, "all-gather")  # 2 forward, 3 backward
+    # 2 forward, 3 backward
+    assert len(_rows(rounds, "all-to-all")) == 5 and not _rows(rounds, "all-gather")
     assert len(_rows(gather, "all-gather")) == 3 and not _rows(gather, "all-to-all")
     for row in (rounds, gather):
-        kernels = [shape for kind, _, shape in row["moved"] if kind == "reduce-scatter" and len(shape) == 3]
+        kernels = [
+            shape
+            for kind, _, shape in row["moved"]
+            if kind == "reduce-scatter" and len(shape) == 3
+        ]
         assert sorted(kernels) == [[E // 2, D // 2, F]] * 2 + [[E // 2, F, D // 2]]
-        assert not [shape for kind, _, shape in row["moved"] if kind == "all-reduce" and len(shape) == 3]
+        assert not [
+            shape
+            for kind, _, shape in row["moved"]
+            if kind == "all-reduce" and len(shape) == 3
+        ]
 
 
 @GPU
 def test_gpus_multiply_the_rows_of_each_expert_and_no_others():
     row = results("gpu")["h100"]
     active = 2 * B * S * K * D * F / _devices("h100")
-    # A first share of all experts is 1.25 of the rows of an even load (the exchange has room for so many);
-    # a loop over what is left has a quarter as much in its body. XLA computes gate and up in one.
+    # A first share of all experts is 1.25 of the rows of an even load (the exchange has
+    # room for so many); a loop over what is left has a quarter as much in its body. XLA
+    # computes gate and up in one.
     assert row["ragged"] == 0 and max(row["products"]) <= 2 * 1.25 * 1.05 * active
-    # 3 products forward and 8 backward; XLA writes a loop over two layers out, but for one of the passes.
-    assert 11 * 1.5 * active < sum(row["products"]) < 19 * (1.25 + 1.25 / 4) * 1.05 * active
+    # 3 products forward and 8 backward; XLA writes a loop over two layers out, but for
+    # one of the passes.
+    assert (
+        11 * 1.5 * active
+        < sum(row["products"])
+        < 19 * (1.25 + 1.25 / 4) * 1.05 * active
+    )
     assert _rows(row, "all-to-all") and not _rows(row, "all-gather")
 
 

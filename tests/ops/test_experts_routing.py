@@ -1,4 +1,6 @@
-"""The router: which experts a token chooses, and their weights, against formulas of the families."""
+"""The router: which experts a token chooses, and their weights, against formulas of the
+families.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,9 @@ def test_softmax_as_mixtral_qwen_and_olmoe(normalise):
 
 def test_sigmoid_with_bias_and_groups_as_deepseek_v3():
     bias = np.random.default_rng(1).normal(size=E).astype(np.float32)
-    routing = route(LOGITS, K, scores="sigmoid", bias=bias, scale=2.5, groups=4, top_groups=2)
+    routing = route(
+        LOGITS, K, scores="sigmoid", bias=bias, scale=2.5, groups=4, top_groups=2
+    )
     scores = np.asarray(jax.nn.sigmoid(LOGITS))
     ids, weights = np.zeros((B, S, K), int), np.zeros((B, S, K))
     for b, s in np.ndindex(B, S):
@@ -46,7 +50,10 @@ def test_sigmoid_with_bias_and_groups_as_deepseek_v3():
 
 
 def test_gradients_are_those_of_the_chosen_scores():
-    bias, cotangent = jnp.linspace(-1, 1, E), np.random.default_rng(2).normal(size=(B, S, K))
+    bias, cotangent = (
+        jnp.linspace(-1, 1, E),
+        np.random.default_rng(2).normal(size=(B, S, K)),
+    )
 
     def ours(logits, bias):
         return jnp.sum(route(logits, K, bias=bias).weights * cotangent)
@@ -71,7 +78,10 @@ def test_ties_take_the_lower_numbers_and_nan_stays_nan():
 
 def test_bfloat16_logits_are_scored_in_float32():
     routing = route(jnp.asarray(LOGITS, jnp.bfloat16), K)
-    assert routing.weights.dtype == routing.scores.dtype == jnp.float32 and routing.ids.dtype == jnp.int32
+    assert (
+        routing.weights.dtype == routing.scores.dtype == jnp.float32
+        and routing.ids.dtype == jnp.int32
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,9 +90,17 @@ def test_bfloat16_logits_are_scored_in_float32():
         (17, {}, "17 of 16 experts; choose 1 to 16"),
         (0, {}, "0 of 16 experts"),
         (4, {"scores": "tanh"}, "choose softmax or sigmoid"),
-        (4, {"groups": 5, "top_groups": 1}, "16 experts in 5 groups; groups must be equal"),
+        (
+            4,
+            {"groups": 5, "top_groups": 1},
+            "16 experts in 5 groups; groups must be equal",
+        ),
         (4, {"groups": 16, "top_groups": 4}, "of 2 or more"),
-        (6, {"groups": 4, "top_groups": 1}, "top_groups must be at most 4 and hold 6 experts"),
+        (
+            6,
+            {"groups": 4, "top_groups": 1},
+            "top_groups must be at most 4 and hold 6 experts",
+        ),
         (4, {"groups": 4, "top_groups": 0}, "top_groups must be at most 4"),
     ],
 )

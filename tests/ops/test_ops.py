@@ -1,4 +1,6 @@
-"""project, embed and cross_entropy: equal to plain formulas and their autodiff, on any mesh."""
+"""project, embed and cross_entropy: equal to plain formulas and their autodiff, on any
+mesh.
+"""
 
 from functools import lru_cache
 
@@ -47,7 +49,9 @@ def arrays() -> dict[str, np.ndarray]:
         "table": (V, D),
         "head": (D, V),
     }
-    found = {name: random.normal(size=size).astype(np.float32) for name, size in dims.items()}
+    found = {
+        name: random.normal(size=size).astype(np.float32) for name, size in dims.items()
+    }
     found["indices"] = random.integers(0, V, (B, S), dtype=np.int32)
     found["weights"] = (random.random((B, S)) < 0.7).astype(np.float32)
     found["weights"][2] = 0.5
@@ -55,19 +59,27 @@ def arrays() -> dict[str, np.ndarray]:
 
 
 NAMES = {
-    "gate": ("d_model", "d_ff"), "up": ("d_model", "d_ff"), "down": ("d_ff", "d_model"),
-    "query": ("d_model", "heads", "head_dim"), "out": ("heads", "head_dim", "d_model"),
-    "table": ("vocab", "d_model"), "head": ("d_model", "vocab"),
-}  # fmt: skip
+    "gate": ("d_model", "d_ff"),
+    "up": ("d_model", "d_ff"),
+    "down": ("d_ff", "d_model"),
+    "query": ("d_model", "heads", "head_dim"),
+    "out": ("heads", "head_dim", "d_model"),
+    "table": ("vocab", "d_model"),
+    "head": ("d_model", "vocab"),
+}
 
 
 def on_mesh(function, layout: Layout):
-    """Returns the jitted function of (parameters, x), and it lowered with placed arguments."""
+    """Returns the jitted function of (parameters, x), and it lowered with placed
+    arguments.
+    """
     rules, mesh = rules_and_mesh(layout)
 
     def inside(parameters, *inputs):
         with execution.activate(mesh, rules):
-            named = {n: nnx.Param(value, logical=NAMES[n]) for n, value in parameters.items()}
+            named = {
+                n: nnx.Param(value, logical=NAMES[n]) for n, value in parameters.items()
+            }
             return function(named, *inputs)
 
     def placed(parameters, *inputs):
@@ -75,15 +87,21 @@ def on_mesh(function, layout: Layout):
         where = {n: jax.sharding.NamedSharding(mesh, spec) for n, spec in specs.items()}
         rows = [("batch", "sequence", None)[: x.ndim] for x in inputs]
         return jax.device_put(parameters, where), *(
-            jax.device_put(x, jax.sharding.NamedSharding(mesh, rules.activation(names, x.shape)))
+            jax.device_put(
+                x, jax.sharding.NamedSharding(mesh, rules.activation(names, x.shape))
+            )
             for x, names in zip(inputs, rows, strict=True)
         )
 
     return jax.jit(inside), placed
 
 
-def compare(ours, reference, layout: Layout, parameters: list[str], *inputs, limit=2e-6) -> None:
-    """Asserts that values and gradients for parameters and x agree with the plain formula's."""
+def compare(
+    ours, reference, layout: Layout, parameters: list[str], *inputs, limit=2e-6
+) -> None:
+    """Asserts that values and gradients for parameters and x agree with the plain
+    formula's.
+    """
     values = {name: arrays()[name] for name in parameters}
     plain = jax.jit(jax.value_and_grad(reference, argnums=(0, 1), has_aux=True))
     expected = jax.device_get(plain(values, *inputs))
@@ -102,7 +120,7 @@ def _value_and_grad(function, parameters, x, *rest):
     return jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True)(values, x)
 
 
-# --- project --------------------------------------------------------------------------------------
+# --- project --------------------------------------------------------------------------
 
 
 def _projected(p, x):
@@ -124,7 +142,8 @@ def _projected_plainly(p, x):
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_project_equals_einsum_and_its_gradients(layout, platform, monkeypatch):
-    monkeypatch.setattr(execution.Execution, "platform", platform)  # run what is written for a TPU
+    # run what is written for a TPU
+    monkeypatch.setattr(execution.Execution, "platform", platform)
     kernels = ["gate", "up", "query", "out", "down"]
     compare(_projected, _projected_plainly, layout, kernels, arrays()["x"])
 
@@ -141,15 +160,23 @@ def test_a_matrix_scattered_by_tiles_is_the_same(names, monkeypatch):
         with execution.activate(mesh, rules):
             rows = rules.activation(("batch",), (8,))
             spec = jax.sharding.PartitionSpec(*rows, None, None)
-            return sum_in_shards(lambda own: own[0], (parts,), (spec,), rows, names, dims)
+            return sum_in_shards(
+                lambda own: own[0], (parts,), (spec,), rows, names, dims
+            )
 
     traced = jax.jit(summed).trace(parts)
-    assert "reduce_scatter" in str(traced.jaxpr) and f"f32[{128 * 256 // 128},128]" in str(traced.jaxpr)
-    np.testing.assert_allclose(traced.lower().compile()(parts), parts.sum(0), rtol=1e-5, atol=1e-5)
+    assert "reduce_scatter" in str(
+        traced.jaxpr
+    ) and f"f32[{128 * 256 // 128},128]" in str(traced.jaxpr)
+    np.testing.assert_allclose(
+        traced.lower().compile()(parts), parts.sum(0), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("sparse_core", [False, True])
-def test_sums_over_devices_hold_compute_back_only_where_they_cannot_run_beside_it(sparse_core, monkeypatch):
+def test_sums_over_devices_hold_compute_back_only_where_they_cannot_run_beside_it(
+    sparse_core, monkeypatch
+):
     monkeypatch.setattr(execution.Execution, "platform", "tpu")
     monkeypatch.setattr(execution.Execution, "sparse_core_collectives", sparse_core)
 
@@ -161,9 +188,13 @@ def test_sums_over_devices_hold_compute_back_only_where_they_cannot_run_beside_i
         return _value_and_grad(lambda *given: (loss(*given), ()), p, *inputs)
 
     step, placed = on_mesh(gradients, LAYOUTS["fsdp"])
-    values = {name: arrays()[name] for name in ("gate", "up", "query", "out", "down", "head")}
+    values = {
+        name: arrays()[name] for name in ("gate", "up", "query", "out", "down", "head")
+    }
     inputs = arrays()["x"], arrays()["indices"], arrays()["weights"]
-    barriers = str(step.trace(*placed(values, *inputs)).jaxpr).count("optimization_barrier")
+    barriers = str(step.trace(*placed(values, *inputs)).jaxpr).count(
+        "optimization_barrier"
+    )
     assert barriers == (0 if sparse_core else 6)
 
 
@@ -177,7 +208,9 @@ def test_projects_gradients_are_float32_whatever_the_activations():
 
     dkernel, dx = jax.grad(loss, argnums=(0, 1))(kernel, x)
     assert (dkernel.dtype, dx.dtype) == (jnp.float32, jnp.bfloat16)
-    exact = np.broadcast_to(np.asarray(x, np.float64).sum((0, 1))[:, None], kernel.shape)
+    exact = np.broadcast_to(
+        np.asarray(x, np.float64).sum((0, 1))[:, None], kernel.shape
+    )
     # A sum of 96 bfloat16 values, exact in float32 but not in bfloat16 (8 bits).
     assert np.abs(exact).max() > 1 and worst(dkernel, exact) < 1e-6
     with execution.activate(reduce="bfloat16"):
@@ -185,7 +218,7 @@ def test_projects_gradients_are_float32_whatever_the_activations():
     assert rounded.dtype == jnp.float32 and 1e-4 < worst(rounded, exact) < 1e-2
 
 
-# --- embed ----------------------------------------------------------------------------------------
+# --- embed ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -226,13 +259,15 @@ def test_embed_moves_rows_not_the_table():
         return execution.shard(embed(p["table"], indices), "batch", "sequence", None)
 
     step, placed = on_mesh(rows, LAYOUTS["fsdp"])
-    module = hlo.parse(step.lower(*placed(values, arrays()["indices"])).compile().as_text())
+    module = hlo.parse(
+        step.lower(*placed(values, arrays()["indices"])).compile().as_text()
+    )
     gathered = collectives(module, ("all-gather", "all-to-all", "all-reduce"))
     assert any(kind == "all-to-all" for _, kind, _, _ in gathered)
     assert all(vocab not in shape for _, _, _, shape in gathered)
 
 
-# --- cross_entropy --------------------------------------------------------------------------------
+# --- cross_entropy --------------------------------------------------------------------
 
 # Devices that share out a sequence do so with the vocabulary, if it divides.
 SPLIT = {
@@ -274,18 +309,31 @@ def _score(head_name, options):
     [("one", v) for v in VARIANTS]
     + [(name, v) for name in ("mixed", "tensor") for v in ("plain", "tied")]
     + [("fsdp", "chunks"), ("sequence", "tied"), ("zero2", "z_loss")]
-    + [("split", "tied"), ("split_4", "z_loss"), ("split_zero1", "softcap"), ("indivisible", "chunks")],
+    + [
+        ("split", "tied"),
+        ("split_4", "z_loss"),
+        ("split_zero1", "softcap"),
+        ("indivisible", "chunks"),
+    ],
 )
 def test_cross_entropy_equals_autodiff_of_the_formula(layout, variant):
     options = VARIANTS[variant]
     head = "table" if options.get("tied") else "head"
     inputs = (arrays()["x"], arrays()["indices"], arrays()["weights"])
-    compare(*_score(head, options), (LAYOUTS | SPLIT)[layout], [head], *inputs, limit=3e-6)
+    compare(
+        *_score(head, options), (LAYOUTS | SPLIT)[layout], [head], *inputs, limit=3e-6
+    )
 
 
 @pytest.mark.parametrize(
     ("layout", "variant"),
-    [("mixed", "tied"), ("fsdp", "chunks"), ("sequence", "plain"), ("zero2", "z_loss"), ("split", "tied")]
+    [
+        ("mixed", "tied"),
+        ("fsdp", "chunks"),
+        ("sequence", "plain"),
+        ("zero2", "z_loss"),
+        ("split", "tied"),
+    ]
     + [("split_4", "plain"), ("split_zero1", "chunks")],
 )
 def test_cross_entropy_as_written_for_a_tpu(layout, variant, monkeypatch):
@@ -298,14 +346,20 @@ def test_on_a_tpu_the_heads_gradient_crosses_devices_in_shards(monkeypatch):
 
     def gradient(p, x, targets, weights):
         return _value_and_grad(
-            lambda p, *given: (cross_entropy(given[0], p["head"], *given[1:])[0], ()), p, x, targets, weights
+            lambda p, *given: (cross_entropy(given[0], p["head"], *given[1:])[0], ()),
+            p,
+            x,
+            targets,
+            weights,
         )
 
     step, placed = on_mesh(gradient, LAYOUTS["fsdp"])
     inputs = arrays()["x"], arrays()["indices"], arrays()["weights"]
     compiled = step.lower(*placed({"head": arrays()["head"]}, *inputs)).compile()
     sums = collectives(hlo.parse(compiled.as_text()), ("all-reduce", "reduce-scatter"))
-    large = [(kind, shape) for _, kind, _, shape in sums if np.prod(shape) >= D * V // 8]
+    large = [
+        (kind, shape) for _, kind, _, shape in sums if np.prod(shape) >= D * V // 8
+    ]
     assert large == [("reduce-scatter", (D // 8, V))]
 
 
@@ -325,8 +379,13 @@ def test_the_devices_of_a_sequence_share_out_the_head(monkeypatch):
     whole = {shape for shape in buffer_shapes(module) if np.prod(shape) >= D * V}
     assert not whole, "of the head and its gradient a device has a quarter"
     kinds = ("all-gather", "all-to-all", "reduce-scatter", "all-reduce")
-    moved = [(kind, shape) for _, kind, _, shape in collectives(module, kinds) if np.prod(shape) >= 32]
-    assert ("reduce-scatter", (D // 2, V // 4)) in moved  # its gradient, of the samples' shards
+    moved = [
+        (kind, shape)
+        for _, kind, _, shape in collectives(module, kinds)
+        if np.prod(shape) >= 32
+    ]
+    # its gradient, of the samples' shards
+    assert ("reduce-scatter", (D // 2, V // 4)) in moved
     assert ("all-gather", (D, V // 4)) in moved
 
 
@@ -335,9 +394,9 @@ def test_chunks_change_nothing():
     head = nnx.Param(arrays()["head"])
 
     def scored(chunk):
-        return jax.value_and_grad(lambda x: cross_entropy(x, head, targets, weights, chunk_tokens=chunk)[0])(
-            x
-        )
+        return jax.value_and_grad(
+            lambda x: cross_entropy(x, head, targets, weights, chunk_tokens=chunk)[0]
+        )(x)
 
     whole = scored(0)
     for chunk in (1, 5 * B, 1000):  # 5 positions do not divide the sequence: 4 do
@@ -371,7 +430,9 @@ def test_logits_of_all_tokens_never_exist(layout):
 
         step, placed = on_mesh(loss, LAYOUTS[layout])
         inputs = np.ones((B, length, D), np.float32), np.zeros((B, length), np.int32)
-        arguments = placed({"head": np.ones((D, vocab), np.float32)}, *inputs, inputs[0][..., 0])
+        arguments = placed(
+            {"head": np.ones((D, vocab), np.float32)}, *inputs, inputs[0][..., 0]
+        )
         module = hlo.parse(step.lower(*arguments).compile().as_text())
         return max(int(np.prod(shape)) for shape in buffer_shapes(module) if shape)
 

@@ -1,4 +1,6 @@
-"""Optimizers and schedules: closed forms, roles, stacks against single layers, state sharding."""
+"""Optimizers and schedules: closed forms, roles, stacks against single layers, state
+sharding.
+"""
 
 import dataclasses
 import json
@@ -23,13 +25,22 @@ from jaxdist.storage.untrusted import Malformed
 
 L, D, F, H, N, V = 3, 8, 16, 2, 4, 32
 
-# path -> (shape, logical names of the trailing dims, sharding on a (fsdp 4, tensor 2) mesh)
+# path -> (shape, logical names of the trailing dims, sharding on a (fsdp 4, tensor 2)
+# mesh)
 PARAMETERS = {
     "embed/table": ((V, D), ("vocab", "d_model"), P("tensor", "fsdp")),
     "embed/positions": ((V, D), ("positions", "d_model"), P(None, "fsdp")),
-    "blocks/q": ((L, D, H, N), ("d_model", "heads", "head_dim"), P(None, "fsdp", "tensor")),
+    "blocks/q": (
+        (L, D, H, N),
+        ("d_model", "heads", "head_dim"),
+        P(None, "fsdp", "tensor"),
+    ),
     "blocks/q_bias": ((L, H, N), ("heads", "head_dim"), P(None, "tensor")),
-    "blocks/o": ((L, H, N, D), ("heads", "head_dim", "d_model"), P(None, "tensor", None, "fsdp")),
+    "blocks/o": (
+        (L, H, N, D),
+        ("heads", "head_dim", "d_model"),
+        P(None, "tensor", None, "fsdp"),
+    ),
     "blocks/up": ((L, D, F), ("d_model", "d_ff"), P(None, "fsdp", "tensor")),
     "blocks/down": ((L, F, D), ("d_ff", "d_model"), P(None, "tensor", "fsdp")),
     "blocks/norm/scale": ((L, D), ("d_model",), P(None, "fsdp")),
@@ -50,18 +61,24 @@ def nest(flat):
 
 
 def flatten(tree):
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, P))
+    leaves = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: isinstance(x, P)
+    )
     return {"/".join(key.key for key in path): leaf for path, leaf in leaves}
 
 
 NAMES = nest({path: names for path, (_, names, _) in PARAMETERS.items()})
 SPECS = nest({path: spec for path, (_, _, spec) in PARAMETERS.items()})
-ABSTRACT = nest({p: jax.ShapeDtypeStruct(s, jnp.float32) for p, (s, _, _) in PARAMETERS.items()})
+ABSTRACT = nest(
+    {p: jax.ShapeDtypeStruct(s, jnp.float32) for p, (s, _, _) in PARAMETERS.items()}
+)
 
 
 def random_like(abstract, seed, dtype=jnp.float32):
     random = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), dtype), abstract)
+    return jax.tree.map(
+        lambda x: jnp.asarray(random.normal(size=x.shape), dtype), abstract
+    )
 
 
 def constant(rate):
@@ -116,17 +133,34 @@ def test_all_faults_are_raised_at_once():
 
 SCHEDULES = [  # peak 2, 10 warm-up steps, 110 steps
     ({"schedule": "constant"}, {0: 0.2, 4: 1.0, 9: 2.0, 10: 2.0, 1000: 2.0}),
-    ({"schedule": "linear"}, {0: 0.2, 9: 2.0, 10: 2.0, 60: 1.0, 109: 0.02, 110: 0, 500: 0}),
+    (
+        {"schedule": "linear"},
+        {0: 0.2, 9: 2.0, 10: 2.0, 60: 1.0, 109: 0.02, 110: 0, 500: 0},
+    ),
     ({"schedule": "linear", "final_learning_rate": 0.5}, {60: 1.5, 110: 1.0, 500: 1.0}),
     ({"schedule": "linear", "decay_steps": 60}, {10: 2.0, 35: 1.0, 60: 0.0, 110: 0.0}),
     (
         {"schedule": "cosine"},
-        {0: 0.2, 9: 2.0, 10: 2.0, 35: 1 + math.sqrt(0.5), 60: 1.0, 85: 1 - math.sqrt(0.5), 110: 0},
+        {
+            0: 0.2,
+            9: 2.0,
+            10: 2.0,
+            35: 1 + math.sqrt(0.5),
+            60: 1.0,
+            85: 1 - math.sqrt(0.5),
+            110: 0,
+        },
     ),
     ({"schedule": "cosine", "final_learning_rate": 0.1}, {10: 2.0, 60: 1.1, 110: 0.2}),
-    ({"schedule": "wsd", "decay_fraction": 0.5}, {9: 2.0, 54: 2.0, 55: 2.0, 82.5: 1.0, 110: 0}),
+    (
+        {"schedule": "wsd", "decay_fraction": 0.5},
+        {9: 2.0, 54: 2.0, 55: 2.0, 82.5: 1.0, 110: 0},
+    ),
     ({"schedule": "wsd", "decay_fraction": 1.0}, {9: 2.0, 10: 2.0, 60: 1.0, 110: 0.0}),
-    ({"schedule": "inverse_sqrt"}, {0: 0.2, 9: 2.0, 10: 2 * math.sqrt(10 / 11), 39: 1.0}),
+    (
+        {"schedule": "inverse_sqrt"},
+        {0: 0.2, 9: 2.0, 10: 2 * math.sqrt(10 / 11), 39: 1.0},
+    ),
     ({"schedule": "constant", "warmup_steps": 0}, {0: 2.0, 1: 2.0}),
     ({"schedule": "inverse_sqrt", "warmup_steps": 0}, {0: 2.0, 3: 1.0}),
     ({"schedule": "cosine", "warmup_steps": 110}, {0: 2 / 110, 109: 2.0, 110: 2.0}),
@@ -140,16 +174,24 @@ def test_schedule_has_its_closed_form(change, points):
     traced = jax.jit(schedule)
     for step, expected in points.items():
         assert schedule(step).dtype == jnp.float32
-        assert float(schedule(step)) == pytest.approx(expected, rel=1e-6, abs=1e-6), step
+        assert float(schedule(step)) == pytest.approx(expected, rel=1e-6, abs=1e-6), (
+            step
+        )
         assert float(traced(step)) == pytest.approx(expected, rel=1e-6, abs=1e-6), step
     assert float(schedule(0)) > 0  # the first update moves the parameters
     assert float(schedule((config.decay_steps or 110) - 1)) > 0  # and so does the last
 
 
 def test_quickstart_recipe():
-    """Muon 0.01, Adam at 0.3 of it, 100 warm-up steps, linear to zero over the last 60 %."""
+    """Muon 0.01, Adam at 0.3 of it, 100 warm-up steps, linear to zero over the last 60
+    %.
+    """
     config = OptimizerConfig(
-        name="muon", learning_rate=0.01, other_learning_rate_ratio=0.3, schedule="wsd", decay_fraction=0.6
+        name="muon",
+        learning_rate=0.01,
+        other_learning_rate_ratio=0.3,
+        schedule="wsd",
+        decay_fraction=0.6,
     )
     schedule = schedules.build_schedule(config, 1000, 32)
     points = {0: 1e-4, 99: 0.01, 250: 0.01, 400: 0.01, 700: 0.005, 1000: 0.0}
@@ -160,7 +202,10 @@ def test_quickstart_recipe():
 @pytest.mark.parametrize("scaling, factor", [("none", 1), ("sqrt", 2), ("linear", 4)])
 def test_peak_follows_the_batch(scaling, factor):
     config = OptimizerConfig(
-        learning_rate=0.1, learning_rate_scaling=scaling, reference_batch=64, warmup_steps=1
+        learning_rate=0.1,
+        learning_rate_scaling=scaling,
+        reference_batch=64,
+        warmup_steps=1,
     )
     schedule = schedules.build_schedule(config, 100, 256)
     assert float(schedule(0)) == pytest.approx(0.1 * factor)
@@ -169,27 +214,43 @@ def test_peak_follows_the_batch(scaling, factor):
 def test_which_schedules_depend_on_the_length_of_the_run():
     for name, expected in [("cosine", True), ("wsd", True), ("constant", False)]:
         config = OptimizerConfig(schedule=name)
-        short, long = (schedules.build_schedule(config, steps, 1)(190) for steps in (200, 400))
-        assert bool(short != long) == schedules.depends_on_train_steps(config) == expected
+        short, long = (
+            schedules.build_schedule(config, steps, 1)(190) for steps in (200, 400)
+        )
+        assert (
+            bool(short != long) == schedules.depends_on_train_steps(config) == expected
+        )
     assert not schedules.depends_on_train_steps(OptimizerConfig(decay_steps=500))
 
 
-# --- A schedule that is settled, and extended where train.steps is raised --------------------------
+# --- A schedule that is settled, and extended where train.steps is raised -------------
 
 
 def rates(config, steps, until):
-    """Returns the rate of the update after 0, 1, ... `until` updates, compiled op by op."""
-    return np.asarray(schedules.build_schedule(config, until, 1, steps)(np.arange(until + 1)))
+    """Returns the rate of the update after 0, 1, ... `until` updates, compiled op by
+    op.
+    """
+    return np.asarray(
+        schedules.build_schedule(config, until, 1, steps)(np.arange(until + 1))
+    )
 
 
 def extended(config, first, then, done, saved=()):
     steps = schedules.settle(config, first)
-    return schedules.extend(config, steps, done=done, train_steps=then, saved=lambda n: n in saved)
+    return schedules.extend(
+        config, steps, done=done, train_steps=then, saved=lambda n: n in saved
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "train_steps", "warmup"),
-    [({}, 20, 2), ({}, 9, 0), ({}, 5000, 100), ({"decay_steps": 50}, 800, 5), ({"warmup_steps": 7}, 20, 7)],
+    [
+        ({}, 20, 2),
+        ({}, 9, 0),
+        ({}, 5000, 100),
+        ({"decay_steps": 50}, 800, 5),
+        ({"warmup_steps": 7}, 20, 7),
+    ],
 )
 def test_a_warm_up_that_is_not_set_is_a_tenth_of_the_run(options, train_steps, warmup):
     config = OptimizerConfig(**options)
@@ -197,19 +258,31 @@ def test_a_warm_up_that_is_not_set_is_a_tenth_of_the_run(options, train_steps, w
     assert steps.warmup_steps == warmup
     assert (rates(config, steps, train_steps) == rates(config, None, train_steps)).all()
     # A longer run has the same, whatever the schedule.
-    longer = schedules.extend(config, steps, done=5, train_steps=6000, saved=lambda n: False)
+    longer = schedules.extend(
+        config, steps, done=5, train_steps=6000, saved=lambda n: False
+    )
     assert longer.warmup_steps == warmup
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear"])
 @pytest.mark.parametrize("final", [0.0, 0.1])
 def test_a_decay_is_extended_from_the_rate_it_has(name, final):
-    config = OptimizerConfig(schedule=name, learning_rate=2.0, final_learning_rate=final)
-    before, after = rates(config, None, 100), rates(config, extended(config, 100, 200, 60), 200)
-    assert (after[:60] == before[:60]).all() and after[60] == pytest.approx(before[60], rel=1e-6)
-    assert (np.diff(after[60:]) < 0).all() and after[199] > after[200] == pytest.approx(2 * final, abs=1e-6)
+    config = OptimizerConfig(
+        schedule=name, learning_rate=2.0, final_learning_rate=final
+    )
+    before, after = (
+        rates(config, None, 100),
+        rates(config, extended(config, 100, 200, 60), 200),
+    )
+    assert (after[:60] == before[:60]).all() and after[60] == pytest.approx(
+        before[60], rel=1e-6
+    )
+    assert (np.diff(after[60:]) < 0).all() and after[199] > after[200] == pytest.approx(
+        2 * final, abs=1e-6
+    )
     middle = (before[60] + 2 * final) / 2
-    assert after[130] == pytest.approx(middle, rel=1e-5)  # both shapes are there half-way down
+    # both shapes are there half-way down
+    assert after[130] == pytest.approx(middle, rel=1e-5)
 
 
 def test_a_decay_that_has_come_to_nothing_begins_again_with_a_short_warm_up():
@@ -217,11 +290,19 @@ def test_a_decay_that_has_come_to_nothing_begins_again_with_a_short_warm_up():
     steps = extended(config, 100, 200, 100)
     (part,) = steps.extensions
     assert (part.start, part.end, part.share, part.rewarm_steps) == (100, 200, 0.0, 10)
-    after, anew = rates(config, steps, 200), rates(config, schedules.ScheduleSteps(10, 200), 200)
-    assert (np.diff(after[100:110]) > 0).all() and after[109] == pytest.approx(anew[100], rel=1e-5)
+    after, anew = (
+        rates(config, steps, 200),
+        rates(config, schedules.ScheduleSteps(10, 200), 200),
+    )
+    assert (np.diff(after[100:110]) > 0).all() and after[109] == pytest.approx(
+        anew[100], rel=1e-5
+    )
     assert (np.diff(after[110:]) < 0).all() and after[200] == pytest.approx(0, abs=1e-6)
-    kept = dataclasses.replace(config, final_learning_rate=0.1)  # such a rate is one to go on at
-    assert rates(kept, extended(kept, 100, 200, 100), 200)[100:] == pytest.approx(0.2, rel=1e-6)
+    # such a rate is one to go on at
+    kept = dataclasses.replace(config, final_learning_rate=0.1)
+    assert rates(kept, extended(kept, 100, 200, 100), 200)[100:] == pytest.approx(
+        0.2, rel=1e-6
+    )
 
 
 def test_wsd_goes_on_at_its_peak_from_where_its_decay_began():
@@ -233,11 +314,15 @@ def test_wsd_goes_on_at_its_peak_from_where_its_decay_began():
         assert [part.start for part in steps.extensions] == [min(done, 80)]
         assert (rates(config, steps, 200) == straight).all()
     steps = extended(config, 100, 200, 100)  # the step is not there
-    assert steps.extensions == (schedules.Extension(100, 200, 0.0, rewarm_steps=10, peak=1.0),)
+    assert steps.extensions == (
+        schedules.Extension(100, 200, 0.0, rewarm_steps=10, peak=1.0),
+    )
     after = rates(config, steps, 200)
     assert (after[:100] == rates(config, None, 100)[:100]).all()
     assert (np.diff(after[100:110]) > 0).all() and (after[109:161] == 2.0).all()
-    assert schedules.decay_start(config, steps) == 160 and after[180] == pytest.approx(1.0)
+    assert schedules.decay_start(config, steps) == 160 and after[180] == pytest.approx(
+        1.0
+    )
 
 
 def test_an_extension_counts_once_a_step_of_it_is_kept():
@@ -245,20 +330,30 @@ def test_an_extension_counts_once_a_step_of_it_is_kept():
     steps = extended(config, 100, 200, 60)
 
     def again(done, train_steps):
-        return schedules.extend(config, steps, done=done, train_steps=train_steps, saved=lambda n: False)
+        return schedules.extend(
+            config, steps, done=done, train_steps=train_steps, saved=lambda n: False
+        )
 
     assert again(60, 200) == again(70, 200) == again(40, 200) == steps
-    assert again(70, 150) == again(70, 100) == steps  # ends the run earlier, and moves nothing
+    # ends the run earlier, and moves nothing
+    assert again(70, 150) == again(70, 100) == steps
     assert again(60, 100) == schedules.settle(config, 100)  # as if it had never been
     assert again(60, 300) == extended(config, 100, 300, 60)
     twice = again(70, 300)
-    assert [(part.start, part.end) for part in twice.extensions] == [(60, 200), (70, 300)]
+    assert [(part.start, part.end) for part in twice.extensions] == [
+        (60, 200),
+        (70, 300),
+    ]
     assert (rates(config, twice, 300)[:70] == rates(config, steps, 200)[:70]).all()
-    assert schedules.ScheduleSteps.from_json(json.loads(json.dumps(twice.to_json()))) == twice
+    assert (
+        schedules.ScheduleSteps.from_json(json.loads(json.dumps(twice.to_json())))
+        == twice
+    )
 
 
 @pytest.mark.parametrize(
-    "options", [{"schedule": "constant"}, {"schedule": "inverse_sqrt"}, {"decay_steps": 90}]
+    "options",
+    [{"schedule": "constant"}, {"schedule": "inverse_sqrt"}, {"decay_steps": 90}],
 )
 def test_a_schedule_that_does_not_end_with_the_run_is_not_extended(options):
     config = OptimizerConfig(**options)
@@ -277,10 +372,14 @@ def test_a_schedule_that_does_not_end_with_the_run_is_not_extended(options):
 )
 def test_a_stored_schedule_of_another_shape_is_refused(change):
     with pytest.raises(Malformed):
-        schedules.ScheduleSteps.from_json({"warmup_steps": 1, "decay_steps": 9, "extensions": []} | change)
+        schedules.ScheduleSteps.from_json(
+            {"warmup_steps": 1, "decay_steps": 9, "extensions": []} | change
+        )
     part = {"start": 1, "end": 20, "share": 2.0, "rewarm_steps": 0, "peak": 1.0}
     with pytest.raises(Malformed, match="required 0 to 1"):
-        schedules.ScheduleSteps.from_json({"warmup_steps": 1, "decay_steps": 9, "extensions": [part]})
+        schedules.ScheduleSteps.from_json(
+            {"warmup_steps": 1, "decay_steps": 9, "extensions": [part]}
+        )
 
 
 def test_roles_follow_names_not_ranks():
@@ -298,10 +397,25 @@ def test_roles_follow_names_not_ranks():
 @pytest.mark.parametrize(
     "path, shape, names, expected",
     [
-        ("blocks/moe/up", (L, 4, D, F), ("experts", "d_model", "d_ff"), ("matrix", (-2,), (-1,))),
+        (
+            "blocks/moe/up",
+            (L, 4, D, F),
+            ("experts", "d_model", "d_ff"),
+            ("matrix", (-2,), (-1,)),
+        ),
         ("blocks/moe/bias", (L, 4, F), ("experts", "d_ff"), ("vector", (), ())),
-        ("blocks/moe/router", (L, D, 4), ("d_model", "experts"), ("matrix", (-2,), (-1,))),
-        ("patch", (4, 4, 3, D), (None, None, None, "d_model"), ("matrix", (-4, -3, -2), (-1,))),
+        (
+            "blocks/moe/router",
+            (L, D, 4),
+            ("d_model", "experts"),
+            ("matrix", (-2,), (-1,)),
+        ),
+        (
+            "patch",
+            (4, 4, 3, D),
+            (None, None, None, "d_model"),
+            ("matrix", (-4, -3, -2), (-1,)),
+        ),
         ("dense/kernel", (D, F), None, ("matrix", (-2,), (-1,))),
         ("dense/bias", (F,), (), ("vector", (), ())),
         ("blocks/dense/kernel", (L, D, F), None, ("matrix", (-2,), (-1,))),
@@ -315,7 +429,12 @@ def test_roles_follow_names_not_ranks():
             ("chunks", "stages", "layers", "d_model", "d_ff"),
             ("matrix", (-2,), (-1,)),
         ),
-        ("blocks/norm/scale", (2, 4, 1, D), ("chunks", "stages", "layers", "d_model"), ("vector", (), ())),
+        (
+            "blocks/norm/scale",
+            (2, 4, 1, D),
+            ("chunks", "stages", "layers", "d_model"),
+            ("vector", (), ()),
+        ),
     ],
 )
 def test_role_of(path, shape, names, expected):
@@ -324,23 +443,32 @@ def test_role_of(path, shape, names, expected):
 
 
 def test_more_names_than_dims_are_refused():
-    with pytest.raises(ValueError, match="a/b: logical names .* at most one name per dim"):
+    with pytest.raises(
+        ValueError, match="a/b: logical names .* at most one name per dim"
+    ):
         optim_roles.role_of(["a", "b"], (4,), ("d_model", "d_ff"))
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "sgd", "muon"])
 @pytest.mark.parametrize("decay_embeddings", [True, False])
 def test_weight_decay_touches_what_it_should(name, decay_embeddings):
-    """With zero gradients, only decay moves a parameter: by rate * ratio * decay * itself."""
+    """With zero gradients, only decay moves a parameter: by rate * ratio * decay *
+    itself.
+    """
     config = OptimizerConfig(
-        name=name, weight_decay=0.5, decay_embeddings=decay_embeddings, other_learning_rate_ratio=0.3
+        name=name,
+        weight_decay=0.5,
+        decay_embeddings=decay_embeddings,
+        other_learning_rate_ratio=0.3,
     )
     params = random_like(ABSTRACT, 0)
     transform = build(config, rate=0.1)
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = transform.update(zeros, transform.init(params), params)
     for path, update in flatten(updates).items():
-        decays = path in MATRICES | {"head/kernel"} or ("embed" in path and decay_embeddings)
+        decays = path in MATRICES | {"head/kernel"} or (
+            "embed" in path and decay_embeddings
+        )
         ratio = 0.3 if name == "muon" and path not in MATRICES else 1.0
         expected = -0.1 * ratio * 0.5 * decays * flatten(params)[path]
         np.testing.assert_allclose(update, expected, rtol=1e-6, atol=1e-8, err_msg=path)
@@ -354,13 +482,19 @@ RATES = {"adamw": 0.05, "lion": 0.05, "adafactor": 0.05, "sgd": 0.05, "muon": 0.
 def test_every_optimizer_lowers_a_quadratic(name, dtype):
     target, params = random_like(ABSTRACT, 1), random_like(ABSTRACT, 2, dtype)
     config = OptimizerConfig(
-        name=name, learning_rate=RATES[name], weight_decay=0.0, schedule="linear", warmup_steps=5
+        name=name,
+        learning_rate=RATES[name],
+        weight_decay=0.0,
+        schedule="linear",
+        warmup_steps=5,
     )
     schedule = schedules.build_schedule(config, 100, 1)
     transform = optimizers.build_optimizer(config, schedule, ABSTRACT, NAMES)
 
     def losses(params):
-        return jax.tree.map(lambda x, t: 0.5 * jnp.sum((x.astype(jnp.float32) - t) ** 2), params, target)
+        return jax.tree.map(
+            lambda x, t: 0.5 * jnp.sum((x.astype(jnp.float32) - t) ** 2), params, target
+        )
 
     @jax.jit
     def step(params, state):
@@ -374,18 +508,27 @@ def test_every_optimizer_lowers_a_quadratic(name, dtype):
         params, state = step(params, state)
     assert jax.tree.structure(state) == structure
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
-    floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    floats = [
+        x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
     assert {x.dtype for x in floats} <= {jnp.dtype(jnp.float32)}
-    for path, after in flatten(losses(params)).items():  # each leaf, so each part of an optimizer
+    # each leaf, so each part of an optimizer
+    for path, after in flatten(losses(params)).items():
         assert after < 0.5 * before[path], path
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "muon"])
 def test_momentum_dtype_is_that_of_the_first_moment_only(name):
     transform = build(OptimizerConfig(name=name, momentum_dtype="bfloat16"))
-    paths = jax.tree_util.tree_leaves_with_path(jax.eval_shape(transform.init, ABSTRACT))
+    paths = jax.tree_util.tree_leaves_with_path(
+        jax.eval_shape(transform.init, ABSTRACT)
+    )
     names = [[getattr(key, "name", "") for key in path] for path, _ in paths]
-    moments = [n for n, (_, leaf) in zip(names, paths, strict=True) if leaf.dtype == jnp.bfloat16]
+    moments = [
+        n
+        for n, (_, leaf) in zip(names, paths, strict=True)
+        if leaf.dtype == jnp.bfloat16
+    ]
     assert len(moments) == len(PARAMETERS)
     assert all("mu" in n or "trace" in n for n in moments)
 
@@ -393,7 +536,10 @@ def test_momentum_dtype_is_that_of_the_first_moment_only(name):
 @pytest.mark.parametrize(
     "name, theirs",
     [
-        ("adamw", lambda mask: optax.adamw(0.1, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask)),
+        (
+            "adamw",
+            lambda mask: optax.adamw(0.1, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask),
+        ),
         ("lion", lambda mask: optax.lion(0.1, 0.9, 0.95, weight_decay=0.1, mask=mask)),
     ],
 )
@@ -407,11 +553,15 @@ def test_same_as_the_optax_alias(name, theirs):
         grads = random_like(ABSTRACT, 10 + seed)
         ours, states[0] = transforms[0].update(grads, states[0], params)
         expected, states[1] = transforms[1].update(grads, states[1], params)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ours, expected)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ours, expected
+        )
 
 
 def matrix_of(path, layer):
-    """Returns one layer's [inputs, outputs] matrix, written out by hand for each kernel."""
+    """Returns one layer's [inputs, outputs] matrix, written out by hand for each
+    kernel.
+    """
     shape = {"q": (D, H * N), "o": (H * N, D), "up": (D, F), "down": (F, D)}
     return np.asarray(layer).reshape(shape[path.rsplit("/")[-1]])
 
@@ -426,41 +576,61 @@ def test_muon_on_stacks_equals_muon_on_each_layer():
     for path in MATRICES:
         for layer in range(L):
             single = optax.contrib.muon(1.0, beta=0.9)  # its own rule: rank 2 gets Muon
-            flat = [jnp.asarray(matrix_of(path, flatten(grad)[path][layer])) for grad in grads]
+            flat = [
+                jnp.asarray(matrix_of(path, flatten(grad)[path][layer]))
+                for grad in grads
+            ]
             state = single.init(flat[0])
             for grad in flat:
                 expected, state = single.update(grad, state, flat[0])
             ours = matrix_of(path, flatten(updates)[path][layer])
-            np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5, err_msg=path)
+            np.testing.assert_allclose(
+                ours, expected, rtol=1e-4, atol=1e-5, err_msg=path
+            )
 
 
 def test_muon_moves_no_expert_to_another_device():
-    abstract = {"up": jax.ShapeDtypeStruct((2, 8, D, F), jnp.float32)}  # layers, experts
+    # layers, experts
+    abstract = {"up": jax.ShapeDtypeStruct((2, 8, D, F), jnp.float32)}
     names, gradient = {"up": ("experts", "d_model", "d_ff")}, random_like(abstract, 7)
     config = OptimizerConfig(name="muon", weight_decay=0.0)
     transform = optimizers.build_optimizer(config, constant(1.0), abstract, names)
-    where = NamedSharding(Mesh(np.asarray(jax.devices()[:8]), ("expert",)), P(None, "expert"))
+    where = NamedSharding(
+        Mesh(np.asarray(jax.devices()[:8]), ("expert",)), P(None, "expert")
+    )
 
     def update(gradient):
         return transform.update(gradient, transform.init(gradient), gradient)[0]
 
-    compiled = jax.jit(update, out_shardings=where).lower(on := jax.device_put(gradient, where)).compile()
+    compiled = (
+        jax.jit(update, out_shardings=where)
+        .lower(on := jax.device_put(gradient, where))
+        .compile()
+    )
     assert "f32[2,1," in (text := compiled.as_text())  # each device has one
     assert not re.search(r"all-gather|all-reduce|all-to-all|collective-permute", text)
-    np.testing.assert_allclose(compiled(on)["up"], update(gradient)["up"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        compiled(on)["up"], update(gradient)["up"], rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("rms", [0.0, 0.2])
 def test_muon_updates_are_orthogonal_and_scaled_by_shape(rms):
     config = OptimizerConfig(name="muon", weight_decay=0.0, muon_update_rms=rms)
     transform, params = build(config, rate=1.0), random_like(ABSTRACT, 7)
-    updates, _ = transform.update(random_like(ABSTRACT, 8), transform.init(params), params)
+    updates, _ = transform.update(
+        random_like(ABSTRACT, 8), transform.init(params), params
+    )
     scales = set()
     for path in MATRICES:
         for layer in range(L):
             inputs, outputs = matrix_of(path, flatten(params)[path][layer]).shape
-            scale = rms * math.sqrt(max(inputs, outputs)) or math.sqrt(max(1, outputs / inputs))
-            values = np.linalg.svd(matrix_of(path, flatten(updates)[path][layer]))[1] / scale
+            scale = rms * math.sqrt(max(inputs, outputs)) or math.sqrt(
+                max(1, outputs / inputs)
+            )
+            values = (
+                np.linalg.svd(matrix_of(path, flatten(updates)[path][layer]))[1] / scale
+            )
             assert 0.65 < values.min() and values.max() < 1.25, (path, values)
             scales.add(round(scale, 3))
     assert len(scales) > 1  # the convention is visible at these shapes
@@ -482,8 +652,11 @@ def test_muon_gives_adam_its_own_rate_elsewhere():
 
 def test_adafactor_on_stacks_equals_adafactor_on_each_layer():
     shape, names = (2, 128, 128), {"blocks": {"w": ("d_model", "d_ff")}}
-    params = {"blocks": {"w": random_like(jax.ShapeDtypeStruct(shape, jnp.float32), 11)}}
-    params["blocks"]["w"] *= jnp.asarray([1.0, 5.0])[:, None, None]  # so that layers' RMS differ
+    params = {
+        "blocks": {"w": random_like(jax.ShapeDtypeStruct(shape, jnp.float32), 11)}
+    }
+    # so that layers' RMS differ
+    params["blocks"]["w"] *= jnp.asarray([1.0, 5.0])[:, None, None]
     grads = random_like(params, 12)
     config = OptimizerConfig(name="adafactor", weight_decay=0.0)
     transform = optimizers.build_optimizer(config, constant(0.1), params, names)
@@ -494,21 +667,31 @@ def test_adafactor_on_stacks_equals_adafactor_on_each_layer():
     for layer in range(2):
         param, grad = params["blocks"]["w"][layer], grads["blocks"]["w"][layer]
         expected, _ = single.update(grad, single.init(param), param)
-        np.testing.assert_allclose(updates["blocks"]["w"][layer], expected, rtol=1e-5, atol=1e-8)
+        np.testing.assert_allclose(
+            updates["blocks"]["w"][layer], expected, rtol=1e-5, atol=1e-8
+        )
 
 
-@pytest.mark.parametrize("shape", [(128, 8, 24), (2, 130, 4, 24), (130, 128, 24), (160, 130, 128)])
+@pytest.mark.parametrize(
+    "shape", [(128, 8, 24), (2, 130, 4, 24), (130, 128, 24), (160, 130, 128)]
+)
 def test_adafactor_takes_no_dim_of_a_stack_for_one_of_a_matrix(shape):
-    """128 experts or more: each is a matrix by itself, factored if its own dims are large enough."""
+    """128 experts or more: each is a matrix by itself, factored if its own dims are
+    large enough.
+    """
     names = {"w": ("experts", "d_model", "d_ff")}
     params = {"w": random_like(jax.ShapeDtypeStruct(shape, jnp.float32), 11)}
     config = OptimizerConfig(name="adafactor", weight_decay=0.0)
     transform, single = (
-        optimizers.build_optimizer(config, constant(0.1), {"w": jnp.ones(size)}, {"w": own})
+        optimizers.build_optimizer(
+            config, constant(0.1), {"w": jnp.ones(size)}, {"w": own}
+        )
         for size, own in ((shape, names["w"]), (shape[-2:], names["w"][1:]))
     )
     state = transform.init(params)
-    specs = state_specs(state, params, {"w": P(*["expert" if n == shape[-3] else None for n in shape])})
+    specs = state_specs(
+        state, params, {"w": P(*["expert" if n == shape[-3] else None for n in shape])}
+    )
     factored = shape[-1] == 128
     assert specs[0][0].v_row["w"] == (P("expert", None) if factored else P())
     assert specs[0][0].v_col["w"] == (P("expert", None) if factored else P())
@@ -517,8 +700,12 @@ def test_adafactor_takes_no_dim_of_a_stack_for_one_of_a_matrix(shape):
     for seed in (12, 13):
         grads = random_like(params, seed)
         updates, state = transform.update(grads, state, params)
-        expected, own_state = single.update({"w": grads["w"][last]}, own_state, {"w": params["w"][last]})
-        np.testing.assert_allclose(updates["w"][last], expected["w"], rtol=2e-5, atol=1e-8)
+        expected, own_state = single.update(
+            {"w": grads["w"][last]}, own_state, {"w": params["w"][last]}
+        )
+        np.testing.assert_allclose(
+            updates["w"][last], expected["w"], rtol=2e-5, atol=1e-8
+        )
 
 
 def mesh_4x2():
@@ -527,7 +714,11 @@ def mesh_4x2():
 
 
 def shardings(mesh, specs):
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda x: isinstance(x, P),
+    )
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "sgd", "muon"])
@@ -541,14 +732,17 @@ def test_moments_are_sharded_like_their_parameters(name):
     grads_on = jax.device_put(grads, shardings(mesh, SPECS))
     places = shardings(mesh, specs)
     state = jax.jit(transform.init, out_shardings=places)(params_on)
-    updates, state = jax.jit(transform.update, out_shardings=(shardings(mesh, SPECS), places))(
-        grads_on, state, params_on
-    )
+    updates, state = jax.jit(
+        transform.update, out_shardings=(shardings(mesh, SPECS), places)
+    )(grads_on, state, params_on)
     owned = set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         keys = [getattr(key, "key", None) for key in path]
-        owner = next((p for p in PARAMETERS if keys[-len(p.split("/")) :] == p.split("/")), None)
-        if owner is None or leaf.shape == (1,):  # counters, coefficients, Adafactor's placeholders
+        owner = next(
+            (p for p in PARAMETERS if keys[-len(p.split("/")) :] == p.split("/")), None
+        )
+        # counters, coefficients, Adafactor's placeholders
+        if owner is None or leaf.shape == (1,):
             assert leaf.sharding.is_fully_replicated
         else:
             owned.add(owner)
@@ -556,7 +750,11 @@ def test_moments_are_sharded_like_their_parameters(name):
             assert not leaf.sharding.is_fully_replicated
     assert owned == set(PARAMETERS)
     expected, _ = transform.update(grads, transform.init(params), params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), updates, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        updates,
+        expected,
+    )
 
 
 @pytest.mark.parametrize(
@@ -564,16 +762,23 @@ def test_moments_are_sharded_like_their_parameters(name):
     [
         ((128, 256), P("fsdp", "tensor"), P("fsdp"), P("tensor")),
         ((256, 128), P("fsdp", "tensor"), P("tensor"), P("fsdp")),
-        ((256, 256), P("fsdp", "tensor"), P("fsdp"), P("tensor")),  # only the field name tells
+        # only the field name tells
+        ((256, 256), P("fsdp", "tensor"), P("fsdp"), P("tensor")),
         ((2, 128, 256), P(None, "fsdp"), P(None, "fsdp"), P(None, None)),
         ((128, 2, 256), P("fsdp", "tensor"), P("fsdp", "tensor"), P("tensor", None)),
         ((2, 256, 256), P(None, "fsdp", "tensor"), P(None, "fsdp"), P(None, "tensor")),
     ],
 )
 def test_factored_moments_keep_the_axes_of_the_dims_they_keep(shape, spec, row, column):
-    """The expected dims are also read off the values: a moment varies along the dims it kept."""
+    """The expected dims are also read off the values: a moment varies along the dims it
+    kept.
+    """
     params = {"w": jnp.ones(shape)}
-    names = {"w": ("d_model", "d_ff") if shape[0] == 2 or len(shape) == 2 else ("d_model", "heads", "d_ff")}
+    names = {
+        "w": ("d_model", "d_ff")
+        if shape[0] == 2 or len(shape) == 2
+        else ("d_model", "heads", "d_ff")
+    }
     config = OptimizerConfig(name="adafactor")
     transform = optimizers.build_optimizer(config, constant(0.1), params, names)
     state = jax.eval_shape(transform.init, params)
@@ -586,7 +791,10 @@ def test_factored_moments_keep_the_axes_of_the_dims_they_keep(shape, spec, row, 
         along = along.reshape([-1 if i == axis else 1 for i in range(len(shape))])
         grads = {"w": jnp.broadcast_to(along, shape)}
         state = transform.update(grads, transform.init(params), params)[1][0][0]
-        for moment, moment_spec in ((state.v_row["w"], row), (state.v_col["w"], column)):
+        for moment, moment_spec in (
+            (state.v_row["w"], row),
+            (state.v_col["w"], column),
+        ):
             varies = float(moment.max() / moment.min()) > 1.5
             assert entry is None or varies == (entry in moment_spec)
 

@@ -1,4 +1,6 @@
-"""Mesh sizes, their faults, slices real and emulated, and how a run joins its processes."""
+"""Mesh sizes, their faults, slices real and emulated, and how a run joins its
+processes.
+"""
 
 import json
 import math
@@ -26,14 +28,21 @@ def faults(config: MeshConfig, devices: int = 8, slices: int = 1) -> str:
 def test_the_rest_goes_to_the_axis_that_is_minus_one():
     assert resolve_mesh(MeshConfig(tensor=2), 8).sizes["data"] == 4
     shape = resolve_mesh(MeshConfig(data=2, fsdp=-1, tensor=2), 8)
-    assert shape.sizes == dict(pipeline=1, data=2, fsdp=2, expert=1, context=1, tensor=2)
+    assert shape.sizes == dict(
+        pipeline=1, data=2, fsdp=2, expert=1, context=1, tensor=2
+    )
     assert (shape.num_devices, shape.batch_shards) == (8, 4)
-    assert str(shape) == "data 2 x fsdp 2 x tensor 2" and str(resolve_mesh(MeshConfig(), 1))
+    assert str(shape) == "data 2 x fsdp 2 x tensor 2" and str(
+        resolve_mesh(MeshConfig(), 1)
+    )
 
 
 def test_two_unknown_sizes_are_refused():
     text = faults(MeshConfig(data=-1, fsdp=-1))
-    assert "mesh.data and mesh.fsdp are both -1" in text and "give the other a size" in text
+    assert (
+        "mesh.data and mesh.fsdp are both -1" in text
+        and "give the other a size" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,8 +85,13 @@ def test_dcn_sizes_must_make_the_slices_and_divide_their_axes():
     text = faults(MeshConfig(fsdp=4, dcn=DcnConfig(data=1)), 8, 2)
     assert "mesh.dcn: all 1 needs 1 slices, there are 2" in text
     text = faults(MeshConfig(data=1, fsdp=8), 8, 2)
-    assert "mesh.dcn.data=2 does not divide mesh.data=1; make mesh.data a multiple of 2" in text
-    with pytest.raises(ConfigError, match=r"mesh\.dcn\.fsdp=4 does not divide mesh\.fsdp=2"):
+    assert (
+        "mesh.dcn.data=2 does not divide mesh.data=1; make mesh.data a multiple of 2"
+        in text
+    )
+    with pytest.raises(
+        ConfigError, match=r"mesh\.dcn\.fsdp=4 does not divide mesh\.fsdp=2"
+    ):
         build_mesh(MeshConfig(data=4, fsdp=2, dcn=DcnConfig(data=1, fsdp=4)))
 
 
@@ -88,7 +102,8 @@ def test_emulated_slices_are_outermost_and_tensor_is_innermost():
     assert tuple(mesh.shape) == meshes.AXES
     assert all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types)
     ids = np.vectorize(lambda device: device.id)(mesh.devices).reshape(2, 2, 2)
-    # Slices are devices 0-3 and 4-7, and they lie along fsdp; inside one, data then tensor.
+    # Slices are devices 0-3 and 4-7, and they lie along fsdp; inside one, data then
+    # tensor.
     np.testing.assert_array_equal(ids, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]])
     both = MeshConfig(data=4, fsdp=2, dcn=DcnConfig(data=2))
     ids = np.vectorize(lambda device: device.id)(build_mesh(both).devices).reshape(4, 2)
@@ -124,7 +139,9 @@ REAL_SLICES = """
 
 
 def test_real_slices_lie_along_the_dcn_axis():
-    pytest.importorskip("libtpu", reason="TPU topologies need libtpu; pip install jaxdist[tpu]")
+    pytest.importorskip(
+        "libtpu", reason="TPU topologies need libtpu; pip install jaxdist[tpu]"
+    )
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -141,7 +158,8 @@ def test_real_slices_lie_along_the_dcn_axis():
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["platform"], found["slices"]) == ("tpu", 2)
     assert found["of"] == [[[0, 0], [0, 0]], [[1, 1], [1, 1]]]
-    assert all(distance == 1 for part in found["near"] for distance in part)  # tensor: neighbours
+    # tensor: neighbours
+    assert all(distance == 1 for part in found["near"] for distance in part)
     assert "needs 1 slices, there are 2" in found["faults"]
 
 
@@ -152,16 +170,23 @@ def test_real_slices_lie_along_the_dcn_axis():
         ({"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "a"}, "Slurm"),
         ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
-        ({"JOB_COMPLETION_INDEX": "0", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "Kubernetes"),
+        (
+            {"JOB_COMPLETION_INDEX": "0", "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+            "Kubernetes",
+        ),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, "a multi-host TPU"),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
     ],
 )
 def test_launchers_are_told_apart(environ, launcher, monkeypatch):
     joined = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **_: joined.append(given))
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *given, **_: joined.append(given)
+    )
     line = initialize.join_processes(environ)
-    assert (line or "").endswith(launcher or "") and (line is None) == (launcher is None)
+    assert (line or "").endswith(launcher or "") and (line is None) == (
+        launcher is None
+    )
     assert joined == ([] if launcher is None else [()])
 
 
@@ -171,8 +196,22 @@ def test_launchers_are_told_apart(environ, launcher, monkeypatch):
         ({}, None),
         ({"http_proxy": "http://proxy:3128"}, "head"),
         ({"grpc_proxy": "", "no_proxy": "localhost,.corp"}, "localhost,.corp,head"),
-        ({"https_proxy": "http://proxy:3128", "no_grpc_proxy": "one", "no_proxy": "two"}, "one,head"),
-        ({"http_proxy": "http://proxy:3128", "TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}, "a"),
+        (
+            {
+                "https_proxy": "http://proxy:3128",
+                "no_grpc_proxy": "one",
+                "no_proxy": "two",
+            },
+            "one,head",
+        ),
+        (
+            {
+                "http_proxy": "http://proxy:3128",
+                "TPU_WORKER_HOSTNAMES": "a,b",
+                "TPU_WORKER_ID": "1",
+            },
+            "a",
+        ),
     ],
 )
 def test_processes_join_past_a_proxy(environ, direct, monkeypatch):
@@ -182,36 +221,70 @@ def test_processes_join_past_a_proxy(environ, direct, monkeypatch):
     assert environ.get("no_grpc_proxy") == direct
 
 
-TORCHRUN = {"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    "WORLD_SIZE": "4",
+    "RANK": "3",
+    "MASTER_ADDR": "head",
+    "MASTER_PORT": "29500",
+}
 
 
 @pytest.mark.parametrize(
     ("environ", "gpus"),
     [
-        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, [2, 3]),
-        ({"CUDA_VISIBLE_DEVICES": "6,7", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, [0]),
-        ({"CUDA_VISIBLE_DEVICES": "3", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, None),  # one each already
+        (
+            {
+                "CUDA_VISIBLE_DEVICES": "0,1,2,3",
+                "LOCAL_WORLD_SIZE": "2",
+                "LOCAL_RANK": "1",
+            },
+            [2, 3],
+        ),
+        (
+            {"CUDA_VISIBLE_DEVICES": "6,7", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+            [0],
+        ),
+        # one each already
+        (
+            {"CUDA_VISIBLE_DEVICES": "3", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+            None,
+        ),
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, None),  # one process a machine has all
     ],
 )
 def test_processes_of_torchrun_share_out_the_gpus(environ, gpus, monkeypatch):
     joined = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **how: joined.append((given, how)))
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *given, **how: joined.append((given, how))
+    )
     line = initialize.join_processes(TORCHRUN | {"JAX_PLATFORMS": "cuda"} | environ)
     ((given, how),) = joined
-    assert line == "process 3 of 4, joined through torchrun" and given == ("head:29500", 4, 3)
+    assert line == "process 3 of 4, joined through torchrun" and given == (
+        "head:29500",
+        4,
+        3,
+    )
     assert how["local_device_ids"] == gpus and how["coordinator_bind_address"] is None
 
 
 def test_processes_of_torchrun_cannot_share_tpus():
-    environ = TORCHRUN | {"JAX_PLATFORMS": "tpu", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}
-    with pytest.raises(ConfigError, match="--nproc-per-node=2: one process has all TPUs of a host; give 1"):
+    environ = TORCHRUN | {
+        "JAX_PLATFORMS": "tpu",
+        "LOCAL_WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+    }
+    with pytest.raises(
+        ConfigError,
+        match="--nproc-per-node=2: one process has all TPUs of a host; give 1",
+    ):
         initialize.join_processes(environ)
 
 
 def test_our_own_launcher_comes_first(monkeypatch):
     joined = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **_: joined.append(given))
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *given, **_: joined.append(given)
+    )
     environ = {
         "JAXDIST_COORDINATOR": "localhost:1",
         "JAXDIST_NUM_PROCESSES": "2",
@@ -220,5 +293,8 @@ def test_our_own_launcher_comes_first(monkeypatch):
         "SLURM_PROCID": "0",
         "OMPI_COMM_WORLD_SIZE": "",  # not even looked at
     }
-    assert initialize.join_processes(environ) == "process 1 of 2, joined through jaxdist launch"
+    assert (
+        initialize.join_processes(environ)
+        == "process 1 of 2, joined through jaxdist launch"
+    )
     assert joined == [("localhost:1", 2, 1)]

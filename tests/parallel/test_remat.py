@@ -1,4 +1,6 @@
-"""Remat policies: what they refuse, and that gradients do not depend on them, on the host or not."""
+"""Remat policies: what they refuse, and that gradients do not depend on them, on the
+host or not.
+"""
 
 import dataclasses
 import functools
@@ -25,11 +27,15 @@ POLICIES = (
     "offload:block_input,query,key,value,attention_projection",
     "save:attention_residuals+offload:block_input,mlp_gate,mlp_up",
 )
-CONFIG = TransformerConfig(num_layers=3, d_model=64, d_ff=128, num_heads=4, num_kv_heads=2, head_dim=16)
+CONFIG = TransformerConfig(
+    num_layers=3, d_model=64, d_ff=128, num_heads=4, num_kv_heads=2, head_dim=16
+)
 
 
 def batch(size: int = 8, length: int = 32) -> dict[str, jax.Array]:
-    tokens = jax.random.randint(jax.random.key(1), (size, length + 1), 0, CONFIG.vocab_size)
+    tokens = jax.random.randint(
+        jax.random.key(1), (size, length + 1), 0, CONFIG.vocab_size
+    )
     positions = jnp.broadcast_to(jnp.arange(length), (size, length))
     return {
         "tokens": tokens[:, :-1],
@@ -40,7 +46,10 @@ def batch(size: int = 8, length: int = 32) -> dict[str, jax.Array]:
 
 
 def gradients(
-    policy: remat.RematConfig | str, model: TransformerConfig = CONFIG, length: int = 32, **sizes: int
+    policy: remat.RematConfig | str,
+    model: TransformerConfig = CONFIG,
+    length: int = 32,
+    **sizes: int,
 ):
     """Returns the jitted gradient function of a small model and its argument."""
     graph, state = nnx.split(Transformer(model, rngs=nnx.Rngs(0)))
@@ -51,7 +60,10 @@ def gradients(
     def loss(state):
         with execution.activate(mesh, rules):
             return staged_loss(
-                nnx.merge(graph, state), batch(length=length), None, remat.recompute(policy)
+                nnx.merge(graph, state),
+                batch(length=length),
+                None,
+                remat.recompute(policy),
             ).sum
 
     return jax.jit(jax.grad(loss)), state
@@ -68,8 +80,12 @@ def test_gradients_do_not_depend_on_the_policy(policy):
     function, state = gradients(policy)
     moved = str(function.trace(state).jaxpr).count("device_put[")
     assert (moved > 0) == ("offload" in policy)
-    for found, expected in zip(jax.tree.leaves(function(state)), reference(), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+    for found, expected in zip(
+        jax.tree.leaves(function(state)), reference(), strict=True
+    ):
+        np.testing.assert_allclose(
+            found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max()
+        )
 
 
 PARTS = (
@@ -82,8 +98,12 @@ PARTS = (
 @pytest.mark.parametrize("config", PARTS, ids=str)
 def test_gradients_do_not_depend_on_which_layers_are_computed_again(config):
     function, state = gradients(config)
-    for found, expected in zip(jax.tree.leaves(function(state)), reference(), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+    for found, expected in zip(
+        jax.tree.leaves(function(state)), reference(), strict=True
+    ):
+        np.testing.assert_allclose(
+            found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max()
+        )
 
 
 @functools.cache
@@ -99,28 +119,47 @@ def test_layers_that_save_more_compute_less_again():
     for layers in (1, 2):
         mixed = products(remat.RematConfig("dots", layers=layers))
         assert mixed == pytest.approx(full + (dots - full) * layers / 3, rel=1e-12)
-    # A group's forward pass runs once more; that of its layers, too, if they keep inputs alone.
-    assert products(remat.RematConfig("none", every=3)) < products(remat.RematConfig("full", every=3))
+    # A group's forward pass runs once more; that of its layers, too, if they keep
+    # inputs alone.
+    assert products(remat.RematConfig("none", every=3)) < products(
+        remat.RematConfig("full", every=3)
+    )
     again = products(remat.RematConfig("full", every=3)) - full
-    forward = full - products("none")  # of three layers but their last products, which nobody reads
+    # of three layers but their last products, which nobody reads
+    forward = full - products("none")
     assert forward <= again < 1.35 * forward
 
 
 def test_a_group_keeps_its_first_layers_input():
-    """Of 12 layers: 12 inputs of 2,048 tokens, or 4 + 3 of them, or 3 + 4; weights of a group take less."""
+    """Of 12 layers: 12 inputs of 2,048 tokens, or 4 + 3 of them, or 3 + 4; weights of a
+    group take less.
+    """
     deep = dataclasses.replace(CONFIG, num_layers=12, vocab_size=64)
     sizes = {}
     for every in (1, 3, 4):
-        function, state = gradients(remat.RematConfig("full", every=every), deep, 2048, fsdp=8)
-        sizes[every] = function.lower(state).compile(FAST_COMPILE).memory_analysis().temp_size_in_bytes
+        function, state = gradients(
+            remat.RematConfig("full", every=every), deep, 2048, fsdp=8
+        )
+        sizes[every] = (
+            function.lower(state)
+            .compile(FAST_COMPILE)
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
     assert max(sizes[3], sizes[4]) < sizes[1], sizes
 
 
 @pytest.mark.parametrize(("every", "kept"), [(1, {4: 2}), (2, {4: 1})])
 def test_a_group_of_layers_of_unequal_parameters_keeps_one_input(every, kept):
-    """A stack of four groups of two layers: the scan gives the input of each layer, or of the first alone."""
+    """A stack of four groups of two layers: the scan gives the input of each layer, or
+    of the first alone.
+    """
     model = dataclasses.replace(
-        CONFIG, num_layers=8, num_experts=2, expert_d_ff=32, feed_forward_pattern=("dense", "sparse")
+        CONFIG,
+        num_layers=8,
+        num_experts=2,
+        expert_d_ff=32,
+        feed_forward_pattern=("dense", "sparse"),
     )
     graph, state = nnx.split(Transformer(model, rngs=nnx.Rngs(0)))
     again = remat.recompute(remat.RematConfig("full", every=every))
@@ -148,7 +187,12 @@ def test_a_group_of_layers_of_unequal_parameters_keeps_one_input(every, kept):
             3,
             "groups of the 3 that repeat; set it to one of 1, 3, 6, 12",
         ),
-        (remat.RematConfig("full", every=2, layers=1), 12, 1, "groups are of layers of one policy"),
+        (
+            remat.RematConfig("full", every=2, layers=1),
+            12,
+            1,
+            "groups are of layers of one policy",
+        ),
         (remat.RematConfig("fit"), 12, 1, "`jaxdist plan --fix` resolve it"),
     ],
 )
@@ -162,11 +206,16 @@ def test_experts_have_the_same_gradients_with_activations_on_the_host():
     model = dataclasses.replace(CONFIG, num_layers=2, **experts)
     policies = ("none", "save:attention_residuals,mlp_up+offload:block_input,mlp_out")
     kept, moved = (gradients(policy, model, fsdp=2, expert=4) for policy in policies)
-    assert str(moved[0].trace(moved[1]).jaxpr).count("device_put[") >= 2  # to the host, and back
+    # to the host, and back
+    assert str(moved[0].trace(moved[1]).jaxpr).count("device_put[") >= 2
     for found, expected in zip(
-        jax.tree.leaves(moved[0](moved[1])), jax.tree.leaves(kept[0](kept[1])), strict=True
+        jax.tree.leaves(moved[0](moved[1])),
+        jax.tree.leaves(kept[0](kept[1])),
+        strict=True,
     ):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-6 * np.abs(expected).max())
+        np.testing.assert_allclose(
+            found, expected, rtol=1e-4, atol=2e-6 * np.abs(expected).max()
+        )
 
 
 @pytest.mark.parametrize(
@@ -192,19 +241,31 @@ def test_names_are_those_that_the_model_gives():
         assert f"name={name}" in text, name
 
 
-@pytest.mark.parametrize("policy", ["none", *POLICIES, remat.RematConfig("full", every=3)], ids=str)
+@pytest.mark.parametrize(
+    "policy", ["none", *POLICIES, remat.RematConfig("full", every=3)], ids=str
+)
 def test_a_layer_sorts_the_rows_of_its_experts_once(policy):
-    function, state = gradients(policy, dataclasses.replace(CONFIG, num_experts=8), fsdp=4, expert=2)
+    function, state = gradients(
+        policy, dataclasses.replace(CONFIG, num_experts=8), fsdp=4, expert=2
+    )
     assert str(function.trace(state).jaxpr).count("= sort[") == 1
 
 
 @pytest.mark.parametrize(
-    "policy, forwards", [("full", 2), ("dots", 1), ("save:attention_residuals,mlp_up", 1), ("save:mlp_up", 2)]
+    "policy, forwards",
+    [
+        ("full", 2),
+        ("dots", 1),
+        ("save:attention_residuals,mlp_up", 1),
+        ("save:mlp_up", 2),
+    ],
 )
 def test_what_cudnns_backward_pass_reads_is_kept(policy, forwards, monkeypatch):
     """Its kernels need a GPU: here they are traced, as a GPU's step is."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91002)
-    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(
+        fused_attention_stablehlo, "check_compute_capability", lambda capability: True
+    )
     x = jax.ShapeDtypeStruct((1, 64, 4, 16), jnp.bfloat16)
 
     def layer(scale, x):

@@ -1,4 +1,6 @@
-"""The rule table: specs by logical name, faults, the explain table, and what lies where."""
+"""The rule table: specs by logical name, faults, the explain table, and what lies
+where.
+"""
 
 import math
 from dataclasses import replace
@@ -39,7 +41,11 @@ from support.models import (
 
 
 def rules(zero: int = 3, sequence_parallel: bool = False, **sizes: int) -> Rules:
-    return Rules(MeshShape(dict.fromkeys(AXES, 1) | sizes, dict.fromkeys(AXES, 1)), zero, sequence_parallel)
+    return Rules(
+        MeshShape(dict.fromkeys(AXES, 1) | sizes, dict.fromkeys(AXES, 1)),
+        zero,
+        sequence_parallel,
+    )
 
 
 def faults(zero: int = 3, *, model=TINY, **sizes: int) -> str:
@@ -48,7 +54,7 @@ def faults(zero: int = 3, *, model=TINY, **sizes: int) -> str:
     return str(caught.value)
 
 
-# --- specs ----------------------------------------------------------------------------------------
+# --- specs ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -56,12 +62,22 @@ def faults(zero: int = 3, *, model=TINY, **sizes: int) -> str:
     [
         (("d_model", "d_ff"), (4, 32, 48), P(None, "fsdp", "tensor")),
         (("d_ff", "d_model"), (4, 48, 32), P(None, "tensor", "fsdp")),
-        (("d_model", "heads", "head_dim"), (4, 32, 4, 8), P(None, "fsdp", "tensor", None)),
-        (("heads", "head_dim", "d_model"), (4, 4, 8, 32), P(None, "tensor", None, "fsdp")),
+        (
+            ("d_model", "heads", "head_dim"),
+            (4, 32, 4, 8),
+            P(None, "fsdp", "tensor", None),
+        ),
+        (
+            ("heads", "head_dim", "d_model"),
+            (4, 4, 8, 32),
+            P(None, "tensor", None, "fsdp"),
+        ),
         (("vocab", "d_model"), (64, 32), P("tensor", "fsdp")),
         (("d_model",), (4, 32), P(None, None)),  # a stack of vectors: kept whole
-        (("heads", "head_dim"), (4, 4, 8), P(None, "tensor", None)),  # a bias is a vector too
-        ((), (3, 40, 64), P(None, None, "fsdp")),  # no names: the largest dim that divides
+        # a bias is a vector too
+        (("heads", "head_dim"), (4, 4, 8), P(None, "tensor", None)),
+        # no names: the largest dim that divides
+        ((), (3, 40, 64), P(None, None, "fsdp")),
         ((), (7,), P(None)),
     ],
 )
@@ -71,7 +87,12 @@ def test_stored_specs(names, dims, spec):
 
 @pytest.mark.parametrize(
     ("zero", "stored", "gradient", "state"),
-    [(0, False, False, False), (1, False, False, True), (2, False, True, True), (3, True, True, True)],
+    [
+        (0, False, False, False),
+        (1, False, False, True),
+        (2, False, True, True),
+        (3, True, True, True),
+    ],
 )
 def test_zero_says_what_fsdp_shards(zero, stored, gradient, state):
     table, names, dims = rules(zero, fsdp=4), ("d_model", "d_ff"), (2, 32, 48)
@@ -87,7 +108,9 @@ def test_activations_follow_their_names_and_leave_out_what_does_not_divide():
     assert table.activation(names, (2, 16, 32)) == P("data", None, None)
     assert table.activation(names, (3, 16, 32)) == P(None, None, None)
     heads = ("batch", "sequence", "heads", None)
-    assert table.activation(heads, (8, 16, 4, 8)) == P(("data", "fsdp"), None, "tensor", None)
+    assert table.activation(heads, (8, 16, 4, 8)) == P(
+        ("data", "fsdp"), None, "tensor", None
+    )
     split = replace(table, sequence_parallel=True).activation(names, (8, 16, 32))
     assert split == P(("data", "fsdp"), "tensor", None)
 
@@ -111,7 +134,7 @@ def test_more_names_than_dims_is_a_mistake():
         rules(fsdp=2).stored(("d_model", "d_ff"), (4,))
 
 
-# --- faults ---------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------
 
 
 def test_a_fault_names_parameter_dim_axis_and_the_nearest_legal_sizes():
@@ -133,7 +156,10 @@ def test_d_model_must_divide_by_fsdp_unless_nothing_is_sharded():
 
 def test_query_heads_that_tensor_does_not_divide_are_refused():
     text = faults(model=replace(TINY, num_heads=6, num_kv_heads=2), tensor=4)
-    assert "query: dim heads=6 is not divisible by mesh.tensor=4; nearest legal heads: 4 or 8" in text
+    assert (
+        "query: dim heads=6 is not divisible by mesh.tensor=4; nearest legal heads: 4 or 8"
+        in text
+    )
     assert "kv_heads" not in text  # two are copied, no fault
 
 
@@ -141,7 +167,10 @@ def test_kv_heads_are_copied_if_tensor_is_a_multiple_and_refused_if_neither_divi
     few = replace(TINY, num_heads=8, num_kv_heads=2)
     placed = placement.place(spec_of(few).named_parameters(), rules(tensor=4))
     key = next(p for p in placed if p.path == "blocks/attention/key")
-    assert key.stored == P(None, None, None, None) and "2 kv heads < tensor 4: copied" in key.why
+    assert (
+        key.stored == P(None, None, None, None)
+        and "2 kv heads < tensor 4: copied" in key.why
+    )
     assert "2 kv heads < tensor 4: copied" in placement.explain(placed)
     odd = replace(TINY, num_heads=12, num_kv_heads=3)
     text = faults(model=odd, tensor=2)
@@ -153,11 +182,18 @@ def test_building_a_step_raises_all_faults():
     table, mesh = rules_and_mesh(Layout(8, fsdp=4, tensor=2))
     model = spec_of(replace(TINY, d_model=30, d_ff=47))
     with pytest.raises(ConfigError) as caught:
-        build_train_step(model, OPTIMIZER, build_schedule(OPTIMIZER, 10, 8), mesh, table, StepConfig())
+        build_train_step(
+            model,
+            OPTIMIZER,
+            build_schedule(OPTIMIZER, 10, 8),
+            mesh,
+            table,
+            StepConfig(),
+        )
     assert "d_model=30" in str(caught.value) and "d_ff=47" in str(caught.value)
 
 
-# --- the table, and what really lies where --------------------------------------------------------
+# --- the table, and what really lies where --------------------------------------------
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
@@ -172,7 +208,10 @@ def test_explain_gives_bytes_copies_and_reasons(zero):
     table = placement.explain(placed)
     lines = table.splitlines()
     assert len(lines) == len(placed) + 2 and "total:" in lines[-1]
-    assert f"{sum(p.shard_bytes for p in placed):,} bytes of parameters per device" in lines[-1]
+    assert (
+        f"{sum(p.shard_bytes for p in placed):,} bytes of parameters per device"
+        in lines[-1]
+    )
     assert "(-,fsdp,-)" in table if zero else "(-,fsdp,-)" not in table
 
 
@@ -182,13 +221,17 @@ def test_a_parameter_that_cannot_be_split_says_why():
     assert placed.stored == P(None, None) and "no dim divides by fsdp 4" in placed.why
 
 
-@pytest.mark.parametrize("layout", [MIXED, FSDP._replace(zero=1)], ids=["mixed", "zero1"])
+@pytest.mark.parametrize(
+    "layout", [MIXED, FSDP._replace(zero=1)], ids=["mixed", "zero1"]
+)
 def test_the_state_lies_where_the_table_says(layout):
     table, _ = rules_and_mesh(layout)
     state = init_of(layout)()
     placed = {p.path: p for p in placement.place(spec_of().named_parameters(), table)}
     leaves = jax.tree_util.tree_leaves_with_path(state.trainable)
-    assert len(leaves) == len(placed) and any("fsdp" in p.state for p in placed.values())
+    assert len(leaves) == len(placed) and any(
+        "fsdp" in p.state for p in placed.values()
+    )
     for path, leaf in leaves:
         expected = placed[jax.tree_util.keystr(path, simple=True, separator="/")]
         shards = leaf.addressable_shards
@@ -210,7 +253,9 @@ def test_the_state_lies_where_the_table_says(layout):
 
 def test_init_does_not_depend_on_the_mesh():
     one, other = init_of()().trainable, init_of(MIXED)().trainable
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(one), jax.device_get(other))
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get(one), jax.device_get(other)
+    )
 
 
 class Foreign(nnx.Module):
@@ -232,11 +277,14 @@ def test_annotations_of_flax_are_read_and_the_rest_gets_a_default():
     assert placed["plain/kernel"] == P(None, "fsdp") and placed["plain/bias"] == P(None)
 
 
-# --- rules: one source of names, for what is stored and for the ops -----------------------------
+# --- rules: one source of names, for what is stored and for the ops -------------------
 
 RENAMED = {
     "up": (("mlp/up$", "layers d_model None"),),
-    "mlp": (("mlp/(gate|up)$", "layers None d_model"), ("mlp/down$", "layers None None")),
+    "mlp": (
+        ("mlp/(gate|up)$", "layers None d_model"),
+        ("mlp/down$", "layers None None"),
+    ),
     "heads": (("attention/(query|key|value)$", "None d_model None None"),),
     "tables": (("^embedding$", "None d_model"), ("^output$", "d_model None")),
 }
@@ -244,7 +292,10 @@ RENAMED = {
 
 def names_that_ops_see(spec):
     flat = nnx.to_flat_state(nnx.state(spec.abstract_model, nnx.Param))
-    return {"/".join(map(str, path)): getattr(variable, "logical", ()) for path, variable in flat}
+    return {
+        "/".join(map(str, path)): getattr(variable, "logical", ())
+        for path, variable in flat
+    }
 
 
 def names_stored(spec):
@@ -256,7 +307,8 @@ def ruled(which, layout=Layout(4, data=2, tensor=2)):  # noqa: B008 (immutable)
     spec = describe(lambda rngs: Transformer(TINY, rngs=rngs), rules=RENAMED[which])
     table, _ = rules_and_mesh(layout)
     before, after = (
-        {p.path: p.stored for p in placement.place(s.named_parameters(), table)} for s in (spec_of(), spec)
+        {p.path: p.stored for p in placement.place(s.named_parameters(), table)}
+        for s in (spec_of(), spec)
     )
     assert before != after
     return spec
@@ -276,10 +328,17 @@ def test_a_rule_renames_for_the_op_what_it_renames_for_storage(which, monkeypatc
     monkeypatch.setattr(execution, "gather", partial(spy, execution.gather))
     monkeypatch.setattr(execution, "scatter", partial(spy, execution.scatter))
     table, mesh = rules_and_mesh(layout)
-    built = build_train_step(spec, OPTIMIZER, build_schedule(OPTIMIZER, 1000, 8), mesh, table, StepConfig())
-    state, batch = built.init(), jax.device_put(batch_of(), built.batch_shardings(batch_of()))
+    built = build_train_step(
+        spec, OPTIMIZER, build_schedule(OPTIMIZER, 1000, 8), mesh, table, StepConfig()
+    )
+    state, batch = (
+        built.init(),
+        jax.device_put(batch_of(), built.batch_shardings(batch_of())),
+    )
     program = built.inspect.lower(state, batch)
-    own = {(names, x.shape[-len(names) :]) for x, names in spec.named_parameters().values()}
+    own = {
+        (names, x.shape[-len(names) :]) for x, names in spec.named_parameters().values()
+    }
     assert asked == {(names, dims) for names, dims in own if len(dims) > 1}
     _, metrics, gradients = jax.device_get(program.compile(FAST_COMPILE)(state, batch))
     one = run()
@@ -293,8 +352,13 @@ def test_rules_hold_in_a_pipeline(which):
     cut = Staging(PipelineConfig(microbatches=2), spec.depth, 2)
     table = sharding.build_rules(sizes, resolve_mesh(sizes, 8))
     schedule = build_schedule(OPTIMIZER, 1000, 8)
-    built = build_train_step(spec, OPTIMIZER, schedule, build_mesh(sizes), table, StepConfig(staging=cut))
-    state, batch = built.init(), jax.device_put(batch_of(), built.batch_shardings(batch_of()))
+    built = build_train_step(
+        spec, OPTIMIZER, schedule, build_mesh(sizes), table, StepConfig(staging=cut)
+    )
+    state, batch = (
+        built.init(),
+        jax.device_put(batch_of(), built.batch_shardings(batch_of())),
+    )
     inspect = built.inspect.lower(state, batch).compile(FAST_COMPILE)
     _, metrics, gradients = jax.device_get(inspect(state, batch))
     one = run()
@@ -315,11 +379,20 @@ def test_adapters_and_annotations_of_flax_take_their_names_from_the_same_rules()
 
 
 def test_a_stack_dim_has_no_other_name():
-    with pytest.raises(ConfigError, match="a stack dim of blocks/mlp/up .* the name d_ff; call it layers"):
-        describe(lambda rngs: Transformer(TINY, rngs=rngs), rules=(("mlp/up$", "d_ff d_model None"),))
+    with pytest.raises(
+        ConfigError,
+        match="a stack dim of blocks/mlp/up .* the name d_ff; call it layers",
+    ):
+        describe(
+            lambda rngs: Transformer(TINY, rngs=rngs),
+            rules=(("mlp/up$", "d_ff d_model None"),),
+        )
 
 
 def test_nothing_is_allocated_to_describe_a_model():
     huge = replace(TINY, num_layers=100, d_model=2**14, d_ff=2**16, vocab_size=2**17)
     spec = describe(lambda rngs: Transformer(huge, rngs=rngs))
-    assert spec.parameter_count > 3e11 and math.prod(jax.tree.leaves(spec.trainable)[0].shape) > 0
+    assert (
+        spec.parameter_count > 3e11
+        and math.prod(jax.tree.leaves(spec.trainable)[0].shape) > 0
+    )

@@ -16,7 +16,9 @@ def advised(name: str, on: str, *, capacity: int | None = None, **changes):
     with config.ignore_type():
         config.update_from_flattened_dict(changes)
     run, target = run_config.from_config(config), targets.parse(on)
-    shape, rules, spec = validation.validate_on(run, target.num_devices, with_data=False)
+    shape, rules, spec = validation.validate_on(
+        run, target.num_devices, with_data=False
+    )
     components = memory.components(run, spec, rules, target)
     peak = memory.accounted_peak(components)
     found = advice.edits(run, shape, target, peak, capacity_bytes=capacity)
@@ -43,7 +45,9 @@ def test_a_run_too_large_gets_at_least_three_edits(large):
     assert any(edit.override and edit.enough for edit in found)
     for edit in filter(lambda e: e.override, found):
         edited = typed(run, edit.override)
-        _, rules, spec = validation.validate_on(edited, target.num_devices, with_data=False)
+        _, rules, spec = validation.validate_on(
+            edited, target.num_devices, with_data=False
+        )
         smaller = memory.accounted_peak(memory.components(edited, spec, rules, target))
         assert edit.saves_bytes == memory.accounted_peak(components) - smaller > 0
         assert edit.enough == (smaller <= advice.SAFE_SHARE * 15.75 * 2**30)
@@ -55,16 +59,22 @@ def test_an_edit_that_changes_the_losses_says_so(large):
         e
         for e in found
         if e.override
-        and run_config.run_fingerprint(typed(run, e.override)) != run_config.run_fingerprint(run)
+        and run_config.run_fingerprint(typed(run, e.override))
+        != run_config.run_fingerprint(run)
     ]
-    assert changing and changing == [e for e in found if "CHANGES THE LOSSES" in e.cost_note]
+    assert changing and changing == [
+        e for e in found if "CHANGES THE LOSSES" in e.cost_note
+    ]
     same = [e for e in found if e not in changing]
     assert same and all("same losses" in edit.cost_note for edit in same)
 
 
 def test_the_cheapest_come_first(large):
     words = [edit.words for edit in large[3]]
-    assert words[0].startswith("--config.batch.accumulation=") and words[-1] == "--on v5e:4x8"
+    assert (
+        words[0].startswith("--config.batch.accumulation=")
+        and words[-1] == "--on v5e:4x8"
+    )
 
 
 def test_edits_are_joined_where_none_alone_is_enough(large):
@@ -72,7 +82,9 @@ def test_edits_are_joined_where_none_alone_is_enough(large):
     assert any(edit.enough for edit in large[3] if edit.override)
     joined, *found = advised("llama3_8b", "v5e:4x4", capacity=13 * 2**30)[3]
     assert joined.enough and joined.words.count("--config.") > 1
-    assert [edit.words for edit in found] == alone and not any(e.enough for e in found if e.override)
+    assert [edit.words for edit in found] == alone and not any(
+        e.enough for e in found if e.override
+    )
 
 
 def test_copies_are_shared_out_first():
@@ -83,11 +95,18 @@ def test_copies_are_shared_out_first():
 
 def test_weaker_remat_and_pipelines_have_their_own_edits():
     def words(**changes) -> str:
-        return " ".join(edit.words for edit in advised("llama3_8b:tiny", "v5e:2x4", **changes)[3])
+        return " ".join(
+            edit.words for edit in advised("llama3_8b:tiny", "v5e:2x4", **changes)[3]
+        )
 
     found = words(**{"remat.policy": "none", "mesh.fsdp": 8})
     assert "remat.policy=dots" in found and "remat.policy=full" in found
-    large = {"mesh.pipeline": 2, "mesh.fsdp": 4, "pipeline.remat": "none", "batch.global_size": 256}
+    large = {
+        "mesh.pipeline": 2,
+        "mesh.fsdp": 4,
+        "pipeline.remat": "none",
+        "batch.global_size": 256,
+    }
     found = words(**large)
     assert "pipeline.microbatches=" in found and "batch.accumulation" not in found
     assert "pipeline.remat=full" in found and "remat.policy=dots" not in found
@@ -98,10 +117,15 @@ def test_a_sequence_too_long_for_a_device_is_split_and_a_shared_residual_stream_
     found = {edit.words: edit for edit in advised("llama3_8b", "v5p:4x4x4", **long)[3]}
     (split,) = (edit for words, edit in found.items() if "mesh.context=" in words)
     assert "batch.accumulation=" in split.words and split.saves_bytes > 10 * 2**30
-    assert "mesh.context" not in " ".join(e.words for e in advised("llama3_8b", "v5e:4x4")[3])  # 4 each
+    # 4 each
+    assert "mesh.context" not in " ".join(
+        e.words for e in advised("llama3_8b", "v5e:4x4")[3]
+    )
     tensor = {"mesh.fsdp": 16, "mesh.tensor": 4, "remat.policy": "full"}
     first, *_ = advised("llama3_8b", "v5p:4x4x4", **tensor)[3]
-    assert first.words == "--config.mesh.sequence_parallel=true" and first.saves_bytes > 0
+    assert (
+        first.words == "--config.mesh.sequence_parallel=true" and first.saves_bytes > 0
+    )
 
 
 def test_check_compiles_in_order_until_one_fits(large):

@@ -1,7 +1,9 @@
-"""Collectives of compiled programs: real texts, trimmed, of each way that a compiler spells them.
+"""Collectives of compiled programs: real texts, trimmed, of each way that a compiler
+spells them.
 
-tests/hlo/*.txt are our own steps (dense_16b, llama3_8b) as libtpu 0.0.42.1 and the CUDA plugin
-of jax 0.10.2 scheduled them (`_50`: libtpu 0.0.50.1), cut down to some collectives and what they need.
+tests/hlo/*.txt are our own steps (dense_16b, llama3_8b) as libtpu 0.0.42.1 and the CUDA
+plugin of jax 0.10.2 scheduled them (`_50`: libtpu 0.0.50.1), cut down to some
+collectives and what they need.
 """
 
 import dataclasses
@@ -15,7 +17,9 @@ from support.stored_programs import mesh_shape, read
 
 
 def program(body, *, trips=3):
-    """Returns a module whose loop runs `body`, lines of instructions of f32[8,128] arrays %p and %x."""
+    """Returns a module whose loop runs `body`, lines of instructions of f32[8,128]
+    arrays %p and %x.
+    """
     text = f"""HloModule test
 
 %add (a: f32[], b: f32[]) -> f32[] {{
@@ -53,7 +57,7 @@ def only(module, shape):
     return found
 
 
-# --- groups ---------------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -83,7 +87,7 @@ def test_a_group_that_is_part_of_an_axis_is_called_so():
     assert only(program(line), mesh_shape(fsdp=4)).axis == "part of fsdp"
 
 
-# --- bytes, counts, kinds -------------------------------------------------------------------------
+# --- bytes, counts, kinds -------------------------------------------------------------
 
 SIZE = 8 * 128 * 4
 
@@ -91,16 +95,48 @@ SIZE = 8 * 128 * 4
 @pytest.mark.parametrize(
     ("text", "kind", "payload", "wire"),
     [
-        ("f32[32,128]{1,0} all-gather(%x), dimensions={0}", "all-gather", 4 * SIZE, 3 * SIZE),
-        ("f32[8,128]{1,0} all-reduce(%x), to_apply=%add", "all-reduce", SIZE, 1.5 * SIZE),
-        ("f32[2,128]{1,0} reduce-scatter(%x), to_apply=%add", "reduce-scatter", SIZE, 0.75 * SIZE),
-        ("f32[8,128]{1,0} all-to-all(%x), dimensions={0}", "all-to-all", SIZE, 0.75 * SIZE),
+        (
+            "f32[32,128]{1,0} all-gather(%x), dimensions={0}",
+            "all-gather",
+            4 * SIZE,
+            3 * SIZE,
+        ),
+        (
+            "f32[8,128]{1,0} all-reduce(%x), to_apply=%add",
+            "all-reduce",
+            SIZE,
+            1.5 * SIZE,
+        ),
+        (
+            "f32[2,128]{1,0} reduce-scatter(%x), to_apply=%add",
+            "reduce-scatter",
+            SIZE,
+            0.75 * SIZE,
+        ),
+        (
+            "f32[8,128]{1,0} all-to-all(%x), dimensions={0}",
+            "all-to-all",
+            SIZE,
+            0.75 * SIZE,
+        ),
     ],
 )
 def test_bytes_and_wire_bytes_of_each_kind(text, kind, payload, wire):
-    found = only(program(f"  %r = {text}, replica_groups=[2,4]<=[8]"), mesh_shape(data=2, fsdp=4))
-    assert (found.kind, found.bytes, found.wire_bytes, found.count) == (kind, payload, wire, 3)
-    assert found.in_loop and not found.asynchronous and found.link is None and found.step_s == 0
+    found = only(
+        program(f"  %r = {text}, replica_groups=[2,4]<=[8]"), mesh_shape(data=2, fsdp=4)
+    )
+    assert (found.kind, found.bytes, found.wire_bytes, found.count) == (
+        kind,
+        payload,
+        wire,
+        3,
+    )
+    assert (
+        found.in_loop
+        and not found.asynchronous
+        and found.link is None
+        and found.step_s == 0
+    )
 
 
 def test_permutes_send_their_bytes_once_along_the_axis_of_their_pairs():
@@ -111,7 +147,11 @@ def test_permutes_send_their_bytes_once_along_the_axis_of_their_pairs():
         "  %d = f32[8,128]{1,0} collective-permute-done(%s)"
     )
     found = only(program(line), mesh_shape(fsdp=4))
-    assert (found.kind, found.axis, found.wire_bytes) == ("collective-permute", "fsdp", SIZE)
+    assert (found.kind, found.axis, found.wire_bytes) == (
+        "collective-permute",
+        "fsdp",
+        SIZE,
+    )
     assert found.asynchronous and found.ends - found.begins == 2
 
 
@@ -145,10 +185,17 @@ def test_a_call_on_the_sparse_core_is_asynchronous():
 }
 """
     module = dataclasses.replace(
-        module, computations=module.computations | hlo.parse(inner + "ENTRY %e () -> f32[] {\n}").computations
+        module,
+        computations=module.computations
+        | hlo.parse(inner + "ENTRY %e () -> f32[] {\n}").computations,
     )
     found = only(module, mesh_shape(fsdp=4))
-    assert (found.kind, found.name, found.count, found.asynchronous) == ("all-reduce", "s", 3, True)
+    assert (found.kind, found.name, found.count, found.asynchronous) == (
+        "all-reduce",
+        "s",
+        3,
+        True,
+    )
 
 
 def test_a_gather_by_all_reduce_is_still_a_gather():
@@ -159,7 +206,11 @@ def test_a_gather_by_all_reduce_is_still_a_gather():
         "  %g = f32[32,128]{1,0} all-reduce(%own), replica_groups={}, to_apply=%add"
     )
     found = only(program(line), mesh_shape(fsdp=4))
-    assert (found.kind, found.what, found.gathers_weights) == ("all-reduce", "gather of blocks/mlp/up", True)
+    assert (found.kind, found.what, found.gathers_weights) == (
+        "all-reduce",
+        "gather of blocks/mlp/up",
+        True,
+    )
 
 
 def test_names_follow_weights_through_slices_and_casts():
@@ -168,64 +219,121 @@ def test_names_follow_weights_through_slices_and_casts():
         "  %g = bf16[32,128]{1,0} all-gather(%h), replica_groups=[1,4]<=[4], dimensions={0}"
     )
     found = only(program(line), mesh_shape(fsdp=4))
-    assert found.what == "gather of blocks/mlp/up" and found.gathers_weights and found.dtype == "bf16"
+    assert (
+        found.what == "gather of blocks/mlp/up"
+        and found.gathers_weights
+        and found.dtype == "bf16"
+    )
 
 
-# --- real programs --------------------------------------------------------------------------------
+# --- real programs --------------------------------------------------------------------
 
 
 def test_fusions_of_one_asynchronous_gather_count_once():
     found = read("v5e_fsdp256")
     gather = found["async-collective-start"]
-    assert (gather.kind, gather.axis, gather.dtype, gather.count) == ("all-gather", "fsdp", "bf16", 32)
+    assert (gather.kind, gather.axis, gather.dtype, gather.count) == (
+        "all-gather",
+        "fsdp",
+        "bf16",
+        32,
+    )
     assert gather.asynchronous and gather.bytes == 4096 * 64 * 128 * 2
     assert gather.what == "gather of blocks/attention/query"
     assert gather.module.startswith("Attention.heads (transformer.py:")
     assert gather.phase == "forward" and "dot_general" in gather.hidden_by
     assert not found["all-gather.217"].asynchronous
     gradient = found["all-reduce.64"]
-    assert (gradient.kind, gradient.dtype, gradient.phase) == ("all-reduce", "f32", "backward")
-    assert "blocks/attention/query" in gradient.what and gradient.what.startswith("gradient of ")
+    assert (gradient.kind, gradient.dtype, gradient.phase) == (
+        "all-reduce",
+        "f32",
+        "backward",
+    )
+    assert "blocks/attention/query" in gradient.what and gradient.what.startswith(
+        "gradient of "
+    )
     assert gradient.wire_s == pytest.approx(2 * 255 / 256 * 4096 * 64 * 128 * 4 / 180e9)
 
 
 def test_fused_all_reduce_and_slice_is_a_reduce_scatter():
     found = read("v5p_tensor4")
     gradient = found["fusion.408"]
-    assert (gradient.kind, gradient.axis, gradient.group_size) == ("reduce-scatter", "fsdp", 16)
+    assert (gradient.kind, gradient.axis, gradient.group_size) == (
+        "reduce-scatter",
+        "fsdp",
+        16,
+    )
     assert gradient.what == "gradient of blocks/attention/query" and gradient.count == 4
     activations = found["all-reduce.104"]
     assert (activations.axis, activations.what) == ("tensor", "activations")
     assert found["all-reduce.83"].axis == "fsdp+tensor"
     assert found["all-to-all"].axis == "fsdp" and not found["all-to-all"].in_loop
     permute = found["collective-permute-start"]
-    assert permute.asynchronous and permute.axis == "fsdp" and permute.what.startswith("gradient")
+    assert (
+        permute.asynchronous
+        and permute.axis == "fsdp"
+        and permute.what.startswith("gradient")
+    )
 
 
 @pytest.mark.parametrize("libtpu", [42, 50])
 def test_collectives_on_the_sparse_core_have_names_and_windows(libtpu):
     name = f"v5p_sparse_core_{libtpu}"
     found = {one.kind: one for one in read(name).values()}
-    gather, gradient, head = found["all-gather"], found["reduce-scatter"], found["all-reduce"]
-    assert all(one.asynchronous and one.axis == "fsdp" and one.group_size == 64 for one in found.values())
-    assert (gather.what, gather.dtype, gather.count) == ("gather of blocks/mlp/up", "bf16", 4)
-    assert gather.bytes == 4096 * 14336 * 2 and gather.module.startswith("FeedForward.__call__ (layers.py:")
-    assert (gradient.what, gradient.phase, gradient.count) == ("gradient", "backward", 4)
+    gather, gradient, head = (
+        found["all-gather"],
+        found["reduce-scatter"],
+        found["all-reduce"],
+    )
+    assert all(
+        one.asynchronous and one.axis == "fsdp" and one.group_size == 64
+        for one in found.values()
+    )
+    assert (gather.what, gather.dtype, gather.count) == (
+        "gather of blocks/mlp/up",
+        "bf16",
+        4,
+    )
+    assert gather.bytes == 4096 * 14336 * 2 and gather.module.startswith(
+        "FeedForward.__call__ (layers.py:"
+    )
+    assert (gradient.what, gradient.phase, gradient.count) == (
+        "gradient",
+        "backward",
+        4,
+    )
     assert gradient.bytes == 4 * 4096 * 14336 and gradient.module.startswith(
         "FeedForward.__call__ (layers.py:"
     )
     assert (head.what, head.count, head.bytes) == ("gradient", 1, 4096 * 128256 * 4)
-    # 0.0.50.1 starts them long before there is anything to send: the window opens with the operands.
-    steps = list(hlo.parse((HLO / f"{name}.txt").read_text()).computations[gather.computation].values())
-    assert any("slice_convert_fusion" in operand for operand in steps[gather.begins].operands)
-    assert "dot_general" in gather.hidden_by and steps[gather.ends].opcode == "call-done"
+    # 0.0.50.1 starts them long before there is anything to send: the window opens with
+    # the operands.
+    steps = list(
+        hlo.parse((HLO / f"{name}.txt").read_text())
+        .computations[gather.computation]
+        .values()
+    )
+    assert any(
+        "slice_convert_fusion" in operand for operand in steps[gather.begins].operands
+    )
+    assert (
+        "dot_general" in gather.hidden_by and steps[gather.ends].opcode == "call-done"
+    )
 
 
 def test_host_transfers_between_slices_are_collectives_over_the_slices():
     found = read("v5e_two_slices")
     gradient = found["send.28"]
-    assert (gradient.kind, gradient.axis, gradient.group_size) == ("all-reduce", "data", 2)
-    assert gradient.link.name == "DCN" and gradient.asynchronous and gradient.ends > gradient.begins + 5
+    assert (gradient.kind, gradient.axis, gradient.group_size) == (
+        "all-reduce",
+        "data",
+        2,
+    )
+    assert (
+        gradient.link.name == "DCN"
+        and gradient.asynchronous
+        and gradient.ends > gradient.begins + 5
+    )
     # Four layers, the first of them peeled off the loop.
     assert gradient.count == 3
     inside = found["all-reduce.163"]
@@ -244,22 +352,37 @@ def test_gpu_collectives_start_and_end():
 
 def test_a_loop_of_known_length_counts_from_where_it_starts():
     module = hlo.parse((HLO / "v5e_two_slices.txt").read_text())
-    (loop,) = (step for step in module.computations[module.entry].values() if step.opcode == "while")
+    (loop,) = (
+        step
+        for step in module.computations[module.entry].values()
+        if step.opcode == "while"
+    )
     (condition,) = loop.called("condition")
-    assert any("constant(4)" in step.text for step in module.computations[condition].values())
-    assert module.trip_count(loop) == 3  # from 1 to 4: the first iteration stands before it
+    assert any(
+        "constant(4)" in step.text for step in module.computations[condition].values()
+    )
+    # from 1 to 4: the first iteration stands before it
+    assert module.trip_count(loop) == 3
     assert {run.times for run in module.runs()} == {1, 3}
 
 
 def test_stack_of_an_instruction():
     module = hlo.parse((HLO / "v5p_tensor4.txt").read_text())
-    run = next(run for run in module.runs() if "all-gather.73" in module.computations[run.computation])
+    run = next(
+        run
+        for run in module.runs()
+        if "all-gather.73" in module.computations[run.computation]
+    )
     frames = module.stack(module.computations[run.computation]["all-gather.73"])
     names = [frame.function for frame in frames]
-    assert names.index("project") < names.index("Attention.heads") < names.index("Block.__call__")
+    assert (
+        names.index("project")
+        < names.index("Attention.heads")
+        < names.index("Block.__call__")
+    )
 
 
-# --- warnings -------------------------------------------------------------------------------------
+# --- warnings -------------------------------------------------------------------------
 
 
 def warned(found, **options):
@@ -268,8 +391,14 @@ def warned(found, **options):
 
 def test_synchronous_collectives_of_the_layer_loop_are_named_with_their_module():
     lines = warned(read("v5e_fsdp256").values())
-    assert any("32 all-reduces over fsdp in a loop are synchronous" in line for line in lines)
-    assert all("Attention.heads (transformer.py:" in line for line in lines if "synchronous" in line)
+    assert any(
+        "32 all-reduces over fsdp in a loop are synchronous" in line for line in lines
+    )
+    assert all(
+        "Attention.heads (transformer.py:" in line
+        for line in lines
+        if "synchronous" in line
+    )
     assert not any("async-collective" in line for line in lines)
 
 
@@ -278,19 +407,40 @@ def test_what_is_exposed_is_said_with_its_time_its_reason_and_its_cure():
     found = read("v5e_fsdp256")
     gradient, gather = found["all-reduce.64"], found["async-collective-start"]
     (line,) = warned([gradient], chip=v5e, step_s=10 * gradient.step_s)
-    assert "(10%)" in line.replace(".0", "").replace(" %", "%") and "whole gradients" in line
-    assert "TPU v5e moves only some gathers" in line and "precision.reduce=bfloat16 halves" in line
+    assert (
+        "(10%)" in line.replace(".0", "").replace(" %", "%")
+        and "whole gradients" in line
+    )
+    assert (
+        "TPU v5e moves only some gathers" in line
+        and "precision.reduce=bfloat16 halves" in line
+    )
     part = dataclasses.replace(gradient, axis="part of fsdp", what="activations")
-    (line,) = warned([part], chip=targets.parse("h100").chip, step_s=10 * gradient.step_s)
+    (line,) = warned(
+        [part], chip=targets.parse("h100").chip, step_s=10 * gradient.step_s
+    )
     assert "a smaller mesh.fsdp sends less" in line and "libtpu" not in line
-    (line,) = warned([gradient], chip=targets.parse("h100").chip, step_s=10 * gradient.step_s)
+    (line,) = warned(
+        [gradient], chip=targets.parse("h100").chip, step_s=10 * gradient.step_s
+    )
     assert "libtpu" not in line
-    (line,) = warned([dataclasses.replace(gradient, dtype="bf16")], chip=v5p, step_s=10 * gradient.step_s)
+    (line,) = warned(
+        [dataclasses.replace(gradient, dtype="bf16")],
+        chip=v5p,
+        step_s=10 * gradient.step_s,
+    )
     assert "SparseCore did not take" in line and "precision.reduce" not in line
     half = dataclasses.replace(gather, hidden_s=gather.step_s / 2)
     (line,) = warned([half], chip=v5e, step_s=10 * gather.step_s)
-    assert "compute that is too short" in line and "gather of blocks/attention/query" in line
-    assert not warned([dataclasses.replace(gather, hidden_s=gather.step_s)], chip=v5e, step_s=gather.step_s)
+    assert (
+        "compute that is too short" in line
+        and "gather of blocks/attention/query" in line
+    )
+    assert not warned(
+        [dataclasses.replace(gather, hidden_s=gather.step_s)],
+        chip=v5e,
+        step_s=gather.step_s,
+    )
     assert not warned([half], chip=v5e, step_s=1000 * gather.step_s)
 
 
@@ -299,7 +449,10 @@ def test_float32_gathers_and_reduced_gathers():
     assert not any("float32" in line for line in warned([gather]))
     wide = dataclasses.replace(gather, dtype="f32")
     assert any("they are used in bfloat16: cast" in line for line in warned([wide]))
-    assert any("precision.compute=bfloat16" in line for line in warned([wide], compute="float32"))
+    assert any(
+        "precision.compute=bfloat16" in line
+        for line in warned([wide], compute="float32")
+    )
     reduced = dataclasses.replace(gather, kind="all-reduce")
     assert any("gathered by all-reduce" in line for line in warned([reduced]))
 
@@ -308,7 +461,9 @@ def test_tensor_over_slow_links():
     tensor = next(one for one in read("h100_4x8").values() if one.axis == "tensor")
     assert not any("keep it inside" in line for line in warned([tensor]))
     slow = dataclasses.replace(tensor, link=targets.Link("InfiniBand", 5e10))
-    assert any("mesh axis tensor" in line and "InfiniBand" in line for line in warned([slow]))
+    assert any(
+        "mesh axis tensor" in line and "InfiniBand" in line for line in warned([slow])
+    )
 
 
 def test_rematerialisation_in_the_log_and_second_forwards():
@@ -324,7 +479,7 @@ def test_rematerialisation_in_the_log_and_second_forwards():
     assert warned([]) == []
 
 
-# --- codes of 8-bit floats ------------------------------------------------------------------------
+# --- codes of 8-bit floats ------------------------------------------------------------
 
 CODES = """HloModule test
 
@@ -357,9 +512,15 @@ all-gather-start(%made, %bytes), replica_groups={{0,1}}, dimensions={0}
 def test_codes_of_weights_are_gathered_in_bytes_and_named():
     shape = mesh_shape(fsdp=2)
     found = only(hlo.parse(CODES), shape)
-    assert (found.what, found.dtype, found.gathers_weights) == ("gather of blocks/mlp/up", "u8", True)
+    assert (found.what, found.dtype, found.gathers_weights) == (
+        "gather of blocks/mlp/up",
+        "u8",
+        True,
+    )
     assert found.bytes == 2 * (2048 * 4096 + 4 * 2048)  # and a few integers with them
     unknown = only(hlo.parse(CODES.replace("multiply(%slice", "maximum(%slice")), shape)
     assert unknown.what == "tokens"  # what is first there are integers
-    alone = CODES.replace("multiply(%slice", "maximum(%slice").replace("(%made, %bytes)", "(%bytes)")
+    alone = CODES.replace("multiply(%slice", "maximum(%slice").replace(
+        "(%made, %bytes)", "(%bytes)"
+    )
     assert only(hlo.parse(alone), shape).what == "gather of weights"

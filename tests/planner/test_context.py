@@ -1,4 +1,6 @@
-"""Sequences over several devices in a plan: bytes of each form, what it holds, layouts that have the axis."""
+"""Sequences over several devices in a plan: bytes of each form, what it holds, layouts
+that have the axis.
+"""
 
 import dataclasses
 import math
@@ -23,7 +25,9 @@ TINY = (
 
 
 def run_of(name: str, words: str = "") -> run_config.RunConfig:
-    config = schema.to_config_dict(run_config.from_config(files.load(name, folders=files.packaged_folders())))
+    config = schema.to_config_dict(
+        run_config.from_config(files.load(name, folders=files.packaged_folders()))
+    )
     pairs = dict(word.split("=", 1) for word in words.split())
     files.apply_overrides(config, pairs, run_config.full_schema(config.model.target))
     return run_config.from_config(config)
@@ -34,7 +38,7 @@ def cost(form: str, sizes: Sizes = LLAMA, **axes: int) -> context_costs.Cost:
     return context_costs.cost(sizes.form(rules), sizes)
 
 
-# --- bytes ----------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------
 
 ROW = 32_768 // 8 * 128 * 2  # bytes of one head of a device's part
 
@@ -44,8 +48,9 @@ ROW = 32_768 // 8 * 128 * 2  # bytes of one head of a device's part
     [
         ("heads", 80 * 7 / 8, 80 * 7 / 8),
         ("gather", 16 * 7, 16 * 7),
-        # Chunks change places on the way in and out; gradients of keys travel in float32, and home.
-        # Results stay: of their product with gradients a float32 of each head moves.
+        # Chunks change places on the way in and out; gradients of keys travel in
+        # float32, and home. Results stay: of their product with gradients a float32 of
+        # each head moves.
         ("ring", 80 + 16 * 7, 32 + 32 * 4 / 256 + (32 + 16) + 16 * 7 + 2 * 16 * 8),
     ],
 )
@@ -55,7 +60,10 @@ def test_a_device_sends_what_the_form_needs(form, forward, backward):
 
 
 def test_tensor_splits_heads_and_few_kv_heads_are_copied():
-    assert cost("heads", context=4, tensor=2).forward == cost("heads", context=4).forward / 2
+    assert (
+        cost("heads", context=4, tensor=2).forward
+        == cost("heads", context=4).forward / 2
+    )
     copied = cost("heads", context=16)  # 8 kv heads, of which each is held twice
     assert copied.forward == 2 * (32 + 16) * ROW / 2 * 15 / 16
     assert copied.keys == 16 * ROW / 2  # as much again as its own part
@@ -64,8 +72,14 @@ def test_tensor_splits_heads_and_few_kv_heads_are_copied():
 
 def test_what_is_held_of_others_grows_with_the_sequence_only_when_it_is_gathered():
     double = dataclasses.replace(LLAMA, length=65_536)
-    held = {form: [cost(form, own, context=8).keys for own in (LLAMA, double)] for form in ("gather", "ring")}
-    assert held["gather"] == [7 * 16 * ROW, 14 * 16 * ROW] and held["ring"] == [16 * ROW, 32 * ROW]
+    held = {
+        form: [cost(form, own, context=8).keys for own in (LLAMA, double)]
+        for form in ("gather", "ring")
+    }
+    assert held["gather"] == [7 * 16 * ROW, 14 * 16 * ROW] and held["ring"] == [
+        16 * ROW,
+        32 * ROW,
+    ]
     window = dataclasses.replace(LLAMA, window=5000)  # reaches two devices of 4,096
     assert cost("gather", window, context=8).forward == 2 * 16 * ROW
     assert cost("ring", window, context=8) == cost("gather", window, context=8)
@@ -73,16 +87,24 @@ def test_what_is_held_of_others_grows_with_the_sequence_only_when_it_is_gathered
 
 def test_the_last_part_of_the_queries_has_most_to_do():
     def busiest(form: str, words: str = "") -> float:
-        run = run_of("llama3_8b", f"batch.sequence_length=32768 context.attention={form} {words}")
-        return context.Attention(run, Rules(mesh_shape(context=8), attention=form), 32).busiest
+        run = run_of(
+            "llama3_8b", f"batch.sequence_length=32768 context.attention={form} {words}"
+        )
+        return context.Attention(
+            run, Rules(mesh_shape(context=8), attention=form), 32
+        ).busiest
 
-    assert [busiest(form) for form in ("heads", "ring", "gather")] == [1, 1, pytest.approx(2 - 1 / 8)]
+    assert [busiest(form) for form in ("heads", "ring", "gather")] == [
+        1,
+        1,
+        pytest.approx(2 - 1 / 8),
+    ]
     # Of the layers with a window every part has equal work.
     some = busiest("gather", "model.window=4096 model.layer_pattern=local,global")
     assert 1 < some < 2 - 1 / 8
 
 
-# --- programs -------------------------------------------------------------------------------------
+# --- programs -------------------------------------------------------------------------
 
 
 def test_collectives_are_called_by_what_attention_moves():
@@ -111,19 +133,26 @@ ENTRY %main (p: f32[8,4096]) -> f32[8,4096] {
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["heads", "gather", "ring"])
 def test_a_compiled_step_sends_what_the_formula_says(form, tmp_path):
-    run = run_of("quickstart", f"{TINY} mesh.context=4 context.attention={form} remat.policy=full")
-    made = plan.make_plan(run, targets.parse("cpu:4"), options=CompileOptions(cache=tmp_path))
+    run = run_of(
+        "quickstart",
+        f"{TINY} mesh.context=4 context.attention={form} remat.policy=full",
+    )
+    made = plan.make_plan(
+        run, targets.parse("cpu:4"), options=CompileOptions(cache=tmp_path)
+    )
     found, (layer,) = made.to_json()["context"], made.to_json()["context"]["layers"]
     assert {one["axis"] for one in found["exchanged"]} == {"context"}
     sequences, layers = 4, 2
     wanted = sequences * layers * (2 * layer["forward"] + layer["backward"])
     assert sum(one["wire_bytes"] for one in found["exchanged"]) == pytest.approx(wanted)
-    assert found["why"][0].startswith(f"context 4: attention by {form}: set by context.attention")
+    assert found["why"][0].startswith(
+        f"context 4: attention by {form}: set by context.attention"
+    )
     text = " ".join(show.as_text(made.to_json()).split())  # lines are wrapped
     assert "attention over a split sequence" in text and found["why"][0] in text
 
 
-# --- memory ---------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------
 
 
 def peak(words: str) -> dict[str, int]:
@@ -133,30 +162,44 @@ def peak(words: str) -> dict[str, int]:
 
 
 def test_activations_are_those_of_a_devices_tokens():
-    one = peak("batch.sequence_length=8192 mesh.fsdp=16 mesh.data=4 batch.global_size=64")
-    more = peak("batch.sequence_length=32768 batch.global_size=16 mesh.fsdp=16 mesh.context=4")
+    one = peak(
+        "batch.sequence_length=8192 mesh.fsdp=16 mesh.data=4 batch.global_size=64"
+    )
+    more = peak(
+        "batch.sequence_length=32768 batch.global_size=16 mesh.fsdp=16 mesh.context=4"
+    )
     same = ("saved: block_input", "working set", "gathered weights")
     assert {name: one[name] for name in same} == {name: more[name] for name in same}
     # Devices of context share out parameters and their state, those of data do not.
-    assert one["optimizer state"] == pytest.approx(4 * more["optimizer state"], rel=0.01)
+    assert one["optimizer state"] == pytest.approx(
+        4 * more["optimizer state"], rel=0.01
+    )
 
 
 def test_gathered_keys_are_there_in_the_backward_pass():
-    words = "batch.sequence_length=131072 batch.global_size=4 mesh.fsdp=4 mesh.context=16"
+    words = (
+        "batch.sequence_length=131072 batch.global_size=4 mesh.fsdp=4 mesh.context=16"
+    )
     assert "keys of other devices" not in peak(f"{words} model.num_kv_heads=16")
     gathered = peak(f"{words} context.attention=gather")["keys of other devices"]
     assert gathered == 15 / 16 * 131_072 * 2 * 8 * 128 * 2
 
 
-# --- layouts --------------------------------------------------------------------------------------
+# --- layouts --------------------------------------------------------------------------
 
 
-def fastest(words: str, config: str = "llama3_8b", on: str = "v5p:4x4x4") -> layouts.Candidate:
+def fastest(
+    words: str, config: str = "llama3_8b", on: str = "v5p:4x4x4"
+) -> layouts.Candidate:
     run, target = run_of(config, words), targets.parse(on)
     meshes, _, spec = layouts.legal_meshes(run, target)
     assert {shape.sizes["pipeline"] for _, shape in meshes} > {1}
     kept = ("fsdp", "tensor", "context")
-    meshes = [(one, shape) for one, shape in meshes if math.prod(shape.sizes[a] for a in kept) == 64]
+    meshes = [
+        (one, shape)
+        for one, shape in meshes
+        if math.prod(shape.sizes[a] for a in kept) == 64
+    ]
     found = list(layouts.candidates(run, target, meshes, spec))
     assert {one.shape.sizes["context"] for one in found} > {1}
     return min(found, key=lambda one: one.estimate.step_s)
@@ -164,7 +207,9 @@ def fastest(words: str, config: str = "llama3_8b", on: str = "v5p:4x4x4") -> lay
 
 def test_long_sequences_that_are_fewer_than_devices_are_shared_out():
     one = fastest("batch.sequence_length=131072 batch.global_size=4")
-    assert one.shape.sizes["context"] >= 8 and f"mesh.context={one.shape.sizes['context']}" in one.overrides(
+    assert one.shape.sizes[
+        "context"
+    ] >= 8 and f"mesh.context={one.shape.sizes['context']}" in one.overrides(
         run_of("llama3_8b", "batch.sequence_length=131072 batch.global_size=4")
     )
     assert one.estimate.context > 0 and "context" in one.text
@@ -176,43 +221,66 @@ def test_short_sequences_of_a_large_batch_are_not():
 
 
 def test_a_search_keeps_the_rules_of_a_run():
-    run = run_of("llama3_8b", "batch.sequence_length=131072 batch.global_size=4 context.attention=heads")
+    run = run_of(
+        "llama3_8b",
+        "batch.sequence_length=131072 batch.global_size=4 context.attention=heads",
+    )
     meshes, illegal, _ = layouts.legal_meshes(run, targets.parse("v5p:4x4x4"))
-    assert all(32 % (shape.sizes["context"] * shape.sizes["tensor"]) == 0 for _, shape in meshes)
+    assert all(
+        32 % (shape.sizes["context"] * shape.sizes["tensor"]) == 0
+        for _, shape in meshes
+    )
     assert any("context.attention=heads" in reason for reason in illegal)
     sizes = {shape.sizes["context"] for _, shape in meshes}
     assert sizes == {1, 2, 4, 8, 16, 32}
-    assert context.sizes_to_try(run_of("llama3_8b", "batch.sequence_length=6144"), 64) == [1, 2, 4]
+    assert context.sizes_to_try(
+        run_of("llama3_8b", "batch.sequence_length=6144"), 64
+    ) == [1, 2, 4]
     assert context.sizes_to_try(run_of("vit_digits"), 64) == [1]
     nodes = run_of("llama3_8b", "batch.sequence_length=131072 batch.global_size=16")
     meshes, illegal, _ = layouts.legal_meshes(nodes, targets.parse("h100:2x8"))
     assert max(shape.sizes["context"] for _, shape in meshes) == 8
-    assert any("mesh.context=N talks in every layer, over InfiniBand" in reason for reason in illegal)
+    assert any(
+        "mesh.context=N talks in every layer, over InfiniBand" in reason
+        for reason in illegal
+    )
 
 
 def forms_of(words: str, on: str = "v5p:4x4x4") -> dict[int, list[str]]:
-    """Returns the values of context.attention that a search tries, by the size of the axis."""
+    """Returns the values of context.attention that a search tries, by the size of the
+    axis.
+    """
     run, target = run_of("llama3_8b", words), targets.parse(on)
     meshes, _, spec = layouts.legal_meshes(run, target)
     alone = [
-        (one, shape) for one, shape in meshes if math.prod(shape.sizes[a] for a in ("fsdp", "context")) == 64
+        (one, shape)
+        for one, shape in meshes
+        if math.prod(shape.sizes[a] for a in ("fsdp", "context")) == 64
     ]
     found: dict[int, list[str]] = {}
     for one in layouts.candidates(run, target, alone, spec):
         tried = found.setdefault(one.shape.sizes["context"], [])
         form = one.run.context.attention
         if form not in tried:
-            assert (f"context.attention={form}" in one.overrides(run)) == (form != run.context.attention)
-            assert (f"attention by {form}" in one.text) == (form != "auto" and one.shape.sizes["context"] > 1)
+            assert (f"context.attention={form}" in one.overrides(run)) == (
+                form != run.context.attention
+            )
+            assert (f"attention by {form}" in one.text) == (
+                form != "auto" and one.shape.sizes["context"] > 1
+            )
             tried.append(form)
     return found
 
 
 def test_a_search_tries_the_forms_that_none_beats_in_time_and_memory():
     batch = "batch.global_size=64 batch.sequence_length"
-    # By heads all have equal work, and copies of 8 kv heads are more than a ring's chunk on 32 devices alone.
+    # By heads all have equal work, and copies of 8 kv heads are more than a ring's
+    # chunk on 32 devices alone.
     found = forms_of(f"{batch}=131072")
-    assert found[1] == found[8] == found[16] == ["auto"] and found[32] == ["auto", "ring"]
+    assert found[1] == found[8] == found[16] == ["auto"] and found[32] == [
+        "auto",
+        "ring",
+    ]
     # Heads that do not divide: `auto` gathers, whose last device sees the most keys.
     found = forms_of(f"{batch}=131072 model.num_heads=20 model.num_kv_heads=4")
     assert found[2] == found[4] == ["auto"] and found[8] == ["auto", "ring"]
@@ -226,4 +294,6 @@ def test_what_cannot_be_split_is_refused_as_a_run_is():
     run = run_of("llama3_8b", "batch.sequence_length=1000 mesh.context=16 mesh.fsdp=4")
     with pytest.raises(ConfigError, match="not divisible by mesh.context=16"):
         plan.plan_by_arithmetic(run, targets.parse("v5p:4x4x4"))
-    assert math.isfinite(peak("mesh.context=2 mesh.fsdp=32 batch.global_size=32")["parameters"])
+    assert math.isfinite(
+        peak("mesh.context=2 mesh.fsdp=32 batch.global_size=32")["parameters"]
+    )

@@ -1,4 +1,6 @@
-"""Experts in a plan: bytes of their exchange, its rounds, layouts that share them out, and bad input."""
+"""Experts in a plan: bytes of their exchange, its rounds, layouts that share them out,
+and bad input.
+"""
 
 from importlib.util import find_spec
 
@@ -9,13 +11,29 @@ from jaxdist.config import ConfigError, files, schema
 from jaxdist.ops.experts.mixture import SLACK
 from jaxdist.parallel.axes import AXES
 from jaxdist.parallel.mesh import MeshShape
-from jaxdist.planner import communication, experts, layouts, memory, plan, rules_of_thumb, search, targets
+from jaxdist.planner import (
+    communication,
+    experts,
+    layouts,
+    memory,
+    plan,
+    rules_of_thumb,
+    search,
+    targets,
+)
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.telemetry import hlo
 from jaxdist.trainer import cli, run_config
 from support.stored_programs import mesh_shape
 
-QWEN = experts.Mixture(experts=128, chosen=8, width=2048, layers=48, kernels=3 * 128 * 2048 * 768, computed=2)
+QWEN = experts.Mixture(
+    experts=128,
+    chosen=8,
+    width=2048,
+    layers=48,
+    kernels=3 * 128 * 2048 * 768,
+    computed=2,
+)
 TINY = (
     "model.num_layers=2 model.d_model=64 model.d_ff=64 model.num_heads=4 model.num_kv_heads=2 "
     "model.head_dim=16 model.vocab_size=128 model.num_experts=8 batch.global_size=8 batch.sequence_length=64 "
@@ -31,7 +49,7 @@ def run_of(name: str, words: str = "") -> run_config.RunConfig:
     return run_config.from_config(config)
 
 
-# --- bytes and rounds -----------------------------------------------------------------------------
+# --- bytes and rounds -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("parts", [8, 16, 64])
@@ -39,19 +57,28 @@ def test_rounds_send_each_row_five_times(parts):
     kind, payload = QWEN.exchanged_bytes(parts)
     assert kind == "all-to-all" and QWEN.exchange(parts) == "rounds"
     sent = communication.wire_bytes(kind, payload, parts)
-    assert sent == pytest.approx(5 * 8 * 1.25 * (parts - 1) / parts * 2048 * 2)  # docs/experts.md, a token
+    # docs/experts.md, a token
+    assert sent == pytest.approx(5 * 8 * 1.25 * (parts - 1) / parts * 2048 * 2)
 
 
 def test_few_devices_gather_tokens():
     kind, payload = QWEN.exchanged_bytes(4)
-    assert kind == "all-gather" and QWEN.exchange(4) == "gather" and QWEN.exchange(1) == ""
+    assert (
+        kind == "all-gather" and QWEN.exchange(4) == "gather" and QWEN.exchange(1) == ""
+    )
     assert communication.wire_bytes(kind, payload, 4) == pytest.approx(5 * 3 * 2048 * 2)
     assert QWEN.exchanged_bytes(1)[1] == 0
 
 
 def test_a_skewed_load_takes_more_rounds():
     assert [experts.rounds(load) for load in (1, 1.25, 1.26, 2.5, 3)] == [1, 1, 2, 2, 3]
-    assert [experts.rounds(load, 2) for load in (1, 1.25, 1.26, 2.5, 3)] == [2, 2, 3, 4, 5]
+    assert [experts.rounds(load, 2) for load in (1, 1.25, 1.26, 2.5, 3)] == [
+        2,
+        2,
+        3,
+        4,
+        5,
+    ]
 
 
 @pytest.mark.slow
@@ -59,17 +86,22 @@ def test_a_compiled_step_sends_what_the_formula_says(tmp_path):
     run = run_of("quickstart", f"{TINY} mesh.expert=4")
     options = CompileOptions(cache=tmp_path)
     even, skewed = (
-        plan.make_plan(run, targets.parse("cpu:4"), options=options, expert_load=load).to_json()
+        plan.make_plan(
+            run, targets.parse("cpu:4"), options=options, expert_load=load
+        ).to_json()
         for load in (1, 3)
     )
     tokens, mixture = 8 * 64 / 4, experts.Mixture(8, 2, 64, 2, 0, computed=4)
     sent = mixture.layers * tokens * mixture.exchanged_bytes(4)[1]
-    routers = 3 * mixture.layers * tokens * 2 * SLACK * 4  # weights go along, and their gradient comes back
+    # weights go along, and their gradient comes back
+    routers = 3 * mixture.layers * tokens * 2 * SLACK * 4
     moved = even["experts"]["exchanged"]
     assert {(one["kind"], one["axis"]) for one in moved} == {("all-to-all", "expert")}
     assert [one["what"] for one in moved] == ["rows to experts", "rows from experts"]
     assert sent < sum(one["bytes"] for one in moved) <= sent + routers
-    assert "even load" in even["experts"]["assumption"] and even["experts"]["rounds"] == 1
+    assert (
+        "even load" in even["experts"]["assumption"] and even["experts"]["rounds"] == 1
+    )
     assert skewed["experts"]["rounds"] == 3
     more = [one["bytes"] for one in skewed["experts"]["exchanged"]]
     assert more == [3 * one["bytes"] for one in moved]
@@ -103,44 +135,73 @@ ENTRY %main (p: f32[8,16]) -> f32[8,16] {
     module, shape = hlo.parse(text), mesh_shape(expert=4)
     for load, count in ((1, 1), (2, 2), (4, 4)):
         (one,) = communication.collectives(experts.with_load(module, load), shape)
-        assert (one.what, one.axis, one.count, one.bytes) == ("rows to experts", "expert", count, 8 * 16 * 4)
+        assert (one.what, one.axis, one.count, one.bytes) == (
+            "rows to experts",
+            "expert",
+            count,
+            8 * 16 * 4,
+        )
 
 
-# --- links ----------------------------------------------------------------------------------------
+# --- links ----------------------------------------------------------------------------
 
 
 def test_an_all_to_all_passes_other_members_of_a_torus():
     def seconds(target, kind, **sizes):
         shape = MeshShape({a: sizes.get(a, 1) for a in AXES}, dict.fromkeys(AXES, 1))
         link, n = targets.parse(target).axis_link(shape, "expert"), sizes["expert"]
-        return link.bytes_per_s * link.seconds(kind, communication.wire_bytes(kind, 1.0, n))
+        return link.bytes_per_s * link.seconds(
+            kind, communication.wire_bytes(kind, 1.0, n)
+        )
 
-    assert seconds("v5e:16x16", "all-to-all", expert=16, fsdp=16) == pytest.approx(16 / 4)  # n / 4 on a ring
-    assert seconds("v5e:16x16", "all-gather", expert=16, fsdp=16) == pytest.approx(15 / 16)
-    assert seconds("h100:1x8", "all-to-all", expert=8) == pytest.approx(7 / 8)  # a switch
+    # n / 4 on a ring
+    assert seconds("v5e:16x16", "all-to-all", expert=16, fsdp=16) == pytest.approx(
+        16 / 4
+    )
+    assert seconds("v5e:16x16", "all-gather", expert=16, fsdp=16) == pytest.approx(
+        15 / 16
+    )
+    # a switch
+    assert seconds("h100:1x8", "all-to-all", expert=8) == pytest.approx(7 / 8)
     assert seconds("v5e:2x2", "all-to-all", expert=2, fsdp=2) == pytest.approx(1 / 2)
 
 
-# --- layouts --------------------------------------------------------------------------------------
+# --- layouts --------------------------------------------------------------------------
 
 
 def test_layouts_share_out_experts_and_price_it():
-    run, target = run_of("mixtral_8x7b", "batch.global_size=16"), targets.parse("h100:2x8")
+    run, target = (
+        run_of("mixtral_8x7b", "batch.global_size=16"),
+        targets.parse("h100:2x8"),
+    )
     meshes, illegal, spec = layouts.legal_meshes(run, target)
     sizes = {shape.sizes["expert"] for _, shape in meshes}
     assert sizes == {1, 2, 4, 8}
-    assert any("over InfiniBand" in reason for reason in illegal)  # 8 on two nodes, beside tensor
-    kept = [(one, shape) for one, shape in meshes if shape.sizes["expert"] * shape.sizes["fsdp"] == 16]
+    # 8 on two nodes, beside tensor
+    assert any("over InfiniBand" in reason for reason in illegal)
+    kept = [
+        (one, shape)
+        for one, shape in meshes
+        if shape.sizes["expert"] * shape.sizes["fsdp"] == 16
+    ]
     found = {
         c.shape.sizes["expert"]: c
         for c in layouts.candidates(run, target, kept, spec)
-        if c.run.remat.policy == "full" and c.run.mesh.zero == 3 and c.run.batch.accumulation == 1
+        if c.run.remat.policy == "full"
+        and c.run.mesh.zero == 3
+        and c.run.batch.accumulation == 1
     }
     without, most = found[1].estimate, found[8].estimate
-    assert without.exchange == 0 < most.exchange and most.gathers < 0.6 * without.gathers
-    assert found[1].state_bytes == pytest.approx(found[8].state_bytes)  # all is held once
+    assert (
+        without.exchange == 0 < most.exchange and most.gathers < 0.6 * without.gathers
+    )
+    # all is held once
+    assert found[1].state_bytes == pytest.approx(found[8].state_bytes)
     assert "mesh.expert=8" in found[8].overrides(run) and "expert 8" in found[8].text
-    skewed = {c.text: c.estimate.exchange for c in layouts.candidates(run, target, kept, spec, expert_load=3)}
+    skewed = {
+        c.text: c.estimate.exchange
+        for c in layouts.candidates(run, target, kept, spec, expert_load=3)
+    }
     assert skewed[found[8].text] == pytest.approx(3 * most.exchange)
 
 
@@ -157,59 +218,91 @@ def test_layouts_with_and_without_the_axis_are_compared():
     plain, shared, half = (layouts.Candidate(run, shape, None, 0) for shape in shapes)
     done = [search.Compiled(one, None) for one in (shared, half)]
     assert search._other_kind([shared, half, plain], done) is plain
-    assert search._other_kind([shared, plain], [*done, search.Compiled(plain, None)]) is None
+    assert (
+        search._other_kind([shared, plain], [*done, search.Compiled(plain, None)])
+        is None
+    )
     assert search._other_kind([plain, shared], [search.Compiled(plain, None)]) is shared
 
 
 def test_rules_of_thumb_with_experts():
     few, many = experts.tokens_worth(QWEN) / 4, experts.tokens_worth(QWEN) * 4
-    assert experts.tokens_worth(QWEN) == pytest.approx(2.4 * 128 * 768 / (8 * 1.25))  # n large
+    # n large
+    assert experts.tokens_worth(QWEN) == pytest.approx(2.4 * 128 * 768 / (8 * 1.25))
     target = targets.parse("v5p:4x4x4")
 
     def mesh(tokens):
-        return rules_of_thumb.rule_of_thumb(30e9, target, 48, tokens, QWEN, active=3.3e9)
+        return rules_of_thumb.rule_of_thumb(
+            30e9, target, 48, tokens, QWEN, active=3.3e9
+        )
 
     assert mesh(many).mesh.expert == 1 and mesh(many).mesh.fsdp == 64
     found = mesh(few)
     assert found.mesh.expert > 1 and found.mesh.expert * found.mesh.fsdp == 64
-    assert f"mesh.expert={found.mesh.expert}" in found.overrides and "tokens a device" in found.reasons[-1]
-    node = rules_of_thumb.rule_of_thumb(30e9, targets.parse("h100:2x8"), 48, few, QWEN, active=3.3e9).mesh
-    assert node.expert > 1 and node.expert * node.fsdp * node.data * node.tensor * node.pipeline == 16
+    assert (
+        f"mesh.expert={found.mesh.expert}" in found.overrides
+        and "tokens a device" in found.reasons[-1]
+    )
+    node = rules_of_thumb.rule_of_thumb(
+        30e9, targets.parse("h100:2x8"), 48, few, QWEN, active=3.3e9
+    ).mesh
+    assert (
+        node.expert > 1
+        and node.expert * node.fsdp * node.data * node.tensor * node.pipeline == 16
+    )
     assert rules_of_thumb.rule_of_thumb(30e9, target, 48, few).mesh.expert == 1
 
 
-# --- memory ---------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------
 
 
 def test_the_state_of_experts_is_the_compilers_arguments():
-    run, target = run_of("quickstart", f"{TINY} mesh.expert=4 mesh.fsdp=2"), targets.parse("cpu:8")
+    run, target = (
+        run_of("quickstart", f"{TINY} mesh.expert=4 mesh.fsdp=2"),
+        targets.parse("cpu:8"),
+    )
     _, rules, spec = targets.validate_for(run, target)
     found = memory.components(run, spec, rules, target)
-    kernels = sum(x.size for x, names in spec.named_parameters().values() if "experts" in names)
+    kernels = sum(
+        x.size for x, names in spec.named_parameters().values() if "experts" in names
+    )
     vectors = sum(
-        x.size for x, _ in spec.named_parameters().values() if len(x.shape) <= 2 and 128 not in x.shape
+        x.size
+        for x, _ in spec.named_parameters().values()
+        if len(x.shape) <= 2 and 128 not in x.shape
     )
     least = 4 * (spec.parameter_count - vectors) / 8
-    assert kernels > spec.parameter_count / 2 and least <= found["parameters"] <= least + 4 * vectors
+    assert (
+        kernels > spec.parameter_count / 2
+        and least <= found["parameters"] <= least + 4 * vectors
+    )
 
 
-# --- bad input, through the command ---------------------------------------------------------------
+# --- bad input, through the command ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         ("--config.mesh.expert=8 --config.model.num_experts=6", "experts"),
-        ("--config.model.num_experts=4 --config.model.experts_per_token=8", "experts_per_token"),
+        (
+            "--config.model.num_experts=4 --config.model.experts_per_token=8",
+            "experts_per_token",
+        ),
         ("--config.mesh.expert=2", "has no experts"),
-        ("--config.mesh.expert=8 --config.model.num_experts=8 --config.mesh.dcn.expert=2", "mesh.dcn.expert"),
+        (
+            "--config.mesh.expert=8 --config.model.num_experts=8 --config.mesh.dcn.expert=2",
+            "mesh.dcn.expert",
+        ),
         ("--expert-load=2", "the model has no experts"),
     ],
 )
 def test_bad_input_is_refused_as_train_does(words, says, monkeypatch, capsys):
     arguments = ["--config", "quickstart", "--on", "v5e:2x4", *words.split()]
     on = ["--on", "v5e:2x4x2"] if "dcn" in words else []
-    monkeypatch.setattr(plan, "compile_run", lambda *_, **__: pytest.fail("nothing is to be compiled"))
+    monkeypatch.setattr(
+        plan, "compile_run", lambda *_, **__: pytest.fail("nothing is to be compiled")
+    )
     code = cli.exit_code(lambda: jaxdist.plan.main([*arguments, *on]))
     said = capsys.readouterr().err.strip().splitlines()
     assert code == 78
@@ -230,7 +323,9 @@ def test_a_search_compiles_layouts_with_and_without_the_axis(tmp_path):
         "batch.sequence_length=128 precision.compute=bfloat16 optimizer.name=adamw"
     )
     run, target = run_of("quickstart", words), targets.parse("v5e:2x2")
-    found = search.search(run, target, finalists=2, options=CompileOptions(cache=tmp_path))
+    found = search.search(
+        run, target, finalists=2, options=CompileOptions(cache=tmp_path)
+    )
     seconds = {True: [], False: []}
     for one in found.compiled:
         seconds[experts.AXIS in one.layout.axes].append(one.seconds)

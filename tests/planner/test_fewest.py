@@ -1,4 +1,6 @@
-"""The smallest machine: sizes in order, ZeRO stages by arithmetic, what the compiler refuses is passed."""
+"""The smallest machine: sizes in order, ZeRO stages by arithmetic, what the compiler
+refuses is passed.
+"""
 
 import json
 from dataclasses import replace
@@ -16,17 +18,28 @@ from support.runs import run_of
 
 def texts(family, count):
     return [
-        target.text.partition(":")[2] for target, _ in zip(fewest.sizes(family), range(count), strict=False)
+        target.text.partition(":")[2]
+        for target, _ in zip(fewest.sizes(family), range(count), strict=False)
     ]
 
 
 def test_sizes_are_those_that_are_sold():
     assert texts("h100", 6) == ["1x1", "1x2", "1x4", "1x8", "2x8", "4x8"]
     assert texts("h100@25GB/s", 5)[-1] == "2x8@25GB/s"
-    assert texts("h100-pcie", 99) == ["1x1", "1x2", "1x4", "1x8"]  # no network is sold with it
+    # no network is sold with it
+    assert texts("h100-pcie", 99) == ["1x1", "1x2", "1x4", "1x8"]
     assert texts("v5p", 9)[4:] == ["4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16"]
     assert texts("v5e", 10)[-2:] == ["16x16x2", "16x16x4"]
-    assert texts("gb200", 8) == ["1x1", "1x2", "1x4", "1x8", "1x16", "1x32", "1x64", "1x72"]
+    assert texts("gb200", 8) == [
+        "1x1",
+        "1x2",
+        "1x4",
+        "1x8",
+        "1x16",
+        "1x32",
+        "1x64",
+        "1x72",
+    ]
     assert texts("trillium", 1) == ["1x1"]  # another name of v6e
     with pytest.raises(ConfigError, match="must be a family of chips"):
         next(fewest.sizes("h9"))
@@ -39,11 +52,14 @@ def test_the_first_that_the_compiler_takes_is_the_smallest(monkeypatch):
 
     def compiled(run, target, **options):  # refuses the first
         asked.append((target.text, run.mesh.zero, run.batch.accumulation))
-        return replace(plan_by_arithmetic(run, target), fits=len(asked) > 1, peak_bytes=1)
+        return replace(
+            plan_by_arithmetic(run, target), fits=len(asked) > 1, peak_bytes=1
+        )
 
     monkeypatch.setattr(fewest, "make_plan", compiled)
     found = fewest.fewest(
-        run_of("llama3_8b", **{"batch.global_size": 8, "batch.sequence_length": 512}), "h100"
+        run_of("llama3_8b", **{"batch.global_size": 8, "batch.sequence_length": 512}),
+        "h100",
     )
     by_size = {}
     for row in found.rows:
@@ -53,21 +69,31 @@ def test_the_first_that_the_compiler_takes_is_the_smallest(monkeypatch):
     assert [row.zero for row in by_size["h100:1x4"]] == [0, 1, 2, 3]
     assert found.exit_code == 0 and len(asked) == 2
     assert (found.best.target.text, found.best.run.mesh.zero) == asked[1][:2]
-    assert [text for text, *_ in asked] == ["h100:1x2", "h100:1x4"] and list(by_size)[-1] == "h100:1x8"
+    assert [text for text, *_ in asked] == ["h100:1x2", "h100:1x4"] and list(by_size)[
+        -1
+    ] == "h100:1x8"
     peaks = {row.zero: row.peak_bytes for row in by_size["h100:1x4"]}
     assert peaks[3] < peaks[1] < peaks[0]
     best = found.to_json()["best"]
-    assert best["fits"] and any(word.startswith("mesh.fsdp=") for word in best["overrides"])
+    assert best["fits"] and any(
+        word.startswith("mesh.fsdp=") for word in best["overrides"]
+    )
     assert "batch.accumulation=1" in best["overrides"]  # whatever the config says
 
 
 def test_a_batch_is_cut_into_all_parts_that_its_shards_allow():
-    run = run_of("llama3_8b", **{"batch.global_size": 24, "remat.policy": "dots", "batch.accumulation": 8})
+    run = run_of(
+        "llama3_8b",
+        **{"batch.global_size": 24, "remat.policy": "dots", "batch.accumulation": 8},
+    )
     at_once = replace(run, batch=replace(run.batch, accumulation=1))
     whole = plan_by_arithmetic(at_once, targets.parse("h100:1x8"))
-    (row,) = (row for row in fewest._rows(run, targets.parse("h100:1x8")) if row.zero == 3)
+    (row,) = (
+        row for row in fewest._rows(run, targets.parse("h100:1x8")) if row.zero == 3
+    )
     assert memory.accounted_peak(whole.components) > whole.capacity_bytes
-    assert row.fits and row.run.batch.accumulation == 3  # of 3 samples a device; 2 parts are none
+    # of 3 samples a device; 2 parts are none
+    assert row.fits and row.run.batch.accumulation == 3
 
 
 def rows_of(run, on):
@@ -75,14 +101,22 @@ def rows_of(run, on):
 
 
 def test_a_sequence_that_no_device_holds_is_split():
-    long = {"batch.global_size": 4, "batch.sequence_length": 131_072, "batch.accumulation": 1}
+    long = {
+        "batch.global_size": 4,
+        "batch.sequence_length": 131_072,
+        "batch.accumulation": 1,
+    }
     found = rows_of(run_of("llama3_8b", **long), "v5p:2x2x4")
     assert found[3].fits and found[3].run.mesh.context == 4  # 4 sequences on 16 devices
     assert "mesh.context=4" in found[3].overrides()
     longer = long | {"batch.sequence_length": 1_048_576, "batch.global_size": 64}
     assert rows_of(run_of("llama3_8b", **longer), "v5p:4x4x4")[3].run.mesh.context > 1
     short = rows_of(run_of("llama3_8b"), "v5p:4x4x4")[3]
-    assert short.fits and short.run.mesh.context == 1 and "context" not in " ".join(short.overrides())
+    assert (
+        short.fits
+        and short.run.mesh.context == 1
+        and "context" not in " ".join(short.overrides())
+    )
 
 
 def test_machines_for_a_model_with_experts(monkeypatch):
@@ -95,11 +129,15 @@ def test_machines_for_a_model_with_experts(monkeypatch):
     monkeypatch.setattr(fewest, "make_plan", compiled)
     run = run_of("mixtral_8x7b", **{"mesh.expert": 4, "batch.global_size": 64})
     found = fewest.fewest(run, "h100")
-    assert set(found.illegal) == {"h100:1x1", "h100:1x2"}  # fewer than the devices of the axis
+    # fewer than the devices of the axis
+    assert set(found.illegal) == {"h100:1x1", "h100:1x2"}
     assert found.best and {sizes["expert"] for _, sizes in asked} == {4}
     peaks = {row.target.text: row.peak_bytes for row in found.rows if row.zero == 3}
-    assert list(peaks) == ["h100:1x4", "h100:1x8", "h100:2x8", "h100:4x8"]  # 47 B x 12 bytes over 80 GB each
-    assert found.best.target.text == "h100:2x8" and sorted(peaks.values(), reverse=True) == [*peaks.values()]
+    # 47 B x 12 bytes over 80 GB each
+    assert list(peaks) == ["h100:1x4", "h100:1x8", "h100:2x8", "h100:4x8"]
+    assert found.best.target.text == "h100:2x8" and sorted(
+        peaks.values(), reverse=True
+    ) == [*peaks.values()]
 
 
 def test_refusals_of_one_size_leave_the_next_to_be_asked(monkeypatch, capsys):
@@ -110,7 +148,10 @@ def test_refusals_of_one_size_leave_the_next_to_be_asked(monkeypatch, capsys):
         return replace(plan_by_arithmetic(run, target), fits=False, peak_bytes=1)
 
     monkeypatch.setattr(fewest, "make_plan", compiled)
-    assert plan.main(["--config=quickstart", "--fewest=h100", "--json"]) == plan_module.CANNOT_TELL
+    assert (
+        plan.main(["--config=quickstart", "--fewest=h100", "--json"])
+        == plan_module.CANNOT_TELL
+    )
     assert list(dict.fromkeys(asked)) == ["h100:1x1", "h100:1x2", "h100:1x4"]
     assert all(asked.count(size) <= 2 for size in asked)
     found = json.loads(capsys.readouterr().out)
@@ -120,7 +161,9 @@ def test_refusals_of_one_size_leave_the_next_to_be_asked(monkeypatch, capsys):
     assert "no size is known to fit" in shown and "fits by arithmetic" in shown
 
 
-@pytest.mark.parametrize("more", [["--on=h100"], ["--tokens=1e9"], ["--search"], ["--workdir=w"]])
+@pytest.mark.parametrize(
+    "more", [["--on=h100"], ["--tokens=1e9"], ["--search"], ["--workdir=w"]]
+)
 def test_what_says_nothing_of_a_size_is_refused(more):
     with pytest.raises(ConfigError, match="--fewest chooses the machine"):
         plan.main(["--config=quickstart", "--fewest=h100", *more])

@@ -1,4 +1,6 @@
-"""`remat.policy=fit`: the least recomputation that fits, and what a run that goes on does with it."""
+"""`remat.policy=fit`: the least recomputation that fits, and what a run that goes on
+does with it.
+"""
 
 import json
 from dataclasses import replace
@@ -16,7 +18,11 @@ from jaxdist.trainer.run_config import RunConfig
 from support.runs import overrides, refused, run_of
 
 # So many tokens that saved activations, not weights, make the peak.
-SIZES = {"batch.global_size": 64, "batch.sequence_length": 512, "precision.compute": "bfloat16"}
+SIZES = {
+    "batch.global_size": 64,
+    "batch.sequence_length": 512,
+    "precision.compute": "bfloat16",
+}
 SIZES |= {"remat.policy": "fit", "mesh.data": 1, "mesh.fsdp": 8}
 
 
@@ -25,10 +31,15 @@ def asked(**changes) -> RunConfig:
 
 
 def weigher(on: str, share: float) -> fit_remat.Weigher:
-    """Returns the policies where a share of what `full` and `none` differ by may be used."""
+    """Returns the policies where a share of what `full` and `none` differ by may be
+    used.
+    """
     target = targets.parse(on)
     whole = fit_remat.Weigher(asked(), target, None)
-    full, none = (whole.accounted(RematConfig(policy)).accounted_bytes for policy in ("full", "none"))
+    full, none = (
+        whole.accounted(RematConfig(policy)).accounted_bytes
+        for policy in ("full", "none")
+    )
     return fit_remat.Weigher(asked(), target, int(full + share * (none - full)))
 
 
@@ -38,15 +49,24 @@ def test_the_best_is_no_slower_than_any_policy_of_the_search(on):
     best = found.best()[0]
     assert found.needed(best) <= found.most
     by_hand = [found.accounted(RematConfig(policy)) for policy in layouts.REMAT]
-    fits = [one for one in by_hand if one.accounted_bytes <= found.most and one.estimate.host == 0]
+    fits = [
+        one
+        for one in by_hand
+        if one.accounted_bytes <= found.most and one.estimate.host == 0
+    ]
     assert fits and len(fits) < len(by_hand)
-    assert best.estimate.step_s <= (1 + fit_remat.SAME) * min(one.estimate.step_s for one in fits)
+    assert best.estimate.step_s <= (1 + fit_remat.SAME) * min(
+        one.estimate.step_s for one in fits
+    )
     components = memory.components(best.run, found.spec, found.rules, found.target)
     assert on != "cpu:8" or memory.HOST not in components  # a CPU's host is itself
 
 
 def test_more_memory_means_less_recomputation():
-    steps = [weigher("v5e:2x4", share).best()[0].estimate.compute for share in (0.02, 0.1, 0.3, 1.0)]
+    steps = [
+        weigher("v5e:2x4", share).best()[0].estimate.compute
+        for share in (0.02, 0.1, 0.3, 1.0)
+    ]
     assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1]
 
 
@@ -61,7 +81,10 @@ def test_what_the_compiler_needs_more_is_taken_off():
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"mesh.pipeline": 2, "mesh.fsdp": 4}, "stages of a pipeline recompute as pipeline.remat says"),
+        (
+            {"mesh.pipeline": 2, "mesh.fsdp": 4},
+            "stages of a pipeline recompute as pipeline.remat says",
+        ),
         ({"mesh.fsdp": 3}, "mesh: "),
     ],
 )
@@ -71,20 +94,24 @@ def test_what_has_no_policy_is_refused(changes, fault):
 
 
 def test_what_fits_with_no_policy_is_refused_before_a_compile():
-    with pytest.raises(ConfigError, match="no policy makes the step fit .* takes least") as refusal:
+    with pytest.raises(
+        ConfigError, match="no policy makes the step fit .* takes least"
+    ) as refusal:
         fit_remat.fit(asked(), targets.parse("v5e:2x4"), limit_bytes=2**20)
     assert "raise mesh.fsdp or batch.accumulation" in refusal.value.faults[0]
 
 
 def test_elsewhere_it_is_refused_with_the_cure(capsys):
-    with pytest.raises(ConfigError, match="`jaxdist train` and `jaxdist plan --fix` resolve it"):
+    with pytest.raises(
+        ConfigError, match="`jaxdist train` and `jaxdist plan --fix` resolve it"
+    ):
         validation.validate(asked(), jax.devices(), with_data=False)
     words = [f"--config.{key}={value}" for key, value in SIZES.items()]
     with pytest.raises(ConfigError, match="plan --fix"):
         plan.main(["--config", "llama3_8b:tiny", "--on", "cpu:8", *words])
 
 
-# --- a run that goes on ---------------------------------------------------------------------------
+# --- a run that goes on ---------------------------------------------------------------
 
 STORED = RematConfig("save:mlp_up", layers=2)
 
@@ -94,22 +121,32 @@ def folder(tmp_path):
     """Returns the folder of a run whose policy was resolved for the devices here."""
     where = f"cpu:8, {resolve_mesh(asked().mesh, 8)}, accumulation 1"
     stored = replace(asked(), remat=replace(STORED, fitted=f"{STORED} for {where}"))
-    workdir.write_json(tmp_path / workdir.CONFIG, schema.to_config_dict(stored).to_dict())
+    workdir.write_json(
+        tmp_path / workdir.CONFIG, schema.to_config_dict(stored).to_dict()
+    )
     return tmp_path
 
 
 def resolved(folder, said, **changes) -> RematConfig:
-    return fit_remat.resolve(asked(**changes), jax.devices(), folder=folder, say=said.append).remat
+    return fit_remat.resolve(
+        asked(**changes), jax.devices(), folder=folder, say=said.append
+    ).remat
 
 
 def test_a_run_that_goes_on_keeps_its_policy(folder, monkeypatch):
     monkeypatch.setattr(fit_remat, "fit", None)  # nothing is looked for
     said: list[str] = []
     found = resolved(folder, said)
-    assert replace(found, fitted="") == STORED and "as it was resolved for cpu:8" in said[0]
+    assert (
+        replace(found, fitted="") == STORED
+        and "as it was resolved for cpu:8" in said[0]
+    )
     # From the folder alone, without a config that says `fit`.
     stored = workdir.read_config(folder)
-    assert fit_remat.resolve(stored, jax.devices(), folder=folder, say=said.append) == stored
+    assert (
+        fit_remat.resolve(stored, jax.devices(), folder=folder, say=said.append)
+        == stored
+    )
 
 
 def test_on_another_mesh_it_keeps_what_fits(folder, monkeypatch):
@@ -131,7 +168,9 @@ def test_on_another_mesh_it_is_found_anew_where_it_does_not_fit(folder, monkeypa
 def test_a_policy_by_hand_is_left_alone(folder):
     stored = workdir.read_config(folder)
     by_hand = replace(stored, remat=replace(stored.remat, policy="dots"))
-    assert fit_remat.resolve(by_hand, jax.devices(), folder=folder).remat == RematConfig("dots", layers=2)
+    assert fit_remat.resolve(
+        by_hand, jax.devices(), folder=folder
+    ).remat == RematConfig("dots", layers=2)
 
 
 @pytest.mark.slow
@@ -148,10 +187,18 @@ def test_train_resolves_it_once(tmp_path, capsys):
     assert train.main(arguments) == 0
     stored = json.loads((tmp_path / workdir.CONFIG).read_text())["remat"]
     assert stored["policy"].startswith("save:") and "offload" not in stored["policy"]
-    assert stored["layers"] == 0 and stored["fitted"].startswith(f"{stored['policy']} for cpu:8, fsdp 8")
-    assert f"remat.policy=fit: --config.remat.policy={stored['policy']}" in capsys.readouterr().out
+    assert stored["layers"] == 0 and stored["fitted"].startswith(
+        f"{stored['policy']} for cpu:8, fsdp 8"
+    )
+    assert (
+        f"remat.policy=fit: --config.remat.policy={stored['policy']}"
+        in capsys.readouterr().out
+    )
     assert train.main([*arguments, "--config.train.steps=3"]) == 0
-    assert f"remat: {stored['policy']}, as it was resolved for cpu:8" in capsys.readouterr().out
+    assert (
+        f"remat: {stored['policy']}, as it was resolved for cpu:8"
+        in capsys.readouterr().out
+    )
     assert json.loads((tmp_path / workdir.CONFIG).read_text())["remat"] == stored
     staged = overrides("mesh.fsdp=4", "mesh.pipeline=2", "pipeline.microbatches=2")
     (fault,) = refused(capsys, *arguments, *staged)

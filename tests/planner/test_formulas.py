@@ -1,4 +1,6 @@
-"""The planner's formulas against worked numbers that teaching texts and papers print; rules of thumb."""
+"""The planner's formulas against worked numbers that teaching texts and papers print;
+rules of thumb.
+"""
 
 import pytest
 
@@ -31,9 +33,12 @@ def test_state_of_whole_models(billions, policy, gigabytes):
 
 
 def test_zero_shards_more_with_each_stage():
-    by_stage = [formulas.state_bytes(7e9, BF16, shards=8, zero=stage) / GB for stage in range(4)]
+    by_stage = [
+        formulas.state_bytes(7e9, BF16, shards=8, zero=stage) / GB for stage in range(4)
+    ]
     assert by_stage == [84, 35, 22.75, 10.5]
-    # The texts print ~95, 52, 38 and 16 GB with activations and buffers: what is left is 5 to 17 GB.
+    # The texts print ~95, 52, 38 and 16 GB with activations and buffers: what is left
+    # is 5 to 17 GB.
     extra = [text - ours for text, ours in zip((95, 52, 38, 16), by_stage, strict=True)]
     assert all(5 < gigabytes < 17.5 for gigabytes in extra)
     many = [formulas.state_bytes(1, MIXED, shards=10**6, zero=n) for n in range(3)]
@@ -49,13 +54,23 @@ def test_what_fits():
 
 
 def test_a_ring_is_bound_by_bandwidth_whatever_its_size():
-    assert formulas.wire_bytes("all-reduce", 8 * GB, 8) / (10 * GB) == pytest.approx(2 * 7 / 8 * 0.8)
+    assert formulas.wire_bytes("all-reduce", 8 * GB, 8) / (10 * GB) == pytest.approx(
+        2 * 7 / 8 * 0.8
+    )
     small, large = (formulas.wire_bytes("all-reduce", GB, n) / GB for n in (64, 1024))
-    assert small == pytest.approx(large, rel=0.02) and large == pytest.approx(2, rel=0.001)
-    halves = formulas.wire_bytes("reduce-scatter", GB, 8) + formulas.wire_bytes("all-gather", GB, 8)
+    assert small == pytest.approx(large, rel=0.02) and large == pytest.approx(
+        2, rel=0.001
+    )
+    halves = formulas.wire_bytes("reduce-scatter", GB, 8) + formulas.wire_bytes(
+        "all-gather", GB, 8
+    )
     assert formulas.wire_bytes("all-reduce", GB, 8) == halves
     assert formulas.wire_bytes("collective-permute", GB, 4) == GB
-    assert formulas.wire_bytes("all-reduce", GB, 1) == formulas.wire_bytes("collective-permute", GB, 1) == 0
+    assert (
+        formulas.wire_bytes("all-reduce", GB, 1)
+        == formulas.wire_bytes("collective-permute", GB, 1)
+        == 0
+    )
 
 
 def test_data_parallel_volume():
@@ -67,20 +82,33 @@ def test_data_parallel_volume():
 def test_tensor_parallel_volume():
     stream = 4 * 2048 * 8192 * 2  # bytes of the residual stream, bfloat16
     assert stream == pytest.approx(134 * MB, rel=0.002)
-    payload = 4 * 96 * stream  # two all-reduces of it in a layer's forward pass, two in its backward pass
+    # two all-reduces of it in a layer's forward pass, two in its backward pass
+    payload = 4 * 96 * stream
     assert payload == pytest.approx(51.5 * GB, rel=0.002)
     h100 = chips.FAMILIES["h100"]
     assert payload / h100.link_bytes_per_s == pytest.approx(0.11, rel=0.05)
-    # 16-way tensor parallelism leaves the node: 128 layers of two 500 MB all-reduces, over 50 GB/s.
+    # 16-way tensor parallelism leaves the node: 128 layers of two 500 MB all-reduces,
+    # over 50 GB/s.
     assert 128 * 2 * 500 * MB / h100.network_bytes_per_s == pytest.approx(2.6, rel=0.02)
 
 
 def test_pipeline_volume_and_bubble():
-    bubbles = {(4, 1): 0.75, (4, 5): 0.375, (4, 30): 0.091, (4, 12): 0.2, (8, 28): 0.2, (8, 112): 0.06}
+    bubbles = {
+        (4, 1): 0.75,
+        (4, 5): 0.375,
+        (4, 30): 0.091,
+        (4, 12): 0.2,
+        (8, 28): 0.2,
+        (8, 112): 0.06,
+    }
     for (stages, microbatches), bubble in bubbles.items():
-        assert bubble_fraction(stages, microbatches) == pytest.approx(bubble, abs=0.0015)
-    assert [formulas.microbatches_for_bubble(p, 0.1) for p in (4, 8)] == [27, 63]  # 9 (p - 1)
-    assert [formulas.microbatches_for_bubble(p, 0.2) for p in (4, 8)] == [12, 28]  # 4 (p - 1)
+        assert bubble_fraction(stages, microbatches) == pytest.approx(
+            bubble, abs=0.0015
+        )
+    # 9 (p - 1)
+    assert [formulas.microbatches_for_bubble(p, 0.1) for p in (4, 8)] == [27, 63]
+    # 4 (p - 1)
+    assert [formulas.microbatches_for_bubble(p, 0.2) for p in (4, 8)] == [12, 28]
     assert formulas.microbatches_for_bubble(1, 0.1) == 1
 
 
@@ -90,25 +118,42 @@ def test_fsdp_volume():
     moved = formulas.wire_bytes("all-gather", 2 * layer, 8)
     assert moved == pytest.approx(383 * MB, rel=0.002)
     nvlink, infiniband = (moved / bandwidth for bandwidth in (450 * GB, 50 * GB))
-    assert nvlink == pytest.approx(0.85e-3, rel=0.01) and infiniband == pytest.approx(7.7e-3, rel=0.01)
-    assert 64 * nvlink == pytest.approx(54e-3, rel=0.01)  # 32 layers, forward and backward
+    assert nvlink == pytest.approx(0.85e-3, rel=0.01) and infiniband == pytest.approx(
+        7.7e-3, rel=0.01
+    )
+    # 32 layers, forward and backward
+    assert 64 * nvlink == pytest.approx(54e-3, rel=0.01)
     assert 64 * nvlink / 0.5 == pytest.approx(0.11, abs=0.002)
     assert 64 * infiniband == pytest.approx(493e-3, rel=0.01)
 
 
-# --- Rules of thumb ------------------------------------------------------------------------------
+# --- Rules of thumb -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "billions, tensor, pipeline",
-    [(1, 1, 1), (7, 1, 1), (8, 8, 1), (13, 8, 1), (30, 8, 4), (70, 8, 4), (100, 8, 8), (500, 8, 16)],
+    [
+        (1, 1, 1),
+        (7, 1, 1),
+        (8, 8, 1),
+        (13, 8, 1),
+        (30, 8, 4),
+        (70, 8, 4),
+        (100, 8, 8),
+        (500, 8, 16),
+    ],
 )
 def test_the_table_of_the_five_steps(billions, tensor, pipeline):
-    found = rules_of_thumb.rule_of_thumb(billions * 1e9, targets.parse("h100:384x8"), 128)
+    found = rules_of_thumb.rule_of_thumb(
+        billions * 1e9, targets.parse("h100:384x8"), 128
+    )
     mesh = found.mesh
     assert (mesh.tensor, mesh.pipeline) == (tensor, pipeline)
     assert mesh.tensor * mesh.pipeline * mesh.data * mesh.fsdp == 3072
-    assert found.microbatches >= 4 * (pipeline - 1) and 128 / mesh.pipeline >= rules_of_thumb.MIN_LAYERS
+    assert (
+        found.microbatches >= 4 * (pipeline - 1)
+        and 128 / mesh.pipeline >= rules_of_thumb.MIN_LAYERS
+    )
 
 
 def test_worked_layouts():
@@ -117,24 +162,35 @@ def test_worked_layouts():
     case = rule("70b", "h100:100x8").mesh
     assert (case.tensor, case.pipeline, case.data * case.fsdp) == (8, 4, 25)
     case = rule("1000b", "h100:384x8").mesh
-    assert case.tensor == 8 and case.tensor * case.pipeline * case.data * case.fsdp == 3072
+    assert (
+        case.tensor == 8 and case.tensor * case.pipeline * case.data * case.fsdp == 3072
+    )
 
 
 def test_tensor_stays_in_the_node_and_stages_keep_four_layers():
-    assert rules_of_thumb.rule_of_thumb(70e9, targets.parse("h100:16x4"), 80).mesh.tensor == 4
-    assert rules_of_thumb.rule_of_thumb(70e9, targets.parse("h100:8x8"), 8).mesh.pipeline == 2
+    assert (
+        rules_of_thumb.rule_of_thumb(70e9, targets.parse("h100:16x4"), 80).mesh.tensor
+        == 4
+    )
+    assert (
+        rules_of_thumb.rule_of_thumb(70e9, targets.parse("h100:8x8"), 8).mesh.pipeline
+        == 2
+    )
     assert "does not fit" in rule("405b", "h100:8x8").reasons[-1]
 
 
 def test_devices_needed():
     found = [rules_of_thumb.devices_needed(n * 1e9, 80e9) for n in (7, 13, 70, 405)]
-    assert found == [2, 2, 11, 61]  # the texts: 1 to 2, 2 to 4, 8 to 16 (11 or more), 64 or more
+    # the texts: 1 to 2, 2 to 4, 8 to 16 (11 or more), 64 or more
+    assert found == [2, 2, 11, 61]
 
 
 def test_on_a_torus_tokens_decide():
     assert rule("70b", "v5p:4x4x4", tokens=4096).mesh.fsdp == 64
     few = rule("70b", "v5p:4x4x4", tokens=512)
-    assert (few.mesh.fsdp, few.mesh.tensor) == (32, 2) and "850 tokens" in few.reasons[1]
+    assert (few.mesh.fsdp, few.mesh.tensor) == (32, 2) and "850 tokens" in few.reasons[
+        1
+    ]
     across = rule("70b", "v6e:16x16x2", tokens=8192)
     assert (across.mesh.data, across.mesh.fsdp, across.mesh.tensor) == (2, 256, 1)
 
@@ -143,9 +199,18 @@ def test_the_best_interval_loses_least():
     save, restart, mtbf = 30.0, 300.0, 3 * 3600.0
     best = checkpoint_interval(save, mtbf)
     young = (2 * save * mtbf) ** 0.5
-    assert best == pytest.approx(young - save, rel=0.02)  # what Daly adds is small for short saves
-    shares = [formulas.lost_share(best * factor, save, restart, mtbf) for factor in (0.5, 0.9, 1, 1.1, 2)]
+    # what Daly adds is small for short saves
+    assert best == pytest.approx(young - save, rel=0.02)
+    shares = [
+        formulas.lost_share(best * factor, save, restart, mtbf)
+        for factor in (0.5, 0.9, 1, 1.1, 2)
+    ]
     assert min(shares) == shares[2] and shares[0] > shares[1] and shares[4] > shares[3]
     # By hand: 30 s in each 804.98 s + 30 s, and (402.5 + 300) / 10,800.
-    assert formulas.lost_share(804.98, 30, 300, 10_800) == pytest.approx(0.03593 + 0.06505, abs=1e-4)
-    assert checkpoint_interval(3 * mtbf, mtbf) == mtbf and formulas.lost_share(1, 9, 9, 1) == 1
+    assert formulas.lost_share(804.98, 30, 300, 10_800) == pytest.approx(
+        0.03593 + 0.06505, abs=1e-4
+    )
+    assert (
+        checkpoint_interval(3 * mtbf, mtbf) == mtbf
+        and formulas.lost_share(1, 9, 9, 1) == 1
+    )

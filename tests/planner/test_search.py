@@ -1,4 +1,6 @@
-"""The search: which layouts there are, their order by arithmetic, and what is compiled of them."""
+"""The search: which layouts there are, their order by arithmetic, and what is compiled
+of them.
+"""
 
 import dataclasses
 import io
@@ -15,7 +17,9 @@ from jaxdist.planner import layouts, memory, plan, search, targets, timing
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.trainer import run_config, validation
 
-needs_libtpu = pytest.mark.skipif(not find_spec("libtpu"), reason='pip install "jaxdist[aot]"')
+needs_libtpu = pytest.mark.skipif(
+    not find_spec("libtpu"), reason='pip install "jaxdist[aot]"'
+)
 TINY = (
     "model.num_layers=2 model.d_model=256 model.d_ff=256 model.num_heads=2 model.num_kv_heads=1 "
     "model.head_dim=128 model.vocab_size=512 optimizer.name=adamw batch.global_size=8 "
@@ -32,7 +36,10 @@ def overridden(run: run_config.RunConfig, words: str) -> run_config.RunConfig:
 
 
 def run_of(name: str, words: str = "") -> run_config.RunConfig:
-    return overridden(run_config.from_config(files.load(name, folders=files.packaged_folders())), words)
+    return overridden(
+        run_config.from_config(files.load(name, folders=files.packaged_folders())),
+        words,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +47,27 @@ def llama():
     """Every layout of the 8 B model on 64 chips."""
     run, target = run_of("llama3_8b"), targets.parse("v5p:4x4x4")
     meshes, illegal, spec = layouts.legal_meshes(run, target)
-    return run, target, meshes, illegal, spec, list(layouts.candidates(run, target, meshes, spec))
+    return (
+        run,
+        target,
+        meshes,
+        illegal,
+        spec,
+        list(layouts.candidates(run, target, meshes, spec)),
+    )
 
 
 def one_of(found, **wanted):
-    """Returns the estimate of the one candidate with these axis sizes (else 1), zero 3 and remat full."""
-    given = {"remat": "full", "accumulation": 1, "zero": 3, "microbatches": 0, "chunks": 1} | wanted
+    """Returns the estimate of the one candidate with these axis sizes (else 1), zero 3
+    and remat full.
+    """
+    given = {
+        "remat": "full",
+        "accumulation": 1,
+        "zero": 3,
+        "microbatches": 0,
+        "chunks": 1,
+    } | wanted
     sizes = {a: wanted.get(a, 1) for a in ("pipeline", "data", "fsdp", "tensor")}
     (one,) = [
         c
@@ -84,7 +106,8 @@ def test_every_layout_is_legal_and_keeps_the_batch(llama):
     same = ("global_size", "sequence_length")
     assert {tuple(getattr(c.run.batch, n) for n in same) for c in found} == {(64, 8192)}
     assert all(
-        (c.run.model, c.run.optimizer, c.run.precision) == (run.model, run.optimizer, run.precision)
+        (c.run.model, c.run.optimizer, c.run.precision)
+        == (run.model, run.optimizer, run.precision)
         for c in found
     )
 
@@ -109,7 +132,9 @@ def test_illegal_meshes_are_counted_with_their_reason(llama):
 
 def test_nothing_legal_is_an_error_with_the_reason():
     with pytest.raises(ConfigError, match="global_size"):
-        layouts.legal_meshes(run_of("llama3_8b", "batch.global_size=0"), targets.parse("v5p:2x2x1"))
+        layouts.legal_meshes(
+            run_of("llama3_8b", "batch.global_size=0"), targets.parse("v5p:2x2x1")
+        )
 
 
 def test_arithmetic_grows_with_what_costs(llama):
@@ -119,13 +144,19 @@ def test_arithmetic_grows_with_what_costs(llama):
     some = one_of(found, fsdp=64, remat=layouts.REMAT[2])
     assert dots.compute < some.compute < full.compute
     sums = [one_of(found, fsdp=64 // t, tensor=t) for t in (1, 2, 4, 8)]
-    assert all(a.tensor < b.tensor and a.step_s < b.step_s for a, b in zip(sums, sums[1:], strict=False))
+    assert all(
+        a.tensor < b.tensor and a.step_s < b.step_s
+        for a, b in zip(sums, sums[1:], strict=False)
+    )
     assert sums[0].tensor == 0 and sums[0].stages == 0 and sums[0].host == 0
     parts = [one_of(found, fsdp=16, tensor=4, accumulation=n) for n in (1, 2, 4)]
     assert parts[2].gathers == pytest.approx(4 * parts[0].gathers)
     few, many = (one_of(found, fsdp=32, pipeline=2, microbatches=n) for n in (1, 2))
     assert few.bubble > many.bubble > 0
-    assert many.bubble > one_of(found, fsdp=32, pipeline=2, microbatches=2, chunks=16).bubble
+    assert (
+        many.bubble
+        > one_of(found, fsdp=32, pipeline=2, microbatches=2, chunks=16).bubble
+    )
     assert one_of(found, fsdp=64, remat=f"offload:{layouts.remat.INPUT}").host > 0
     reduced = [one_of(found, fsdp=64, zero=z).gradients for z in (1, 2)]
     assert reduced[0] == pytest.approx(2 * reduced[1])
@@ -137,26 +168,34 @@ def test_8_bit_floats_are_gathered_in_half_the_bytes_and_multiplied_in_less_time
     for matmul in ("compute", "fp8_rowwise", "fp8_rowwise_wgrad_bf16"):
         run = run_of("llama3_8b", f"precision.matmul={matmul} batch.global_size=8")
         meshes, _, spec = layouts.legal_meshes(run, target)
-        found[matmul] = one_of(list(layouts.candidates(run, target, meshes, spec)), fsdp=8)
+        found[matmul] = one_of(
+            list(layouts.candidates(run, target, meshes, spec)), fsdp=8
+        )
     half, byte, mixed = found.values()
     coded = 6.71 / 8.03  # parameters: all but embedding, head, key and value
     assert byte.gathers == pytest.approx(half.gathers * (1 - coded / 2), rel=2e-3)
     assert mixed.gathers == byte.gathers and half.gradients == byte.gradients
     assert 0.5 * half.compute < byte.compute < mixed.compute < half.compute
-    assert half.compute - mixed.compute == pytest.approx(2 / 3 * (half.compute - byte.compute))
+    assert half.compute - mixed.compute == pytest.approx(
+        2 / 3 * (half.compute - byte.compute)
+    )
 
 
 def test_state_is_a_lower_bound_of_what_is_accounted(llama):
     _, target, _, _, spec, found = llama
     for one in found[:: len(found) // 40]:
-        assert one.state_bytes <= 1.001 * layouts.accounted(one, target, spec).accounted_bytes, one.text
+        assert (
+            one.state_bytes
+            <= 1.001 * layouts.accounted(one, target, spec).accounted_bytes
+        ), one.text
 
 
 def test_products_alone_take_what_flops_over_peak_say(llama):
     run, target, _, _, spec, found = llama
     bare = one_of(found, fsdp=64, remat="none").compute
     flops = 6 * 8.03e9 * 64 * 8192 / 64 / target.chip.peak("bfloat16")
-    assert flops < bare < 1.6 * flops  # attention comes on top, the embedding's lookup does not count
+    # attention comes on top, the embedding's lookup does not count
+    assert flops < bare < 1.6 * flops
 
 
 def test_slices_are_crossed_by_data_fsdp_or_stages():
@@ -169,7 +208,9 @@ def test_slices_are_crossed_by_data_fsdp_or_stages():
 def done(one, step_s, peak, fits=True):
     """Returns a compiled candidate with a made-up result."""
     seconds = dataclasses.replace(
-        timing.Time("made up"), step_s=step_s, waterfall={"compute": 1.0, "x": step_s - 1}
+        timing.Time("made up"),
+        step_s=step_s,
+        waterfall={"compute": 1.0, "x": step_s - 1},
     )
     return search.Compiled(
         one,
@@ -194,13 +235,20 @@ def test_ties_go_to_the_simpler_and_losers_say_why(llama):
     found = llama[-1]
     pick = {c.text: c for c in found}
     simple, double, large = (
-        pick[f"{mesh}, remat dots"] for mesh in ("fsdp 64", "data 2 x fsdp 32", "fsdp 16 x tensor 4")
+        pick[f"{mesh}, remat dots"]
+        for mesh in ("fsdp 64", "data 2 x fsdp 32", "fsdp 16 x tensor 4")
     )
     none = pick["fsdp 64, remat none"]
     ranked = search._ranked(
-        [done(double, 1.9, 30), done(large, 3.0, 20), done(simple, 2.0, 28), done(none, 1.97, 70)]
+        [
+            done(double, 1.9, 30),
+            done(large, 3.0, 20),
+            done(simple, 2.0, 28),
+            done(none, 1.97, 70),
+        ]
     )
-    assert [r.layout.text for r in ranked][0] == "fsdp 64, remat dots"  # equal to none, and smaller
+    # equal to none, and smaller
+    assert [r.layout.text for r in ranked][0] == "fsdp 64, remat dots"
     whys = {r.layout.text: r.why(ranked[0]) for r in ranked}
     assert (
         "tie" in whys["data 2 x fsdp 32, remat dots"]
@@ -223,17 +271,30 @@ def test_a_search_on_cpu_compiles_what_it_calls_best(tmp_path):
     run = run_of("quickstart", f"{TINY} precision.compute=float32")
     said: list[str] = []
     found = search.search(
-        run, targets.parse("cpu:2"), finalists=2, options=CompileOptions(cache=tmp_path), say=said.append
+        run,
+        targets.parse("cpu:2"),
+        finalists=2,
+        options=CompileOptions(cache=tmp_path),
+        say=said.append,
     )
-    assert found.exit_code == 0 and found.winner.fits and found.winner.compiled.peak_bytes > 0
+    assert (
+        found.exit_code == 0
+        and found.winner.fits
+        and found.winner.compiled.peak_bytes > 0
+    )
     assert 2 <= len(found.compiled) <= 3 and len(said) > 3
     assert len({one.layout.text for one in found.compiled}) == len(found.compiled)
     told = json.loads(json.dumps(found.to_json()))
     assert told["counts"]["layouts"] > 20 and told["ranking"][0]["why"] == "the best"
     text = text_of(found, "--config quickstart")
-    assert "python -m jaxdist.train --config quickstart --config." in text and "rule of thumb" in text
+    assert (
+        "python -m jaxdist.train --config quickstart --config." in text
+        and "rule of thumb" in text
+    )
     made = overridden(run, " ".join(told["overrides"]))
-    assert validation.validate_on(made, 2, with_data=False)[0] == found.winner.rules.shape
+    assert (
+        validation.validate_on(made, 2, with_data=False)[0] == found.winner.rules.shape
+    )
 
 
 @needs_libtpu
@@ -251,17 +312,30 @@ def test_a_search_on_tpu_ranks_by_the_compiler(tmp_path):
 
 
 def test_none_fits_is_exit_3_with_the_nearest(tmp_path, monkeypatch):
-    run, target = run_of("quickstart", f"{TINY} precision.compute=float32"), targets.parse("cpu:2")
+    run, target = (
+        run_of("quickstart", f"{TINY} precision.compute=float32"),
+        targets.parse("cpu:2"),
+    )
     monkeypatch.setattr(search, "capacity", lambda target: 1000)
     monkeypatch.setattr("jaxdist.planner.plan.capacity", lambda target: 1000)
-    found = search.search(run, target, finalists=1, options=CompileOptions(cache=tmp_path))
+    found = search.search(
+        run, target, finalists=1, options=CompileOptions(cache=tmp_path)
+    )
     assert found.winner is None and found.exit_code == 3
-    assert "NO LAYOUT FITS" in text_of(found) and found.compiled[0].plan.peak_bytes > 1000
+    assert (
+        "NO LAYOUT FITS" in text_of(found) and found.compiled[0].plan.peak_bytes > 1000
+    )
     least = min(memory.accounted_peak(one.plan.components) for one in found.compiled)
     assert found.compiled[0].layout.accounted_bytes == least
 
 
 def test_time_up_compiles_nothing_more(tmp_path):
     run = run_of("quickstart", f"{TINY} precision.compute=float32")
-    found = search.search(run, targets.parse("cpu:2"), minutes=0, options=CompileOptions(cache=tmp_path))
-    assert found.exit_code == 4 and found.summary["stopped"] == "the time was up" and not found.compiled
+    found = search.search(
+        run, targets.parse("cpu:2"), minutes=0, options=CompileOptions(cache=tmp_path)
+    )
+    assert (
+        found.exit_code == 4
+        and found.summary["stopped"] == "the time was up"
+        and not found.compiled
+    )

@@ -1,4 +1,6 @@
-"""Sequence parallelism in a plan: all-gathers and reduce-scatters where all-reduces were."""
+"""Sequence parallelism in a plan: all-gathers and reduce-scatters where all-reduces
+were.
+"""
 
 from collections import Counter
 from importlib.util import find_spec
@@ -21,25 +23,33 @@ STREAM = TOKENS * WIDTH * 2  # bytes of the residual stream
 
 
 def run_of(words: str) -> run_config.RunConfig:
-    run = run_config.from_config(files.load("quickstart", folders=files.packaged_folders()))
+    run = run_config.from_config(
+        files.load("quickstart", folders=files.packaged_folders())
+    )
     config = schema.to_config_dict(run)
     pairs = dict(word.split("=", 1) for word in words.split())
     files.apply_overrides(config, pairs, run_config.full_schema(run.model["target"]))
     return run_config.from_config(config)
 
 
-# In each layer two forward sums, two backward, and the first again: the second's result nobody reads.
+# In each layer two forward sums, two backward, and the first again: the second's result
+# nobody reads.
 PASSES = {"forward": 2 * LAYERS, "backward": 2 * LAYERS, "recomputation": LAYERS}
-# Both inputs are gathered again, as gradients of the kernels that read them need them whole.
+# Both inputs are gathered again, as gradients of the kernels that read them need them
+# whole.
 SPLIT = {("reduce-scatter", phase): count for phase, count in PASSES.items()} | {
     ("all-gather", phase): 2 * LAYERS for phase in PASSES
 }
 
 
 def sums(words: str, on: str, size: int, folder) -> Counter:
-    """Returns how often a compiled step's layers move the residual stream, of so many bytes, over tensor."""
+    """Returns how often a compiled step's layers move the residual stream, of so many
+    bytes, over tensor.
+    """
     options = CompileOptions(cache=folder)
-    made = plan.make_plan(run_of(f"{SMALL} {words}"), targets.parse(on), options=options)
+    made = plan.make_plan(
+        run_of(f"{SMALL} {words}"), targets.parse(on), options=options
+    )
     alike = Counter[tuple[str, str]]()
     for one in made.collectives:
         if one.in_loop and one.bytes == size and one.axis == "tensor":
@@ -67,7 +77,9 @@ def test_a_tpu_program_gathers_and_scatters_what_it_summed(tmp_path):
 
 
 def _sent(alike: Counter) -> float:
-    return sum(count * wire_bytes(kind, STREAM, 4) for (kind, _), count in alike.items())
+    return sum(
+        count * wire_bytes(kind, STREAM, 4) for (kind, _), count in alike.items()
+    )
 
 
 def test_a_search_prices_both():
@@ -77,11 +89,17 @@ def test_a_search_prices_both():
     times = {
         one.run.mesh.sequence_parallel: one.estimate.tensor
         for one in layouts.candidates(run, target, [mesh], spec)
-        if one.run.remat.policy == "full" and one.run.batch.accumulation == 1 and one.run.mesh.zero == 3
+        if one.run.remat.policy == "full"
+        and one.run.batch.accumulation == 1
+        and one.run.mesh.zero == 3
     }
     outside = 3  # sums of the embedding and the loss
-    assert times[True] / times[False] == pytest.approx((6 * LAYERS + outside) / (5 * LAYERS + outside))
+    assert times[True] / times[False] == pytest.approx(
+        (6 * LAYERS + outside) / (5 * LAYERS + outside)
+    )
     assert "sequence parallel" in next(
-        one.text for one in layouts.candidates(run, target, [mesh], spec) if one.run.mesh.sequence_parallel
+        one.text
+        for one in layouts.candidates(run, target, [mesh], spec)
+        if one.run.mesh.sequence_parallel
     )
     assert not run.mesh.sequence_parallel  # the default

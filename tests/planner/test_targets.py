@@ -30,7 +30,8 @@ GB = 1e9
         ("v6e:16x16x1", "v6e:16x16", 256, 1, 64, (True, True)),
         ("v5e:8x16", "v5e:8x16", 128, 1, 32, (False, True)),
         ("v5e:1x1", "v5e:1x1", 1, 1, 1, (False, False)),
-        ("ironwood:4x4x8", "tpu7x:4x4x8", 256, 1, 32, (True, True, True)),  # two devices a chip
+        # two devices a chip
+        ("ironwood:4x4x8", "tpu7x:4x4x8", 256, 1, 32, (True, True, True)),
         ("v4:12x12x24", "v4:12x12x24", 3456, 1, 864, (True, True, True)),
         ("h100:4x8", "h100:4x8", 32, 1, 4, (False, False)),
         ("h100:8", "h100:1x8", 8, 1, 1, (False, False)),
@@ -98,25 +99,36 @@ def test_a_bad_target_lists_the_legal_ones_in_one_line(text, listed):
     with pytest.raises(ConfigError) as error:
         targets.parse(text)
     (line,) = error.value.faults
-    assert line.startswith(f"--on={text}: ") and listed in line and "\n" not in line and len(line) < 250
+    assert (
+        line.startswith(f"--on={text}: ")
+        and listed in line
+        and "\n" not in line
+        and len(line) < 250
+    )
 
 
 def test_here_is_the_target_of_the_devices():
     def tpus(kind, coords):
-        return [SimpleNamespace(platform="tpu", device_kind=kind, coords=c) for c in coords]
+        return [
+            SimpleNamespace(platform="tpu", device_kind=kind, coords=c) for c in coords
+        ]
 
     square = [(x, y, 0) for x in range(4) for y in range(2)]
     assert targets.parse("here", tpus("TPU v5 lite", square)).text == "v5e:2x4"
     assert targets.parse("here", tpus("TPU v5", square[:4])).text == "v5p:2x2x1"
     gpus = [
-        SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", process_index=i // 4) for i in range(8)
+        SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", process_index=i // 4)
+        for i in range(8)
     ]
     assert targets.parse("here", gpus).text == "h200:2x4"
     behind = targets.parse("here@25GB/s", gpus)
     assert (behind.text, behind.chip.network_bytes_per_s) == ("h200:2x4@25GB/s", 25e9)
     assert targets.parse("here", [SimpleNamespace(platform="cpu")] * 3).text == "cpu:3"
     with pytest.raises(ConfigError, match="NVIDIA L4"):
-        targets.parse("here", [SimpleNamespace(platform="gpu", device_kind="NVIDIA L4", process_index=0)])
+        targets.parse(
+            "here",
+            [SimpleNamespace(platform="gpu", device_kind="NVIDIA L4", process_index=0)],
+        )
 
 
 def shape(target, slices=1, **sizes):
@@ -131,11 +143,13 @@ def shape(target, slices=1, **sizes):
         ("v5p:4x4x4", {"fsdp": 16, "tensor": 4}, "fsdp", "ICI", 4 * 90),  # two
         ("v5p:4x4x4", {"fsdp": 16, "tensor": 4}, "fsdp+tensor", "ICI", 6 * 90),
         ("v5e:16x16", {"fsdp": 256}, "fsdp", "ICI", 4 * 45),
-        ("v5e:16x16", {"fsdp": 64, "tensor": 4}, "tensor", "ICI", 45),  # a line: part of a ring
+        # a line: part of a ring
+        ("v5e:16x16", {"fsdp": 64, "tensor": 4}, "tensor", "ICI", 45),
         ("v5e:4x4", {"fsdp": 16}, "fsdp", "ICI", 2 * 45),  # no rings
         ("v6e:16x16x2", {"data": 2, "fsdp": 256, "slices": 2}, "data", "DCN", 12.5),
         ("v6e:16x16x2", {"data": 2, "fsdp": 256, "slices": 2}, "fsdp", "ICI", 4 * 90),
-        ("tpu7x:2x2x1", {"fsdp": 8}, "fsdp", "ICI", 90),  # two devices share a chip's links
+        # two devices share a chip's links
+        ("tpu7x:2x2x1", {"fsdp": 8}, "fsdp", "ICI", 90),
         ("h100:1x8", {"fsdp": 8}, "fsdp", "NVLink", 450),
         ("h100:4x8", {"data": 4, "fsdp": 8}, "data", "InfiniBand", 50),
         ("h100:4x8", {"data": 4, "fsdp": 8}, "fsdp", "NVLink", 450),
@@ -143,10 +157,18 @@ def shape(target, slices=1, **sizes):
         ("a100:2x8", {"fsdp": 16}, "fsdp", "InfiniBand", 200),
         ("h100:4x8@200Gbit/s", {"data": 4, "fsdp": 8}, "data", "network", 25),
         ("h100:4x8@gcp-a3-high", {"fsdp": 32}, "fsdp", "Ethernet", 100),
-        ("h100:4x8@25GB/s", {"data": 4, "fsdp": 8}, "fsdp", "NVLink", 450),  # inside a host
+        # inside a host
+        ("h100:4x8@25GB/s", {"data": 4, "fsdp": 8}, "fsdp", "NVLink", 450),
         ("h100-pcie:1x8", {"fsdp": 8}, "fsdp", "PCIe", 64),
         ("gb200:1x72", {"fsdp": 72}, "fsdp", "NVLink", 900),
-        ("tpu7x:2x2x1x2@8GB/s", {"data": 2, "fsdp": 8, "slices": 2}, "data", "network", 4),  # of one device
+        # of one device
+        (
+            "tpu7x:2x2x1x2@8GB/s",
+            {"data": 2, "fsdp": 8, "slices": 2},
+            "data",
+            "network",
+            4,
+        ),
         ("cpu:8", {"fsdp": 8}, "fsdp", "memory", math.inf),
         ("v5p:4x4x4", {"fsdp": 64}, "data", "memory", math.inf),  # nobody to talk to
     ],
@@ -166,9 +188,18 @@ def test_other_sizes_keep_the_network():
 def test_a_gpus_description_says_what_it_runs():
     for family, chip in chips.FAMILIES.items():
         if not chip.torus_dims:
-            text = targets.topology_options(targets.parse(f"{family}:1x1"))["target_config"]
-            for field in ("runtime_version", "driver_version", "compile_time_toolkit_version", "dnn_version"):
-                assert re.search(rf'\b{field}: "\d+\.\d+\.\d+"', text.partition("platform_name")[0])
+            text = targets.topology_options(targets.parse(f"{family}:1x1"))[
+                "target_config"
+            ]
+            for field in (
+                "runtime_version",
+                "driver_version",
+                "compile_time_toolkit_version",
+                "dnn_version",
+            ):
+                assert re.search(
+                    rf'\b{field}: "\d+\.\d+\.\d+"', text.partition("platform_name")[0]
+                )
 
 
 def test_groups_that_interleave_share_their_links():
@@ -180,12 +211,34 @@ def test_groups_that_interleave_share_their_links():
 
 
 def test_every_family_can_be_a_target_with_a_network():
-    families = {"v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200", "b200", "gb200"}
-    assert families | {"a100-pcie", "a100-40gb-pcie", "h100-pcie"} <= set(chips.FAMILIES)
+    families = {
+        "v4",
+        "v5e",
+        "v5p",
+        "v6e",
+        "tpu7x",
+        "a100",
+        "h100",
+        "h200",
+        "b200",
+        "gb200",
+    }
+    assert families | {"a100-pcie", "a100-40gb-pcie", "h100-pcie"} <= set(
+        chips.FAMILIES
+    )
     for family, chip in chips.FAMILIES.items():
         network = chip.network_bytes_per_s
-        assert network is None if chip.link == "PCIe" else 1e9 < network < chip.link_bytes_per_s
-        assert targets.parse(f"{family}:{'x'.join(map(str, (chip.slices or [(1, 8)])[0]))}").chip is chip
+        assert (
+            network is None
+            if chip.link == "PCIe"
+            else 1e9 < network < chip.link_bytes_per_s
+        )
+        assert (
+            targets.parse(
+                f"{family}:{'x'.join(map(str, (chip.slices or [(1, 8)])[0]))}"
+            ).chip
+            is chip
+        )
 
 
 CHILD = """
@@ -214,7 +267,9 @@ def in_child(cases):
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environ = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     command = [sys.executable, "-c", CHILD, json.dumps(cases)]
-    child = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    child = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=120
+    )
     assert child.returncode == 0, child.stderr[-3000:]
     for text, found in json.loads(child.stdout).items():
         target = targets.parse(text)
@@ -222,7 +277,9 @@ def in_child(cases):
 
 
 def test_libtpu_makes_each_tpu_target_and_numbers_it_as_we_do():
-    pytest.importorskip("libtpu", reason="ahead-of-time TPU compiles need libtpu: pip install jax[tpu]")
+    pytest.importorskip(
+        "libtpu", reason="ahead-of-time TPU compiles need libtpu: pip install jax[tpu]"
+    )
     in_child(
         [
             ("v4:4x4x4", {"fsdp": 64}),
@@ -263,15 +320,30 @@ print(lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as
 
 @needs_cuda_plugin
 def test_8_bit_products_are_compiled_as_such():
-    environ = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    child = subprocess.run([sys.executable, "-c", FLOAT8], env=environ, capture_output=True, text=True)
+    environ = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    child = subprocess.run(
+        [sys.executable, "-c", FLOAT8], env=environ, capture_output=True, text=True
+    )
     assert "__cublas$lt$matmul$f8" in child.stdout, child.stderr[-3000:]
 
 
 @needs_cuda_plugin
 def test_the_cuda_plugin_makes_each_gpu_target():
-    in_child([(f"{family}:2x4", {"data": 2, "fsdp": 4}) for family in ("a100-40gb", "a100", "b200")])
-    in_child([(f"{family}:1x4", {"fsdp": 4}) for family in ("a100-40gb-pcie", "a100-pcie", "h100-pcie")])
+    in_child(
+        [
+            (f"{family}:2x4", {"data": 2, "fsdp": 4})
+            for family in ("a100-40gb", "a100", "b200")
+        ]
+    )
+    in_child(
+        [
+            (f"{family}:1x4", {"fsdp": 4})
+            for family in ("a100-40gb-pcie", "a100-pcie", "h100-pcie")
+        ]
+    )
     in_child([("gb200:1x72", {"fsdp": 72})])
     in_child([("h100:4x8", {"data": 8, "fsdp": 4, "dcn": 4}), ("h200:1x1", {})])
 

@@ -1,4 +1,6 @@
-"""Step times: sums checked by hand on small programs, kernels and parts on trimmed real ones."""
+"""Step times: sums checked by hand on small programs, kernels and parts on trimmed real
+ones.
+"""
 
 import dataclasses
 import functools
@@ -95,7 +97,7 @@ def collective(**changes):
     return dataclasses.replace(one, **changes)
 
 
-# --- compute --------------------------------------------------------------------------------------
+# --- compute --------------------------------------------------------------------------
 
 
 def test_cycles_are_summed_over_loops_and_the_dearest_branch_and_not_inside_fusions():
@@ -109,7 +111,9 @@ def test_cycles_are_summed_over_loops_and_the_dearest_branch_and_not_inside_fusi
 
 def test_loops_of_unknown_length_are_noted():
     module = hlo.parse(PROGRAM.replace("s32[] constant(5)", "s32[] parameter(1)"))
-    assert estimate(module).notes == ("loops of unknown length were counted once: loop2",)
+    assert estimate(module).notes == (
+        "loops of unknown length were counted once: loop2",
+    )
 
 
 def test_windowed_products_are_noted():
@@ -117,7 +121,12 @@ def test_windowed_products_are_noted():
     assert estimate(hlo.parse(PROGRAM), [permute] * 7).notes == ()
     (note,) = estimate(hlo.parse(PROGRAM), [permute] * 8).notes
     assert "windowed" in note
-    assert estimate(hlo.parse(PROGRAM), [dataclasses.replace(permute, axis="pipeline")] * 8).notes == ()
+    assert (
+        estimate(
+            hlo.parse(PROGRAM), [dataclasses.replace(permute, axis="pipeline")] * 8
+        ).notes
+        == ()
+    )
 
 
 def test_a_cpu_has_no_time_and_says_so():
@@ -187,36 +196,57 @@ ENTRY %main (stack: f32[28,3072,8192], i: s32[]) -> f8e4m3fn[8192,1,3072] {{
         return estimate(hlo.parse(text), target=targets.parse("h100:1x1")).low_s
 
     layer = 3072 * 8192
-    assert seconds("bitcast") == pytest.approx((4 + 1) * layer / (3350e9 * 0.92), rel=1e-3)
-    assert seconds("transpose") == pytest.approx((28 * 4 + 1) * layer / (3350e9 * 0.92), rel=1e-3)
+    assert seconds("bitcast") == pytest.approx(
+        (4 + 1) * layer / (3350e9 * 0.92), rel=1e-3
+    )
+    assert seconds("transpose") == pytest.approx(
+        (28 * 4 + 1) * layer / (3350e9 * 0.92), rel=1e-3
+    )
 
 
 def test_shares_of_peak_are_of_the_peak_that_is_given():
     h100 = targets.parse("h100:1x1")
-    time, byte = (estimate(hlo.parse(GPU_PRODUCTS), target=h100, **p) for p in ({}, {"peak": "float8"}))
-    assert (time.peak_dtype, time.peak_flops_per_s) == ("bfloat16", h100.chip.peak("bfloat16"))
-    assert (byte.peak_dtype, byte.peak_flops_per_s) == ("float8", h100.chip.peak("float8"))
+    time, byte = (
+        estimate(hlo.parse(GPU_PRODUCTS), target=h100, **p)
+        for p in ({}, {"peak": "float8"})
+    )
+    assert (time.peak_dtype, time.peak_flops_per_s) == (
+        "bfloat16",
+        h100.chip.peak("bfloat16"),
+    )
+    assert (byte.peak_dtype, byte.peak_flops_per_s) == (
+        "float8",
+        h100.chip.peak("float8"),
+    )
     for name in ("mfu_causal", "mfu_full", "hfu"):
         assert getattr(byte, name) == pytest.approx(getattr(time, name) / 2, rel=1e-3)
-    older = estimate(hlo.parse(GPU_PRODUCTS), target=targets.parse("a100:1x1"), peak="float8")
+    older = estimate(
+        hlo.parse(GPU_PRODUCTS), target=targets.parse("a100:1x1"), peak="float8"
+    )
     assert older.mfu_causal is older.peak_flops_per_s is None and older.step_s > 0
 
 
-# --- communication --------------------------------------------------------------------------------
+# --- communication --------------------------------------------------------------------
 
 
 def test_low_middle_and_high():
-    covered = collective(asynchronous=True, bytes=200, ends=2, computation="outer", count=4)  # 0.1 of 0.2 us
+    # 0.1 of 0.2 us
+    covered = collective(
+        asynchronous=True, bytes=200, ends=2, computation="outer", count=4
+    )
     uncovered = collective(asynchronous=True, count=2)
     found = [collective(count=3), uncovered, covered]  # 1 s each, but for the covered
     time = estimate(hlo.parse(PROGRAM), found)
     assert time.step_s - time.low_s == pytest.approx(3 + 2)
     assert time.high_s - time.step_s == pytest.approx(4e-7) == time.hidden_s
-    assert time.band_s == (pytest.approx(0.95 * time.low_s), pytest.approx(1.05 * time.high_s))
-    assert sum(time.waterfall.values()) == pytest.approx(time.step_s)
-    assert time.waterfall["exposed communication"] == pytest.approx(5) and time.uncovered_s == pytest.approx(
-        2
+    assert time.band_s == (
+        pytest.approx(0.95 * time.low_s),
+        pytest.approx(1.05 * time.high_s),
     )
+    assert sum(time.waterfall.values()) == pytest.approx(time.step_s)
+    assert time.waterfall["exposed communication"] == pytest.approx(
+        5
+    ) and time.uncovered_s == pytest.approx(2)
 
 
 def test_one_window_hides_only_as_much_as_its_compute():
@@ -234,7 +264,9 @@ ENTRY %main (p: f32[]) -> f32[] {{
     first = collective(bytes=int(1.6e9), **between)  # 0.8 s
     assert estimate(module, [first]).hidden_s == pytest.approx(0.8)
     both = estimate(module, [first, dataclasses.replace(first, name="other")])
-    assert both.hidden_s == pytest.approx(1.0) and both.uncovered_s == pytest.approx(0.6)
+    assert both.hidden_s == pytest.approx(1.0) and both.uncovered_s == pytest.approx(
+        0.6
+    )
     assert both.step_s - both.low_s == pytest.approx(0.6)
     other_link = dataclasses.replace(first, link=targets.Link("DCN", 1e9))
     assert estimate(module, [first, other_link]).hidden_s == pytest.approx(1.6)
@@ -249,10 +281,16 @@ ENTRY %main (p: f32[]) -> f32[] {{
   ROOT %more = f32[] copy(%work), {cycles(1)}
 }}
 """
-    short = collective(bytes=int(0.2e9), asynchronous=True, begins=0, ends=2)  # 0.1 s: ten sum to 1 - 1e-16
-    time = estimate(hlo.parse(text), [dataclasses.replace(short, name=str(i)) for i in range(10)])
-    one_by_one = functools.reduce(operator.add, [0.1] * 10)  # as sum() adds before Python 3.12
-    assert one_by_one < 1 and time.hidden_s == pytest.approx(1) and time.uncovered_s == 0
+    # 0.1 s: ten sum to 1 - 1e-16
+    short = collective(bytes=int(0.2e9), asynchronous=True, begins=0, ends=2)
+    time = estimate(
+        hlo.parse(text), [dataclasses.replace(short, name=str(i)) for i in range(10)]
+    )
+    # as sum() adds before Python 3.12
+    one_by_one = functools.reduce(operator.add, [0.1] * 10)
+    assert (
+        one_by_one < 1 and time.hidden_s == pytest.approx(1) and time.uncovered_s == 0
+    )
 
 
 def test_the_low_end_takes_fused_backward_products_at_the_rate_of_single_ones():
@@ -279,8 +317,15 @@ ENTRY %main (p: f32[4096,4096]) -> f32[4096,4096] {{
     (note,) = found.notes
     assert "93% of the step" in note and "backward products" in note
     forward = estimate(hlo.parse(program(stack.replace("transpose(jvp())", "jvp()"))))
-    again = estimate(hlo.parse(program(stack.replace("dot_general", "rematted_computation/dot_general"))))
-    assert forward.low_s == again.low_s == pytest.approx(0.010) and forward.notes == again.notes == ()
+    again = estimate(
+        hlo.parse(
+            program(stack.replace("dot_general", "rematted_computation/dot_general"))
+        )
+    )
+    assert (
+        forward.low_s == again.low_s == pytest.approx(0.010)
+        and forward.notes == again.notes == ()
+    )
 
 
 def test_a_real_gather_is_hidden_by_its_matmul():
@@ -293,13 +338,14 @@ def test_a_real_gather_is_hidden_by_its_matmul():
     assert time.hidden_s == pytest.approx(gather.step_s) and time.uncovered_s == 0
 
 
-# --- attention ------------------------------------------------------------------------------------
+# --- attention ------------------------------------------------------------------------
 
 
 def test_kernels_of_a_real_step_are_counted():
     module = hlo.parse((HLO / "v5e_fsdp256.txt").read_text())
     kernels = timing.attention_kernels(module)
-    forward = 2 * 2 * 6 * 64 * 2048 * 2048 * 128 / 2  # 6 sequences and 64 heads a device, causal
+    # 6 sequences and 64 heads a device, causal
+    forward = 2 * 2 * 6 * 64 * 2048 * 2048 * 128 / 2
     expected = [("forward", 1), ("forward", 1), ("dq", 1.5), ("dkv", 2.0)]
     roles = sorted((k.role, k.flops / forward) for k in kernels)
     assert roles == sorted(expected)
@@ -312,10 +358,14 @@ def test_kernels_of_a_real_step_are_counted():
 
 def test_a_fused_backward_kernel_costs_less_than_two():
     text = (HLO / "v5e_fsdp256.txt").read_text()
-    lines = [line for line in text.splitlines() if not line.startswith("  %splash_mha_dq")]
+    lines = [
+        line for line in text.splitlines() if not line.startswith("  %splash_mha_dq")
+    ]
     assert len(lines) == len(text.splitlines()) - 1
     kernels = timing.attention_kernels(hlo.parse("\n".join(lines)))
-    forward, backward = (next(k for k in kernels if k.role == role) for role in ("forward", "dkv"))
+    forward, backward = (
+        next(k for k in kernels if k.role == role) for role in ("forward", "dkv")
+    )
     assert backward.flops == 2.5 * forward.flops
 
 
@@ -332,11 +382,14 @@ def test_blocks_of_keys_in_one_call_are_all_charged():
     marked = re.sub(r'(splash_mha_dkv.*op_name=")', r"\1all_keys/key_blocks_4/", text)
     before, after = (timing.attention_kernels(hlo.parse(one)) for one in (text, marked))
     ratios = {(a.role, b.flops / a.flops) for a, b in zip(before, after, strict=True)}
-    assert ratios == {("forward", 1), ("dq", 1), ("dkv", 8)}  # 4 times as many, and all of them seen
+    # 4 times as many, and all of them seen
+    assert ratios == {("forward", 1), ("dq", 1), ("dkv", 8)}
 
 
 def test_the_last_part_of_the_queries_is_charged():
-    """That of a sequence split over 2 devices sees all keys but a quarter of its rectangle."""
+    """That of a sequence split over 2 devices sees all keys but a quarter of its
+    rectangle.
+    """
     text = (HLO / "v5e_fsdp256.txt").read_text()
     halved, count = re.subn(r"(%fusion.348 = bf16\[6,64,)2048", r"\g<1>1024", text)
     assert count == 1  # the queries of three kernels
@@ -366,16 +419,24 @@ def test_kernels_of_cudnn():
 
 def test_other_kernels_are_named():
     text = (HLO / "v5e_fsdp256.txt").read_text()
-    text = re.sub(r"splash_mha_fwd_residuals.2 = (.*?)op_name=\"[^\"]*\"", r"mine = \1op_name=\"x\"", text)
+    text = re.sub(
+        r"splash_mha_fwd_residuals.2 = (.*?)op_name=\"[^\"]*\"",
+        r"mine = \1op_name=\"x\"",
+        text,
+    )
     assert "%mine = " in text
-    assert estimate(hlo.parse(text)).notes == ("kernels of unknown cost were left out: mine",)
+    assert estimate(hlo.parse(text)).notes == (
+        "kernels of unknown cost were left out: mine",
+    )
 
 
-# --- experts --------------------------------------------------------------------------------------
+# --- experts --------------------------------------------------------------------------
 
 
 def products_of(scope: str) -> str:
-    """Returns a product of 1024 rows with 4 kernels, and a kernels' gradient, in row tiles of 128."""
+    """Returns a product of 1024 rows with 4 kernels, and a kernels' gradient, in row
+    tiles of 128.
+    """
     name = f'metadata={{op_name="jit(step)/shard_map/{scope}jit(gmm)/pallas_call"}}'
     call = "custom-call(%%tiles, %%offsets, %%groups, %%rows, %%first, %%x, %%%s)"
     call += f', custom_call_target="tpu_custom_call", {name}'
@@ -420,14 +481,18 @@ def test_element_wise_kernels_are_charged_their_bytes():
     )
     v5p = targets.parse("v5p:4x4x4")
     more = (
-        estimate(hlo.parse(text), target=v5p).step_s - estimate(hlo.parse(products_of("")), target=v5p).step_s
+        estimate(hlo.parse(text), target=v5p).step_s
+        - estimate(hlo.parse(products_of("")), target=v5p).step_s
     )
     assert more == pytest.approx((3 * 1024 * 512 * 2 + 1024 * 128 * 4) / 0.72 / 2765e9)
 
 
 def test_spare_rows_of_grouped_products_cost_nothing():
     module = hlo.parse(products_of("even_load_rows_x_1.25/"))
-    assert {k.flops for k in timing.expert_kernels(module)} == {2 * (7 + 3) * 128 * 256 * 512}  # 819 rows: 7
+    # 819 rows: 7
+    assert {k.flops for k in timing.expert_kernels(module)} == {
+        2 * (7 + 3) * 128 * 256 * 512
+    }
 
 
 def test_loops_that_the_load_ends_go_round_as_often_as_an_even_load_needs():
@@ -439,7 +504,7 @@ def test_loops_that_the_load_ends_go_round_as_often_as_an_even_load_needs():
         assert time.notes == ("experts are counted with an even load",)
 
 
-# --- GPU ------------------------------------------------------------------------------------------
+# --- GPU ------------------------------------------------------------------------------
 
 ROOFLINE = """HloModule test
 
@@ -468,9 +533,14 @@ ENTRY %main (x: bf16[8192,8192], stack: f32[32,4096,4096], i: s32[]) -> f32[1,40
 def test_a_gpu_step_is_a_roofline_with_a_band():
     module = hlo.parse(ROOFLINE)
     time = estimate(module, target=targets.parse("h100:1x8"))
-    flops, traffic = 2 * 8192**3, 2 * 4096 * 4096 * 4 + 4  # a slice is read, not the stack
-    assert time.low_s == pytest.approx(flops / (0.79 * 989.4e12) + traffic / (0.92 * 3350e9))
-    assert time.high_s == pytest.approx(flops / (0.64 * 989.4e12) + traffic / (0.75 * 3350e9))
+    # a slice is read, not the stack
+    flops, traffic = 2 * 8192**3, 2 * 4096 * 4096 * 4 + 4
+    assert time.low_s == pytest.approx(
+        flops / (0.79 * 989.4e12) + traffic / (0.92 * 3350e9)
+    )
+    assert time.high_s == pytest.approx(
+        flops / (0.64 * 989.4e12) + traffic / (0.75 * 3350e9)
+    )
     assert time.low_s < time.step_s < time.high_s
     assert "roofline" in time.sure
 
@@ -483,7 +553,7 @@ def test_what_gpu_compute_does_not_cover_is_exposed():
     assert time.waterfall["exposed communication"] == pytest.approx(1.0)
 
 
-# --- the parts of a step --------------------------------------------------------------------------
+# --- the parts of a step --------------------------------------------------------------
 
 
 def test_recomputation_and_bubble_are_parts_of_the_step():
@@ -505,9 +575,14 @@ def test_the_time_of_a_run_takes_its_sizes_from_the_config():
     batch = dataclasses.replace(run.batch, global_size=256)
     run = dataclasses.replace(run, batch=batch, mesh=mesh.MeshConfig(data=256))
     text = (HLO / "v5e_fsdp256.txt").read_text()
-    sizes = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes"), 0)
-    compiled = Compiled(**sizes, host_argument_bytes=0, host_temp_bytes=0, hlo=text, mesh_ids=())
+    sizes = dict.fromkeys(
+        ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes"), 0
+    )
+    compiled = Compiled(
+        **sizes, host_argument_bytes=0, host_temp_bytes=0, hlo=text, mesh_ids=()
+    )
     time = plan._with_compiled(plan.plan_by_arithmetic(run, V5E), compiled).time
-    assert run.precision.compute == "float32" and time.mfu_causal is None  # no peak is published for it
+    # no peak is published for it
+    assert run.precision.compute == "float32" and time.mfu_causal is None
     assert time.tokens_per_s == pytest.approx(256 * 128 / time.step_s)
     assert time.waterfall["bubble"] == 0

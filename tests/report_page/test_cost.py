@@ -15,9 +15,24 @@ EIGHT = {"num_chips": 8}
 
 def lives_of() -> list[Life]:
     """Returns two lives: steps 1 to 100, killed; an hour down; steps 51 to 200."""
-    first = Life(0.0, 4000.0, first=0, step=100, buckets={"start": 300.0, "compile": 100.0, "step": 3600.0})
-    again = {"start": 200.0, "restore": 50.0, "compile": 50.0, "step": 5400.0, "save": 60.0}
-    return [first, Life(7600.0, 13_360.0, ended=True, first=50, step=200, buckets=again)]
+    first = Life(
+        0.0,
+        4000.0,
+        first=0,
+        step=100,
+        buckets={"start": 300.0, "compile": 100.0, "step": 3600.0},
+    )
+    again = {
+        "start": 200.0,
+        "restore": 50.0,
+        "compile": 50.0,
+        "step": 5400.0,
+        "save": 60.0,
+    }
+    return [
+        first,
+        Life(7600.0, 13_360.0, ended=True, first=50, step=200, buckets=again),
+    ]
 
 
 def test_a_cost_is_the_hours_alive_times_chips_times_the_price():
@@ -38,7 +53,9 @@ def test_a_cost_is_the_hours_alive_times_chips_times_the_price():
 
 
 def test_each_life_costs_its_own_chips():
-    """A run that an elastic restart put on half of its chips, whose last life goes on."""
+    """A run that an elastic restart put on half of its chips, whose last life
+    goes on.
+    """
     first, again = lives_of()
     first.chips, again.chips, again.ended = 16, 8, False
     now = again.written + 60
@@ -80,9 +97,13 @@ def test_without_a_price_or_chips_nothing_is_said(config, info):
 
 
 def test_status_and_report_say_it(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"telemetry": {"price_per_chip_hour": 3.0}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"telemetry": {"price_per_chip_hour": 3.0}})
+    )
     (tmp_path / "run.json").write_text(json.dumps(EIGHT))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 200, "time": 13360.0, "tokens_seen": 1000000}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 200, "time": 13360.0, "tokens_seen": 1000000}\n'
+    )
     lives = [vars(life) for life in lives_of()]
     (tmp_path / "ledger.json").write_text(json.dumps({"lives": lives}))
     document = read_status(tmp_path, now=20_000.0).document()
@@ -90,4 +111,7 @@ def test_status_and_report_say_it(tmp_path):
     line = "cost      cost so far 65.07, cost of lost work and restarts 14.00, cost of a million tokens 65.07"
     assert line in as_text(document)
     figures = summary.figures(summary.read_run(tmp_path))
-    assert figures["cost so far"] == "65.07" and figures["cost of lost work and restarts"] == "14.00"
+    assert (
+        figures["cost so far"] == "65.07"
+        and figures["cost of lost work and restarts"] == "14.00"
+    )

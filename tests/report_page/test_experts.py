@@ -1,4 +1,6 @@
-"""Experts in the report and the status: heat maps by their numbers, bands, lines; none for dense models."""
+"""Experts in the report and the status: heat maps by their numbers, bands, lines; none
+for dense models.
+"""
 
 import json
 import re
@@ -15,7 +17,9 @@ LAYERS, EXPERTS = 3, 8
 
 
 def load_at(step: int) -> np.ndarray:
-    """Returns a load in which expert 5 of layer 1 gets more and more, and expert 0 of layer 2 nothing."""
+    """Returns a load in which expert 5 of layer 1 gets more and more, and expert 0 of
+    layer 2 nothing.
+    """
     load = np.full((LAYERS, EXPERTS), 64.0, np.float32)
     load[1, 5] += 8 * step
     load[2, 0] = 0
@@ -37,12 +41,19 @@ def make_run(folder, *, steps=20, arrays=True):
             }
             row = {"loss": 2.0, "stats/fullest_layer": int(fullest.argmax())}
             for name, x in figures.items():
-                row |= {f"stats/{name}/{f}": float(getattr(x, f)()) for f in ("mean", "min", "max")}
+                row |= {
+                    f"stats/{name}/{f}": float(getattr(x, f)())
+                    for f in ("mean", "min", "max")
+                }
             writer.write(step, row)
             if arrays and step % 10 == 0:
-                writer.write_arrays(step, {f"stats/{name}": x for name, x in figures.items()})
+                writer.write_arrays(
+                    step, {f"stats/{name}": x for name, x in figures.items()}
+                )
     info = {"parameters": 40_000_000, "active_parameters": 12_000_000}
-    (folder / "run.json").write_text(json.dumps(info | {"flops_per_token": {"causal": 7.5e7, "full": 8e7}}))
+    (folder / "run.json").write_text(
+        json.dumps(info | {"flops_per_token": {"causal": 7.5e7, "full": 8e7}})
+    )
     return folder
 
 
@@ -66,14 +77,18 @@ def test_a_map_has_the_colour_of_every_expert_in_every_layer(tmp_path):
     values = json.loads(re.search(r'data-values="([^"]*)"', over_time)[1])
     assert len(values) == LAYERS and 'data-places="[10,20]"' in over_time
     assert values[1][0] < values[1][1] == pytest.approx(expected[1].max(), rel=5e-3)
-    assert set(re.findall(r"heat-\d", page)) == {f"heat-{n}" for n in range(len(heat_map.NAMES))}
+    assert set(re.findall(r"heat-\d", page)) == {
+        f"heat-{n}" for n in range(len(heat_map.NAMES))
+    }
 
 
 def test_curves_are_bands_over_the_layers(tmp_path):
     assert report.main([str(make_run(tmp_path))]) == 0
     page = (tmp_path / "report.html").read_text()
     titles = re.findall(r"<h3>(.*?)</h3>", page)
-    assert [row[1] for row in experts.FIELDS] == [t for t in titles if t in {f[1] for f in experts.FIELDS}]
+    assert [row[1] for row in experts.FIELDS] == [
+        t for t in titles if t in {f[1] for f in experts.FIELDS}
+    ]
     assert page.count('class="band run-0"') == len(experts.FIELDS)
     assert not [title for title in titles if title.startswith("stats/")]
     for shown in ("active for a token", "12M", "FLOPs of a token, in MFU", "75M"):
@@ -83,18 +98,29 @@ def test_curves_are_bands_over_the_layers(tmp_path):
 def test_other_stats_of_several_numbers_are_one_chart(tmp_path):
     with closing(metrics.MetricsWriter(tmp_path)) as writer:
         for step in (1, 2):
-            figures = {f"stats/width/{f}": v for f, v in (("mean", 2.0), ("min", 1.0), ("max", 3.0))}
+            figures = {
+                f"stats/width/{f}": v
+                for f, v in (("mean", 2.0), ("min", 1.0), ("max", 3.0))
+            }
             writer.write(step, {"loss": 1.0, "stats/alone/mean": 1.0} | figures)
     assert report.main([str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
-    assert {"stats/width", "stats/alone/mean"} <= set(re.findall(r"<h3>(.*?)</h3>", page))
-    assert "stats/width/min" not in page and "Experts" not in page and 'class="heat"' not in page
+    assert {"stats/width", "stats/alone/mean"} <= set(
+        re.findall(r"<h3>(.*?)</h3>", page)
+    )
+    assert (
+        "stats/width/min" not in page
+        and "Experts" not in page
+        and 'class="heat"' not in page
+    )
 
 
 def test_dense_layers_have_no_cells(tmp_path):
     with closing(metrics.MetricsWriter(tmp_path)) as writer:
         for step in (1, 2):
-            writer.write_arrays(step, {experts.LOAD: load_at(step) * np.float32([[0], [1], [1]])})
+            writer.write_arrays(
+                step, {experts.LOAD: load_at(step) * np.float32([[0], [1], [1]])}
+            )
     drawing = experts.heat_maps(summary.read_run(tmp_path))
     last, over_time = drawing.split("Fullest expert of each layer")
     assert sum(cells_of(last).values()) == 2 * EXPERTS and cells_of(last)[0] == 1
@@ -103,11 +129,26 @@ def test_dense_layers_have_no_cells(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "load", [None, 3, [], [[]], [[1], [1, 2]], [["a"]], [[-1.0, 2.0]], [[1e300]], [1, 2], [[None]], [[0, 0]]]
+    "load",
+    [
+        None,
+        3,
+        [],
+        [[]],
+        [[1], [1, 2]],
+        [["a"]],
+        [[-1.0, 2.0]],
+        [[1e300]],
+        [1, 2],
+        [[None]],
+        [[0, 0]],
+    ],
 )
 def test_a_load_that_is_none_is_left_out(tmp_path, load):
     make_run(tmp_path, arrays=False)
-    (tmp_path / "arrays.jsonl").write_text(json.dumps({"step": 1, "time": 1, experts.LOAD: load}) + "\n")
+    (tmp_path / "arrays.jsonl").write_text(
+        json.dumps({"step": 1, "time": 1, experts.LOAD: load}) + "\n"
+    )
     assert experts.heat_maps(summary.read_run(tmp_path)) == ""
     assert report.main([str(tmp_path)]) == 0
 
@@ -125,17 +166,32 @@ def test_the_status_is_one_line(tmp_path, capsys):
     text = capsys.readouterr().out
     said = "experts   fullest 2.67x the mean (layer 1), up to 1 of a layer dead, 1 % dropped, 1.33 rounds"
     assert said in text
-    assert "model     40M parameters, 12M active for a token; MFU by 75M FLOPs a token" in text
+    assert (
+        "model     40M parameters, 12M active for a token; MFU by 75M FLOPs a token"
+        in text
+    )
     assert status.main([str(tmp_path), "--json"]) == 0
     of = json.loads(capsys.readouterr().out)["experts"]
-    assert of["layer"] == 1 and of["dead"] == 1 and of["max_over_mean"] == pytest.approx(2.6667, rel=1e-3)
+    assert (
+        of["layer"] == 1
+        and of["dead"] == 1
+        and of["max_over_mean"] == pytest.approx(2.6667, rel=1e-3)
+    )
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1, "loss": 2.0}\n')
     (tmp_path / "run.json").write_text('{"parameters": 5, "active_parameters": 5}')
     assert status.main([str(tmp_path)]) == 0
-    assert not {"experts", "model "} & set(re.findall(r"^\w+ ?", capsys.readouterr().out, re.M))
-    (tmp_path / "run.json").write_text('{"parameters": 1e999, "active_parameters": 5, "flops_per_token": []}')
+    assert not {"experts", "model "} & set(
+        re.findall(r"^\w+ ?", capsys.readouterr().out, re.M)
+    )
+    (tmp_path / "run.json").write_text(
+        '{"parameters": 1e999, "active_parameters": 5, "flops_per_token": []}'
+    )
     row = json.dumps(
-        {"step": 2, "time": 1} | {f"stats/{name}/mean": 1.0 for name in ("dropped", "load_entropy")}
+        {"step": 2, "time": 1}
+        | {f"stats/{name}/mean": 1.0 for name in ("dropped", "load_entropy")}
     )
     (tmp_path / "metrics.jsonl").write_text(row.replace("1.0", "1e999") + "\n")
-    assert status.main([str(tmp_path)]) == 0 and status.main([str(tmp_path), "--json"]) == 0
+    assert (
+        status.main([str(tmp_path)]) == 0
+        and status.main([str(tmp_path), "--json"]) == 0
+    )

@@ -1,4 +1,6 @@
-"""The report: one self-contained page, runs overlaid, hostile text, clear errors, no jax."""
+"""The report: one self-contained page, runs overlaid, hostile text, clear errors, no
+jax.
+"""
 
 import itertools
 import json
@@ -24,7 +26,11 @@ def make_run(folder, *, steps=60, learning_rate=3e-4, mfu=0.4, name=HOSTILE):
         w.event("start", 0, devices=8)
         for step in range(1, steps + 1):
             loss = math.nan if step == 7 else 3.0 + 5.0 / step
-            row = {"loss": loss, "learning_rate": learning_rate, "grad_norm": 1.0 / step}
+            row = {
+                "loss": loss,
+                "learning_rate": learning_rate,
+                "grad_norm": 1.0 / step,
+            }
             row |= {
                 "tokens_seen": step * 4096,
                 "step_time_s": 0.5,
@@ -74,9 +80,13 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def count(self, tag, **attributes):
-        wanted = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items()}
+        wanted = {
+            key.rstrip("_").replace("_", "-"): value
+            for key, value in attributes.items()
+        }
         return sum(
-            name == tag and all(given.get(k) == v for k, v in wanted.items()) for name, given in self.tags
+            name == tag and all(given.get(k) == v for k, v in wanted.items())
+            for name, given in self.tags
         )
 
 
@@ -93,7 +103,10 @@ def test_the_page_is_self_contained_and_escapes_everything(tmp_path):
     for tag in ("img", "link", "iframe", "object", "embed", "base", "form"):
         assert page.count(tag) == 0
     for tag, attributes in page.tags:
-        assert not {"src", "href", "srcset", "action"} & set(attributes), (tag, attributes)
+        assert not {"src", "href", "srcset", "action"} & set(attributes), (
+            tag,
+            attributes,
+        )
         assert not any(name.startswith("on") for name in attributes), (tag, attributes)
     assert "http://example.com" in text, "the hostile text is shown, as text"
     assert "url(" not in text and "@import" not in text
@@ -114,10 +127,22 @@ def test_what_the_page_shows(tmp_path):
     assert "step 7: nan" in text, "a non-finite loss is marked"
     for shown in ("3.0833", "3.2500", "1.23M", "40.0 %", "500 ms", "246k", "TPU v5p"):
         assert shown in text, shown
-    for shown in ("data 2 × fsdp 4", "(&#x27;fsdp&#x27;, None)", "4,096", "versions.jax", "0.10.2"):
+    for shown in (
+        "data 2 × fsdp 4",
+        "(&#x27;fsdp&#x27;, None)",
+        "4,096",
+        "versions.jax",
+        "0.10.2",
+    ):
         assert shown in text, shown
-    assert "stopped: train.steps reached" in text and "nonfinite" in text and "def f(x)" in text
-    points = next(json.loads(a["data-points"]) for t, a in page.tags if "data-points" in a)
+    assert (
+        "stopped: train.steps reached" in text
+        and "nonfinite" in text
+        and "def f(x)" in text
+    )
+    points = next(
+        json.loads(a["data-points"]) for t, a in page.tags if "data-points" in a
+    )
     assert points[0] == [1, 8.0] and len(points) == 59
 
 
@@ -146,30 +171,59 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path):
 @pytest.mark.parametrize("count", [5, 18])
 def test_any_number_of_runs_is_overlaid(tmp_path, count):
     runs = [
-        make_run(tmp_path / f"r{i}", name="x", learning_rate=1e-4 * (i + 1), steps=50 + i)
+        make_run(
+            tmp_path / f"r{i}", name="x", learning_rate=1e-4 * (i + 1), steps=50 + i
+        )
         for i in range(count)
     ]
     assert report.main([str(run) for run in runs]) == 0
     text, page = read_page(runs[0] / f"report_vs_{count - 1}_runs.html")
-    styles = {given["class"].partition(" ")[2].partition(" ")[2] for tag, given in page.tags if tag == "g"}
+    styles = {
+        given["class"].partition(" ")[2].partition(" ")[2]
+        for tag, given in page.tags
+        if tag == "g"
+    }
     assert len(styles) == count, "each run has a colour or dashes of its own"
-    assert all(f".run-{i} " in text for i in range(8)) and ".dashed" in text and ".dotted" in text
-    assert f"<h1>r0 and {count - 1} more runs</h1>" in text and "Configuration: 1 difference<" in text
+    assert (
+        all(f".run-{i} " in text for i in range(8))
+        and ".dashed" in text
+        and ".dotted" in text
+    )
+    assert (
+        f"<h1>r0 and {count - 1} more runs</h1>" in text
+        and "Configuration: 1 difference<" in text
+    )
     figures = text.partition("Key figures</h2>")[2].partition("</table>")[0]
-    assert figures.count("<tr>") == count + 1 and all(f" r{i}</td>" in figures for i in range(count))
+    assert figures.count("<tr>") == count + 1 and all(
+        f" r{i}</td>" in figures for i in range(count)
+    )
     labels = [given["aria-label"] for tag, given in page.tags if tag == "svg"]
     assert all(f"r{i} loss: from" in labels[0] for i in range(count))
 
 
 def test_names_have_as_many_parents_as_keep_them_apart(tmp_path):
     runs = [make_run(tmp_path / x / y / "run", steps=2) for x in "ab" for y in "cd"]
-    assert report._names([str(run) for run in runs]) == ["a/c/run", "a/d/run", "b/c/run", "b/d/run"]
+    assert report._names([str(run) for run in runs]) == [
+        "a/c/run",
+        "a/d/run",
+        "b/c/run",
+        "b/d/run",
+    ]
 
 
 def test_the_peak_that_mfu_is_a_share_of_is_said(tmp_path):
     make_run(tmp_path)
-    assert summary.figures(summary.read_run(tmp_path))["peak, in MFU"] == "1979 TFLOP/s in float8"
-    for unknown in (None, {"dtype": "float8", "flops_per_s": None}, {"flops_per_s": math.inf}, {}, 3):
+    assert (
+        summary.figures(summary.read_run(tmp_path))["peak, in MFU"]
+        == "1979 TFLOP/s in float8"
+    )
+    for unknown in (
+        None,
+        {"dtype": "float8", "flops_per_s": None},
+        {"flops_per_s": math.inf},
+        {},
+        3,
+    ):
         assert summary.mfu_peak({"mfu_peak": unknown}) == ""
 
 
@@ -180,7 +234,10 @@ def test_runs_without_a_file_or_without_steps(tmp_path):
     (workdir / "run.json").write_text('{"torn')
     assert report.main([str(workdir)]) == 0
     text, _ = read_page(workdir / "report.html")
-    assert "No step was logged yet" in text and "running, or ended without a stop event" in text
+    assert (
+        "No step was logged yet" in text
+        and "running, or ended without a stop event" in text
+    )
     unknown = make_run(tmp_path / "unknown", mfu=None)
     assert report.main([str(unknown)]) == 0
     assert "MFU: unknown" in (unknown / "report.html").read_text()
@@ -188,7 +245,10 @@ def test_runs_without_a_file_or_without_steps(tmp_path):
 
 def test_user_errors_are_one_line_and_exit_78(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    for workdir, reason in ((tmp_path / "none", "no such folder"), (tmp_path / "empty", "no run")):
+    for workdir, reason in (
+        (tmp_path / "none", "no such folder"),
+        (tmp_path / "empty", "no run"),
+    ):
         assert report.main([str(workdir)]) == config.EXIT_CONFIG == 78
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and reason in error and str(workdir) in error
@@ -198,7 +258,9 @@ def test_user_errors_are_one_line_and_exit_78(tmp_path, capsys):
     assert report.main([str(run), "--out", str(mine)]) == 78
     assert "is no jaxdist report" in capsys.readouterr().err
     assert mine.read_text() == "<p>precious</p>"
-    assert report.main([str(run)]) == report.main([str(run)]) == 0, "a report replaces a report"
+    assert report.main([str(run)]) == report.main([str(run)]) == 0, (
+        "a report replaces a report"
+    )
 
 
 def test_the_command_runs_without_jax_and_without_rich(tmp_path):
@@ -210,7 +272,10 @@ def test_the_command_runs_without_jax_and_without_rich(tmp_path):
         "runpy.run_module('jaxdist.report', run_name='__main__')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(workdir)], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", program, str(workdir)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(workdir / "report.html")
@@ -267,17 +332,29 @@ def test_reading_a_run_tolerates_torn_files(tmp_path):
 def test_the_form_of_attention_over_split_sequences_is_said_with_its_reason(tmp_path):
     workdir = make_run(tmp_path / "run")
     assert "Split sequences" not in html.render([summary.read_run(workdir)])
-    line = "context 4: attention by heads: 32 heads divide by 4; heads sends <b>125.8 MB"
+    line = (
+        "context 4: attention by heads: 32 heads divide by 4; heads sends <b>125.8 MB"
+    )
     (workdir / "run.json").write_text(json.dumps({"split_sequences": [line, 3]}))
     page = html.render([summary.read_run(workdir)])
-    assert "<h2>Split sequences</h2>" in page and line.replace("<", "&lt;").replace(">", "&gt;") in page
+    assert (
+        "<h2>Split sequences</h2>" in page
+        and line.replace("<", "&lt;").replace(">", "&gt;") in page
+    )
 
 
 def test_a_report_leaves_out_what_has_another_shape_and_says_so(tmp_path):
     workdir = make_run(tmp_path / "run")
-    (workdir / "metrics.jsonl").open("a").write('[]\n{"step": null}\n{"loss": 1e999, "step": 61}\n')
+    (workdir / "metrics.jsonl").open("a").write(
+        '[]\n{"step": null}\n{"loss": 1e999, "step": 61}\n'
+    )
     (workdir / "events.jsonl").open("a").write('{"event": "save"}\n')
-    info = {"mesh": 3, "device_kind": "\ud800", "sharding": [1, {"name": []}], "timeline_svg": {}}
+    info = {
+        "mesh": 3,
+        "device_kind": "\ud800",
+        "sharding": [1, {"name": []}],
+        "timeline_svg": {},
+    }
     (workdir / "run.json").write_text(json.dumps(info))
     (workdir / "config.json").write_text("[" * 100_000)
     (workdir / "profile").mkdir()
@@ -322,4 +399,7 @@ def test_a_run_that_could_not_go_on_is_not_green(tmp_path, fields, tone):
         writer.event("stop", 3, **fields)
     run = summary.read_run(tmp_path)
     assert summary.state(run) == (f"stopped: {fields['reason']}", tone)
-    assert f'<span class="badge {tone}">stopped: {fields["reason"]}</span>' in html.render([run])
+    assert (
+        f'<span class="badge {tone}">stopped: {fields["reason"]}</span>'
+        in html.render([run])
+    )

@@ -1,4 +1,6 @@
-"""The command that repeats a run: what is in it, what is not, and what a run's folder cannot put there."""
+"""The command that repeats a run: what is in it, what is not, and what a run's folder
+cannot put there.
+"""
 
 import json
 import os
@@ -15,7 +17,13 @@ from jaxdist.report_page.status import as_text, read_status
 from jaxdist.trainer import provenance
 from support.runs import TINY, losses
 
-TRAINED = {"command": {"argv": ["python", "-m", "jaxdist.train"], "folder": os.getcwd(), "trains": True}}
+TRAINED = {
+    "command": {
+        "argv": ["python", "-m", "jaxdist.train"],
+        "folder": os.getcwd(),
+        "trains": True,
+    }
+}
 OURS = {"model.target": "jaxdist.models.transformer:Transformer"}
 
 
@@ -46,11 +54,20 @@ def test_flags_are_recorded_and_secrets_are_not():
 
 def test_a_train_command_repeats_from_the_config_of_its_folder(tmp_path):
     folder = tmp_path / "my run"
-    environment = {"XLA_FLAGS": "--a=1 --b=2", "JAXDIST_PROCESS_ID": "0", "JAXDIST_COORDINATOR": "x:1"}
-    environment |= {"TPU_LIBRARY_PATH": "/venv/libtpu.so", "TPU_SKIP_MDS_QUERY": "1"}  # by jax: of this venv
+    environment = {
+        "XLA_FLAGS": "--a=1 --b=2",
+        "JAXDIST_PROCESS_ID": "0",
+        "JAXDIST_COORDINATOR": "x:1",
+    }
+    # by jax: of this venv
+    environment |= {"TPU_LIBRARY_PATH": "/venv/libtpu.so", "TPU_SKIP_MDS_QUERY": "1"}
     text = command_of(folder, TRAINED | {"environment": environment})
     words = shlex.split(text)
-    assert words[0] == "XLA_FLAGS=--a=1 --b=2" and words[1:4] == ["python", "-m", "jaxdist.train"]
+    assert words[0] == "XLA_FLAGS=--a=1 --b=2" and words[1:4] == [
+        "python",
+        "-m",
+        "jaxdist.train",
+    ]
     assert words[words.index("--config") + 1] == str(folder / "config.json")
     assert words[words.index("--workdir") + 1] == str(tmp_path / "my run-again")
     assert "JAXDIST" not in text and "TPU_" not in text
@@ -68,7 +85,10 @@ def test_a_script_repeats_as_it_was_called(tmp_path):
     stored = {"argv": ["python", "mine.py", "--name", "a b"], "trains": False}
     assert command_of(tmp_path, {"command": stored}) == "python mine.py --name 'a b'"
     group = {"command": stored, "num_processes": 2}
-    assert command_of(tmp_path, group) == "jaxdist launch --processes 2 -- python mine.py --name 'a b'"
+    assert (
+        command_of(tmp_path, group)
+        == "jaxdist launch --processes 2 -- python mine.py --name 'a b'"
+    )
 
 
 def test_a_command_goes_to_where_its_paths_relate_to(tmp_path, monkeypatch):
@@ -76,9 +96,13 @@ def test_a_command_goes_to_where_its_paths_relate_to(tmp_path, monkeypatch):
     there = TRAINED["command"] | {"folder": "/some where"}
     text = command_of(Path("runs/x"), {"command": there, "environment": {"NPROC": "8"}})
     assert text.startswith("cd '/some where' && NPROC=8 python -m jaxdist.train ")
-    assert f"--config {tmp_path}/runs/x/config.json --workdir {tmp_path}/runs/x-again" in text
+    assert (
+        f"--config {tmp_path}/runs/x/config.json --workdir {tmp_path}/runs/x-again"
+        in text
+    )
     text = command_of(tmp_path, config=OURS | {"checkpoint.folder": "gs://bucket/x/"})
-    assert text.endswith("--config.checkpoint.folder=gs://bucket/x-again")  # beside, not within
+    # beside, not within
+    assert text.endswith("--config.checkpoint.folder=gs://bucket/x-again")
 
 
 def test_a_recorded_command_has_no_secrets():
@@ -92,7 +116,10 @@ def test_a_recorded_command_has_no_secrets():
         "https://me:pw@host/repo",
     ]
     text = " ".join(reproduce.without_secrets(words))
-    assert text == "python a.py --hf-token=*** --api_key *** wandb.password=*** https://***@host/repo"
+    assert (
+        text
+        == "python a.py --hf-token=*** --api_key *** wandb.password=*** https://***@host/repo"
+    )
     others = [
         "--config.train.sample_tokens=5",
         "--config.data.tokenizer",
@@ -114,7 +141,9 @@ def test_a_run_whose_start_folder_is_gone_has_none(tmp_path, monkeypatch):
     assert provenance._folder() == ""
 
 
-@pytest.mark.parametrize("stored", [None, 3, [], {}, {"argv": "ls"}, {"argv": [1]}, {"argv": None}])
+@pytest.mark.parametrize(
+    "stored", [None, 3, [], {}, {"argv": "ls"}, {"argv": [1]}, {"argv": None}]
+)
 def test_what_is_no_command_is_left_out(tmp_path, stored):
     assert reproduce.repeat(tmp_path, {"command": stored}, OURS) is None
     assert reproduce.as_lines(None) == []
@@ -122,11 +151,18 @@ def test_what_is_no_command_is_left_out(tmp_path, stored):
 
 def test_code_that_the_folder_names_stays_behind_a_comment(tmp_path):
     config = {"model.target": "evil.py:Model; rm -rf ~", "train.loggers": ["a.b:C"]}
-    environment = {"LD_PRELOAD": "evil.so", "XLA_FLAGS": "$(rm -rf ~)", "JAX_A B": "x", "JAX_X": 3}
+    environment = {
+        "LD_PRELOAD": "evil.so",
+        "XLA_FLAGS": "$(rm -rf ~)",
+        "JAX_A B": "x",
+        "JAX_X": 3,
+    }
     text = command_of(tmp_path, TRAINED | {"environment": environment}, config)
     before, _, after = text.partition("  # ")
     assert "evil" not in before and "evil.py:Model; rm" in after and "a.b:C" in after
-    assert shlex.split(before)[0] == "XLA_FLAGS=$(rm -rf ~)" and "'$(rm -rf ~)'" in before
+    assert (
+        shlex.split(before)[0] == "XLA_FLAGS=$(rm -rf ~)" and "'$(rm -rf ~)'" in before
+    )
     moved = command_of(tmp_path, TRAINED, {"model.target": "x\n\x1b[2Jevil:Y"})
     assert moved.isprintable()
 
@@ -140,7 +176,8 @@ def test_a_commit_is_of_the_clone_that_tracks_the_package(tmp_path):
     (package / "__init__.py").write_text("")
     assert provenance.commit(package) == {}
     git("init", "-q")
-    assert provenance.commit(package) == {}  # not in the index: an environment inside of a clone
+    # not in the index: an environment inside of a clone
+    assert provenance.commit(package) == {}
     git("add", "-A")
     git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-m", "x")
     known = provenance.commit(package)
@@ -149,19 +186,31 @@ def test_a_commit_is_of_the_clone_that_tracks_the_package(tmp_path):
     assert provenance.commit(package) == known | {"dirty": True}
 
 
-def test_a_run_says_what_repeats_it_and_that_has_its_losses(tmp_path, monkeypatch, capsys):
+def test_a_run_says_what_repeats_it_and_that_has_its_losses(
+    tmp_path, monkeypatch, capsys
+):
     changes = TINY | {"train.steps": 6, "checkpoint.save_at_end": False}
     flags = [f"--config.{key}={str(value).lower()}" for key, value in changes.items()]
     folder = tmp_path / "first"
-    monkeypatch.setattr("sys.argv", [str(provenance._PACKAGE / "train.py")])  # as `python -m` has it
+    # as `python -m` has it
+    monkeypatch.setattr("sys.argv", [str(provenance._PACKAGE / "train.py")])
     assert train.main(["--config", "quickstart", "--workdir", str(folder), *flags]) == 0
     info = json.loads((folder / "run.json").read_text())
     assert info["hosts"] and info["num_chips"] == 1 and info["command"]["trains"]
-    assert info["environment"]["XLA_FLAGS"] and {"jax", "orbax-checkpoint", "python"} <= set(info["versions"])
+    assert info["environment"]["XLA_FLAGS"] and {
+        "jax",
+        "orbax-checkpoint",
+        "python",
+    } <= set(info["versions"])
     document = read_status(folder).document()
     text = document["repeat"]["command"]
-    assert f"repeat    {text}" in as_text(document) and document["repeat"]["source"] == info["source"]["hash"]
+    assert (
+        f"repeat    {text}" in as_text(document)
+        and document["repeat"]["source"] == info["source"]["hash"]
+    )
     assert "Repeat" in render([summary.read_run(folder)])
     words = shlex.split(text)
     assert train.main(words[words.index("jaxdist.train") + 1 :]) == 0
-    assert len(losses(folder)) == 6 and losses(folder) == losses(tmp_path / "first-again")
+    assert len(losses(folder)) == 6 and losses(folder) == losses(
+        tmp_path / "first-again"
+    )

@@ -9,11 +9,29 @@ from jaxdist.telemetry import ledger
 from jaxdist.telemetry.ledger import Ledger
 from jaxdist.telemetry.metrics import MetricsWriter
 
-ROW = {"step_time_s": 2.0, "data_wait_s": 0.2, "mfu": 0.22, "mfu_full": 0.25, "hfu": 0.3}
+ROW = {
+    "step_time_s": 2.0,
+    "data_wait_s": 0.2,
+    "mfu": 0.22,
+    "mfu_full": 0.25,
+    "hfu": 0.3,
+}
 OPS = [
     {"op": "fusion.1", "kind": "fusion", "share": 0.75, "seconds": 3.0, "count": 8},
-    {"op": "all-gather-done.3", "kind": "all-gather-done", "share": 0.2, "seconds": 0.8, "count": 8},
-    {"op": "reduce-scatter", "kind": "reduce-scatter", "share": 0.05, "seconds": 0.2, "count": 8},
+    {
+        "op": "all-gather-done.3",
+        "kind": "all-gather-done",
+        "share": 0.2,
+        "seconds": 0.8,
+        "count": 8,
+    },
+    {
+        "op": "reduce-scatter",
+        "kind": "reduce-scatter",
+        "share": 0.05,
+        "seconds": 0.2,
+        "count": 8,
+    },
 ]
 INFO = {"pipeline": {"bubble": 0.2}}
 
@@ -29,16 +47,30 @@ def test_shares_are_taken_of_what_is_left_and_add_up():
     assert shares[step_parts.AGAIN] == pytest.approx(busy * (1 - 0.25 / 0.3))
     assert shares[step_parts.AT_PEAK] == 0.22
     assert shares[step_parts.COMPUTE] == pytest.approx(busy * 0.25 / 0.3 - 0.22)
-    assert parts.verdict().startswith("MFU 22.0 %; the largest part is compute below the peak, 23.0 % of")
+    assert parts.verdict().startswith(
+        "MFU 22.0 %; the largest part is compute below the peak, 23.0 % of"
+    )
 
 
 @pytest.mark.parametrize(
     ("row", "info", "ops", "said", "cure"),
     [
         ({"data_wait_s": 1.5}, {}, OPS, "waiting for data, 75.0 %", "data.prefetch"),
-        ({}, {"pipeline": {"bubble": 0.6}}, [], "bubble, 54.0 %", "pipeline.microbatches"),
+        (
+            {},
+            {"pipeline": {"bubble": 0.6}},
+            [],
+            "bubble, 54.0 %",
+            "pipeline.microbatches",
+        ),
         ({"hfu": 1.0}, {}, OPS, "recomputation, 50.6 %", "remat.policy"),
-        ({}, {}, [OPS[1] | {"share": 0.7}], "exposed communication, 63.0 %", "plan --search"),
+        (
+            {},
+            {},
+            [OPS[1] | {"share": 0.7}],
+            "exposed communication, 63.0 %",
+            "plan --search",
+        ),
         ({}, {}, [], "compute below the peak, 53.0 %", "profile.start_step"),
         (
             {},
@@ -47,7 +79,13 @@ def test_shares_are_taken_of_what_is_left_and_add_up():
             "compute below the peak, with communication, 53.0 %",
             "profile.start_step",
         ),
-        ({"mfu": None, "mfu_full": None, "hfu": None}, {}, OPS, "compute, 67.5 %", "profile.start_step"),
+        (
+            {"mfu": None, "mfu_full": None, "hfu": None},
+            {},
+            OPS,
+            "compute, 67.5 %",
+            "profile.start_step",
+        ),
     ],
 )
 def test_the_largest_part_has_a_cure(row, info, ops, said, cure):
@@ -56,19 +94,27 @@ def test_the_largest_part_has_a_cure(row, info, ops, said, cure):
     assert verdict.startswith("MFU unknown" if "mfu" in row else "MFU 22.0 %")
 
 
-@pytest.mark.parametrize("row", [{}, {"step_time_s": 0}, {"step_time_s": "x"}, {"step_time_s": float("inf")}])
+@pytest.mark.parametrize(
+    "row", [{}, {"step_time_s": 0}, {"step_time_s": "x"}, {"step_time_s": float("inf")}]
+)
 def test_without_a_step_there_are_no_parts(row):
     assert step_parts.step_parts(row, INFO, OPS) is None
 
 
 def test_waits_that_lead_the_row_are_no_more_than_the_step():
-    parts = step_parts.step_parts(ROW | {"data_wait_s": 1.02 * ROW["step_time_s"]}, {}, [])
-    assert parts.shares[step_parts.DATA] == 1.0 and "waiting for data" in parts.verdict()
+    parts = step_parts.step_parts(
+        ROW | {"data_wait_s": 1.02 * ROW["step_time_s"]}, {}, []
+    )
+    assert (
+        parts.shares[step_parts.DATA] == 1.0 and "waiting for data" in parts.verdict()
+    )
 
 
 def test_what_a_folder_says_that_is_no_number_is_left_out():
     odd = {"data_wait_s": "x", "mfu": "y", "hfu": float("nan"), "mfu_full": -1}
-    parts = step_parts.step_parts(ROW | odd, {"pipeline": {"bubble": "z"}}, [{"kind": 3, "share": None}])
+    parts = step_parts.step_parts(
+        ROW | odd, {"pipeline": {"bubble": "z"}}, [{"kind": 3, "share": None}]
+    )
     assert parts.shares == {"compute": 1.0}
 
 
@@ -91,5 +137,11 @@ def test_status_and_report_show_both(tmp_path):
     )
     page = html.render([summary.read_run(tmp_path)])
     line = ledger.goodput_line(ledger.read_lives(tmp_path))
-    for part in ("Wall time", line, "A step, estimated", "MFU 22.0 %; the largest part", "HFU"):
+    for part in (
+        "Wall time",
+        line,
+        "A step, estimated",
+        "MFU 22.0 %; the largest part",
+        "HFU",
+    ):
         assert part in page, part

@@ -1,4 +1,6 @@
-"""Notices of clouds, by servers that answer as theirs do; and a run that is saved in time."""
+"""Notices of clouds, by servers that answer as theirs do; and a run that is saved in
+time.
+"""
 
 import contextlib
 import json
@@ -14,7 +16,12 @@ import pytest
 from jaxdist.config import ConfigError
 from jaxdist.distributed.local_devices import free_port
 from jaxdist.resilience import preemption_notice
-from jaxdist.resilience.preemption_notice import ADDRESS, ResilienceConfig, detect_cloud, heard
+from jaxdist.resilience.preemption_notice import (
+    ADDRESS,
+    ResilienceConfig,
+    detect_cloud,
+    heard,
+)
 from jaxdist.telemetry.metrics import read_events
 from support.runs import command, environment, last_step, run_of
 
@@ -72,10 +79,14 @@ class MetadataServer:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.address = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+        threading.Thread(
+            target=self.server.serve_forever, args=(0.02,), daemon=True
+        ).start()
 
     def refusal(self, path, headers) -> int:
-        """Returns the code for a question without what its cloud wants to see, else 0."""
+        """Returns the code for a question without what its cloud wants to see,
+        else 0.
+        """
         if path.startswith("/latest/"):
             return 0 if headers.get("X-aws-ec2-metadata-token") == self.token else 401
         if path.startswith("/computeMetadata/"):
@@ -96,7 +107,12 @@ def cloud(monkeypatch):
 def listening(chosen, address):
     """Yields (notices, lines said) of a listener, which grow."""
     notices, said = [], []
-    with heard(ResilienceConfig(chosen), notices.append, say=said.append, environ={ADDRESS: address}):
+    with heard(
+        ResilienceConfig(chosen),
+        notices.append,
+        say=said.append,
+        environ={ADDRESS: address},
+    ):
         yield notices, said
 
 
@@ -108,7 +124,11 @@ def wait_for(condition, seconds=10.0):
 
 
 def event(kind, *machines):
-    return {"Events": [{"EventType": kind, "Resources": list(machines), "NotBefore": "10:00"}]}
+    return {
+        "Events": [
+            {"EventType": kind, "Resources": list(machines), "NotBefore": "10:00"}
+        ]
+    }
 
 
 @pytest.mark.parametrize(
@@ -116,12 +136,32 @@ def event(kind, *machines):
     [
         ("aws", ACTION, None, ON_EC2, "terminate at 2026-11-23T10:00:00Z"),
         ("gcp", PREEMPTED, "FALSE", "TRUE\n", "preempted"),
-        ("gcp", MAINTENANCE, "MIGRATE_ON_HOST_MAINTENANCE", "TERMINATE_ON_HOST_MAINTENANCE", "TERMINATE_ON"),
-        ("azure", EVENTS, event("Freeze", "vm-7"), event("Preempt", "vm-7"), "Preempt not before 10:00"),
-        ("azure", EVENTS, event("Preempt", "vm-8"), event("Terminate", "vm-8", "vm-7"), "Terminate"),
+        (
+            "gcp",
+            MAINTENANCE,
+            "MIGRATE_ON_HOST_MAINTENANCE",
+            "TERMINATE_ON_HOST_MAINTENANCE",
+            "TERMINATE_ON",
+        ),
+        (
+            "azure",
+            EVENTS,
+            event("Freeze", "vm-7"),
+            event("Preempt", "vm-7"),
+            "Preempt not before 10:00",
+        ),
+        (
+            "azure",
+            EVENTS,
+            event("Preempt", "vm-8"),
+            event("Terminate", "vm-8", "vm-7"),
+            "Terminate",
+        ),
     ],
 )
-def test_a_notice_is_heard_once_and_what_is_none_is_not(cloud, chosen, path, before, answer, words):
+def test_a_notice_is_heard_once_and_what_is_none_is_not(
+    cloud, chosen, path, before, answer, words
+):
     cloud.answers[path] = before
     with listening(chosen, cloud.address) as (notices, said):
         wait_for(lambda: cloud.asked.count(path) >= 3)
@@ -147,7 +187,9 @@ def test_an_answer_after_the_run_stops_nothing(cloud):
         began = time.monotonic()
     assert time.monotonic() - began < 0.5  # nor does the end of the run wait for it
     answer.set()
-    threads = [thread for thread in threading.enumerate() if thread.name == "preemption-notice"]
+    threads = [
+        thread for thread in threading.enumerate() if thread.name == "preemption-notice"
+    ]
     for thread in threads:
         thread.join(10)
     assert threads and notices == []
@@ -163,8 +205,12 @@ def test_a_token_of_ec2_is_kept_and_renewed(cloud):
         wait_for(lambda: notices)
 
 
-@pytest.mark.parametrize("answer", ["no JSON", "[]", {"Events": [3]}, {"Events": {"EventType": "Preempt"}}])
-def test_an_answer_of_another_shape_is_no_notice_and_told_of_at_most_once(cloud, answer):
+@pytest.mark.parametrize(
+    "answer", ["no JSON", "[]", {"Events": [3]}, {"Events": {"EventType": "Preempt"}}]
+)
+def test_an_answer_of_another_shape_is_no_notice_and_told_of_at_most_once(
+    cloud, answer
+):
     cloud.answers[EVENTS] = answer
     with listening("azure", cloud.address) as (notices, said):
         wait_for(lambda: cloud.asked.count(EVENTS) >= 4)
@@ -214,7 +260,9 @@ def test_no_proxy_of_the_environment_is_asked(cloud, monkeypatch):
     proxy.server.shutdown()
 
 
-@pytest.mark.parametrize("token", ["<html>\n<body>no metadata here", "two words", "", "x" * 100_000])
+@pytest.mark.parametrize(
+    "token", ["<html>\n<body>no metadata here", "two words", "", "x" * 100_000]
+)
 def test_what_is_no_token_is_not_kept(cloud, token):
     cloud.token = token
     with listening("aws", cloud.address) as (notices, said):
@@ -248,7 +296,8 @@ def test_a_server_of_the_first_version_is_asked_without_a_token(cloud):
 
 
 @pytest.mark.parametrize(
-    "answer", ["{}", '{"error": "none"}', '{"action": 7}', "null", "[" * 200_000, "\x00"]
+    "answer",
+    ["{}", '{"error": "none"}', '{"action": 7}', "null", "[" * 200_000, "\x00"],
 )
 def test_json_without_an_action_stops_no_run_on_ec2(cloud, answer):
     cloud.answers[ACTION] = answer
@@ -261,14 +310,21 @@ def test_json_without_an_action_stops_no_run_on_ec2(cloud, answer):
 
 def test_machines_of_azure_are_told_apart_by_their_whole_name(cloud):
     text = {"EventType": "Preempt", "Resources": "vm-70,vm-7"}  # no list
-    for answer in ({"Events": [text]}, event("Preempt", "vm-70"), event("Preempt", "VM-8")):
+    for answer in (
+        {"Events": [text]},
+        event("Preempt", "vm-70"),
+        event("Preempt", "VM-8"),
+    ):
         cloud.answers[EVENTS] = answer
         with listening("azure", cloud.address) as (notices, _):
             asked = cloud.asked.count(EVENTS)
             wait_for(lambda asked=asked: cloud.asked.count(EVENTS) >= asked + 3)
             assert notices == []
-    cloud.answers[EVENTS] = {"Events": [3, None, text, *event("Preempt", "VM-7")["Events"]]}
-    with listening("azure", cloud.address) as (notices, _):  # upper and lower case are one to Azure
+    cloud.answers[EVENTS] = {
+        "Events": [3, None, text, *event("Preempt", "VM-7")["Events"]]
+    }
+    # upper and lower case are one to Azure
+    with listening("azure", cloud.address) as (notices, _):
         wait_for(lambda: notices)
 
 
@@ -310,7 +366,9 @@ def fail(handler):
 
 
 @pytest.mark.parametrize("answer", [drip, flood, garble, fail])
-def test_after_an_answer_that_never_ends_or_is_none_the_server_is_asked_again(cloud, monkeypatch, answer):
+def test_after_an_answer_that_never_ends_or_is_none_the_server_is_asked_again(
+    cloud, monkeypatch, answer
+):
     monkeypatch.setattr(preemption_notice, "_ANSWER_S", 0.3)
     cloud.answers[PREEMPTED] = answer
     with listening("gcp", cloud.address) as (notices, said):
@@ -340,13 +398,20 @@ def test_a_server_that_is_not_there_is_told_of_once(monkeypatch):
     with listening("aws", address) as (notices, said):
         wait_for(lambda: said)
         time.sleep(0.2)
-    assert notices == [] and len(said) == 1 and f"no answer from aws ({address})" in said[0]
+    assert (
+        notices == []
+        and len(said) == 1
+        and f"no answer from aws ({address})" in said[0]
+    )
 
 
 def test_nothing_is_asked_unless_the_config_says_so(cloud, tmp_path):
     with listening("none", cloud.address) as (notices, said):
         time.sleep(0.1)
-    assert cloud.asked == notices == said == [] and ResilienceConfig().preemption_notice == "none"
+    assert (
+        cloud.asked == notices == said == []
+        and ResilienceConfig().preemption_notice == "none"
+    )
     with pytest.raises(ConfigError, match="resilience.preemption_notice"):
         run_of("quickstart", **{"resilience.preemption_notice": "ibm"})
 
@@ -372,25 +437,44 @@ def test_auto_says_where_there_is_no_cloud(monkeypatch):
     with listening("auto", "http://127.0.0.1:1") as (_, said):
         pass
     (line,) = said
-    assert line.endswith("notice=auto: this machine's firmware names no cloud; nothing is asked")
+    assert line.endswith(
+        "notice=auto: this machine's firmware names no cloud; nothing is asked"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_is_saved_within_ten_seconds_of_a_notice(tmp_path, processes):
     server = MetadataServer()
-    launch = [sys.executable, "-m", "jaxdist.launch", "--processes", str(processes), "--"]
-    changes = {"resilience.preemption_notice": "aws", "checkpoint.every_steps": 0, "train.steps": 1_000_000}
+    launch = [
+        sys.executable,
+        "-m",
+        "jaxdist.launch",
+        "--processes",
+        str(processes),
+        "--",
+    ]
+    changes = {
+        "resilience.preemption_notice": "aws",
+        "checkpoint.every_steps": 0,
+        "train.steps": 1_000_000,
+    }
     environ = environment(1) | {ADDRESS: server.address}
-    run = subprocess.Popen([*launch, *command(tmp_path, **changes)], env=environ, stdout=subprocess.PIPE)
+    run = subprocess.Popen(
+        [*launch, *command(tmp_path, **changes)], env=environ, stdout=subprocess.PIPE
+    )
     wait_for(lambda: last_step(tmp_path) >= 20 and server.asked.count(ACTION) >= 2, 600)
     server.answers[ACTION] = ON_EC2
     began = time.time()
     assert run.wait(timeout=120) == 75
     events = {event["event"]: event for event in read_events(tmp_path)}
     saved = events["save"]
-    print(f"notice to event {events['preemption_notice']['time'] - began:.2f} s,", end=" ")
-    print(f"to saved {saved['time'] - began:.2f} s, to the end {time.time() - began:.2f} s")
+    print(
+        f"notice to event {events['preemption_notice']['time'] - began:.2f} s,", end=" "
+    )
+    print(
+        f"to saved {saved['time'] - began:.2f} s, to the end {time.time() - began:.2f} s"
+    )
     assert saved["ok"] and saved["time"] - began <= 10
     assert "terminate at" in events["preemption_notice"]["notice"]
     assert events["preempted"]["step"] == saved["step"] >= 20

@@ -1,4 +1,6 @@
-"""Training by several processes: the same numbers as one process with the same devices."""
+"""Training by several processes: the same numbers as one process with the same
+devices.
+"""
 
 import os
 import signal
@@ -17,12 +19,21 @@ from jaxdist.telemetry.metrics import MetricsWriter, read_events
 from jaxdist.trainer import run_config, validation
 from support.runs import command, environment, last_step, losses, start_group, train
 
-LAYOUT = {"train__steps": 6, "checkpoint__every_steps": 4, "mesh__fsdp": 2, "mesh__tensor": 2}
+LAYOUT = {
+    "train__steps": 6,
+    "checkpoint__every_steps": 4,
+    "mesh__fsdp": 2,
+    "mesh__tensor": 2,
+}
 
 
-def train_together(workdir: Path, processes: int, devices_each: int, **changes) -> list[str]:
+def train_together(
+    workdir: Path, processes: int, devices_each: int, **changes
+) -> list[str]:
     """Runs one training in several processes; returns what each of them printed."""
-    started = start_group(command(workdir, **changes), processes, devices_each, stderr=subprocess.STDOUT)
+    started = start_group(
+        command(workdir, **changes), processes, devices_each, stderr=subprocess.STDOUT
+    )
     said = [process.communicate()[0] for process in started]
     assert all(process.returncode == 0 for process in started), "\n".join(said)[-4000:]
     return said
@@ -62,8 +73,12 @@ runpy.run_module("jaxdist.train", run_name="__main__", alter_sys=True)
         pytest.param(1, "open_data", marks=pytest.mark.slow),
     ],
 )
-def test_an_error_of_one_process_before_the_first_step_ends_the_others(tmp_path, number, where, monkeypatch):
-    """They waited for it at the next agreement, until the coordination service missed it."""
+def test_an_error_of_one_process_before_the_first_step_ends_the_others(
+    tmp_path, number, where, monkeypatch
+):
+    """They waited for it at the next agreement, until the coordination service missed
+    it.
+    """
     monkeypatch.setenv("FAILING", str(number))
     monkeypatch.setenv("WHERE", where)
     train_command = command(tmp_path / "run")
@@ -71,16 +86,25 @@ def test_an_error_of_one_process_before_the_first_step_ends_the_others(tmp_path,
     group = start_group(train_command, 2, 1, stderr=subprocess.STDOUT)
     said = [process.communicate(timeout=60)[0] for process in group]
     codes = [process.returncode for process in group]
-    assert codes[number] == 1 and "OSError: [Errno 5] Input/output error" in said[number], said
-    told = f"error: process {number}: OSError: [Errno 5] Input/output error (<string>:4)"
-    assert told in said[1 - number] or number == 0 and codes[1] == -signal.SIGABRT, said  # jax's, as above
+    assert (
+        codes[number] == 1 and "OSError: [Errno 5] Input/output error" in said[number]
+    ), said
+    told = (
+        f"error: process {number}: OSError: [Errno 5] Input/output error (<string>:4)"
+    )
+    # jax's, as above
+    assert told in said[1 - number] or number == 0 and codes[1] == -signal.SIGABRT, said
     assert codes[1 - number] == 70 or number == 0 and codes[1] == -signal.SIGABRT
     assert not read_events(tmp_path / "run")
 
 
-@pytest.mark.parametrize("phase", ["start", pytest.param("late", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "phase", ["start", pytest.param("late", marks=pytest.mark.slow)]
+)
 def test_a_signal_before_the_first_step_ends_a_process_at_once(tmp_path, phase):
-    first, second = start_group(command(tmp_path / "run"), 2, 1, stderr=subprocess.STDOUT)
+    first, second = start_group(
+        command(tmp_path / "run"), 2, 1, stderr=subprocess.STDOUT
+    )
     marker = "joined through" if phase == "start" else "data:"
     assert first.stdout is not None
     while marker not in first.stdout.readline():
@@ -90,8 +114,14 @@ def test_a_signal_before_the_first_step_ends_a_process_at_once(tmp_path, phase):
         process.send_signal(signal.SIGTERM)
     codes = [process.wait(60) for process in (first, second)]
     print(codes, time.monotonic() - began)
-    # One that has not joined yet ends by the signal; one that has by jax's abort, as the first has gone.
-    assert codes[0] == 75 and set(codes) <= {75, 70, -signal.SIGTERM, -signal.SIGABRT}, codes
+    # One that has not joined yet ends by the signal; one that has by jax's abort, as
+    # the first has gone.
+    assert codes[0] == 75 and set(codes) <= {
+        75,
+        70,
+        -signal.SIGTERM,
+        -signal.SIGABRT,
+    }, codes
 
 
 def test_a_users_own_handler_is_called_and_put_back():
@@ -102,7 +132,8 @@ def test_a_users_own_handler_is_called_and_put_back():
         with StopSignals() as stop:
             assert not stop.reached()
             os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGINT)  # a second kind of signal asks for the same
+            # a second kind of signal asks for the same
+            os.kill(os.getpid(), signal.SIGINT)
             assert stop.reached() and stop.stopping and heard == ["user"]
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
@@ -117,7 +148,12 @@ def test_a_handler_set_during_the_run_is_called_and_the_run_stops(capsys):
         assert not stop.reached() and not stop.reached()
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.reached() and heard == ["user"]
-    assert capsys.readouterr().err.count("a handler of SIGTERM set during the run is called, too") == 1
+    assert (
+        capsys.readouterr().err.count(
+            "a handler of SIGTERM set during the run is called, too"
+        )
+        == 1
+    )
     assert signal.signal(signal.SIGTERM, signal.SIG_DFL) is mine
 
 
@@ -182,20 +218,34 @@ def test_an_interrupt_in_a_notebook_saves_and_gives_control_back(tmp_path, shell
     if shell == "IPython":
         pytest.importorskip("IPython")
     workdir = tmp_path / "run"
-    settings = {"checkpoint__every_steps": 0, "checkpoint__save_at_end": False, "train__steps": 300}
+    settings = {
+        "checkpoint__every_steps": 0,
+        "checkpoint__save_at_end": False,
+        "train__steps": 300,
+    }
     _, _, _, config, name, _, _, *rest = command(workdir, **settings)
-    cell = CELL.replace("FLAGS", repr([config, name, *rest])).replace("WORKDIR", repr(str(workdir)))
+    cell = CELL.replace("FLAGS", repr([config, name, *rest])).replace(
+        "WORKDIR", repr(str(workdir))
+    )
     code = f"CELL = {cell!r}\n{SHELLS[shell]}{AGAIN}"
     process = subprocess.Popen(
-        [sys.executable, "-c", code], env=environment(1), stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        env=environment(1),
+        stdout=subprocess.PIPE,
+        text=True,
     )
     while process.poll() is None and last_step(workdir) < 10:
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
     said = process.communicate()[0]
     assert process.returncode == 0, said
-    (step,) = [event["step"] for event in read_events(workdir) if event["event"] == "preempted"]
-    assert f"control is back: Interrupted stopped after step {step}, saved; run again" in said
+    (step,) = [
+        event["step"] for event in read_events(workdir) if event["event"] == "preempted"
+    ]
+    assert (
+        f"control is back: Interrupted stopped after step {step}, saved; run again"
+        in said
+    )
     assert list_steps(workdir / "checkpoints") == [step] and 10 <= step < 300
     assert f"resumed after step {step}" in said and last_step(workdir) == 300
 
@@ -203,7 +253,9 @@ def test_an_interrupt_in_a_notebook_saves_and_gives_control_back(tmp_path, shell
 def test_a_preempted_script_ends_with_75(tmp_path):
     workdir = tmp_path / "run"
     _, _, _, config, name, _, _, *rest = command(workdir, train__steps=100_000)
-    cell = CELL.replace("FLAGS", repr([config, name, *rest])).replace("WORKDIR", repr(str(workdir)))
+    cell = CELL.replace("FLAGS", repr([config, name, *rest])).replace(
+        "WORKDIR", repr(str(workdir))
+    )
     process = subprocess.Popen([sys.executable, "-c", cell], env=environment(1))
     while process.poll() is None and last_step(workdir) < 10:
         time.sleep(0.005)
@@ -212,7 +264,7 @@ def test_a_preempted_script_ends_with_75(tmp_path):
     assert list_steps(workdir / "checkpoints")[-1] == last_step(workdir)
 
 
-# --- another number of devices --------------------------------------------------------------------
+# --- another number of devices --------------------------------------------------------
 
 
 def elastic_run(**settings):
@@ -222,15 +274,20 @@ def elastic_run(**settings):
 
 
 def test_fewer_devices_share_out_experts_evenly():
-    run = elastic_run(**{"model.num_experts": 8, "mesh.expert": 4, "mesh.fsdp": 2, "mesh.zero": 1})
+    run = elastic_run(
+        **{"model.num_experts": 8, "mesh.expert": 4, "mesh.fsdp": 2, "mesh.zero": 1}
+    )
     found = {n: elastic.refit(run, devices=n, full_devices=8) for n in (4, 3, 6, 1)}
-    sizes = {n: (r.mesh.data, r.mesh.fsdp, r.mesh.expert, r.mesh.zero) for n, r in found.items()}
+    sizes = {
+        n: (r.mesh.data, r.mesh.fsdp, r.mesh.expert, r.mesh.zero)
+        for n, r in found.items()
+    }
     assert sizes == {4: (1, 1, 4, 1), 3: (3, 1, 1, 3), 6: (3, 1, 2, 1), 1: (1, 1, 1, 3)}
     for devices, smaller in found.items():
         validation.validate_on(smaller, devices)  # a legal config
-    assert {run_config.run_fingerprint(smaller) for smaller in (run, *found.values())} == {
-        run_config.run_fingerprint(run)
-    }
+    assert {
+        run_config.run_fingerprint(smaller) for smaller in (run, *found.values())
+    } == {run_config.run_fingerprint(run)}
 
 
 def test_an_elastic_run_is_refitted_and_any_other_is_left_alone():
@@ -241,20 +298,31 @@ def test_an_elastic_run_is_refitted_and_any_other_is_left_alone():
     assert (smaller.mesh.data, smaller.mesh.fsdp, smaller.mesh.zero) == (1, 4, 2)
     assert smaller.batch.accumulation == 2 and smaller.batch.global_size == 24
     three = elastic.refit(run, devices=3, full_devices=8)
-    assert (three.mesh.data, three.mesh.fsdp, three.mesh.zero, three.batch.accumulation) == (3, 1, 3, 4)
+    assert (
+        three.mesh.data,
+        three.mesh.fsdp,
+        three.mesh.zero,
+        three.batch.accumulation,
+    ) == (3, 1, 3, 4)
     for found, devices in ((smaller, 4), (three, 3)):
         assert resolve_mesh(found.mesh, devices).batch_shards == devices
     assert run_config.run_fingerprint(smaller) == run_config.run_fingerprint(run)
-    assert elastic.refit(run, devices=7, full_devices=8) is run  # 24 is no multiple of 7: refused later
+    # 24 is no multiple of 7: refused later
+    assert elastic.refit(run, devices=7, full_devices=8) is run
     nothing = elastic_run(**{"batch.global_size": 0})
-    assert elastic.refit(nothing, devices=4, full_devices=8) is nothing  # refused later, too
+    # refused later, too
+    assert elastic.refit(nothing, devices=4, full_devices=8) is nothing
 
 
 def test_what_an_elastic_run_was_written_for(tmp_path):
     assert elastic.full_devices({}, tmp_path, per_process=2) is None
-    assert elastic.full_devices({elastic.FULL_PROCESSES: "4"}, tmp_path, per_process=2) == 8
+    assert (
+        elastic.full_devices({elastic.FULL_PROCESSES: "4"}, tmp_path, per_process=2)
+        == 8
+    )
     by_scheduler = {elastic.FULL_PROCESSES: "0"}
-    assert elastic.full_devices(by_scheduler, tmp_path, per_process=2) is None  # the first start
+    # the first start
+    assert elastic.full_devices(by_scheduler, tmp_path, per_process=2) is None
     assert elastic.resized(tmp_path, elastic_run(), 16) is None
     writer = MetricsWriter(tmp_path)
     for devices in (16, 8):
@@ -263,4 +331,9 @@ def test_what_an_elastic_run_was_written_for(tmp_path):
     assert elastic.full_devices(by_scheduler, tmp_path, per_process=2) == 16
     assert elastic.resized(tmp_path, elastic_run(), 8) is None
     found = elastic.resized(tmp_path, elastic_run(**{"mesh.fsdp": 2}), 4)
-    assert found == {"devices_before": 8, "devices": 4, "mesh": {"data": -1, "fsdp": 2}, "accumulation": 1}
+    assert found == {
+        "devices_before": 8,
+        "devices": 4,
+        "mesh": {"data": -1, "fsdp": 2},
+        "accumulation": 1,
+    }

@@ -1,4 +1,5 @@
-"""A real Slurm, one node, started for the test: jobs are stopped, requeued, and end finished.
+"""A real Slurm, one node, started for the test: jobs are stopped, requeued, and end
+finished.
 
 Needs root and Debian's `slurm-wlm` and `munge`. Run with `-m slow`.
 """
@@ -26,7 +27,8 @@ PYTHON = Path(sys.executable).parent
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        os.getuid() != 0 or not all(map(shutil.which, DAEMONS)), reason="needs root, slurm-wlm and munge"
+        os.getuid() != 0 or not all(map(shutil.which, DAEMONS)),
+        reason="needs root, slurm-wlm and munge",
     ),
 ]
 
@@ -69,12 +71,15 @@ class Slurm:
         }
 
     def __call__(self, *words: str) -> str:
-        done = subprocess.run(words, env=self.environ, capture_output=True, text=True, cwd=self.folder)
+        done = subprocess.run(
+            words, env=self.environ, capture_output=True, text=True, cwd=self.folder
+        )
         assert done.returncode == 0, f"{words}: {done.stdout} {done.stderr}"
         return done.stdout
 
     def state(self, job: str) -> str:
-        shown = self("scontrol", "show", "job", "-o", job)  # fails for a job that ended minutes ago
+        # fails for a job that ended minutes ago
+        shown = self("scontrol", "show", "job", "-o", job)
         return shown.partition("JobState=")[2].partition(" ")[0]
 
     def wait(self, job: str, condition, seconds: float = 400) -> None:
@@ -82,14 +87,17 @@ class Slurm:
         while not condition():
             state = self.state(job)
             ended = ended + 1 if state in ("CANCELLED", "FAILED", "NODE_FAIL") else 0
-            assert ended < 150 and time.monotonic() < until, state + self.said(job)  # it may come back
+            # it may come back
+            assert ended < 150 and time.monotonic() < until, state + self.said(job)
             if state == "PENDING":  # a requeued job waits for two minutes otherwise
                 with contextlib.suppress(AssertionError):
                     self("scontrol", "update", f"JobId={job}", "StartTime=now")
             time.sleep(0.2)
 
     def said(self, job: str) -> str:
-        return "".join(path.read_text()[-3000:] for path in self.folder.glob(f"*-{job}.log"))
+        return "".join(
+            path.read_text()[-3000:] for path in self.folder.glob(f"*-{job}.log")
+        )
 
 
 def free_ports(number: int) -> list[int]:
@@ -104,28 +112,44 @@ def free_ports(number: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Slurm]:
-    """Yields a cluster of one node. Its folder is short: a socket's path is, and munged is picky."""
+    """Yields a cluster of one node. Its folder is short: a socket's path is, and munged
+    is picky.
+    """
     folder = Path(f"/run/jaxdist-slurm-{os.getpid()}")
     for name in ("state", "spool"):
         (folder / name).mkdir(parents=True)
     host = socket.gethostname().split(".")[0]
-    (folder / "slurm.conf").write_text(CONF.format(host=host, folder=folder, ports=free_ports(2)))
+    (folder / "slurm.conf").write_text(
+        CONF.format(host=host, folder=folder, ports=free_ports(2))
+    )
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o400)
-    files = {name: f"{folder}/munge.{name}" for name in ("socket", "key", "pid", "log", "seed")}
+    files = {
+        name: f"{folder}/munge.{name}"
+        for name in ("socket", "key", "pid", "log", "seed")
+    }
     flags = [
-        f"--{'key' if n == 'key' else n}{'' if n == 'socket' else '-file'}={p}" for n, p in files.items()
+        f"--{'key' if n == 'key' else n}{'' if n == 'socket' else '-file'}={p}"
+        for n, p in files.items()
     ]
     cluster = Slurm(folder)
     running = []
     try:
-        for words in (["munged", "--foreground", "--force", *flags], ["slurmctld", "-D"], ["slurmd", "-D"]):
+        for words in (
+            ["munged", "--foreground", "--force", *flags],
+            ["slurmctld", "-D"],
+            ["slurmd", "-D"],
+        ):
             log = open(folder / f"{words[0]}.out", "w")
-            running.append(subprocess.Popen(words, env=cluster.environ, stdout=log, stderr=log))
+            running.append(
+                subprocess.Popen(words, env=cluster.environ, stdout=log, stderr=log)
+            )
             time.sleep(1)
         until = time.monotonic() + 30
         while "idle" not in cluster("sinfo", "-h", "-o", "%T"):
-            assert time.monotonic() < until, cluster("sinfo", "-R") + (folder / "slurmd.out").read_text()
+            assert time.monotonic() < until, (
+                cluster("sinfo", "-R") + (folder / "slurmd.out").read_text()
+            )
             time.sleep(0.5)
         yield cluster
     finally:
@@ -139,7 +163,8 @@ def slurm() -> Iterator[Slurm]:
 
 
 def arguments(workdir: Path, **changes) -> list[str]:
-    return command(workdir, **(SETTINGS | changes))[3:]  # without `python -m jaxdist.train`
+    # without `python -m jaxdist.train`
+    return command(workdir, **(SETTINGS | changes))[3:]
 
 
 def test_a_stopped_and_requeued_job_ends_finished(slurm, tmp_path):
@@ -152,11 +177,13 @@ def test_a_stopped_and_requeued_job_ends_finished(slurm, tmp_path):
     script = ["sbatch", "--parsable", "--nodes=1", str(ROOT / "deploy" / "slurm.sh")]
     job = slurm(*script, *arguments(workdir, train__steps=120)).strip()
     slurm.wait(job, lambda: last_step(workdir) >= 5)
-    slurm("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1@180 does at its time
+    # what --signal=B:USR1@180 does at its time
+    slurm("scancel", "--batch", "--signal=USR1", job)
     slurm.wait(job, lambda: len(events(workdir, "preempted")) == 1)
     first = last_step(workdir)
     slurm.wait(job, lambda: last_step(workdir) >= first + 5)
-    slurm("scontrol", "requeue", job)  # what a preemption by a job of higher priority does
+    # what a preemption by a job of higher priority does
+    slurm("scontrol", "requeue", job)
     slurm.wait(job, lambda: len(events(workdir, "preempted")) == 2)
     slurm.wait(job, lambda: slurm.state(job) == "COMPLETED")
     assert "Restarts=2" in slurm("scontrol", "show", "job", job)
@@ -167,18 +194,34 @@ def test_a_stopped_and_requeued_job_ends_finished(slurm, tmp_path):
     assert losses(workdir) == losses(straight)
 
 
-def test_two_agents_are_one_run_and_an_agent_that_loses_a_process_ends_it(slurm, tmp_path):
+def test_two_agents_are_one_run_and_an_agent_that_loses_a_process_ends_it(
+    slurm, tmp_path
+):
     workdir = tmp_path / "run"
-    words = ["srun", "-n", "2", "--kill-on-bad-exit=1", "python", "-m", "jaxdist.launch", "--"]
+    words = [
+        "srun",
+        "-n",
+        "2",
+        "--kill-on-bad-exit=1",
+        "python",
+        "-m",
+        "jaxdist.launch",
+        "--",
+    ]
     with open(tmp_path / "said", "w") as said:
         step = [*words, *command(workdir, **SETTINGS)]
-        agents = subprocess.Popen(step, env=slurm.environ, stdout=said, stderr=said, cwd=slurm.folder)
+        agents = subprocess.Popen(
+            step, env=slurm.environ, stdout=said, stderr=said, cwd=slurm.folder
+        )
         while last_step(workdir) < 5:
             assert agents.poll() is None, (tmp_path / "said").read_text()[-3000:]
             time.sleep(0.05)
         os.kill(trainers(workdir)[1], signal.SIGKILL)
-        # srun ends the other agents at the first that fails, and reports the highest code.
-        assert agents.wait(60) in (70, 137, 143), (tmp_path / "said").read_text()[-3000:]
+        # srun ends the other agents at the first that fails, and reports the highest
+        # code.
+        assert agents.wait(60) in (70, 137, 143), (tmp_path / "said").read_text()[
+            -3000:
+        ]
     assert not trainers(workdir)
     (begun,) = events(workdir, "start")
     assert begun["processes"] == 2

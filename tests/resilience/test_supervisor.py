@@ -1,4 +1,6 @@
-"""The agent with small commands in place of training: losses, restarts, sizes, signals, no orphans."""
+"""The agent with small commands in place of training: losses, restarts, sizes, signals,
+no orphans.
+"""
 
 import contextlib
 import dataclasses
@@ -20,10 +22,16 @@ from jaxdist.distributed.cluster import ClusterInfo, find_cluster, first_host
 from jaxdist.distributed.local_devices import device_environment, visible_gpus
 from jaxdist.resilience import elastic, growth, stop_signals
 from jaxdist.resilience.run_progress import ProgressReader, default_workdir, run_folder
-from jaxdist.resilience.supervisor import Supervisor, SupervisorOptions, describe_exit, lost_process
+from jaxdist.resilience.supervisor import (
+    Supervisor,
+    SupervisorOptions,
+    describe_exit,
+    lost_process,
+)
 from jaxdist.telemetry.metrics import MetricsWriter, read_events
 
-# Each process appends "gang rank size" to the file `starts`, then does what the script says.
+# Each process appends "gang rank size" to the file `starts`, then does what the script
+# says.
 HEAD = """
 import os, signal, sys, time
 folder, rank = sys.argv[1], int(os.environ.get("JAXDIST_PROCESS_ID", "0"))
@@ -43,7 +51,13 @@ def script(folder: Path, text: str) -> list[str]:
     return [*command, "--workdir", str(folder / "run")]
 
 
-def supervise(folder: Path, text: str, processes: int = 2, agents: ClusterInfo | None = None, **options):
+def supervise(
+    folder: Path,
+    text: str,
+    processes: int = 2,
+    agents: ClusterInfo | None = None,
+    **options,
+):
     """Returns (exit code, what the agent said)."""
     said: list[str] = []
     chosen = SupervisorOptions(script(folder, text), processes, **options)
@@ -60,7 +74,9 @@ def starts(folder: Path) -> list[list[str]]:
 
 
 def members(group: int) -> list[int]:
-    """Returns the processes of a process group; one that has ended but was not collected is none."""
+    """Returns the processes of a process group; one that has ended but was not
+    collected is none.
+    """
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -77,14 +93,20 @@ def wait_until(condition, seconds: float = 20) -> None:
         time.sleep(0.01)
 
 
-# --- one gang -------------------------------------------------------------------------------------
+# --- one gang -------------------------------------------------------------------------
 
 
 def test_every_process_knows_its_place_and_its_lines_bear_its_number(tmp_path, capfd):
-    code, said = supervise(tmp_path, "print('hello from', rank); sys.stderr.write('no newline')", 3)
+    code, said = supervise(
+        tmp_path, "print('hello from', rank); sys.stderr.write('no newline')", 3
+    )
     assert code == 0 and "starting 3 processes" in said
     found = starts(tmp_path)
-    assert sorted((rank, size) for rank, size, *_ in found) == [("0", "3"), ("1", "3"), ("2", "3")]
+    assert sorted((rank, size) for rank, size, *_ in found) == [
+        ("0", "3"),
+        ("1", "3"),
+        ("2", "3"),
+    ]
     (coordinator,) = {address for *_, address, _ in found}
     assert coordinator.startswith("127.0.0.1:")
     lines = capfd.readouterr().out.splitlines()
@@ -103,7 +125,9 @@ def test_these_exit_codes_pass_through_without_a_restart(tmp_path, code):
     assert found == code and len(starts(tmp_path)) <= 2
 
 
-def test_the_others_of_a_lost_process_are_stopped_at_once_with_all_they_started(tmp_path):
+def test_the_others_of_a_lost_process_are_stopped_at_once_with_all_they_started(
+    tmp_path,
+):
     text = """
 import subprocess
 if rank == 0:
@@ -129,13 +153,17 @@ def test_who_is_at_fault_may_say_so_though_another_ends_first(tmp_path, code, ca
     assert "[1] why" in capfd.readouterr().out
 
 
-def test_the_end_of_a_process_that_is_not_at_fault_is_a_loss_where_no_other_ends(tmp_path, monkeypatch):
+def test_the_end_of_a_process_that_is_not_at_fault_is_a_loss_where_no_other_ends(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("jaxdist.resilience.supervisor._CAUSE_S", 0.2)
-    code, said = supervise(tmp_path, "sys.exit(70) if rank else time.sleep(100)", max_restarts=0)
+    code, said = supervise(
+        tmp_path, "sys.exit(70) if rank else time.sleep(100)", max_restarts=0
+    )
     assert code == 70 and "lost process 1 ended with exit code 70" in said
 
 
-# --- restarts -------------------------------------------------------------------------------------
+# --- restarts -------------------------------------------------------------------------
 
 
 def test_a_crash_loop_stops_and_says_why(tmp_path):
@@ -143,17 +171,25 @@ def test_a_crash_loop_stops_and_says_why(tmp_path):
     code, said = supervise(tmp_path, text, max_restarts=2)
     assert code == 1
     assert said.count("starting 2 processes") == 3
-    assert "3 failures without progress beyond step 3, --max-restarts 2: 3 x process 1 ended with" in said
+    assert (
+        "3 failures without progress beyond step 3, --max-restarts 2: 3 x process 1 ended with"
+        in said
+    )
     assert "cannot open the thing" in said.splitlines()[-1]
     lost = [e for e in read_events(tmp_path / "run") if e["event"] == "peer_lost"]
     assert len(lost) == 3 and lost[0]["process"] == 1 and lost[0]["step"] == 3
-    assert len({port for _, _, port, _ in starts(tmp_path)}) == 3, "each start has its own port"
+    assert len({port for _, _, port, _ in starts(tmp_path)}) == 3, (
+        "each start has its own port"
+    )
 
 
 def test_a_kill_before_there_is_a_workdir_leaves_its_event(tmp_path):
     code, _ = supervise(tmp_path, "kill_me()", 1, max_restarts=0)
     (lost,) = read_events(tmp_path / "run")
-    assert code == 70 and (lost["event"], lost["why"]) == ("peer_lost", "process 0 killed by SIGKILL")
+    assert code == 70 and (lost["event"], lost["why"]) == (
+        "peer_lost",
+        "process 0 killed by SIGKILL",
+    )
 
 
 def test_progress_refills_the_budget(tmp_path):
@@ -204,10 +240,15 @@ def test_a_capacity_file_that_is_being_written_is_read_again(tmp_path):
             writer.start()
 
     text = "if gang() == 1: write_step(1); kill_me()"
-    options = SupervisorOptions(script(tmp_path, text), 3, min_processes=1, capacity_file=capacity)
+    options = SupervisorOptions(
+        script(tmp_path, text), 3, min_processes=1, capacity_file=capacity
+    )
     assert Supervisor(options, ClusterInfo(), say=say).run() == 0
     writer.join()
-    assert [line for line in said if "starting" in line] == ["starting 1 processes", "starting 2 processes"]
+    assert [line for line in said if "starting" in line] == [
+        "starting 1 processes",
+        "starting 2 processes",
+    ]
 
 
 def test_a_process_lost_twice_in_a_row_is_done_without(tmp_path):
@@ -221,7 +262,9 @@ if size == 3: time.sleep(100)
     assert said.count("starting 3") == 2 and said.count("starting 2") == 1
     (tmp_path / "starts").unlink()
     code, said = supervise(tmp_path, text, 3, max_restarts=2)
-    assert code == 70 and said.count("starting 3") == 3, "without --min-processes all are needed"
+    assert code == 70 and said.count("starting 3") == 3, (
+        "without --min-processes all are needed"
+    )
 
 
 def test_a_slot_that_was_given_up_is_tried_again_after_progress(tmp_path):
@@ -249,7 +292,10 @@ def test_too_little_capacity_waits(tmp_path):
             capacity.write_text("2")
 
     assert Supervisor(options, ClusterInfo(), say=say).run() == 0
-    assert said[0].startswith("waiting: 1 processes could run") and "2 are needed" in said[0]
+    assert (
+        said[0].startswith("waiting: 1 processes could run")
+        and "2 are needed" in said[0]
+    )
 
 
 CONFIG_OF_8 = (
@@ -265,12 +311,17 @@ def test_only_sizes_with_a_legal_mesh_are_started(tmp_path):
     capacity.write_text("3")
     options = {"min_processes": 1, "capacity_file": capacity, "devices_per_process": 2}
     code, said = supervise(tmp_path, "", 4, **options)
-    assert code == 0 and "3 processes could run, but no legal mesh has them; taking 2" in said
+    assert (
+        code == 0
+        and "3 processes could run, but no legal mesh has them; taking 2" in said
+    )
     assert {size for _, size, *_ in starts(tmp_path)} == {"2"}
 
 
 def first_start(folder: Path, text: str, **options):
-    """Returns (exit code, what was said, sizes in their order) of a start with capacity 3 of 4."""
+    """Returns (exit code, what was said, sizes in their order) of a start with capacity
+    3 of 4.
+    """
     folder.mkdir()
     (capacity := folder / "capacity").write_text("3")
     code, said = supervise(folder, text, 4, capacity_file=capacity, **options)
@@ -286,13 +337,16 @@ def test_a_first_start_that_is_refused_is_tried_with_fewer(tmp_path):
     assert (code, sizes) == (78, ["3"])
     code, _, sizes = first_start(tmp_path / "none", "sys.exit(78)", min_processes=1)
     assert (code, sizes) == (78, ["3", "2", "1"])
-    code, _, sizes = first_start(tmp_path / "begun", "write_step(1); sys.exit(78)", min_processes=1)
+    code, _, sizes = first_start(
+        tmp_path / "begun", "write_step(1); sys.exit(78)", min_processes=1
+    )
     assert (code, sizes) == (78, ["3"]), "after a step config.json tells what is legal"
 
 
-# --- growth while it runs -------------------------------------------------------------------------
+# --- growth while it runs -------------------------------------------------------------
 
-# Of three processes one can run at first, and all once it has made a step; then SIGTERM does what END says.
+# Of three processes one can run at first, and all once it has made a step; then SIGTERM
+# does what END says.
 GROWS = """
 if size == 1 and gang() == 1:
     def stop(*_): END
@@ -310,11 +364,22 @@ def at_once(monkeypatch):
 
 
 def grown(folder: Path, text: str, capacity: str = "1", **options):
-    """Returns (exit code, what was said, sizes in their order) of a run that may grow at once."""
+    """Returns (exit code, what was said, sizes in their order) of a run that may grow
+    at once.
+    """
     (folder / "capacity").write_text(capacity)
-    chosen = {"min_processes": 1, "max_restarts": 0, "grow_minutes": 1e-6, "grace_s": 1.0} | options
+    chosen = {
+        "min_processes": 1,
+        "max_restarts": 0,
+        "grow_minutes": 1e-6,
+        "grace_s": 1.0,
+    } | options
     code, said = supervise(folder, text, 3, capacity_file=folder / "capacity", **chosen)
-    return code, said, [int(n) for n in re.findall(r"^starting (\d) processes", said, re.M)]
+    return (
+        code,
+        said,
+        [int(n) for n in re.findall(r"^starting (\d) processes", said, re.M)],
+    )
 
 
 def written(folder: Path, name: str) -> list[dict]:
@@ -323,7 +388,10 @@ def written(folder: Path, name: str) -> list[dict]:
 
 def test_a_group_that_can_be_larger_saves_and_starts_again(tmp_path, at_once):
     code, said, sizes = grown(tmp_path, GROWS.replace("END", "sys.exit(75)"))
-    assert (code, sizes) == (0, [1, 3]) and "3 processes can run: the 1 that run are asked to save" in said
+    assert (code, sizes) == (
+        0,
+        [1, 3],
+    ) and "3 processes can run: the 1 that run are asked to save" in said
     (grew,) = written(tmp_path, "grow")
     assert (grew["step"], grew["processes_before"], grew["processes"]) == (1, 1, 3)
     assert not written(tmp_path, "peer_lost")
@@ -343,7 +411,9 @@ def test_a_run_that_ends_while_it_is_asked_to_grow_is_done(tmp_path, at_once):
         ("kill_me()", "process 0 killed by SIGKILL"),
     ],
 )
-def test_a_growth_whose_save_fails_is_a_loss_and_starts_larger(tmp_path, at_once, end, why):
+def test_a_growth_whose_save_fails_is_a_loss_and_starts_larger(
+    tmp_path, at_once, end, why
+):
     code, said, sizes = grown(tmp_path, GROWS.replace("END", end))
     assert (code, sizes) == (0, [1, 3]) and f"lost {why} at step 1" in said
     assert [event["why"] for event in written(tmp_path, "peer_lost")] == [why]
@@ -360,14 +430,22 @@ def test_a_stop_from_outside_during_a_growth_ends_the_run(tmp_path, at_once, end
 
 @pytest.mark.parametrize("end", ["kill_me()", "sys.exit(1)", "sys.exit(78)"])
 def test_a_growth_that_makes_no_progress_is_undone(tmp_path, at_once, end):
-    """The run is no worse off than without it: --max-restarts 0 would end it at the first loss."""
+    """The run is no worse off than without it: --max-restarts 0 would end it at the
+    first loss.
+    """
     text = GROWS.replace("END", "sys.exit(75)") + f"\nif size == 3: {end}"
     code, said, sizes = grown(tmp_path, text)
-    assert (code, sizes) == (0, [1, 3, 1]) and "no progress since the growth: back to 1 processes" in said
+    assert (code, sizes) == (
+        0,
+        [1, 3, 1],
+    ) and "no progress since the growth: back to 1 processes" in said
 
 
 def test_a_growth_that_fails_later_is_a_loss_like_any_other(tmp_path, at_once):
-    text = GROWS.replace("END", "sys.exit(75)") + "\nif size == 3 and gang() == 2: write_step(2); kill_me()"
+    text = (
+        GROWS.replace("END", "sys.exit(75)")
+        + "\nif size == 3 and gang() == 2: write_step(2); kill_me()"
+    )
     (ended := tmp_path / "ended").mkdir()
     assert grown(ended, text)[0] == 70, "--max-restarts 0"
     code, said, sizes = grown(tmp_path, text, max_restarts=1)
@@ -378,7 +456,11 @@ NO_GROWTH = {
     "no step": (GROWS.replace("write_step(1)", "None"), "1", {}),
     "off": (GROWS, "1", {"grow_minutes": 0.0}),
     "too early": (GROWS, "1", {"grow_minutes": 1.0}),
-    "no file any more": (GROWS.replace('open(folder + "/capacity", "w").write("3")', ""), "1", {}),
+    "no file any more": (
+        GROWS.replace('open(folder + "/capacity", "w").write("3")', ""),
+        "1",
+        {},
+    ),
     "no number": (GROWS.replace('write("3")', 'write("many")'), "1", {}),
     "fewer": (GROWS.replace('write("3")', 'write("0")'), "1", {}),
 }
@@ -388,7 +470,9 @@ NO_GROWTH = {
 def test_a_group_stays_as_it_is(tmp_path, at_once, why):
     text, capacity, options = NO_GROWTH[why]
     if why == "no file any more":
-        text = text.replace("write_step(1)", 'os.remove(folder + "/capacity"); write_step(1)')
+        text = text.replace(
+            "write_step(1)", 'os.remove(folder + "/capacity"); write_step(1)'
+        )
     text = text.replace("range(200)", "range(8)").replace("END", "sys.exit(75)")
     code, said, sizes = grown(tmp_path, text, capacity, **options)
     assert (code, sizes) == (0, [1]) and "are asked" not in said
@@ -408,7 +492,9 @@ for _ in range(15 if size < 4 else 0): print("a word"); time.sleep(0.1)
 """
     options = {"min_processes": 1, "devices_per_process": 2, "grow_minutes": 1e-6}
     code, said = supervise(tmp_path, text, 4, capacity_file=capacity, **options)
-    assert code == 0 and re.findall(r"^starting (\d) processes", said, re.M) == [str(n) for n in sizes], said
+    assert code == 0 and re.findall(r"^starting (\d) processes", said, re.M) == [
+        str(n) for n in sizes
+    ], said
 
 
 def test_capacity_must_last_and_growths_keep_their_distance():
@@ -433,7 +519,8 @@ def test_capacity_must_last_and_growths_keep_their_distance():
     assert 600 + growth.STEADY_S <= first <= 600 + growth.STEADY_S + growth.LOOK_S
     assert len(looks) <= 30 / growth.LOOK_S + 1
 
-    timer.begin()  # the next start; from here on there is room for one look of every three
+    # the next start; from here on there is room for one look of every three
+    timer.begin()
     looks.clear()
     assert not run_for(600)
     for _ in range(20):
@@ -455,33 +542,48 @@ def test_capacity_must_last_and_growths_keep_their_distance():
     assert not run_for(10_000) and not looks
 
 
-# --- several agents -------------------------------------------------------------------------------
+# --- several agents -------------------------------------------------------------------
 
 
 def test_an_agent_of_several_leaves_restarts_to_the_scheduler(tmp_path):
     agents = ClusterInfo("Slurm", 3, 1, "node7", 61500)
-    code, said = supervise(tmp_path, "time.sleep(2 if rank == 2 else 60); kill_me()", agents=agents)
+    code, said = supervise(
+        tmp_path, "time.sleep(2 if rank == 2 else 60); kill_me()", agents=agents
+    )
     assert code == 70 and "starting 2 processes of 6" in said
     found = starts(tmp_path)
     assert sorted(rank for rank, *_ in found) == ["2", "3"]
     assert {(size, address) for _, size, address, _ in found} == {("6", "node7:61500")}
 
 
-SLURM = {"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_NODELIST": "gpu[017-020]", "SLURM_JOB_ID": "7"}
+SLURM = {
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_NODELIST": "gpu[017-020]",
+    "SLURM_JOB_ID": "7",
+}
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
-}  # fmt: skip
+}
 KUBERNETES = {
-    "JOB_COMPLETION_INDEX": "3", "JOBSET_NAME": "run", "REPLICATED_JOB_NAME": "workers",
+    "JOB_COMPLETION_INDEX": "3",
+    "JOBSET_NAME": "run",
+    "REPLICATED_JOB_NAME": "workers",
     "JAXDIST_NUM_PODS": "4",
-}  # fmt: skip
+}
 GIVEN = {"JAXDIST_AGENTS": "2", "JAXDIST_AGENT": "1", "JAXDIST_AGENTS_AT": "head:7000"}
 TPU = {"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "1"}
 TORCHRUN = {
-    "WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "head", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "2",
+    "WORLD_SIZE": "4",
+    "RANK": "3",
+    "MASTER_ADDR": "head",
+    "MASTER_PORT": "29500",
+    "LOCAL_WORLD_SIZE": "2",
     "LOCAL_RANK": "1",
-}  # fmt: skip
+}
 AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7"}
 
 
@@ -490,9 +592,15 @@ AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7
     [
         (SLURM, ("Slurm", 4, 2, "gpu017")),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, (None, 1, 0, "127.0.0.1")),
-        ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, (None, 1, 0, "127.0.0.1")),
+        (
+            {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"},
+            (None, 1, 0, "127.0.0.1"),
+        ),
         (OPEN_MPI, ("Open MPI", 4, 1, "10.96.0.1")),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, ("Open MPI", 4, 1, "127.0.0.1")),
+        (
+            OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+            ("Open MPI", 4, 1, "127.0.0.1"),
+        ),
         (KUBERNETES, ("Kubernetes", 4, 3, "run-workers-0-0.run")),
         (TPU, ("a multi-host TPU", 2, 1, "t0")),
         (GIVEN | SLURM, ("its environment", 2, 1, "head")),
@@ -500,8 +608,10 @@ AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, ("torchrun", 4, 3, "127.0.0.1")),
         (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, (None, 1, 0, "127.0.0.1")),
         (GIVEN | TORCHRUN, ("its environment", 2, 1, "head")),
-        (SLURM | TORCHRUN | AGENT_STORE, ("torchrun", 4, 3, "head")),  # srun torchrun: the inner one
-        (SLURM | {"WORLD_SIZE": "8", "MASTER_ADDR": "head"}, ("Slurm", 4, 2, "gpu017")),  # a script's exports
+        # srun torchrun: the inner one
+        (SLURM | TORCHRUN | AGENT_STORE, ("torchrun", 4, 3, "head")),
+        # a script's exports
+        (SLURM | {"WORLD_SIZE": "8", "MASTER_ADDR": "head"}, ("Slurm", 4, 2, "gpu017")),
         ({}, (None, 1, 0, "127.0.0.1")),
     ],
 )
@@ -510,16 +620,20 @@ def test_a_scheduler_is_detected(environ, place):
     assert (found.launcher, found.number, found.index, found.host) == place
     assert (found.port == 0) == (found.number == 1)
     assert find_cluster(environ) == found
-    if place[0] == "Slurm":  # all agents of a start agree on the port; the next start has another
+    # all agents of a start agree on the port; the next start has another
+    if place[0] == "Slurm":
         assert find_cluster(environ | {"SLURM_PROCID": "3"}).port == found.port
         assert find_cluster(environ | {"SLURM_RESTART_COUNT": "1"}).port != found.port
 
 
 @pytest.mark.parametrize(
-    "changed", [{"JAXDIST_AGENT": "5"}, {"JAXDIST_AGENT": "-1"}, {"JAXDIST_AGENTS": "0"}]
+    "changed",
+    [{"JAXDIST_AGENT": "5"}, {"JAXDIST_AGENT": "-1"}, {"JAXDIST_AGENTS": "0"}],
 )
 def test_an_agent_is_one_of_those_there_are(changed):
-    with pytest.raises(ConfigError, match="started by its environment: its number must be >= 0"):
+    with pytest.raises(
+        ConfigError, match="started by its environment: its number must be >= 0"
+    ):
         find_cluster(GIVEN | changed)
 
 
@@ -529,7 +643,8 @@ def test_variables_of_torchrun_that_say_what_the_scheduler_says_change_nothing()
 
 def test_torchruns_own_port_is_left_to_it():
     assert find_cluster(TORCHRUN).port == 29500
-    for one in ({}, {"WORLD_SIZE": "1", "RANK": "0"}):  # a service "master" of Kubernetes has such a variable
+    # a service "master" of Kubernetes has such a variable
+    for one in ({}, {"WORLD_SIZE": "1", "RANK": "0"}):
         assert find_cluster(one | {"MASTER_PORT": "tcp://10.0.0.3:80"}) == ClusterInfo()
     environ = TORCHRUN | AGENT_STORE
     port = find_cluster(environ).port
@@ -540,11 +655,23 @@ def test_torchruns_own_port_is_left_to_it():
 @pytest.mark.parametrize(
     ("environ", "fault"),
     [
-        (TORCHRUN | {"RANK": "4"}, "agent 4 of 4, started by torchrun: its number must be >= 0"),
+        (
+            TORCHRUN | {"RANK": "4"},
+            "agent 4 of 4, started by torchrun: its number must be >= 0",
+        ),
         (TORCHRUN | {"RANK": "one"}, "RANK=one: must be a whole number"),
-        (TORCHRUN | {"MASTER_ADDR": ""}, "WORLD_SIZE=4, but MASTER_ADDR not set; unset it to run alone"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK, MASTER_ADDR, MASTER_PORT not set"),
-        (SLURM | TORCHRUN, "WORLD_SIZE=4, RANK=3, but this is process 2 of 4 of Slurm; unset RANK and WORLD"),
+        (
+            TORCHRUN | {"MASTER_ADDR": ""},
+            "WORLD_SIZE=4, but MASTER_ADDR not set; unset it to run alone",
+        ),
+        (
+            {"WORLD_SIZE": "2"},
+            "WORLD_SIZE=2, but RANK, MASTER_ADDR, MASTER_PORT not set",
+        ),
+        (
+            SLURM | TORCHRUN,
+            "WORLD_SIZE=4, RANK=3, but this is process 2 of 4 of Slurm; unset RANK and WORLD",
+        ),
         (TPU | TORCHRUN, "but this is process 1 of 2 of a multi-host TPU"),
     ],
 )
@@ -554,11 +681,17 @@ def test_torchruns_variables_that_cannot_be_are_refused(environ, fault):
 
 
 def test_first_host_of_a_slurm_list():
-    lists = {"a": "a", "a,b": "a", "gpu[017-020,33],b": "gpu017", "n[3,5]": "n3", "r[1-2]-x": "r1-x"}
+    lists = {
+        "a": "a",
+        "a,b": "a",
+        "gpu[017-020,33],b": "gpu017",
+        "n[3,5]": "n3",
+        "r[1-2]-x": "r1-x",
+    }
     assert {given: first_host(given) for given in lists} == lists
 
 
-# --- signals --------------------------------------------------------------------------------------
+# --- signals --------------------------------------------------------------------------
 
 SAVES = """
 def save(*_): time.sleep(0.2); open(folder + f"/saved{rank}", "w").close(); sys.exit(75)
@@ -571,15 +704,26 @@ time.sleep(100)
 def launched(folder: Path, text: str, *flags: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "jaxdist.launch", "--processes", "2", *flags, "--"]
     agent = subprocess.Popen(
-        [*command, *script(folder, text)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [*command, *script(folder, text)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
-    wait_until(lambda: agent.poll() is not None or all((folder / f"ready{n}").exists() for n in (0, 1)))
+    wait_until(
+        lambda: (
+            agent.poll() is not None
+            or all((folder / f"ready{n}").exists() for n in (0, 1))
+        )
+    )
     assert agent.poll() is None, agent.communicate()[0]
     return agent
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-def test_a_signal_to_the_agent_reaches_all_and_75_passes_through(tmp_path, number, monkeypatch):
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
+)
+def test_a_signal_to_the_agent_reaches_all_and_75_passes_through(
+    tmp_path, number, monkeypatch
+):
     monkeypatch.setenv("JAXDIST_STOP_SIGNALS", "SIGUSR1")
     agent = launched(tmp_path, SAVES)
     agent.send_signal(number)
@@ -595,9 +739,14 @@ def test_a_preempted_process_stops_the_others_in_order(tmp_path):
 
 
 def test_who_does_not_stop_in_time_is_killed(tmp_path):
-    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SAVES.splitlines()[-2].replace("SAVES", "")
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SAVES.splitlines()[
+        -2
+    ].replace("SAVES", "")
     agent = launched(
-        tmp_path, f"write_step(rank)\n{deaf}\nwrite_step(5)\ntime.sleep(100)", "--grace-seconds", "0.5"
+        tmp_path,
+        f"write_step(rank)\n{deaf}\nwrite_step(5)\ntime.sleep(100)",
+        "--grace-seconds",
+        "0.5",
     )
     agent.send_signal(signal.SIGTERM)
     assert agent.wait(20) == 70  # steps were done that nobody saved
@@ -627,7 +776,9 @@ time.sleep(100)
     ],
 )
 def test_75_only_where_all_is_saved(tmp_path, end, code):
-    """No row tells of the steps since the last checkpoint, as with a large train.log_every."""
+    """No row tells of the steps since the last checkpoint, as with a large
+    train.log_every.
+    """
     agent = launched(tmp_path, BEGUN.replace("END", end))
     agent.send_signal(signal.SIGTERM)
     said = agent.communicate(timeout=20)[0].decode()
@@ -647,7 +798,12 @@ def test_kill_9_of_the_agent_leaves_no_orphan(tmp_path):
 
 def test_stop_signals_are_checked(monkeypatch):
     given, closed = {"JAXDIST_STOP_SIGNALS": "SIGUSR1,SIGTERM"}, signal.SIGHUP
-    assert stop_signals(given) == [signal.SIGINT, signal.SIGTERM, closed, signal.SIGUSR1]
+    assert stop_signals(given) == [
+        signal.SIGINT,
+        signal.SIGTERM,
+        closed,
+        signal.SIGUSR1,
+    ]
     before = signal.signal(closed, signal.SIG_IGN)  # as nohup has it
     try:
         assert stop_signals({}) == [signal.SIGINT, signal.SIGTERM]
@@ -660,14 +816,22 @@ def test_stop_signals_are_checked(monkeypatch):
             stop_signals({"JAXDIST_STOP_SIGNALS": f"SIGUSR1 {name}"})
 
 
-# --- arithmetic -----------------------------------------------------------------------------------
+# --- arithmetic -----------------------------------------------------------------------
 
 AXES = ("pipeline", "tensor", "context", "expert", "fsdp", "data")
 SIZES = st.sampled_from([1, 1, 2, 3, 4])
 
 
-@given(st.tuples(*[SIZES] * 6), st.integers(1, 4), st.integers(1, 6), st.integers(0, 4), st.integers(1, 48))
-def test_a_refitted_layout_keeps_the_batch_and_a_devices_share(sizes, accumulation, each, flow, devices):
+@given(
+    st.tuples(*[SIZES] * 6),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.integers(0, 4),
+    st.integers(1, 48),
+)
+def test_a_refitted_layout_keeps_the_batch_and_a_devices_share(
+    sizes, accumulation, each, flow, devices
+):
     axes = dict(zip(AXES, sizes, strict=True))
     full = elastic.ElasticLayout(axes, accumulation)
 
@@ -678,7 +842,9 @@ def test_a_refitted_layout_keeps_the_batch_and_a_devices_share(sizes, accumulati
         return layout.accumulation * microbatches * shards
 
     global_size = parts(full) * each
-    found = elastic.fit(full, devices=devices, global_size=global_size, microbatches=flow, dcn={})
+    found = elastic.fit(
+        full, devices=devices, global_size=global_size, microbatches=flow, dcn={}
+    )
     if devices == full_size(full):
         assert found == full
     if found is None:
@@ -687,9 +853,14 @@ def test_a_refitted_layout_keeps_the_batch_and_a_devices_share(sizes, accumulati
     assert full_size(found) == devices
     assert global_size % parts(found) == 0 and global_size // parts(found) <= each
     assert all(axes[axis] % found.axes[axis] == 0 for axis in AXES[:-1])
-    for fewer in range(1, found.accumulation):  # it is the smallest, unless nothing had to change
+    # it is the smallest, unless nothing had to change
+    for fewer in range(1, found.accumulation):
         smaller = parts(dataclasses.replace(found, accumulation=fewer))
-        assert devices == full_size(full) or global_size % smaller or global_size // smaller > each
+        assert (
+            devices == full_size(full)
+            or global_size % smaller
+            or global_size // smaller > each
+        )
 
 
 def full_size(layout: elastic.ElasticLayout) -> int:
@@ -702,10 +873,16 @@ def full_size(layout: elastic.ElasticLayout) -> int:
 def test_a_refit_prefers_model_shards_and_says_when_nothing_fits():
     def fit(devices: int, global_size: int = 48, **axes: int) -> tuple | None:
         full = elastic.ElasticLayout(dict.fromkeys(AXES, 1) | axes, 1)
-        found = elastic.fit(full, devices=devices, global_size=global_size, microbatches=0, dcn={})
-        return found and ({a: n for a, n in found.axes.items() if n > 1}, found.accumulation)
+        found = elastic.fit(
+            full, devices=devices, global_size=global_size, microbatches=0, dcn={}
+        )
+        return found and (
+            {a: n for a, n in found.axes.items() if n > 1},
+            found.accumulation,
+        )
 
-    assert fit(3, data=4) == ({"data": 3}, 2)  # 12 of 48 each, then 16: too many at a time
+    # 12 of 48 each, then 16: too many at a time
+    assert fit(3, data=4) == ({"data": 3}, 2)
     assert fit(1, data=4) == ({}, 4)
     assert fit(4, data=2, fsdp=2, tensor=2) == ({"fsdp": 2, "tensor": 2}, 2)
     assert fit(2, fsdp=4) == ({"fsdp": 2}, 2)
@@ -722,7 +899,10 @@ def test_the_lost_process_is_named_and_its_end_described():
     assert lost_process({0: 70, 1: -9, 2: -6}) == 1
     assert lost_process({0: 70, 2: -6}) == 2 and lost_process({0: 70, 2: 70}) == 0
     assert lost_process({0: 75, 1: 0}) is None
-    assert describe_exit(-9) == "killed by SIGKILL" and describe_exit(1) == "ended with exit code 1"
+    assert (
+        describe_exit(-9) == "killed by SIGKILL"
+        and describe_exit(1) == "ended with exit code 1"
+    )
 
 
 def test_progress_reads_the_newest_step(tmp_path):
@@ -743,7 +923,13 @@ def test_progress_reads_the_newest_step(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "[" * 100_000, '{"num_devices": "8"}', '{"num_devices": 8, "num_processes": 0}']
+    "text",
+    [
+        "[]",
+        "[" * 100_000,
+        '{"num_devices": "8"}',
+        '{"num_devices": 8, "num_processes": 0}',
+    ],
 )
 def test_files_of_another_shape_say_nothing_of_progress(tmp_path, text):
     for name in ("run.json", "config.json", "metrics.jsonl"):
@@ -751,21 +937,30 @@ def test_files_of_another_shape_say_nothing_of_progress(tmp_path, text):
     progress = ProgressReader(tmp_path)
     assert progress.newest() == 0 and progress.devices_per_process() is None
     config = progress.read_json("config.json")
-    assert config is None or elastic.fit_config(config, devices=2, full_devices=4) is None
+    assert (
+        config is None or elastic.fit_config(config, devices=2, full_devices=4) is None
+    )
     (tmp_path / "run.json").write_text('{"num_devices": 8, "num_processes": 2}')
     assert progress.devices_per_process() == 4
 
 
 def test_the_workdir_of_a_command():
-    assert run_folder(["python", "-m", "jaxdist.train", "--workdir", "a/b"]) == Path("a/b")
+    assert run_folder(["python", "-m", "jaxdist.train", "--workdir", "a/b"]) == Path(
+        "a/b"
+    )
     assert run_folder(["train", "--config=x.py:n=2", "--workdir=c"]) == Path("c")
-    assert run_folder(["train", "--config", "gpt2:tiny"]) == Path(default_workdir("gpt2:tiny"))
+    assert run_folder(["train", "--config", "gpt2:tiny"]) == Path(
+        default_workdir("gpt2:tiny")
+    )
     assert run_folder(["sleep", "1"]) is None
     assert run_folder(["train", "--workdir", "gs://bucket/run"]) is None
 
 
 def test_devices_are_shared_out(tmp_path):
-    cpu = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=8"}
+    cpu = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=8",
+    }
     flags = device_environment(cpu, 1, 2, 4)["XLA_FLAGS"].split()
     assert flags == ["--a=1", "--xla_force_host_platform_device_count=4"]
     assert device_environment(cpu, 0, 2, None) == {}

@@ -1,4 +1,6 @@
-"""A block's stats: one row a layer, equal on every layout, and handed to the model's update once a step."""
+"""A block's stats: one row a layer, equal on every layout, and handed to the model's
+update once a step.
+"""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,17 +22,22 @@ from jaxdist.protocols.model_spec import describe
 from jaxdist.step.train_step import StepConfig, build_train_step
 from support.models import FAST_COMPILE, batch_of, worst
 
-LAYERS, WIDTH, INNER, EXPERTS, VOCABULARY = 5, 16, 32, 4, 64  # five layers: stages hold padding
+# five layers: stages hold padding
+LAYERS, WIDTH, INNER, EXPERTS, VOCABULARY = 5, 16, 32, 4, 64
 OPTIMIZER = OptimizerConfig(learning_rate=0.01, warmup_steps=0, schedule="constant")
 BATCH = batch_of()
 
 
 def kernel(rngs: nnx.Rngs, dims: tuple, names: tuple) -> nnx.Param:
-    return nnx.Param(jax.random.normal(rngs.params(), dims) * dims[0] ** -0.5, logical=names)
+    return nnx.Param(
+        jax.random.normal(rngs.params(), dims) * dims[0] ** -0.5, logical=names
+    )
 
 
 class Routed(nnx.Module):
-    """Counts which of its experts (gates of one product) each token chooses; a bias steers that."""
+    """Counts which of its experts (gates of one product) each token chooses; a bias
+    steers that.
+    """
 
     def __init__(self, rngs: nnx.Rngs):
         self.router = kernel(rngs, (WIDTH, EXPERTS), ("d_model", None))
@@ -40,31 +47,49 @@ class Routed(nnx.Module):
 
     def __call__(self, x, info):
         scores = jax.nn.softmax(x @ self.router[...])
-        chosen = jax.nn.one_hot(jnp.argmax(scores + self.bias[...][None, None], -1), EXPERTS)
+        chosen = jax.nn.one_hot(
+            jnp.argmax(scores + self.bias[...][None, None], -1), EXPERTS
+        )
         gate = (scores * chosen).sum(-1, keepdims=True)
         y = x + gate * (jnp.tanh(x @ self.up[...]) @ self.down[...])
-        return BlockOutput(y, {"balance": (scores**2).sum() / 100}, {"chosen": chosen.sum((0, 1))})
+        return BlockOutput(
+            y, {"balance": (scores**2).sum() / 100}, {"chosen": chosen.sum((0, 1))}
+        )
 
 
 class Model(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs):
         self.table = kernel(rngs, (VOCABULARY, WIDTH), ("vocab", "d_model"))
-        self.blocks = nnx.split_rngs(splits=LAYERS)(nnx.vmap(Routed, in_axes=0, out_axes=0))(rngs)
+        self.blocks = nnx.split_rngs(splits=LAYERS)(
+            nnx.vmap(Routed, in_axes=0, out_axes=0)
+        )(rngs)
         self.output = kernel(rngs, (WIDTH, VOCABULARY), ("d_model", "vocab"))
-        self.chosen, self.seen = nnx.Variable(jnp.zeros((LAYERS, EXPERTS))), nnx.Variable(jnp.zeros(()))
+        self.chosen, self.seen = (
+            nnx.Variable(jnp.zeros((LAYERS, EXPERTS))),
+            nnx.Variable(jnp.zeros(())),
+        )
 
     def embed(self, batch):
         return jnp.tanh(4 * self.table[...])[batch["tokens"]]
 
     def head(self, x, batch):
-        each = jax.nn.log_softmax(x @ self.output[...]) * jax.nn.one_hot(batch["targets"], VOCABULARY)
+        each = jax.nn.log_softmax(x @ self.output[...]) * jax.nn.one_hot(
+            batch["targets"], VOCABULARY
+        )
         weights = batch["weights"]
-        return -(each.sum(-1) * weights).sum(), weights.sum(), {}, {"seen": weights.sum()}
+        return (
+            -(each.sum(-1) * weights).sum(),
+            weights.sum(),
+            {},
+            {"seen": weights.sum()},
+        )
 
     def update(self, stats):
         counts = stats["chosen"]
         assert counts.shape == (LAYERS, EXPERTS)
-        self.blocks.bias[...] -= 0.01 * jnp.sign(counts - counts.mean(-1, keepdims=True))
+        self.blocks.bias[...] -= 0.01 * jnp.sign(
+            counts - counts.mean(-1, keepdims=True)
+        )
         self.chosen[...] += counts
         self.seen[...] += stats["seen"]
 
@@ -77,29 +102,46 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "remat, accumulation": Case(MeshConfig(data=2, tensor=2), accumulation=2, remat="full"),
-    "1f1b": Case(MeshConfig(data=2, tensor=2, pipeline=2), 2, pipeline=PipelineConfig(microbatches=2)),
+    "remat, accumulation": Case(
+        MeshConfig(data=2, tensor=2), accumulation=2, remat="full"
+    ),
+    "1f1b": Case(
+        MeshConfig(data=2, tensor=2, pipeline=2),
+        2,
+        pipeline=PipelineConfig(microbatches=2),
+    ),
     "interleaved": Case(
         MeshConfig(data=2, tensor=2, pipeline=2),
         accumulation=2,
         pipeline=PipelineConfig("interleaved", microbatches=2, chunks=2),
     ),
     "from stage inputs": Case(
-        MeshConfig(fsdp=2, pipeline=2), pipeline=PipelineConfig(microbatches=4, remat="none", edges="last")
+        MeshConfig(fsdp=2, pipeline=2),
+        pipeline=PipelineConfig(microbatches=4, remat="none", edges="last"),
     ),
 }
 
 
 @lru_cache
 def two_steps(case: Case = Case()):  # noqa: B008 (frozen)
-    """Returns the state, the metrics and the evaluation after two steps, and the first step's gradients."""
+    """Returns the state, the metrics and the evaluation after two steps, and the first
+    step's gradients.
+    """
     sizes = case.mesh.data * case.mesh.fsdp * case.mesh.tensor * case.mesh.pipeline
     devices = abs(sizes)
-    mesh, shape = build_mesh(case.mesh, jax.devices()[:devices]), resolve_mesh(case.mesh, devices)
+    mesh, shape = (
+        build_mesh(case.mesh, jax.devices()[:devices]),
+        resolve_mesh(case.mesh, devices),
+    )
     rules = sharding.build_rules(case.mesh, shape, vocab_over_stages=False)
     staging = case.pipeline and Staging(case.pipeline, LAYERS, case.mesh.pipeline)
-    config = StepConfig(accumulation=case.accumulation, remat=case.remat, staging=staging)
-    spec, schedule = describe(lambda rngs: Model(rngs=rngs)), build_schedule(OPTIMIZER, 10, 8)
+    config = StepConfig(
+        accumulation=case.accumulation, remat=case.remat, staging=staging
+    )
+    spec, schedule = (
+        describe(lambda rngs: Model(rngs=rngs)),
+        build_schedule(OPTIMIZER, 10, 8),
+    )
     built = build_train_step(spec, OPTIMIZER, schedule, mesh, rules, config)
     state, batch = built.init(), jax.device_put(BATCH, built.batch_shardings(BATCH))
     inspect = built.inspect.lower(state, batch).compile(FAST_COMPILE)
@@ -113,22 +155,33 @@ def two_steps(case: Case = Case()):  # noqa: B008 (frozen)
 def test_each_layer_has_its_own_row():
     state, metrics, *_ = two_steps()
     chosen, targets = state.model_state["chosen"], BATCH["tokens"].size
-    assert (chosen.sum(-1) == 2 * targets).all() and len(np.unique(chosen, axis=0)) == LAYERS
+    assert (chosen.sum(-1) == 2 * targets).all() and len(
+        np.unique(chosen, axis=0)
+    ) == LAYERS
     assert np.abs(state.model_state["blocks"]["bias"]).max() == pytest.approx(0.02)
-    assert state.model_state["seen"] == 2 * BATCH["weights"].sum() and metrics["aux/balance"] > 0
+    assert (
+        state.model_state["seen"] == 2 * BATCH["weights"].sum()
+        and metrics["aux/balance"] > 0
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_counts_of_every_layout_are_those_of_one_device(name):
     one, other = two_steps(), two_steps(CASES[name])
-    jax.tree.map(np.testing.assert_array_equal, other[0].model_state, one[0].model_state)
+    jax.tree.map(
+        np.testing.assert_array_equal, other[0].model_state, one[0].model_state
+    )
     assert other[1]["loss"] == pytest.approx(one[1]["loss"], rel=1e-6)
     assert other[1]["aux/balance"] == pytest.approx(one[1]["aux/balance"], rel=1e-6)
     (*sums, aux), (*expected, expected_aux) = other[2], one[2]
-    assert [float(x) for x in sums] == pytest.approx([float(x) for x in expected], rel=1e-6)
+    assert [float(x) for x in sums] == pytest.approx(
+        [float(x) for x in expected], rel=1e-6
+    )
     assert aux.keys() == expected_aux.keys() == {"aux/balance"}
     for name, ratio in aux.items():
-        assert [float(x) for x in ratio] == pytest.approx([float(x) for x in expected_aux[name]], rel=1e-6)
+        assert [float(x) for x in ratio] == pytest.approx(
+            [float(x) for x in expected_aux[name]], rel=1e-6
+        )
     assert worst(other[3], one[3]) < 1e-5
 
 
@@ -149,18 +202,30 @@ def test_blocks_and_head_may_not_use_one_name():
         def head(self, x, batch):
             return (*super().head(x, batch)[:3], {"chosen": jnp.zeros(())})
 
-    with pytest.raises(ConfigError, match="blocks and head both return stats called chosen; rename"):
+    with pytest.raises(
+        ConfigError, match="blocks and head both return stats called chosen; rename"
+    ):
         step_of(Both)
 
 
 def test_what_a_block_may_return(monkeypatch):
     step = Routed.__call__
-    forms = {1: lambda x: x, 2: lambda x: (x, {"balance": jnp.zeros(())}), 4: lambda x: (x, {}, {}, {})}
+    forms = {
+        1: lambda x: x,
+        2: lambda x: (x, {"balance": jnp.zeros(())}),
+        4: lambda x: (x, {}, {}, {}),
+    }
     for form in forms.values():
-        monkeypatch.setattr(Routed, "__call__", lambda self, x, info, form=form: form(step(self, x, info).x))
+        monkeypatch.setattr(
+            Routed,
+            "__call__",
+            lambda self, x, info, form=form: form(step(self, x, info).x),
+        )
         monkeypatch.setattr(Model, "update", lambda self, stats: None)
         if form is not forms[4]:
             assert step_of(Model)
             continue
-        with pytest.raises(ConfigError, match=r"a block returned .*required: x, \(x, aux\) or"):
+        with pytest.raises(
+            ConfigError, match=r"a block returned .*required: x, \(x, aux\) or"
+        ):
             step_of(Model)

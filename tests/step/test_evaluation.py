@@ -1,4 +1,6 @@
-"""The exact held-out loss: no mean of means, any batch size, any mesh, devices kept busy."""
+"""The exact held-out loss: no mean of means, any batch size, any mesh, devices kept
+busy.
+"""
 
 import functools
 import math
@@ -19,7 +21,14 @@ from jaxdist.step.train_step import StepConfig, build_train_step
 
 ROWS, LENGTH = 11, 8
 MODEL = TransformerConfig(
-    vocab_size=16, num_layers=1, d_model=8, d_ff=16, num_heads=2, num_kv_heads=2, head_dim=4, init_std=0.5
+    vocab_size=16,
+    num_layers=1,
+    d_model=8,
+    d_ff=16,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=4,
+    init_std=0.5,
 )
 
 
@@ -57,7 +66,10 @@ def batches(built, size: int):
     for start in range(0, ROWS, size):
         part = {name: values[start : start + size] for name, values in rows.items()}
         short = size - len(part["tokens"])
-        part = {n: np.pad(v, [(0, short)] + [(0, 0)] * (v.ndim - 1)) for n, v in part.items()}
+        part = {
+            n: np.pad(v, [(0, short)] + [(0, 0)] * (v.ndim - 1))
+            for n, v in part.items()
+        }
         yield jax.device_put(part, built.batch_shardings(part))
 
 
@@ -82,7 +94,9 @@ def row_sums(built, state, row: int) -> tuple[float, float]:
 
 def test_sums_are_added_in_double_precision():
     # In float32 the small sums would vanish beside the first.
-    sums = [(np.float32(2**25), np.float32(2**24))] + [(np.float32(1), np.float32(1))] * 1001
+    sums = [(np.float32(2**25), np.float32(2**24))] + [
+        (np.float32(1), np.float32(1))
+    ] * 1001
     found = evaluate(lambda _, batch: (*batch, {}), None, sums)
     assert np.float32(2**24) + np.float32(1) == np.float32(2**24)
     assert found.tokens == 2**24 + 1001
@@ -91,7 +105,9 @@ def test_sums_are_added_in_double_precision():
 
 def test_results_are_read_a_few_batches_late(monkeypatch):
     log = []
-    monkeypatch.setattr(evaluation.jax, "device_get", lambda sums: log.append("read") or sums)
+    monkeypatch.setattr(
+        evaluation.jax, "device_get", lambda sums: log.append("read") or sums
+    )
 
     def evaluate_fn(_, batch):
         log.append("given")

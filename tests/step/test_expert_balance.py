@@ -1,4 +1,6 @@
-"""What keeps experts even is that of the whole batch: for every split, on every device, without padding."""
+"""What keeps experts even is that of the whole batch: for every split, on every device,
+without padding.
+"""
 
 import dataclasses
 from functools import lru_cache
@@ -17,13 +19,19 @@ from support.experts import rules_and_mesh
 from support.models import FAST_COMPILE, TINY, batch_of, spec_of, worst
 
 E, K, ROWS, LENGTH = 8, 2, 16, 16
-MODEL = dataclasses.replace(TINY, num_kv_heads=2, num_experts=E, experts_per_token=K, expert_d_ff=24)
+MODEL = dataclasses.replace(
+    TINY, num_kv_heads=2, num_experts=E, experts_per_token=K, expert_d_ff=24
+)
 BALANCES = {
     "bias": dataclasses.replace(MODEL, balance="bias", scores="sigmoid"),
     "sequence": dataclasses.replace(MODEL, balance="sequence", balance_weight=1.0),
-    "batch": dataclasses.replace(MODEL, balance="batch", balance_weight=1.0, router_z_loss=0.1),
+    "batch": dataclasses.replace(
+        MODEL, balance="batch", balance_weight=1.0, router_z_loss=0.1
+    ),
 }
-OPTIMIZER = OptimizerConfig("sgd", learning_rate=0.1, warmup_steps=0, schedule="constant")
+OPTIMIZER = OptimizerConfig(
+    "sgd", learning_rate=0.1, warmup_steps=0, schedule="constant"
+)
 
 
 class Split(NamedTuple):
@@ -39,7 +47,9 @@ class Split(NamedTuple):
 
 SPLITS = {
     "expert 4 x fsdp 2, accumulation 2": Split(fsdp=2, expert=4, accumulation=2),
-    "data 4 x expert 2, accumulation 2, summed once": Split(4, 1, 2, accumulation=2, reduce="once", zero=1),
+    "data 4 x expert 2, accumulation 2, summed once": Split(
+        4, 1, 2, accumulation=2, reduce="once", zero=1
+    ),
     "accumulation 4": Split(accumulation=4),
     "data 8": Split(data=8),
     "data 2, accumulation 8": Split(data=2, accumulation=8),
@@ -47,13 +57,16 @@ SPLITS = {
     "expert 8": Split(expert=8),
     "expert 2, accumulation 4": Split(expert=2, accumulation=4),
     "data 2 x fsdp 2 x expert 2": Split(2, 2, 2),
-    "data 2 x fsdp 2 x expert 2, zero 1, accumulation 4": Split(2, 2, 2, accumulation=4, zero=1),
+    "data 2 x fsdp 2 x expert 2, zero 1, accumulation 4": Split(
+        2, 2, 2, accumulation=4, zero=1
+    ),
 }
 ONE = Split()
 
 
 def batch(padding: int = 0) -> dict[str, np.ndarray]:
-    """Returns a packed batch: two documents a row and padding, tokens without weight, rows of padding alone.
+    """Returns a packed batch: two documents a row and padding, tokens without weight,
+    rows of padding alone.
 
     Args:
       padding: seed of what stands where nothing counts.
@@ -64,10 +77,15 @@ def batch(padding: int = 0) -> dict[str, np.ndarray]:
     ids[[3, 4, 5, 11]] = 0
     made["segment_ids"] = ids
     made["positions"] = np.where(row < cut, row, row - cut).astype(np.int32)
-    made["weights"] = np.where(ids > 0, made["weights"] * (1 + row % 2), 0).astype(np.float32)
-    made["weights"][:, 11:] = 0  # the last of a document: no token that counts sees them
+    made["weights"] = np.where(ids > 0, made["weights"] * (1 + row % 2), 0).astype(
+        np.float32
+    )
+    # the last of a document: no token that counts sees them
+    made["weights"][:, 11:] = 0
     idle = (made["weights"] == 0) & ((ids == 0) | (row >= 11))
-    noise = np.random.default_rng(padding).integers(0, MODEL.vocab_size, (ROWS, LENGTH), np.int32)
+    noise = np.random.default_rng(padding).integers(
+        0, MODEL.vocab_size, (ROWS, LENGTH), np.int32
+    )
     made["tokens"] = np.where(idle, noise, made["tokens"])
     return made
 
@@ -83,12 +101,18 @@ class Seen(NamedTuple):
 
 @lru_cache
 def compiled(split: Split, model: TransformerConfig):
-    rules, mesh = rules_and_mesh(zero=split.zero, data=split.data, fsdp=split.fsdp, expert=split.expert)
-    config = StepConfig(accumulation=split.accumulation, reduce_over_replicas=split.reduce)
+    rules, mesh = rules_and_mesh(
+        zero=split.zero, data=split.data, fsdp=split.fsdp, expert=split.expert
+    )
+    config = StepConfig(
+        accumulation=split.accumulation, reduce_over_replicas=split.reduce
+    )
     schedule = build_schedule(OPTIMIZER, 10, ROWS)
     built = build_train_step(spec_of(model), OPTIMIZER, schedule, mesh, rules, config)
     inputs = built.abstract_batch(batch())
-    return built, built.inspect.lower(built.abstract_state, inputs).compile(FAST_COMPILE)
+    return built, built.inspect.lower(built.abstract_state, inputs).compile(
+        FAST_COMPILE
+    )
 
 
 @lru_cache
@@ -97,11 +121,18 @@ def step(split: Split, model: TransformerConfig, padding: int = 0) -> Seen:
     built, program = compiled(split, model)
     state, inputs = built.init(), batch(padding)
     moved = jax.tree.map(
-        lambda x: np.asarray(x) + 0.05 * np.sin(np.arange(x.size, dtype=np.float32)).reshape(x.shape),
+        lambda x: (
+            np.asarray(x)
+            + 0.05 * np.sin(np.arange(x.size, dtype=np.float32)).reshape(x.shape)
+        ),
         state.model_state,
     )
-    state = state._replace(model_state=jax.device_put(moved, built.shardings.model_state))
-    after, metrics, gradients = program(state, jax.device_put(inputs, built.batch_shardings(inputs)))
+    state = state._replace(
+        model_state=jax.device_put(moved, built.shardings.model_state)
+    )
+    after, metrics, gradients = program(
+        state, jax.device_put(inputs, built.batch_shardings(inputs))
+    )
     return Seen(*jax.device_get((metrics, gradients, after.model_state)), after)
 
 
@@ -154,12 +185,17 @@ def test_copies_that_differ_are_found():
         assert copies_that_differ({"x": leaf}) == expected
 
 
-_BATCH_FIRST = ["batch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sequence", "bias"))]
+_BATCH_FIRST = [
+    "batch",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("sequence", "bias")),
+]
 
 
 @pytest.mark.parametrize("balance", _BATCH_FIRST[:2])
 def test_the_balance_has_a_gradient_of_its_weight(balance):
-    """A part of the batch that divided its terms by a count of its own would make it too small."""
+    """A part of the batch that divided its terms by a count of its own would make it
+    too small.
+    """
     seen = step(ONE, BALANCES[balance])
     assert 0.8 < seen.metrics["aux/balance"] / MODEL.num_layers < 2
     plain = step(ONE, dataclasses.replace(BALANCES[balance], balance_weight=1e-30))

@@ -1,4 +1,6 @@
-"""A user's own block with `ops.experts` in whole train steps: every layout has the numbers of one device."""
+"""A user's own block with `ops.experts` in whole train steps: every layout has the
+numbers of one device.
+"""
 
 import dataclasses
 from functools import lru_cache
@@ -25,12 +27,16 @@ pytestmark = pytest.mark.slow
 
 LAYERS, WIDTH, INNER, EXPERTS, K, VOCABULARY = 4, 16, 32, 8, 2, 64
 # Not Adam, which divides the rounding of tiny gradients by their size.
-OPTIMIZER = OptimizerConfig("sgd", learning_rate=1.0, warmup_steps=0, schedule="constant")
+OPTIMIZER = OptimizerConfig(
+    "sgd", learning_rate=1.0, warmup_steps=0, schedule="constant"
+)
 BATCH = batch_of()
 
 
 def kernel(rngs: nnx.Rngs, dims: tuple, names: tuple) -> nnx.Param:
-    return nnx.Param(jax.random.normal(rngs.params(), dims) * dims[-2] ** -0.5, logical=names)
+    return nnx.Param(
+        jax.random.normal(rngs.params(), dims) * dims[-2] ** -0.5, logical=names
+    )
 
 
 class Sparse(nnx.Module):
@@ -38,15 +44,21 @@ class Sparse(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs):
         self.router = kernel(rngs, (WIDTH, EXPERTS), ("d_model", None))
-        self.gate = kernel(rngs, (EXPERTS, WIDTH, INNER), ("experts", "d_model", "d_ff"))
+        self.gate = kernel(
+            rngs, (EXPERTS, WIDTH, INNER), ("experts", "d_model", "d_ff")
+        )
         self.up = kernel(rngs, (EXPERTS, WIDTH, INNER), ("experts", "d_model", "d_ff"))
-        self.down = kernel(rngs, (EXPERTS, INNER, WIDTH), ("experts", "d_ff", "d_model"))
+        self.down = kernel(
+            rngs, (EXPERTS, INNER, WIDTH), ("experts", "d_ff", "d_model")
+        )
         self.bias = nnx.Variable(jnp.zeros(EXPERTS, jnp.float32))
 
     def __call__(self, x, info):
         routing = route(x @ self.router[...], K, bias=self.bias[...])
         kernels = self.gate, self.up, self.down
-        out = experts(x, routing.ids, routing.weights, *kernels, jax.nn.silu, exchange="rounds")
+        out = experts(
+            x, routing.ids, routing.weights, *kernels, jax.nn.silu, exchange="rounds"
+        )
         return BlockOutput(x + out.x, {}, {"load": out.stats.load})
 
 
@@ -55,7 +67,9 @@ class Model(nnx.Module):
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.table = kernel(rngs, (VOCABULARY, WIDTH), ("vocab", "d_model"))
-        self.blocks = nnx.split_rngs(splits=LAYERS)(nnx.vmap(Sparse, in_axes=0, out_axes=0))(rngs)
+        self.blocks = nnx.split_rngs(splits=LAYERS)(
+            nnx.vmap(Sparse, in_axes=0, out_axes=0)
+        )(rngs)
         self.output = kernel(rngs, (WIDTH, VOCABULARY), ("d_model", "vocab"))
         self.load = nnx.Variable(jnp.zeros((LAYERS, EXPERTS), jnp.float32))
 
@@ -64,7 +78,9 @@ class Model(nnx.Module):
         return jnp.tanh(8 * chosen @ self.table[...])
 
     def head(self, x, batch):
-        each = jax.nn.log_softmax(x @ self.output[...]) * jax.nn.one_hot(batch["targets"], VOCABULARY)
+        each = jax.nn.log_softmax(x @ self.output[...]) * jax.nn.one_hot(
+            batch["targets"], VOCABULARY
+        )
         return -(each.sum(-1) * batch["weights"]).sum(), batch["weights"].sum()
 
     def update(self, stats):
@@ -85,29 +101,46 @@ class Case(NamedTuple):
 CASES = {
     "expert": Case({"expert": 8}),
     "accumulation, remat": Case({"expert": 4, "fsdp": 2}, accumulation=2, remat="full"),
-    "groups of layers": Case({"fsdp": 2, "expert": 4}, remat=RematConfig("full", every=2)),
+    "groups of layers": Case(
+        {"fsdp": 2, "expert": 4}, remat=RematConfig("full", every=2)
+    ),
     "last layers": Case({"fsdp": 2, "expert": 2}, remat=RematConfig("dots", layers=1)),
     "tensor": Case({"fsdp": 2, "expert": 2, "tensor": 2}),
-    "sums once a step": Case({"data": 2, "expert": 2, "tensor": 2}, accumulation=2, reduce="once"),
-    "zero 1, sums once": Case({"fsdp": 2, "expert": 2}, accumulation=2, reduce="once", zero=1),
+    "sums once a step": Case(
+        {"data": 2, "expert": 2, "tensor": 2}, accumulation=2, reduce="once"
+    ),
+    "zero 1, sums once": Case(
+        {"fsdp": 2, "expert": 2}, accumulation=2, reduce="once", zero=1
+    ),
     "1f1b": Case({"pipeline": 2, "expert": 4}, pipeline=PipelineConfig(microbatches=2)),
     "1f1b, fsdp, tensor": Case(
-        {"pipeline": 2, "fsdp": 2, "expert": 2}, remat="full", pipeline=PipelineConfig(microbatches=2)
+        {"pipeline": 2, "fsdp": 2, "expert": 2},
+        remat="full",
+        pipeline=PipelineConfig(microbatches=2),
     ),
 }
 
 
 @lru_cache
 def two_steps(name: str | None = None):
-    """Returns the state and the metrics after two steps, and the gradients of the first."""
+    """Returns the state and the metrics after two steps, and the gradients of the
+    first.
+    """
     case = CASES[name] if name else Case({"data": 1})
     rules, mesh = rules_and_mesh(zero=case.zero, **case.sizes)
-    rules = dataclasses.replace(rules, vocab_over_stages=False)  # this model's own code looks it up
+    # this model's own code looks it up
+    rules = dataclasses.replace(rules, vocab_over_stages=False)
     staging = case.pipeline and Staging(case.pipeline, LAYERS, case.sizes["pipeline"])
     config = StepConfig(
-        accumulation=case.accumulation, remat=case.remat, staging=staging, reduce_over_replicas=case.reduce
+        accumulation=case.accumulation,
+        remat=case.remat,
+        staging=staging,
+        reduce_over_replicas=case.reduce,
     )
-    spec, schedule = describe(lambda rngs: Model(rngs=rngs)), build_schedule(OPTIMIZER, 10, 8)
+    spec, schedule = (
+        describe(lambda rngs: Model(rngs=rngs)),
+        build_schedule(OPTIMIZER, 10, 8),
+    )
     built = build_train_step(spec, OPTIMIZER, schedule, mesh, rules, config)
     state, batch = built.init(), jax.device_put(BATCH, built.batch_shardings(BATCH))
     inspect = built.inspect.lower(state, batch).compile(FAST_COMPILE)
@@ -120,7 +153,9 @@ def two_steps(name: str | None = None):
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_has_the_numbers_of_one_device(name):
     one, other = two_steps(), two_steps(name)
-    jax.tree.map(np.testing.assert_array_equal, other[0].model_state, one[0].model_state)
+    jax.tree.map(
+        np.testing.assert_array_equal, other[0].model_state, one[0].model_state
+    )
     assert one[0].model_state["load"].sum() == 2 * LAYERS * K * BATCH["tokens"].size
     assert np.abs(one[0].model_state["blocks"]["bias"]).max() > 0
     assert other[1]["loss"] == pytest.approx(one[1]["loss"], rel=1e-6)

@@ -1,4 +1,5 @@
-"""Whole train steps of a small model with experts, compiled ahead of time for chips that are not here.
+"""Whole train steps of a small model with experts, compiled ahead of time for chips
+that are not here.
 
 One child process a platform compiles its cases and prints a JSON line per case.
 """
@@ -16,14 +17,29 @@ pytestmark = pytest.mark.slow
 LAYERS, B, S, D, F, E, K = 2, 8, 512, 256, 256, 16, 2
 CASES = {  # target, and values that change
     "v5e": ("tpu", "v5e:2x2", {"mesh.fsdp": 4, "remat.policy": "full"}),
-    "v5e, experts shared out": ("tpu", "v5e:2x2", {"mesh.expert": 4, "remat.policy": "full"}),
+    "v5e, experts shared out": (
+        "tpu",
+        "v5e:2x2",
+        {"mesh.expert": 4, "remat.policy": "full"},
+    ),
     "h100": ("gpu", "h100:1x4", {"mesh.fsdp": 4, "remat.policy": "full"}),
-    "h100, experts shared out": ("gpu", "h100:1x4", {"mesh.expert": 4, "remat.policy": "full"}),
+    "h100, experts shared out": (
+        "gpu",
+        "h100:1x4",
+        {"mesh.expert": 4, "remat.policy": "full"},
+    ),
 }
 MODEL = {
-    "num_layers": LAYERS, "d_model": D, "d_ff": F, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64,
-    "vocab_size": 512, "num_experts": E, "experts_per_token": K,
-}  # fmt: skip
+    "num_layers": LAYERS,
+    "d_model": D,
+    "d_ff": F,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "num_experts": E,
+    "experts_per_token": K,
+}
 
 
 def _compile(name: str) -> dict:
@@ -66,10 +82,12 @@ def _row(name: str) -> dict:
     return compiled_apart(__file__, CASES[name][0], timeout=1800)[name]
 
 
-# Of a device, by one kernel of all its experts' rows; a dense product has E / K times as many.
+# Of a device, by one kernel of all its experts' rows; a dense product has E / K times
+# as many.
 ACTIVE = 2 * (B * S * K // 4) * D * F
 TPU = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="ahead-of-time TPU compiles need libtpu: jaxdist[aot]"
+    importlib.util.find_spec("libtpu") is None,
+    reason="ahead-of-time TPU compiles need libtpu: jaxdist[aot]",
 )
 GPU = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None,
@@ -78,20 +96,29 @@ GPU = pytest.mark.skipif(
 
 
 @TPU
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[0] == "tpu"])
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if case[0] == "tpu"]
+)
 def test_a_step_on_tpus_multiplies_rows_with_their_experts_by_kernels_alone(name):
     row = _row(name)
     assert row["kernels"] >= 11 and not row["ragged"]  # and those of attention
-    # What is no kernel is attention's projections and the head's: a token's, of all of which K rows are made.
+    # What is no kernel is attention's projections and the head's: a token's, of all of
+    # which K rows are made.
     assert 0 < max(row["products"]) <= ACTIVE
 
 
 @GPU
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[0] == "gpu"])
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if case[0] == "gpu"]
+)
 def test_no_product_of_a_step_on_gpus_is_of_all_experts_and_all_rows(name):
     row = _row(name)
-    # A first share of all experts is 1.25 of the rows of an even load; XLA computes gate and up in one.
-    assert not row["ragged"] and 1.25 * ACTIVE <= max(row["products"]) <= 2 * 1.25 * 1.05 * ACTIVE
+    # A first share of all experts is 1.25 of the rows of an even load; XLA computes
+    # gate and up in one.
+    assert (
+        not row["ragged"]
+        and 1.25 * ACTIVE <= max(row["products"]) <= 2 * 1.25 * 1.05 * ACTIVE
+    )
     assert 2 * 1.25 * 1.05 < 0.5 * E / K  # far from a dense product
 
 

@@ -1,7 +1,9 @@
-"""What compiled steps move and hold: collectives and buffers of the HLO, bytes per device.
+"""What compiled steps move and hold: collectives and buffers of the HLO, bytes per
+device.
 
-The programs are the train steps themselves, compiled for eight emulated devices. On CPU XLA makes
-no reduce-scatter: a gradient is summed by an all-reduce in the loop and cut up in place.
+The programs are the train steps themselves, compiled for eight emulated devices. On CPU
+XLA makes no reduce-scatter: a gradient is summed by an all-reduce in the loop and cut
+up in place.
 """
 
 import math
@@ -51,7 +53,7 @@ def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(dim for dim in shape if dim > 1)
 
 
-# --- tensor parallelism: one sum a block and direction (Megatron-LM, arXiv:1909.08053) ------------
+# --- tensor parallelism: one sum a block and direction (Megatron-LM, arXiv:1909.08053)
 
 
 def block_program(part: type, model, *, backward: bool) -> hlo.Module:
@@ -61,10 +63,14 @@ def block_program(part: type, model, *, backward: bool) -> hlo.Module:
 
     def abstract(variable):
         spec = rules.stored(variable.get_metadata()["logical"], variable.shape)
-        leaf = jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=NamedSharding(mesh, spec))
+        leaf = jax.ShapeDtypeStruct(
+            variable.shape, variable.dtype, sharding=NamedSharding(mesh, spec)
+        )
         return variable.replace(leaf)
 
-    parameters = jax.tree.map(abstract, parameters, is_leaf=lambda v: isinstance(v, nnx.Variable))
+    parameters = jax.tree.map(
+        abstract, parameters, is_leaf=lambda v: isinstance(v, nnx.Variable)
+    )
     x = jax.ShapeDtypeStruct((B, S, model.d_model), np.float32)
 
     def forward(parameters, x):
@@ -80,7 +86,9 @@ def block_program(part: type, model, *, backward: bool) -> hlo.Module:
             y, pull = jax.vjp(forward, parameters, x)
             return pull(dy) if backward else y
 
-    return hlo.parse(jax.jit(program).lower(parameters, x, x).compile(FAST_COMPILE).as_text())
+    return hlo.parse(
+        jax.jit(program).lower(parameters, x, x).compile(FAST_COMPILE).as_text()
+    )
 
 
 WIDE = replace(DEEP, d_model=64, num_heads=8, num_kv_heads=8)
@@ -88,8 +96,13 @@ BLOCKS = {
     "mlp": (FeedForward, WIDE, 0),
     "attention": (Attention, WIDE, 0),
     "gqa": (Attention, replace(WIDE, num_kv_heads=4), 0),
-    # Two scales of head_dim elements are shared by all heads: their gradients are sums over tensor.
-    "qk_norm": (Attention, replace(WIDE, num_kv_heads=4, qk_norm="head"), 2 * WIDE.head_dim),
+    # Two scales of head_dim elements are shared by all heads: their gradients are sums
+    # over tensor.
+    "qk_norm": (
+        Attention,
+        replace(WIDE, num_kv_heads=4, qk_norm="head"),
+        2 * WIDE.head_dim,
+    ),
     "biases": (FeedForward, replace(WIDE, gated=False, bias="all"), 0),
 }
 
@@ -109,7 +122,10 @@ def test_a_block_under_tensor_parallelism_sums_once_each_way(name, backward):
 
 def test_fewer_kv_heads_than_tensor_cost_their_own_size_more():
     model = replace(WIDE, num_kv_heads=2)
-    summed = [math.prod(s) for *_, s in collectives(block_program(Attention, model, backward=True))]
+    summed = [
+        math.prod(s)
+        for *_, s in collectives(block_program(Attention, model, backward=True))
+    ]
     keys_and_values = 2 * B * S * model.num_kv_heads * model.head_dim
     assert (
         B * S * model.d_model
@@ -120,12 +136,16 @@ def test_fewer_kv_heads_than_tensor_cost_their_own_size_more():
     )
 
 
-# --- fsdp: one layer at a time --------------------------------------------------------------------
+# --- fsdp: one layer at a time --------------------------------------------------------
 
 
 def gathers(module: hlo.Module) -> dict[str, Counter]:
-    """Returns {loop body, or "" outside loops: (dtype, shape) of each gathered array}."""
-    inside = {name: body for body in loop_bodies(module) for name in reachable(module, body)}
+    """Returns {loop body, or "" outside loops: (dtype, shape) of each gathered
+    array}.
+    """
+    inside = {
+        name: body for body in loop_bodies(module) for name in reachable(module, body)
+    }
     found: dict[str, Counter] = {}
     for name, _, dtype, shape in collectives(module, ("all-gather",)):
         found.setdefault(inside.get(name, ""), Counter())[dtype, squeezed(shape)] += 1
@@ -138,13 +158,16 @@ def test_fsdp_gathers_one_layer_at_a_time_and_keeps_none(remat):
     layers, found = DEEP.num_layers, gathers(module)
     stacked = {(layers, *kernel) for kernel in LAYER_KERNELS}
     shapes = buffer_shapes(module)
-    assert {(layers, 8, 176), (layers, 176, 8), (layers, 8, 4, 12)} <= shapes  # shards at rest
+    # shards at rest
+    assert {(layers, 8, 176), (layers, 176, 8), (layers, 8, 4, 12)} <= shapes
     assert not stacked & shapes and not stacked & set(map(squeezed, shapes))
     outside = found.pop("")
-    assert set(outside) == {("f32", (DEEP.d_model, DEEP.vocab_size))}  # the head; no table
+    # the head; no table
+    assert set(outside) == {("f32", (DEEP.d_model, DEEP.vocab_size))}
     trips = loop_bodies(module)
     assert len(found) == 2 and all(trips[body] == layers for body in found)
-    for gathered in found.values():  # each kernel once: query, key, value, out, gate, up, down
+    # each kernel once: query, key, value, out, gate, up, down
+    for gathered in found.values():
         assert {shape for _, shape in gathered} == LAYER_KERNELS
         assert sum(gathered.values()) == 7
 
@@ -179,9 +202,12 @@ UNCACHED = """
 
 @pytest.fixture(scope="session")
 def uncached(tmp_path_factory) -> tuple[str, Path]:
-    """Returns what XLA printed while compiling afresh, and the folder of partitioned programs."""
+    """Returns what XLA printed while compiling afresh, and the folder of partitioned
+    programs.
+    """
     folder = tmp_path_factory.mktemp("partitioned")
-    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # cached: it says nothing
+    # cached: it says nothing
+    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), *sys.path])
     environment["XLA_FLAGS"] += (
         f" --xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*step.*"
@@ -204,12 +230,20 @@ def test_the_partitioner_never_copies_whole_arrays_for_want_of_a_plan(uncached):
     assert "nvoluntary full rematerialization" not in ours, ours[:3000]
 
 
-def test_bfloat16_kernels_are_gathered_as_such_and_gradients_summed_in_float32(uncached):
-    # Right after partitioning: later on, CPU turns bfloat16 collectives into float32 ones.
+def test_bfloat16_kernels_are_gathered_as_such_and_gradients_summed_in_float32(
+    uncached,
+):
+    # Right after partitioning: later on, CPU turns bfloat16 collectives into float32
+    # ones.
     first = min(uncached[1].glob("*after_spmd-partitioning*"))
     module = hlo.parse(first.read_text())
-    gathered = [(dtype, squeezed(shape)) for _, _, dtype, shape in collectives(module, ("all-gather",))]
-    assert {shape for _, shape in gathered} == LAYER_KERNELS | {(DEEP.d_model, DEEP.vocab_size)}
+    gathered = [
+        (dtype, squeezed(shape))
+        for _, _, dtype, shape in collectives(module, ("all-gather",))
+    ]
+    assert {shape for _, shape in gathered} == LAYER_KERNELS | {
+        (DEEP.d_model, DEEP.vocab_size)
+    }
     assert {dtype for dtype, _ in gathered} == {"bf16"}
     summed = collectives(module)
     assert {dtype for _, _, dtype, _ in summed} == {"f32"}
@@ -218,14 +252,18 @@ def test_bfloat16_kernels_are_gathered_as_such_and_gradients_summed_in_float32(u
         for path, (x, names) in spec_of(DEEP).named_parameters().items()
         if "blocks" in path and len(names) > 1
     )
-    assert kernels.total() == 7 and kernels <= Counter(math.prod(shape) for *_, shape in summed)
+    assert kernels.total() == 7 and kernels <= Counter(
+        math.prod(shape) for *_, shape in summed
+    )
 
 
-# --- bytes per device -----------------------------------------------------------------------------
+# --- bytes per device -----------------------------------------------------------------
 
 
 def state_bytes(layout: Layout, model) -> int:
-    """Returns bytes of float32 parameters and AdamW's moments per device: the formula of docs."""
+    """Returns bytes of float32 parameters and AdamW's moments per device: the formula
+    of docs.
+    """
     parameters = spec_of(model).named_parameters().values()
     vectors = sum(x.size for x, names in parameters if len(names) == 1)
     matrices = sum(x.size for x, names in parameters) - vectors
@@ -244,21 +282,28 @@ def test_zero_stages_hold_what_the_formula_says(zero):
 
 
 def test_gradients_are_sharded_from_stage_2_on():
-    temporary = [deep(layout=FSDP._replace(zero=z)).memory.temp_size_in_bytes for z in (0, 1, 2)]
+    temporary = [
+        deep(layout=FSDP._replace(zero=z)).memory.temp_size_in_bytes for z in (0, 1, 2)
+    ]
     gradients = 4 * spec_of(DEEP).parameter_count
     assert temporary[1] - temporary[2] > 0.6 * gradients * 7 / 8, (temporary, gradients)
 
 
-@pytest.mark.parametrize("layout", [FSDP, FSDP._replace(zero=1), FSDP._replace(zero=0)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [FSDP, FSDP._replace(zero=1), FSDP._replace(zero=0)], ids=str
+)
 def test_the_whole_state_is_donated(layout):
     program = deep(layout=layout)
     leaves = jax.tree.leaves(program.step.abstract_state)
-    held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    held = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves
+    )
     assert held > 0.9 * state_bytes(layout, DEEP)
     assert program.memory.alias_size_in_bytes == held
 
 
-QUICK_LIMITS = {  # MB of temporaries per device; hand-written JAX measured at the same shape
+# MB of temporaries per device; hand-written JAX measured at the same shape
+QUICK_LIMITS = {
     "fsdp 8, full": (Layout(8, fsdp=8), "full", 22),
     "fsdp 8, none": (Layout(8, fsdp=8), "none", 62),
     "tensor 4 x fsdp 2, full": (Layout(8, fsdp=2, tensor=4), "full", 27),
@@ -272,18 +317,24 @@ def test_layouts_hold_no_more_than_measured(name):
     program = program_of(layout, QUICK, StepConfig(remat=remat), 8, 256)
     arguments = program.memory.argument_size_in_bytes
     parameters = spec_of(QUICK).parameter_count
-    assert 12 * parameters / layout.devices <= arguments < 12.8 * parameters / layout.devices
+    assert (
+        12 * parameters / layout.devices
+        <= arguments
+        < 12.8 * parameters / layout.devices
+    )
     assert program.memory.temp_size_in_bytes / 1e6 <= 1.1 * limit
 
 
-# --- rematerialisation ----------------------------------------------------------------------------
+# --- rematerialisation ----------------------------------------------------------------
 
 PARTLY = "save:mlp_gate,mlp_up"
 POLICIES = ("none", "dots", PARTLY, "full")
 
 
 def dots_of_the_backward_loop(module: hlo.Module) -> int:
-    """Returns the matrix products in the body of the loop that goes backward through the layers."""
+    """Returns the matrix products in the body of the loop that goes backward through
+    the layers.
+    """
     counts = [
         sum(
             instruction.opcode == "dot"
@@ -298,13 +349,15 @@ def dots_of_the_backward_loop(module: hlo.Module) -> int:
 
 
 def test_policies_recompute_what_their_names_say():
-    counts = {policy: dots_of_the_backward_loop(deep(policy).module) for policy in POLICIES}
+    counts = {
+        policy: dots_of_the_backward_loop(deep(policy).module) for policy in POLICIES
+    }
     blocks = 2  # attention goes through 128 positions in blocks of 64 queries
     # Two products per kernel (its gradient, its input's), five per attention block.
     assert counts["none"] == 2 * 7 + 5 * blocks
     assert counts["dots"] == counts["none"]
-    # Again all kernels but the last (nothing reads `down`'s output), and attention, whose scores
-    # serve both directions.
+    # Again all kernels but the last (nothing reads `down`'s output), and attention,
+    # whose scores serve both directions.
     assert counts["full"] == counts["none"] + 6 + blocks
     assert counts[PARTLY] == counts["full"] - 2
 

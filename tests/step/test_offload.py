@@ -1,4 +1,6 @@
-"""Optimizer state in the host's memory: the same numbers as on the device, layer by layer."""
+"""Optimizer state in the host's memory: the same numbers as on the device, layer by
+layer.
+"""
 
 import shutil
 from dataclasses import replace
@@ -35,14 +37,23 @@ DEVICE, HOST = "device", "pinned_host"
 MODEL = replace(TINY, num_layers=3)
 
 
-def steps_of(layout: Layout, config: StepConfig, optimizer: OptimizerConfig = OPTIMIZER, batches=None):
+def steps_of(
+    layout: Layout,
+    config: StepConfig,
+    optimizer: OptimizerConfig = OPTIMIZER,
+    batches=None,
+):
     """Returns the state and each step's metrics after some steps, as numpy arrays."""
     built = step_of(layout, MODEL, config, optimizer)
     state, rows = built.init(), []
     for batch in batches or [batch_of(MODEL)] * STEPS:
-        state, metrics = built.step(state, jax.device_put(batch, built.batch_shardings(batch)))
+        state, metrics = built.step(
+            state, jax.device_put(batch, built.batch_shardings(batch))
+        )
         rows.append(jax.device_get(metrics))
-    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim > 2}
+    kinds = {
+        x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim > 2
+    }
     return jax.device_get(state), rows, kinds
 
 
@@ -83,30 +94,51 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_clock():
     assert_same(after.opt_state.optimizer, before.opt_state.optimizer)
     assert_same((after.trainable, after.ema), (before.trainable, before.ema))
     assert after.step == 2
-    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(built.init().ema)} == {DEVICE, HOST}
+    assert {
+        leaf.sharding.memory_kind for leaf in jax.tree.leaves(built.init().ema)
+    } == {DEVICE, HOST}
 
 
 def test_evaluation_and_fingerprints_read_an_average_on_the_host():
-    built, batch = step_of(FSDP, MODEL, StepConfig(moments_in=HOST, ema_decay=0.9)), batch_of(MODEL)
+    built, batch = (
+        step_of(FSDP, MODEL, StepConfig(moments_in=HOST, ema_decay=0.9)),
+        batch_of(MODEL),
+    )
     plain = step_of(FSDP, MODEL, StepConfig(ema_decay=0.9))
-    state, other, placed = built.init(), plain.init(), jax.device_put(batch, built.batch_shardings(batch))
-    assert float(built.evaluate(state, placed)[0]) == float(plain.evaluate(other, placed)[0])
+    state, other, placed = (
+        built.init(),
+        plain.init(),
+        jax.device_put(batch, built.batch_shardings(batch)),
+    )
+    assert float(built.evaluate(state, placed)[0]) == float(
+        plain.evaluate(other, placed)[0]
+    )
     sums = [fingerprint.of(state_dict.to_canonical(s)) for s in (state, other)]
     assert sums[0] == sums[1] and len(set(sums[0].values())) > 10
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.model_arrays)} == {DEVICE}
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.model_arrays)} == {
+        DEVICE
+    }
 
 
 def test_stages_of_a_pipeline_update_their_layers_and_save_them_flat():
     case = pipelines.Case(
-        stages=2, chunks=2, schedule="interleaved", fsdp=2, model=replace(TINY, num_layers=7)
+        stages=2,
+        chunks=2,
+        schedule="interleaved",
+        fsdp=2,
+        model=replace(TINY, num_layers=7),
     )
     batch = pipelines.batch_for(case)
 
-    def flat_after_steps(case: pipelines.Case, moments_in: str | None) -> tuple[State, State]:
+    def flat_after_steps(
+        case: pipelines.Case, moments_in: str | None
+    ) -> tuple[State, State]:
         built = pipelines.build(case, moments_in=moments_in)
         state = built.init()
         for _ in range(3):
-            state, _ = built.step(state, jax.device_put(batch, built.batch_shardings(batch)))
+            state, _ = built.step(
+                state, jax.device_put(batch, built.batch_shardings(batch))
+            )
         flat = built.views.flat(state)
         back = built.views.staged(jax.tree.map(jnp.copy, flat))
         assert_same(jax.device_get(back), jax.device_get(state))
@@ -118,8 +150,12 @@ def test_stages_of_a_pipeline_update_their_layers_and_save_them_flat():
         assert {x.sharding.memory_kind for x in moments} == {HOST}
     on_device, _ = flat_after_steps(case, DEVICE)
     assert_same(jax.device_get(flat), jax.device_get(on_device))
-    one, _ = flat_after_steps(case._replace(stages=1, fsdp=1, chunks=1, schedule="1f1b"), None)
-    for a, b in zip(jax.tree.leaves(flat.trainable), jax.tree.leaves(one.trainable), strict=True):
+    one, _ = flat_after_steps(
+        case._replace(stages=1, fsdp=1, chunks=1, schedule="1f1b"), None
+    )
+    for a, b in zip(
+        jax.tree.leaves(flat.trainable), jax.tree.leaves(one.trainable), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
 
 
@@ -127,36 +163,61 @@ def test_stages_of_a_pipeline_update_their_layers_and_save_them_flat():
     "config",
     [
         pytest.param(MeshConfig(data=2, fsdp=2, tensor=2), id="mesh"),
-        pytest.param(MeshConfig(pipeline=2, data=2, fsdp=2), id="pipeline", marks=pytest.mark.slow),
+        pytest.param(
+            MeshConfig(pipeline=2, data=2, fsdp=2),
+            id="pipeline",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_adapters_update_the_same_on_both_sides(config):
-    spec = describe(adapted(lambda rngs: Transformer(MODEL, rngs=rngs), LoraConfig(rank=4)))
-    cut = Staging(PipelineConfig(microbatches=2), spec.depth, 2) if config.pipeline > 1 else None
-    rules, schedule = build_rules(config, resolve_mesh(config, 8)), build_schedule(OPTIMIZER, 1000, 8)
+    spec = describe(
+        adapted(lambda rngs: Transformer(MODEL, rngs=rngs), LoraConfig(rank=4))
+    )
+    cut = (
+        Staging(PipelineConfig(microbatches=2), spec.depth, 2)
+        if config.pipeline > 1
+        else None
+    )
+    rules, schedule = (
+        build_rules(config, resolve_mesh(config, 8)),
+        build_schedule(OPTIMIZER, 1000, 8),
+    )
     batch, states = batch_of(MODEL), []
     for kind in (HOST, DEVICE):
         step = StepConfig(moments_in=kind, staging=cut)
-        built = build_train_step(spec, OPTIMIZER, schedule, build_mesh(config), rules, step)
+        built = build_train_step(
+            spec, OPTIMIZER, schedule, build_mesh(config), rules, step
+        )
         state = built.init()
         for _ in range(STEPS):
-            state, _ = built.step(state, jax.device_put(batch, built.batch_shardings(batch)))
+            state, _ = built.step(
+                state, jax.device_put(batch, built.batch_shardings(batch))
+            )
         moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim > 2]
         assert {x.sharding.memory_kind for x in moments} == {kind}
         assert moments and all(
-            jnp.any(jax.device_put(x, x.sharding.with_memory_kind(DEVICE))) for x in moments
+            jnp.any(jax.device_put(x, x.sharding.with_memory_kind(DEVICE)))
+            for x in moments
         )
         states.append(jax.device_get(state))
     assert_same(*states)
 
 
 def test_a_run_goes_on_bit_for_bit_and_across_the_switch(tmp_path, capsys):
-    changes = {"mesh.fsdp": 8, "mesh.data": 1, "train.ema_decay": 0.9, "checkpoint.every_steps": 6}
+    changes = {
+        "mesh.fsdp": 8,
+        "mesh.data": 1,
+        "train.ema_decay": 0.9,
+        "checkpoint.every_steps": 6,
+    }
 
     def run(name: str, steps: int, offload: bool) -> dict[int, float]:
         given = changes | {"train.steps": steps, "offload.optimizer": offload}
         arguments = runs.command(tmp_path / name, **given)[3:]
-        assert cli.exit_code(lambda: train_command.main(arguments)) == 0, capsys.readouterr().err
+        assert cli.exit_code(lambda: train_command.main(arguments)) == 0, (
+            capsys.readouterr().err
+        )
         return runs.losses(tmp_path / name)
 
     whole = run("whole", 12, offload=True)
@@ -169,12 +230,24 @@ def test_a_run_goes_on_bit_for_bit_and_across_the_switch(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_tpu_holds_eight_bytes_a_parameter_less(tmp_path):
-    changes = {"mesh.fsdp": 16, "mesh.data": 1, "batch.global_size": 16, "batch.sequence_length": 1024}
-    changes |= {"model.d_model": 1024, "model.d_ff": 2816, "model.num_layers": 8, "model.vocab_size": 32_000}
+    changes = {
+        "mesh.fsdp": 16,
+        "mesh.data": 1,
+        "batch.global_size": 16,
+        "batch.sequence_length": 1024,
+    }
+    changes |= {
+        "model.d_model": 1024,
+        "model.d_ff": 2816,
+        "model.num_layers": 8,
+        "model.vocab_size": 32_000,
+    }
     compiled = {}
     for offload in (False, True):
         run = runs.run_of("llama3_8b", **changes, **{"offload.optimizer": offload})
-        compiled[offload] = compile_run(run, targets.parse("v5e:4x4"), CompileOptions(cache=tmp_path))
+        compiled[offload] = compile_run(
+            run, targets.parse("v5e:4x4"), CompileOptions(cache=tmp_path)
+        )
     whole, moved = compiled[False], compiled[True]
     parameters = validation.validate_on(run, 16, with_data=False)[2].parameter_count
     saved = whole.argument_bytes - moved.argument_bytes
@@ -187,14 +260,26 @@ def test_a_tpu_holds_eight_bytes_a_parameter_less(tmp_path):
 
 
 def test_optimizers_that_gain_nothing_or_are_unknown_are_refused(capsys):
-    settings = ("offload.optimizer=true", "optimizer.name=adafactor", "optimizer.b1=2", "train.steps=5")
+    settings = (
+        "offload.optimizer=true",
+        "optimizer.name=adafactor",
+        "optimizer.b1=2",
+        "train.steps=5",
+    )
     faults = runs.refused(capsys, "--config", "quickstart", *runs.overrides(*settings))
-    assert len(faults) == 2 and "adafactor keeps a row and a column of each matrix" in "".join(faults)
+    assert len(
+        faults
+    ) == 2 and "adafactor keeps a row and a column of each matrix" in "".join(faults)
     assert "does not know whether it treats each parameter by itself" in str(
         offload_obstacle(optax.adam(1e-3))
     )
     device = SimpleNamespace(
-        platform="x", device_kind="y", addressable_memories=lambda: [SimpleNamespace(kind="device")]
+        platform="x",
+        device_kind="y",
+        addressable_memories=lambda: [SimpleNamespace(kind="device")],
     )
     (fault,) = device_faults(OffloadConfig(optimizer=True), device)
-    assert "x devices (y) have no memory of kind pinned_host, only device; leave it off" in fault
+    assert (
+        "x devices (y) have no memory of kind pinned_host, only device; leave it off"
+        in fault
+    )

@@ -1,4 +1,6 @@
-"""How often gradients cross the axes that copy parameters: once a step where the model's loss is a sum."""
+"""How often gradients cross the axes that copy parameters: once a step where the
+model's loss is a sum.
+"""
 
 import re
 import warnings
@@ -47,7 +49,7 @@ SMALL = replace(TINY, num_layers=1)
 PARTS = 4
 
 
-# --- which models ---------------------------------------------------------------------------------
+# --- which models ---------------------------------------------------------------------
 
 
 def rules_of(zero: int = 3, **sizes: int) -> Rules:
@@ -71,8 +73,14 @@ def test_the_axes_are_those_that_copy_parameters_and_gradients(sizes, zero, axes
 
 
 def test_a_step_in_one_part_sums_in_its_backward_pass_and_a_pipeline_never_does():
-    assert reduction.choose(spec_of(), rules_of(data=8), "auto", parts=1) == ((), "", "")
-    assert reduction.choose(spec_of(), rules_of(pipeline=2, data=4), "auto", parts=1).once == ("data",)
+    assert reduction.choose(spec_of(), rules_of(data=8), "auto", parts=1) == (
+        (),
+        "",
+        "",
+    )
+    assert reduction.choose(
+        spec_of(), rules_of(pipeline=2, data=4), "auto", parts=1
+    ).once == ("data",)
 
 
 def test_a_run_says_what_it_does_and_what_both_ways_cost():
@@ -85,13 +93,21 @@ def test_a_run_says_what_it_does_and_what_both_ways_cost():
         shape, rules, spec = validation.validate_on(run, 4, with_data=False)
         megabytes = 4 * spec.parameter_count / 1e6
         (found,) = build_run.reduction_lines(run, spec, rules)
-        return found.replace(f"{megabytes:.1f}", "ONCE").replace(f"{4 * megabytes:.1f}", "EACH")
+        return found.replace(f"{megabytes:.1f}", "ONCE").replace(
+            f"{4 * megabytes:.1f}", "EACH"
+        )
 
     assert line("auto") == line("once")
     each = "with each of 4 parts, EACH MB"
     over = "gradients: summed over data 4"
-    assert line("auto") == f"{over} once a step, ONCE MB a device (mesh.reduce=each: {each})"
-    assert line("each") == f"{over} {each} a device (once a step: ONCE MB): mesh.reduce=each"
+    assert (
+        line("auto")
+        == f"{over} once a step, ONCE MB a device (mesh.reduce=each: {each})"
+    )
+    assert (
+        line("each")
+        == f"{over} {each} a device (once a step: ONCE MB): mesh.reduce=each"
+    )
 
 
 class Table(nnx.Module):
@@ -105,9 +121,18 @@ class Table(nnx.Module):
 
 def test_a_table_that_may_be_looked_up_by_index_is_not_split_in_a_region():
     spec = describe(lambda rngs: Table(rngs=rngs))
-    assert "by index" in reduction.choose(spec, rules_of(data=2, fsdp=4), "auto", parts=PARTS).why_each
-    assert reduction.choose(spec, rules_of(2, data=2, fsdp=4), "auto", parts=PARTS).once == ("data",)
-    assert reduction.choose(spec, rules_of(data=8), "auto", parts=PARTS).once == ("data",)
+    assert (
+        "by index"
+        in reduction.choose(
+            spec, rules_of(data=2, fsdp=4), "auto", parts=PARTS
+        ).why_each
+    )
+    assert reduction.choose(
+        spec, rules_of(2, data=2, fsdp=4), "auto", parts=PARTS
+    ).once == ("data",)
+    assert reduction.choose(spec, rules_of(data=8), "auto", parts=PARTS).once == (
+        "data",
+    )
 
 
 class Renamed(Transformer):
@@ -155,9 +180,24 @@ class Called(Table):
 
 
 def test_a_subclass_that_may_make_the_loss_otherwise_does_not_inherit_the_word():
-    say_so = (Transformer, Renamed, OtherHeadThatSums, VisionTransformer, Measured, Table)
-    assert all(map(who_sums_over_samples, say_so)) and who_sums_over_samples(Renamed) is Transformer
-    assert not any(map(who_sums_over_samples, (OtherHead, OtherLogits, Called, Contrastive, nnx.Module)))
+    say_so = (
+        Transformer,
+        Renamed,
+        OtherHeadThatSums,
+        VisionTransformer,
+        Measured,
+        Table,
+    )
+    assert (
+        all(map(who_sums_over_samples, say_so))
+        and who_sums_over_samples(Renamed) is Transformer
+    )
+    assert not any(
+        map(
+            who_sums_over_samples,
+            (OtherHead, OtherLogits, Called, Contrastive, nnx.Module),
+        )
+    )
 
 
 class Mixer(nnx.Module):
@@ -173,7 +213,9 @@ class OursOfMixers(Transformer):
     sums_over_samples = True
 
 
-@pytest.mark.parametrize(("model_class", "sums"), [(Transformer, False), (OursOfMixers, True)])
+@pytest.mark.parametrize(
+    ("model_class", "sums"), [(Transformer, False), (OursOfMixers, True)]
+)
 def test_our_word_is_not_for_layers_of_others(model_class, sums):
     def build(rngs):
         model = model_class(TINY, rngs=rngs)
@@ -185,7 +227,9 @@ def test_our_word_is_not_for_layers_of_others(model_class, sums):
 
 
 def test_who_may_look_up_by_index_is_in_no_region_with_two_more_axes_unless_asked():
-    def chosen(model: type[Transformer], setting: reduction.Reduce = "auto", **sizes: int):
+    def chosen(
+        model: type[Transformer], setting: reduction.Reduce = "auto", **sizes: int
+    ):
         spec = describe(lambda rngs: model(TINY, rngs=rngs))
         return reduction.choose(spec, rules_of(data=2, **sizes), setting, parts=PARTS)
 
@@ -198,7 +242,8 @@ def test_who_may_look_up_by_index_is_in_no_region_with_two_more_axes_unless_aske
 
 
 @pytest.mark.parametrize(
-    ("model", "why"), [(Contrastive, "sums_over_samples"), (OwnDropout, "its own nnx.Rngs (drop/rngs/")]
+    ("model", "why"),
+    [(Contrastive, "sums_over_samples"), (OwnDropout, "its own nnx.Rngs (drop/rngs/")],
 )
 def test_once_is_refused_for_a_model_that_it_would_change(model, why):
     config = run_config.default_config(f"{model.__module__}:{model.__name__}")
@@ -214,13 +259,20 @@ def test_a_batch_that_cannot_be_divided_is_refused_with_once_and_told_with_auto(
     layout, batch = Layout(8, data=8), batch_of(batch=PARTS)
 
     def lower(setting: reduction.Reduce) -> None:
-        built = step_of(layout, SMALL, StepConfig(accumulation=PARTS, reduce_over_replicas=setting))
+        built = step_of(
+            layout, SMALL, StepConfig(accumulation=PARTS, reduce_over_replicas=setting)
+        )
         built.inspect.lower(built.abstract_state, built.abstract_batch(batch))
 
     uneven = re.escape("positions [4, 16], sample [4], targets [4, 16]")
-    with pytest.raises(ConfigError, match=f"mesh.reduce=once: {uneven}.* into 4 parts x data 8 = 32; set"):
+    with pytest.raises(
+        ConfigError,
+        match=f"mesh.reduce=once: {uneven}.* into 4 parts x data 8 = 32; set",
+    ):
         lower("once")
-    with pytest.warns(UserWarning, match=f"summed over data 8 with each part: {uneven}"):
+    with pytest.warns(
+        UserWarning, match=f"summed over data 8 with each part: {uneven}"
+    ):
         lower("auto")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -236,14 +288,20 @@ def test_a_step_refuses_once_as_a_run_does():
 
 
 def after_one_step(model: type[nnx.Module], data: int) -> tuple[float, dict, str]:
-    """Returns loss and gradients of a step in parts on so many replicas, and why each part is summed."""
+    """Returns loss and gradients of a step in parts on so many replicas, and why each
+    part is summed.
+    """
     rules, mesh = rules_and_mesh(Layout(data, data=data))
     spec = describe(lambda rngs: model(rngs=rngs))
-    built = build_train_step(spec, OPTIMIZER, lambda _: 0.1, mesh, rules, StepConfig(accumulation=PARTS))
+    built = build_train_step(
+        spec, OPTIMIZER, lambda _: 0.1, mesh, rules, StepConfig(accumulation=PARTS)
+    )
     batch = batch_of(batch=8 * PARTS)
     state = built.init.lower().compile(FAST_COMPILE)()
     placed = jax.device_put(batch, built.batch_shardings(batch))
-    _, metrics, gradients = built.inspect.lower(state, placed).compile(FAST_COMPILE)(state, placed)
+    _, metrics, gradients = built.inspect.lower(state, placed).compile(FAST_COMPILE)(
+        state, placed
+    )
     why = reduction.choose(spec, rules, "auto", parts=PARTS).why_each
     return float(metrics["loss"]), jax.device_get(gradients), why
 
@@ -263,14 +321,21 @@ class Mislabelled(Contrastive):
 
 
 def test_the_word_decides_and_a_wrong_one_changes_the_loss():
-    assert abs(after_one_step(Mislabelled, 8)[0] / after_one_step(Contrastive, 8)[0] - 1) > 0.05
+    assert (
+        abs(after_one_step(Mislabelled, 8)[0] / after_one_step(Contrastive, 8)[0] - 1)
+        > 0.05
+    )
 
 
-# --- what crosses devices -------------------------------------------------------------------------
+# --- what crosses devices -------------------------------------------------------------
 
 
-def sums_over(collectives: list[Collective], axes: tuple[str, ...]) -> tuple[int, int, int]:
-    """Returns (arrays, their bytes, how many of them in a loop) summed over some of the axes."""
+def sums_over(
+    collectives: list[Collective], axes: tuple[str, ...]
+) -> tuple[int, int, int]:
+    """Returns (arrays, their bytes, how many of them in a loop) summed over some of the
+    axes.
+    """
     crossing = [one for one in collectives if set(one.axis.split("+")) & set(axes)]
     summed = [one for one in crossing if one.kind in ("all-reduce", "reduce-scatter")]
     return (
@@ -280,7 +345,9 @@ def sums_over(collectives: list[Collective], axes: tuple[str, ...]) -> tuple[int
     )
 
 
-def in_parts(layout: Layout, parts: int, setting: reduction.Reduce = "auto", **options) -> list[Collective]:
+def in_parts(
+    layout: Layout, parts: int, setting: reduction.Reduce = "auto", **options
+) -> list[Collective]:
     step = StepConfig(accumulation=parts, reduce_over_replicas=setting, **options)
     program = program_of(layout, SMALL, step, 8 * layout.data * layout.fsdp)
     return communication.collectives(program.module, program.step.rules.shape)
@@ -290,9 +357,11 @@ def test_accumulation_sums_over_data_once_a_step():
     layout = Layout(2, data=2)
     count, size, in_loop = sums_over(in_parts(layout, PARTS), ("data",))
     gradients = 4 * spec_of(SMALL).parameter_count
-    assert not in_loop and gradients <= size < gradients + 64  # loss and count, norm, tokens
+    # loss and count, norm, tokens
+    assert not in_loop and gradients <= size < gradients + 64
     each = sums_over(in_parts(layout, PARTS, "each"), ("data",))
-    assert each[2] and each[1] > 0.9 * PARTS * gradients  # the test sees what it is about
+    # the test sees what it is about
+    assert each[2] and each[1] > 0.9 * PARTS * gradients
 
 
 @pytest.mark.slow
@@ -314,12 +383,15 @@ def test_accumulation_changes_nothing_of_what_crosses_replicas(layout, axes):
     assert four == eight and not four[2]
     if layout.zero == 3 or layout.fsdp == 1:  # else one part's are summed in shards
         one = sums_over(in_parts(layout, 1), axes)[1]
-        # With fsdp, the partitioner sums some of one part's gradients whole, before they are cut.
+        # With fsdp, the partitioner sums some of one part's gradients whole, before
+        # they are cut.
         assert four[1] <= one + 64 if layout.fsdp > 1 else abs(four[1] - one) <= 64
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "fsdp": 2, "zero": 1}, {"data": 2, "fsdp": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"data": 4}, {"data": 2, "fsdp": 2, "zero": 1}, {"data": 2, "fsdp": 2}]
+)
 def test_microbatches_change_nothing_of_what_crosses_replicas(sizes):
     axes = ("data", "fsdp") if sizes.get("zero") == 1 else ("data",)
     model = replace(MODEL, num_layers=2)
@@ -328,8 +400,11 @@ def test_microbatches_change_nothing_of_what_crosses_replicas(sizes):
         built = build(case := Case(microbatches=microbatches, model=model, **sizes))
         batch = built.abstract_batch(batch_for(case))
         compiled = built.step.lower(built.abstract_state, batch).compile(FAST_COMPILE)
-        moved = communication.collectives(hlo.parse(compiled.as_text()), built.rules.shape)
-        counted.add(sums_over(moved, axes)[1:])  # in how many instructions they go, XLA's combiner decides
+        moved = communication.collectives(
+            hlo.parse(compiled.as_text()), built.rules.shape
+        )
+        # in how many instructions they go, XLA's combiner decides
+        counted.add(sums_over(moved, axes)[1:])
         in_ticks = [one for one in moved if one.in_loop and "data" in one.axis]
         assert not in_ticks  # no batch is gathered for the embedding
     ((size, in_loop),) = counted
@@ -338,21 +413,34 @@ def test_microbatches_change_nothing_of_what_crosses_replicas(sizes):
 
 @pytest.mark.slow
 def test_bfloat16_sums_cross_replicas_as_such_and_are_float32_again():
-    reduced = run(Layout(2, data=2), SMALL, StepConfig(accumulation=2, reduce="bfloat16"))
+    reduced = run(
+        Layout(2, data=2), SMALL, StepConfig(accumulation=2, reduce="bfloat16")
+    )
     exact = run(ONE, SMALL)
     assert 1e-5 < worst(reduced.gradients, exact.gradients) < 2e-2
-    assert {x.dtype for x in jax.tree.leaves(reduced.gradients)} == {np.dtype(np.float32)}
+    assert {x.dtype for x in jax.tree.leaves(reduced.gradients)} == {
+        np.dtype(np.float32)
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("on", "needs"), [("v5e:2x4", "libtpu"), ("h100:1x8", "jax_cuda12_plugin")], ids=["tpu", "gpu"]
+    ("on", "needs"),
+    [("v5e:2x4", "libtpu"), ("h100:1x8", "jax_cuda12_plugin")],
+    ids=["tpu", "gpu"],
 )
 @pytest.mark.parametrize(
     "sizes",
-    [{"data": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 4, "zero": 1}, {"data": 4, "pipeline": 2}],
+    [
+        {"data": 8},
+        {"data": 2, "fsdp": 4},
+        {"data": 2, "fsdp": 4, "zero": 1},
+        {"data": 4, "pipeline": 2},
+    ],
 )
-def test_accelerators_compilers_sum_over_replicas_once_a_step(on, needs, sizes, tmp_path):
+def test_accelerators_compilers_sum_over_replicas_once_a_step(
+    on, needs, sizes, tmp_path
+):
     pytest.importorskip(needs, reason="compiles ahead of time for what is not here")
     config = files.load("quickstart", folders=files.packaged_folders())
     config.mesh.update(sizes)
@@ -363,7 +451,9 @@ def test_accelerators_compilers_sum_over_replicas_once_a_step(on, needs, sizes, 
     def summed(parts: int) -> tuple[int, int, int]:
         (config.pipeline if "pipeline" in sizes else config.batch)[key] = parts
         options = CompileOptions(cache=tmp_path)
-        plan = make_plan(run_config.from_config(config), targets.parse(on), options=options)
+        plan = make_plan(
+            run_config.from_config(config), targets.parse(on), options=options
+        )
         return sums_over(plan.collectives, axes)
 
     (_, four, in_loop), (_, eight, also_in_loop) = summed(4), summed(8)

@@ -33,7 +33,12 @@ from support.models import (
 DROPPING = replace(TINY, dropout=0.2, tie_embeddings=True, z_loss=1e-3)
 # Plain SGD: an update is the clipped gradient itself, where Adam would hide its scale.
 SGD = OptimizerConfig(
-    name="sgd", learning_rate=0.1, warmup_steps=0, momentum=0.0, weight_decay=0.0, clip_norm=0.05
+    name="sgd",
+    learning_rate=0.1,
+    warmup_steps=0,
+    momentum=0.0,
+    weight_decay=0.0,
+    clip_norm=0.05,
 )
 WAYS = {
     "mesh": (MIXED, 1),
@@ -59,8 +64,12 @@ def test_the_reference_drops_clips_and_has_unequal_parts(reference):
     assert abs(float(total / count) - reference.metrics["loss"]) > 1e-3  # dropout is on
     assert reference.metrics["grad_norm"] > 2 * SGD.clip_norm
     assert len({batch["weights"][part::4].sum() for part in range(4)}) > 1
-    moved = jax.tree.map(np.subtract, reference.state.trainable, jax.device_get(start.trainable))
-    length = np.sqrt(sum((leaf.astype(np.float64) ** 2).sum() for leaf in jax.tree.leaves(moved)))
+    moved = jax.tree.map(
+        np.subtract, reference.state.trainable, jax.device_get(start.trainable)
+    )
+    length = np.sqrt(
+        sum((leaf.astype(np.float64) ** 2).sum() for leaf in jax.tree.leaves(moved))
+    )
     assert length == pytest.approx(SGD.learning_rate * SGD.clip_norm, rel=1e-3)
     assert reference.metrics["tokens"] == batch["weights"].sum()
 
@@ -76,15 +85,20 @@ def test_meshes_and_parts_change_nothing(way, reference):
 
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_optimizers_that_see_whole_matrices_work_on_shards(name):
-    model = replace(TINY, num_layers=1, d_model=128, d_ff=160)  # adafactor factors dims from 128 on
+    # adafactor factors dims from 128 on
+    model = replace(TINY, num_layers=1, d_model=128, d_ff=160)
     optimizer = OptimizerConfig(name=name, learning_rate=0.01, warmup_steps=1)
-    one, other = (run(place, model, StepConfig(), optimizer) for place in (ONE, WAYS["both"][0]))
+    one, other = (
+        run(place, model, StepConfig(), optimizer) for place in (ONE, WAYS["both"][0])
+    )
     start = jax.device_get(init_of(ONE, model, StepConfig(), optimizer)().trainable)
     assert worst(one.state.trainable, start) > 1e-3
     if name == "adafactor":
         shapes = {leaf.shape for leaf in jax.tree.leaves(one.state.opt_state)}
         assert {(1, 128), (1, 160)} <= shapes
-    change, expected = (jax.tree.map(np.subtract, r.state.trainable, start) for r in (other, one))
+    change, expected = (
+        jax.tree.map(np.subtract, r.state.trainable, start) for r in (other, one)
+    )
     assert worst(change, expected) < 1e-2  # bfloat16-like iterations amplify rounding
     assert worst(other.state.trainable, one.state.trainable) < 1e-4
 
@@ -102,7 +116,9 @@ def test_a_step_with_nonfinite_gradients_changes_nothing_but_counts():
         for part in ("trainable", "frozen", "model_state", "ema"):
             assert bitwise_equal(getattr(after, part), getattr(before, part))
         assert bitwise_equal(after.opt_state.optimizer, before.opt_state.optimizer)
-        assert after.opt_state.skipped == skipped and after.step == before.step + skipped
+        assert (
+            after.opt_state.skipped == skipped and after.step == before.step + skipped
+        )
     state, metrics = step(state, batch)
     assert metrics["skipped"] == 0 and np.isfinite(metrics["loss"])
     assert worst(jax.device_get(state.trainable), before.trainable) > 1e-5
@@ -115,7 +131,9 @@ def test_the_state_is_donated_and_the_step_repeats_bitwise():
         first = init_of()()
         second, _ = step(first, batch)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.trainable))
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.opt_state.optimizer))
+        assert all(
+            leaf.is_deleted() for leaf in jax.tree.leaves(first.opt_state.optimizer)
+        )
         ends.append(jax.device_get(step(second, batch)))
     assert bitwise_equal(*ends) and int(ends[0][0].step) == 2
 
@@ -128,12 +146,16 @@ def test_the_moving_average_follows_the_parameters_and_is_evaluated():
     assert bitwise_equal(jax.device_get(state.ema), average)
     for _ in range(3):
         state, _ = step(state, batch)
-        average = jax.tree.map(lambda e, p: 0.75 * e + 0.25 * p, average, jax.device_get(state.trainable))
+        average = jax.tree.map(
+            lambda e, p: 0.75 * e + 0.25 * p, average, jax.device_get(state.trainable)
+        )
     assert worst(jax.device_get(state.ema), average) < 1e-6
     assert worst(jax.device_get(state.trainable), average) > 1e-5
     built = step_of(ONE, TINY, config, SGD)
     total, *_ = built.evaluate(state, batch)
-    swapped, *_ = built.evaluate(state._replace(ema=jax.tree.map(jnp.copy, state.trainable)), batch)
+    swapped, *_ = built.evaluate(
+        state._replace(ema=jax.tree.map(jnp.copy, state.trainable)), batch
+    )
     assert abs(float(total) - float(swapped)) > 1e-4
 
 
@@ -146,7 +168,7 @@ def test_training_learns():
     assert losses[-1] < 0.7 * losses[0]
 
 
-# --- models of others -----------------------------------------------------------------------------
+# --- models of others -----------------------------------------------------------------
 
 
 class Foreign(nnx.Module):
@@ -158,7 +180,9 @@ class Foreign(nnx.Module):
 
     def loss(self, batch, key):
         logits = self.head(jnp.tanh(self.table[...][batch["tokens"]]))
-        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)
+        picked = jnp.take_along_axis(
+            jax.nn.log_softmax(logits), batch["targets"][..., None], -1
+        )
         return -picked.mean()
 
 
@@ -170,7 +194,9 @@ def test_a_model_of_someone_else_trains_on_a_mesh():
         for layout in (ONE, MIXED._replace(tensor=1, fsdp=4)):
             rules, mesh = rules_and_mesh(layout)
             schedule = build_schedule(OPTIMIZER, 10, 8)
-            built = build_train_step(spec, OPTIMIZER, schedule, mesh, rules, StepConfig())
+            built = build_train_step(
+                spec, OPTIMIZER, schedule, mesh, rules, StepConfig()
+            )
             placed = jax.device_put(batch, built.batch_shardings(batch))
             found.append(jax.device_get(built.inspect(built.init(), placed)))
     assert found[0][1]["loss"] == pytest.approx(found[1][1]["loss"], rel=1e-6)

@@ -59,7 +59,10 @@ def test_a_lock_names_its_holder_and_is_free_after_it(tmp_path):
     other = spawn.Process(target=hold, args=(tmp_path / "lock", held, release))
     other.start()
     assert held.wait(30)
-    with pytest.raises(lock.Locked, match=f"process {other.pid} on "), lock.exclusive(tmp_path / "lock"):
+    with (
+        pytest.raises(lock.Locked, match=f"process {other.pid} on "),
+        lock.exclusive(tmp_path / "lock"),
+    ):
         pytest.fail("two hold it")
 
     def before_wait():
@@ -76,7 +79,12 @@ def test_a_lock_names_its_holder_and_is_free_after_it(tmp_path):
 def test_digests_are_those_of_sha256sum(tmp_path):
     (tmp_path / "a").write_bytes(b"1\x00two")
     expected = hashlib.sha256(b"1\x00two").hexdigest()
-    assert digest(1, "two") == digest_bytes(b"1\x00two") == digest_file(tmp_path / "a") == expected
+    assert (
+        digest(1, "two")
+        == digest_bytes(b"1\x00two")
+        == digest_file(tmp_path / "a")
+        == expected
+    )
 
 
 def test_a_lock_file_that_is_replaced_is_no_longer_held(tmp_path):
@@ -102,7 +110,11 @@ def test_what_stands_in_a_lock_s_place_is_refused_and_not_touched(tmp_path, plac
 
 @pytest.fixture(name="hurried")
 def hurried_fixture(monkeypatch):
-    for name, seconds in {"RENEW_S": 0.05, "TAKEOVER_S": 0.6, "_SETTLE_S": 0.05}.items():
+    for name, seconds in {
+        "RENEW_S": 0.05,
+        "TAKEOVER_S": 0.6,
+        "_SETTLE_S": 0.05,
+    }.items():
         monkeypatch.setattr(lock, name, seconds)
 
 
@@ -115,24 +127,39 @@ def test_a_lease_is_renewed_and_ends_with_its_owner(tmp_path, hurried):
     path = tmp_path / "owner.json"
     with lock.lease(path, "a", resumes=False) as is_held:
         begun = json.loads(path.read_text())
-        assert begun.keys() == {"run", "host", "pid", "start", "time"} and begun["pid"] == os.getpid()
+        assert (
+            begun.keys() == {"run", "host", "pid", "start", "time"}
+            and begun["pid"] == os.getpid()
+        )
         time.sleep(0.8)  # longer than it lasts by itself
         assert is_held() and json.loads(path.read_text())["time"] > begun["time"] + 0.5
-        with pytest.raises(lock.Locked, match=r"process \d+ on .* \(run a\); if that has ended, wait \d+ s"):
+        with pytest.raises(
+            lock.Locked,
+            match=r"process \d+ on .* \(run a\); if that has ended, wait \d+ s",
+        ):
             take(path, "b")
     assert not path.exists() and take(path, "b")
 
 
 @pytest.mark.parametrize(
     ("run", "host", "age_s", "free"),
-    [("a", "here", 0, True), ("a", "there", 0, True), ("b", "there", 0, False), ("b", "there", 1, True)],
+    [
+        ("a", "here", 0, True),
+        ("a", "there", 0, True),
+        ("b", "there", 0, False),
+        ("b", "there", 1, True),
+    ],
 )
 def test_a_lease_of_the_dead_is_taken_over(tmp_path, hurried, run, host, age_s, free):
     """By its own run once it is not renewed, by another after its time."""
     ended = multiprocessing.get_context("spawn").Process(target=str)
     ended.start()
     ended.join()
-    left = {"run": "a", "pid": ended.pid, "host": socket.gethostname() if host == "here" else host}
+    left = {
+        "run": "a",
+        "pid": ended.pid,
+        "host": socket.gethostname() if host == "here" else host,
+    }
     now = time.time()
     path = tmp_path / "owner.json"
     path.write_text(json.dumps(left | {"start": now, "time": now - age_s}))
@@ -144,14 +171,19 @@ def test_a_lease_of_the_dead_is_taken_over(tmp_path, hurried, run, host, age_s, 
 
 
 @pytest.mark.parametrize("ahead_s", [-1000, 1000])
-def test_a_clock_that_is_wrong_takes_no_lease_from_a_live_owner(tmp_path, hurried, monkeypatch, ahead_s):
+def test_a_clock_that_is_wrong_takes_no_lease_from_a_live_owner(
+    tmp_path, hurried, monkeypatch, ahead_s
+):
     path, now = tmp_path / "owner.json", time.time
     monkeypatch.setattr(lock, "RENEW_S", 0.4)  # a busy machine may be late
     with lock.lease(path, "a", resumes=False) as is_held:
-        monkeypatch.setattr(time, "time", lambda: now() + ahead_s)  # of the owner: a step in its life
+        # of the owner: a step in its life
+        monkeypatch.setattr(time, "time", lambda: now() + ahead_s)
         time.sleep(0.8)
         monkeypatch.setattr(
-            time, "time", lambda: now() + ahead_s * (threading.current_thread().name == "lease")
+            time,
+            "time",
+            lambda: now() + ahead_s * (threading.current_thread().name == "lease"),
         )
         assert abs(json.loads(path.read_text())["time"] - now() - ahead_s) < 10
         with pytest.raises(lock.Locked, match="run a"):
@@ -170,7 +202,9 @@ def test_a_record_that_cannot_be_read_is_not_taken_for_none(tmp_path, hurried):
 NO_TIME = '{"run": "a", "host": "b", "pid": 1, "start": 1, "time": NaN}'
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": "x"}', "[" * 99_999, NO_TIME])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"pid": "x"}', "[" * 99_999, NO_TIME]
+)
 def test_a_record_that_is_none_holds_nobody_up(tmp_path, hurried, text):
     (tmp_path / "owner.json").write_text(text)
     assert take(tmp_path / "owner.json", "a", resumes=True)

@@ -7,11 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxdist.storage.untrusted import MAX_DEPTH, Malformed, of_kind, parse_json, read_json
+from jaxdist.storage.untrusted import (
+    MAX_DEPTH,
+    Malformed,
+    of_kind,
+    parse_json,
+    read_json,
+)
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4)
+    ),
 )
 
 
@@ -49,12 +61,19 @@ def test_each_hostile_text_is_malformed(text, reason):
 
 def test_the_deepest_allowed_text_is_read():
     text = "[" * MAX_DEPTH + "]" * MAX_DEPTH
-    assert sys.getrecursionlimit() > MAX_DEPTH and json.dumps(parse_json(text, list)) == text
+    assert (
+        sys.getrecursionlimit() > MAX_DEPTH
+        and json.dumps(parse_json(text, list)) == text
+    )
 
 
-@pytest.mark.parametrize(("value", "kind"), [([], dict), (True, int), ("1", int), (None, str)])
+@pytest.mark.parametrize(
+    ("value", "kind"), [([], dict), (True, int), ("1", int), (None, str)]
+)
 def test_another_kind_is_malformed(value, kind):
-    with pytest.raises(Malformed, match=f"{type(value).__name__}; required: {kind.__name__}"):
+    with pytest.raises(
+        Malformed, match=f"{type(value).__name__}; required: {kind.__name__}"
+    ):
         of_kind(value, kind)
 
 

@@ -1,4 +1,5 @@
-"""`jaxdist.train` with stores that are slow or fail, as clients of fsspec: `slow:///folder`, `hanging://...`.
+"""`jaxdist.train` with stores that are slow or fail, as clients of fsspec:
+`slow:///folder`, `hanging://...`.
 
 Each is a folder of this machine; what goes wrong is what its name says.
 """

@@ -27,7 +27,9 @@ def mesh_of(rows: int, columns: int) -> Mesh:
 
 
 def shardings_on(mesh: Mesh, state: Any) -> Any:
-    """Return both axes on matrices, fsdp on one dim of 2-D leaves, the rest replicated."""
+    """Return both axes on matrices, fsdp on one dim of 2-D leaves, the rest
+    replicated.
+    """
     specs = {3: P(None, "fsdp", "tensor"), 2: P("fsdp", None)}
     return jax.tree.map(lambda x: NamedSharding(mesh, specs.get(x.ndim, P())), state)
 
@@ -39,7 +41,9 @@ def optimizer(name: str) -> optax.GradientTransformation:
     return optax.contrib.muon(1e-3, muon_weight_dimension_numbers=dims)
 
 
-def make_state(mesh: Mesh, *, tx: str = "adamw", seed: int = 0, width: int = 8) -> State:
+def make_state(
+    mesh: Mesh, *, tx: str = "adamw", seed: int = 0, width: int = 8
+) -> State:
     """Return a state of random leaves in all dtypes that checkpoints must carry."""
     keys = iter(jax.random.split(jax.random.key(seed), 100))
     params = {
@@ -67,7 +71,9 @@ def make_state(mesh: Mesh, *, tx: str = "adamw", seed: int = 0, width: int = 8) 
 
 def abstract_on(mesh: Mesh, state: Any) -> Any:
     return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings_on(mesh, state)
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        state,
+        shardings_on(mesh, state),
     )
 
 
@@ -86,7 +92,9 @@ def save_and_wait(store: CheckpointManager, step: int, state: Any, **metadata: A
 
 
 def names(folder: Path) -> list[str]:
-    """Return what is in a folder of checkpoints, but for the run's identity and the lock."""
+    """Return what is in a folder of checkpoints, but for the run's identity and the
+    lock.
+    """
     found = sorted(path.name for path in folder.iterdir())
     return [name for name in found if name not in (manifest.IDENTITY, folders.LOCK)]
 
@@ -94,7 +102,9 @@ def names(folder: Path) -> list[str]:
 def saved(folder: Path, steps: range | list[int], **config: Any) -> dict[int, State]:
     """Save a different state for each step and return them."""
     states = {step: make_state(mesh_of(4, 2), seed=step) for step in steps}
-    with CheckpointManager(folder, CheckpointConfig(**{"keep_last": 9, **config})) as store:
+    with CheckpointManager(
+        folder, CheckpointConfig(**{"keep_last": 9, **config})
+    ) as store:
         for step, state in states.items():
             assert save_and_wait(store, step, state, data=step).ok
     return states
@@ -107,7 +117,9 @@ def flip(file: Path, bit: int) -> None:
 
 
 def a_data_file(step: Path) -> Path:
-    return max((step / "state").rglob("*"), key=lambda p: p.is_file() * p.stat().st_size)
+    return max(
+        (step / "state").rglob("*"), key=lambda p: p.is_file() * p.stat().st_size
+    )
 
 
 def truncate(file: Path) -> None:
@@ -120,22 +132,46 @@ def link(file: Path) -> None:
 
 
 DAMAGE = {
-    "a bit of data": (lambda step: flip(a_data_file(step), 99), "has changed since it was sealed"),
-    "a bit of metadata": (lambda step: flip(step / "metadata" / "metadata", 99), "metadata/metadata has"),
+    "a bit of data": (
+        lambda step: flip(a_data_file(step), 99),
+        "has changed since it was sealed",
+    ),
+    "a bit of metadata": (
+        lambda step: flip(step / "metadata" / "metadata", 99),
+        "metadata/metadata has",
+    ),
     "truncated": (lambda step: truncate(a_data_file(step)), "bytes, "),
-    "truncated to nothing": (lambda step: a_data_file(step).write_bytes(b""), "has 0 bytes"),
+    "truncated to nothing": (
+        lambda step: a_data_file(step).write_bytes(b""),
+        "has 0 bytes",
+    ),
     "a missing file": (lambda step: a_data_file(step).unlink(), "is missing"),
-    "a missing side file": (lambda step: (step / "state" / "_sharding").unlink(), "_sharding is missing"),
-    "a planted file": (lambda step: (step / "state" / "d" / "x").write_text("?"), "x is not part of it"),
+    "a missing side file": (
+        lambda step: (step / "state" / "_sharding").unlink(),
+        "_sharding is missing",
+    ),
+    "a planted file": (
+        lambda step: (step / "state" / "d" / "x").write_text("?"),
+        "x is not part of it",
+    ),
     "a linked file": (lambda step: link(a_data_file(step)), "has -1 bytes"),
-    "no manifest": (lambda step: (step / "manifest.json").unlink(), "manifest.json is missing"),
+    "no manifest": (
+        lambda step: (step / "manifest.json").unlink(),
+        "manifest.json is missing",
+    ),
     "a manifest nested deep": (
         lambda step: (step / "manifest.json").write_text("[" * 100_000),
         "nested deeper than",
     ),
-    "an empty folder": (lambda step: (shutil.rmtree(step), step.mkdir()), "manifest.json is missing"),
+    "an empty folder": (
+        lambda step: (shutil.rmtree(step), step.mkdir()),
+        "manifest.json is missing",
+    ),
     "no state": (lambda step: shutil.rmtree(step / "state"), "is missing; "),
-    "no metadata": (lambda step: shutil.rmtree(step / "metadata"), "metadata/metadata is missing"),
+    "no metadata": (
+        lambda step: shutil.rmtree(step / "metadata"),
+        "metadata/metadata is missing",
+    ),
     "an older step in its place": (
         lambda step: (shutil.rmtree(step), shutil.copytree(step.parent / "1", step)),
         "it is the checkpoint of step 1",

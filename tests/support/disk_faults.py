@@ -1,4 +1,6 @@
-"""Files on whose system calls a program fails, or waits: what `disk_faults.c` does, for tests."""
+"""Files on whose system calls a program fails, or waits: what `disk_faults.c` does, for
+tests.
+"""
 
 import errno
 import os
@@ -45,7 +47,10 @@ class Faults:
         """Returns the variables that load the library into a program."""
         library = self.folder / "disk_faults.so"
         if not library.exists():
-            subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"], check=True)
+            subprocess.run(
+                ["gcc", "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"],
+                check=True,
+            )
         return {
             "LD_PRELOAD": str(library),
             "DISK_FAULTS": "\n".join(fault.text() for fault in faults),
@@ -55,4 +60,6 @@ class Faults:
 
     def met(self) -> list[str]:
         """Returns the calls that failed or waited, each as CALL PATH."""
-        return os.fsdecode(self.log.read_bytes()).splitlines() if self.log.exists() else []
+        return (
+            os.fsdecode(self.log.read_bytes()).splitlines() if self.log.exists() else []
+        )

@@ -16,7 +16,11 @@ def rules_and_mesh(
     devices=None, *, zero: int = 3, attention="auto", **sizes: int
 ) -> tuple[sharding.Rules, Mesh]:
     """Returns the rule table and the mesh of the axes' sizes over the first devices."""
-    shape = meshes.MeshShape({axis: sizes.get(axis, 1) for axis in AXES}, dict.fromkeys(AXES, 1))
+    shape = meshes.MeshShape(
+        {axis: sizes.get(axis, 1) for axis in AXES}, dict.fromkeys(AXES, 1)
+    )
     devices = list(devices or jax.devices())[: math.prod(sizes.values())]
-    mesh = Mesh(meshes.arrange(shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    mesh = Mesh(
+        meshes.arrange(shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+    )
     return sharding.Rules(shape, zero, attention=attention), mesh

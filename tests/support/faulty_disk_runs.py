@@ -1,7 +1,8 @@
-"""Runs `jaxdist train` again and again in this one process, each time with other faults of the disk.
+"""Runs `jaxdist train` again and again in this one process, each time with other faults
+of the disk.
 
-Reads a JSON line for each run, [faults, arguments], and answers with one: [exit code, what it printed].
-`disk_faults.c` must have been loaded into the process.
+Reads a JSON line for each run, [faults, arguments], and answers with one: [exit code,
+what it printed]. `disk_faults.c` must have been loaded into the process.
 """
 
 import ctypes
@@ -34,7 +35,11 @@ def main() -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             said.seek(0)
-            print(json.dumps([code, said.read().decode(errors="replace")]), file=answers, flush=True)
+            print(
+                json.dumps([code, said.read().decode(errors="replace")]),
+                file=answers,
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""`jaxdist.train` with a ledger of the samples that each step is fed, and with faults on order.
+"""`jaxdist.train` with a ledger of the samples that each step is fed, and with faults
+on order.
 
-In the environment: FAULTY_LEDGER, a folder; FAULTY_ORDERS, JSON [[kind, process, step], ...], each of
-which happens once in a run's life; FAULTY_SAMPLES, JSON, samples that make the loss NaN; FAULTY_WINDOWS,
-JSON, windows of batches that are left out from the beginning; FAULTY_CACHE, the folder of token caches;
-FAULTY_PACE_S, seconds before each step.
+In the environment: FAULTY_LEDGER, a folder; FAULTY_ORDERS, JSON [[kind, process, step],
+...], each of which happens once in a run's life; FAULTY_SAMPLES, JSON, samples that make the loss NaN; FAULTY_WINDOWS,
+JSON, windows of batches that are left out from the beginning; FAULTY_CACHE, the folder
+of token caches; FAULTY_PACE_S, seconds before each step.
 """
 
 import contextlib
@@ -32,16 +33,21 @@ from jaxdist.trainer import restore as resume
 
 RANK = int(os.environ.get("JAXDIST_PROCESS_ID", "0"))
 LEDGER = Path(os.environ.get("FAULTY_LEDGER", "."))
-WORKDIR = Path(sys.argv[sys.argv.index("--workdir") + 1]) if "--workdir" in sys.argv else Path(".")
+WORKDIR = (
+    Path(sys.argv[sys.argv.index("--workdir") + 1])
+    if "--workdir" in sys.argv
+    else Path(".")
+)
 CHECKPOINTS = WORKDIR / "checkpoints"
 ORDERS, SAMPLES, WINDOWS = (
-    json.loads(os.environ.get(f"FAULTY_{name}", "[]")) for name in ("ORDERS", "SAMPLES", "WINDOWS")
+    json.loads(os.environ.get(f"FAULTY_{name}", "[]"))
+    for name in ("ORDERS", "SAMPLES", "WINDOWS")
 )
 PACE_S = float(os.environ.get("FAULTY_PACE_S", "0"))
 SICK_STEPS = 12  # that a disk stays full or read-only
 
 
-# --- kinds of faults ------------------------------------------------------------------------------
+# --- kinds of faults ------------------------------------------------------------------
 
 
 def kill() -> None:
@@ -84,8 +90,12 @@ def tear() -> None:
 
 def cut(*patterns: str) -> None:
     """Cuts files of the caches in half, and dies."""
-    roots = [Path(os.environ[name]) for name in ("FAULTY_CACHE", "JAX_COMPILATION_CACHE_DIR")]
-    files = [path for root in roots for pattern in patterns for path in root.rglob(pattern)]
+    roots = [
+        Path(os.environ[name]) for name in ("FAULTY_CACHE", "JAX_COMPILATION_CACHE_DIR")
+    ]
+    files = [
+        path for root in roots for pattern in patterns for path in root.rglob(pattern)
+    ]
     assert files, "no cache to damage"
     for path in files:
         os.truncate(path, path.stat().st_size // 2)
@@ -94,7 +104,9 @@ def cut(*patterns: str) -> None:
 
 def fill() -> None:
     with contextlib.suppress(OSError):  # full sooner than it said
-        (CHECKPOINTS / "filler").write_bytes(b"x" * max(0, shutil.disk_usage(CHECKPOINTS).free - 4096))
+        (CHECKPOINTS / "filler").write_bytes(
+            b"x" * max(0, shutil.disk_usage(CHECKPOINTS).free - 4096)
+        )
 
 
 def lock() -> None:
@@ -147,7 +159,10 @@ IN_STEP: dict[str, Callable[[], None]] = {
     "checkpoint disk full": fill,
     "checkpoint disk read-only": lock,
 }
-IN_SAVE = {"kill -9 in a save": lambda: soon(kill), "SIGTERM in a save": lambda: soon(ask)}
+IN_SAVE = {
+    "kill -9 in a save": lambda: soon(kill),
+    "SIGTERM in a save": lambda: soon(ask),
+}
 IN_RESTORE = {"kill -9 in the next restore": kill}
 NEED_MOUNT = ("checkpoint disk full", "checkpoint disk read-only")
 KINDS = (*IN_STEP, *IN_SAVE, *IN_RESTORE)
@@ -157,9 +172,15 @@ class Orders:
     """The faults of this process that have not happened yet."""
 
     def __init__(self) -> None:
-        self._mine = [(n, kind, step) for n, (kind, rank, step) in enumerate(ORDERS) if rank == RANK]
+        self._mine = [
+            (n, kind, step)
+            for n, (kind, rank, step) in enumerate(ORDERS)
+            if rank == RANK
+        ]
 
-    def due(self, kinds: dict[str, Callable[[], None]], step: int, *, mark: str = "") -> None:
+    def due(
+        self, kinds: dict[str, Callable[[], None]], step: int, *, mark: str = ""
+    ) -> None:
         for number, kind, at in self._mine:
             if kind in kinds and step >= at and self._first(f"fault-{number}{mark}"):
                 print(f"fault {number} at {step}: {kind}", flush=True)
@@ -172,15 +193,19 @@ class Orders:
         return False
 
 
-# --- where they happen ----------------------------------------------------------------------------
+# --- where they happen ----------------------------------------------------------------
 
 
 class Recorded:
-    """A train step that books what it is fed, before it runs, and does what is due then."""
+    """A train step that books what it is fed, before it runs, and does what is due
+    then.
+    """
 
     def __init__(self, step, orders: Orders):
         self._step, self._orders, self._number, self._next = step, orders, 0, None
-        group = os.environ.get("JAXDIST_COORDINATOR", f":{os.getpid()}").rpartition(":")[2]
+        group = os.environ.get("JAXDIST_COORDINATOR", f":{os.getpid()}").rpartition(
+            ":"
+        )[2]
         file = LEDGER / f"{os.getppid()}-{group}.{RANK}.fed"
         self._file = os.open(file, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
 
@@ -188,10 +213,18 @@ class Recorded:
         return self._step.trace(*given)
 
     def __call__(self, state, batch):
-        self._number = self._number + 1 if state.step is self._next else int(state.step) + 1
-        shards = [shard for shard in batch["sample"].addressable_shards if shard.replica_id == 0]
+        self._number = (
+            self._number + 1 if state.step is self._next else int(state.step) + 1
+        )
+        shards = [
+            shard
+            for shard in batch["sample"].addressable_shards
+            if shard.replica_id == 0
+        ]
         samples = [str(sample) for shard in shards for sample in np.asarray(shard.data)]
-        os.write(self._file, f"{time.time()} {self._number} {' '.join(samples)}\n".encode())
+        os.write(
+            self._file, f"{time.time()} {self._number} {' '.join(samples)}\n".encode()
+        )
         self._do(self._number)
         time.sleep(PACE_S)
         state, metrics = self._step(state, batch)
@@ -200,7 +233,11 @@ class Recorded:
 
     def _do(self, number: int) -> None:
         for order, (kind, _, step) in enumerate(ORDERS):
-            sick = RANK == 0 and kind in NEED_MOUNT and (LEDGER / f"fault-{order}").exists()
+            sick = (
+                RANK == 0
+                and kind in NEED_MOUNT
+                and (LEDGER / f"fault-{order}").exists()
+            )
             if sick and number >= step + SICK_STEPS:
                 mend_disk()
         self._orders.due(IN_STEP, number)
@@ -211,7 +248,11 @@ def install() -> None:
     """Puts the ledger and the faults where a run passes."""
     orders = Orders()
     build, begin_save = run_build.build_step, CheckpointManager._start
-    attempt, skipping, head = CheckpointManager._attempt, resume.SkippingDataset, Transformer.head
+    attempt, skipping, head = (
+        CheckpointManager._attempt,
+        resume.SkippingDataset,
+        Transformer.head,
+    )
 
     def build_step(*given, **options):
         built = build(*given, **options)
@@ -223,7 +264,8 @@ def install() -> None:
 
     def restore(store, *given):
         if any(
-            kind in IN_RESTORE and (LEDGER / f"fault-{n}").exists() for n, (kind, *_) in enumerate(ORDERS)
+            kind in IN_RESTORE and (LEDGER / f"fault-{n}").exists()
+            for n, (kind, *_) in enumerate(ORDERS)
         ):
             orders.due(IN_RESTORE, sys.maxsize, mark="-again")
         return attempt(store, *given)
@@ -234,7 +276,9 @@ def install() -> None:
 
     run_build.build_step = build_step
     CheckpointManager._start, CheckpointManager._attempt = start, restore
-    resume.SkippingDataset = lambda dataset, windows: skipping(dataset, windows or WINDOWS)
+    resume.SkippingDataset = lambda dataset, windows: skipping(
+        dataset, windows or WINDOWS
+    )
     if SAMPLES:
         Transformer.head = sick_head
 

@@ -1,9 +1,12 @@
-"""Writes tests/data/fp8/torchao.npz: products of torchao's `Float8Linear`, by its own emulation.
+"""Writes tests/data/fp8/torchao.npz: products of torchao's `Float8Linear`, by its own
+emulation.
 
-    python tests/support/fp8_torchao.py FILE          # torch and torchao; 0.18 made the file that is there
+    python tests/support/fp8_torchao.py FILE          # torch and torchao; 0.18 made the
+    file that is there
 
-A linear layer of 64 inputs and 96 outputs on 32 rows, one of zeros, in bfloat16: x, w, dy, and of each recipe
-y, dx and dw, as bits. Scales are rounded to powers of two; torchao's own tensorwise recipe does not do that.
+A linear layer of 64 inputs and 96 outputs on 32 rows, one of zeros, in bfloat16: x, w,
+dy, and of each recipe y, dx and dw, as bits. Scales are rounded to powers of two;
+torchao's own tensorwise recipe does not do that.
 """
 
 import dataclasses
@@ -24,7 +27,9 @@ def vectors() -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
 
     def drawn(*dims: int, scale: float = 1.0):
-        return torch.tensor(scale * random.normal(size=dims), dtype=torch.float32).to(torch.bfloat16)
+        return torch.tensor(scale * random.normal(size=dims), dtype=torch.float32).to(
+            torch.bfloat16
+        )
 
     def as_bits(x) -> np.ndarray:
         return x.detach().contiguous().view(torch.int16).numpy()
@@ -34,7 +39,9 @@ def vectors() -> dict[str, np.ndarray]:
     rows = {"x": as_bits(x), "w": as_bits(w), "dy": as_bits(dy)}
     for recipe in RECIPES:
         config = Float8LinearConfig.from_recipe_name(recipe)
-        config = dataclasses.replace(config, emulate=True, round_scales_to_power_of_2=True)
+        config = dataclasses.replace(
+            config, emulate=True, round_scales_to_power_of_2=True
+        )
         plain = torch.nn.Linear(K, N, bias=False, dtype=torch.bfloat16)
         plain.weight = torch.nn.Parameter(w.t().contiguous())
         layer, leaf = Float8Linear.from_float(plain, config), x.clone().requires_grad_()

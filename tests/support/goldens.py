@@ -1,4 +1,5 @@
-"""What is pinned in tests/golden: config keys, sharding tables of the shipped configs, rules of thumb.
+"""What is pinned in tests/golden: config keys, sharding tables of the shipped configs,
+rules of thumb.
 
 `python tests/support/goldens.py` writes them anew; then read the diff.
 """
@@ -43,7 +44,8 @@ from jaxdist.trainer import run_config  # noqa: E402
 
 FOLDER = ROOT / "tests" / "golden"
 COMMAND = "python tests/support/goldens.py"
-BASED = {"sft_lora"}  # its model is that of the run that it begins with: tests/commands/test_sft.py
+# its model is that of the run that it begins with: tests/commands/test_sft.py
+BASED = {"sft_lora"}
 CONFIGS = sorted({path.stem for path in (ROOT / "configs").glob("[a-z]*.py")} - BASED)
 SMALL = ("quickstart", "gpt2_124m", "vit_digits")
 
@@ -78,34 +80,65 @@ STAGED = {
     )
 }
 
-SHARDING = {name: SMALL_LAYOUTS if name in SMALL else LARGE_LAYOUTS for name in CONFIGS} | STAGED
+SHARDING = {
+    name: SMALL_LAYOUTS if name in SMALL else LARGE_LAYOUTS for name in CONFIGS
+} | STAGED
 SHARDING |= {name: (*LARGE_LAYOUTS, *EXPERT_LAYOUTS) for name in OF_EXPERTS}
 TABLES = {f"sharding/{name.replace(':', '_')}.txt": name for name in SHARDING}
-NAMES = ("config_keys.txt", "rules_of_thumb.txt", "jobset.json", *TABLES)  # files below tests/golden
+# files below tests/golden
+NAMES = ("config_keys.txt", "rules_of_thumb.txt", "jobset.json", *TABLES)
 
 MIXTURES = {  # billions of parameters, of active ones, experts
     "mixtral 8x7b": (46.7, 12.9, Mixture(8, 2, 4096, 32, 3 * 8 * 4096 * 14_336, 2)),
     "qwen3 30b-a3b": (30.5, 3.35, Mixture(128, 8, 2048, 48, 3 * 128 * 2048 * 768, 2)),
 }
-NUM_LAYERS = {"1.3b": 24, "7b": 32, "13b": 40, "65b": 80, "70b": 80, "175b": 96, "405b": 126, "1000b": 128}
+NUM_LAYERS = {
+    "1.3b": 24,
+    "7b": 32,
+    "13b": 40,
+    "65b": 80,
+    "70b": 80,
+    "175b": 96,
+    "405b": 126,
+    "1000b": 128,
+}
 
 
 @cache
 def text(file: str) -> str:
     """Returns what one of NAMES should hold."""
-    own = {"config_keys.txt": config_keys_text, "rules_of_thumb.txt": rules_text, "jobset.json": jobset_text}
-    return own[file]() if file in own else sharding_text(TABLES[file], SHARDING[TABLES[file]])
+    own = {
+        "config_keys.txt": config_keys_text,
+        "rules_of_thumb.txt": rules_text,
+        "jobset.json": jobset_text,
+    }
+    return (
+        own[file]()
+        if file in own
+        else sharding_text(TABLES[file], SHARDING[TABLES[file]])
+    )
 
 
 def jobset_text() -> str:
-    """Returns deploy/jobset.yaml as Kubernetes takes it: no comments, no aliases, no YAML types."""
-    return json.dumps(yaml.safe_load((ROOT / "deploy" / "jobset.yaml").read_text()), indent=1) + "\n"
+    """Returns deploy/jobset.yaml as Kubernetes takes it: no comments, no aliases, no
+    YAML types.
+    """
+    return (
+        json.dumps(
+            yaml.safe_load((ROOT / "deploy" / "jobset.yaml").read_text()), indent=1
+        )
+        + "\n"
+    )
 
 
-def rule(model: str, target: str, tokens: int | None = None) -> rules_of_thumb.Suggestion:
+def rule(
+    model: str, target: str, tokens: int | None = None
+) -> rules_of_thumb.Suggestion:
     """Returns what the rule of thumb says of a model such as "70b"."""
     billions = float(model.removesuffix("b"))
-    return rules_of_thumb.rule_of_thumb(billions * 1e9, targets.parse(target), NUM_LAYERS[model], tokens)
+    return rules_of_thumb.rule_of_thumb(
+        billions * 1e9, targets.parse(target), NUM_LAYERS[model], tokens
+    )
 
 
 def rules_text() -> str:
@@ -126,16 +159,21 @@ def rules_text() -> str:
                     mixture,
                     active=active * 1e9,
                 )
-                lines += [f"{model}, {tokens} tokens a device, on {target}: {' '.join(found.overrides)}"]
+                lines += [
+                    f"{model}, {tokens} tokens a device, on {target}: {' '.join(found.overrides)}"
+                ]
                 lines += [f"    {reason}" for reason in found.reasons]
     return "\n".join(lines) + "\n"
 
 
 def config_keys_text() -> str:
-    """Returns a line for every leaf key of a run of the default model: path, type, default."""
+    """Returns a line for every leaf key of a run of the default model: path, type,
+    default.
+    """
     schema = run_config.full_schema(registry.DEFAULT_TARGET)
     rows = [
-        f"{path:<32} {annotations.describe(field.type)} = {field.default!r}" for path, field in schema.items()
+        f"{path:<32} {annotations.describe(field.type)} = {field.default!r}"
+        for path, field in schema.items()
     ]
     return "\n".join([f"# {len(schema)} keys: key, type = default", *rows]) + "\n"
 
@@ -160,7 +198,9 @@ def sharding_text(name: str, layouts: Sequence[MeshConfig]) -> str:
         shape = resolve_mesh(mesh, math.prod(getattr(mesh, axis) for axis in axes.AXES))
         run = dataclasses.replace(run_of(name), mesh=mesh)
         try:
-            table = placement.explain(build.placements(run, spec, sharding.build_rules(mesh, shape)))
+            table = placement.explain(
+                build.placements(run, spec, sharding.build_rules(mesh, shape))
+            )
         except ConfigError as error:
             table = "refused\n" + str(error)
         parts.append(f"== {shape}, zero {mesh.zero}\n{table}\n")

@@ -1,4 +1,6 @@
-"""Hugging Face folders (tests/data/huggingface) for tests: opened, compared, converted."""
+"""Hugging Face folders (tests/data/huggingface) for tests: opened, compared,
+converted.
+"""
 
 import random
 from pathlib import Path
@@ -21,7 +23,9 @@ from jaxdist.trainer import build, pretrained, run_config, validation
 from support.paths import DATA
 
 FOLDERS = DATA / "huggingface"
-FAMILIES = sorted(path.name for path in FOLDERS.iterdir() if (path / "config.json").is_file())
+FAMILIES = sorted(
+    path.name for path in FOLDERS.iterdir() if (path / "config.json").is_file()
+)
 MESH = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 EXPERTS = ("mixtral", "olmoe", "qwen3_moe")  # families
 EXPERT_MESH = {"mesh.data": 1, "mesh.expert": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
@@ -39,9 +43,15 @@ class Opened(NamedTuple):
 
 
 def opened(folder, changes=None, devices=8):
-    """Returns the folder opened for the first `devices` devices, or for one without changes."""
+    """Returns the folder opened for the first `devices` devices, or for one without
+    changes.
+    """
     config = run_config.default_config()
-    own = {"init.from_huggingface": str(folder), "batch.global_size": 8, "batch.sequence_length": 16}
+    own = {
+        "init.from_huggingface": str(folder),
+        "batch.global_size": 8,
+        "batch.sequence_length": 16,
+    }
     config.update_from_flattened_dict(own | (changes or {}))
     pretrained.apply_source(config, ("data.tokenizer",))
     run = run_config.from_config(config)
@@ -50,13 +60,19 @@ def opened(folder, changes=None, devices=8):
     mesh = build_mesh(run.mesh, devices)
     built = build.build_step(run, spec, mesh, rules)
     wanted = pretrained.base_parameters(run, built.views.abstract)
-    tensors = interop.open_weights(folder, run.model_options, {p: x.shape for p, x in wanted.items()})
+    tensors = interop.open_weights(
+        folder, run.model_options, {p: x.shape for p, x in wanted.items()}
+    )
     return Opened(spec, rules, mesh, built, tensors, wanted)
 
 
 def first_state(spec):
     """Returns the model state of a new model: what keeps the load of experts even."""
-    return jax.jit(lambda: spec.init_params(jax.random.key(0))[1])() if spec.model_state else {}
+    return (
+        jax.jit(lambda: spec.init_params(jax.random.key(0))[1])()
+        if spec.model_state
+        else {}
+    )
 
 
 def logits(at, trainable, tokens, frozen=None):
@@ -64,23 +80,31 @@ def logits(at, trainable, tokens, frozen=None):
     model_state = first_state(at.spec)
 
     def forward(trainable, frozen, tokens):
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+        positions = jnp.broadcast_to(
+            jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape
+        )
         with execution.activate(at.mesh, at.rules):
             model = at.spec.assemble(trainable, model_state, frozen)
             return model.forward({"tokens": tokens, "positions": positions})
 
     with jax.default_matmul_precision("highest"):
-        return np.asarray(jax.jit(forward)(trainable, frozen or {}, jnp.asarray(tokens, jnp.int32)))
+        return np.asarray(
+            jax.jit(forward)(trainable, frozen or {}, jnp.asarray(tokens, jnp.int32))
+        )
 
 
 def compare(folder, changes=None):
-    """Returns the largest difference of logits from those of transformers, and the tensors read."""
+    """Returns the largest difference of logits from those of transformers, and the
+    tensors read.
+    """
     at = opened(folder, changes)
     parameters = at.tensors.load(at.wanted)
     tokens, expected = np.load(folder / "tokens.npy"), np.load(folder / "logits.npy")
     rows = 8 // len(tokens) if changes else 1
     found = logits(at, trees.unflatten_names(parameters), np.tile(tokens, (rows, 1)))
-    assert np.abs(expected).max() > 1 and expected.std() > 0.2, "logits that say nothing"
+    assert np.abs(expected).max() > 1 and expected.std() > 0.2, (
+        "logits that say nothing"
+    )
     return np.abs(found - np.tile(expected, (rows, 1, 1))).max(), at.tensors, parameters
 
 
@@ -123,7 +147,11 @@ def flags(text, folder=SMOLLM, **changes):
         "optimizer.name": "adamw",
     }
     given |= {key.replace("__", "."): value for key, value in changes.items()}
-    return ["--config", "quickstart", *(f"--config.{key}={value}" for key, value in given.items())]
+    return [
+        "--config",
+        "quickstart",
+        *(f"--config.{key}={value}" for key, value in given.items()),
+    ]
 
 
 def shapes_of(tree):
@@ -139,7 +167,10 @@ def loaded(folder):
     spec = build.model_spec(run)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = shapes_of(spec.trainable)
-    wanted = {path: jax.ShapeDtypeStruct(dims, jnp.float32, sharding=here) for path, dims in shapes.items()}
+    wanted = {
+        path: jax.ShapeDtypeStruct(dims, jnp.float32, sharding=here)
+        for path, dims in shapes.items()
+    }
     tensors = interop.open_weights(folder, run.model_options, shapes)
     return spec, trees.unflatten_names(tensors.load(wanted))
 
@@ -147,8 +178,17 @@ def loaded(folder):
 def logits_of(spec, trainable, frozen, tokens):
     """Returns float32 logits on one device."""
     trainable, frozen = jax.device_get((trainable, frozen))
-    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32)[None], tokens.shape)
-    batch = {"tokens": jnp.asarray(tokens, jnp.int32), "positions": jnp.asarray(positions)}
+    positions = np.broadcast_to(
+        np.arange(tokens.shape[1], dtype=np.int32)[None], tokens.shape
+    )
+    batch = {
+        "tokens": jnp.asarray(tokens, jnp.int32),
+        "positions": jnp.asarray(positions),
+    }
     state = first_state(spec)
     with jax.default_matmul_precision("highest"):
-        return np.asarray(jax.jit(lambda t, f: spec.assemble(t, state, f).forward(batch))(trainable, frozen))
+        return np.asarray(
+            jax.jit(lambda t, f: spec.assemble(t, state, f).forward(batch))(
+                trainable, frozen
+            )
+        )

@@ -16,7 +16,9 @@ TOP = SamplingConfig(temperature=0.7, top_k=40)
 
 
 def tiny_config(folder):
-    """Returns a run that averages its weights, on eight devices, with text of its own."""
+    """Returns a run that averages its weights, on eight devices, with text of
+    its own.
+    """
     words = "the cat sat on a mat while two dogs ran past old trees".split()
     for name, seed in (("train", 0), ("held", 1)):
         text = " ".join(random.Random(seed).choices(words, k=600))
@@ -70,8 +72,11 @@ def alone_fixture(trained):
 
 @pytest.fixture(name="command")
 def command_fixture(monkeypatch, capsys):
-    """Returns a function: the exit code, standard output and standard error of a command."""
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # commands add to it: put back after
+    """Returns a function: the exit code, standard output and standard error of a
+    command.
+    """
+    # commands add to it: put back after
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
 
     def run(main, *arguments: object):
         capsys.readouterr()

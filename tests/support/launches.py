@@ -1,4 +1,6 @@
-"""Runs under `launch` for tests: started, watched, killed; what they were fed, and what they leave."""
+"""Runs under `launch` for tests: started, watched, killed; what they were fed, and what
+they leave.
+"""
 
 import contextlib
 import itertools
@@ -24,26 +26,44 @@ RECORDED = SUPPORT / "faulty_train.py"  # jaxdist.train with a ledger
 
 STEPS = 50
 SETTINGS = {
-    "train__steps": STEPS, "optimizer__name": "adamw", "checkpoint__every_steps": 5, "mesh__fsdp": 2,
-    "train__sample_tokens": 0, "optimizer__learning_rate": 1e-3,
-}  # fmt: skip
+    "train__steps": STEPS,
+    "optimizer__name": "adamw",
+    "checkpoint__every_steps": 5,
+    "mesh__fsdp": 2,
+    "train__sample_tokens": 0,
+    "optimizer__learning_rate": 1e-3,
+}
 
 
 def start(
-    workdir: Path, *flags: str, devices: int = 2, recorded: Mapping[str, str] | None = None, **changes
+    workdir: Path,
+    *flags: str,
+    devices: int = 2,
+    recorded: Mapping[str, str] | None = None,
+    **changes,
 ) -> subprocess.Popen:
     """Starts the agent of a run.
 
     Args:
-      recorded: variables of `faulty_train.py`, which then trains; its ledger is beside the workdir.
+      recorded: variables of `faulty_train.py`, which then trains; its ledger is beside
+        the workdir.
     """
-    own = [sys.executable, "-m", "jaxdist.launch", "--devices-per-process", str(devices), *flags, "--"]
+    own = [
+        sys.executable,
+        "-m",
+        "jaxdist.launch",
+        "--devices-per-process",
+        str(devices),
+        *flags,
+        "--",
+    ]
     train, variables = command(workdir, **(SETTINGS | changes)), environment(1)
     if recorded is not None:
         ledger_folder(workdir).mkdir(exist_ok=True)
         train[1:3] = [str(RECORDED)]
         variables |= {"FAULTY_LEDGER": str(ledger_folder(workdir)), **recorded}
-    output = open(workdir.parent / f"{workdir.name}.log", "a")  # a pipe that nobody reads would fill up
+    # a pipe that nobody reads would fill up
+    output = open(workdir.parent / f"{workdir.name}.log", "a")
     return subprocess.Popen([*own, *train], env=variables, stdout=output, stderr=output)
 
 
@@ -75,11 +95,15 @@ def finish(agent: subprocess.Popen, workdir: Path, code: int = 0) -> None:
     assert agent.wait(300) == code, output(workdir)[-4000:]
 
 
-def wait_for_step(agent: subprocess.Popen, workdir: Path, step: int, since: int = 0) -> None:
+def wait_for_step(
+    agent: subprocess.Popen, workdir: Path, step: int, since: int = 0
+) -> None:
     """Waits until the metrics show the step, after `since` bytes of them."""
     until = time.monotonic() + 200
     while not any(row >= step for row in steps_after(workdir, since)):
-        assert agent.poll() is None and time.monotonic() < until, output(workdir)[-4000:]
+        assert agent.poll() is None and time.monotonic() < until, output(workdir)[
+            -4000:
+        ]
         time.sleep(0.005)
 
 
@@ -94,9 +118,12 @@ def steps_after(workdir: Path, since: int) -> list[int]:
 def processes(agent: subprocess.Popen) -> dict[int, int]:
     """Returns {process number: process id} of what the agent has started."""
     found = {}
-    for child in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
+    for child in (
+        Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    ):
         variables = []
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # gone meanwhile
+        # gone meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
         known = dict(v.decode().partition("=")[::2] for v in variables)
         if "PYTHONUNBUFFERED" in known:  # not the guard
@@ -116,8 +143,12 @@ def events(workdir: Path, name: str) -> list[dict]:
 
 
 def listeners() -> dict[str, str]:
-    """Returns {socket's number: address} of all that listens here, addresses as /proc has them."""
-    rows = [row.split() for kind in ("tcp", "tcp6") for row in open(f"/proc/net/{kind}")]
+    """Returns {socket's number: address} of all that listens here, addresses as /proc
+    has them.
+    """
+    rows = [
+        row.split() for kind in ("tcp", "tcp6") for row in open(f"/proc/net/{kind}")
+    ]
     return {row[9]: row[1].partition(":")[0] for row in rows if row[3] == "0A"}
 
 
@@ -128,20 +159,26 @@ def listening(pid: int) -> dict[str, str]:
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed meanwhile
                 links.append(os.readlink(link))
-    return {number: where for number, where in all_.items() if f"socket:[{number}]" in links}
+    return {
+        number: where for number, where in all_.items() if f"socket:[{number}]" in links
+    }
 
 
-# --- what a run leaves ----------------------------------------------------------------------------
+# --- what a run leaves ----------------------------------------------------------------
 
 
 def leftovers(workdir: Path) -> list[str]:
-    """Returns what a run that has ended should not leave: processes that name it, unfinished files."""
+    """Returns what a run that has ended should not leave: processes that name it,
+    unfinished files.
+    """
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
             if str(workdir).encode() in words and int(entry.name) != os.getpid():
-                found.append(f"process {entry.name}: {words[:200].decode(errors='replace')}")
+                found.append(
+                    f"process {entry.name}: {words[:200].decode(errors='replace')}"
+                )
     for path in workdir.rglob("*"):
         unfinished = path.name.endswith((".unfinished", ".part")) or "tmp" in path.name
         if unfinished or (path.name.startswith(".") and path.name != ".lock"):
@@ -154,15 +191,21 @@ def parameters(workdir: Path, step: int) -> dict[str, np.ndarray]:
     return final_arrays(workdir, step)
 
 
-def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray], under: str = "") -> float:
-    """Returns the largest relative L2 distance between leaves of the same name, of those under a path."""
+def apart(
+    one: dict[str, np.ndarray], other: dict[str, np.ndarray], under: str = ""
+) -> float:
+    """Returns the largest relative L2 distance between leaves of the same name, of
+    those under a path.
+    """
     names = [name for name in one if name.startswith(under)]
     assert one.keys() == other.keys() and len(names) > 10
 
     def distance(a: np.ndarray, b: np.ndarray) -> float:
         a, b = a.astype(np.float64), b.astype(np.float64)
         size = float(np.linalg.norm(b))
-        return float(np.linalg.norm(a - b)) / size if size else float(np.abs(a - b).max())
+        return (
+            float(np.linalg.norm(a - b)) / size if size else float(np.abs(a - b).max())
+        )
 
     return max(distance(one[name], other[name]) for name in names)
 
@@ -172,21 +215,32 @@ def same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     return all(one[name].tobytes() == other[name].tobytes() for name in one)
 
 
-def assert_time_adds_up(workdir: Path, *, began: float, ended: float) -> ledgers.Account:
-    """Asserts that the buckets of a run's lives are its wall time to 10 ms; returns them.
+def assert_time_adds_up(
+    workdir: Path, *, began: float, ended: float
+) -> ledgers.Account:
+    """Asserts that the buckets of a run's lives are its wall time to 10 ms; returns
+    them.
 
     Buckets are of a steady clock, the wall time is of the clock on the wall.
 
     Args:
-      began, ended: seconds since 1970 when the test started the first process, and when the last had ended.
+      began, ended: seconds since 1970 when the test started the first process, and when
+      the last had ended.
     """
     lives = ledgers.read_lives(workdir)
     found = ledgers.account(lives)
     idle_s = sum(b.began - a.written for a, b in itertools.pairwise(lives) if a.done)
     wall_s = lives[-1].written - lives[0].began - idle_s
     assert abs(found.wall_s - wall_s) <= 0.010, (found, wall_s)
-    assert min(found.buckets.values()) >= 0 and {"down", "lost", "start", "step"} <= found.buckets.keys()
-    assert began - 0.02 <= lives[0].began and lives[-1].written <= ended + 0.02, (began, ended, lives)
+    assert (
+        min(found.buckets.values()) >= 0
+        and {"down", "lost", "start", "step"} <= found.buckets.keys()
+    )
+    assert began - 0.02 <= lives[0].began and lives[-1].written <= ended + 0.02, (
+        began,
+        ended,
+        lives,
+    )
     assert all(a.written <= b.began + 0.02 for a, b in itertools.pairwise(lives))
     return found
 
@@ -196,18 +250,23 @@ def ledger_folder(workdir: Path) -> Path:
 
 
 def ledger(workdir: Path) -> dict[int, list[int]]:
-    """Returns {step: samples} of the last attempt at each step, as all processes were fed.
+    """Returns {step: samples} of the last attempt at each step, as all processes were
+    fed.
 
-    A start goes on after a checkpoint's step: what was fed after that step before is void. So is,
-    within a start, what was fed after the step to which the run went back.
+    A start goes on after a checkpoint's step: what was fed after that step before is
+    void. So is, within a start, what was fed after the step to which the run went back.
     """
     starts: dict[str, list[list[list[float]]]] = {}
     for file in ledger_folder(workdir).glob("*.fed"):  # of a start and process
-        rows = [[float(x) for x in line.split()] for line in file.read_text().splitlines()]
+        rows = [
+            [float(x) for x in line.split()] for line in file.read_text().splitlines()
+        ]
         if rows:
             starts.setdefault(file.name.partition(".")[0], []).append(rows)
     committed: dict[int, list[int]] = {}
-    for processes_ in sorted(starts.values(), key=lambda fed: min(rows[0][0] for rows in fed)):
+    for processes_ in sorted(
+        starts.values(), key=lambda fed: min(rows[0][0] for rows in fed)
+    ):
         first = min(int(row[1]) for rows in processes_ for row in rows)
         committed = {step: fed for step, fed in committed.items() if step < first}
         for rows in processes_:
@@ -221,13 +280,21 @@ def ledger(workdir: Path) -> dict[int, list[int]]:
     return dict(sorted(committed.items()))
 
 
-def expected_ledger(steps: int, size: int, windows: Sequence[Sequence[int]] = ()) -> dict[int, list[int]]:
-    """Returns {step: samples} that a run of `size` samples a step must be fed, but for left out batches."""
+def expected_ledger(
+    steps: int, size: int, windows: Sequence[Sequence[int]] = ()
+) -> dict[int, list[int]]:
+    """Returns {step: samples} that a run of `size` samples a step must be fed, but for
+    left out batches.
+    """
     order = SkippingDataset(object.__new__(Dataset), windows)
     firsts = {step: order.position(step - 1) * size for step in range(1, steps + 1)}
     return {step: list(range(first, first + size)) for step, first in firsts.items()}
 
 
-def assert_fed_once(workdir: Path, steps: int, size: int, windows: Sequence[Sequence[int]] = ()) -> None:
-    """Asserts that each global sample was consumed exactly once over the committed steps, in order."""
+def assert_fed_once(
+    workdir: Path, steps: int, size: int, windows: Sequence[Sequence[int]] = ()
+) -> None:
+    """Asserts that each global sample was consumed exactly once over the committed
+    steps, in order.
+    """
     assert ledger(workdir) == expected_ledger(steps, size, windows)

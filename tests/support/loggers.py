@@ -1,4 +1,6 @@
-"""Loggers for tests, to be named in train.loggers: they record, raise, or never come back."""
+"""Loggers for tests, to be named in train.loggers: they record, raise, or never come
+back.
+"""
 
 import json
 import threading
@@ -13,7 +15,12 @@ class Recording:
         CALLED_BY.append(threading.current_thread().name)
         self._file = open(run.workdir / "calls.jsonl", "a")
         self._add(
-            "made", run.name, run.identity, run.first_step, run.config["train.steps"], run.info["parameters"]
+            "made",
+            run.name,
+            run.identity,
+            run.first_step,
+            run.config["train.steps"],
+            run.info["parameters"],
         )
 
     def _add(self, *call):

@@ -1,10 +1,12 @@
-"""Writes tests/data/loss_scale/torch.json: what `torch.amp.GradScaler` does with a loss scale.
+"""Writes tests/data/loss_scale/torch.json: what `torch.amp.GradScaler` does with a loss
+scale.
 
-    python tests/support/loss_scale_torch.py FILE          # torch; 2.15 made the file that is there
+    python tests/support/loss_scale_torch.py FILE          # torch; 2.15 made the file
+    that is there
 
-A loss linear in 4 weights over 8 samples: its gradients are sums of a few bits, so that both sides agree
-exactly on what overflows float16. A row is of a step: kind, scale and good steps after it, updates left out
-so far.
+A loss linear in 4 weights over 8 samples: its gradients are sums of a few bits, so that
+both sides agree exactly on what overflows float16. A row is of a step: kind, scale and
+good steps after it, updates left out so far.
 """
 
 import json
@@ -21,7 +23,8 @@ class Case(NamedTuple):
 
     initial: float = 2.0**16
     interval: int = 3
-    spikes: dict[int, float] = {}  # step -> an input that makes its gradient overflow at a large scale
+    # step -> an input that makes its gradient overflow at a large scale
+    spikes: dict[int, float] = {}
     clip: float = 0.0
     accumulation: int = 1
     dtype: str = "float16"
@@ -52,7 +55,9 @@ def run(case: Case) -> dict[str, list]:
 
     weights, dtype = torch.zeros(WIDTH, requires_grad=True), getattr(torch, case.dtype)
     optimizer = torch.optim.SGD([weights], lr=RATE)
-    scaler = torch.amp.GradScaler("cpu", init_scale=case.initial, growth_interval=case.interval)
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=case.initial, growth_interval=case.interval
+    )
     rows, skipped = [], 0
     for x in inputs(case):
         optimizer.zero_grad()
@@ -75,6 +80,8 @@ def run(case: Case) -> dict[str, list]:
 
 
 if __name__ == "__main__":
-    lines = [f"{json.dumps(name)}: {json.dumps(run(case))}" for name, case in CASES.items()]
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(run(case))}" for name, case in CASES.items()
+    ]
     with open(sys.argv[1], "w") as file:
         file.write("{\n" + ",\n".join(lines) + "\n}\n")

@@ -1,4 +1,6 @@
-"""Small models, batches and compiled steps that tests share; a program is built once a session."""
+"""Small models, batches and compiled steps that tests share; a program is built once a
+session.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,39 @@ from jaxdist.step.train_step import StepConfig, TrainStep, build_train_step
 from jaxdist.telemetry import hlo
 
 TINY = TransformerConfig(
-    vocab_size=64, num_layers=2, d_model=32, d_ff=48, num_heads=4, num_kv_heads=4, head_dim=8, init_std=0.2
+    vocab_size=64,
+    num_layers=2,
+    d_model=32,
+    d_ff=48,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=8,
+    init_std=0.2,
 )
-# Large enough that saved activations, not the loss or the gradients, make the peak. No two dims and
-# no product of two are equal, so that a shape in a program says what it is.
+# Large enough that saved activations, not the loss or the gradients, make the peak. No
+# two dims and no product of two are equal, so that a shape in a program says what it
+# is.
 DEEP = TransformerConfig(
-    vocab_size=72, num_layers=6, d_model=64, d_ff=176, num_heads=8, num_kv_heads=4, head_dim=12
+    vocab_size=72,
+    num_layers=6,
+    d_model=64,
+    d_ff=176,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=12,
 )
 # The shape `quick` of benchmarks/step.py.
 QUICK = TransformerConfig(
-    vocab_size=4096, num_layers=4, d_model=256, d_ff=688, num_heads=8, num_kv_heads=4, head_dim=32
+    vocab_size=4096,
+    num_layers=4,
+    d_model=256,
+    d_ff=688,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
 )
-FAST_COMPILE = {"xla_backend_optimization_level": 0}  # same HLO and buffers, worse machine code
+# same HLO and buffers, worse machine code
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
 OPTIMIZER = OptimizerConfig(learning_rate=0.01, warmup_steps=1)
 
 
@@ -86,13 +109,19 @@ def step_of(
     return build_train_step(spec_of(model), optimizer, schedule, mesh, rules, step)
 
 
-def batch_of(model: TransformerConfig = TINY, batch: int = 8, length: int = 16) -> dict[str, Any]:
-    """Returns a numpy batch whose samples have unequal weights (one has none from its third on)."""
+def batch_of(
+    model: TransformerConfig = TINY, batch: int = 8, length: int = 16
+) -> dict[str, Any]:
+    """Returns a numpy batch whose samples have unequal weights (one has none from its
+    third on).
+    """
     random = np.random.default_rng(0)
     tokens = random.integers(0, model.vocab_size, (batch, length + 1), dtype=np.int32)
     weights = np.ones((batch, length), np.float32)
     weights[1, 2:] = 0
-    positions = np.broadcast_to(np.arange(length, dtype=np.int32)[None], (batch, length))
+    positions = np.broadcast_to(
+        np.arange(length, dtype=np.int32)[None], (batch, length)
+    )
     return {
         "tokens": tokens[:, :-1],
         "targets": tokens[:, 1:],
@@ -123,8 +152,12 @@ def program_of(
     """Returns the compiled train step, its HLO and its memory per device."""
     built = step_of(layout, model, step, optimizer)
     example = batch_of(model, batch, length)
-    compiled = built.step.lower(built.abstract_state, built.abstract_batch(example)).compile(FAST_COMPILE)
-    return Program(compiled, hlo.parse(compiled.as_text()), compiled.memory_analysis(), built)
+    compiled = built.step.lower(
+        built.abstract_state, built.abstract_batch(example)
+    ).compile(FAST_COMPILE)
+    return Program(
+        compiled, hlo.parse(compiled.as_text()), compiled.memory_analysis(), built
+    )
 
 
 @lru_cache
@@ -165,7 +198,9 @@ def run(
 def worst(ours: Any, reference: Any) -> float:
     """Returns max over leaves of max|difference| / max|reference|."""
     errors = jax.tree.map(
-        lambda a, b: float(np.abs(np.asarray(a, np.float64) - b).max() / (np.abs(b).max() or 1)),
+        lambda a, b: float(
+            np.abs(np.asarray(a, np.float64) - b).max() / (np.abs(b).max() or 1)
+        ),
         ours,
         reference,
     )
@@ -182,7 +217,11 @@ def bitwise_equal(one: Any, other: Any) -> bool:
 
 @lru_cache
 def model_of(config: TransformerConfig) -> Transformer:
-    """Returns a fresh model (made in one program, which is faster than array by array)."""
+    """Returns a fresh model (made in one program, which is faster than array
+    by array).
+    """
     spec = spec_of(config)
-    build = jax.jit(lambda: spec.init_params(jax.random.key(0)), compiler_options=FAST_COMPILE)
+    build = jax.jit(
+        lambda: spec.init_params(jax.random.key(0)), compiler_options=FAST_COMPILE
+    )
     return spec.assemble(*build())

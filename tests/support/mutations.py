@@ -1,4 +1,6 @@
-"""Malformed files made from sound ones: known tricks of a format, and edits by chance from a seed."""
+"""Malformed files made from sound ones: known tricks of a format, and edits by chance
+from a seed.
+"""
 
 import copy
 import functools
@@ -17,11 +19,54 @@ _LEVELS = 100_000
 _RAW = {f'"{_DEEP}"': "[" * _LEVELS + "]" * _LEVELS, f'"{_HUGE}"': "1" + "0" * 5000}
 
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 2, 255, 2**31, 2**32 - 1, 2**63 - 1, 2**64, -(2**63) - 1, 10**39, 0.5, -0.0,
-    1e308, math.inf, -math.inf, math.nan, "", "x", "0", "-1", "1e999", "NaN", "\ud800", "\0", "..", "../x",
-    "/dev/zero", "x" * 10_000, "a.b", "(((((a*)*)*)*)*)*b", "{}", [], [[]], [1, 2], ["x"], {}, {"": {}},
-    {"a": 1}, {"a.b": 1}, [None] * 1000, [0, [1, {"a": []}]], _DEEP, _HUGE,
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    255,
+    2**31,
+    2**32 - 1,
+    2**63 - 1,
+    2**64,
+    -(2**63) - 1,
+    10**39,
+    0.5,
+    -0.0,
+    1e308,
+    math.inf,
+    -math.inf,
+    math.nan,
+    "",
+    "x",
+    "0",
+    "-1",
+    "1e999",
+    "NaN",
+    "\ud800",
+    "\0",
+    "..",
+    "../x",
+    "/dev/zero",
+    "x" * 10_000,
+    "a.b",
+    "(((((a*)*)*)*)*)*b",
+    "{}",
+    [],
+    [[]],
+    [1, 2],
+    ["x"],
+    {},
+    {"": {}},
+    {"a": 1},
+    {"a.b": 1},
+    [None] * 1000,
+    [0, [1, {"a": []}]],
+    _DEEP,
+    _HUGE,
+)
 
 
 class Format(NamedTuple):
@@ -38,12 +83,14 @@ def tricks_of(format_: Format, sound: bytes) -> list[bytes]:
 
 
 def malformed(format_: Format, sound: bytes, number: int, seed: str) -> bytes:
-    """Returns the file of a number: a trick of the format while there are any, then a random edit."""
+    """Returns the file of a number: a trick of the format while there are any, then a
+    random edit.
+    """
     tricks = tricks_of(format_, sound)
     return tricks[number] if number < len(tricks) else format_.edit(sound, Random(seed))
 
 
-# --- bytes ----------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------
 
 
 def _byte_tricks(sound: bytes) -> list[bytes]:
@@ -65,7 +112,8 @@ def _edit_bytes(sound: bytes, random: Random) -> bytes:
     data = bytearray(sound or b"\0")
     for _ in range(random.choice((1, 1, 1, 2, 8))):
         at = random.randrange(max(len(data), 1))
-        at = min(at, int(random.expovariate(0.01))) if random.random() < 0.5 else at  # headers come first
+        # headers come first
+        at = min(at, int(random.expovariate(0.01))) if random.random() < 0.5 else at
         size = min(random.choice((1, 1, 2, 4, 8, 64)), max(len(data) - at, 1))
         kind = random.randrange(6)
         if kind == 0 and data:
@@ -77,7 +125,11 @@ def _edit_bytes(sound: bytes, random: Random) -> bytes:
         elif kind == 3:
             del data[at : at + size]
         elif kind == 4:
-            data[at:at] = data[at : at + size] if random.random() < 0.5 else random.randbytes(size)
+            data[at:at] = (
+                data[at : at + size]
+                if random.random() < 0.5
+                else random.randbytes(size)
+            )
         else:
             del data[at:]
         data = data or bytearray(b"\0")
@@ -87,7 +139,7 @@ def _edit_bytes(sound: bytes, random: Random) -> bytes:
 BYTES = Format(_byte_tricks, _edit_bytes)
 
 
-# --- JSON -----------------------------------------------------------------------------------------
+# --- JSON -----------------------------------------------------------------------------
 
 
 def dumped(value: Any) -> bytes:
@@ -99,19 +151,50 @@ def dumped(value: Any) -> bytes:
 
 
 _JSON_TEXTS = [
-    b"null", b"true", b"0", b"-1", b'""', b'"x"', b"[]", b"{}", b"[[]]", b"[{}]", b"[null]", b"[1, 2]",
-    b"NaN", b"1e400", b"{", b"[", b'{"a": }', b"{} {}", b"{'a': 1}", b"\xef\xbb\xbf{}", b'"\xff"',
-    b"-" * 9999, b"\xff\xfe{\0}\0", b'{"a": "\\ud800"}', b"[" * _LEVELS, b"[" * _LEVELS + b"]" * _LEVELS,
-    b'{"a":' * 900 + b"1" + b"}" * 900, b'{"a":' * _LEVELS + b"1" + b"}" * _LEVELS, b"1" + b"0" * 5000,
+    b"null",
+    b"true",
+    b"0",
+    b"-1",
+    b'""',
+    b'"x"',
+    b"[]",
+    b"{}",
+    b"[[]]",
+    b"[{}]",
+    b"[null]",
+    b"[1, 2]",
+    b"NaN",
+    b"1e400",
+    b"{",
+    b"[",
+    b'{"a": }',
+    b"{} {}",
+    b"{'a': 1}",
+    b"\xef\xbb\xbf{}",
+    b'"\xff"',
+    b"-" * 9999,
+    b"\xff\xfe{\0}\0",
+    b'{"a": "\\ud800"}',
+    b"[" * _LEVELS,
+    b"[" * _LEVELS + b"]" * _LEVELS,
+    b'{"a":' * 900 + b"1" + b"}" * 900,
+    b'{"a":' * _LEVELS + b"1" + b"}" * _LEVELS,
+    b"1" + b"0" * 5000,
     b'{"a": 1' + b"0" * 400 + b"}",
-]  # fmt: skip
+]
 
 
 def _json_tricks(sound: bytes) -> list[bytes]:
-    """Returns texts of any shape, and the sound one with each of its fields of another."""
+    """Returns texts of any shape, and the sound one with each of its fields of
+    another.
+    """
     value = json.loads(sound)
     fields = value if isinstance(value, dict) else {}
-    swaps = [{**fields, key: other} for key in fields for other in (None, "x", -1, [], {}, _DEEP, _HUGE)]
+    swaps = [
+        {**fields, key: other}
+        for key in fields
+        for other in (None, "x", -1, [], {}, _DEEP, _HUGE)
+    ]
     lacks = [{k: v for k, v in fields.items() if k != key} for key in fields]
     return [*_byte_tricks(sound), *_JSON_TEXTS, *map(dumped, swaps + lacks)]
 
@@ -122,14 +205,20 @@ def _slots(value: Any) -> list[tuple[Any, Any]]:
     while rest:
         container = rest.pop()
         if isinstance(container, dict | list):
-            keys = list(container) if isinstance(container, dict) else range(len(container))
+            keys = (
+                list(container)
+                if isinstance(container, dict)
+                else range(len(container))
+            )
             slots += [(container, key) for key in keys]
             rest += [container[key] for key in keys]
     return slots
 
 
 def _any_value(random: Random) -> Any:
-    """Returns one of VALUES, which edits of it leave as they are: none comes to hold itself."""
+    """Returns one of VALUES, which edits of it leave as they are: none comes to hold
+    itself.
+    """
     return copy.deepcopy(random.choice(VALUES))
 
 
@@ -145,19 +234,29 @@ def edited(value: Any, random: Random) -> Any:
         container[key] = _any_value(random)
     elif kind == 5:
         other, there = random.choice(slots)
-        container[key] = json.loads(json.dumps(other[there]))  # a copy: no value may hold itself
+        # a copy: no value may hold itself
+        container[key] = json.loads(json.dumps(other[there]))
     elif kind == 6:
         del container[key]
     elif kind == 7 and isinstance(container, dict):
-        container[random.choice(("", "x", "\ud800", key + "x", key[:-1], "../x"))] = container.pop(key)
+        container[random.choice(("", "x", "\ud800", key + "x", key[:-1], "../x"))] = (
+            container.pop(key)
+        )
     elif kind == 8 and isinstance(container[key], int | float):
         container[key] = random.choice(
-            (-container[key], container[key] + 1, container[key] * 2**40, str(container[key]))
+            (
+                -container[key],
+                container[key] + 1,
+                container[key] * 2**40,
+                str(container[key]),
+            )
         )
     elif isinstance(container, list):
         container.insert(key, _any_value(random))
     else:
-        container[key] = [container[key]] if random.random() < 0.5 else {"x": container[key]}
+        container[key] = (
+            [container[key]] if random.random() < 0.5 else {"x": container[key]}
+        )
     return value
 
 
@@ -192,7 +291,7 @@ def _edit_lines(sound: bytes, random: Random) -> bytes:
 LINES = Format(_line_tricks, _edit_lines)
 
 
-# --- files with a header --------------------------------------------------------------------------
+# --- files with a header --------------------------------------------------------------
 
 
 def _with_header(header: bytes, data: bytes, size: int | None = None) -> bytes:
@@ -207,20 +306,35 @@ def _parted(sound: bytes) -> tuple[bytes, bytes]:
 def _tensor_tricks(sound: bytes) -> list[bytes]:
     header, data = _parted(sound)
     sizes = (0, 1, 7, len(header) - 1, len(header) + 1, 10**8, 2**31, 2**63, 2**64 - 1)
-    name, value = next((n, v) for n, v in json.loads(header).items() if n != "__metadata__")
+    name, value = next(
+        (n, v) for n, v in json.loads(header).items() if n != "__metadata__"
+    )
     tensors = [
         value | change
         for change in (
-            {"dtype": "F64"}, {"dtype": "I8"}, {"dtype": "X"}, {"dtype": 1}, {"shape": []}, {"shape": [0]},
-            {"shape": [2**63, 2]}, {"shape": [-1, -1]}, {"shape": [2**32, 2**32]}, {"shape": "x"},
-            {"data_offsets": [0, 0]}, {"data_offsets": [0, 2**64 - 1]}, {"data_offsets": [-1, 4]},
-            {"data_offsets": [4, 0]}, {"data_offsets": 1},
+            {"dtype": "F64"},
+            {"dtype": "I8"},
+            {"dtype": "X"},
+            {"dtype": 1},
+            {"shape": []},
+            {"shape": [0]},
+            {"shape": [2**63, 2]},
+            {"shape": [-1, -1]},
+            {"shape": [2**32, 2**32]},
+            {"shape": "x"},
+            {"data_offsets": [0, 0]},
+            {"data_offsets": [0, 2**64 - 1]},
+            {"data_offsets": [-1, 4]},
+            {"data_offsets": [4, 0]},
+            {"data_offsets": 1},
         )
-    ]  # fmt: skip
+    ]
     headers = [dumped(json.loads(header) | {name: tensor}) for tensor in tensors]
     headers += _json_tricks(b'{"__metadata__": 1}') + [b'{"a":' * _LEVELS]
     lying = [_with_header(header, data, size) for size in sizes]
-    return _byte_tricks(sound) + lying + [_with_header(header, data) for header in headers]
+    return (
+        _byte_tricks(sound) + lying + [_with_header(header, data) for header in headers]
+    )
 
 
 def _edit_tensors(sound: bytes, random: Random) -> bytes:
@@ -263,11 +377,23 @@ _DTYPES = (
     "'<f4,' * 9",
 )
 _HEADERS = (
-    "", "[]", "{}", "(" * 5000, "1" * 9000, "__import__('os')", "{'descr': '<f4'}",
-    *(f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}" for shape in _SHAPES),
-    *(f"{{'descr': {dtype}, 'fortran_order': False, 'shape': (3,), }}" for dtype in _DTYPES),
+    "",
+    "[]",
+    "{}",
+    "(" * 5000,
+    "1" * 9000,
+    "__import__('os')",
+    "{'descr': '<f4'}",
+    *(
+        f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}"
+        for shape in _SHAPES
+    ),
+    *(
+        f"{{'descr': {dtype}, 'fortran_order': False, 'shape': (3,), }}"
+        for dtype in _DTYPES
+    ),
     "{'descr': '<f4', 'fortran_order': 3, 'shape': (3,), }",
-)  # fmt: skip
+)
 
 
 def _npy(header: str, data: bytes, version: int = 1) -> bytes:
@@ -277,7 +403,11 @@ def _npy(header: str, data: bytes, version: int = 1) -> bytes:
 
 
 def _npy_tricks(sound: bytes) -> list[bytes]:
-    made = [_npy(header, sound[-64:], version) for header in _HEADERS for version in (1, 2, 3, 9)]
+    made = [
+        _npy(header, sound[-64:], version)
+        for header in _HEADERS
+        for version in (1, 2, 3, 9)
+    ]
     return _byte_tricks(sound) + made
 
 
@@ -301,7 +431,15 @@ def _archive_tricks(sound: bytes) -> list[bytes]:
     entries = _entries(sound)
     name = next(iter(entries))
     arrays = [_zipped(entries | {name: array}) for array in _npy_tricks(entries[name])]
-    names = ("x", "x/", "../x.npy", "/x.npy", "sample.npy", "\ud7ff.npy", "x" * 5000 + ".npy")
+    names = (
+        "x",
+        "x/",
+        "../x.npy",
+        "/x.npy",
+        "sample.npy",
+        "\ud7ff.npy",
+        "x" * 5000 + ".npy",
+    )
     return (
         _byte_tricks(sound)
         + arrays
@@ -324,7 +462,10 @@ ARCHIVE = Format(_archive_tricks, _edit_archive)
 def _packed_tricks(sound: bytes) -> list[bytes]:
     lines = gzip.decompress(sound)
     bomb = gzip.compress(b"\0" * (64 << 20), 1)
-    packed = [gzip.compress(text) for text in (lines + b"\xff", lines[:-3], b"", b"\0" * 1000, b"x" * 10**6)]
+    packed = [
+        gzip.compress(text)
+        for text in (lines + b"\xff", lines[:-3], b"", b"\0" * 1000, b"x" * 10**6)
+    ]
     return [*_byte_tricks(sound), lines, bomb, sound[:-4] + b"\0" * 4, *packed]
 
 
@@ -339,14 +480,34 @@ PACKED = Format(_packed_tricks, _edit_packed)
 
 def numbers(layout: str) -> Format:
     """Returns the format of a file that begins with numbers of this struct layout."""
-    extremes = (0, 1, -1, 2, 2**8, 2**16, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, -(2**63), 2**64 - 1)
+    extremes = (
+        0,
+        1,
+        -1,
+        2,
+        2**8,
+        2**16,
+        2**31 - 1,
+        -(2**31),
+        2**32 - 1,
+        2**63 - 1,
+        -(2**63),
+        2**64 - 1,
+    )
 
     def tricks(sound: bytes) -> list[bytes]:
-        fields, size, made = struct.unpack_from(layout, sound), struct.calcsize(layout), []
+        fields, size, made = (
+            struct.unpack_from(layout, sound),
+            struct.calcsize(layout),
+            [],
+        )
         for at, field in enumerate(fields):
             for value in extremes if isinstance(field, int) else (b"", b"x"):
                 try:
-                    made.append(struct.pack(layout, *fields[:at], value, *fields[at + 1 :]) + sound[size:])
+                    made.append(
+                        struct.pack(layout, *fields[:at], value, *fields[at + 1 :])
+                        + sound[size:]
+                    )
                 except struct.error:  # too large for the field
                     continue
         return _byte_tricks(sound) + made

@@ -19,7 +19,8 @@ from jaxdist.step.loss_scale import DynamicLossScale
 from jaxdist.step.train_step import StepConfig, TrainStep, build_train_step
 from support.models import TINY, batch_of, spec_of
 
-# Eight layers, and no loss of interest is left out: z-loss, grouped heads, unequal weights.
+# Eight layers, and no loss of interest is left out: z-loss, grouped heads, unequal
+# weights.
 MODEL = replace(TINY, num_layers=8, num_kv_heads=2, z_loss=1e-4)
 SEVEN = replace(MODEL, num_layers=7)
 OPTIMIZER = OptimizerConfig(name="sgd", learning_rate=0.1, warmup_steps=1)
@@ -53,14 +54,21 @@ class Case(NamedTuple):
     @property
     def config(self) -> PipelineConfig:
         return PipelineConfig(
-            self.schedule, self.microbatches, self.chunks, self.edges, self.gather_once, self.remat
+            self.schedule,
+            self.microbatches,
+            self.chunks,
+            self.edges,
+            self.gather_once,
+            self.remat,
         )
 
     @property
     def staging(self) -> Staging | None:
         period = len(self.model.layer_pattern)
         recompute = RematConfig("full", every=self.every)
-        cut = Staging(self.config, self.model.num_layers, self.stages, period, recompute=recompute)
+        cut = Staging(
+            self.config, self.model.num_layers, self.stages, period, recompute=recompute
+        )
         return cut if self.stages > 1 else None
 
 
@@ -72,11 +80,17 @@ def build(
     loss_scale: DynamicLossScale | None = None,
 ) -> TrainStep:
     config = meshes.MeshConfig(
-        pipeline=case.stages, data=case.data, fsdp=case.fsdp, tensor=case.tensor, zero=case.zero
+        pipeline=case.stages,
+        data=case.data,
+        fsdp=case.fsdp,
+        tensor=case.tensor,
+        zero=case.zero,
     )
     mesh = meshes.build_mesh(config, jax.devices()[: case.devices])
     rules = sharding.build_rules(
-        config, meshes.resolve_mesh(config, case.devices), vocab_over_stages=case.edges == "sharded"
+        config,
+        meshes.resolve_mesh(config, case.devices),
+        vocab_over_stages=case.edges == "sharded",
     )
     step = StepConfig(
         accumulation=case.accumulation,
@@ -92,7 +106,8 @@ def build(
 
 def batch_for(case: Case) -> dict[str, Any]:
     batch = batch_of(case.model, BATCH, LENGTH)
-    if case.packed:  # two documents a row, cut at another place in each, and padding in one
+    # two documents a row, cut at another place in each, and padding in one
+    if case.packed:
         cut = np.arange(BATCH)[:, None] % (LENGTH - 4) + 2
         row = np.arange(LENGTH)[None, :]
         second = row >= cut

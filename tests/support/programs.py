@@ -1,4 +1,6 @@
-"""Reading compiled programs (HLO) and traced ones: collectives, loops, shapes, predicates."""
+"""Reading compiled programs (HLO) and traced ones: collectives, loops, shapes,
+predicates.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,27 @@ def _inner(equation) -> list[Any]:
 
 
 def scan_sizes(params) -> tuple[int, int]:
-    """Returns the numbers of a scan's constants and carried values, in jax before 0.12 and from it on."""
+    """Returns the numbers of a scan's constants and carried values, in jax before 0.12
+    and from it on.
+    """
     if "num_carry" in params:
         return params["num_consts"], params["num_carry"]
     constants, carried, _ = (
-        params["ft_in"].unpack() if hasattr(params["ft_in"], "unpack") else params["ft_in"]
+        params["ft_in"].unpack()
+        if hasattr(params["ft_in"], "unpack")
+        else params["ft_in"]
     )
-    return tuple(len(jax.tree.leaves(part, is_leaf=lambda x: x is None)) for part in (constants, carried))
+    return tuple(
+        len(jax.tree.leaves(part, is_leaf=lambda x: x is None))
+        for part in (constants, carried)
+    )
 
 
-def stage_dependent_predicates(jaxpr, varying=frozenset()) -> tuple[int, int, list[bool]]:
-    """Returns (stage numbers read, conditionals, which outputs depend on the stage) of a jaxpr.
+def stage_dependent_predicates(
+    jaxpr, varying=frozenset()
+) -> tuple[int, int, list[bool]]:
+    """Returns (stage numbers read, conditionals, which outputs depend on the stage) of
+    a jaxpr.
 
     Args:
       varying: numbers of the inputs that depend on the stage.
@@ -48,30 +60,46 @@ def stage_dependent_predicates(jaxpr, varying=frozenset()) -> tuple[int, int, li
         return isinstance(atom, jax_core.Var) and atom in depends
 
     for equation in jaxpr.eqns:
-        name, inputs = equation.primitive.name, [found(atom) for atom in equation.invars]
+        name, inputs = (
+            equation.primitive.name,
+            [found(atom) for atom in equation.invars],
+        )
         tainted = any(inputs) or name == "axis_index"
         reads += name == "axis_index"
         if name == "cond":
             conditionals += 1
             assert not inputs[0], "a conditional's predicate depends on the stage"
         assert name != "while" or not any(inputs[: equation.params["cond_nconsts"]])
-        for inner in () if name == "pallas_call" else _inner(equation):  # a kernel is on one device
+        # a kernel is on one device
+        for inner in () if name == "pallas_call" else _inner(equation):
             assert len(inner.invars) <= len(inputs) + 1
             lead = len(inputs) - len(inner.invars)
-            marks = {i for i in range(len(inner.invars)) if lead + i >= 0 and inputs[lead + i]}
-            if name == "shard_map":  # its inputs that are split over stages are a stage's own
-                marks |= {i for i, spec in enumerate(equation.params["in_specs"]) if "pipeline" in str(spec)}
+            marks = {
+                i
+                for i in range(len(inner.invars))
+                if lead + i >= 0 and inputs[lead + i]
+            }
+            # its inputs that are split over stages are a stage's own
+            if name == "shard_map":
+                marks |= {
+                    i
+                    for i, spec in enumerate(equation.params["in_specs"])
+                    if "pipeline" in str(spec)
+                }
             outs: list[bool] = []
             while True:  # what a loop carries round may bring the stage back in
                 r, c, outs = stage_dependent_predicates(inner, frozenset(marks))
-                first, carried = scan_sizes(equation.params) if name == "scan" else (0, 0)
+                first, carried = (
+                    scan_sizes(equation.params) if name == "scan" else (0, 0)
+                )
                 more = {first + i for i in range(carried) if outs[i]} - marks
                 if not more:
                     break
                 marks |= more
             reads, conditionals = reads + r, conditionals + c
             tainted = tainted or any(outs)
-        if tainted and name not in ("psum", "pmax"):  # the same on all stages after these
+        # the same on all stages after these
+        if tainted and name not in ("psum", "pmax"):
             depends.update(equation.outvars)
     return reads, conditionals, [found(atom) for atom in jaxpr.outvars]
 
@@ -79,14 +107,18 @@ def stage_dependent_predicates(jaxpr, varying=frozenset()) -> tuple[int, int, li
 def collectives(
     module: hlo.Module, kinds: tuple[str, ...] = ("all-reduce",)
 ) -> list[tuple[str, str, str, tuple[int, ...]]]:
-    """Returns (computation, kind, dtype, shape) of each array that a collective gives."""
+    """Returns (computation, kind, dtype, shape) of each array that a
+    collective gives.
+    """
     found = []
     for name, instructions in module.computations.items():
         for instruction in instructions.values():
             if instruction.opcode.removesuffix("-start") not in kinds:
                 continue
             kind = instruction.opcode.removesuffix("-start")
-            result = instruction.text[: instruction.text.index(f" {instruction.opcode}(")]
+            result = instruction.text[
+                : instruction.text.index(f" {instruction.opcode}(")
+            ]
             for text in result.strip("()").split("f32[")[1:]:
                 found.append((name, kind, "f32", _shape(text)))
             for text in result.strip("()").split("bf16[")[1:]:
@@ -117,7 +149,9 @@ def reachable(module: hlo.Module, computation: str) -> set[str]:
             continue
         names.add(name)
         for instruction in module.computations.get(name, {}).values():
-            todo += instruction.called("calls", "to_apply", "body", "condition", "branch_computations")
+            todo += instruction.called(
+                "calls", "to_apply", "body", "condition", "branch_computations"
+            )
     return names
 
 

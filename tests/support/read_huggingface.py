@@ -1,4 +1,5 @@
-"""One of several processes that read a Hugging Face folder; prints what it read and held, as JSON.
+"""One of several processes that read a Hugging Face folder; prints what it read and
+held, as JSON.
 
 python tests/support/read_huggingface.py FOLDER fsdp=4
 """
@@ -18,20 +19,35 @@ from jaxdist.trainer import build, pretrained, run_config, validation
 def main(folder: str, mesh: str) -> None:
     initialize.prepare()
     config = run_config.default_config()
-    own = {"init.from_huggingface": folder, "data.source": "bin", "data.path": "none", "batch.global_size": 8}
-    sizes = {f"mesh.{axis}": int(size) for axis, _, size in (part.partition("=") for part in mesh.split(","))}
+    own = {
+        "init.from_huggingface": folder,
+        "data.source": "bin",
+        "data.path": "none",
+        "batch.global_size": 8,
+    }
+    sizes = {
+        f"mesh.{axis}": int(size)
+        for axis, _, size in (part.partition("=") for part in mesh.split(","))
+    }
     config.update_from_flattened_dict(own | sizes)
     pretrained.apply_source(config)
     run = run_config.from_config(config)
     _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
     built = build.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)
     wanted = pretrained.base_parameters(run, built.views.abstract)
-    tensors = interop.open_weights(folder, run.model_options, {p: x.shape for p, x in wanted.items()})
+    tensors = interop.open_weights(
+        folder, run.model_options, {p: x.shape for p, x in wanted.items()}
+    )
     tracemalloc.start()
     loaded = tensors.load(wanted)
     peak = tracemalloc.get_traced_memory()[1]
-    distinct = [{str(s.index): s.data.nbytes for s in x.addressable_shards} for x in loaded.values()]
-    sums = jax.jit(lambda leaves: sum((leaf**2).sum() for leaf in leaves))(list(loaded.values()))
+    distinct = [
+        {str(s.index): s.data.nbytes for s in x.addressable_shards}
+        for x in loaded.values()
+    ]
+    sums = jax.jit(lambda leaves: sum((leaf**2).sum() for leaf in leaves))(
+        list(loaded.values())
+    )
     about = {
         "process": jax.process_index(),
         "processes": jax.process_count(),
@@ -39,7 +55,9 @@ def main(folder: str, mesh: str) -> None:
         "read": tensors.bytes_read,
         "share": sum(sum(shards.values()) for shards in distinct),
         "peak": peak,
-        "largest_tensor": max(x.nbytes // (3 if "blocks" in path else 1) for path, x in loaded.items()),
+        "largest_tensor": max(
+            x.nbytes // (3 if "blocks" in path else 1) for path, x in loaded.items()
+        ),
         "sum": float(sums),
     }
     print(json.dumps(about), flush=True)

@@ -1,4 +1,6 @@
-"""Runs of `jaxdist train` for tests: as processes, killed, refused; and what they leave."""
+"""Runs of `jaxdist train` for tests: as processes, killed, refused; and what they
+leave.
+"""
 
 import json
 import os
@@ -26,7 +28,8 @@ TINY = {
     "train.max_minutes": 0,
     "train.eval_every": 0,
     "train.log_every": 1,
-    "train.sample_tokens": 0,  # quickstart writes 400, which takes longer than these runs
+    # quickstart writes 400, which takes longer than these runs
+    "train.sample_tokens": 0,
     "batch.sequence_length": 32,
     "batch.global_size": 8,
     "model.num_layers": 2,
@@ -56,8 +59,12 @@ def command(workdir: Path, **changes) -> list[str]:
 
 
 def environment(devices: int) -> dict[str, str]:
-    """Returns that of a process with so many emulated devices, and this one's compiler (conftest.py)."""
-    kept = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    """Returns that of a process with so many emulated devices, and this one's compiler
+    (conftest.py).
+    """
+    kept = [
+        flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag
+    ]
     flags = [*kept, f"--xla_force_host_platform_device_count={devices}"]
     return os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
 
@@ -66,7 +73,10 @@ def start_group(
     command: list[str], processes: int, devices_each: int, *, stderr: int | None = None
 ) -> list[subprocess.Popen]:
     """Starts a command in several processes of one group, as `launch` does."""
-    group = {"JAXDIST_COORDINATOR": f"127.0.0.1:{free_port()}", "JAXDIST_NUM_PROCESSES": str(processes)}
+    group = {
+        "JAXDIST_COORDINATOR": f"127.0.0.1:{free_port()}",
+        "JAXDIST_NUM_PROCESSES": str(processes),
+    }
     return [
         subprocess.Popen(
             command,
@@ -81,7 +91,10 @@ def start_group(
 
 def train(workdir: Path, devices: int = 1, **changes) -> subprocess.CompletedProcess:
     done = subprocess.run(
-        command(workdir, **changes), env=environment(devices), capture_output=True, text=True
+        command(workdir, **changes),
+        env=environment(devices),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done
@@ -104,18 +117,32 @@ def train_and_kill(workdir: Path, after_step: int, devices: int = 1, **changes) 
 
 def last_step(workdir: Path) -> int:
     metrics = workdir / "metrics.jsonl"
-    return max((row["step"] for row in read_rows(metrics).train), default=0) if metrics.exists() else 0
+    return (
+        max((row["step"] for row in read_rows(metrics).train), default=0)
+        if metrics.exists()
+        else 0
+    )
 
 
 def losses(workdir: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in read_rows(workdir).train}
 
 
-TIMES = {"time", "step_time_s", "tokens_per_s", "tokens_per_s_per_device", "data_wait_s", "goodput", "hfu"}
+TIMES = {
+    "time",
+    "step_time_s",
+    "tokens_per_s",
+    "tokens_per_s_per_device",
+    "data_wait_s",
+    "goodput",
+    "hfu",
+}
 
 
 def untimed(rows: MetricRows) -> list[dict]:
-    """Returns the rows without what a clock has measured: two equal runs have these equal, bit for bit."""
+    """Returns the rows without what a clock has measured: two equal runs have these
+    equal, bit for bit.
+    """
     every = [*rows.train, *rows.evaluation]
     return [{name: x for name, x in row.items() if name not in TIMES} for row in every]
 
@@ -129,7 +156,9 @@ def every_loss(workdir: Path) -> dict[int, set[float]]:
     return found
 
 
-def final_arrays(workdir: Path, step: int = TINY["train.steps"]) -> dict[str, np.ndarray]:
+def final_arrays(
+    workdir: Path, step: int = TINY["train.steps"]
+) -> dict[str, np.ndarray]:
     folder = workdir / "checkpoints"
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = {

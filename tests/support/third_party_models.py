@@ -1,7 +1,9 @@
-"""Models as their authors would write them, for one device: nothing of jaxdist is imported here.
+"""Models as their authors would write them, for one device: nothing of jaxdist is
+imported here.
 
-A convolutional network with batch normalisation, an MLP-Mixer (arXiv:2105.01601), an encoder with a
-masked-token loss (BERT, arXiv:1810.04805) and a recurrent network with a GRU (arXiv:1406.1078).
+A convolutional network with batch normalisation, an MLP-Mixer (arXiv:2105.01601), an
+encoder with a masked-token loss (BERT, arXiv:1810.04805) and a recurrent network with a
+GRU (arXiv:1406.1078).
 """
 
 import jax
@@ -11,17 +13,24 @@ from flax import nnx
 
 
 class ConvNet(nnx.Module):
-    """Convolutions, each normalised over the batch; running statistics for evaluation."""
+    """Convolutions, each normalised over the batch; running statistics for
+    evaluation.
+    """
 
     def __init__(self, width: int = 16, num_classes: int = 10, *, rngs: nnx.Rngs):
         self.convolutions = nnx.List(
             [
                 nnx.Conv(1, width, (3, 3), use_bias=False, rngs=rngs),
-                nnx.Conv(width, 2 * width, (3, 3), strides=2, use_bias=False, rngs=rngs),
+                nnx.Conv(
+                    width, 2 * width, (3, 3), strides=2, use_bias=False, rngs=rngs
+                ),
             ]
         )
         self.norms = nnx.List(
-            [nnx.BatchNorm(width, momentum=0.9, rngs=rngs), nnx.BatchNorm(2 * width, momentum=0.9, rngs=rngs)]
+            [
+                nnx.BatchNorm(width, momentum=0.9, rngs=rngs),
+                nnx.BatchNorm(2 * width, momentum=0.9, rngs=rngs),
+            ]
         )
         self.output = nnx.Linear(2 * width, num_classes, rngs=rngs)
 
@@ -33,7 +42,9 @@ class ConvNet(nnx.Module):
 
     def loss(self, batch, key):
         logits = self(batch["image"], train=key is not None)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, batch["label"]
+        ).mean()
 
 
 class MixerLayer(nnx.Module):
@@ -66,9 +77,13 @@ class Mixer(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        self.stem = nnx.Conv(1, width, (patch_size, patch_size), strides=patch_size, rngs=rngs)
+        self.stem = nnx.Conv(
+            1, width, (patch_size, patch_size), strides=patch_size, rngs=rngs
+        )
         patches = (image_size // patch_size) ** 2
-        self.layers = nnx.List([MixerLayer(patches, width, rngs=rngs) for _ in range(depth)])
+        self.layers = nnx.List(
+            [MixerLayer(patches, width, rngs=rngs) for _ in range(depth)]
+        )
         self.norm = nnx.LayerNorm(width, rngs=rngs)
         self.output = nnx.Linear(width, num_classes, rngs=rngs)
 
@@ -78,11 +93,15 @@ class Mixer(nnx.Module):
         for layer in self.layers:
             x = layer(x)
         logits = self.output(self.norm(x).mean(1))
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, batch["label"]
+        ).mean()
 
 
 class EncoderLayer(nnx.Module):
-    """Bidirectional attention and a feed-forward part, normalised after each, as BERT does."""
+    """Bidirectional attention and a feed-forward part, normalised after each, as BERT
+    does.
+    """
 
     def __init__(self, width, heads, *, rngs):
         self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs)
@@ -97,7 +116,9 @@ class EncoderLayer(nnx.Module):
 
 
 class MaskedEncoder(nnx.Module):
-    """Learns to restore masked tokens; which ones are masked is drawn from the key, for each sample."""
+    """Learns to restore masked tokens; which ones are masked is drawn from the key, for
+    each sample.
+    """
 
     def __init__(
         self,
@@ -111,25 +132,34 @@ class MaskedEncoder(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.vocab_size, self.masked_share = vocab_size, masked_share
-        self.tokens = nnx.Embed(vocab_size + 1, width, rngs=rngs)  # the last is the mask
+        # the last is the mask
+        self.tokens = nnx.Embed(vocab_size + 1, width, rngs=rngs)
         self.places = nnx.Embed(max_positions, width, rngs=rngs)
-        self.layers = nnx.List([EncoderLayer(width, heads, rngs=rngs) for _ in range(depth)])
+        self.layers = nnx.List(
+            [EncoderLayer(width, heads, rngs=rngs) for _ in range(depth)]
+        )
         self.output = nnx.Linear(width, vocab_size, rngs=rngs)
 
     def masked(self, batch, key):
-        """Returns which tokens are masked, [B, S] bool: the same number in each sample."""
+        """Returns which tokens are masked, [B, S] bool: the same number in
+        each sample.
+        """
         key = jax.random.key(0) if key is None else key
         length = batch["tokens"].shape[1]
         count = max(1, round(self.masked_share * length))
 
         def of_sample(sample):
-            return jax.random.permutation(jax.random.fold_in(key, sample), length) < count
+            return (
+                jax.random.permutation(jax.random.fold_in(key, sample), length) < count
+            )
 
         return jax.vmap(of_sample)(batch["sample"])
 
     def loss(self, batch, key):
         tokens, mask = batch["tokens"], self.masked(batch, key)
-        x = self.tokens(jnp.where(mask, self.vocab_size, tokens)) + self.places(batch["positions"])
+        x = self.tokens(jnp.where(mask, self.vocab_size, tokens)) + self.places(
+            batch["positions"]
+        )
         for layer in self.layers:
             x = layer(x)
         each = optax.softmax_cross_entropy_with_integer_labels(self.output(x), tokens)

@@ -1,4 +1,6 @@
-"""Folders that transformers writes now, of random models. Needs torch and transformers."""
+"""Folders that transformers writes now, of random models. Needs torch and
+transformers.
+"""
 
 import importlib.util
 import zlib
@@ -23,7 +25,9 @@ NAMES = sorted(make.configs())
 
 
 def made(name, folder, *, flip=False, dtype=torch.float32, shard="1GB"):
-    """Writes a random model of a family; returns it. With `flip`, tied where it is not, or untied."""
+    """Writes a random model of a family; returns it. With `flip`, tied where it is not,
+    or untied.
+    """
     config = make.configs(**BIGGER)[name]
     if flip:
         config.tie_word_embeddings = not config.tie_word_embeddings
@@ -39,7 +43,9 @@ def made(name, folder, *, flip=False, dtype=torch.float32, shard="1GB"):
 def reloaded(folder, target, parameters, dtype="float32"):
     """Exports imported parameters; returns what transformers makes of the folder."""
     config = interop.read_config(folder)
-    family, fields = interop.fields_of(interop.derive(config)[1], {"model_type": config["model_type"]})
+    family, fields = interop.fields_of(
+        interop.derive(config)[1], {"model_type": config["model_type"]}
+    )
     shapes = {path: x.shape for path, x in parameters.items()}
     interop.export(
         target,

@@ -1,8 +1,10 @@
-"""Everything of jaxdist that reads a file which another may have written, each fed malformed files.
+"""Everything of jaxdist that reads a file which another may have written, each fed
+malformed files.
 
-A program (`python -m`): it copies a sound run, its argument, then takes lines "READER NUMBER SEED" and
-answers each with a line of JSON, after at most 5 seconds and 1 GiB of memory more than it had. A reader that
-takes longer, or breaks the interpreter, ends the program.
+A program (`python -m`): it copies a sound run, its argument, then takes lines "READER
+NUMBER SEED" and answers each with a line of JSON, after at most 5 seconds and 1 GiB of
+memory more than it had. A reader that takes longer, or breaks the interpreter, ends the
+program.
 """
 
 import gzip
@@ -49,7 +51,16 @@ from jaxdist.storage.digest import digest
 from jaxdist.telemetry import metrics
 from jaxdist.trainer import build, pretrained, restore, run_config, validation, workdir
 from support import mutations
-from support.mutations import ARCHIVE, ARRAY, BYTES, JSON, LINES, PACKED, TENSORS, Format
+from support.mutations import (
+    ARCHIVE,
+    ARRAY,
+    BYTES,
+    JSON,
+    LINES,
+    PACKED,
+    TENSORS,
+    Format,
+)
 from support.paths import DATA
 
 LIMIT_S, LIMIT_BYTES = 5, 1 << 30
@@ -63,15 +74,20 @@ class Reader(NamedTuple):
     files: list[Path]
     format: Format
     read: Callable[[Path], object]  # of the file that is malformed
-    sealed: Callable[[Path], object] = lambda file: None  # what a forger does after he changed it
+    # what a forger does after he changed it
+    sealed: Callable[[Path], object] = lambda file: None
 
 
 def readers(run: Path, work: Path) -> dict[str, Reader]:
-    """Returns all readers by name, with sound files in a folder `work`; `run` is a sound run there."""
-    return _of_run(run) | _of_checkpoints(run) | _of_models(work) | _of_data(work / "data")
+    """Returns all readers by name, with sound files in a folder `work`; `run` is a
+    sound run there.
+    """
+    return (
+        _of_run(run) | _of_checkpoints(run) | _of_models(work) | _of_data(work / "data")
+    )
 
 
-# --- a run ----------------------------------------------------------------------------------------
+# --- a run ----------------------------------------------------------------------------
 
 
 def _of_run(run: Path) -> dict[str, Reader]:
@@ -104,7 +120,10 @@ def _of_run(run: Path) -> dict[str, Reader]:
     (run / SKIPPED_FILE).write_text('{"windows": [[3, 5], [9, 12]]}')
     (run / "profile").mkdir(exist_ok=True)
     load = json.dumps([[3, 1, 0, 4], [2, 2.5, 1, 2.5]])
-    lines = (f'{{"step": {step}, "time": 1.5, "stats/expert_load": {load}}}\n' for step in (1, 3, 6))
+    lines = (
+        f'{{"step": {step}, "time": 1.5, "stats/expert_load": {load}}}\n'
+        for step in (1, 3, 6)
+    )
     (run / "arrays.jsonl").write_text("".join(lines))
     ops = [{"op": "dot", "share": 0.5, "seconds": 0.25, "count": 3}]
     (run / "profile" / "top_ops.json").write_text(json.dumps(ops * 2))
@@ -125,10 +144,14 @@ def _of_run(run: Path) -> dict[str, Reader]:
         ),
         "events.jsonl": Reader([run / "events.jsonl"], LINES, events),
         "metrics.jsonl": Reader(
-            [run / "metrics.jsonl"], LINES, lambda f: (report(f), metrics.read_rows(run))
+            [run / "metrics.jsonl"],
+            LINES,
+            lambda f: (report(f), metrics.read_rows(run)),
         ),
         "arrays.jsonl": Reader(
-            [run / "arrays.jsonl"], LINES, lambda f: (report(f), metrics.read_arrays(run))
+            [run / "arrays.jsonl"],
+            LINES,
+            lambda f: (report(f), metrics.read_arrays(run)),
         ),
         "skipped.json": Reader([run / SKIPPED_FILE], JSON, skipped),
         "top_ops.json": Reader([run / "profile" / "top_ops.json"], JSON, report),
@@ -139,14 +162,28 @@ def _of_run(run: Path) -> dict[str, Reader]:
 
 def _plan_of(info: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Returns a plan of a run, with times that no compiler has told."""
-    machine = {"platform": info["platform"], "chip": None, "num_devices": info["num_devices"]}
+    machine = {
+        "platform": info["platform"],
+        "chip": None,
+        "num_devices": info["num_devices"],
+    }
     waterfall = {"compute": 0.5, "bubble": 0.25, "exposed communication": 0.25}
     return {
-        "fits": True, "exit_reason": "", "target": "cpu:1", "date": "2026-11-23", "source": info["source"],
-        "hardware": machine, "layout": {name: info[name] for name in ("mesh", "zero", "accumulation")},
+        "fits": True,
+        "exit_reason": "",
+        "target": "cpu:1",
+        "date": "2026-11-23",
+        "source": info["source"],
+        "hardware": machine,
+        "layout": {name: info[name] for name in ("mesh", "zero", "accumulation")},
         "config": config,
-        "time": {"sure": "", "step_s": 1.0, "band_s": [0.5, 2.0], "waterfall": waterfall},
-    }  # fmt: skip
+        "time": {
+            "sure": "",
+            "step_s": 1.0,
+            "band_s": [0.5, 2.0],
+            "waterfall": waterfall,
+        },
+    }
 
 
 def _of_checkpoints(run: Path) -> dict[str, Reader]:
@@ -161,7 +198,10 @@ def _of_checkpoints(run: Path) -> dict[str, Reader]:
         try:
             document = json.loads(file.read_text())
             document.pop("seal", None)
-            text = json.dumps(document | {"seal": digest(json.dumps(document, sort_keys=True, indent=1))})
+            text = json.dumps(
+                document
+                | {"seal": digest(json.dumps(document, sort_keys=True, indent=1))}
+            )
         except (ValueError, AttributeError, RecursionError, TypeError):
             return None
         return file.write_text(json.dumps(json.loads(text), sort_keys=True, indent=1))
@@ -179,12 +219,16 @@ def _of_checkpoints(run: Path) -> dict[str, Reader]:
     restore_state = _restoring(run)
     aside = run / "quarantine"
     aside.mkdir(exist_ok=True)
-    (aside / "1.json").write_text('{"step": 1, "reason": "x", "time": 1.5, "from": "there"}')
+    (aside / "1.json").write_text(
+        '{"step": 1, "reason": "x", "time": 1.5, "from": "there"}'
+    )
     manifest_file, metadata = (
         folder / str(step) / "manifest.json",
         folder / str(step) / "metadata" / "metadata",
     )
-    state = sorted(path for path in (folder / str(step) / "state").rglob("*") if path.is_file())
+    state = sorted(
+        path for path in (folder / str(step) / "state").rglob("*") if path.is_file()
+    )
 
     def source(file: Path) -> object:
         config = run_config.default_config()
@@ -200,7 +244,9 @@ def _of_checkpoints(run: Path) -> dict[str, Reader]:
         "state": Reader(state, BYTES, restore_state, reseal),
         "identity": Reader([folder / "identity"], BYTES, check),
         "quarantine note": Reader(
-            [aside / "1.json"], JSON, lambda file: (command("list"), command("list", "--json"))
+            [aside / "1.json"],
+            JSON,
+            lambda file: (command("list"), command("list", "--json")),
         ),
     }
 
@@ -214,7 +260,9 @@ def _restoring(run: Path) -> Callable[[Path], object]:
     steps = list_steps(run / "checkpoints")
 
     def read(file: Path) -> object:
-        with CheckpointManager(run / "checkpoints", config.checkpoint, mode="read") as store:
+        with CheckpointManager(
+            run / "checkpoints", config.checkpoint, mode="read"
+        ) as store:
             restored = store.restore(built.views.abstract)
             assert int(restored.state.step) in steps, restored.state.step
             return store.bad_steps
@@ -222,7 +270,7 @@ def _restoring(run: Path) -> Callable[[Path], object]:
     return read
 
 
-# --- models of others -----------------------------------------------------------------------------
+# --- models of others -----------------------------------------------------------------
 
 
 def _of_models(work: Path) -> dict[str, Reader]:
@@ -239,17 +287,26 @@ def _of_models(work: Path) -> dict[str, Reader]:
 
     def weights(file: Path) -> object:
         values, wanted = known[file.parent]
-        tensors = interop.open_weights(file.parent, values, {path: x.shape for path, x in wanted.items()})
+        tensors = interop.open_weights(
+            file.parent, values, {path: x.shape for path, x in wanted.items()}
+        )
         return tensors.sizes(), tensors.load(wanted)
 
     for folder in (hf / "llama", hf / "smollm", hf / "gpt2"):
         spec = build.model_spec(run := hf_config(folder / "config.json"))
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        shapes = {path: x.shape for path, x in trees.flatten_names(spec.trainable).items()}
-        wanted = {p: jax.ShapeDtypeStruct(dims, "float32", sharding=here) for p, dims in shapes.items()}
+        shapes = {
+            path: x.shape for path, x in trees.flatten_names(spec.trainable).items()
+        }
+        wanted = {
+            p: jax.ShapeDtypeStruct(dims, "float32", sharding=here)
+            for p, dims in shapes.items()
+        }
         known[folder] = dict(run.model_options), wanted
         if folder.name == "llama":
-            chosen = lora.LoraConfig(rank=4, alpha=8, targets=("query", "value", "down"))
+            chosen = lora.LoraConfig(
+                rank=4, alpha=8, targets=("query", "value", "down")
+            )
             adapted = describe(lora.adapted(spec.build, chosen)).trainable
     factors = {path: x.shape for path, x in trees.flatten_names(adapted).items()}
 
@@ -257,39 +314,59 @@ def _of_models(work: Path) -> dict[str, Reader]:
         return peft.read(file.parent, FAMILIES["llama"], chosen, factors)
 
     index = hf / "llama" / "model.safetensors.index.json"
-    files = [*sorted((hf / "llama").glob("*.safetensors")), hf / "smollm" / "model.safetensors"]
+    files = [
+        *sorted((hf / "llama").glob("*.safetensors")),
+        hf / "smollm" / "model.safetensors",
+    ]
     return {
-        "model's config.json": Reader(sorted(hf.glob("*/config.json")), JSON, hf_config),
+        "model's config.json": Reader(
+            sorted(hf.glob("*/config.json")), JSON, hf_config
+        ),
         "model's index": Reader([index], JSON, weights),
         "safetensors": Reader(files, TENSORS, weights),
-        "adapter_config.json": Reader([adapters / "llama" / "adapter_config.json"], JSON, adapter),
-        "adapter's safetensors": Reader([adapters / "llama" / "adapter_model.safetensors"], TENSORS, adapter),
+        "adapter_config.json": Reader(
+            [adapters / "llama" / "adapter_config.json"], JSON, adapter
+        ),
+        "adapter's safetensors": Reader(
+            [adapters / "llama" / "adapter_model.safetensors"], TENSORS, adapter
+        ),
         "tokenizer.json": Reader([hf / "smollm" / "tokenizer.json"], JSON, _tokenize),
     }
 
 
 def _tokenize(file: Path) -> object:
     tokenizer = bpe.load(file)
-    ids = tokenizer.encode_documents(["the cat in the hat", "", "naïve \ud7ff" + "a" * 200])
+    ids = tokenizer.encode_documents(
+        ["the cat in the hat", "", "naïve \ud7ff" + "a" * 200]
+    )
     return tokenizer.decode(ids[0]), tokenizer.vocab_size
 
 
-# --- data -----------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------
 
 
 def _of_data(folder: Path) -> dict[str, Reader]:
     folder.mkdir()
     draw = np.random.default_rng(0)
     _write_token_files(folder, draw)
-    np.savez_compressed(folder / "rows.npz", image=draw.random((20, 4, 4)).astype("f4"), label=np.arange(20))
-    rows = ({"id": n, "text": f"document {n}, of some words", "more": [1, {"a": None}]} for n in range(20))
+    np.savez_compressed(
+        folder / "rows.npz",
+        image=draw.random((20, 4, 4)).astype("f4"),
+        label=np.arange(20),
+    )
+    rows = (
+        {"id": n, "text": f"document {n}, of some words", "more": [1, {"a": None}]}
+        for n in range(20)
+    )
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     (folder / "rows.jsonl").write_bytes(lines)
     (folder / "rows.jsonl.gz").write_bytes(gzip.compress(lines))
     (folder / "text.txt").write_bytes(lines)
     write_schedule(folder / "schedule.json")
 
-    def opened(source: str, cache: Path | None = None, **options: Any) -> Callable[[Path], object]:
+    def opened(
+        source: str, cache: Path | None = None, **options: Any
+    ) -> Callable[[Path], object]:
         def read(file: Path) -> object:
             with tempfile.TemporaryDirectory(dir=folder) as fresh:
                 path = (
@@ -299,10 +376,17 @@ def _of_data(folder: Path) -> dict[str, Reader]:
                     if cache is None
                     else folder / "text.txt"
                 )
-                config = DataConfig(source=source, path=str(path), cache_dir=str(cache or fresh), **options)
+                config = DataConfig(
+                    source=source,
+                    path=str(path),
+                    cache_dir=str(cache or fresh),
+                    **options,
+                )
                 if source == "arrays":
                     arrays.sample_shapes(config)
-                dataset = open_dataset(config, sequence_length=16, vocab_size=65536, log=lambda line: None)
+                dataset = open_dataset(
+                    config, sequence_length=16, vocab_size=65536, log=lambda line: None
+                )
                 return dataset.train_batch(0, 2), dataset.validation_batch(0, 2)
 
         return read
@@ -310,10 +394,17 @@ def _of_data(folder: Path) -> dict[str, Reader]:
     cache = folder / "cache"
     kept = opened("text", cache, packing="documents")
     kept(folder / "text.txt")
-    (tokens,), (packing,) = cache.glob("tokens-????????????????"), list(cache.glob("packing-*.npz"))[:1]
+    (tokens,), (packing,) = (
+        cache.glob("tokens-????????????????"),
+        list(cache.glob("packing-*.npz"))[:1],
+    )
     return {
-        ".bin": Reader([folder / "header.bin"], mutations.numbers("<3i"), opened("bin")),
-        "megatron index": Reader([folder / "m.idx"], mutations.numbers("<9sQBQQ"), opened("megatron")),
+        ".bin": Reader(
+            [folder / "header.bin"], mutations.numbers("<3i"), opened("bin")
+        ),
+        "megatron index": Reader(
+            [folder / "m.idx"], mutations.numbers("<9sQBQQ"), opened("megatron")
+        ),
         "megatron tokens": Reader([folder / "m.bin"], BYTES, opened("megatron")),
         "npz": Reader([folder / "rows.npz"], ARCHIVE, opened("arrays")),
         "jsonl": Reader([folder / "rows.jsonl"], LINES, opened("jsonl")),
@@ -329,11 +420,18 @@ def _of_data(folder: Path) -> dict[str, Reader]:
 
 def _write_token_files(folder: Path, draw: np.random.Generator) -> None:
     ids = draw.integers(0, 60_000, 2000).astype("<u2").tobytes()
-    (folder / "header.bin").write_bytes(struct.pack("<256i", 20240520, 1, 2000, *[0] * 253) + ids)
+    (folder / "header.bin").write_bytes(
+        struct.pack("<256i", 20240520, 1, 2000, *[0] * 253) + ids
+    )
     (folder / "m.bin").write_bytes(ids)
     lengths = np.full(20, 100)
-    content = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 20, 21) + lengths.astype("<i4").tobytes()
-    content += (np.arange(20) * 200).astype("<i8").tobytes() + np.arange(21).astype("<i8").tobytes()
+    content = (
+        struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 20, 21)
+        + lengths.astype("<i4").tobytes()
+    )
+    content += (np.arange(20) * 200).astype("<i8").tobytes() + np.arange(21).astype(
+        "<i8"
+    ).tobytes()
     (folder / "m.idx").write_bytes(content)
 
 
@@ -346,26 +444,35 @@ def _schedule(file: Path) -> object:
     return table.build_schedule(str(file), 2, 4, 1)
 
 
-# --- the program ----------------------------------------------------------------------------------
+# --- the program ----------------------------------------------------------------------
 
 
 def _a_pipe(file: Path) -> None:
     os.mkfifo(file)
 
 
-PLACES: tuple[Callable[[Path], object], ...] = (  # what may stand where a file is expected
-    lambda file: None, Path.mkdir, _a_pipe, lambda file: file.symlink_to("/dev/zero"),
-    lambda file: file.symlink_to("there/is/none"), lambda file: file.symlink_to(file),
-)  # fmt: skip
+# what may stand where a file is expected
+PLACES: tuple[Callable[[Path], object], ...] = (
+    lambda file: None,
+    Path.mkdir,
+    _a_pipe,
+    lambda file: file.symlink_to("/dev/zero"),
+    lambda file: file.symlink_to("there/is/none"),
+    lambda file: file.symlink_to(file),
+)
 
 
 @contextmanager
 def _malformed(reader: Reader, number: int, seed: str) -> Iterator[Path]:
-    """Yields a file of a reader while it is malformed; numbers below 0 are no file at all."""
+    """Yields a file of a reader while it is malformed; numbers below 0 are no file at
+    all.
+    """
     file = reader.files[number % len(reader.files)]
     sound = file.read_bytes()
     if number >= 0:
-        file.write_bytes(mutations.malformed(reader.format, sound, number // len(reader.files), seed))
+        file.write_bytes(
+            mutations.malformed(reader.format, sound, number // len(reader.files), seed)
+        )
         reader.sealed(file)
     else:
         file.unlink()
@@ -384,7 +491,8 @@ def outcome(reader: Reader, number: int, seed: str) -> dict[str, Any]:
     """Returns what became of one malformed file."""
     begin_s, error, where = time.process_time(), None, ""
     with _malformed(reader, number, seed) as file:
-        signal.setitimer(signal.ITIMER_PROF, LIMIT_S)  # of processor time; the defaults end the process
+        # of processor time; the defaults end the process
+        signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
         signal.alarm(WAIT_S)
         try:
             reader.read(file)
@@ -410,19 +518,25 @@ def main() -> None:
         run = shutil.copytree(sys.argv[1], Path(work) / "run")
         known = readers(run, Path(work))
         counts = {
-            name: min(len(r.format.tricks(f.read_bytes())) for f in r.files) * len(r.files)
+            name: min(len(r.format.tricks(f.read_bytes())) for f in r.files)
+            * len(r.files)
             for name, r in known.items()
         }
         counts["places"] = len(PLACES)
         print(json.dumps(counts), file=answers, flush=True)
-        used = int(re.search(r"VmSize:\s*(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+        used = (
+            int(re.search(r"VmSize:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+            * 1024
+        )
         resource.setrlimit(resource.RLIMIT_AS, (used + LIMIT_BYTES,) * 2)
         sys.stdout = io.StringIO()
         for line in sys.stdin:
             name, number, seed = line.rstrip("\n").split("\t")
             sys.stdout.seek(0), sys.stdout.truncate()
             print(
-                json.dumps(outcome(known[name], int(number), f"{seed}/{name}/{number}")),
+                json.dumps(
+                    outcome(known[name], int(number), f"{seed}/{name}/{number}")
+                ),
                 file=answers,
                 flush=True,
             )

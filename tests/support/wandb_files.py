@@ -1,4 +1,6 @@
-"""Reads the file of an offline run of W&B: a log of records in blocks, each a protocol buffer."""
+"""Reads the file of an offline run of W&B: a log of records in blocks, each a protocol
+buffer.
+"""
 
 import importlib
 import json
@@ -6,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_BLOCK, _FILE_HEADER, _HEADER = 32_768, 7, 7  # bytes; a record's header: checksum 4, length 2, kind 1
+# bytes; a record's header: checksum 4, length 2, kind 1
+_BLOCK, _FILE_HEADER, _HEADER = 32_768, 7, 7
 _FULL, _LAST = 1, 4  # kinds of parts
 
 
@@ -27,12 +30,19 @@ def _records(file: Path) -> Iterator[Any]:
 
 
 def _values(items: Any) -> dict[str, Any]:
-    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+    return {
+        item.key or "/".join(item.nested_key): json.loads(item.value_json)
+        for item in items
+    }
 
 
 def history(file: Path) -> list[dict[str, Any]]:
     """Returns the rows that were logged."""
-    return [_values(r.history.item) for r in _records(file) if r.WhichOneof("record_type") == "history"]
+    return [
+        _values(r.history.item)
+        for r in _records(file)
+        if r.WhichOneof("record_type") == "history"
+    ]
 
 
 def config(file: Path) -> dict[str, Any]:

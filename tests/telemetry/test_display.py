@@ -1,4 +1,6 @@
-"""The display: plain lines off a terminal, a live block on one, silence where it is disabled."""
+"""The display: plain lines off a terminal, a live block on one, silence where it is
+disabled.
+"""
 
 import io
 import re
@@ -32,7 +34,12 @@ class Clock:
 def plain(**options):
     file, clock = io.StringIO(), Clock()
     console = Console(file=file, force_terminal=False, width=60)
-    display = Display(console=console, clock=clock, wall_clock=lambda: 0, **{"total_steps": 100, **options})
+    display = Display(
+        console=console,
+        clock=clock,
+        wall_clock=lambda: 0,
+        **{"total_steps": 100, **options},
+    )
     return display, file, clock
 
 
@@ -97,8 +104,12 @@ def test_a_terminal_gets_a_live_block():
         display.row(10, ROW)
         display.note("saved checkpoints/10")
     text = file.getvalue()
-    assert "step 10 / 10" in text and "3.1416" in text and "saved checkpoints/10" in text
-    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l"), "the cursor must come back"
+    assert (
+        "step 10 / 10" in text and "3.1416" in text and "saved checkpoints/10" in text
+    )
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l"), (
+        "the cursor must come back"
+    )
 
 
 @pytest.mark.parametrize("width", [120, 80, 60, 40])
@@ -110,7 +121,16 @@ def test_no_number_is_cut_on_a_narrow_terminal(width):
         display.row(12_345, row)
         display.evaluation(12_345, {"eval_loss": 3.25})
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
-    for text in ("4.86e-04", "812k", "41.2 %", "1.234", "3.2500 @ 12345", "12,345 /", "12.3 %", "ETA"):
+    for text in (
+        "4.86e-04",
+        "812k",
+        "41.2 %",
+        "1.234",
+        "3.2500 @ 12345",
+        "12,345 /",
+        "12.3 %",
+        "ETA",
+    ):
         assert text in shown, text
     assert "…" not in shown and "..." not in shown
     live = shown[shown.rindex("●") :].splitlines()

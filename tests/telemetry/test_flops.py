@@ -1,4 +1,6 @@
-"""FLOP counts: formula, jaxpr and compiled program agree on a transformer; loops are multiplied."""
+"""FLOP counts: formula, jaxpr and compiled program agree on a transformer; loops are
+multiplied.
+"""
 
 import itertools
 
@@ -28,7 +30,10 @@ def parameters():
         "head_DV": (D, V),
     }
     random = np.random.default_rng(0)
-    return {name: (0.1 * random.standard_normal(shape)).astype(np.float32) for name, shape in shapes.items()}
+    return {
+        name: (0.1 * random.standard_normal(shape)).astype(np.float32)
+        for name, shape in shapes.items()
+    }
 
 
 def loss(params, tokens_BS, remat=False):
@@ -41,13 +46,17 @@ def loss(params, tokens_BS, remat=False):
         q_BSKGN = q_BSHN.reshape(B, S, K, H // K, N)
         scores = jnp.einsum("BSKGN,BTKN->BKGST", q_BSKGN, k_BSKN)
         weights = jax.nn.softmax(jnp.where(jnp.tri(S, dtype=bool), scores, -1e9))
-        mixed_BSHN = jnp.einsum("BKGST,BTKN->BSKGN", weights, v_BSKN).reshape(B, S, H, N)
+        mixed_BSHN = jnp.einsum("BKGST,BTKN->BSKGN", weights, v_BSKN).reshape(
+            B, S, H, N
+        )
         x_BSD += jnp.einsum("BSHN,HND->BSD", mixed_BSHN, layer["out_LHND"])
         hidden_BSF = jax.nn.silu(x_BSD @ layer["gate_LDF"]) * (x_BSD @ layer["up_LDF"])
         return x_BSD + hidden_BSF @ layer["down_LFD"], None
 
     block = jax.checkpoint(block) if remat else block
-    layers = {name: value for name, value in params.items() if "L" in name.split("_")[1]}
+    layers = {
+        name: value for name, value in params.items() if "L" in name.split("_")[1]
+    }
     x_BSD, _ = lax.scan(block, jnp.take(params["embed_VD"], tokens_BS, axis=0), layers)
     logits_BSV = x_BSD @ params["head_DV"]
     return -jnp.mean(jax.nn.log_softmax(logits_BSV)[..., 0])
@@ -78,9 +87,19 @@ def test_formula_by_hand():
     matmul_params = L * (2 * D * H * N + 2 * D * K * N + 3 * D * F) + D * V
     assert formula("full") == 6 * matmul_params + 12 * L * H * N * S
     assert formula("full") - formula("causal") == 6 * L * H * N * S
-    sizes = dict(num_layers=1, d_model=4, d_ff=8, num_heads=1, num_kv_heads=1, head_dim=4, vocab_size=10)
+    sizes = dict(
+        num_layers=1,
+        d_model=4,
+        d_ff=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=4,
+        vocab_size=10,
+    )
     gated, plain = (
-        flops.transformer_flops_per_token(**sizes, sequence_length=64, convention="full", gated=gated)
+        flops.transformer_flops_per_token(
+            **sizes, sequence_length=64, convention="full", gated=gated
+        )
         for gated in (True, False)
     )
     assert gated - plain == 6 * 4 * 8
@@ -97,11 +116,15 @@ def test_jaxpr_of_the_forward_pass_equals_the_formula(remat):
 def test_compiled_training_step_equals_the_formula_and_remat_adds_to_it():
     params = parameters()
     plain_text = compiled_text(jax.grad(loss), params, TOKENS_BS)
-    assert " while(" in plain_text, "the layers must be a loop, or trip counts are not tested"
+    assert " while(" in plain_text, (
+        "the layers must be a loop, or trip counts are not tested"
+    )
     plain = flops.hlo_flops(plain_text)
     assert plain == formula("full") * TOKENS
 
-    remat = flops.hlo_flops(compiled_text(jax.grad(lambda p, t: loss(p, t, remat=True)), params, TOKENS_BS))
+    remat = flops.hlo_flops(
+        compiled_text(jax.grad(lambda p, t: loss(p, t, remat=True)), params, TOKENS_BS)
+    )
     blocks = (formula("full") - 6 * D * V) * TOKENS
     assert plain < remat <= plain + blocks / 3
     assert remat > plain + 0.6 * blocks / 3
@@ -123,12 +146,18 @@ def test_convolutions_agree_between_jaxpr_and_compiled_gradient():
     def function(image, kernel):
         layout = ("NHWC", "HWIO", "NHWC")
         out = lax.conv_general_dilated(
-            image, kernel, (2, 2), "SAME", dimension_numbers=layout, feature_group_count=2
+            image,
+            kernel,
+            (2, 2),
+            "SAME",
+            dimension_numbers=layout,
+            feature_group_count=2,
         )
         return jnp.sum(out**2)
 
     forward = flops.jaxpr_flops(jax.make_jaxpr(function)(image, kernel))
-    # SAME, stride 2: 5 x 4 outputs; taps in the image: (2 + 3 + 3 + 3 + 2) x (3 + 3 + 3 + 2)
+    # SAME, stride 2: 5 x 4 outputs; taps in the image: (2 + 3 + 3 + 3 + 2) x (3 + 3 + 3
+    # + 2)
     assert forward == 2 * 2 * 6 * 2 * 13 * 11
     backward = jax.make_jaxpr(jax.grad(function, argnums=(0, 1)))(image, kernel)
     assert flops.jaxpr_flops(backward) == 3 * forward
@@ -136,11 +165,21 @@ def test_convolutions_agree_between_jaxpr_and_compiled_gradient():
 
 
 def test_window_pairs_against_enumeration():
-    grid = itertools.product((1, 5, 7), (1, 3, 4), (1, 4, 9), (-1, 0, 2), (1, 2, 3), (1, 3), (1, 2))
+    grid = itertools.product(
+        (1, 5, 7), (1, 3, 4), (1, 4, 9), (-1, 0, 2), (1, 2, 3), (1, 3), (1, 2)
+    )
     for size, kernel, out, pad, stride, dilation, kernel_dilation in grid:
-        places = (o * stride + tap * kernel_dilation - pad for o in range(out) for tap in range(kernel))
-        expected = sum(p >= 0 and p % dilation == 0 and p // dilation < size for p in places)
-        got = flops._window_pairs(size, kernel, out, pad, stride, dilation, kernel_dilation)
+        places = (
+            o * stride + tap * kernel_dilation - pad
+            for o in range(out)
+            for tap in range(kernel)
+        )
+        expected = sum(
+            p >= 0 and p % dilation == 0 and p // dilation < size for p in places
+        )
+        got = flops._window_pairs(
+            size, kernel, out, pad, stride, dilation, kernel_dilation
+        )
         assert got == expected
 
 
@@ -170,7 +209,9 @@ def test_jaxpr_loops_branches_and_wrapped_calls():
 def test_jaxpr_shard_map_counts_all_devices():
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     split = PartitionSpec("data")
-    function = jax.shard_map(lambda x: x @ x.T, mesh=mesh, in_specs=split, out_specs=split)
+    function = jax.shard_map(
+        lambda x: x @ x.T, mesh=mesh, in_specs=split, out_specs=split
+    )
     count = flops.jaxpr_flops(jax.make_jaxpr(function)(jnp.ones((8, 4))))
     assert count == 8 * (2 * 2 * 2 * 4)  # also the work that the tensor axis repeats
 
@@ -185,8 +226,9 @@ def test_jaxpr_ragged_dot_does_not_multiply_by_groups():
     assert backward <= 3 * forward
 
 
-# Spellings that this machine's compiler does not print: TPU loops without a trip count, cuBLAS and
-# oneDNN calls, a conditional, a kernel with and without a cost estimate, operands with types.
+# Spellings that this machine's compiler does not print: TPU loops without a trip count,
+# cuBLAS and oneDNN calls, a conditional, a kernel with and without a cost estimate,
+# operands with types.
 TEXT = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[4,8]{1,0})->f32[]}
 
 %condition (p.1: (s32[], bf16[4,8])) -> pred[] {
@@ -238,7 +280,11 @@ backend_config={"custom_call_config":{"cost_estimate":{"flops":"1000","bytes_acc
 
 def test_hlo_spellings_of_other_backends():
     module = hlo.parse(TEXT)
-    assert module.entry == "main" and set(module.computations) >= {"body", "condition", "large"}
+    assert module.entry == "main" and set(module.computations) >= {
+        "body",
+        "condition",
+        "large",
+    }
     count = flops.hlo_flops(TEXT)
     dots = 2 * 8 * 8 * 4  # the dearer branch
     dots += 2 * 4 * 4 * 8  # cuBLAS
@@ -250,11 +296,14 @@ def test_products_of_8_bit_floats_are_told_apart():
     assert flops.hlo_flops(TEXT, fp8_only=True) == 0
     codes = TEXT.replace("%a = f32[4,8]", "%a = f8e4m3fn[4,8]")
     assert flops.hlo_flops(codes) == flops.hlo_flops(TEXT)
-    assert flops.hlo_flops(codes, fp8_only=True) == 2 * 4 * 4 * 8 + 2 * 8 * 8 * 4  # cuBLAS and oneDNN
+    # cuBLAS and oneDNN
+    assert flops.hlo_flops(codes, fp8_only=True) == 2 * 4 * 4 * 8 + 2 * 8 * 8 * 4
 
 
 def test_a_loop_of_unknown_length_counts_once():
-    text = TEXT.replace("%limit = s32[]{:T(128)} constant(6)", "%limit = s32[] parameter(1)")
+    text = TEXT.replace(
+        "%limit = s32[]{:T(128)} constant(6)", "%limit = s32[] parameter(1)"
+    )
     count = flops.hlo_flops(text)
     assert flops.hlo_flops(TEXT) - count == 5 * 2 * 4 * 8 * 8
 
@@ -269,10 +318,14 @@ def test_loops_that_nobody_can_count_are_known():
 
     def loop(product):
         return lambda x, n: jax.lax.while_loop(
-            lambda c: c[1] < n, lambda c: (c[0] @ c[0] if product else c[0] + 1, c[1] + 1), (x, 0)
+            lambda c: c[1] < n,
+            lambda c: (c[0] @ c[0] if product else c[0] + 1, c[1] + 1),
+            (x, 0),
         )
 
     assert flops.is_uncounted(jax.make_jaxpr(loop(True))(x, 3))
     assert flops.is_uncounted(jax.make_jaxpr(jax.jit(loop(True)))(x, 3))
     assert not flops.is_uncounted(jax.make_jaxpr(loop(False))(x, 3))
-    assert not flops.is_uncounted(jax.make_jaxpr(lambda x: jax.lax.map(lambda y: x @ y, x))(x))
+    assert not flops.is_uncounted(
+        jax.make_jaxpr(lambda x: jax.lax.map(lambda y: x @ y, x))(x)
+    )

@@ -1,4 +1,6 @@
-"""Buckets of the ledger that are no phases, and the line that says where a run's time went."""
+"""Buckets of the ledger that are no phases, and the line that says where a run's time
+went.
+"""
 
 import json
 import re
@@ -54,7 +56,14 @@ def test_what_is_no_phase_has_a_bucket_of_its_own(book, clock):
         book.enter("evaluate", 1)
         clock.now += 1
     clock.now += 5
-    assert buckets(book) == {"join": 3, "start": 0, "step": 10, "hooks": 3, "wait": 4, "evaluate": 5}
+    assert buckets(book) == {
+        "join": 3,
+        "start": 0,
+        "step": 10,
+        "hooks": 3,
+        "wait": 4,
+        "evaluate": 5,
+    }
     with ledger.waiting():
         clock.now += 1  # no run of this process: nobody is told
     assert "wait" in buckets(book) and buckets(book)["wait"] == 4
@@ -87,7 +96,9 @@ def test_compilations_within_compilations_count_once(book, clock):
     book.enter("data", 1)
     clock.now += 1
     book.compiled(50)  # began in another bucket: it takes no more than there is
-    assert buckets(book)["data"] == 0 and sum(buckets(book).values()) == clock.now - START
+    assert (
+        buckets(book)["data"] == 0 and sum(buckets(book).values()) == clock.now - START
+    )
 
 
 def test_a_process_that_began_earlier_started_then(clock):
@@ -107,7 +118,8 @@ def test_what_jax_compiles_in_a_step_is_no_step():
             x = jnp.sin(x) @ x
         return x
 
-    said = []  # by jax, of its compiler alone: the bucket has tracing and lowering besides
+    # by jax, of its compiler alone: the bucket has tracing and lowering besides
+    said = []
 
     def listen(event, duration_secs, **_):
         if event == "/jax/core/compile/backend_compile_duration":
@@ -128,7 +140,9 @@ def test_what_jax_compiles_in_a_step_is_no_step():
 
 
 def life(first, last, *, began, undone=0, **seconds):
-    return Life(began, first=first, step=last, undone=undone, buckets=seconds, ended=True)
+    return Life(
+        began, first=first, step=last, undone=undone, buckets=seconds, ended=True
+    )
 
 
 def test_the_line_says_where_the_time_went():
@@ -161,7 +175,9 @@ def test_a_rollback_behind_a_lifes_first_step(book, clock):
     (now,) = book.lives()
     assert (now.first, now.step, now.undone) == (50, 60, 50)
     spent = ledger.account([life(0, 100, began=0.0, step=100.0), now]).buckets
-    assert spent["lost"] == pytest.approx(50 + 50) and spent["step"] == pytest.approx(50 + 10)
+    assert spent["lost"] == pytest.approx(50 + 50) and spent["step"] == pytest.approx(
+        50 + 10
+    )
 
 
 def test_a_rows_goodput_is_that_of_the_last_write(book, clock, tmp_path):
@@ -185,14 +201,17 @@ def test_a_life_says_how_it_ended_and_older_ledgers_are_read(tmp_path):
             book.end_with(75)
             raise error
     lives = ledger.read_lives(tmp_path)
-    assert [life.exit_code for life in lives] == [75, 0, 1, 78, 1] and all(life.ended for life in lives)
+    assert [life.exit_code for life in lives] == [75, 0, 1, 78, 1] and all(
+        life.ended for life in lives
+    )
     assert [life.failed for life in lives] == [False, False, True, False, True]
     stored = json.loads((file := tmp_path / ledger.LEDGER_FILE).read_text())
     for entry in stored["lives"]:
         del entry["exit_code"]
     file.write_text(json.dumps(stored))
     older = ledger.read_lives(tmp_path)
-    assert len(older) == 5 and not any(life.failed or life.done for life in older)  # nobody knows
+    # nobody knows
+    assert len(older) == 5 and not any(life.failed or life.done for life in older)
     stored["lives"][0]["exit_code"] = "x"
     file.write_text(json.dumps(stored))
     assert ledger.read_lives(tmp_path) == []
@@ -216,10 +235,22 @@ def test_buckets_are_the_wall_time_through_kill_9(tmp_path):
     done = train(tmp_path, **options)
     found = assert_time_adds_up(tmp_path, began=began, ended=time.time())
     lives = ledger.read_lives(tmp_path)
-    print({name: round(seconds, 3) for name, seconds in found.buckets.items()}, found.wall_s)
+    print(
+        {name: round(seconds, 3) for name, seconds in found.buckets.items()},
+        found.wall_s,
+    )
     print(done.stdout.splitlines()[-1])
-    assert len(lives) == 4 and [life.ended for life in lives] == [False, False, False, True]
-    assert found.buckets["down"] > 1.4 and found.buckets["lost"] > 0 and found.buckets["compile"] > 0
+    assert len(lives) == 4 and [life.ended for life in lives] == [
+        False,
+        False,
+        False,
+        True,
+    ]
+    assert (
+        found.buckets["down"] > 1.4
+        and found.buckets["lost"] > 0
+        and found.buckets["compile"] > 0
+    )
     assert {"restore", "evaluate", "save", "join", "end"} <= found.buckets.keys()
     assert re.search(r"goodput \d+ %: \d+ % ", done.stdout)
 
@@ -232,14 +263,23 @@ def test_the_time_after_a_finished_life_is_no_part_of_the_run():
     killed.ended = False
     found = ledger.account([one, two, killed, last])
     assert found.buckets["down"] == pytest.approx(1100 - 1037)  # after the kill alone
-    assert found.wall_s == pytest.approx(61 + 32 + 5 + 63 + 30) and found.buckets["lost"] == 5
+    assert (
+        found.wall_s == pytest.approx(61 + 32 + 5 + 63 + 30)
+        and found.buckets["lost"] == 5
+    )
     for code in (75, 1, 70):  # preempted, failed: it was to go on
         one.exit_code = code
-        assert ledger.account([one, two, killed, last]).buckets["down"] == pytest.approx(939 + 63)
+        assert ledger.account([one, two, killed, last]).buckets[
+            "down"
+        ] == pytest.approx(939 + 63)
 
 
-@pytest.mark.parametrize(("phase", "done"), [("end", True), ("save", False), ("step", False)])
-def test_a_life_of_an_older_version_was_done_if_it_ended_in_its_last_phase(tmp_path, phase, done):
+@pytest.mark.parametrize(
+    ("phase", "done"), [("end", True), ("save", False), ("step", False)]
+)
+def test_a_life_of_an_older_version_was_done_if_it_ended_in_its_last_phase(
+    tmp_path, phase, done
+):
     entry = vars(life(0, 60, began=0.0, step=60.0)) | {"phase": phase}
     newer = ("exit_code", "chips")
     assert set(newer) < entry.keys()
@@ -247,16 +287,22 @@ def test_a_life_of_an_older_version_was_done_if_it_ended_in_its_last_phase(tmp_p
     (tmp_path / ledger.LEDGER_FILE).write_text(json.dumps({"lives": [older]}))
     (found,) = ledger.read_lives(tmp_path)
     assert found.done is done and found.chips is None and not found.failed
-    (tmp_path / ledger.LEDGER_FILE).write_text(json.dumps({"lives": [older | {"ended": False}]}))
+    (tmp_path / ledger.LEDGER_FILE).write_text(
+        json.dumps({"lives": [older | {"ended": False}]})
+    )
     assert not ledger.read_lives(tmp_path)[0].done  # killed
 
 
 @pytest.mark.parametrize("chips", [0, -1, 1.5, True, "8", 10**30])
 def test_chips_that_are_no_number_make_no_ledger(tmp_path, chips):
     entry = vars(life(0, 60, began=0.0, step=60.0))
-    (tmp_path / ledger.LEDGER_FILE).write_text(json.dumps({"lives": [entry | {"chips": chips}]}))
+    (tmp_path / ledger.LEDGER_FILE).write_text(
+        json.dumps({"lives": [entry | {"chips": chips}]})
+    )
     assert ledger.read_lives(tmp_path) == []
-    (tmp_path / ledger.LEDGER_FILE).write_text(json.dumps({"lives": [entry | {"chips": 8}]}))
+    (tmp_path / ledger.LEDGER_FILE).write_text(
+        json.dumps({"lives": [entry | {"chips": 8}]})
+    )
     assert ledger.read_lives(tmp_path)[0].chips == 8
 
 
@@ -299,27 +345,41 @@ def test_a_ledger_that_cannot_be_read_is_put_aside_not_overwritten(tmp_path, tex
 
 
 def test_what_is_lost_is_by_the_lowest_step_from_which_any_later_life_went_on():
-    lives = [life(0, 100, began=0.0, step=100.0), life(100, 200, began=100.0, step=100.0)]
-    lives += [life(None, 0, began=200.0, start=1.0), life(150, 160, began=201.0, step=10.0)]
+    lives = [
+        life(0, 100, began=0.0, step=100.0),
+        life(100, 200, began=100.0, step=100.0),
+    ]
+    lives += [
+        life(None, 0, began=200.0, start=1.0),
+        life(150, 160, began=201.0, step=10.0),
+    ]
     assert ledger.lost_s(lives) == [0, 50, 0, 0]
     lives += [life(90, 95, began=211.0, step=5.0)]  # a checkpoint between was damaged
     assert ledger.lost_s(lives) == [10, 100, 0, 10, 0]
-    many = [life(0, 1, began=float(i), step=1.0) for i in range(30_000)]  # of a damaged folder: no day's work
+    # of a damaged folder: no day's work
+    many = [life(0, 1, began=float(i), step=1.0) for i in range(30_000)]
     assert sum(ledger.lost_s(many)) == 29_999
-    assert ledger.account(many).buckets["step"] == 1 and "29999 restarts" in ledger.goodput_line(many)
+    assert ledger.account(many).buckets[
+        "step"
+    ] == 1 and "29999 restarts" in ledger.goodput_line(many)
 
 
 def test_lives_of_no_steps_or_no_time_lose_nothing():
     empty = Life(10.0, written=10.0, ended=True, buckets={"start": 0.0})
-    assert ledger.account([empty]).goodput is None and ledger.goodput_line([empty]) == ""
+    assert (
+        ledger.account([empty]).goodput is None and ledger.goodput_line([empty]) == ""
+    )
     killed = Life(70.0, written=75.0, buckets={"start": 5.0})  # before its first step
     before = life(0, 50, began=0.0, step=50.0)
     before.ended = False
     lives = [before, killed, life(40, 50, began=80.0, step=10.0)]
     found = ledger.account([*lives, empty])
-    assert found.buckets["lost"] == pytest.approx(10) and found.buckets["step"] == pytest.approx(50)
+    assert found.buckets["lost"] == pytest.approx(10) and found.buckets[
+        "step"
+    ] == pytest.approx(50)
     assert found.buckets["down"] == pytest.approx(20 + 5)
-    odd = life(40, 10, began=0.0, undone=3, step=8.0)  # more lost than was done, says a damaged file
+    # more lost than was done, says a damaged file
+    odd = life(40, 10, began=0.0, undone=3, step=8.0)
     assert ledger.account([odd, life(0, 1, began=8.0)]).buckets["lost"] <= 8.0
 
 
@@ -340,11 +400,15 @@ def test_a_run_that_was_extended_was_not_down(tmp_path):
     time.sleep(1.5)
     train(tmp_path, train__steps=last_step(tmp_path) + 3)
     lives = ledger.read_lives(tmp_path)
-    assert [life.done for life in lives] == [True, False, True] and [life.chips for life in lives] == [1] * 3
+    assert [life.done for life in lives] == [True, False, True] and [
+        life.chips for life in lives
+    ] == [1] * 3
     assert all(life.ended for life in lives)
     idle_s = lives[1].began - lives[0].written
     found = ledger.account(lives)
     assert idle_s > 1.5 and 1.5 < found.buckets["down"] == pytest.approx(
         lives[2].began - lives[1].written, abs=0.05
     )
-    assert found.wall_s == pytest.approx(lives[2].written - lives[0].began - idle_s, abs=0.05)
+    assert found.wall_s == pytest.approx(
+        lives[2].written - lives[0].began - idle_s, abs=0.05
+    )

@@ -1,4 +1,6 @@
-"""Loggers: in a thread, over a bounded queue; TensorBoard, W&B and Trackio against what they write."""
+"""Loggers: in a thread, over a bounded queue; TensorBoard, W&B and Trackio against what
+they write.
+"""
 
 import importlib
 import json
@@ -27,14 +29,21 @@ def run_in(folder, **changes) -> LoggedRun:
         "mesh.data": -1,
         "train.loggers": ("x",),
     }
-    known = {"config": config, "info": {"run": "0123abcd", "parameters": 7}, "first_step": 0}
+    known = {
+        "config": config,
+        "info": {"run": "0123abcd", "parameters": 7},
+        "first_step": 0,
+    }
     return LoggedRun(**({"workdir": folder} | known | changes))
 
 
 def test_calls_come_in_order_from_one_thread(tmp_path):
     run, reports = run_in(tmp_path), []
     background = BackgroundLogger(
-        "mine", lambda: examples.Recording(run), lambda *a, **k: reports.append((a, k)), close_s=60
+        "mine",
+        lambda: examples.Recording(run),
+        lambda *a, **k: reports.append((a, k)),
+        close_s=60,
     )
     for step in (1, 2):
         background.write(step, {"loss": 1.5 * step, "mfu": None})
@@ -47,26 +56,43 @@ def test_calls_come_in_order_from_one_thread(tmp_path):
         ["event", "save", 2, {"seconds": 0.5}],
         ["close"],
     ]
-    assert reports == [] and examples.CALLED_BY[-1] == "logger-mine" != threading.current_thread().name
+    assert (
+        reports == []
+        and examples.CALLED_BY[-1] == "logger-mine" != threading.current_thread().name
+    )
 
 
 @pytest.mark.parametrize(
-    ("cls", "error"), [("NotMade", "OSError: no network"), ("Raising", "SystemExit: a logger that would")]
+    ("cls", "error"),
+    [
+        ("NotMade", "OSError: no network"),
+        ("Raising", "SystemExit: a logger that would"),
+    ],
 )
 def test_a_logger_that_raises_is_reported_once(tmp_path, cls, error):
     with closing(metrics.MetricsWriter(tmp_path)) as writer:
         make = getattr(examples, cls)
-        writer.attach(BackgroundLogger("bad", lambda: make(run_in(tmp_path)), writer.event, close_s=60))
+        writer.attach(
+            BackgroundLogger(
+                "bad", lambda: make(run_in(tmp_path)), writer.event, close_s=60
+            )
+        )
         for step in range(1, 9):
             writer.write(step, {"loss": 1.0})
     (event,) = metrics.read_events(tmp_path)
-    assert event["event"] == "logger_failed" and event["logger"] == "bad" and event["error"].startswith(error)
+    assert (
+        event["event"] == "logger_failed"
+        and event["logger"] == "bad"
+        and event["error"].startswith(error)
+    )
     assert len(metrics.read_rows(tmp_path).train) == 8
 
 
 def test_a_logger_that_sleeps_fills_its_queue_and_is_left_behind(tmp_path):
     with closing(metrics.MetricsWriter(tmp_path)) as writer:
-        asleep = BackgroundLogger("slow", lambda: examples.Sleeping(None), writer.event, room=3, close_s=0.05)
+        asleep = BackgroundLogger(
+            "slow", lambda: examples.Sleeping(None), writer.event, room=3, close_s=0.05
+        )
         writer.attach(asleep)
         began = time.monotonic()
         for step in range(1, 101):
@@ -80,12 +106,18 @@ def test_a_logger_that_sleeps_fills_its_queue_and_is_left_behind(tmp_path):
 def test_a_logger_that_does_not_end_is_waited_for_only_so_long(tmp_path):
     reports = []
     background = BackgroundLogger(
-        "slow", lambda: examples.Sleeping(None), lambda *a, **k: reports.append((a, k)), close_s=0.05
+        "slow",
+        lambda: examples.Sleeping(None),
+        lambda *a, **k: reports.append((a, k)),
+        close_s=0.05,
     )
     background.write(4, {"loss": 1.0})
     background.close()
     ((arguments, fields),) = reports
-    assert arguments == ("logger_failed", 4) and "not ended within 0.05 s" in fields["error"]
+    assert (
+        arguments == ("logger_failed", 4)
+        and "not ended within 0.05 s" in fields["error"]
+    )
 
 
 def test_views_get_numbers_not_arrays(tmp_path):
@@ -100,22 +132,36 @@ def test_views_get_numbers_not_arrays(tmp_path):
 def test_names_are_checked_without_executing_anything(monkeypatch):
     assert list(logger.faults(["tensorboard", "no.such.module:Class"])) == []
     (fault,) = logger.faults(["tensorbord"])
-    assert fault.startswith("train.loggers=tensorbord: no such logger; Did you mean tensorboard?")
+    assert fault.startswith(
+        "train.loggers=tensorbord: no such logger; Did you mean tensorboard?"
+    )
     monkeypatch.setattr(logger, "find_spec", lambda name: None)
     (fault,) = logger.faults(["wandb"])
-    assert fault == f"train.loggers=wandb needs wandb: {extras.install_command('wandb')}"
-    assert logger.names_of(["wandb", "tensorboard"], tensorboard=True) == ("wandb", "tensorboard")
+    assert (
+        fault == f"train.loggers=wandb needs wandb: {extras.install_command('wandb')}"
+    )
+    assert logger.names_of(["wandb", "tensorboard"], tensorboard=True) == (
+        "wandb",
+        "tensorboard",
+    )
     assert logger.names_of([], tensorboard=True) == ("tensorboard",)
 
 
 def test_a_package_adds_a_logger_by_an_entry_point(tmp_path, monkeypatch):
     package = tmp_path / "acme-1.0.dist-info"
     package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text("[jaxdist.loggers]\nacme = support.loggers:Recording\n")
+    (package / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n"
+    )
+    (package / "entry_points.txt").write_text(
+        "[jaxdist.loggers]\nacme = support.loggers:Recording\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     logger._entry_points.cache_clear()
-    assert list(logger.faults(["acme"])) == [] and logger.find_known("acme") is examples.Recording
+    assert (
+        list(logger.faults(["acme"])) == []
+        and logger.find_known("acme") is examples.Recording
+    )
     logger._entry_points.cache_clear()
 
 
@@ -128,12 +174,16 @@ def written(cls, run, first=1):
     it.event("start", run.first_step, devices=8)
     for step in range(first, first + 3):
         it.write(step, {"loss": 8.0 / step, "mfu": None, "data_wait_s": 0.0})
-    it.write(first + 2, {"eval_loss": math.nan, "grad_norm": math.inf, "slowest_process": 1})
+    it.write(
+        first + 2, {"eval_loss": math.nan, "grad_norm": math.inf, "slowest_process": 1}
+    )
     it.close()
 
 
 def test_tensorboard_has_scalars_config_and_hyperparameters(tmp_path):
-    module = pytest.importorskip("jaxdist.telemetry.loggers.tensorboard", reason="needs tensorboardX")
+    module = pytest.importorskip(
+        "jaxdist.telemetry.loggers.tensorboard", reason="needs tensorboardX"
+    )
     written(module.TensorBoardLogger, run_in(tmp_path))
     data = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
     for text in (
@@ -162,27 +212,44 @@ def scalars(folder):
         while at < len(data):  # length, its checksum, the record, its checksum
             size = int.from_bytes(data[at : at + 8], "little")
             event = event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
-            found += [(v.tag, event.step, pytest.approx(v.simple_value)) for v in event.summary.value]
+            found += [
+                (v.tag, event.step, pytest.approx(v.simple_value))
+                for v in event.summary.value
+            ]
             at += size + 16
     return found
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_wandb_offline_has_the_history_of_a_run_and_of_its_resume(tmp_path, monkeypatch):
-    module = pytest.importorskip("jaxdist.telemetry.loggers.wandb", reason="needs wandb: jaxdist[wandb]")
+def test_wandb_offline_has_the_history_of_a_run_and_of_its_resume(
+    tmp_path, monkeypatch
+):
+    module = pytest.importorskip(
+        "jaxdist.telemetry.loggers.wandb", reason="needs wandb: jaxdist[wandb]"
+    )
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
     written(module.WandbLogger, run_in(tmp_path))
     written(module.WandbLogger, run_in(tmp_path, first_step=2), first=3)
-    first, second = sorted((tmp_path / "wandb").glob("offline-run-*/run-0123abcd.wandb"))
+    first, second = sorted(
+        (tmp_path / "wandb").glob("offline-run-*/run-0123abcd.wandb")
+    )
     rows, config = wandb_files.history(first), wandb_files.config(first)
-    assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [(1, 8.0), (2, 4.0), (3, 8 / 3)]
-    assert rows[0]["event/start"] == "devices=8" and not any("mfu" in row for row in rows)
+    assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [
+        (1, 8.0),
+        (2, 4.0),
+        (3, 8 / 3),
+    ]
+    assert rows[0]["event/start"] == "devices=8" and not any(
+        "mfu" in row for row in rows
+    )
     assert math.isnan(rows[-1]["eval_loss"]) and rows[-1]["grad_norm"] == math.inf
     assert config["optimizer.name"] == "adamw" and config["run"] == {"parameters": 7}
     again = wandb_files.history(second)
-    assert [row["step"] for row in again if "loss" in row] == [3, 4, 5], "steps that go back are kept"
+    assert [row["step"] for row in again if "loss" in row] == [3, 4, 5], (
+        "steps that go back are kept"
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -203,4 +270,6 @@ def test_trackio_has_the_history_of_a_run_and_of_its_resume(tmp_path, monkeypatc
         (3, 8 / 3),
     ]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 3, 4, 5]
-    assert [row["event/start"] for row in rows if "event/start" in row] == ["devices=8"] * 2
+    assert [row["event/start"] for row in rows if "event/start" in row] == [
+        "devices=8"
+    ] * 2

@@ -1,4 +1,6 @@
-"""metrics.jsonl and events.jsonl: full precision, torn lines, a killed writer, throughput."""
+"""metrics.jsonl and events.jsonl: full precision, torn lines, a killed writer,
+throughput.
+"""
 
 import dataclasses
 import json
@@ -31,7 +33,15 @@ def test_rows_keep_full_precision_and_valid_json(tmp_path):
     value = 0.1 + 0.2
     third = jnp.float32(1) / 3
     with closing(metrics.MetricsWriter(tmp_path, clock=lambda: 12.5)) as writer:
-        writer.write(1, {"loss": value, "grad_norm": third, "tokens_seen": np.int64(7), "mfu": None})
+        writer.write(
+            1,
+            {
+                "loss": value,
+                "grad_norm": third,
+                "tokens_seen": np.int64(7),
+                "mfu": None,
+            },
+        )
         writer.write(2, {"loss": math.nan, "grad_norm": math.inf, "x": -math.inf})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
 
@@ -52,8 +62,14 @@ def test_last_row_of_a_step_wins_and_evaluation_is_separate(tmp_path):
             writer.write(step, {"loss": loss})
         writer.write(2, {"eval_loss": 6.0, "eval_tokens": 10})
     rows = metrics.read_rows(tmp_path / "metrics.jsonl")
-    assert [(row["step"], row["loss"]) for row in rows.train] == [(1, 5.0), (2, 4.5), (3, 3.0)]
-    assert rows.evaluation == [{"step": 2, "time": 12.5, "eval_loss": 6.0, "eval_tokens": 10}]
+    assert [(row["step"], row["loss"]) for row in rows.train] == [
+        (1, 5.0),
+        (2, 4.5),
+        (3, 3.0),
+    ]
+    assert rows.evaluation == [
+        {"step": 2, "time": 12.5, "eval_loss": 6.0, "eval_tokens": 10}
+    ]
 
 
 def test_rows_of_another_schedule_do_not_count(tmp_path):
@@ -64,11 +80,17 @@ def test_rows_of_another_schedule_do_not_count(tmp_path):
         writer.write(2, {metrics.EXTENDED: 8})
         writer.write(4, {"loss": 0.5})
     rows = metrics.read_rows(tmp_path)
-    assert [(row["step"], row["loss"]) for row in rows.train] == [(1, 4.0), (2, 3.0), (4, 0.5)]
+    assert [(row["step"], row["loss"]) for row in rows.train] == [
+        (1, 4.0),
+        (2, 3.0),
+        (4, 0.5),
+    ]
     assert [row["step"] for row in rows.evaluation] == [1, 2]
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b'{"step": 2, "loss": 1.0}', b"\x00\xff"])
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 2, "lo', b'{"step": 2, "loss": 1.0}', b"\x00\xff"]
+)
 def test_a_torn_last_line_is_repaired_by_a_new_line(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     with closing(metrics.MetricsWriter(tmp_path, clock=lambda: 12.5)) as writer:
@@ -82,11 +104,15 @@ def test_a_torn_last_line_is_repaired_by_a_new_line(tmp_path, torn):
     after = path.read_bytes()
     assert after.startswith(before + b"\n"), "earlier bytes must stay as they are"
     whole = torn.endswith(b"}")
-    assert [row["step"] for row in metrics.read_rows(path).train] == [1, 2, 3][:: 1 if whole else 2]
+    assert [row["step"] for row in metrics.read_rows(path).train] == [1, 2, 3][
+        :: 1 if whole else 2
+    ]
 
 
 def test_kill_9_tears_no_line_but_the_last(tmp_path):
-    """Linux may end a write of a killed process at a page's end, so that the last line can be torn."""
+    """Linux may end a write of a killed process at a page's end, so that the last line
+    can be torn.
+    """
     program = (
         "import sys; from jaxdist.telemetry.metrics import MetricsWriter\n"
         "writer = MetricsWriter(sys.argv[1])\n"
@@ -117,22 +143,45 @@ def test_events_carry_the_clock(tmp_path):
         writer.event("save", 3, seconds=0.5, path=Path("checkpoints/3"))
         writer.event("start")
     assert metrics.read_events(tmp_path) == [
-        {"time": 12.5, "event": "save", "step": 3, "seconds": 0.5, "path": "checkpoints/3"},
+        {
+            "time": 12.5,
+            "event": "save",
+            "step": 3,
+            "seconds": 0.5,
+            "path": "checkpoints/3",
+        },
         {"time": 12.5, "event": "start", "step": None},
     ]
 
 
-OTHER_LINES = ["[]", "1", "null", "{", "[" * 100_000, '{"step": "3"}', '{"step": -1}', '{"step": true}', "{}"]
+OTHER_LINES = [
+    "[]",
+    "1",
+    "null",
+    "{",
+    "[" * 100_000,
+    '{"step": "3"}',
+    '{"step": -1}',
+    '{"step": true}',
+    "{}",
+]
 
 
 def test_rows_of_another_shape_are_left_out_and_counted(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*OTHER_LINES, '{"step": 3, "loss": 1.5}', "", "x"]))
+    (tmp_path / "metrics.jsonl").write_text(
+        "\n".join([*OTHER_LINES, '{"step": 3, "loss": 1.5}', "", "x"])
+    )
     assert metrics.read_rows(tmp_path) == metrics.MetricRows(
         [{"step": 3, "loss": 1.5}], [], len(OTHER_LINES) + 1
     )
     event = {"time": 5, "event": "save", "step": None}
-    wrong = [{**event, **change} for change in ({"time": None}, {"time": 1e20}, {"event": 1}, {"step": 0.5})]
-    wrong += [{key: value for key, value in event.items() if key != lost} for lost in event]
+    wrong = [
+        {**event, **change}
+        for change in ({"time": None}, {"time": 1e20}, {"event": 1}, {"step": 0.5})
+    ]
+    wrong += [
+        {key: value for key, value in event.items() if key != lost} for lost in event
+    ]
     lines = [
         *OTHER_LINES,
         json.dumps(event),
@@ -166,7 +215,10 @@ def test_arrays_that_cannot_be_written_do_not_stop_a_run(tmp_path, capsys):
             writer.write_arrays(step, {"x": np.ones(2)})
         writer.write(2, {"loss": 1.0})
     assert capsys.readouterr().err.count("cannot be written") == 1
-    assert len(metrics.read_rows(tmp_path).train) == 1 and not (tmp_path / "elsewhere").exists()
+    assert (
+        len(metrics.read_rows(tmp_path).train) == 1
+        and not (tmp_path / "elsewhere").exists()
+    )
 
 
 def test_what_is_no_file_has_no_rows(tmp_path):
@@ -186,7 +238,9 @@ def test_a_disabled_writer_touches_nothing(tmp_path):
 
 def test_every_event_of_the_package_is_in_the_contract():
     used = {
-        name for path in PACKAGE.rglob("*.py") for name in re.findall(r'event\(\s*"(\w+)"', path.read_text())
+        name
+        for path in PACKAGE.rglob("*.py")
+        for name in re.findall(r'event\(\s*"(\w+)"', path.read_text())
     }
     assert {"start", "save", "stop", "spike"} <= used
     assert used <= EVENTS, f"not in the contract: {sorted(used - EVENTS)}"
@@ -194,7 +248,10 @@ def test_every_event_of_the_package_is_in_the_contract():
 
 def test_throughput_fields():
     speed = metrics.Throughput(
-        num_devices=4, peak_flops_per_s=1e12, causal_flops_per_token=1e9, full_flops_per_token=2e9
+        num_devices=4,
+        peak_flops_per_s=1e12,
+        causal_flops_per_token=1e9,
+        full_flops_per_token=2e9,
     )
     assert speed.fields(seconds=2.0, steps=4, tokens=1000) == {
         "step_time_s": 0.5,
@@ -206,20 +263,32 @@ def test_throughput_fields():
         "hfu": None,
     }
     counted = dataclasses.replace(speed, step_flops=8e11)
-    assert counted.fields(seconds=2.0, steps=4, tokens=1000)["hfu"] == pytest.approx(4 * 8e11 / 2.0 / 4e12)
+    assert counted.fields(seconds=2.0, steps=4, tokens=1000)["hfu"] == pytest.approx(
+        4 * 8e11 / 2.0 / 4e12
+    )
     unknown = dataclasses.replace(speed, peak_flops_per_s=None)
     fields = unknown.fields(seconds=2.0, steps=4, tokens=1000)
     assert fields["tokens_per_s"] == 500.0
-    assert fields["mfu"] is fields["mfu_causal"] is fields["mfu_full"] is fields["hfu"] is None
+    assert (
+        fields["mfu"]
+        is fields["mfu_causal"]
+        is fields["mfu_full"]
+        is fields["hfu"]
+        is None
+    )
 
 
 def test_tensorboard_writer_has_the_same_interface(tmp_path):
-    tensorboard = pytest.importorskip("jaxdist.telemetry.tensorboard", reason="needs tensorboardX")
+    tensorboard = pytest.importorskip(
+        "jaxdist.telemetry.tensorboard", reason="needs tensorboardX"
+    )
     with closing(tensorboard.TensorBoardWriter(tmp_path, first_step=4)) as writer:
         writer.write(5, {"loss": 1.5, "mfu": None, "text": "x"})
         writer.event("save", 5, seconds=1.0)
     data = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
     assert b"loss" in data and b"events/save" in data and b"mfu" not in data
-    with closing(tensorboard.TensorBoardWriter(tmp_path / "other", enabled=False)) as writer:
+    with closing(
+        tensorboard.TensorBoardWriter(tmp_path / "other", enabled=False)
+    ) as writer:
         writer.write(1, {"loss": 1.0})
     assert not (tmp_path / "other").exists()

@@ -9,7 +9,12 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxdist.config import files
 from jaxdist.parallel.mesh import build_mesh
-from jaxdist.telemetry.flops import hlo_flops, is_uncounted, jaxpr_flops, transformer_flops_per_token
+from jaxdist.telemetry.flops import (
+    hlo_flops,
+    is_uncounted,
+    jaxpr_flops,
+    transformer_flops_per_token,
+)
 from jaxdist.trainer import build, run_config, validation, workdir
 
 
@@ -44,11 +49,14 @@ def test_the_formula_lies_where_the_forward_program_says(run):
     measured = 3 * counted / (4 * 256)
     formula = workdir.model_flops(run, spec)
     assert formula["causal"] < formula["full"]
-    # Attention skips most, not all, of what a causal mask hides: between the two conventions.
+    # Attention skips most, not all, of what a causal mask hides: between the two
+    # conventions.
     assert formula["causal"] <= measured <= formula["full"]
     matmuls = 2 * formula["causal"] - formula["full"]  # what both conventions share
     attention = formula["full"] - matmuls
-    assert measured - matmuls == pytest.approx(5 / 8 * attention, rel=1e-6), "4 causal blocks"
+    assert measured - matmuls == pytest.approx(5 / 8 * attention, rel=1e-6), (
+        "4 causal blocks"
+    )
 
 
 def test_the_compiled_step_does_the_model_flops_and_what_attention_recomputes(run):
@@ -65,15 +73,21 @@ def test_the_compiled_step_does_the_model_flops_and_what_attention_recomputes(ru
     formula = workdir.model_flops(run, spec)
     matmuls = 2 * formula["causal"] - formula["full"]
     attention = formula["full"] - matmuls
-    # Scores are computed again in the backward pass: 7 products for attention's 6, on 5/8 of the map.
+    # Scores are computed again in the backward pass: 7 products for attention's 6, on
+    # 5/8 of the map.
     expected = matmuls + attention * 5 / 8 * 7 / 6
     assert counted / (4 * 256) == pytest.approx(expected, rel=0.01)
-    # The numerator of a run's HFU is counted before it compiles, and sees what is computed again.
-    assert jaxpr_flops(traced.jaxpr) == pytest.approx(counted, rel=0.01) and not is_uncounted(traced.jaxpr)
+    # The numerator of a run's HFU is counted before it compiles, and sees what is
+    # computed again.
+    assert jaxpr_flops(traced.jaxpr) == pytest.approx(
+        counted, rel=0.01
+    ) and not is_uncounted(traced.jaxpr)
     full = dataclasses.replace(run, remat=dataclasses.replace(run.remat, policy="full"))
     built = build.build_step(full, spec, build_mesh(run.mesh, devices), rules)
     again = jaxpr_flops(built.step.trace(built.abstract_state, batch).jaxpr)
-    assert 1.1 * counted < again < 4 / 3 * counted, "all but the head's forward products, twice"
+    assert 1.1 * counted < again < 4 / 3 * counted, (
+        "all but the head's forward products, twice"
+    )
 
 
 def test_a_local_layer_counts_the_tokens_it_sees():
@@ -89,7 +103,8 @@ def test_a_local_layer_counts_the_tokens_it_sees():
         loss_chunk=64,
     )
     config.batch.update(sequence_length=256, global_size=4)
-    length, window, unit = 256, 64, 12 * 4 * 16  # FLOPs of a seen token, forward and backward
+    # FLOPs of a seen token, forward and backward
+    length, window, unit = 256, 64, 12 * 4 * 16
 
     def count(**changes) -> tuple[dict[str, float], float]:
         config.model.update(**changes)
@@ -104,24 +119,33 @@ def test_a_local_layer_counts_the_tokens_it_sees():
 
     everywhere, program = count()
     windowed, windowed_program = count(layer_pattern=("local", "global"), window=window)
-    # Of three layers two are local. Exactly, a token sees min(i + 1, window) tokens, itself included.
+    # Of three layers two are local. Exactly, a token sees min(i + 1, window) tokens,
+    # itself included.
     seen = sum(min(i + 0.5, window) for i in range(length)) / length
     assert windowed["full"] == everywhere["full"]
     saved = everywhere["causal"] - windowed["causal"]
     assert saved == pytest.approx(2 * unit * (length / 2 - seen), rel=1e-3)
-    # In four blocks of queries the program computes 5/8 of the map; with a window these columns.
+    # In four blocks of queries the program computes 5/8 of the map; with a window these
+    # columns.
     columns = (64 + 3 * (64 + window - 1)) / 4
-    assert program - windowed_program == pytest.approx(2 * unit * (5 / 8 * length - columns), rel=1e-6)
+    assert program - windowed_program == pytest.approx(
+        2 * unit * (5 / 8 * length - columns), rel=1e-6
+    )
     assert windowed["causal"] < windowed_program < everywhere["causal"]
     assert count(window=length)[0] == everywhere  # a window that hides nothing
 
 
 @pytest.mark.parametrize("convention", ["causal", "full"])
 def test_the_config_s_hook_is_the_formula(run, convention):
-    names = inspect.signature(transformer_flops_per_token).parameters.keys() & run.model.keys()
+    names = (
+        inspect.signature(transformer_flops_per_token).parameters.keys()
+        & run.model.keys()
+    )
     assert len(names) == 11
     sizes = {name: run.model[name] for name in names}
-    formula = transformer_flops_per_token(**sizes, sequence_length=256, convention=convention)
+    formula = transformer_flops_per_token(
+        **sizes, sequence_length=256, convention=convention
+    )
     assert run.model_config.flops_per_token(256, convention) == formula
 
 

@@ -1,4 +1,6 @@
-"""`telemetry.port`: what a scrape finds, by HTTP, and that a real Prometheus reads it."""
+"""`telemetry.port`: what a scrape finds, by HTTP, and that a real Prometheus
+reads it.
+"""
 
 import contextlib
 import json
@@ -35,7 +37,11 @@ def get(url: str) -> str:
 def scraped(port: int) -> dict[tuple[str, ...], float]:
     """Returns {(name, values of labels ...): value} of a scrape."""
     families = text_string_to_metric_families(get(f"http://127.0.0.1:{port}/metrics"))
-    return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+    return {
+        (s.name, *s.labels.values()): s.value
+        for family in families
+        for s in family.samples
+    }
 
 
 def shown(tmp_path, book: Ledger) -> RunMetrics:
@@ -44,10 +50,24 @@ def shown(tmp_path, book: Ledger) -> RunMetrics:
     def raises():
         raise RuntimeError("UNIMPLEMENTED")
 
-    devices = [SimpleNamespace(id=n, memory_stats=lambda n=n: stats if n else None) for n in (0, 3)]
+    devices = [
+        SimpleNamespace(id=n, memory_stats=lambda n=n: stats if n else None)
+        for n in (0, 3)
+    ]
     devices.append(SimpleNamespace(id=4, memory_stats=raises))
-    view = RunMetrics(book, devices, chips=lambda: [("jaxdist_tpu_throttle", "how much", [0.0, 2.0])])
-    view.write(10, {"loss": 2.5, "tokens_seen": 640, "mfu": None, "step_time_s": 0.25, "text": "x"})
+    view = RunMetrics(
+        book, devices, chips=lambda: [("jaxdist_tpu_throttle", "how much", [0.0, 2.0])]
+    )
+    view.write(
+        10,
+        {
+            "loss": 2.5,
+            "tokens_seen": 640,
+            "mfu": None,
+            "step_time_s": 0.25,
+            "text": "x",
+        },
+    )
     view.write(10, {"eval_loss": 2.25})
     for ok in (True, False):
         view.event("save", 10, ok=ok)
@@ -57,21 +77,35 @@ def shown(tmp_path, book: Ledger) -> RunMetrics:
 
 def test_a_scrape_finds_the_run_as_it_is(tmp_path):
     book = Ledger()
-    with book.published(tmp_path), served(TelemetryConfig(), shown(tmp_path, book)) as port:
+    with (
+        book.published(tmp_path),
+        served(TelemetryConfig(), shown(tmp_path, book)) as port,
+    ):
         book.enter("data", 0)
         book.enter("step", 12)
         before = time.time()
         found = scraped(port)
         with pytest.raises(OSError):  # loopback alone
-            socket.create_connection((socket.gethostbyname(socket.gethostname()), port), 1).close()
+            socket.create_connection(
+                (socket.gethostbyname(socket.gethostname()), port), 1
+            ).close()
             if socket.gethostbyname(socket.gethostname()).startswith("127."):
                 raise OSError("this machine has no other address")
     assert found["jaxdist_steps_total",] == 12 and found["jaxdist_tokens_total",] == 640
     assert found["jaxdist_loss",] == 2.5 and found["jaxdist_eval_loss",] == 2.25
-    assert found["jaxdist_step_seconds",] == 0.25 and ("jaxdist_mfu_ratio",) not in found
-    assert found["jaxdist_events_total", "save"] == 2 and found["jaxdist_events_total", "slow_steps"] == 1
-    assert found["jaxdist_checkpoint_last_success_timestamp_seconds",] == pytest.approx(before, abs=60)
-    wall_s = sum(value for name, value in found.items() if name[0] == "jaxdist_wall_seconds")
+    assert (
+        found["jaxdist_step_seconds",] == 0.25 and ("jaxdist_mfu_ratio",) not in found
+    )
+    assert (
+        found["jaxdist_events_total", "save"] == 2
+        and found["jaxdist_events_total", "slow_steps"] == 1
+    )
+    assert found["jaxdist_checkpoint_last_success_timestamp_seconds",] == pytest.approx(
+        before, abs=60
+    )
+    wall_s = sum(
+        value for name, value in found.items() if name[0] == "jaxdist_wall_seconds"
+    )
     assert wall_s == pytest.approx(before - book.lives()[0].began, abs=2)
     assert found["jaxdist_device_memory_used_bytes", "3"] == 5
     assert ("jaxdist_device_memory_used_bytes", "0") not in found, "a CPU knows none"
@@ -86,7 +120,10 @@ def test_a_port_in_use_is_one_line_before_anything_compiles(tmp_path, capsys):
         taken.listen()
         port = taken.getsockname()[1]
         with (
-            pytest.raises(ConfigError, match=f"telemetry.port={port}: nothing can listen at 127.0.0.1"),
+            pytest.raises(
+                ConfigError,
+                match=f"telemetry.port={port}: nothing can listen at 127.0.0.1",
+            ),
             served(TelemetryConfig(port=port), RunMetrics(Ledger())),
         ):
             pass
@@ -100,9 +137,19 @@ def test_a_port_in_use_is_one_line_before_anything_compiles(tmp_path, capsys):
                     with pytest.raises(ConfigError, match="nothing can listen"):
                         opening.serve_metrics(config, jax.devices(), stack, watch)
                 else:  # nobody looks at a restart: it goes on
-                    assert opening.serve_metrics(config, jax.devices(), stack, watch) == []
-                    assert "warning: no metrics: telemetry.port" in capsys.readouterr().out
-    flags = ["--config", "quickstart", "--workdir", str(tmp_path), "--config.telemetry.port=70000"]
+                    assert (
+                        opening.serve_metrics(config, jax.devices(), stack, watch) == []
+                    )
+                    assert (
+                        "warning: no metrics: telemetry.port" in capsys.readouterr().out
+                    )
+    flags = [
+        "--config",
+        "quickstart",
+        "--workdir",
+        str(tmp_path),
+        "--config.telemetry.port=70000",
+    ]
     (fault,) = refused(capsys, *flags, *overrides("train.steps=1"))
     assert "telemetry.port" in fault and "65535" in fault
 
@@ -111,11 +158,18 @@ def test_the_dashboard_asks_for_what_there_is(tmp_path):
     book, source = Ledger(), (ROOT / "jaxdist/telemetry").glob("*.py")
     text = "".join(file.read_text() for file in source)
     panels = json.loads(DASHBOARD.read_text())["panels"]
-    asked = " ".join(target["expr"] for panel in panels for target in panel.get("targets", ()))
-    names = {word for word in asked.replace("(", " ").replace("[", " ").replace("{", " ").split()}
+    asked = " ".join(
+        target["expr"] for panel in panels for target in panel.get("targets", ())
+    )
+    names = {
+        word
+        for word in asked.replace("(", " ").replace("[", " ").replace("{", " ").split()
+    }
     names = {word.rstrip("),]}") for word in names if word.startswith("jaxdist_")}
     assert len(panels) > 6 and len(names) > 10
-    assert not [name for name in names if f'"{name.removesuffix("_total")}"' not in text], names
+    assert not [
+        name for name in names if f'"{name.removesuffix("_total")}"' not in text
+    ], names
     assert book.lives()
 
 
@@ -123,17 +177,25 @@ PROMETHEUS = shutil.which("prometheus")
 
 
 @pytest.mark.prometheus
-@pytest.mark.skipif(PROMETHEUS is None, reason="there is no program prometheus here (Debian: prometheus)")
+@pytest.mark.skipif(
+    PROMETHEUS is None,
+    reason="there is no program prometheus here (Debian: prometheus)",
+)
 def test_a_real_prometheus_reads_a_live_run(tmp_path):
     ours, its = free_port(), free_port()
-    scrape = {"job_name": "jaxdist", "static_configs": [{"targets": [f"127.0.0.1:{ours}"]}]}
+    scrape = {
+        "job_name": "jaxdist",
+        "static_configs": [{"targets": [f"127.0.0.1:{ours}"]}],
+    }
     whole = {"global": {"scrape_interval": "1s"}, "scrape_configs": [scrape]}
     (tmp_path / "prometheus.yml").write_text(json.dumps(whole))  # JSON is YAML
     server = [PROMETHEUS, "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     run = command(tmp_path / "run", train__steps=100_000, telemetry__port=ours)
     programs = [
-        subprocess.Popen([*server, f"--web.listen-address=127.0.0.1:{its}"], cwd=tmp_path, **quiet),
+        subprocess.Popen(
+            [*server, f"--web.listen-address=127.0.0.1:{its}"], cwd=tmp_path, **quiet
+        ),
         subprocess.Popen(run, env=environment(1), **quiet),
     ]
 
@@ -147,10 +209,16 @@ def test_a_real_prometheus_reads_a_live_run(tmp_path):
     try:
         until = time.monotonic() + 540
         while not (steps := ask("jaxdist_steps_total>5")) or not ask("jaxdist_loss"):
-            assert all(program.poll() is None for program in programs) and time.monotonic() < until
+            assert (
+                all(program.poll() is None for program in programs)
+                and time.monotonic() < until
+            )
             time.sleep(0.5)
         (up,), (goodput,) = ask("up"), ask("jaxdist_goodput_ratio")
-        buckets = {row["metric"]["bucket"]: float(row["value"][1]) for row in ask("jaxdist_wall_seconds")}
+        buckets = {
+            row["metric"]["bucket"]: float(row["value"][1])
+            for row in ask("jaxdist_wall_seconds")
+        }
     finally:
         for program in programs:
             program.terminate()

@@ -1,4 +1,6 @@
-"""Configs that lie in run folders: no code is executed because they name it; they are configs themselves."""
+"""Configs that lie in run folders: no code is executed because they name it; they are
+configs themselves.
+"""
 
 import json
 import os
@@ -38,14 +40,18 @@ def code_fixture(tmp_path, request):
 
     yield write
     for name in set(sys.modules) - modules:
-        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
+        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(
+            sys.modules[name].__file__
+        ):
             del sys.modules[name]
     sys.path[:] = path
 
 
 def folder_with(folder, target, **model):
     """Returns a run's folder that names the target, without checkpoints."""
-    config = run_config.default_config().to_dict() | {"model": {"target": target, **model}}
+    config = run_config.default_config().to_dict() | {
+        "model": {"target": target, **model}
+    }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -64,26 +70,45 @@ def code_and_error(capsys, main, *arguments):
 COMMANDS = {
     "generate": (generate.main, ["--workdir", "RUN", "--prompt", "x"]),
     "evaluate": (evaluate.main, ["--workdir", "RUN"]),
-    "train": (train.main, ["--config", "quickstart", "--workdir", "RUN", "--config.init.from_huggingface=x"]),
-    "train, its config": (train.main, ["--config", "RUN/config.json", "--workdir", "OTHER"]),
+    "train": (
+        train.main,
+        [
+            "--config",
+            "quickstart",
+            "--workdir",
+            "RUN",
+            "--config.init.from_huggingface=x",
+        ],
+    ),
+    "train, its config": (
+        train.main,
+        ["--config", "RUN/config.json", "--workdir", "OTHER"],
+    ),
     "plan, its config": (plan.main, ["--config", "RUN/config.json", "--on", "cpu:1"]),
 }
 
 
 def words(name, run):
     main, arguments = COMMANDS[name]
-    return main, [w.replace("RUN", str(run)).replace("OTHER", f"{run}_other") for w in arguments]
+    return main, [
+        w.replace("RUN", str(run)).replace("OTHER", f"{run}_other") for w in arguments
+    ]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_command_executes_what_a_folder_names(name, code, tmp_path, capsys, monkeypatch):
+def test_no_command_executes_what_a_folder_names(
+    name, code, tmp_path, capsys, monkeypatch
+):
     file = code(tmp_path / "there" / "foreign_model.py")
     for target in (f"{file}:Model", "foreign_model:Model"):
         monkeypatch.syspath_prepend(file.parent)
         main, arguments = words(name, folder_with(tmp_path / "run", target))
         exit_code, error = code_and_error(capsys, main, *arguments)
         assert exit_code == 78 and not executed(file)
-        assert f"--config.model.target={target!r}, or --trust-code" in error and error.count("\n") == 1
+        assert (
+            f"--config.model.target={target!r}, or --trust-code" in error
+            and error.count("\n") == 1
+        )
 
 
 @pytest.mark.parametrize("flag", ["--trust-code", "--config.model.target=TARGET"])
@@ -91,15 +116,22 @@ def test_no_command_executes_what_a_folder_names(name, code, tmp_path, capsys, m
 def test_a_user_who_trusts_it_says_so(name, flag, code, tmp_path, capsys):
     file = code(tmp_path / "there" / "my_model.py")
     main, arguments = words(name, folder_with(tmp_path / "run", f"{file}:Model"))
-    flag = flag.replace("TARGET", f"{os.path.relpath(file)}:Model")  # another spelling of the same
-    assert code_and_error(capsys, main, *arguments, flag)[0] == 77  # as there are no checkpoints
+    # another spelling of the same
+    flag = flag.replace("TARGET", f"{os.path.relpath(file)}:Model")
+    # as there are no checkpoints
+    assert code_and_error(capsys, main, *arguments, flag)[0] == 77
     assert executed(file)
 
 
 def test_trust_is_in_the_target_that_was_named_alone(code, tmp_path, capsys):
-    file, other = code(tmp_path / "there" / "a_model.py"), code(tmp_path / "there" / "b_model.py")
+    file, other = (
+        code(tmp_path / "there" / "a_model.py"),
+        code(tmp_path / "there" / "b_model.py"),
+    )
     main, arguments = words("generate", folder_with(tmp_path / "run", f"{file}:Model"))
-    exit_code, error = code_and_error(capsys, main, *arguments, f"--config.model.target={other}:Model")
+    exit_code, error = code_and_error(
+        capsys, main, *arguments, f"--config.model.target={other}:Model"
+    )
     assert exit_code == 78 and not executed(file) and not executed(other)
     assert f"(here: '{other}:Model')" in error
 
@@ -113,7 +145,9 @@ def test_a_logger_that_a_folder_names_is_code_like_a_model(code, tmp_path):
     (run / "config.json").write_text(stored.to_json())
 
     def parsed(parser, *flags):
-        found = cli.parse(parser, ["--config", f"{run}/config.json", *flags])[1].train.loggers
+        found = cli.parse(parser, ["--config", f"{run}/config.json", *flags])[
+            1
+        ].train.loggers
         assert not executed(file), "the command does so as the run begins"
         return found
 
@@ -130,11 +164,18 @@ def test_a_logger_that_a_folder_names_is_code_like_a_model(code, tmp_path):
     assert len(parsed(plan._parser(), "--on", "cpu:1")) == 2, "plan makes no logger"
     inside = code(run / "logger_in_run.py")
     with pytest.raises(ConfigError, match="lies in the run's folder"):
-        parsed(train._parser(), "--workdir", str(run), f"--config.train.loggers={inside}:Model")
+        parsed(
+            train._parser(),
+            "--workdir",
+            str(run),
+            f"--config.train.loggers={inside}:Model",
+        )
     workdir.read_config(run)  # to compare with, or to generate text: no logger is made
 
 
-@pytest.mark.parametrize("how", ["path", "module", "package", "link to it", "link from it", "above"])
+@pytest.mark.parametrize(
+    "how", ["path", "module", "package", "link to it", "link from it", "above"]
+)
 def test_a_file_below_the_run_never_runs(how, code, tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     file = code(run / "inside" / "model_in_run.py")
@@ -160,7 +201,13 @@ def test_a_file_below_the_run_never_runs(how, code, tmp_path, capsys, monkeypatc
         assert exit_code == 78 and "never executed; copy it elsewhere" in error
     assert not list(tmp_path.rglob("*.executed"))
     if how in ("path", "module", "package"):
-        again = ["--config", "vit_digits", f"--config.model.target={target}", "--workdir", run]
+        again = [
+            "--config",
+            "vit_digits",
+            f"--config.model.target={target}",
+            "--workdir",
+            run,
+        ]
         exit_code, error = code_and_error(capsys, train.main, *again)
         assert exit_code == 78 and "never executed; copy it elsewhere" in error
     assert not list(tmp_path.rglob("*.executed"))
@@ -168,7 +215,9 @@ def test_a_file_below_the_run_never_runs(how, code, tmp_path, capsys, monkeypatc
 
 @pytest.mark.parametrize("how", ["named", "in a config.json"])
 def test_a_file_below_the_run_to_begin_with_never_runs(how, code, tmp_path, capsys):
-    """Of the folder that init.from_run names no file is executed, whatever the flags."""
+    """Of the folder that init.from_run names no file is executed, whatever the
+    flags.
+    """
     file = code(tmp_path / "source" / "foreign_model.py")
     source, target = folder_with(tmp_path / "source", f"{file}:Model"), f"{file}:Model"
     words = ["--config", "quickstart", f"--config.init.from_run={source}"]
@@ -178,7 +227,12 @@ def test_a_file_below_the_run_to_begin_with_never_runs(how, code, tmp_path, caps
         stored["init"]["from_run"] = str(source)
         (copy / "config.json").write_text(json.dumps(stored))
         words = ["--config", copy / "config.json"]
-    words += [f"--config.model.target={target}", "--trust-code", "--workdir", tmp_path / "new"]
+    words += [
+        f"--config.model.target={target}",
+        "--trust-code",
+        "--workdir",
+        tmp_path / "new",
+    ]
     exit_code, error = code_and_error(capsys, train.main, *words)
     assert exit_code == 78 and not executed(file)
     assert f"lies in the run's folder {source}, whose files are never executed" in error
@@ -202,31 +256,49 @@ def test_a_library_call_trusts_what_is_imported(code, tmp_path):
     assert workdir.read_config(run, trust_code=True).model["width"] == 4
     assert executed(file)
     assert workdir.read_config(run, trust_code=None).model["target"] == target
-    with pytest.raises(ConfigError, match="not executed unasked"):  # a command wants to be told
+    # a command wants to be told
+    with pytest.raises(ConfigError, match="not executed unasked"):
         workdir.read_config(run)
 
 
 def test_a_resumed_run_with_another_model_says_so(code, tmp_path):
     file = code(tmp_path / "there" / "before_model.py")
     run = folder_with(tmp_path / "run", f"{file}:Model")
-    with pytest.raises(ConfigError, match=r"run has model.target='.*' \(here: 'jaxdist.models.transformer"):
-        workdir.check_resume_config(run, run_config.from_config(run_config.default_config()))
+    with pytest.raises(
+        ConfigError,
+        match=r"run has model.target='.*' \(here: 'jaxdist.models.transformer",
+    ):
+        workdir.check_resume_config(
+            run, run_config.from_config(run_config.default_config())
+        )
     assert not executed(file)
 
 
-@pytest.mark.parametrize("command", [["report"], ["checkpoint", "list"], ["checkpoint", "verify"]])
+@pytest.mark.parametrize(
+    "command", [["report"], ["checkpoint", "list"], ["checkpoint", "verify"]]
+)
 def test_other_commands_import_nothing(command, code, tmp_path):
     file = code(tmp_path / "there" / "unread_model.py")
     run = folder_with(tmp_path / "run", f"{file}:Model")
-    subprocess.run([sys.executable, "-m", "jaxdist", *command, str(run)], cwd=ROOT, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "jaxdist", *command, str(run)],
+        cwd=ROOT,
+        capture_output=True,
+    )
     assert not executed(file)
 
 
 def test_the_console_script_looks_here_for_a_model_alone(tmp_path):
-    """A file in the current folder, such as a downloaded run, stands in no module's place."""
-    (tmp_path / "colorsys.py").write_text("import pathlib\npathlib.Path('executed').touch()\n")
+    """A file in the current folder, such as a downloaded run, stands in no module's
+    place.
+    """
+    (tmp_path / "colorsys.py").write_text(
+        "import pathlib\npathlib.Path('executed').touch()\n"
+    )
     script = "import sys; sys.argv[0:] = ['jaxdist', 'report', 'none']; from jaxdist.__main__ import main\n"
-    script += "import atexit\ndef look():\n import colorsys\natexit.register(look)\nmain()"
+    script += (
+        "import atexit\ndef look():\n import colorsys\natexit.register(look)\nmain()"
+    )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-P", "-c", script]
     subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
@@ -235,7 +307,19 @@ def test_the_console_script_looks_here_for_a_model_alone(tmp_path):
 
 @pytest.mark.parametrize(
     "target",
-    [3, ["a"], "", ":", "a:", ".:Model", "..x:Model", "a b:Model", "a\0.py:Model", ".x:Model", "x.py:A b"],
+    [
+        3,
+        ["a"],
+        "",
+        ":",
+        "a:",
+        ".:Model",
+        "..x:Model",
+        "a b:Model",
+        "a\0.py:Model",
+        ".x:Model",
+        "x.py:A b",
+    ],
 )
 def test_a_target_of_another_shape_is_one_line(target, tmp_path):
     with pytest.raises(ConfigError, match="model.target") as raised:
@@ -243,7 +327,7 @@ def test_a_target_of_another_shape_is_one_line(target, tmp_path):
     assert len(raised.value.faults) == 1
 
 
-# --- as a config ------------------------------------------------------------------------------------
+# --- as a config ----------------------------------------------------------------------
 
 
 def parsed(*arguments):
@@ -254,13 +338,22 @@ def test_a_run_s_config_is_a_config(tmp_path):
     values = run_config.default_config()
     values.train.steps, values.optimizer.groups = 7, ()
     run = run_config.from_config(values)
-    (tmp_path / "config.json").write_text(json.dumps(schema.to_config_dict(run).to_dict()))
+    (tmp_path / "config.json").write_text(
+        json.dumps(schema.to_config_dict(run).to_dict())
+    )
     assert parsed("--config", tmp_path / "config.json")[1] == run
-    assert parsed("--config", tmp_path / "config.json", "--config.train.steps=9")[1].train.steps == 9
+    assert (
+        parsed("--config", tmp_path / "config.json", "--config.train.steps=9")[
+            1
+        ].train.steps
+        == 9
+    )
     stored = config_json.read(tmp_path / "config.json") | {"train": {"step": 3}}
     shutil.copy(tmp_path / "config.json", tmp_path / "other.json")
     (tmp_path / "config.json").write_text(json.dumps(stored))
-    with pytest.raises(ConfigError, match="train.step: no such field. Did you mean train.steps"):
+    with pytest.raises(
+        ConfigError, match="train.step: no such field. Did you mean train.steps"
+    ):
         parsed("--config", tmp_path / "config.json")
     with pytest.raises(ConfigError, match="takes no argument"):
         parsed("--config", f"{tmp_path}/other.json:tiny")
@@ -285,7 +378,9 @@ def test_what_is_no_config_is_one_line(name, fault, tmp_path):
 
 def test_a_run_s_config_means_that_run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert cli._workdir(parsed_flags("runs/mine/config.json")) == workdir.Path("runs/mine")
+    assert cli._workdir(parsed_flags("runs/mine/config.json")) == workdir.Path(
+        "runs/mine"
+    )
 
 
 def parsed_flags(config):

@@ -1,4 +1,6 @@
-"""Runs whose `train.steps` is raised: what was done stays, the rest follows the rule of the schedule."""
+"""Runs whose `train.steps` is raised: what was done stays, the rest follows the rule of
+the schedule.
+"""
 
 import json
 import shutil
@@ -17,7 +19,14 @@ from support.runs import train as train_process
 
 def train(folder, *hooks, devices=1, **changes):
     config = run_config.default_config()
-    sizes = {"num_layers": 1, "d_model": 16, "d_ff": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
+    sizes = {
+        "num_layers": 1,
+        "d_model": 16,
+        "d_ff": 16,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+    }
     small = {f"model.{name}": size for name, size in sizes.items()} | {
         "train.log_every": 1,
         "batch.global_size": 4,
@@ -27,7 +36,9 @@ def train(folder, *hooks, devices=1, **changes):
         "checkpoint.asynchronous": False,
         "optimizer.learning_rate": 0.01,
     }
-    config.update_from_flattened_dict(small | {k.replace("__", "."): v for k, v in changes.items()})
+    config.update_from_flattened_dict(
+        small | {k.replace("__", "."): v for k, v in changes.items()}
+    )
     run = run_config.from_config(config)
     return trainer.train(run, folder, devices=jax.devices()[:devices], hooks=hooks)
 
@@ -61,45 +72,77 @@ def test_wsd_goes_back_to_where_its_decay_began(tmp_path, capfd):
     train(run, copied(run, killed, 13), train__steps=20, **wsd)
     said = capfd.readouterr().out
     assert (
-        "train.steps raised to 20 at step 5: the rate stays at 0.01, decays from 0.01 after step 10" in said
+        "train.steps raised to 20 at step 5: the rate stays at 0.01, decays from 0.01 after step 10"
+        in said
     )
-    assert "back to the checkpoint 5, where the decay began: steps 6-10 are done again" in said
-    assert {n: rate for n, rate in rates(run).items() if n <= 5} == {n: before[n] for n in range(1, 6)}
-    assert set(rates(run)) == set(range(1, 21)) and len(set(list(rates(run).values())[1:11])) == 1
-    assert list_steps(run / "checkpoints") == [10, 20] and list_steps(run / "quarantine") == [10]
+    assert (
+        "back to the checkpoint 5, where the decay began: steps 6-10 are done again"
+        in said
+    )
+    assert {n: rate for n, rate in rates(run).items() if n <= 5} == {
+        n: before[n] for n in range(1, 6)
+    }
+    assert (
+        set(rates(run)) == set(range(1, 21))
+        and len(set(list(rates(run).values())[1:11])) == 1
+    )
+    assert list_steps(run / "checkpoints") == [10, 20] and list_steps(
+        run / "quarantine"
+    ) == [10]
     (part,) = schedule_of(run)["extensions"]
     assert (part["start"], part["end"]) == (5, 20)
     assert read_step(run / "checkpoints", 20).metadata["schedule"] == schedule_of(run)
     assert max(rates(killed)) == 13 and list_steps(killed / "checkpoints") == [10, 12]
     train(killed, train__steps=20, **wsd)
-    assert losses(killed) == losses(run) and rates(killed) == rates(run) and same(killed, run, 20)
+    assert (
+        losses(killed) == losses(run)
+        and rates(killed) == rates(run)
+        and same(killed, run, 20)
+    )
 
 
 def test_a_cosine_run_is_extended_where_it_resumes(tmp_path, capfd):
     run, killed = tmp_path / "run", tmp_path / "killed"
     train(run, every(6, lambda view: view.stop("as asked")), train__steps=10)
     rows = (run / "metrics.jsonl").read_bytes()
-    train(run, copied(run, killed, 7), train__steps=12)  # nothing of the extension is saved yet
+    # nothing of the extension is saved yet
+    train(run, copied(run, killed, 7), train__steps=12)
     assert (run / "metrics.jsonl").read_bytes().startswith(rows)
-    assert "train.steps raised to 12 at step 6: the rate decays from " in capfd.readouterr().out
+    assert (
+        "train.steps raised to 12 at step 6: the rate decays from "
+        in capfd.readouterr().out
+    )
     found, (part,) = rates(run), schedule_of(run)["extensions"]
     assert part["start"] == 6 and found[7] < found[6] and found[12] > 0
     train(killed, train__steps=12)
-    assert losses(killed) == losses(run) and rates(killed) == found and same(killed, run, 12)
+    assert (
+        losses(killed) == losses(run)
+        and rates(killed) == found
+        and same(killed, run, 12)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["wsd", "cosine"])
 def test_an_extended_run_that_is_killed_goes_on_exactly(tmp_path, schedule):
     options = {"optimizer__schedule": schedule, "train__log_every": 1}
-    run, killed, elsewhere = (tmp_path / name for name in ("run", "killed", "elsewhere"))
+    run, killed, elsewhere = (
+        tmp_path / name for name in ("run", "killed", "elsewhere")
+    )
     train_process(run, train__steps=30, **options)
     shutil.copytree(run, killed)
     train_process(run, train__steps=60, **options)
     train_and_kill(killed, 40, train__steps=60, **options)
     shutil.copytree(killed, elsewhere)
     train_process(killed, train__steps=60, **options)
-    assert losses(killed) == losses(run) and rates(killed) == rates(run) and same(killed, run, 60)
+    assert (
+        losses(killed) == losses(run)
+        and rates(killed) == rates(run)
+        and same(killed, run, 60)
+    )
     train_process(elsewhere, devices=4, train__steps=60, mesh__fsdp=2, **options)
     assert rates(elsewhere) == rates(run)
-    assert all(loss == pytest.approx(losses(run)[n], rel=1e-5) for n, loss in losses(elsewhere).items())
+    assert all(
+        loss == pytest.approx(losses(run)[n], rel=1e-5)
+        for n, loss in losses(elsewhere).items()
+    )

@@ -1,4 +1,6 @@
-"""The last files of a run that is done: what goes wrong with them is said, and is no failure."""
+"""The last files of a run that is done: what goes wrong with them is said, and is no
+failure.
+"""
 
 import json
 
@@ -15,7 +17,9 @@ def told_fixture(tmp_path, capsys):
     def write() -> str:
         config = run_config.from_config(run_config.default_config())
         with Display(total_steps=1) as display:
-            final_outputs.write_final_outputs(config, tmp_path, None, display, None, None)
+            final_outputs.write_final_outputs(
+                config, tmp_path, None, display, None, None
+            )
         return " ".join(capsys.readouterr().out.split())
 
     return write
@@ -27,7 +31,10 @@ def test_files_of_another_shape_leave_a_report(tmp_path, told):
     (tmp_path / "run.json").write_text(json.dumps({"mesh": [], "sharding": 3}))
     assert "report:" in told()
     page = (tmp_path / "report.html").read_text()
-    assert "events.jsonl: 2 lines could not be read" in page and "run.json: mesh is list" in page
+    assert (
+        "events.jsonl: 2 lines could not be read" in page
+        and "run.json: mesh is list" in page
+    )
 
 
 def test_a_report_that_cannot_be_written_is_said(tmp_path, told):

@@ -1,4 +1,6 @@
-"""`jaxdist.fit`: the caller's model, optimizer and data through the loop of `train`; notebook and docs."""
+"""`jaxdist.fit`: the caller's model, optimizer and data through the loop of `train`;
+notebook and docs.
+"""
 
 import functools
 import gc
@@ -44,7 +46,10 @@ class Net(nnx.Module):
 
     def __init__(self, width: int = 16, *, rngs: nnx.Rngs):
         self.layers = nnx.List(
-            [nnx.Linear(4, width, use_bias=False, rngs=rngs), nnx.Linear(width, 2, rngs=rngs)]
+            [
+                nnx.Linear(4, width, use_bias=False, rngs=rngs),
+                nnx.Linear(width, 2, rngs=rngs),
+            ]
         )  # a bias before the norm would have no gradient but rounding, which Adam blows up
         self.norm = nnx.BatchNorm(width, rngs=rngs)
 
@@ -52,7 +57,9 @@ class Net(nnx.Module):
         return self.layers[1](nnx.relu(self.norm(self.layers[0](x))))
 
     def loss(self, batch, key):
-        return optax.softmax_cross_entropy_with_integer_labels(self(batch["x"]), batch["y"]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            self(batch["x"]), batch["y"]
+        ).mean()
 
 
 def batches(step: int) -> dict:
@@ -60,13 +67,29 @@ def batches(step: int) -> dict:
     return dict(x=X[rows], y=Y[rows])
 
 
-def fit(data=batches, steps=8, *, model=None, mesh=MESH, settings=EVERY, optimizer=None, **options):
-    model, optimizer = model or (lambda rngs: Net(rngs=rngs)), optimizer or optax.adamw(1e-2)
-    return jaxdist.fit(model, optimizer, data, steps=steps, mesh=mesh, settings=settings, **options)
+def fit(
+    data=batches,
+    steps=8,
+    *,
+    model=None,
+    mesh=MESH,
+    settings=EVERY,
+    optimizer=None,
+    **options,
+):
+    model, optimizer = (
+        model or (lambda rngs: Net(rngs=rngs)),
+        optimizer or optax.adamw(1e-2),
+    )
+    return jaxdist.fit(
+        model, optimizer, data, steps=steps, mesh=mesh, settings=settings, **options
+    )
 
 
 def values(run) -> list[np.ndarray]:
-    return [np.asarray(x) for x in jax.tree.leaves(nnx.to_pure_dict(nnx.state(run.model)))]
+    return [
+        np.asarray(x) for x in jax.tree.leaves(nnx.to_pure_dict(nnx.state(run.model)))
+    ]
 
 
 called = nnx.jit(lambda model, *args: model(*args))
@@ -89,7 +112,8 @@ def test_it_is_the_loop_that_a_caller_would_write(whole):
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(start)))
     run = fit(model=start, steps=4, settings={"train.log_every": 1})
     after = nnx.to_pure_dict(nnx.state(start))
-    jax.tree.map(np.testing.assert_array_equal, before, after)  # the caller's own stays as it is
+    # the caller's own stays as it is
+    jax.tree.map(np.testing.assert_array_equal, before, after)
     model, optimizer = nnx.clone(start), optax.adamw(1e-2)
     model.train()
     update = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
@@ -103,14 +127,17 @@ def test_it_is_the_loop_that_a_caller_would_write(whole):
     found = [float(train_step(model, update, batches(step))) for step in range(4)]
     assert losses(run) == pytest.approx(found, rel=1e-5)
     expected = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))
-    assert len(expected) == len(values(run)) == 7  # two kernels, a bias, and the norm's four
+    # two kernels, a bias, and the norm's four
+    assert len(expected) == len(values(run)) == 7
     for a, b in zip(values(run), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     kernel = run.model.layers[0].kernel.get_value()
     assert len(kernel.sharding.device_set) == 8 and not kernel.is_fully_replicated
     assert run.model.norm.use_running_average and called(run.model, X).shape == (48, 2)
-    assert not any("learning_rate" in row for row in run.metrics.train)  # optax keeps it to itself
-    assert not list(run.folder.glob("checkpoints/[0-9]*"))  # a temporary folder goes with what fit returned
+    # optax keeps it to itself
+    assert not any("learning_rate" in row for row in run.metrics.train)
+    # a temporary folder goes with what fit returned
+    assert not list(run.folder.glob("checkpoints/[0-9]*"))
     folder = run.folder
     del run
     gc.collect()
@@ -119,23 +146,40 @@ def test_it_is_the_loop_that_a_caller_would_write(whole):
 
 def test_a_workdir_is_that_of_train(whole):
     names = {path.name for path in whole.folder.iterdir()}
-    assert {"config.json", "run.json", "metrics.jsonl", "events.jsonl", "checkpoints", "report.html"} <= names
+    assert {
+        "config.json",
+        "run.json",
+        "metrics.jsonl",
+        "events.jsonl",
+        "checkpoints",
+        "report.html",
+    } <= names
     events = [event["event"] for event in read_events(whole.folder)]
     assert events[0] == "start" and events[-1] == "stop" and "save" in events
     assert whole.step == 8 and not whole.stopped
     assert [row["step"] for row in whole.metrics.train] == list(range(1, 9))
     config = json.loads((whole.folder / "config.json").read_text())
-    assert config["data"]["path"] == "x=float32[4] y=int32[]" and config["optimizer"]["name"] == "given"
+    assert (
+        config["data"]["path"] == "x=float32[4] y=int32[]"
+        and config["optimizer"]["name"] == "given"
+    )
     assert config["model"]["name"].endswith("test_fit.Net")
     (scored,) = [row for row in whole.metrics.evaluation if row["step"] == 8]
-    expected = nnx.jit(lambda model, batch: model.loss(batch, None))(whole.model, dict(x=X[:16], y=Y[:16]))
-    assert scored["eval_loss"] == pytest.approx(float(expected), rel=1e-5) and scored["eval_tokens"] == 16
+    expected = nnx.jit(lambda model, batch: model.loss(batch, None))(
+        whole.model, dict(x=X[:16], y=Y[:16])
+    )
+    assert (
+        scored["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
+        and scored["eval_tokens"] == 16
+    )
     with pytest.raises(ConfigError, match="was given to jaxdist.fit"):
         jaxdist.load_run(whole.folder)
 
 
 def kept(step: int, data=batches) -> dict:
-    """Signals the process once, as a notebook's stop button does, while a batch is read ahead."""
+    """Signals the process once, as a notebook's stop button does, while a batch is read
+    ahead.
+    """
     if step == 5 and not kept.done:
         kept.done = True
         os.kill(os.getpid(), signal.SIGINT)
@@ -157,9 +201,13 @@ def test_a_folder_of_an_older_version_resumes(tmp_path):
 def test_a_save_that_cannot_start_is_tried_once_a_step(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
     settings = {"checkpoint.every_steps": 5, "checkpoint.patience_s": 0.0}
-    with pytest.raises(trainer.TrainingStopped, match="last checkpoint could not be written"):
+    with pytest.raises(
+        trainer.TrainingStopped, match="last checkpoint could not be written"
+    ):
         fit(folder=tmp_path, steps=10, settings=settings)
-    saves = [event["step"] for event in read_events(tmp_path) if event["event"] == "save"]
+    saves = [
+        event["step"] for event in read_events(tmp_path) if event["event"] == "save"
+    ]
     assert saves == [5, 10, 10]  # when due, and at the end once more
 
 
@@ -178,27 +226,44 @@ def test_an_optimizer_with_weakly_typed_state_trains():
 def test_stop_and_go_on_from_every_form_of_data(whole, tmp_path):
     kept.done = False
     first = fit(kept, folder=tmp_path / "function")
-    assert kept.done and 0 < first.step < 8 and first.stopped.startswith(f"stopped after step {first.step}")
-    second = fit(folder=tmp_path / "function")  # the fixture's own function: the same batches
+    assert (
+        kept.done
+        and 0 < first.step < 8
+        and first.stopped.startswith(f"stopped after step {first.step}")
+    )
+    # the fixture's own function: the same batches
+    second = fit(folder=tmp_path / "function")
     assert second.step == 8 and losses(second) == losses(whole)
     for a, b in zip(values(second), values(whole), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert "preempted" in [event["event"] for event in read_events(tmp_path / "function")]
+    assert "preempted" in [
+        event["event"] for event in read_events(tmp_path / "function")
+    ]
     alone = dict(devices=jax.devices()[:1], mesh=None)
     seen, rows = [], dict(x=X, y=Y)
     straight = fit(rows, batch_size=16, **alone)
-    given = [{name: value for name, value in read.items() if name != "sample"} for read in rows_of(rows, 3)]
+    given = [
+        {name: value for name, value in read.items() if name != "sample"}
+        for read in rows_of(rows, 3)
+    ]
     fit(given, steps=2, folder=tmp_path / "iterable", **alone)
     again = fit(given, folder=tmp_path / "iterable", **alone)  # begun anew after three
     assert again.step == 8 and losses(again)[:3] == losses(straight)[:3]
-    assert losses(again)[3:] != losses(straight)[3:]  # another epoch, whose order differs
+    # another epoch, whose order differs
+    assert losses(again)[3:] != losses(straight)[3:]
     fit(rows, batch_size=16, steps=3, folder=tmp_path / "arrays", **alone)
-    look = jaxdist.every(2, lambda view: seen.append((view.step, view.metrics["loss"].item())), at_end=True)
-    onward = fit(rows, batch_size=16, folder=tmp_path / "arrays", hooks=[look])  # on eight devices
+    look = jaxdist.every(
+        2,
+        lambda view: seen.append((view.step, view.metrics["loss"].item())),
+        at_end=True,
+    )
+    # on eight devices
+    onward = fit(rows, batch_size=16, folder=tmp_path / "arrays", hooks=[look])
     assert seen == [(step, losses(onward)[step - 1]) for step in (4, 6, 8)]
     assert losses(onward)[:3] == losses(straight)[:3]
     assert losses(onward) == pytest.approx(losses(straight), rel=1e-5)
-    assert fit(rows, batch_size=16, folder=tmp_path / "arrays", **alone).step == 8  # finished: at once
+    # finished: at once
+    assert fit(rows, batch_size=16, folder=tmp_path / "arrays", **alone).step == 8
 
 
 def rows_of(arrays: dict, steps: int) -> list[dict]:
@@ -210,12 +275,16 @@ def test_arrays_are_read_once_an_epoch_in_an_order_of_their_own():
     rows = dict(number=np.arange(48), image=np.arange(48, dtype=np.uint8)[:, None])
     dataset, size = open_user_batches(rows, size=12, seed=1)
     read = [dataset.train_batch(step, size) for step in range(8)]
-    epochs = [np.concatenate([batch["number"] for batch in read[i : i + 4]]) for i in (0, 4)]
+    epochs = [
+        np.concatenate([batch["number"] for batch in read[i : i + 4]]) for i in (0, 4)
+    ]
     assert all(sorted(epoch.tolist()) == list(range(48)) for epoch in epochs)
     assert epochs[0].tolist() != epochs[1].tolist() != sorted(epochs[1].tolist())
     np.testing.assert_array_equal(read[1]["sample"], np.arange(12, 24))
     assert read[0]["number"].dtype == np.int32
-    np.testing.assert_allclose(read[0]["image"][:, 0], read[0]["number"] / 255, rtol=1e-6)
+    np.testing.assert_allclose(
+        read[0]["image"][:, 0], read[0]["number"] / 255, rtol=1e-6
+    )
     part = dataset.train_batch(3, size, np.array([2, 5]))
     np.testing.assert_array_equal(part["number"], read[3]["number"][[2, 5]])
     other, _ = open_user_batches(rows, size=12, seed=2)
@@ -234,15 +303,26 @@ def test_iterators_pass_over_what_was_had_and_do_not_go_back():
             yield dict(x=np.full(2, i))
 
     dataset, size = open_user_batches(counting())
-    assert size == 2 and dataset.train_batch(4, 2)["x"].tolist() == [4, 4] and made == [0, 1, 2, 3, 4]
-    assert dataset.train_batch(0, 2)["x"].tolist() == [0, 0]  # the first is kept, for its shapes
+    assert (
+        size == 2
+        and dataset.train_batch(4, 2)["x"].tolist() == [4, 4]
+        and made == [0, 1, 2, 3, 4]
+    )
+    # the first is kept, for its shapes
+    assert dataset.train_batch(0, 2)["x"].tolist() == [0, 0]
     with pytest.raises(SourceError, match="cannot go back"):
         dataset.train_batch(2, 2)
     dataset, _ = open_user_batches(counting())
     with pytest.raises(SourceError, match="ended after 6 batches"):
         dataset.train_batch(6, 2)
     dataset, _ = open_user_batches([dict(x=np.full(2, i)) for i in range(3)])
-    assert [int(dataset.train_batch(step, 2)["x"][0]) for step in (1, 2, 3, 7, 5)] == [1, 2, 0, 1, 2]
+    assert [int(dataset.train_batch(step, 2)["x"][0]) for step in (1, 2, 3, 7, 5)] == [
+        1,
+        2,
+        0,
+        1,
+        2,
+    ]
     dataset, _ = open_user_batches(lambda step: dict(x=np.zeros(2 + step)))
     with pytest.raises(SourceError, match="one after 1 updates has 3 x"):
         dataset.train_batch(1, 2)
@@ -267,12 +347,28 @@ def test_a_models_own_cache_writes(whole):
         positions=np.tile(np.arange(8), (16, 1)),
     )
     optimizer = jaxdist.OptimizerConfig(learning_rate=1e-2, warmup_steps=1)
-    model, two = functools.partial(Transformer, config), dict(mesh=dict(tensor=2), devices=jax.devices()[:2])
+    model, two = (
+        functools.partial(Transformer, config),
+        dict(mesh=dict(tensor=2), devices=jax.devices()[:2]),
+    )
     settings = {"train.log_every": 1}
-    run = fit(text, 3, model=model, optimizer=optimizer, batch_size=16, settings=settings, **two)
+    run = fit(
+        text,
+        3,
+        model=model,
+        optimizer=optimizer,
+        batch_size=16,
+        settings=settings,
+        **two,
+    )
     assert all(row["learning_rate"] > 0 for row in run.metrics.train)
-    (found,) = run.generate([[1, 2, 3]], max_tokens=4, sampling=SamplingConfig(temperature=0.0))
-    batch = {"tokens": jnp.asarray([[1, 2, 3, *found.tokens]]), "positions": jnp.arange(7)[None]}
+    (found,) = run.generate(
+        [[1, 2, 3]], max_tokens=4, sampling=SamplingConfig(temperature=0.0)
+    )
+    batch = {
+        "tokens": jnp.asarray([[1, 2, 3, *found.tokens]]),
+        "positions": jnp.arange(7)[None],
+    }
     logits = nnx.jit(lambda model, batch: model.forward(batch))(run.model, batch)[0]
     assert found.tokens.tolist() == logits[2:6].argmax(-1).tolist()
     with pytest.raises(ConfigError, match="Net has no init_cache and decode"):
@@ -291,7 +387,10 @@ def test_what_cannot_be_is_said_before_anything_compiles(whole, monkeypatch):
         ("ended after 0 batches", dict(data=[])),
         ("batch_size=8: the batches have 16 samples", dict(batch_size=8)),
         ("validation: a sample has", dict(validation=dict(x=X))),
-        ("nearest legal sizes: 8 or 16", dict(data=dict(x=X, y=Y), batch_size=10, mesh=dict(fsdp=8))),
+        (
+            "nearest legal sizes: 8 or 16",
+            dict(data=dict(x=X, y=Y), batch_size=10, mesh=dict(fsdp=8)),
+        ),
         ("Did you mean mesh.fsdp", dict(mesh=dict(fspd=2))),
         ("3", dict(mesh=dict(fsdp=3))),
         ("required a transformation of optax", dict(optimizer=nnx.Optimizer)),
@@ -300,14 +399,19 @@ def test_what_cannot_be_is_said_before_anything_compiles(whole, monkeypatch):
         ("the batch has no 'x'", dict(data=dict(z=X))),
         ("an argument of fit", dict(settings={"train.steps": 3})),
         ("no such field", dict(settings={"train.log_evry": 3})),
-        ("batch.accumulation=2: Net.loss changes its state", dict(settings={"batch.accumulation": 2})),
+        (
+            "batch.accumulation=2: Net.loss changes its state",
+            dict(settings={"batch.accumulation": 2}),
+        ),
         ("model.name: the run", dict(model=lambda rngs: Wider(rngs=rngs), **held)),
         ("seed: the run", dict(seed=1, **held)),
         ("data.path: the run", dict(data=dict(z=X, x=X, y=Y), batch_size=16, **held)),
         ("the data has changed", dict(data=lambda step: batches(step + 1), **held)),
     ]
     compiled = []
-    monkeypatch.setattr("jaxdist.trainer.restore._compile", lambda *_: compiled.append(1))
+    monkeypatch.setattr(
+        "jaxdist.trainer.restore._compile", lambda *_: compiled.append(1)
+    )
     for text, options in wrong:
         with pytest.raises(ConfigError, match=re.escape(text)):
             fit(**options)
@@ -349,7 +453,9 @@ def asked_to_leave(step: int) -> dict:
 
 
 def test_a_signal_for_the_process_ends_a_script_with_75(tmp_path):
-    with pytest.raises(SystemExit, match="stopped after step .*, saved; run again") as left:
+    with pytest.raises(
+        SystemExit, match="stopped after step .*, saved; run again"
+    ) as left:
         fit(asked_to_leave, folder=tmp_path / "run")
     assert left.value.code == 75 and isinstance(left.value, trainer.Interrupted)
     assert read_events(tmp_path / "run")[-1]["event"] == "preempted"
@@ -358,12 +464,21 @@ def test_a_signal_for_the_process_ends_a_script_with_75(tmp_path):
 
 def test_a_run_that_ends_with_skipped_updates_has_failed(tmp_path):
     def sick(step: int) -> dict:
-        return batches(step) if step < 6 else dict(x=np.full((16, 4), np.nan, np.float32), y=Y[:16])
+        return (
+            batches(step)
+            if step < 6
+            else dict(x=np.full((16, 4), np.nan, np.float32), y=Y[:16])
+        )
 
     for _ in range(2):  # also where it has nothing left to do
-        with pytest.raises(trainer.TrainingStopped, match="the last 2 updates were left out.* step 7 on"):
+        with pytest.raises(
+            trainer.TrainingStopped,
+            match="the last 2 updates were left out.* step 7 on",
+        ):
             fit(sick, folder=tmp_path / "run")
-    (stop,) = [event for event in read_events(tmp_path / "run") if event["event"] == "stop"]
+    (stop,) = [
+        event for event in read_events(tmp_path / "run") if event["event"] == "stop"
+    ]
     assert stop["reason"] == "nonfinite" and stop["step"] == 8
 
 
@@ -378,20 +493,38 @@ def given(step):
 
 @pytest.fixture
 def launched_script(tmp_path):
-    """Returns what runs the docs' script in two processes, with a fault in one: its end, its seconds."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
+    """Returns what runs the docs' script in two processes, with a fault in one: its
+    end, its seconds.
+    """
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL
+    )
     (joined,) = [block for block in blocks if "jaxdist.join()" in block]
     joined = joined.replace("dict(x=x, y=y)", "given")
     assert "given, steps=200" in joined
     flags = ["--processes", "2", "--devices-per-process", "2", "--max-restarts", "0"]
-    command = [sys.executable, "-m", "jaxdist.launch", *flags, "--", sys.executable, "script.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxdist.launch",
+        *flags,
+        "--",
+        sys.executable,
+        "script.py",
+    ]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
 
     def launch(
         fault: str = "pass", join: str = "jaxdist.join()"
     ) -> tuple[subprocess.CompletedProcess, float]:
-        code = [blocks[0], AT_STEP.replace("FAULT", fault), joined.replace("jaxdist.join()", join)]
-        (tmp_path / "script.py").write_text("\n".join([*code, 'print("came to", run.step)']))
+        code = [
+            blocks[0],
+            AT_STEP.replace("FAULT", fault),
+            joined.replace("jaxdist.join()", join),
+        ]
+        (tmp_path / "script.py").write_text(
+            "\n".join([*code, 'print("came to", run.step)'])
+        )
         began = time.monotonic()
         done = subprocess.run(
             command,
@@ -417,7 +550,10 @@ def test_a_script_joins_its_processes_and_ends_as_train_does(launched_script, tm
     done, _ = launched_script()
     assert done.returncode == 0 and done.stdout.count("came to 200\n") == 2, done.stdout
     events = read_events(tmp_path / "runs" / "joined")
-    assert [e["event"] for e in events if e["event"] in ("preempted", "restore")] == ["preempted", "restore"]
+    assert [e["event"] for e in events if e["event"] in ("preempted", "restore")] == [
+        "preempted",
+        "restore",
+    ]
 
 
 RAISES = "from jaxdist.checkpoint.files import CheckpointError; raise CheckpointError('mine')"
@@ -431,9 +567,13 @@ RAISES = "from jaxdist.checkpoint.files import CheckpointError; raise Checkpoint
         (RAISES, 77),
     ],
 )
-def test_a_fault_in_one_process_does_not_wait_for_the_others(launched_script, fault, code):
+def test_a_fault_in_one_process_does_not_wait_for_the_others(
+    launched_script, fault, code
+):
     done, seconds = launched_script(fault)
-    assert "mine" in done.stdout and done.returncode == code and seconds < 115, done.stdout
+    assert "mine" in done.stdout and done.returncode == code and seconds < 115, (
+        done.stdout
+    )
 
 
 OWN = "signal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True))"
@@ -444,23 +584,41 @@ LATER = f"signal.signal(signal.SIGUSR2, lambda *_: ({OWN}, {KILL}))"
 @pytest.mark.parametrize(
     ("fault", "join", "where"),
     [
-        pytest.param(KILL, f"{OWN}; jaxdist.join()", "stopped after step", marks=pytest.mark.slow),
-        pytest.param("pass", f"{OWN}; jaxdist.join(); {KILL}", "nothing is unsaved", marks=pytest.mark.slow),
-        # Set by the main thread during the run, and needed before the next step could notice.
-        (KILL.replace("TERM", "USR2"), f"{LATER}; jaxdist.join()", "stopped after step"),
+        pytest.param(
+            KILL, f"{OWN}; jaxdist.join()", "stopped after step", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "pass",
+            f"{OWN}; jaxdist.join(); {KILL}",
+            "nothing is unsaved",
+            marks=pytest.mark.slow,
+        ),
+        # Set by the main thread during the run, and needed before the next step could
+        # notice.
+        (
+            KILL.replace("TERM", "USR2"),
+            f"{LATER}; jaxdist.join()",
+            "stopped after step",
+        ),
     ],
 )
-def test_a_scripts_own_handler_is_called_and_the_run_stops(launched_script, fault, join, where):
+def test_a_scripts_own_handler_is_called_and_the_run_stops(
+    launched_script, fault, join, where
+):
     done, _ = launched_script(fault, join)
     assert done.returncode == 75 and "came to" not in done.stdout, done.stdout
-    assert "heard" in done.stdout and (where in done.stdout or where == "stopped after step"), done.stdout
+    assert "heard" in done.stdout and (
+        where in done.stdout or where == "stopped after step"
+    ), done.stdout
 
 
-# --- what is shown --------------------------------------------------------------------------------
+# --- what is shown --------------------------------------------------------------------
 
 
 def run_script(code: str, folder: Path) -> str:
-    """Returns what a script printed; a stand-in for matplotlib notes what it was to draw."""
+    """Returns what a script printed; a stand-in for matplotlib notes what it was to
+    draw.
+    """
     stand_in = folder / "matplotlib" / "pyplot.py"
     stand_in.parent.mkdir()
     stand_in.parent.joinpath("__init__.py").touch()
@@ -471,60 +629,99 @@ def run_script(code: str, folder: Path) -> str:
     (folder / "script.py").write_text(code)
     environ = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=folder, env=environ, capture_output=True, text=True, check=False
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout
 
 
-@pytest.mark.skipif(bool(find_spec("nbclient")), reason="it runs in a kernel, see below")
+@pytest.mark.skipif(
+    bool(find_spec("nbclient")), reason="it runs in a kernel, see below"
+)
 def test_the_notebook_runs(tmp_path):
     notebook = json.loads((ROOT / "examples" / "jaxdist_in_colab.ipynb").read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    assert all(
+        cell["outputs"] == [] and cell["execution_count"] is None for cell in cells
+    )
     install, *others = ["".join(cell["source"]) for cell in cells]
-    assert cells[0]["metadata"]["tags"] == ["install"] and install.endswith("%pip install -q {SOURCE}")
+    assert cells[0]["metadata"]["tags"] == ["install"] and install.endswith(
+        "%pip install -q {SOURCE}"
+    )
     assert install.startswith('SOURCE = ".."')
-    others = [re.sub(r"\n(\S[^=\n]*)\Z", r"\nprint(\1)", cell) if _shows(cell) else cell for cell in others]
+    others = [
+        re.sub(r"\n(\S[^=\n]*)\Z", r"\nprint(\1)", cell) if _shows(cell) else cell
+        for cell in others
+    ]
     said = run_script("\n\n".join(others), tmp_path)
     plotted = re.search(r"plotted 60 60 (\S+) (\S+)\nshown", said)
     assert plotted and float(plotted[2]) < 0.75 * float(plotted[1])
     assert re.search(r"P\(.*'fsdp'.*\) 8\n", said)
     assert "died: the power is gone" in said and "resumed after step 30" in said
     assert "largest difference of a loss: 0.0" in said
-    assert said.rstrip().splitlines()[-1] and "    def get" in said.split("largest difference")[1]
+    assert (
+        said.rstrip().splitlines()[-1]
+        and "    def get" in said.split("largest difference")[1]
+    )
 
 
 def test_the_notebook_runs_in_a_kernel_and_its_stop_button_works(tmp_path):
-    """As a user runs it, cell by cell; the cell that trains is stopped once, and run again."""
-    nbclient = pytest.importorskip("nbclient", reason="nbclient and ipykernel are not installed")
+    """As a user runs it, cell by cell; the cell that trains is stopped once, and run
+    again.
+    """
+    nbclient = pytest.importorskip(
+        "nbclient", reason="nbclient and ipykernel are not installed"
+    )
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
     nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(ROOT / "examples" / "jaxdist_in_colab.ipynb", as_version=4)
-    first = next(i for i, cell in enumerate(notebook.cells) if "steps=60" in cell.source)
+    first = next(
+        i for i, cell in enumerate(notebook.cells) if "steps=60" in cell.source
+    )
     stopped = nbformat.from_dict(dict(notebook.cells[first]))
-    stopped.source = stopped.source.replace("    batches,\n", "    pressed,\n") + "\nprint('after', run)"
+    stopped.source = (
+        stopped.source.replace("    batches,\n", "    pressed,\n")
+        + "\nprint('after', run)"
+    )
     press = "if step == 20:\n        os.kill(os.getpid(), 2)"  # as the button does
     pressed = f"def pressed(step):\n    {press}\n    return batches(step)"
     notebook.cells.insert(first, stopped)
     notebook.cells.insert(first, nbformat.v4.new_code_cell(pressed))
-    notebook.cells = [cell for cell in notebook.cells if cell.metadata.get("tags") != ["install"]]
+    notebook.cells = [
+        cell for cell in notebook.cells if cell.metadata.get("tags") != ["install"]
+    ]
     os.environ["PYTHONPATH"], before = str(ROOT), os.environ.get("PYTHONPATH", "")
     try:
-        nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
+        nbclient.NotebookClient(
+            notebook, timeout=600, resources={"metadata": {"path": tmp_path}}
+        ).execute()
     finally:
         os.environ["PYTHONPATH"] = before
     said = [
-        "\n".join(out.get("text", "") + out.get("data", {}).get("text/plain", "") for out in cell.outputs)
+        "\n".join(
+            out.get("text", "") + out.get("data", {}).get("text/plain", "")
+            for out in cell.outputs
+        )
         for cell in notebook.cells
         if cell.cell_type == "code"
     ]
-    at = next(i for i, text in enumerate(said) if "after Fitted(stopped after step" in text)
-    assert re.search(
-        r"^stopped after step (\d+) of 60 by an interrupt; saved in runs/notebook", said[at], re.M
+    at = next(
+        i for i, text in enumerate(said) if "after Fitted(stopped after step" in text
     )
-    assert "resumed after step" in said[at + 1] and "Fitted(step 60, loss" in said[at + 1]
+    assert re.search(
+        r"^stopped after step (\d+) of 60 by an interrupt; saved in runs/notebook",
+        said[at],
+        re.M,
+    )
+    assert (
+        "resumed after step" in said[at + 1] and "Fitted(step 60, loss" in said[at + 1]
+    )
     assert any("largest difference of a loss: 0.0" in text for text in said)
 
 
@@ -538,9 +735,13 @@ def test_the_snippets_of_the_docs_run(tmp_path):
     text = (ROOT / "docs" / "library.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) >= 6
-    said = run_script("\n".join([*blocks, 'print("accuracy", accuracy)', "print(judge)"]), tmp_path)
+    said = run_script(
+        "\n".join([*blocks, 'print("accuracy", accuracy)', "print(judge)"]), tmp_path
+    )
     assert float(re.search(r"accuracy (\S+)", said)[1]) > 0.9
     error = re.search(r"print\(error\)  # (.*?)(  # fmt: skip)?\n", text)[1]
     assert error in said and "Fitted(step 40, loss" in said
     arguments = set(re.findall(r"^\| `(\w+)`|, `(\w+)` \|", text, re.M))
-    assert {"model", "optimizer", "batches", "steps"} <= {name for pair in arguments for name in pair}
+    assert {"model", "optimizer", "batches", "steps"} <= {
+        name for pair in arguments for name in pair
+    }

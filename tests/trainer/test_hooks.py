@@ -1,4 +1,6 @@
-"""Hooks of the training loop: when they are called, what they see, and what they may ask for. Loggers."""
+"""Hooks of the training loop: when they are called, what they see, and what they may
+ask for. Loggers.
+"""
 
 import json
 
@@ -19,7 +21,14 @@ STEPS = 7
 
 def config_of(**changes) -> run_config.RunConfig:
     config = run_config.default_config()
-    sizes = {"num_layers": 1, "d_model": 16, "d_ff": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
+    sizes = {
+        "num_layers": 1,
+        "d_model": 16,
+        "d_ff": 16,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+    }
     small = {f"model.{name}": size for name, size in sizes.items()} | {
         "train.steps": STEPS,
         "train.log_every": 1,
@@ -28,16 +37,21 @@ def config_of(**changes) -> run_config.RunConfig:
         "checkpoint.every_steps": 0,
         "optimizer.warmup_steps": 1,
     }
-    config.update_from_flattened_dict(small | {k.replace("__", "."): v for k, v in changes.items()})
+    config.update_from_flattened_dict(
+        small | {k.replace("__", "."): v for k, v in changes.items()}
+    )
     return run_config.from_config(config)
 
 
 def train(folder, *hooks, **changes):
-    return trainer.train(config_of(**changes), folder, devices=jax.devices()[:1], hooks=hooks)
+    return trainer.train(
+        config_of(**changes), folder, devices=jax.devices()[:1], hooks=hooks
+    )
 
 
 @pytest.mark.parametrize(
-    ("steps", "at_end", "called"), [(3, False, [3, 6]), (3, True, [3, 6, 7]), (7, True, [7]), (0, True, [])]
+    ("steps", "at_end", "called"),
+    [(3, False, [3, 6]), (3, True, [3, 6, 7]), (7, True, [7]), (0, True, [])],
 )
 def test_every_calls_at_its_steps_and_at_the_end_once(tmp_path, steps, at_end, called):
     views = []
@@ -47,12 +61,19 @@ def test_every_calls_at_its_steps_and_at_the_end_once(tmp_path, steps, at_end, c
     for view in views:
         assert view.last == (view.step == STEPS) and not view.interrupted
         assert view.metrics["loss"].item() == rows[view.step]["loss"]
-        assert (view.progress.step, view.progress.tokens_seen) == (view.step, view.step * 4 * 16)
+        assert (view.progress.step, view.progress.tokens_seen) == (
+            view.step,
+            view.step * 4 * 16,
+        )
 
 
 def test_a_hook_sees_the_state_of_its_step_and_logs_beside_the_rows(tmp_path):
     def note(view):
-        norm = float(np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(view.state.trainable))))
+        norm = float(
+            np.sqrt(
+                sum(np.square(x).sum() for x in jax.tree.leaves(view.state.trainable))
+            )
+        )
         view.log(view.step, {"eval_loss": norm, "step_of_state": int(view.state.step)})
 
     train(tmp_path, every(2, note))
@@ -75,7 +96,8 @@ def test_a_hook_sees_the_weights_by_name_as_checkpoints_hold_them(tmp_path):
 
 def test_what_is_no_hook_is_refused_before_anything_compiles(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"hooks: <built-in function print> is no hook; write jaxdist.every"
+        ConfigError,
+        match=r"hooks: <built-in function print> is no hook; write jaxdist.every",
     ):
         train(tmp_path / "run", print)
     assert not (tmp_path / "run").exists()
@@ -89,11 +111,20 @@ def test_a_hook_saves_and_the_run_resumes_there(tmp_path):
 def test_a_hook_stops_the_run_which_is_evaluated_saved_and_resumed(tmp_path):
     text = tmp_path / "little.txt"
     text.write_text("a line to hold out, and to train on\n" * 20)
-    little = {"data__source": "text", "data__path": str(text), "data__validation_path": str(text)}
+    little = {
+        "data__source": "text",
+        "data__path": str(text),
+        "data__validation_path": str(text),
+    }
     changes = little | {"train__eval_every": 100, "optimizer__schedule": "constant"}
     result = train(tmp_path, every(4, lambda view: view.stop("good enough")), **changes)
     assert not result.stopped and int(result.state.step) == 4
-    assert [event["event"] for event in read_events(tmp_path)] == ["start", "evaluate", "save", "stop"]
+    assert [event["event"] for event in read_events(tmp_path)] == [
+        "start",
+        "evaluate",
+        "save",
+        "stop",
+    ]
     assert read_events(tmp_path)[-1]["reason"] == "good enough"
     assert int(train(tmp_path, **changes).state.step) == STEPS
 
@@ -107,18 +138,37 @@ def test_loggers_that_raise_and_sleep_leave_the_run_as_it_is(tmp_path, monkeypat
     train(tmp_path / "with", **evaluates, train__loggers=own, train__tensorboard=True)
     with_, without = (read_rows(tmp_path / name) for name in ("with", "without"))
     assert untimed(with_) == untimed(without) and len(with_.train) == STEPS
-    events = [event for event in read_events(tmp_path / "with") if event["event"] == "logger_failed"]
-    failed = [event["logger"] for event in events if "not ended within" not in event["error"]]
-    assert sorted(failed) == sorted(own[:2]) and {*own[:3]} <= {event["logger"] for event in events}
+    events = [
+        event
+        for event in read_events(tmp_path / "with")
+        if event["event"] == "logger_failed"
+    ]
+    failed = [
+        event["logger"] for event in events if "not ended within" not in event["error"]
+    ]
+    assert sorted(failed) == sorted(own[:2]) and {*own[:3]} <= {
+        event["logger"] for event in events
+    }
     assert list((tmp_path / "with" / "tensorboard").iterdir())
     calls = [json.loads(line) for line in (tmp_path / "with" / "calls.jsonl").open()]
-    assert calls[0][:4:2] == ["made", json.loads((tmp_path / "with/run.json").read_text())["run"]]
-    assert [call[1] for call in calls if call[0] == "event" and call[1] != "logger_failed"] == [
-        "start", "evaluate", "evaluate", "save", "stop",
-    ]  # fmt: skip
+    assert calls[0][:4:2] == [
+        "made",
+        json.loads((tmp_path / "with/run.json").read_text())["run"],
+    ]
+    assert [
+        call[1] for call in calls if call[0] == "event" and call[1] != "logger_failed"
+    ] == [
+        "start",
+        "evaluate",
+        "evaluate",
+        "save",
+        "stop",
+    ]
     rows = [call[2] for call in calls if call[0] == "write" and "loss" in call[2]]
     assert [row["loss"] for row in rows] == [row["loss"] for row in with_.train]
     assert calls[-1] == ["close"]
-    with pytest.raises(ConfigError, match=r"train.loggers='support.loggers:Other': .*no class 'Other'"):
+    with pytest.raises(
+        ConfigError, match=r"train.loggers='support.loggers:Other': .*no class 'Other'"
+    ):
         train(tmp_path / "none", train__loggers=("support.loggers:Other",))
     assert not (tmp_path / "none").exists()

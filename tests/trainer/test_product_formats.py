@@ -1,4 +1,6 @@
-"""Which products of a run are in 8-bit floats, on which chips, and what is said of it."""
+"""Which products of a run are in 8-bit floats, on which chips, and what is
+said of it.
+"""
 
 from functools import partial
 from types import SimpleNamespace
@@ -14,9 +16,14 @@ from jaxdist.trainer import build, product_formats, run_config
 from support.models import TINY, batch_of, step_of
 
 LARGE = {
-    "model.num_layers": 2, "model.d_model": 4096, "model.d_ff": 14336, "model.num_heads": 32,
-    "model.num_kv_heads": 8, "model.head_dim": 128, "precision.compute": "bfloat16",
-}  # fmt: skip
+    "model.num_layers": 2,
+    "model.d_model": 4096,
+    "model.d_ff": 14336,
+    "model.num_heads": 32,
+    "model.num_kv_heads": 8,
+    "model.head_dim": 128,
+    "precision.compute": "bfloat16",
+}
 
 
 def run_of(matmul: str = "fp8_rowwise", **changes) -> run_config.RunConfig:
@@ -44,13 +51,23 @@ def test_a_table_says_which_kernels_and_why_not_the_others():
     parts = {path.removeprefix("blocks/"): why for path, why in table.items()}
     taken = {"attention/query", "attention/out", "mlp/gate", "mlp/up", "mlp/down"}
     assert {path for path, why in parts.items() if not why} == taken
-    assert parts["attention/key"] == parts["attention/value"] == "4096 x 1024: too small to gain"
+    assert (
+        parts["attention/key"]
+        == parts["attention/value"]
+        == "4096 x 1024: too small to gain"
+    )
     assert parts["embedding"] == "rows of a table are looked up"
     assert parts["output"] == "scores of the vocabulary"
-    first, speed = product_formats.lines(run, spec, H100, partial(build.batch_shapes, run, 1))
-    assert "% of the forward products' FLOPs" in first and "attention/key, blocks/attention/value" in first
+    first, speed = product_formats.lines(
+        run, spec, H100, partial(build.batch_shapes, run, 1)
+    )
+    assert (
+        "% of the forward products' FLOPs" in first
+        and "attention/key, blocks/attention/value" in first
+    )
     assert "1978.9 TFLOP/s" in speed and "989.4" in speed
-    # 2 of the 4096 x 1024 kernels, the output layer of 256 and the attention itself are all that is left.
+    # 2 of the 4096 x 1024 kernels, the output layer of 256 and the attention itself are
+    # all that is left.
     share = product_formats.share(run, spec, partial(build.batch_shapes, run, 1))
     kernels = 2 * 4096 * 4096 + 3 * 4096 * 14336
     rest = 2 * 4096 * 1024 + 4096 * 256 / 2 + 2 * 4096 * run.batch.sequence_length
@@ -60,30 +77,47 @@ def test_a_table_says_which_kernels_and_why_not_the_others():
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("TPU v5 lite", "1.58 times"), ("TPU v5", "1.14 times"), ("TPU v6 lite", "1.77 times"),
-        ("TPU7x", "nobody has measured"), ("NVIDIA A100-SXM4-80GB", "no units for 8-bit floats"),
+        ("TPU v5 lite", "1.58 times"),
+        ("TPU v5", "1.14 times"),
+        ("TPU v6 lite", "1.77 times"),
+        ("TPU7x", "nobody has measured"),
+        ("NVIDIA A100-SXM4-80GB", "no units for 8-bit floats"),
         ("Tesla T4", "65 TFLOP/s"),
     ],
-)  # fmt: skip
+)
 def test_chips_that_gain_nothing_are_refused_with_the_number(kind, said):
-    (fault,) = faults(run_of(), device(kind, "tpu" if kind.startswith("TPU") else "gpu"))
+    (fault,) = faults(
+        run_of(), device(kind, "tpu" if kind.startswith("TPU") else "gpu")
+    )
     assert (
-        said in fault and "precision.matmul=fp8_rowwise" in fault and "set precision.matmul=compute" in fault
+        said in fault
+        and "precision.matmul=fp8_rowwise" in fault
+        and "set precision.matmul=compute" in fault
     )
     assert not faults(run_of("compute"), device(kind, "tpu"))
 
 
 def test_chips_that_gain():
     assert {chip.name for chip in CHIPS if chip.fp8_gains} == {
-        "H100 SXM", "H100 PCIe", "H100 NVL", "H200", "H200 NVL", "B200", "GB200", "RTX 4090", "L4",
-    }  # fmt: skip
+        "H100 SXM",
+        "H100 PCIe",
+        "H100 NVL",
+        "H200",
+        "H200 NVL",
+        "B200",
+        "GB200",
+        "RTX 4090",
+        "L4",
+    }
     assert not faults(run_of(), H100)
 
 
 def test_models_without_such_products_are_refused():
     (fault,) = faults(run_of(**{"model.d_model": 256, "model.d_ff": 512}), H100)
     assert "too small to gain" in fault and "jaxdist.ops.matmul.project" in fault
-    small = run_of(**{"model.d_model": 256, "model.d_ff": 512, "precision.fp8_small_kernels": True})
+    small = run_of(
+        **{"model.d_model": 256, "model.d_ff": 512, "precision.fp8_small_kernels": True}
+    )
     assert not faults(small, H100)
 
 
@@ -92,14 +126,18 @@ def test_activations_between_them_are_bfloat16():
         if found := schema.faults(run_of(**{"precision.compute": "float32"})):
             raise ConfigError(found)
     with pytest.raises(ConfigError, match=r"set precision\.matmul"):
-        if found := schema.faults(run_of("compute", **{"precision.fp8_small_kernels": True})):
+        if found := schema.faults(
+            run_of("compute", **{"precision.fp8_small_kernels": True})
+        ):
             raise ConfigError(found)
 
 
 def test_off_or_for_small_kernels_the_program_is_what_it_was():
     def lowered(**changes) -> str:
         built = step_of(model=TINY, step=StepConfig(compute="bfloat16", **changes))
-        return built.step.lower(built.abstract_state, built.abstract_batch(batch_of())).as_text()
+        return built.step.lower(
+            built.abstract_state, built.abstract_batch(batch_of())
+        ).as_text()
 
     default = lowered()
     assert "f8E4M3" not in default
@@ -114,5 +152,6 @@ def test_remat_keeps_products_with_their_scales():
         arguments = built.abstract_state, built.abstract_batch(batch_of())
         return str(jax.make_jaxpr(built.inspect)(*arguments)).count("dot_general[")
 
-    # Forward, and two a kernel backward: nothing is multiplied twice. Gradients of inputs are one product.
+    # Forward, and two a kernel backward: nothing is multiplied twice. Gradients of
+    # inputs are one product.
     assert products(matmul="fp8_rowwise", fp8_small_kernels=True) == products() - 3

@@ -1,4 +1,6 @@
-"""Where a run starts: what a checkpoint says of its run is checked before it is believed."""
+"""Where a run starts: what a checkpoint says of its run is checked before it is
+believed.
+"""
 
 from typing import Any
 
@@ -34,7 +36,11 @@ def test_sound_metadata_is_believed():
         ("progress", {"step": 8, "tokens_seen": -1}, "progress.tokens_seen is -1"),
         ("progress", {"step": 8, "tokens_seen": 1.5}, "progress.tokens_seen is 1.5"),
         ("progress", {"step": 8, "elapsed_s": True}, "progress.elapsed_s is True"),
-        ("progress", {"step": 8, "elapsed_s": float("nan")}, "progress.elapsed_s is nan"),
+        (
+            "progress",
+            {"step": 8, "elapsed_s": float("nan")},
+            "progress.elapsed_s is nan",
+        ),
         ("progress", {"step": 8, "elapsed_s": None}, "progress.elapsed_s is None"),
         ("progress", {"step": 8, "__class__": 1}, "progress.__class__ is 1"),
         ("progress", None, "progress is NoneType"),

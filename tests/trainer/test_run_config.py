@@ -23,7 +23,7 @@ def faults_of(*arguments: str) -> tuple[str, ...]:
     return caught.value.faults
 
 
-# --- parse ----------------------------------------------------------------------------------------
+# --- parse ----------------------------------------------------------------------------
 
 
 def test_values_after_an_equals_sign_or_a_space():
@@ -45,7 +45,9 @@ def test_values_after_an_equals_sign_or_a_space():
 
 
 def test_a_value_may_not_be_missing():
-    assert faults_of("--config", "quickstart", "--config.model.qk_norm", "--config.seed") == (
+    assert faults_of(
+        "--config", "quickstart", "--config.model.qk_norm", "--config.seed"
+    ) == (
         "model.qk_norm: has no value; write --config.model.qk_norm=VALUE",
         "seed: has no value; write --config.seed=VALUE",
     )
@@ -65,7 +67,9 @@ def test_a_value_is_the_word_behind_its_path():
 
 
 def test_the_last_of_two_overrides_counts():
-    assert parse("--config", "quickstart", "--config.seed=1", "--config.seed=2").seed == 2
+    assert (
+        parse("--config", "quickstart", "--config.seed=1", "--config.seed=2").seed == 2
+    )
 
 
 def test_a_command_s_own_flags_come_back():
@@ -87,18 +91,24 @@ def test_the_target_is_read_before_the_other_overrides(tmp_path):
         patch.syspath_prepend(tmp_path)
         run = parse("--config", "quickstart", target, "--config.model.width=5")
         assert run.model == {"target": "models_for_recipe:Wide", "width": 5}
-        (fault,) = faults_of("--config", "quickstart", target, "--config.model.d_model=5")
+        (fault,) = faults_of(
+            "--config", "quickstart", target, "--config.model.d_model=5"
+        )
         assert fault.startswith("model.d_model: no such field.")
 
 
 def test_a_config_file_may_leave_out_everything(tmp_path):
     path = tmp_path / "bare.py"
-    path.write_text("from ml_collections import ConfigDict\ndef get_config(): return ConfigDict()")
-    assert parse("--config", str(path)) == run_config.from_config(run_config.default_config())
+    path.write_text(
+        "from ml_collections import ConfigDict\ndef get_config(): return ConfigDict()"
+    )
+    assert parse("--config", str(path)) == run_config.from_config(
+        run_config.default_config()
+    )
     assert parse("--config", str(path), "--config.model.d_ff=8").model["d_ff"] == 8
 
 
-# --- what may change on resume --------------------------------------------------------------------
+# --- what may change on resume --------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -113,7 +123,8 @@ def test_a_config_file_may_leave_out_everything(tmp_path):
         ("checkpoint.keep_last=7", True),
         ("train.max_minutes=7", True),
         ("optimizer.decay_steps=2001", False),
-        ("train.steps=2001", True),  # what is done stays as it was; the schedule is extended
+        # what is done stays as it was; the schedule is extended
+        ("train.steps=2001", True),
         ("batch.global_size=8", False),
         ("seed=1", False),
         ("model.d_ff=8", False),
@@ -124,13 +135,17 @@ def test_a_config_file_may_leave_out_everything(tmp_path):
 )
 def test_the_fingerprint_sees_what_changes_losses(change, harmless):
     before = run_config.run_fingerprint(parse("--config", "quickstart"))
-    after = run_config.run_fingerprint(parse("--config", "quickstart", f"--config.{change}"))
+    after = run_config.run_fingerprint(
+        parse("--config", "quickstart", f"--config.{change}")
+    )
     assert (before == after) == harmless
 
 
 def test_a_warm_up_that_is_not_set_is_the_runs():
     def check(stored, now, **more):
-        config = schema.to_config_dict(parse("--config", "quickstart", *stored)).to_dict()
+        config = schema.to_config_dict(
+            parse("--config", "quickstart", *stored)
+        ).to_dict()
         workdir.check_stored_config(
             {"config": config, **more}, parse("--config", "quickstart", *now), Path("x")
         )
@@ -140,17 +155,25 @@ def test_a_warm_up_that_is_not_set_is_the_runs():
     check(some, none)  # older versions had 100, and wrote it
     check(none, some, **settled)
     for stored, more in ((some, {}), (none, settled)):
-        with pytest.raises(ConfigError, match="optimizer.warmup_steps: the run in x has .*, now 30"):
+        with pytest.raises(
+            ConfigError, match="optimizer.warmup_steps: the run in x has .*, now 30"
+        ):
             check(stored, ["--config.optimizer.warmup_steps=30"], **more)
     with pytest.raises(ConfigError, match="the checkpoint's schedule is damaged"):
         check(none, none, schedule={"warmup_steps": None})
 
 
 def test_edges_that_are_replicated_are_refused_but_runs_that_had_them_load(tmp_path):
-    with pytest.raises(ConfigError, match=r"required one of sharded, last\. .*last: whole on each"):
+    with pytest.raises(
+        ConfigError, match=r"required one of sharded, last\. .*last: whole on each"
+    ):
         parse("--config", "quickstart", "--config.pipeline.edges=replicated")
     stored = schema.to_config_dict(parse("--config", "quickstart")).to_dict()
-    for before, now in {"replicated": "last", "last": "last", "sharded": "sharded"}.items():
+    for before, now in {
+        "replicated": "last",
+        "last": "last",
+        "sharded": "sharded",
+    }.items():
         stored["pipeline"]["edges"] = before
         (tmp_path / workdir.CONFIG).write_text(json.dumps(stored))
         assert workdir.read_config(tmp_path).pipeline.edges == now
@@ -162,7 +185,7 @@ def test_harmless_keys_exist():
         assert fnmatch.filter(fields, pattern), pattern
 
 
-# --- batch, mesh ----------------------------------------------------------------------------------
+# --- batch, mesh ----------------------------------------------------------------------
 
 
 def test_batch_arithmetic_says_the_numbers():
@@ -174,7 +197,9 @@ def test_batch_arithmetic_says_the_numbers():
     )
 
 
-@pytest.mark.parametrize(("size", "legal"), [(16, True), (48, True), (8, False), (24, False)])
+@pytest.mark.parametrize(
+    ("size", "legal"), [(16, True), (48, True), (8, False), (24, False)]
+)
 def test_the_batch_divides_by_accumulation_and_shards(size, legal):
     assert len(jax.devices()) == 8
     settings = (f"--config.batch.global_size={size}", "--config.batch.accumulation=2")
@@ -213,7 +238,9 @@ def test_text_batches_are_what_the_dataset_makes(tmp_path):
         length = run.batch.sequence_length
         dataset = open_dataset(run.data, sequence_length=length, log=lambda line: None)
         real = {n: (x.shape, x.dtype) for n, x in dataset.train_batch(0, 4).items()}
-        assert {n: (x.shape, x.dtype) for n, x in build.batch_shapes(run, 4).items()} == real
+        assert {
+            n: (x.shape, x.dtype) for n, x in build.batch_shapes(run, 4).items()
+        } == real
 
 
 def test_the_default_config_is_a_run():
@@ -232,8 +259,11 @@ def test_a_stored_target_that_is_no_name_is_refused(tmp_path, target):
 
 
 def test_a_checkpoint_that_holds_a_fingerprint_alone_is_known_again():
-    """Keys that came since are not in it; a new one goes into run_config._NEWER, and changes nothing here."""
-    then = "b7e5ff098da7c2220dfdc6707e43578f8441ce22f6f884b2f3fe93b137079cfe"  # of its defaults
+    """Keys that came since are not in it; a new one goes into run_config._NEWER, and
+    changes nothing here.
+    """
+    # of its defaults
+    then = "b7e5ff098da7c2220dfdc6707e43578f8441ce22f6f884b2f3fe93b137079cfe"
     config = run_config.default_config()
     config.optimizer.warmup_steps = 100
     run = run_config.from_config(config)

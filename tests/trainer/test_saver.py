@@ -18,7 +18,9 @@ class _Store:
 
     def prepare(self, abstract):
         assert self.may_prepare.wait(10)
-        self.calls.append(("prepare", abstract, threading.current_thread() is threading.main_thread()))
+        self.calls.append(
+            ("prepare", abstract, threading.current_thread() is threading.main_thread())
+        )
 
     def should_save(self, step, now, **_):
         return True
@@ -37,7 +39,12 @@ def _saver(store) -> Saver:
 
 def _view(step):
     return SimpleNamespace(
-        step=step, state=None, progress=None, last=False, interrupted=False, save_requested=False
+        step=step,
+        state=None,
+        progress=None,
+        last=False,
+        interrupted=False,
+        save_requested=False,
     )
 
 
@@ -55,7 +62,9 @@ def test_the_first_save_is_prepared_beside_the_steps_and_waited_for():
     assert store.calls == [("prepare", "shapes", False), ("save", PREPARED_AFTER + 1)]
 
 
-@pytest.mark.parametrize("rule", [{}, {"every_minutes": 1.0}, {"every_steps": 3}, {"keep_best": "eval_loss"}])
+@pytest.mark.parametrize(
+    "rule", [{}, {"every_minutes": 1.0}, {"every_steps": 3}, {"keep_best": "eval_loss"}]
+)
 def test_nothing_is_prepared_where_no_rule_saves(rule):
     store = _Store(**{"every_steps": 0, "save_at_end": False} | rule)
     store.may_prepare.set()

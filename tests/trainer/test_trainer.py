@@ -1,4 +1,6 @@
-"""Real runs as processes: they learn, die by kill -9, go on exactly, and change machines."""
+"""Real runs as processes: they learn, die by kill -9, go on exactly, and change
+machines.
+"""
 
 import json
 import random
@@ -38,9 +40,12 @@ def test_a_run_learns_and_writes_what_it_promises(straight):
     assert [row["step"] for row in rows] == list(range(1, 61))
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
     assert rows[-1]["tokens_seen"] == 60 * 8 * 32
-    assert {"step_time_s", "tokens_per_s", "mfu", "data_wait_s", "grad_norm"} <= rows[0].keys()
+    assert {"step_time_s", "tokens_per_s", "mfu", "data_wait_s", "grad_norm"} <= rows[
+        0
+    ].keys()
     assert rows[0]["mfu"] is None  # a CPU's peak is unknown, and not guessed
-    assert list_steps(straight / "checkpoints") == [24, 49, 56, 60]  # 24: where the decay begins
+    # 24: where the decay begins
+    assert list_steps(straight / "checkpoints") == [24, 49, 56, 60]
     assert read_step(straight / "checkpoints", 60).metadata["progress"]["step"] == 60
     events = [event["event"] for event in read_events(straight)]
     assert events[0] == "start" and events[-1] == "stop" and events.count("save") == 10
@@ -85,7 +90,12 @@ def test_a_resume_is_bitwise_where_gradients_are_summed_once_a_step(layout, tmp_
 def test_a_run_goes_on_on_another_mesh(straight, tmp_path):
     workdir = tmp_path / "moved"
     train_and_kill(workdir, 30)
-    layout = {"mesh__fsdp": 2, "mesh__tensor": 2, "mesh__data": 2, "batch__accumulation": 2}
+    layout = {
+        "mesh__fsdp": 2,
+        "mesh__tensor": 2,
+        "mesh__data": 2,
+        "batch__accumulation": 2,
+    }
     train(workdir, devices=8, train__sample_tokens=8, **layout)
     assert (workdir / "sample.txt").stat().st_size > 8
     run = json.loads((workdir / "run.json").read_text())
@@ -112,7 +122,12 @@ def test_a_finished_run_says_so_and_how_to_go_on(straight):
 def test_an_interrupt_saves_and_the_same_command_goes_on(straight, tmp_path):
     workdir = tmp_path / "interrupted"
     process = subprocess.Popen(
-        command(workdir, checkpoint__every_steps=0, checkpoint__save_at_end=False, train__eval_every=1000),
+        command(
+            workdir,
+            checkpoint__every_steps=0,
+            checkpoint__save_at_end=False,
+            train__eval_every=1000,
+        ),
         env=environment(1),
         stdout=subprocess.PIPE,
         text=True,
@@ -125,7 +140,8 @@ def test_an_interrupt_saves_and_the_same_command_goes_on(straight, tmp_path):
     (saved,) = list_steps(workdir / "checkpoints")
     assert 20 <= saved < 60
     names = [e["event"] for e in read_events(workdir)]
-    assert names[-1] == "preempted" and "evaluate" not in names  # there may be no time for it
+    # there may be no time for it
+    assert names[-1] == "preempted" and "evaluate" not in names
     train(workdir, checkpoint__every_steps=0)
     assert losses(workdir) == losses(straight) and same_state(workdir, straight)
 
@@ -136,19 +152,35 @@ def test_without_a_usable_checkpoint_a_run_does_not_begin_anew(straight, tmp_pat
     for step in list_steps(workdir / "checkpoints"):
         shutil.rmtree(workdir / "checkpoints" / str(step) / "state")
     before = (workdir / "metrics.jsonl").read_bytes()
-    done = subprocess.run(command(workdir), env=environment(1), capture_output=True, text=True)
-    assert done.returncode == 77 and "no usable checkpoint" in done.stderr, done.stderr[-2000:]
+    done = subprocess.run(
+        command(workdir), env=environment(1), capture_output=True, text=True
+    )
+    assert done.returncode == 77 and "no usable checkpoint" in done.stderr, done.stderr[
+        -2000:
+    ]
     shutil.rmtree(workdir / "checkpoints")  # or a disk that is not mounted
-    done = subprocess.run(command(workdir), env=environment(1), capture_output=True, text=True)
-    assert done.returncode == 77 and "is it mounted?" in done.stderr, done.stderr[-2000:]
+    done = subprocess.run(
+        command(workdir), env=environment(1), capture_output=True, text=True
+    )
+    assert done.returncode == 77 and "is it mounted?" in done.stderr, done.stderr[
+        -2000:
+    ]
     assert (workdir / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_log_on_a_full_disk_does_not_stop_a_run(tmp_path):
     with open("/dev/full", "w") as full:
-        changes = {"train__steps": 5, "model__num_layers": 1, "checkpoint__every_steps": 0}
+        changes = {
+            "train__steps": 5,
+            "model__num_layers": 1,
+            "checkpoint__every_steps": 0,
+        }
         done = subprocess.run(
-            command(tmp_path, **changes), env=environment(1), stdout=full, stderr=subprocess.PIPE, text=True
+            command(tmp_path, **changes),
+            env=environment(1),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
         )
     assert done.returncode == 0 and last_step(tmp_path) == 5, done.stderr[-2000:]
 
@@ -170,6 +202,11 @@ def test_changed_data_is_refused_on_resume(tmp_path):
     (text / "3.txt").write_text("something else " * 60)
     longer = data | {"train__steps": 8}
     done = subprocess.run(
-        command(tmp_path / "run", **longer), env=environment(1), capture_output=True, text=True
+        command(tmp_path / "run", **longer),
+        env=environment(1),
+        capture_output=True,
+        text=True,
     )
-    assert done.returncode == 78 and "the data has changed" in done.stderr, done.stderr[-2000:]
+    assert done.returncode == 78 and "the data has changed" in done.stderr, done.stderr[
+        -2000:
+    ]

@@ -1,4 +1,6 @@
-"""Short sequences first, then long ones over several devices: to the end, and through kill -9."""
+"""Short sequences first, then long ones over several devices: to the end, and through
+kill -9.
+"""
 
 import numpy as np
 import pytest
@@ -23,22 +25,30 @@ LONG = SHORT | {
 
 
 @pytest.mark.slow
-def test_long_sequences_go_on_from_short_ones_and_a_killed_run_resumes_bitwise(tmp_path):
+def test_long_sequences_go_on_from_short_ones_and_a_killed_run_resumes_bitwise(
+    tmp_path,
+):
     train(tmp_path / "short", **SHORT)
     learned = losses(tmp_path / "short")[STEPS]
     long = LONG | {"init__from_run": tmp_path / "short"}
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     done = train(straight, 4, **long)
-    assert "attention by heads" in done.stdout and "attention work, largest over mean" in done.stdout
+    assert (
+        "attention by heads" in done.stdout
+        and "attention work, largest over mean" in done.stdout
+    )
     train_and_kill(killed, 45, 4, **long)
     assert "resumed after step" in train(killed, 4, **long).stdout
 
     rows = read_rows(straight).train
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert rows[0]["loss"] < learned + 1 < np.log(256)  # begun with what the first run had learned
+    # begun with what the first run had learned
+    assert rows[0]["loss"] < learned + 1 < np.log(256)
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert any(row["attention_imbalance"] > 1 for row in rows)
-    assert read_step(straight / "checkpoints", STEPS).metadata["progress"]["step"] == STEPS
+    assert (
+        read_step(straight / "checkpoints", STEPS).metadata["progress"]["step"] == STEPS
+    )
     assert untimed(read_rows(killed)) == untimed(read_rows(straight))
     one, other = (final_arrays(folder, STEPS) for folder in (straight, killed))
     assert one.keys() == other.keys() and len(one) > 20

@@ -23,7 +23,9 @@ TARGET = f"{__name__}:"
 
 
 class Bigram(nnx.Module):
-    """A foreign model without logical names; with `mean` its loss depends on accumulation."""
+    """A foreign model without logical names; with `mean` its loss depends on
+    accumulation.
+    """
 
     def __init__(self, width: int = 32, mean: bool = True, *, rngs: nnx.Rngs):
         self.mean = mean
@@ -32,13 +34,20 @@ class Bigram(nnx.Module):
 
     def loss(self, batch, key):
         logits = self.table[...][batch["tokens"]] @ self.head[...]
-        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)
-        total, count = -(picked[..., 0] * batch["weights"]).sum(), batch["weights"].sum()
+        picked = jnp.take_along_axis(
+            jax.nn.log_softmax(logits), batch["targets"][..., None], -1
+        )
+        total, count = (
+            -(picked[..., 0] * batch["weights"]).sum(),
+            batch["weights"].sum(),
+        )
         return total / count if self.mean else (total, count)
 
 
 class Summed(Bigram):
-    """The same with sums alone; its table is looked up by index, whatever it is split over."""
+    """The same with sums alone; its table is looked up by index, whatever it is split
+    over.
+    """
 
     sums_over_samples = True
 
@@ -47,7 +56,9 @@ class Summed(Bigram):
 
 
 def quickstart(**changes) -> run_config.RunConfig:
-    run = run_config.from_config(files.load("quickstart", folders=files.packaged_folders()))
+    run = run_config.from_config(
+        files.load("quickstart", folders=files.packaged_folders())
+    )
     return cases.with_values(run, changes)
 
 
@@ -56,19 +67,31 @@ def command(capsys, *words: str) -> tuple[int, str, str]:
     return cli.exit_code(lambda: verify.main(list(words))), *capsys.readouterr()
 
 
-# --- what is verified -----------------------------------------------------------------------------
+# --- what is verified -----------------------------------------------------------------
 
 
 def test_shrinking_keeps_the_variants():
     run = quickstart(
-        **{"model.dropout": 0.1, "model.bias": "qkv", "data.packing": "documents", "remat.layers": 3}
+        **{
+            "model.dropout": 0.1,
+            "model.bias": "qkv",
+            "data.packing": "documents",
+            "remat.layers": 3,
+        }
     )
     small, lines = cases.shrink_config(run, 8)
     assert small.data.packing == "documents"
-    changed = {change.path for change in schema.diff(*map(schema.to_config_dict, (run, small)))}
+    changed = {
+        change.path for change in schema.diff(*map(schema.to_config_dict, (run, small)))
+    }
     changed -= {path for path in changed if path.startswith("data.")}  # nothing is read
     sizes = {f"model.{name}" for name in run.model_config.tiny(32)}
-    others = {"batch.global_size", "batch.sequence_length", "optimizer.warmup_steps", "train.sample_tokens"}
+    others = {
+        "batch.global_size",
+        "batch.sequence_length",
+        "optimizer.warmup_steps",
+        "train.sample_tokens",
+    }
     assert changed <= sizes | others | {"remat.layers"}
     assert "remat: layers 3 -> 0" in lines and not small.remat.layers
     assert small.model["num_kv_heads"] == 4 and small.model["num_heads"] == 8
@@ -77,10 +100,13 @@ def test_shrinking_keeps_the_variants():
     learned, _ = cases.shrink_config(
         quickstart(**{"model.positions": "learned", "model.max_positions": 128}), 8
     )
-    validation.validate_on(cases.with_values(learned, cases.ONE_DEVICE), 1)  # a sample would be too long
+    # a sample would be too long
+    validation.validate_on(cases.with_values(learned, cases.ONE_DEVICE), 1)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "small"), [(12, 12, 8), (12, 1, 1), (16, 8, 4)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "small"), [(12, 12, 8), (12, 1, 1), (16, 8, 4)]
+)
 def test_kv_heads_keep_their_kind(heads, kv_heads, small):
     run = quickstart(**{"model.num_heads": heads, "model.num_kv_heads": kv_heads})
     assert cases.shrink_config(run, 8)[0].model["num_kv_heads"] == small
@@ -127,10 +153,15 @@ def test_the_matrix_of_layouts():
 
 def test_the_config_s_own_pipeline_is_proved_small():
     own = {"mesh.pipeline": 4, "pipeline.schedule": "interleaved", "pipeline.chunks": 3}
-    name, small = cases.layouts_for(quickstart(**own, **{"pipeline.microbatches": 64}), 8).popitem()
-    assert name == "the config's own: pipeline 4 x data 2, schedule interleaved, chunks 3"
+    name, small = cases.layouts_for(
+        quickstart(**own, **{"pipeline.microbatches": 64}), 8
+    ).popitem()
+    assert (
+        name == "the config's own: pipeline 4 x data 2, schedule interleaved, chunks 3"
+    )
     assert small["model.num_layers"] == 12 and small["pipeline.microbatches"] == 4
-    unused = quickstart(**{"pipeline.microbatches": 64, "mesh.data": 8})  # without stages it says nothing
+    # without stages it says nothing
+    unused = quickstart(**{"pipeline.microbatches": 64, "mesh.data": 8})
     assert list(cases.layouts_for(unused, 8))[-1] == "tensor 8, 4 kv heads"
 
 
@@ -152,7 +183,7 @@ def test_the_batch_is_unequal_and_the_same_each_time():
     assert starts.size and not starts.any()
 
 
-# --- comparing ------------------------------------------------------------------------------------
+# --- comparing ------------------------------------------------------------------------
 
 
 def observed(loss=2.0, gradient=1.0, parameter=1.0, initial=0.5) -> Observed:
@@ -160,7 +191,9 @@ def observed(loss=2.0, gradient=1.0, parameter=1.0, initial=0.5) -> Observed:
         return {"w": np.array([value, 1.0]), "idle": np.zeros(2)}
 
     start = {"w": np.array([0.5, 0.5]), "idle": np.zeros(2)}
-    return Observed(loss, leaf(gradient), start, leaf(parameter), {"w": np.float32([initial, 1])})
+    return Observed(
+        loss, leaf(gradient), start, leaf(parameter), {"w": np.float32([initial, 1])}
+    )
 
 
 ONE = dict.fromkeys(BANDS, observed())
@@ -197,10 +230,15 @@ def test_a_gradient_where_there_is_none_is_a_failure():
 
 
 @pytest.mark.parametrize(
-    ("gradient", "passes"), [(0.88, True), (0.84, False), (1.16, False), (math.nan, False)]
+    ("gradient", "passes"),
+    [(0.88, True), (0.84, False), (1.16, False), (math.nan, False)],
 )
-def test_a_model_that_answers_to_rounding_is_compared_by_its_distance_from_float32(gradient, passes):
-    """One device rounds 1 to 1.1: a layout may be as far from 1, but not much farther."""
+def test_a_model_that_answers_to_rounding_is_compared_by_its_distance_from_float32(
+    gradient, passes
+):
+    """One device rounds 1 to 1.1: a layout may be as far from 1, but not much
+    farther.
+    """
     expected = {"float32": observed(), "bfloat16": observed(gradient=1.1)}
     result = compare("x", "bfloat16", observed(gradient=gradient), expected, ())
     assert result.grad_error > BANDS["bfloat16"].gradient or math.isnan(gradient)
@@ -211,13 +249,21 @@ def test_a_model_that_answers_to_rounding_is_compared_by_its_distance_from_float
 
 
 def test_leaves_of_rounding_alone_are_found():
-    gradients = {"a": np.array([1.0]), "noise": np.array([1e-7]), "zero": np.array([0.0])}
+    gradients = {
+        "a": np.array([1.0]),
+        "noise": np.array([1e-7]),
+        "zero": np.array([0.0]),
+    }
     assert rounding_alone(gradients) == {"noise"}
 
 
-# --- experts --------------------------------------------------------------------------------------
+# --- experts --------------------------------------------------------------------------
 
-EXPERTS = {"model.num_experts": 16, "model.experts_per_token": 2, "model.expert_d_ff": 96}
+EXPERTS = {
+    "model.num_experts": 16,
+    "model.experts_per_token": 2,
+    "model.expert_d_ff": 96,
+}
 
 
 def with_experts(**changes) -> run_config.RunConfig:
@@ -227,16 +273,24 @@ def with_experts(**changes) -> run_config.RunConfig:
 def test_the_experts_of_each_token_are_drawn_or_left_to_the_routers():
     run = with_experts()
     batches = cases.batches(run, num_layers=5)
-    chosen, given, skewed = (batches[name][experts.GIVEN_IDS] for name in ("chosen", "given", "skewed"))
-    assert {ids.shape for ids in (chosen, given, skewed)} == {(32, 32, 5, 2)} and (chosen == -1).all()
-    assert (given[..., 0] != given[..., 1]).all() and (skewed[..., 0] != skewed[..., 1]).all()
+    chosen, given, skewed = (
+        batches[name][experts.GIVEN_IDS] for name in ("chosen", "given", "skewed")
+    )
+    assert {ids.shape for ids in (chosen, given, skewed)} == {(32, 32, 5, 2)} and (
+        chosen == -1
+    ).all()
+    assert (given[..., 0] != given[..., 1]).all() and (
+        skewed[..., 0] != skewed[..., 1]
+    ).all()
     E = run.model["num_experts"]
     assert np.bincount(given.ravel(), minlength=E).min() > 0.8 * given.size / E
     assert set(np.unique(skewed)) == set(range(E // 4))
-    assert len(np.unique(given.reshape(-1, 2), axis=0)) == E * (E - 1)  # tokens and layers differ
+    # tokens and layers differ
+    assert len(np.unique(given.reshape(-1, 2), axis=0)) == E * (E - 1)
     assert list(cases.batches(quickstart(), num_layers=5)) == [""]
     whole = with_experts(**{"model.experts_per_token": 16})
-    assert cases.batches(whole, 2)["skewed"][experts.GIVEN_IDS].shape[-1] == 8  # all of them, of eight
+    # all of them, of eight
+    assert cases.batches(whole, 2)["skewed"][experts.GIVEN_IDS].shape[-1] == 8
 
 
 def test_low_precision_and_uneven_loads_have_their_rows():
@@ -246,7 +300,9 @@ def test_low_precision_and_uneven_loads_have_their_rows():
         for name, layout in layouts.items()
         for precision in BANDS
     }
-    assert rows["fsdp 8", "float32"] == ("chosen",) and rows["fsdp 8", "bfloat16"] == ("given",)
+    assert rows["fsdp 8", "float32"] == ("chosen",) and rows["fsdp 8", "bfloat16"] == (
+        "given",
+    )
     assert rows["expert 8", "float32"] == ("chosen", "skewed")
     assert rows["pipeline 2 x expert 4", "bfloat16"] == ("given", "skewed")
     assert {name for (name, _), said in rows.items() if "skewed" in said} == {
@@ -269,12 +325,16 @@ def test_given_experts_are_taken_with_the_routers_weights():
     np.testing.assert_array_equal(mixed.weights[others], free.weights[others])
 
 
-@pytest.mark.parametrize("wrong", [{"load": np.ones((2, 3))}, {"state": {"bias": np.array([1e-30])}}])
+@pytest.mark.parametrize(
+    "wrong", [{"load": np.ones((2, 3))}, {"state": {"bias": np.array([1e-30])}}]
+)
 def test_an_expert_s_load_or_bias_that_differs_is_a_failure(wrong):
     right = observed()._replace(state={"bias": np.zeros(1)}, load=np.zeros((2, 3)))
     expected = dict.fromkeys(BANDS, right)
     assert compare("x", "float32", right, expected, (), routing="chosen").passed
-    result = compare("x", "float32", right._replace(**wrong), expected, (), routing="chosen")
+    result = compare(
+        "x", "float32", right._replace(**wrong), expected, (), routing="chosen"
+    )
     assert not result.passed and "loads differ" in comparison.row(result)
     held = dataclasses.replace(result, passed=True, load_equal=True, routing="given")
     assert comparison.row(held).endswith("equal, routing held fixed")
@@ -286,13 +346,17 @@ def test_layouts_that_share_out_experts_are_equal(balance):
     """Packed documents, and local layers between global ones."""
     changes = {"model.balance": balance, "data.packing": "documents"}
     changes |= {"model.window": 8, "model.layer_pattern": ("local", "global")}
-    report = runner.verify_layouts(quickstart(**EXPERTS | changes), jax.devices(), only="expert")
+    report = runner.verify_layouts(
+        quickstart(**EXPERTS | changes), jax.devices(), only="expert"
+    )
     assert report.passed and len(report.layouts) == 4 * 8 and not report.skipped
     assert {row.routing for row in report.layouts} == {"chosen", "given", "skewed"}
-    assert all(row.grad_error < 2e-6 for row in report.layouts if row.precision == "float32")
+    assert all(
+        row.grad_error < 2e-6 for row in report.layouts if row.precision == "float32"
+    )
 
 
-# --- the proof ------------------------------------------------------------------------------------
+# --- the proof ------------------------------------------------------------------------
 
 
 def test_the_command_finds_layouts_equal(capsys):
@@ -303,33 +367,58 @@ def test_the_command_finds_layouts_equal(capsys):
     assert code == 0 and report["passed"]
     rows = report["layouts"]
     assert [(r["layout"], r["precision"]) for r in rows] == [
-        ("tensor 2 x fsdp 4, sequence parallel", precision) for precision in runner.PRECISIONS
+        ("tensor 2 x fsdp 4, sequence parallel", precision)
+        for precision in runner.PRECISIONS
     ]
     for found in rows:
         bands = BANDS[found["precision"]]
         assert found["passed"] and found["init_equal"]
-        assert found["loss_error"] <= bands.loss and found["grad_error"] <= bands.gradient
+        assert (
+            found["loss_error"] <= bands.loss and found["grad_error"] <= bands.gradient
+        )
         assert 0 < found["grad_error"]  # two programs, not one compared with itself
         assert found["param_error"] <= bands.parameter
-    assert report["reference"]["loss"]["float32"] > 1 and "d_model" in report["shrunk"][0]
+    assert (
+        report["reference"]["loss"]["float32"] > 1 and "d_model" in report["shrunk"][0]
+    )
     assert "tensor 2 x fsdp 4" in err  # progress goes beside the JSON
 
 
 def test_stages_are_compared_layer_by_layer():
-    """Staged parameters, moments and gradients come back flat; a stage too many would show."""
+    """Staged parameters, moments and gradients come back flat; a stage too many would
+    show.
+    """
     run = quickstart(**{"optimizer.name": "sgd"})
     report = runner.verify_layouts(
-        run, jax.devices()[:2], precisions=["float32"], only="pipeline", log=lambda line: None
+        run,
+        jax.devices()[:2],
+        precisions=["float32"],
+        only="pipeline",
+        log=lambda line: None,
     )
     (result,) = report.layouts
-    assert result.layout == "pipeline 2 x data 1" and result.passed and result.grad_error > 0
+    assert (
+        result.layout == "pipeline 2 x data 1"
+        and result.passed
+        and result.grad_error > 0
+    )
 
 
 def test_a_loss_that_depends_on_the_layout_is_found_out(capsys):
     target = f"--config.model.target={TARGET}Bigram"
-    words = ["--config", "quickstart", target, "--precision", "float32", "--only", "fsdp 8"]
+    words = [
+        "--config",
+        "quickstart",
+        target,
+        "--precision",
+        "float32",
+        "--only",
+        "fsdp 8",
+    ]
     code, out, _ = command(capsys, *words)
-    verdicts = {line[:40].strip(): line for line in out.splitlines() if " float32 " in line}
+    verdicts = {
+        line[:40].strip(): line for line in out.splitlines() if " float32 " in line
+    }
     assert code == 1 and "1 of 5 rows are NOT equal" in out
     assert "NOT EQUAL" in verdicts["fsdp 8, accumulation 4"]  # a mean of means
     assert verdicts["fsdp 8"].endswith("equal") and "NOT" not in verdicts["fsdp 8"]
@@ -337,23 +426,39 @@ def test_a_loss_that_depends_on_the_layout_is_found_out(capsys):
     assert command(capsys, *right)[0] == 0
 
 
-def test_a_model_of_ones_own_that_says_that_it_sums_is_equal_where_replicas_add_up_on_their_own(capsys):
+def test_a_model_of_ones_own_that_says_that_it_sums_is_equal_where_replicas_add_up_on_their_own(
+    capsys,
+):
     """Zero 3 sums each part: the table that is looked up by index is split there."""
     target = f"--config.model.target={TARGET}Summed"
-    words = ["--config", "quickstart", target, "--precision", "float32", "--only", "x fsdp 4, accumulation"]
+    words = [
+        "--config",
+        "quickstart",
+        target,
+        "--precision",
+        "float32",
+        "--only",
+        "x fsdp 4, accumulation",
+    ]
     code, out, _ = command(capsys, *words)
     assert code == 0 and "all 4 rows equal one device" in out
 
 
 def test_programs_are_let_go_after_their_row():
-    """Those of all layouts at once would take more memory maps than a process may have."""
+    """Those of all layouts at once would take more memory maps than a process
+    may have.
+    """
     held = []
 
     def count(line):
         held.append(sum(isinstance(x, runner.Program) for x in gc.get_objects()))
 
-    run = dataclasses.replace(quickstart(), model={"target": f"{TARGET}Summed", "width": 32})
-    report = runner.verify_layouts(run, jax.devices(), precisions=["float32"], only="fsdp 8", log=count)
+    run = dataclasses.replace(
+        quickstart(), model={"target": f"{TARGET}Summed", "width": 32}
+    )
+    report = runner.verify_layouts(
+        run, jax.devices(), precisions=["float32"], only="fsdp 8", log=count
+    )
     assert len(report.layouts) == 5 and held[-1] == 2  # one device's and the last row's
 
 
@@ -367,20 +472,26 @@ def test_a_wrong_kernel_of_one_layout_is_found_out(monkeypatch):
             return built
 
         def inspect(state, batch):
-            return built.inspect(state, batch | {"weights": batch["weights"].at[1].set(0.0)})
+            return built.inspect(
+                state, batch | {"weights": batch["weights"].at[1].set(0.0)}
+            )
 
         return dataclasses.replace(built, inspect=jax.jit(inspect))
 
     monkeypatch.setattr(runner.build, "build_step", planted)
     run = quickstart(**{"optimizer.name": "sgd"})
     report = runner.verify_layouts(
-        run, jax.devices()[:2], precisions=["float32"], only="data 2", log=lambda line: None
+        run,
+        jax.devices()[:2],
+        precisions=["float32"],
+        only="data 2",
+        log=lambda line: None,
     )
     (result,) = report.layouts
     assert not report.passed and result.init_equal and result.grad_error > 1e-3
 
 
-# --- errors ---------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -388,8 +499,14 @@ def test_a_wrong_kernel_of_one_layout_is_found_out(monkeypatch):
     [
         (["--devices", "1"], "--devices 1: must be >= 2"),
         (["--only", "nonsense"], "layouts here: data 8; fsdp 8"),
-        (["--devices", "2", "--config.optimizer.learning_rate=-1"], "optimizer.learning_rate"),
-        ([f"--config.model.target={TARGET}Bigram", "--config.model.width=10000"], "cannot be shrunk"),
+        (
+            ["--devices", "2", "--config.optimizer.learning_rate=-1"],
+            "optimizer.learning_rate",
+        ),
+        (
+            [f"--config.model.target={TARGET}Bigram", "--config.model.width=10000"],
+            "cannot be shrunk",
+        ),
     ],
 )
 def test_errors_name_the_cure(capsys, words, said):
@@ -400,7 +517,13 @@ def test_errors_name_the_cure(capsys, words, said):
 def test_layouts_that_cannot_be_are_named():
     run = quickstart(**{"mesh.tensor": 16, "mesh.data": 1})
     with pytest.raises(ConfigError, match="own: tensor 16 cannot be"):
-        runner.verify_layouts(run, jax.devices(), precisions=["float32"], only="own", log=lambda line: None)
+        runner.verify_layouts(
+            run,
+            jax.devices(),
+            precisions=["float32"],
+            only="own",
+            log=lambda line: None,
+        )
 
 
 GPT2 = {
@@ -429,7 +552,9 @@ QWEN2 = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, GPT2, QWEN2], ids=["quickstart", "gpt2", "qwen2"])
+@pytest.mark.parametrize(
+    "changes", [{}, GPT2, QWEN2], ids=["quickstart", "gpt2", "qwen2"]
+)
 def test_the_whole_matrix(changes):
     report = runner.verify_layouts(quickstart(**changes), jax.devices())
     assert report.passed and len(report.layouts) == 56 and not report.skipped

@@ -1,4 +1,6 @@
-"""Mixtures of experts: `route` chooses each token's, `experts` computes them, on any mesh."""
+"""Mixtures of experts: `route` chooses each token's, `experts` computes them, on any
+mesh.
+"""
 
 from jaxdist.ops.experts.mixture import Output, Stats, experts, explain
 from jaxdist.ops.experts.routing import Routing, route

@@ -1,12 +1,15 @@
-"""Experts that devices share out, and how rows reach them. For a device, in a region manual over the mesh.
+"""Experts that devices share out, and how rows reach them. For a device, in a region
+manual over the mesh.
 
-`rounds`: every pair of devices swaps C rows by an all-to-all, until the fullest pair is done. With an even
-load that is one round, or a few where there are many rows; a skewed one takes more, and no more memory.
-`gather`: every device gets all tokens of the group and computes what its own experts add to each, in chunks
-of rows; the sums are scattered. Both drop nothing, whatever the load is.
+`rounds`: every pair of devices swaps C rows by an all-to-all, until the fullest pair is
+done. With an even load that is one round, or a few where there are many rows; a skewed
+one takes more, and no more memory. `gather`: every device gets all tokens of the group
+and computes what its own experts add to each, in chunks of rows; the sums are
+scattered. Both drop nothing, whatever the load is.
 
-Letters: `T` tokens of a device, `k` experts of a token, `A` = T k, `D` model, `E` experts, `n` devices that
-share them out, `e` = E / n, `C` rows of a pair in a round, `M` rows of a chunk, `R` rows allocated.
+Letters: `T` tokens of a device, `k` experts of a token, `A` = T k, `D` model, `E`
+experts, `n` devices that share them out, `e` = E / n, `C` rows of a pair in a round,
+`M` rows of a chunk, `R` rows allocated.
 """
 
 from collections.abc import Callable
@@ -23,7 +26,8 @@ from jaxdist.ops.experts.grouped_matmul import Backend
 from jaxdist.ops.experts.hidden import Activation
 from jaxdist.parallel import execution
 
-# What the exchange's collectives are called in a compiled program: rows, and their gradients.
+# What the exchange's collectives are called in a compiled program: rows, and their
+# gradients.
 TO_EXPERTS, FROM_EXPERTS = "rows_to_experts", "rows_from_experts"
 
 
@@ -39,7 +43,8 @@ class Exchange:
     dtype: Any  # of the kernels' gradients
     axis: str = ""  # of the mesh, that shares out the experts; "": none does
     parts: int = 1  # its size
-    split_tokens: bool = True  # whether the tokens are, too; else its devices have the same ones
+    # whether the tokens are, too; else its devices have the same ones
+    split_tokens: bool = True
     mesh_axes: tuple[str, ...] = ()
     trips: int = 1  # rounds, or chunks, that an even load takes
 
@@ -54,7 +59,9 @@ class Exchange:
 
     @property
     def keeps_products(self) -> bool:
-        """Whether the first products of rows are kept, if `remat.policy` lets them be."""
+        """Whether the first products of rows are kept, if `remat.policy` lets
+        them be.
+        """
         return self.backend.keeps_products and self.kind == "local"
 
 
@@ -81,26 +88,42 @@ def order_of(ids_Tk: jax.Array, exchange: Exchange) -> Order:
     return sort_by_expert(ids_Tk, exchange.experts)
 
 
-def forward(tokens: Tokens, order: Order, sizes_E, kernels: Kernels, exchange: Exchange):
-    """Returns the sum of the weighted outputs of each token's experts [T, D], and how many rounds it took.
+def forward(
+    tokens: Tokens, order: Order, sizes_E, kernels: Kernels, exchange: Exchange
+):
+    """Returns the sum of the weighted outputs of each token's experts [T, D], and how
+    many rounds it took.
 
-    And the products of its rows that the backward pass may have (`Exchange.keeps_products`).
+    And the products of its rows that the backward pass may have
+    (`Exchange.keeps_products`).
     """
     run = _rounds_forward if exchange.kind == "rounds" else _chunks_forward
     return run(tokens, order, sizes_E, kernels, exchange)
 
 
 def backward(
-    tokens: Tokens, dout_TD, order: Order, sizes_E, kernels: Kernels, products: Products, exchange: Exchange
+    tokens: Tokens,
+    dout_TD,
+    order: Order,
+    sizes_E,
+    kernels: Kernels,
+    products: Products,
+    exchange: Exchange,
 ) -> Gradients:
-    """Returns the gradients of a device's tokens, and of its kernels from the rows that it saw."""
+    """Returns the gradients of a device's tokens, and of its kernels from the rows that
+    it saw.
+    """
     if exchange.kind == "rounds":
         return _rounds_backward(tokens, dout_TD, order, sizes_E, kernels, exchange)
-    return _chunks_backward(tokens, dout_TD, order, sizes_E, kernels, products, exchange)
+    return _chunks_backward(
+        tokens, dout_TD, order, sizes_E, kernels, products, exchange
+    )
 
 
 def _added(total_T, rows, index_Tk, there_Tk, weights_Tk=None) -> jax.Array:
-    """Returns total [T, D] + the sum over k of rows[index] that are there, float32, weighted."""
+    """Returns total [T, D] + the sum over k of rows[index] that are there, float32,
+    weighted.
+    """
     for j in range(index_Tk.shape[1]):
         own = rows[index_Tk[:, j]].astype(jnp.float32)
         own = own if weights_Tk is None else own * weights_Tk[:, j, None]
@@ -112,11 +135,13 @@ def _zeros(kernels: Kernels) -> Kernels:
     return jax.tree.map(lambda kernel: jnp.zeros(kernel.shape, jnp.float32), kernels)
 
 
-# --- in chunks of a device's rows -----------------------------------------------------------------
+# --- in chunks of a device's rows -----------------------------------------------------
 
 
 def _own_ids(ids, exchange: Exchange):
-    """Returns ids of all tokens of the group, counted among the device's own experts."""
+    """Returns ids of all tokens of the group, counted among the device's own
+    experts.
+    """
     if exchange.split_tokens:
         ids = jax.lax.all_gather(ids, exchange.axis, tiled=True)
     own = exchange.own_experts
@@ -137,7 +162,8 @@ def _summed(x, exchange: Exchange):
         return x
     if not exchange.split_tokens:
         return execution.sum_over(x, exchange.axis)
-    wide = x.astype(jnp.float32) if execution.current().platform == "cpu" else x  # see execution.sum_over
+    # see execution.sum_over
+    wide = x.astype(jnp.float32) if execution.current().platform == "cpu" else x
     with jax.named_scope(FROM_EXPERTS):
         return jax.lax.psum_scatter(wide, exchange.axis, tiled=True).astype(x.dtype)
 
@@ -148,7 +174,9 @@ def _group_sizes(sizes_E, exchange: Exchange):
         return sizes_E
     own = exchange.own_experts
     total = jax.lax.psum(sizes_E, exchange.axis) if exchange.split_tokens else sizes_E
-    return jax.lax.dynamic_slice_in_dim(total, jax.lax.axis_index(exchange.axis) * own, own)
+    return jax.lax.dynamic_slice_in_dim(
+        total, jax.lax.axis_index(exchange.axis) * own, own
+    )
 
 
 class _Chunk(NamedTuple):
@@ -160,7 +188,9 @@ class _Chunk(NamedTuple):
     there: jax.Array  # [T, k], whether it is in the chunk
 
 
-def _over_chunks(add: Callable, carry, tokens_ids_Tk, order: Order, sizes, exchange: Exchange):
+def _over_chunks(
+    add: Callable, carry, tokens_ids_Tk, order: Order, sizes, exchange: Exchange
+):
     """Returns the carry after add(carry, chunk) of all chunks, and their number."""
     A, size, ends = order.slots.size, exchange.chunk, jnp.cumsum(sizes)
     slots = order.slots.reshape(tokens_ids_Tk.shape)
@@ -172,7 +202,9 @@ def _over_chunks(add: Callable, carry, tokens_ids_Tk, order: Order, sizes, excha
         inside = jnp.clip(ends - first, 0, size)
         own = inside - jnp.clip(ends - sizes - first, 0, size)
         there = (slots >= first) & (slots - first < inside[-1])
-        return add(carry, _Chunk(assignments, own, jnp.where(there, slots - first, 0), there))
+        return add(
+            carry, _Chunk(assignments, own, jnp.where(there, slots - first, 0), there)
+        )
 
     if size >= A:
         return one(0, carry), 1
@@ -181,27 +213,41 @@ def _over_chunks(add: Callable, carry, tokens_ids_Tk, order: Order, sizes, excha
         return jax.lax.fori_loop(0, count, one, carry), count
 
 
-def _chunks_forward(tokens: Tokens, order: Order, sizes_E, kernels: Kernels, exchange: Exchange):
+def _chunks_forward(
+    tokens: Tokens, order: Order, sizes_E, kernels: Kernels, exchange: Exchange
+):
     x, weights = (_of_group(a, exchange) for a in (tokens.x_TD, tokens.weights_Tk))
     k = weights.shape[1]
 
     def add(out, chunk: _Chunk):
         rows = x[chunk.assignments // k]
-        y, own = feed_forward.forward(rows, chunk.sizes, kernels, exchange.activation, exchange.backend)
+        y, own = feed_forward.forward(
+            rows, chunk.sizes, kernels, exchange.activation, exchange.backend
+        )
         if exchange.keeps_products:
             products.extend(own)
         return _added(out, y, chunk.rows, chunk.there, weights)
 
     products: list[jax.Array] = []  # of the one chunk
     zeros = jnp.zeros(x.shape, jnp.float32)
-    out, count = _over_chunks(add, zeros, weights, order, _group_sizes(sizes_E, exchange), exchange)
+    out, count = _over_chunks(
+        add, zeros, weights, order, _group_sizes(sizes_E, exchange), exchange
+    )
     return _summed(out.astype(x.dtype), exchange), count, tuple(products)
 
 
 def _chunks_backward(
-    tokens: Tokens, dout_TD, order: Order, sizes_E, kernels: Kernels, products: Products, exchange: Exchange
+    tokens: Tokens,
+    dout_TD,
+    order: Order,
+    sizes_E,
+    kernels: Kernels,
+    products: Products,
+    exchange: Exchange,
 ):
-    x, weights, dout = (_of_group(a, exchange) for a in (tokens.x_TD, tokens.weights_Tk, dout_TD))
+    x, weights, dout = (
+        _of_group(a, exchange) for a in (tokens.x_TD, tokens.weights_Tk, dout_TD)
+    )
     k, sizes = weights.shape[1], _group_sizes(sizes_E, exchange)
 
     def add(total, chunk: _Chunk):
@@ -219,18 +265,25 @@ def _chunks_backward(
             dtype=jnp.float32 if total.kernels else exchange.dtype,
         )
         dx = _added(total.x_TD, rows.x, chunk.rows, chunk.there)
-        dweights = total.weights_Tk + jnp.where(chunk.there, rows.weights[chunk.rows], 0)
+        dweights = total.weights_Tk + jnp.where(
+            chunk.there, rows.weights[chunk.rows], 0
+        )
         return Gradients(dx, dweights, rows.kernels)
 
     one_chunk = exchange.chunk >= order.slots.size
     totals = None if one_chunk else _zeros(kernels)
-    zeros = Gradients(jnp.zeros(x.shape, jnp.float32), jnp.zeros(weights.shape, jnp.float32), totals)
+    zeros = Gradients(
+        jnp.zeros(x.shape, jnp.float32), jnp.zeros(weights.shape, jnp.float32), totals
+    )
     total, _ = _over_chunks(add, zeros, weights, order, sizes, exchange)
-    dx, dweights = _summed(total.x_TD.astype(x.dtype), exchange), _summed(total.weights_Tk, exchange)
+    dx, dweights = (
+        _summed(total.x_TD.astype(x.dtype), exchange),
+        _summed(total.weights_Tk, exchange),
+    )
     return Gradients(dx, dweights, total.kernels)
 
 
-# --- in rounds of swapped rows --------------------------------------------------------------------
+# --- in rounds of swapped rows --------------------------------------------------------
 
 
 class _Routes(NamedTuple):
@@ -238,7 +291,8 @@ class _Routes(NamedTuple):
 
     sent: jax.Array  # [n] rows for each device
     first: jax.Array  # [n] the slot of the first of them
-    received_ends: jax.Array  # [n, e] of the rows that come from a device, where those for an own expert end
+    # [n, e] of the rows that come from a device, where those for an own expert end
+    received_ends: jax.Array
     owner: jax.Array  # [T, k] device that has the expert
     place: jax.Array  # [T, k] place among the rows for it; below 0: left out
     rounds: jax.Array  # as many as the fullest pair of devices in the mesh needs
@@ -247,7 +301,8 @@ class _Routes(NamedTuple):
 class _Round(NamedTuple):
     """A round's rows: sent, received, and grouped by expert."""
 
-    assignments: jax.Array  # [n C] that this device sends, each device's part spare at its end
+    # [n C] that this device sends, each device's part spare at its end
+    assignments: jax.Array
     grouped: jax.Array  # [R] place of a grouped row among the received ones
     ungrouped: jax.Array  # [n C] place of a received row among the grouped ones
     sizes: jax.Array  # [e]
@@ -259,14 +314,17 @@ def _routes(ids_Tk, order: Order, sizes_E, exchange: Exchange) -> _Routes:
     n, e, C = exchange.parts, exchange.own_experts, exchange.chunk
     sent = sizes_E.reshape(n, e).sum(1)
     first = jnp.cumsum(sent) - sent
-    received = jax.lax.all_to_all(sizes_E, exchange.axis, 0, 0, tiled=True).reshape(n, e)
+    received = jax.lax.all_to_all(sizes_E, exchange.axis, 0, 0, tiled=True).reshape(
+        n, e
+    )
     left_out = ids_Tk >= exchange.experts
     owner = jnp.where(left_out, 0, ids_Tk // e)
     slots = order.slots.reshape(ids_Tk.shape)
-    before = jnp.where(jnp.arange(n).reshape(1, 1, -1) == owner[..., None], first.reshape(1, 1, -1), 0).sum(
-        -1
-    )
-    # All devices of the mesh go round as often: loops of unequal length could wait for one another.
+    before = jnp.where(
+        jnp.arange(n).reshape(1, 1, -1) == owner[..., None], first.reshape(1, 1, -1), 0
+    ).sum(-1)
+    # All devices of the mesh go round as often: loops of unequal length could wait for
+    # one another.
     count = jax.lax.pmax((sent.max() + C - 1) // C, exchange.mesh_axes)
     place = jnp.where(left_out, -1, slots - before)
     return _Routes(sent, first, jnp.cumsum(received, 1), owner, place, count)
@@ -276,13 +334,18 @@ def _round(number, routes: _Routes, order: Order, exchange: Exchange) -> _Round:
     n, e, C = exchange.parts, exchange.own_experts, exchange.chunk
     start = number * C
     slots = routes.first[:, None] + start + jnp.arange(C)[None]
-    assignments = order.assignments[jnp.minimum(slots, order.slots.size - 1).reshape(-1)]
-    # From device s come, in this round, the rows [begins[s, j], ends[s, j]) for expert j.
+    assignments = order.assignments[
+        jnp.minimum(slots, order.slots.size - 1).reshape(-1)
+    ]
+    # From device s come, in this round, the rows [begins[s, j], ends[s, j]) for expert
+    # j.
     ends = jnp.clip(routes.received_ends - start, 0, C)
     begins = jnp.concatenate([jnp.zeros((n, 1), ends.dtype), ends[:, :-1]], 1)
     lengths = (ends - begins).T.reshape(-1)  # by expert, then by device: grouped
     group_ends = jnp.cumsum(lengths)
-    shift = ((jnp.arange(n)[:, None] * C + begins).T.reshape(-1)) - (group_ends - lengths)
+    shift = ((jnp.arange(n)[:, None] * C + begins).T.reshape(-1)) - (
+        group_ends - lengths
+    )
     R = exchange.backend.allocated(n * C, e)
     place = jnp.arange(R)
     grouped = place + steps(group_ends, jnp.append(shift, 0), place)
@@ -307,14 +370,18 @@ def _swapped(rows, exchange: Exchange, what: str):
         return jax.lax.all_to_all(rows, exchange.axis, 0, 0, tiled=True)
 
 
-def _rounds_forward(tokens: Tokens, order: Order, sizes_E, kernels: Kernels, exchange: Exchange):
+def _rounds_forward(
+    tokens: Tokens, order: Order, sizes_E, kernels: Kernels, exchange: Exchange
+):
     x, ids, weights = tokens
     routes, k = _routes(ids, order, sizes_E, exchange), ids.shape[1]
 
     def one(number, out):
         this = _round(number, routes, order, exchange)
         rows = _swapped(x[this.assignments // k], exchange, TO_EXPERTS)[this.grouped]
-        y, _ = feed_forward.forward(rows, this.sizes, kernels, exchange.activation, exchange.backend)
+        y, _ = feed_forward.forward(
+            rows, this.sizes, kernels, exchange.activation, exchange.backend
+        )
         y = _swapped(y[this.ungrouped], exchange, FROM_EXPERTS)
         return _added(out, y, this.rows, this.there, weights)
 
@@ -323,7 +390,9 @@ def _rounds_forward(tokens: Tokens, order: Order, sizes_E, kernels: Kernels, exc
     return out.astype(x.dtype), routes.rounds, ()
 
 
-def _rounds_backward(tokens: Tokens, dout_TD, order: Order, sizes_E, kernels: Kernels, exchange: Exchange):
+def _rounds_backward(
+    tokens: Tokens, dout_TD, order: Order, sizes_E, kernels: Kernels, exchange: Exchange
+):
     x, ids, weights = tokens
     routes, k = _routes(ids, order, sizes_E, exchange), ids.shape[1]
 
@@ -331,7 +400,9 @@ def _rounds_backward(tokens: Tokens, dout_TD, order: Order, sizes_E, kernels: Ke
         this = _round(number, routes, order, exchange)
         token = this.assignments // k
         sent = (x[token], dout_TD[token], weights.reshape(-1)[this.assignments])
-        x_rows, dout_rows, weight_rows = (_swapped(a, exchange, TO_EXPERTS)[this.grouped] for a in sent)
+        x_rows, dout_rows, weight_rows = (
+            _swapped(a, exchange, TO_EXPERTS)[this.grouped] for a in sent
+        )
         rows = feed_forward.backward(
             x_rows,
             dout_rows,
@@ -344,12 +415,18 @@ def _rounds_backward(tokens: Tokens, dout_TD, order: Order, sizes_E, kernels: Ke
             dtype=jnp.float32,
         )
         back = (rows.x, rows.weights)
-        dx, dweights = (_swapped(a[this.ungrouped], exchange, FROM_EXPERTS) for a in back)
+        dx, dweights = (
+            _swapped(a[this.ungrouped], exchange, FROM_EXPERTS) for a in back
+        )
         dweights = jnp.where(this.there, dweights[this.rows], 0)
         dx = _added(total.x_TD, dx, this.rows, this.there)
         return Gradients(dx, total.weights_Tk + dweights, rows.kernels)
 
-    zeros = jnp.zeros(x.shape, jnp.float32), jnp.zeros(weights.shape, jnp.float32), _zeros(kernels)
+    zeros = (
+        jnp.zeros(x.shape, jnp.float32),
+        jnp.zeros(weights.shape, jnp.float32),
+        _zeros(kernels),
+    )
     with jax.named_scope(exchange.scope):
         total = jax.lax.fori_loop(0, routes.rounds, one, Gradients(*zeros))
     return total._replace(x_TD=total.x_TD.astype(x.dtype))

@@ -1,4 +1,5 @@
-"""The experts' feed-forward part of rows sorted by expert, and its gradients; all on one device.
+"""The experts' feed-forward part of rows sorted by expert, and its gradients; all on
+one device.
 
 Letters: `R` rows (some spare), `E` experts, `D` model, `F` feed-forward.
 """
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 from jaxdist.ops.experts.grouped_matmul import Backend
 from jaxdist.ops.experts.hidden import Activation, hidden
 
-Products = tuple[jax.Array, ...]  # of the rows with gate and up [R, F], or with up alone
+# of the rows with gate and up [R, F], or with up alone
+Products = tuple[jax.Array, ...]
 
 
 class Kernels(NamedTuple):
@@ -32,10 +34,14 @@ class RowGradients(NamedTuple):
 def forward(
     x_RD, sizes_E, kernels: Kernels, activation: Activation, backend: Backend
 ) -> tuple[jax.Array, Products]:
-    """Returns the experts' outputs of their rows [R, D], and the first products of these."""
+    """Returns the experts' outputs of their rows [R, D], and the first products of
+    these.
+    """
     products = tuple(backend.matmul(x_RD, kernel, sizes_E) for kernel in kernels.inputs)
     h = hidden(activation, *products)
-    return backend.matmul(h, kernels.down, sizes_E, transposed=backend.turns_down), products
+    return backend.matmul(
+        h, kernels.down, sizes_E, transposed=backend.turns_down
+    ), products
 
 
 def backward(
@@ -51,10 +57,12 @@ def backward(
     backend: Backend,
     dtype,
 ) -> RowGradients:
-    """Returns the gradients of a row's x, of its weight and, added to `totals`, of the kernels.
+    """Returns the gradients of a row's x, of its weight and, added to `totals`, of the
+    kernels.
 
-    The first products are computed again where they were not kept; the down projection is not: a weight's
-    gradient, the product of the output and its gradient, is that of the hidden row and its gradient.
+    The first products are computed again where they were not kept; the down projection
+    is not: a weight's gradient, the product of the output and its gradient, is that of
+    the hidden row and its gradient.
 
     Args:
       dout_RD: gradient of the weighted outputs' sum.
@@ -63,8 +71,12 @@ def backward(
       products: those of the forward pass; none: they are computed again.
       dtype: of the kernels' gradients.
     """
-    up = products or [backend.matmul(x_RD, kernel, sizes_E) for kernel in kernels.inputs]
-    dh = backend.matmul(dout_RD, kernels.down, sizes_E, transposed=not backend.turns_down)
+    up = products or [
+        backend.matmul(x_RD, kernel, sizes_E) for kernel in kernels.inputs
+    ]
+    dh = backend.matmul(
+        dout_RD, kernels.down, sizes_E, transposed=not backend.turns_down
+    )
     dproducts, h, dweights = backend.hidden_gradients(activation, up, dh, weights_R)
     into = totals or Kernels((None,) * len(up), None)
     rows = (dout_RD, h) if backend.turns_down else (h, dout_RD)

@@ -1,11 +1,14 @@
-"""Products of rows, sorted by group, with one kernel a group: what each platform computes them with.
+"""Products of rows, sorted by group, with one kernel a group: what each platform
+computes them with.
 
-`jax.lax.ragged_dot` is never used: on CPU and GPU XLA expands it to a product with every group's kernel, and
-on TPU its weight gradient. All products here do the work of the rows' own kernels: forward, for the input's
-gradient (transposed kernels) and for the kernels' gradient.
+`jax.lax.ragged_dot` is never used: on CPU and GPU XLA expands it to a product with
+every group's kernel, and on TPU its weight gradient. All products here do the work of
+the rows' own kernels: forward, for the input's gradient (transposed kernels) and for
+the kernels' gradient.
 
-Letters: `R` rows, `E` groups (experts), `K`, `N` a kernel's dims. Rows of group 0 come first; behind those of
-the last group are spare rows, whose results mean nothing (they may be NaN).
+Letters: `R` rows, `E` groups (experts), `K`, `N` a kernel's dims. Rows of group 0 come
+first; behind those of the last group are spare rows, whose results mean nothing (they
+may be NaN).
 """
 
 import math
@@ -30,16 +33,19 @@ class Backend:
     reason: str  # one line for users: what it is, and why it was chosen
     # (rows, groups) -> rows to allocate for so many, spare ones included
     allocated: Callable[[int, int], int]
-    # (x [R, K], kernels [E, K, N], sizes [E]) -> [R, N]; transposed: x [R, N] -> [R, K]; in the dtype of x
+    # (x [R, K], kernels [E, K, N], sizes [E]) -> [R, N]; transposed: x [R, N] -> [R,
+    # K]; in the dtype of x
     matmul: Callable[..., jax.Array]
-    # (x [R, K], dy [R, N], sizes [E], total [E, K, N] or None, dtype) -> total + sums of x^T dy, in dtype
+    # (x [R, K], dy [R, N], sizes [E], total [E, K, N] or None, dtype) -> total + sums
+    # of x^T dy, in dtype
     kernel_gradient: Callable[..., jax.Array]
-    # Whether products of a device's own rows are kept for the backward pass where `remat.policy` lets them
-    # be. Where it does not, they are computed again by a second forward pass, for which kernels would be
-    # gathered once more.
+    # Whether products of a device's own rows are kept for the backward pass where
+    # `remat.policy` lets them be. Where it does not, they are computed again by a
+    # second forward pass, for which kernels would be gathered once more.
     keeps_products: bool = False
-    # Whether the down projection is computed with as [E, D, F]. fsdp splits d_model, on TPUs often in parts
-    # smaller than a vector: gathered as the last dim, the whole kernel is copied once more.
+    # Whether the down projection is computed with as [E, D, F]. fsdp splits d_model, on
+    # TPUs often in parts smaller than a vector: gathered as the last dim, the whole
+    # kernel is copied once more.
     turns_down: bool = False
     hidden_gradients: Callable[..., hidden.HiddenGradients] = hidden.gradients
 
@@ -61,24 +67,30 @@ def choose(spare: float = 1.0) -> Backend:
     )
 
 
-# --- CPU: blocks of one group ---------------------------------------------------------------------
+# --- CPU: blocks of one group ---------------------------------------------------------
 
 MAX_BLOCK, MIN_BLOCK = 64, 16  # rows: products of fewer are slow, of more no faster
 
 
 def block_rows(rows: int, groups: int) -> int:
-    """Returns the rows of a block: a power of two, up to an eighth of a group's even share.
+    """Returns the rows of a block: a power of two, up to an eighth of a group's even
+    share.
 
-    The last block of a group is half empty on average: a sixteenth of the work, or less.
+    The last block of a group is half empty on average: a sixteenth of the work, or
+    less.
     """
     share = max(1, rows // (8 * groups))
     return min(MAX_BLOCK, max(MIN_BLOCK, 2 ** int(math.log2(share))))
 
 
 def _over_blocks(add: Callable[..., Any], carry: Any, size, start, block: int) -> Any:
-    """Returns the carry after add(carry, first row, rows left) of all blocks of one group."""
+    """Returns the carry after add(carry, first row, rows left) of all blocks of one
+    group.
+    """
     count = (size + block - 1) // block
-    return jax.lax.fori_loop(0, count, lambda i, c: add(c, start + i * block, size - i * block), carry)
+    return jax.lax.fori_loop(
+        0, count, lambda i, c: add(c, start + i * block, size - i * block), carry
+    )
 
 
 def _blocked_allocated(rows: int, groups: int) -> int:
@@ -86,7 +98,10 @@ def _blocked_allocated(rows: int, groups: int) -> int:
 
 
 def _blocked_matmul(x, kernels, sizes, *, transposed: bool = False):
-    block, starts = block_rows(x.shape[0] - MAX_BLOCK, kernels.shape[0]), jnp.cumsum(sizes) - sizes
+    block, starts = (
+        block_rows(x.shape[0] - MAX_BLOCK, kernels.shape[0]),
+        jnp.cumsum(sizes) - sizes,
+    )
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
 
     def one_group(group, y):
@@ -94,8 +109,11 @@ def _blocked_matmul(x, kernels, sizes, *, transposed: bool = False):
 
         def add(y, row, _):
             part = jax.lax.dynamic_slice_in_dim(x, row, block)
-            part = jax.lax.dot_general(part, kernel, contracted, preferred_element_type=x.dtype)
-            return jax.lax.dynamic_update_slice_in_dim(y, part, row, 0)  # the next group overwrites its own
+            part = jax.lax.dot_general(
+                part, kernel, contracted, preferred_element_type=x.dtype
+            )
+            # the next group overwrites its own
+            return jax.lax.dynamic_update_slice_in_dim(y, part, row, 0)
 
         return _over_blocks(add, y, sizes[group], starts[group], block)
 
@@ -112,9 +130,13 @@ def _blocked_gradient(x, dy, sizes, total, dtype):
 
     def one_group(group, total):
         def add(own, row, left):
-            x_part, dy_part = (jax.lax.dynamic_slice_in_dim(a, row, block) for a in (x, dy))
+            x_part, dy_part = (
+                jax.lax.dynamic_slice_in_dim(a, row, block) for a in (x, dy)
+            )
             dy_part = jnp.where(jnp.arange(block)[:, None] < left, dy_part, 0)
-            return own + jnp.tensordot(x_part, dy_part, ((0,), (0,)), preferred_element_type=own.dtype)
+            return own + jnp.tensordot(
+                x_part, dy_part, ((0,), (0,)), preferred_element_type=own.dtype
+            )
 
         own = jax.lax.dynamic_index_in_dim(total, group, 0, keepdims=False)
         own = _over_blocks(add, own, sizes[group], starts[group], block)
@@ -123,13 +145,15 @@ def _blocked_gradient(x, dy, sizes, total, dtype):
     return jax.lax.fori_loop(0, sizes.shape[0], one_group, total).astype(dtype)
 
 
-# --- GPU: shares of all groups, then what is left -------------------------------------------------
+# --- GPU: shares of all groups, then what is left -------------------------------------
 
 SHARE_SLACK = 1.25  # rows of a share, relative to the even one
 
 
 def share_rows(rows: int, groups: int, spare: float = 1.0) -> int:
-    """Returns the rows of a share: a multiple of 16, of which tensor cores take tiles."""
+    """Returns the rows of a share: a multiple of 16, of which tensor cores
+    take tiles.
+    """
     return -(-math.ceil(max(1.0, SHARE_SLACK / spare) * rows / groups) // 16) * 16
 
 
@@ -139,7 +163,8 @@ class _Shares(NamedTuple):
     number: jax.Array | int  # of the first of them
     group: jax.Array  # [n]
     first: jax.Array  # [n] row
-    left: jax.Array  # [n] rows from there to the end of the group; a share has room for fewer or more
+    # [n] rows from there to the end of the group; a share has room for fewer or more
+    left: jax.Array
 
 
 def further_shares(sizes: jax.Array, share: int) -> jax.Array:
@@ -147,11 +172,15 @@ def further_shares(sizes: jax.Array, share: int) -> jax.Array:
     return jnp.maximum((sizes + share - 1) // share - 1, 0)
 
 
-def _over_shares(add: Callable[..., Any], carry: Any, sizes: jax.Array, share: int) -> Any:
-    """Returns the carry after add(carry, shares) of the first share of each group, and then of all others.
+def _over_shares(
+    add: Callable[..., Any], carry: Any, sizes: jax.Array, share: int
+) -> Any:
+    """Returns the carry after add(carry, shares) of the first share of each group, and
+    then of all others.
 
-    The others are as many as their rows need, whatever groups they are of: together at most E / slack, so
-    that no load makes more than about twice the work of an even one. They are computed E / 4 at a time.
+    The others are as many as their rows need, whatever groups they are of: together at
+    most E / slack, so that no load makes more than about twice the work of an even one.
+    They are computed E / 4 at a time.
     """
     E, starts = sizes.shape[0], jnp.cumsum(sizes) - sizes
     further, together = further_shares(sizes, share), max(1, E // 4)
@@ -166,7 +195,9 @@ def _over_shares(add: Callable[..., Any], carry: Any, sizes: jax.Array, share: i
 
     carry = add(carry, _Shares(0, jnp.arange(E), starts, sizes))
     with jax.named_scope("even_load_trips_0"):  # for the planner
-        return jax.lax.fori_loop(0, (ends[-1] + together - 1) // together, others, carry)
+        return jax.lax.fori_loop(
+            0, (ends[-1] + together - 1) // together, others, carry
+        )
 
 
 def _rows_of(x, shares: _Shares, share: int):
@@ -195,7 +226,8 @@ def _padded_matmul(x, kernels, sizes, *, transposed: bool = False, spare: float 
     group = jnp.minimum(of_row, E - 1)
     place = jnp.arange(R) - (ends - sizes)[group]
     number = E + (jnp.cumsum(further) - further)[group] + place // share - 1
-    number = jnp.where(of_row == E, -1, jnp.where(place < share, group, number))  # of each row's share
+    # of each row's share
+    number = jnp.where(of_row == E, -1, jnp.where(place < share, group, number))
 
     def add(y, shares: _Shares):
         part = jnp.einsum(equation, _rows_of(x, shares, share), _own(kernels, shares))
@@ -216,16 +248,21 @@ def _padded_gradient(x, dy, sizes, total, dtype, *, spare: float = 1.0):
     def add(total, shares: _Shares):
         parts = (_rows_of(a, shares, share) for a in (x, dy))
         product = jnp.einsum("eck,ecn->ekn", *parts, preferred_element_type=total.dtype)
-        return total + product if isinstance(shares.number, int) else total.at[shares.group].add(product)
+        return (
+            total + product
+            if isinstance(shares.number, int)
+            else total.at[shares.group].add(product)
+        )
 
     return _over_shares(add, total, sizes, share).astype(dtype)
 
 
-# --- TPU: a kernel --------------------------------------------------------------------------------
+# --- TPU: a kernel --------------------------------------------------------------------
 
 
 def _megablox() -> Any:
-    return extras.load("jaxdist.ops.experts.megablox")  # here: only TPUs need Pallas, a tenth of a start
+    # here: only TPUs need Pallas, a tenth of a start
+    return extras.load("jaxdist.ops.experts.megablox")
 
 
 BACKENDS = {
@@ -252,6 +289,8 @@ BACKENDS = {
         lambda *args, **options: _megablox().matmul(*args, **options),
         lambda *args, **options: _megablox().kernel_gradient(*args, **options),
         turns_down=True,
-        hidden_gradients=lambda *args: extras.load("jaxdist.ops.experts.hidden_tpu").gradients(*args),
+        hidden_gradients=lambda *args: extras.load(
+            "jaxdist.ops.experts.hidden_tpu"
+        ).gradients(*args),
     ),
 }

@@ -22,13 +22,21 @@ class HiddenGradients(NamedTuple):
 
 def hidden(activation: Activation, *products: jax.Array) -> jax.Array:
     """Returns activation(gate) * up, or activation(up)."""
-    return activation(products[0]) * products[1] if len(products) == 2 else activation(products[0])
+    return (
+        activation(products[0]) * products[1]
+        if len(products) == 2
+        else activation(products[0])
+    )
 
 
 def gradients(
-    activation: Activation, products: Sequence[jax.Array], dh: jax.Array, weights: jax.Array
+    activation: Activation,
+    products: Sequence[jax.Array],
+    dh: jax.Array,
+    weights: jax.Array,
 ) -> HiddenGradients:
-    """Returns the gradients of the products that hidden rows are made of, and of the rows' weights.
+    """Returns the gradients of the products that hidden rows are made of, and of the
+    rows' weights.
 
     Args:
       products: [R, F], gate and up, or up alone.
@@ -39,4 +47,6 @@ def gradients(
     wide, weights = dh.astype(jnp.float32), weights[:, None]
     dweights = (wide * h.astype(jnp.float32)).sum(-1)
     weighted = (h.astype(jnp.float32) * weights).astype(h.dtype)
-    return HiddenGradients(of_products((wide * weights).astype(dh.dtype)), weighted, dweights)
+    return HiddenGradients(
+        of_products((wide * weights).astype(dh.dtype)), weighted, dweights
+    )

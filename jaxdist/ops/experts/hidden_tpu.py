@@ -1,7 +1,8 @@
-"""Gradients of hidden rows on TPU, in one kernel that reads each array once and writes over it.
+"""Gradients of hidden rows on TPU, in one kernel that reads each array once and writes
+over it.
 
-XLA makes a loop for each result, which reads all three arrays and holds up to five; this is as much memory
-as the rest of a layer takes.
+XLA makes a loop for each result, which reads all three arrays and holds up to five;
+this is as much memory as the rest of a layer takes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,9 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
 
 @lru_cache
 def _in_kernel(activation: Activation) -> bool:
-    """Returns whether the kernel compiler has all that an activation and its gradient are made of."""
+    """Returns whether the kernel compiler has all that an activation and its gradient
+    are made of.
+    """
     rows = jnp.zeros((8, LANES), jnp.float32)
     traced = jax.make_jaxpr(lambda x, dy: jax.vjp(activation, x)[1](dy))(rows, rows)
     return not traced.consts and _ELEMENTWISE.issuperset(_primitives(traced.jaxpr))
@@ -54,12 +57,18 @@ def gradients(
     (R, F), floats = dh.shape, jnp.issubdtype(dh.dtype, jnp.floating)
     rows = next((size for size in ROWS if R % size == 0), 0)
     width = next((size for size in range(MAX_WIDTH, 0, -LANES) if F % size == 0), 0)
-    if len(products) != 2 or not (rows and width and floats) or not _in_kernel(activation):
+    if (
+        len(products) != 2
+        or not (rows and width and floats)
+        or not _in_kernel(activation)
+    ):
         return hidden.gradients(activation, products, dh, weights)
 
     def kernel(weights, gate, up, dh, dgate, dup, weighted, dweights):
         gate_, up_, dh_ = (a[...].astype(jnp.float32) for a in (gate, up, dh))
-        h, of_products = jax.vjp(lambda *products: hidden.hidden(activation, *products), gate_, up_)
+        h, of_products = jax.vjp(
+            lambda *products: hidden.hidden(activation, *products), gate_, up_
+        )
         dgate_, dup_ = of_products(dh_ * weights[...])
         dgate[...], dup[...] = dgate_.astype(dgate.dtype), dup_.astype(dup.dtype)
         weighted[...] = (h * weights[...]).astype(weighted.dtype)
@@ -77,7 +86,12 @@ def gradients(
         kernel,
         grid=(R // rows, F // width),
         in_specs=[pl.BlockSpec((rows, 1), lambda i, j: (i, 0)), block, block, block],
-        out_specs=[block, block, block, pl.BlockSpec((rows, LANES), lambda i, j: (i, 0))],
+        out_specs=[
+            block,
+            block,
+            block,
+            pl.BlockSpec((rows, LANES), lambda i, j: (i, 0)),
+        ],
         out_shape=[like, like, like, jax.ShapeDtypeStruct((R, LANES), jnp.float32)],
         input_output_aliases={1: 0, 2: 1, 3: 2},
         name=NAME,

@@ -1,4 +1,5 @@
-"""Grouped products on TPU: the megablox kernels of jax itself, with tiles that fit VMEM.
+"""Grouped products on TPU: the megablox kernels of jax itself, with tiles that fit
+VMEM.
 
 Letters: `R` rows, `E` groups, `K`, `N` a kernel's dims.
 """
@@ -20,21 +21,26 @@ _kernels = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm
 
 LANES = 128
 MAX_TILE = 2048  # of a kernel's dims
-# What a kernel may take of the 16 MiB of scoped VMEM that libtpu grants by default, or of the 32 MiB from
-# Trillium on; the rest is what Mosaic itself needs.
+# What a kernel may take of the 16 MiB of scoped VMEM that libtpu grants by default, or
+# of the 32 MiB from Trillium on; the rest is what Mosaic itself needs.
 VMEM_BYTES, VMEM_BYTES_FROM_V6 = 12 * 2**20, 26 * 2**20
 
 
 def _vmem_bytes() -> int:
     mesh = execution.current().mesh
-    kind = mesh.devices.flat[0].device_kind if mesh is not None else jax.devices()[0].device_kind
+    kind = (
+        mesh.devices.flat[0].device_kind
+        if mesh is not None
+        else jax.devices()[0].device_kind
+    )
     return VMEM_BYTES_FROM_V6 if re.search(r"TPU ?v?[67]", kind) else VMEM_BYTES
 
 
 def row_tile(rows: int, groups: int, vmem: int) -> int:
     """Returns the rows of a tile: 128 to 1024, an eighth of a group's even share.
 
-    A tile is visited once for each group in it, so groups of few tiles cost up to a tile each in vain.
+    A tile is visited once for each group in it, so groups of few tiles cost up to a
+    tile each in vain.
     """
     share, most = max(1, rows // (8 * groups)), 512 if vmem == VMEM_BYTES else 1024
     return min(most, max(LANES, 2 ** int(math.log2(share))))
@@ -49,38 +55,53 @@ def allocated(rows: int, groups: int) -> int:
 def _row_tiles(rows: int, groups: int, vmem: int) -> list[int]:
     """Returns tiles that divide the rows, the one to prefer first."""
     tile = row_tile(rows, groups, vmem)
-    while rows % tile:  # rows were rounded up for a tile of this size or the next larger one
+    # rows were rounded up for a tile of this size or the next larger one
+    while rows % tile:
         tile //= 2
     return [size for size in (tile, tile // 2, tile // 4) if size >= LANES] or [tile]
 
 
 def _tiles(dim: int) -> list[int]:
-    """Returns the multiples of a vector's lanes that divide a dim; if none does, one that does not."""
+    """Returns the multiples of a vector's lanes that divide a dim; if none does, one
+    that does not.
+    """
     divisors = [tile for tile in range(LANES, MAX_TILE + 1, LANES) if dim % tile == 0]
     return divisors or [min(512, -(-dim // LANES) * LANES)]
 
 
 @functools.lru_cache
-def forward_tiling(R: int, K: int, N: int, E: int, itemsize: int, vmem: int) -> tuple[int, int, int]:
-    """Returns the tiles (rows, K, N) of x [R, K] times kernels [E, K, N] that move the fewest bytes."""
+def forward_tiling(
+    R: int, K: int, N: int, E: int, itemsize: int, vmem: int
+) -> tuple[int, int, int]:
+    """Returns the tiles (rows, K, N) of x [R, K] times kernels [E, K, N] that move the
+    fewest bytes.
+    """
 
     def used(tm: int, tk: int, tn: int) -> int:
         blocks = tm * tk + tk * tn + tm * tn
-        return 2 * blocks * itemsize + 3 * tm * tn * 4  # sum, mask and what is stored, in float32
+        # sum, mask and what is stored, in float32
+        return 2 * blocks * itemsize + 3 * tm * tn * 4
 
     def moved(tm: int, tk: int, tn: int) -> float:
         # A whole column of a kernel stays in VMEM from one row tile to the next.
         kernels = E if tk >= K else R / tm + E
         return R * K * math.ceil(N / tn) + kernels * K * N
 
-    return _best(itertools.product(_row_tiles(R, E, vmem), _tiles(K), _tiles(N)), used, moved, vmem)
+    return _best(
+        itertools.product(_row_tiles(R, E, vmem), _tiles(K), _tiles(N)),
+        used,
+        moved,
+        vmem,
+    )
 
 
 @functools.lru_cache
 def gradient_tiling(
     R: int, K: int, N: int, E: int, itemsize: int, vmem: int, adds: bool = False
 ) -> tuple[int, int, int]:
-    """Returns the tiles (rows, K, N) of x^T dy by group, x [R, K] and dy [R, N]; adds: to a total."""
+    """Returns the tiles (rows, K, N) of x^T dy by group, x [R, K] and dy [R, N]; adds:
+    to a total.
+    """
 
     def used(tm: int, tk: int, tn: int) -> int:
         operands = tm * (tk + tn)
@@ -89,13 +110,22 @@ def gradient_tiling(
     def moved(tm: int, tk: int, tn: int) -> float:
         return R * (K * math.ceil(N / tn) + N * math.ceil(K / tk))
 
-    return _best(itertools.product(_row_tiles(R, E, vmem), _tiles(K), _tiles(N)), used, moved, vmem)
+    return _best(
+        itertools.product(_row_tiles(R, E, vmem), _tiles(K), _tiles(N)),
+        used,
+        moved,
+        vmem,
+    )
 
 
-def _best(tilings: Iterable[tuple[int, int, int]], used, moved, vmem: int) -> tuple[int, int, int]:
+def _best(
+    tilings: Iterable[tuple[int, int, int]], used, moved, vmem: int
+) -> tuple[int, int, int]:
     """Returns the tiling that moves least of those that fit, of the fewest steps."""
     every = list(tilings)
-    fitting = [tiling for tiling in every if used(*tiling) <= vmem] or [min(every, key=lambda t: used(*t))]
+    fitting = [tiling for tiling in every if used(*tiling) <= vmem] or [
+        min(every, key=lambda t: used(*t))
+    ]
     return min(fitting, key=lambda tiling: (moved(*tiling), -math.prod(tiling)))
 
 
@@ -105,9 +135,17 @@ def _scope(spare: float):
 
 
 def matmul(
-    x, kernels, sizes, *, transposed: bool = False, spare: float = 1.0, interpret: bool = False
+    x,
+    kernels,
+    sizes,
+    *,
+    transposed: bool = False,
+    spare: float = 1.0,
+    interpret: bool = False,
 ) -> jax.Array:
-    """Returns each row of x [R, K] times its group's kernel [E, K, N]; transposed: x [R, N] -> [R, K]."""
+    """Returns each row of x [R, K] times its group's kernel [E, K, N]; transposed: x
+    [R, N] -> [R, K].
+    """
     E, K, N = kernels.shape
     K, N = (N, K) if transposed else (K, N)
     with _scope(spare):
@@ -122,10 +160,14 @@ def matmul(
         )
 
 
-def kernel_gradient(x, dy, sizes, total, dtype, *, spare: float = 1.0, interpret: bool = False) -> jax.Array:
+def kernel_gradient(
+    x, dy, sizes, total, dtype, *, spare: float = 1.0, interpret: bool = False
+) -> jax.Array:
     """Returns total [E, K, N] + the sums of x^T dy over each group's rows, in dtype."""
     (R, K), (E,) = x.shape, sizes.shape
-    tiling = gradient_tiling(R, K, dy.shape[1], E, x.dtype.itemsize, _vmem_bytes(), total is not None)
+    tiling = gradient_tiling(
+        R, K, dy.shape[1], E, x.dtype.itemsize, _vmem_bytes(), total is not None
+    )
     with _scope(spare):
         return _kernels.tgmm(
             x.T,

@@ -1,8 +1,10 @@
-"""The layer stack cut up for a pipeline: its config, its schedule, and views of the stack.
+"""The layer stack cut up for a pipeline: its config, its schedule, and views of the
+stack.
 
-Models and checkpoints have their blocks flat, [layers, ...]. A pipeline holds them as [chunks,
-stages, layers, ...]: place k = chunk * stages + stage has the layers from k * layers on, the last
-places filled up with layers of zeros. Row by row this is the flat order, so a view is a reshape.
+Models and checkpoints have their blocks flat, [layers, ...]. A pipeline holds them as
+[chunks, stages, layers, ...]: place k = chunk * stages + stage has the layers from k *
+layers on, the last places filled up with layers of zeros. Row by row this is the flat
+order, so a view is a reshape.
 """
 
 import dataclasses
@@ -27,12 +29,18 @@ NAMES = ("chunks", "stages", "layers")
 class PipelineConfig:
     """How microbatches flow through the stages of mesh.pipeline."""
 
-    schedule: str = "1f1b"  # gpipe, 1f1b, interleaved (with chunks), or the path of a .json table
-    microbatches: NonNegativeInt = 0  # parts of each accumulation step; 0 = 4 x mesh.pipeline
-    chunks: PositiveInt = 1  # groups of layers on a stage (virtual stages); > 1 with interleaved only
-    edges: Literal["sharded", "last"] = "sharded"  # split over stages; last: whole on each (was: replicated)
-    gather_once: bool = False  # gather a stage's fsdp shards once a step, not in each tick (memory!)
-    remat: str = "layers"  # F keeps layer inputs; else that of the stage, and B's remat.policy
+    # gpipe, 1f1b, interleaved (with chunks), or the path of a .json table
+    schedule: str = "1f1b"
+    # parts of each accumulation step; 0 = 4 x mesh.pipeline
+    microbatches: NonNegativeInt = 0
+    # groups of layers on a stage (virtual stages); > 1 with interleaved only
+    chunks: PositiveInt = 1
+    # split over stages; last: whole on each (was: replicated)
+    edges: Literal["sharded", "last"] = "sharded"
+    # gather a stage's fsdp shards once a step, not in each tick (memory!)
+    gather_once: bool = False
+    # F keeps layer inputs; else that of the stage, and B's remat.policy
+    remat: str = "layers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +52,8 @@ class Staging:
     stages: int
     period: int = 1  # layers after which their kinds repeat; a place holds a multiple
     block_layers: int = 1
-    recompute: remat.RematConfig = remat.RematConfig()  # `every`, and the policy within such a group
+    # `every`, and the policy within such a group
+    recompute: remat.RematConfig = remat.RematConfig()
 
     @property
     def microbatches(self) -> int:
@@ -58,9 +67,11 @@ class Staging:
 
     @property
     def remat(self) -> str:
-        """Returns what B recomputes from: "layers", or the policy inside a stage's recomputation.
+        """Returns what B recomputes from: "layers", or the policy inside a stage's
+        recomputation.
 
-        With one layer a place `full` is `layers`: nothing is computed twice, and it takes less.
+        With one layer a place `full` is `layers`: nothing is computed twice, and it
+        takes less.
         """
         return "full" if self.dims[2] == 1 else self.config.remat
 
@@ -71,7 +82,9 @@ class Staging:
 
     @property
     def kept_inputs(self) -> int:
-        """Returns the inputs that a chunk keeps of a microbatch where F keeps those of layers."""
+        """Returns the inputs that a chunk keeps of a microbatch where F keeps those of
+        layers.
+        """
         return self.dims[2] // max(self.recompute.every // self.block_layers, 1)
 
     def program(self) -> Program:
@@ -81,16 +94,24 @@ class Staging:
           ConfigError: the sizes or the table of a file are not legal.
         """
         config = self.config
-        schedule = build_schedule(config.schedule, self.stages, self.microbatches, config.chunks)
+        schedule = build_schedule(
+            config.schedule, self.stages, self.microbatches, config.chunks
+        )
         return compile_schedule(schedule, max_runs=3)
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with the config for this model and mesh, each with its cure."""
+        """Yields what is wrong with the config for this model and mesh, each with its
+        cure.
+        """
         config, places = self.config, self.stages * self.config.chunks
         if config.chunks < 1 or config.microbatches < 0:  # their ranges say so
             return
         if places > self.num_layers:
-            group = f"groups of {self.block_layers} layers that repeat" if self.block_layers > 1 else "layers"
+            group = (
+                f"groups of {self.block_layers} layers that repeat"
+                if self.block_layers > 1
+                else "layers"
+            )
             yield (
                 f"mesh.pipeline={self.stages} x pipeline.chunks={config.chunks} = {places} places for "
                 f"{self.num_layers} {group}; lower one of them to at most one place a {group[:5]}"
@@ -118,7 +139,9 @@ class Staging:
                 f"remat.every={own.every}: pipeline.remat={self.config.remat} keeps a chunk's input alone; "
                 f"set pipeline.remat=layers, or remat.every=1"
             )
-        yield from own.stack_faults(self.dims[2] * self.block_layers, "a stage's chunk", group)
+        yield from own.stack_faults(
+            self.dims[2] * self.block_layers, "a stage's chunk", group
+        )
 
     def staged(self, tree: Tree) -> Tree:
         """Returns a tree with its flat block leaves by stage."""
@@ -143,19 +166,27 @@ class Staging:
         trees = ("trainable", "frozen", "model_state")
         cut = {tree: jax.eval_shape(self.staged, getattr(spec, tree)) for tree in trees}
         names, frozen_names = map(_with_stack, (spec.names, spec.frozen_names))
-        return dataclasses.replace(spec, **cut, names=names, frozen_names=frozen_names, stack=NAMES)
+        return dataclasses.replace(
+            spec, **cut, names=names, frozen_names=frozen_names, stack=NAMES
+        )
 
 
 def _with_stack(names: Tree) -> Tree:
     """Returns logical names with those of stack dims before a block's own."""
     if "blocks" not in names:
         return names
-    blocks = jax.tree.map(lambda own: (*NAMES, *own), names["blocks"], is_leaf=lambda x: isinstance(x, tuple))
+    blocks = jax.tree.map(
+        lambda own: (*NAMES, *own),
+        names["blocks"],
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
     return names | {"blocks": blocks}
 
 
 def _map_blocks(function, tree: Tree, fits) -> Tree:
-    """Returns the tree with `function` applied to leaves below a key `blocks` whose dims fit."""
+    """Returns the tree with `function` applied to leaves below a key `blocks` whose
+    dims fit.
+    """
 
     def leaf(path: tuple[Any, ...], x):
         inside = any(getattr(entry, "key", None) == "blocks" for entry in path)

@@ -36,7 +36,9 @@ AXIS = "pipeline"
 
 
 class Pipeline(NamedTuple):
-    """How layers lie on stages, the compiled schedule, and what makes a stage's parameters a model."""
+    """How layers lie on stages, the compiled schedule, and what makes a stage's
+    parameters a model.
+    """
 
     cut: Staging
     program: Program
@@ -47,10 +49,23 @@ class Stage:
     """What a stage computes of the model, and its gradients."""
 
     def __init__(
-        self, pipeline: Pipeline, params: StageParams, names: StageParams, batch, key, backward, scale=None
+        self,
+        pipeline: Pipeline,
+        params: StageParams,
+        names: StageParams,
+        batch,
+        key,
+        backward,
+        scale=None,
     ):
         self.cut, self.program, self.assemble = pipeline
-        self.names, self.batch, self.key, self.backward, self.scale = names, batch, key, backward, scale
+        self.names, self.batch, self.key, self.backward, self.scale = (
+            names,
+            batch,
+            key,
+            backward,
+            scale,
+        )
         self.blocks, self.rest = params.blocks, params.edges
         if self.cut.config.gather_once:
             self.blocks = jax.tree.map(gathered, self.blocks, names.blocks)
@@ -59,26 +74,39 @@ class Stage:
         self.keeps_layers = self.cut.remat == "layers" and backward
 
     def model(self, rest: StageParams, blocks: StageParams | None = None):
-        """Returns the model with these parameters; blocks are those of one chunk, [L, ...]."""
+        """Returns the model with these parameters; blocks are those of one chunk, [L,
+        ...].
+        """
         return self.assemble(rest.with_blocks(blocks or self.chunk(0)))
 
     def chunk(self, number) -> StageParams:
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, 0, False)[0], self.blocks)
+        return jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, number, 0, False)[0], self.blocks
+        )
 
     def microbatch(self, number) -> Batch:
         at = jnp.maximum(number, 0)
-        return {n: jax.lax.dynamic_index_in_dim(x, at, 0, False) for n, x in self.batch.items()}
+        return {
+            n: jax.lax.dynamic_index_in_dim(x, at, 0, False)
+            for n, x in self.batch.items()
+        }
 
     @property
     def has_first_blocks(self) -> bool:
-        """Returns whether layers run where the embedding does, and so on every stage."""
+        """Returns whether layers run where the embedding does, and so on every
+        stage.
+        """
         return any("first_blocks" in tree for tree in self.rest)
 
     def embed(self, rest: StageParams, number) -> jax.Array:
-        """Returns what enters the stack; of layers before it, their inputs alone are kept."""
+        """Returns what enters the stack; of layers before it, their inputs alone are
+        kept.
+        """
 
         def transform(block: Block) -> Block:
-            return rematerialised(block, "full" if self.cut.remat == "layers" else self.cut.remat)
+            return rematerialised(
+                block, "full" if self.cut.remat == "layers" else self.cut.remat
+            )
 
         return embedded(self.model(rest), self.microbatch(number), self.key, transform)
 
@@ -91,20 +119,28 @@ class Stage:
         return self.layers(blocks, (), x, *self.place(number, chunk))
 
     def place(self, number, chunk) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Returns what the blocks read of a microbatch, and the number of a chunk's first layer."""
+        """Returns what the blocks read of a microbatch, and the number of a chunk's
+        first layer.
+        """
         model = self.model(self.rest)
         block = (chunk * self.cut.stages + self.index) * self.cut.dims[2]
         first = layers_before(model) + block * len(layers_of(model.blocks))
         return shared_fields(model, self.microbatch(number)), first
 
-    def layers(self, blocks: StageParams, pattern, x: jax.Array, fields, first) -> BlockOutput:
-        """Returns consecutive layers applied to x; a chunk starts at the start of the pattern."""
+    def layers(
+        self, blocks: StageParams, pattern, x: jax.Array, fields, first
+    ) -> BlockOutput:
+        """Returns consecutive layers applied to x; a chunk starts at the start of the
+        pattern.
+        """
         model = self.model(self.rest, blocks)
         end = layers_before(model) + self.cut.num_layers * len(layers_of(model.blocks))
 
         def transform(block: Block) -> Block:
             if self.cut.remat != "layers" or self.cut.grouped:
-                inner = self.cut.recompute.policy if self.cut.grouped else self.cut.remat
+                inner = (
+                    self.cut.recompute.policy if self.cut.grouped else self.cut.remat
+                )
                 block = rematerialised(block, inner)
 
             def masked(parameters, x, info: BlockInfo):
@@ -114,10 +150,14 @@ class Stage:
 
             return masked if self.cut.num_layers < math.prod(self.cut.dims) else block
 
-        return run_blocks(model.blocks, x, self.key, fields, transform, first=first, pattern=pattern)
+        return run_blocks(
+            model.blocks, x, self.key, fields, transform, first=first, pattern=pattern
+        )
 
     def forward_keeping(self, blocks: StageParams, x: jax.Array, number, chunk):
-        """Returns `forward` and the inputs of all layers (or groups) but the first, [L - 1, B, S, D]."""
+        """Returns `forward` and the inputs of all layers (or groups) but the first, [L
+        - 1, B, S, D].
+        """
         fields, first = self.place(number, chunk)
         items, kinds, stride = self.groups(blocks)
 
@@ -127,13 +167,19 @@ class Stage:
                 stats = {name: sums[0] for name, sums in stats.items()}
             return y, (x, aux, stats)
 
-        y, (inputs, aux, stats) = scan_layers(one, x, items, kinds, first=first, stride=stride)
+        y, (inputs, aux, stats) = scan_layers(
+            one, x, items, kinds, first=first, stride=stride
+        )
         if self.cut.grouped:
             stats = jax.tree.map(lambda sums: sums.reshape(-1, *sums.shape[2:]), stats)
-        return BlockOutput(y, jax.tree.map(lambda terms: terms.sum(0), aux), stats), inputs[1:]
+        return BlockOutput(
+            y, jax.tree.map(lambda terms: terms.sum(0), aux), stats
+        ), inputs[1:]
 
     def groups(self, blocks: StageParams) -> tuple[StageParams, tuple[str, ...], int]:
-        """Returns what is computed again at a time, stacked, its kinds and how many layers it has."""
+        """Returns what is computed again at a time, stacked, its kinds and how many
+        layers it has.
+        """
         stack = self.model(self.rest, blocks).blocks
         if not self.cut.grouped:
             return blocks, pattern_of(stack), len(layers_of(stack))
@@ -144,19 +190,27 @@ class Stage:
             self.cut.recompute.every,
         )
 
-    def unit(self, parameters: StageParams, kind: str) -> tuple[StageParams, tuple[str, ...]]:
+    def unit(
+        self, parameters: StageParams, kind: str
+    ) -> tuple[StageParams, tuple[str, ...]]:
         """Returns one of `groups` as a stack of blocks, and the kinds of its layers."""
         return (parameters, ()) if self.cut.grouped else (_stacked(parameters), (kind,))
 
-    def pull(self, blocks: StageParams, x: jax.Array, dy: jax.Array, number, chunk) -> tuple[Tree, jax.Array]:
-        """Returns the gradients of a chunk and of its input; all is computed again from x."""
+    def pull(
+        self, blocks: StageParams, x: jax.Array, dy: jax.Array, number, chunk
+    ) -> tuple[Tree, jax.Array]:
+        """Returns the gradients of a chunk and of its input; all is computed again from
+        x.
+        """
 
         def apply(trained, x):
             return self.forward(blocks._replace(trained=trained), x, number, chunk)[:2]
 
         return self._pull(apply, blocks.trained, x, dy)
 
-    def pull_layers(self, blocks: StageParams, inputs: jax.Array, dy: jax.Array, number, chunk):
+    def pull_layers(
+        self, blocks: StageParams, inputs: jax.Array, dy: jax.Array, number, chunk
+    ):
         """Returns what `pull` does, from the inputs of all layers.
 
         Nobody needs the layers' outputs again, so XLA leaves their last products out.
@@ -174,15 +228,25 @@ class Stage:
             dparameters, dx = self._pull(apply, parameters.trained, x, dy)
             return self.residual(dx), dparameters
 
-        dx, dblocks = scan_layers(one, dy, (items, inputs), kinds, first=first, stride=stride, reverse=True)
+        dx, dblocks = scan_layers(
+            one, dy, (items, inputs), kinds, first=first, stride=stride, reverse=True
+        )
         if self.cut.grouped:
             dblocks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), dblocks)
         return dblocks, dx
 
-    def _pull(self, apply: Callable, trained: Tree, x: jax.Array, dy: jax.Array) -> tuple[Tree, jax.Array]:
-        """Returns the gradients of apply(trained, x) -> (y, aux) for dy, and for all of aux."""
+    def _pull(
+        self, apply: Callable, trained: Tree, x: jax.Array, dy: jax.Array
+    ) -> tuple[Tree, jax.Array]:
+        """Returns the gradients of apply(trained, x) -> (y, aux) for dy, and for all of
+        aux.
+        """
         (_, aux), pull = jax.vjp(apply, trained, x)
-        begin = jnp.ones_like if self.scale is None else partial(jnp.full_like, fill_value=self.scale)
+        begin = (
+            jnp.ones_like
+            if self.scale is None
+            else partial(jnp.full_like, fill_value=self.scale)
+        )
         return pull((dy, jax.tree.map(begin, aux)))
 
     @staticmethod

@@ -1,4 +1,6 @@
-"""What a stage holds of the model: arrays of its layers and arrays of all else, trained or not."""
+"""What a stage holds of the model: arrays of its layers and arrays of all else, trained
+or not.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ Tree = Any
 
 
 class StageParams(NamedTuple):
-    """Arrays of the model, of its blocks or of all else (`edges`); or their logical names."""
+    """Arrays of the model, of its blocks or of all else (`edges`); or their logical
+    names.
+    """
 
     trained: Tree
     frozen: Tree
@@ -32,7 +36,9 @@ class StageParams(NamedTuple):
 
     def with_blocks(self, blocks: StageParams) -> StageParams:
         """Returns these edges and those blocks together."""
-        return StageParams(*({"blocks": own, **rest} for own, rest in zip(blocks, self, strict=True)))
+        return StageParams(
+            *({"blocks": own, **rest} for own, rest in zip(blocks, self, strict=True))
+        )
 
 
 def edges(tree: Tree) -> Tree:
@@ -46,7 +52,9 @@ def own_names(names):
 
 
 def gathered(leaf: jax.Array, names) -> jax.Array:
-    """Returns a stage's stack of kernels as ops use them; what fsdp does not split is left alone."""
+    """Returns a stage's stack of kernels as ops use them; what fsdp does not split is
+    left alone.
+    """
     own, now = own_names(names), execution.current()
     split = now.rules.stored(own, leaf.shape) != now.rules.computed(own, leaf.shape)
     if not split or not jnp.issubdtype(leaf.dtype, jnp.floating):

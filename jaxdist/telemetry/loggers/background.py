@@ -1,4 +1,6 @@
-"""A logger in a thread of its own: whether it raises, sleeps or hangs, the run goes on."""
+"""A logger in a thread of its own: whether it raises, sleeps or hangs, the run
+goes on.
+"""
 
 import contextlib
 import queue
@@ -9,13 +11,16 @@ from typing import Any
 
 from jaxdist.telemetry.loggers.logger import Logger
 
-ROOM = 10_000  # calls that wait; of a logger that is slower for long, the newest are dropped
+# calls that wait; of a logger that is slower for long, the newest are dropped
+ROOM = 10_000
 
 _Call = tuple[str, tuple, dict[str, Any]]  # method, its arguments
 
 
 class BackgroundLogger:
-    """Hands the calls of a run to a logger over a bounded queue; reports its first fault, by an event."""
+    """Hands the calls of a run to a logger over a bounded queue; reports its first
+    fault, by an event.
+    """
 
     def __init__(
         self,
@@ -29,15 +34,19 @@ class BackgroundLogger:
         """Starts the thread, which makes the logger.
 
         Args:
-          report: called once at most, with the name of the event, its step and fields, from any thread.
+          report: called once at most, with the name of the event, its step and fields,
+            from any thread.
           room: calls that may wait.
           close_s: seconds that `close` waits.
         """
         self._name, self._report, self._close_s = name, report, close_s
         self._calls: queue.Queue[_Call | None] = queue.Queue(room)
         self._step: int | None = None
-        self._reported = threading.Lock()  # taken by the first who reports, and never released
-        self._thread = threading.Thread(target=self._work, args=(make,), name=f"logger-{name}", daemon=True)
+        # taken by the first who reports, and never released
+        self._reported = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._work, args=(make,), name=f"logger-{name}", daemon=True
+        )
         self._thread.start()
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
@@ -50,19 +59,25 @@ class BackgroundLogger:
         self._put(("event", (name, step), fields))
 
     def close(self) -> None:
-        """Waits, for a limited time, until the logger has had all calls and is closed."""
+        """Waits, for a limited time, until the logger has had all calls and is
+        closed.
+        """
         deadline = time.monotonic() + self._close_s
         with contextlib.suppress(queue.Full):
             self._calls.put(None, timeout=self._close_s)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._fail(f"it has not ended within {self._close_s:g} s; {self._calls.qsize()} calls are lost")
+            self._fail(
+                f"it has not ended within {self._close_s:g} s; {self._calls.qsize()} calls are lost"
+            )
 
     def _put(self, call: _Call) -> None:
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self._fail(f"{self._calls.maxsize} calls wait for it; new ones are dropped while it is so slow")
+            self._fail(
+                f"{self._calls.maxsize} calls wait for it; new ones are dropped while it is so slow"
+            )
 
     def _fail(self, error: str) -> None:
         if self._reported.acquire(blocking=False):
@@ -81,7 +96,8 @@ class BackgroundLogger:
         """Returns what a function of the logger's returns, None where it raises."""
         try:
             return function()
-        except BaseException as error:  # also what would end a process: this thread is not the run
+        except BaseException as error:
+            # also what would end a process: this thread is not the run
             words = " ".join(str(error).split())
             self._fail(f"{type(error).__name__}: {words[:300]}")
             return None

@@ -1,7 +1,8 @@
-"""What a logger is: the protocol, the loggers that come with jaxdist, and how a name becomes a class.
+"""What a logger is: the protocol, the loggers that come with jaxdist, and how a name
+becomes a class.
 
-A logger is a view of a run: nothing reads it back, and whatever it does, the run does not notice
-(`background.BackgroundLogger`).
+A logger is a view of a run: nothing reads it back, and whatever it does, the run does
+not notice (`background.BackgroundLogger`).
 """
 
 import functools
@@ -16,13 +17,19 @@ from typing import Any, Protocol
 from jaxdist.config import extras, suggest
 
 GROUP = (
-    "jaxdist.loggers"  # of the entry points by which a package adds a logger: NAME = "package.module:Class"
+    # of the entry points by which a package adds a logger: NAME =
+    # "package.module:Class"
+    "jaxdist.loggers"
 )
 CLOSE_S = 10.0  # that the end of a run waits for a logger
 
 # Name -> its module, its class, and the package that it wraps.
 BUILT_IN = {
-    "tensorboard": ("jaxdist.telemetry.loggers.tensorboard", "TensorBoardLogger", "tensorboardX"),
+    "tensorboard": (
+        "jaxdist.telemetry.loggers.tensorboard",
+        "TensorBoardLogger",
+        "tensorboardX",
+    ),
     "trackio": ("jaxdist.telemetry.loggers.trackio", "TrackioLogger", "trackio"),
     "wandb": ("jaxdist.telemetry.loggers.wandb", "WandbLogger", "wandb"),
 }
@@ -45,16 +52,24 @@ class LoggedRun:
     def identity(self) -> str | None:
         """What the run has kept since its first start, of letters and digits."""
         identity = self.info.get("run")
-        return identity if isinstance(identity, str) and re.fullmatch(r"\w{1,64}", identity) else None
+        return (
+            identity
+            if isinstance(identity, str) and re.fullmatch(r"\w{1,64}", identity)
+            else None
+        )
 
 
 class Logger(Protocol):
-    """A view of a run. Its calls come in order, from one thread, which it may block or raise in."""
+    """A view of a run. Its calls come in order, from one thread, which it may block or
+    raise in.
+    """
 
     def __init__(self, run: LoggedRun) -> None: ...
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
-        """Takes a row of metrics.jsonl: numbers (NaN and infinities, too), None and text by name."""
+        """Takes a row of metrics.jsonl: numbers (NaN and infinities, too), None and
+        text by name.
+        """
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
         """Takes an event of events.jsonl."""
@@ -64,12 +79,16 @@ class Logger(Protocol):
 
 
 def names_of(loggers: Iterable[str], *, tensorboard: bool) -> tuple[str, ...]:
-    """Returns the names in `train.loggers`, each once; `tensorboard` is the key that was there before it."""
+    """Returns the names in `train.loggers`, each once; `tensorboard` is the key that
+    was there before it.
+    """
     return tuple(dict.fromkeys([*loggers, *(["tensorboard"] if tensorboard else [])]))
 
 
 def faults(names: Iterable[str]) -> Iterator[str]:
-    """Yields what is wrong with the names, as far as can be said without executing any code."""
+    """Yields what is wrong with the names, as far as can be said without executing any
+    code.
+    """
     for name in names:
         if name in BUILT_IN:
             package = BUILT_IN[name][2]
@@ -85,7 +104,8 @@ def faults(names: Iterable[str]) -> Iterator[str]:
 
 
 def find_known(name: str) -> Any:
-    """Returns the class of a logger that jaxdist or an installed package has by this name.
+    """Returns the class of a logger that jaxdist or an installed package has by this
+    name.
 
     Raises:
       MissingExtra, ImportError, AttributeError: it cannot be loaded.

@@ -1,6 +1,7 @@
 """Trackio; wraps trackio (extra `trackio`), loaded by extras.
 
-Runs lie in a local database (TRACKIO_DIR), which `trackio show` draws; TRACKIO_PROJECT names the project.
+Runs lie in a local database (TRACKIO_DIR), which `trackio show` draws; TRACKIO_PROJECT
+names the project.
 """
 
 import os
@@ -15,7 +16,9 @@ class TrackioLogger:
     """A run of Trackio; a resumed run goes on as the same one."""
 
     def __init__(self, run: LoggedRun) -> None:
-        """Begins, or goes on with, the run that has the name and the identity of ours."""
+        """Begins, or goes on with, the run that has the name and the identity
+        of ours.
+        """
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", "jaxdist"),
             name="-".join(filter(None, (run.name, run.identity))),
@@ -28,7 +31,9 @@ class TrackioLogger:
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
         """Adds the values; None is left out."""
-        self._run.log({name: x for name, x in values.items() if x is not None}, step=step)
+        self._run.log(
+            {name: x for name, x in values.items() if x is not None}, step=step
+        )
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
         """Adds the event as text."""

@@ -1,9 +1,11 @@
-"""Writes the folders beside this file with `transformers`: tiny models of every family, and their logits.
+"""Writes the folders beside this file with `transformers`: tiny models of every family,
+and their logits.
 
     python tests/data/huggingface/make.py [NAME ...]    # default: all
 
-All weights are random, norms and biases too: a table that forgets one shows. `logits.npy` are those of
-`tokens.npy`, in float32, by transformers; sequences are longer than the sliding windows.
+All weights are random, norms and biases too: a table that forgets one shows.
+`logits.npy` are those of `tokens.npy`, in float32, by transformers; sequences are
+longer than the sliding windows.
 """
 
 import json
@@ -33,25 +35,42 @@ SIZES = dict(
     pad_token_id=0,
 )
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5e4, "factor": 4.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "rope_theta": 5e4,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 
 def configs(**changes):
-    """Returns {name: config}, one for each family and for what differs in how folders look."""
+    """Returns {name: config}, one for each family and for what differs in how folders
+    look.
+    """
     t, sizes = transformers, SIZES | changes
-    depth = {name: sizes[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}
+    depth = {
+        name: sizes[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")
+    }
     gemma = dict(head_dim=8, sliding_window=5, query_pre_attn_scalar=24)
     return {
         "llama": t.LlamaConfig(**sizes, rope_parameters=LLAMA3, attention_bias=True),
-        "smollm": t.LlamaConfig(**sizes | {"vocab_size": 260}, tie_word_embeddings=True),
+        "smollm": t.LlamaConfig(
+            **sizes | {"vocab_size": 260}, tie_word_embeddings=True
+        ),
         "mistral": t.MistralConfig(**sizes, sliding_window=5),
-        "qwen2": t.Qwen2Config(**sizes, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+        "qwen2": t.Qwen2Config(
+            **sizes, use_sliding_window=True, sliding_window=5, max_window_layers=1
+        ),
         "qwen3": t.Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True),
-        "gemma2": t.Gemma2Config(**sizes, **gemma, attn_logit_softcapping=2.0, final_logit_softcapping=4.0),
+        "gemma2": t.Gemma2Config(
+            **sizes, **gemma, attn_logit_softcapping=2.0, final_logit_softcapping=4.0
+        ),
         "gemma3": t.Gemma3TextConfig(
-            **sizes, **gemma, sliding_window_pattern=2, rope_scaling={"rope_type": "linear", "factor": 8.0}
+            **sizes,
+            **gemma,
+            sliding_window_pattern=2,
+            rope_scaling={"rope_type": "linear", "factor": 8.0},
         ),
         "gpt2": t.GPT2Config(
             n_embd=sizes["hidden_size"],
@@ -63,7 +82,11 @@ def configs(**changes):
         "phi3": t.Phi3Config(
             **sizes | {"hidden_size": 2 * sizes["hidden_size"]},
             sliding_window=5,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
         ),
         "olmo2": t.Olmo2Config(**sizes),
         "mixtral": t.MixtralConfig(**sizes, num_local_experts=4),
@@ -87,7 +110,9 @@ SHARDED = ("llama", "gemma3", "mixtral")
 
 
 def build(config, seed: int = 0, dtype: torch.dtype = torch.float32):
-    """Returns a model in which every weight is random, rounded to `dtype` and kept in float32."""
+    """Returns a model in which every weight is random, rounded to `dtype` and kept in
+    float32.
+    """
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""The pipeline equals one device: loss, gradients, update and evaluation of every schedule."""
+"""The pipeline equals one device: loss, gradients, update and evaluation of every
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,11 @@ from support.models import FAST_COMPILE, worst
 from support.pipelines import LENGTH, MODEL, SEVEN, Case, batch_for, build
 
 # A place holds whole patterns: of two stages the last has one layer of padding.
-LOCAL = replace(SEVEN, layer_pattern=("local", "global"), window=5, rope_theta_local=100.0)
-# With weights that large (0.2), bfloat16 noise grows tenfold on its way through eight layers.
+LOCAL = replace(
+    SEVEN, layer_pattern=("local", "global"), window=5, rope_theta_local=100.0
+)
+# With weights that large (0.2), bfloat16 noise grows tenfold on its way through eight
+# layers.
 CALM = replace(MODEL, init_std=0.05)
 TIED = {"tie_embeddings": True}
 
@@ -45,7 +50,9 @@ def fresh_state(model: TransformerConfig):
 
 
 def run(case: Case) -> Result:
-    """Returns what a step from the same fresh state does; checks the gradients' shardings."""
+    """Returns what a step from the same fresh state does; checks the gradients'
+    shardings.
+    """
     built, cut = build(case), case.staging
     state = fresh_state(case.model)
     state = jax.device_put(cut.staged(state) if cut else state, built.shardings)
@@ -54,10 +61,18 @@ def run(case: Case) -> Result:
     evaluated = built.evaluate.lower(state, batch).compile(FAST_COMPILE)(state, batch)
     inspect = built.inspect.lower(state, batch).compile(FAST_COMPILE)
     after, metrics, gradients = inspect(state, batch)
-    # With ZeRO 2 parameters are whole and gradients in shards, as the parameters of ZeRO 3 are.
-    wanted = (build(case._replace(zero=3)) if case.zero == 2 else built).shardings.trainable
-    assert all(g.sharding.is_equivalent_to(where, g.ndim) for g, where in _pairs(gradients, wanted))
-    gradients, trainable = (cut.flat(t) if cut else t for t in (gradients, after.trainable))
+    # With ZeRO 2 parameters are whole and gradients in shards, as the parameters of
+    # ZeRO 3 are.
+    wanted = (
+        build(case._replace(zero=3)) if case.zero == 2 else built
+    ).shardings.trainable
+    assert all(
+        g.sharding.is_equivalent_to(where, g.ndim)
+        for g, where in _pairs(gradients, wanted)
+    )
+    gradients, trainable = (
+        cut.flat(t) if cut else t for t in (gradients, after.trainable)
+    )
     return Result(
         *(float(metrics[name]) for name in ("loss", "aux/z_loss")),
         jax.device_get(gradients),
@@ -76,7 +91,10 @@ reference = lru_cache(run)
 def moved(one, other) -> float:
     """Returns max over leaves of |difference| / |reference|, Euclidean."""
     return max(
-        float(np.linalg.norm((a - np.float64(b)).ravel()) / np.linalg.norm(np.float64(b).ravel()))
+        float(
+            np.linalg.norm((a - np.float64(b)).ravel())
+            / np.linalg.norm(np.float64(b).ravel())
+        )
         for a, b in _pairs(one, other)
     )
 
@@ -92,8 +110,11 @@ class Errors(NamedTuple):
 
 def errors(case: Case) -> Errors:
     found, wanted = run(case), reference(one_device(case))
-    assert wanted.z_loss > 0 and all(np.abs(g).max() > 0 for g in jax.tree.leaves(wanted.gradients))
-    assert moved(wanted.trainable, fresh_state(case.model).trainable) > 1e-3  # the step does something
+    assert wanted.z_loss > 0 and all(
+        np.abs(g).max() > 0 for g in jax.tree.leaves(wanted.gradients)
+    )
+    # the step does something
+    assert moved(wanted.trainable, fresh_state(case.model).trainable) > 1e-3
     assert found.evaluated[1] == wanted.evaluated[1] > 0
     return Errors(
         max(abs(found.loss / wanted.loss - 1), abs(found.z_loss / wanted.z_loss - 1)),
@@ -122,12 +143,16 @@ FEW = {
     "packed, zero 2": Case(2, 4, fsdp=2, zero=2, packed=True),
     "accumulation": Case(2, 2, accumulation=2),
     "local and global": Case(2, 4, model=LOCAL),
-    "last edges": Case(2, 4, fsdp=2, tensor=2, edges="last", model=replace(MODEL, **TIED)),
+    "last edges": Case(
+        2, 4, fsdp=2, tensor=2, edges="last", model=replace(MODEL, **TIED)
+    ),
     "groups of layers": Case(2, 4, fsdp=2, every=2, model=replace(LOCAL, dropout=0.1)),
 }
 
 MANY = {
-    f"{p} stages, {m} microbatches, {v} chunks": Case(p, m, v, "interleaved" if v > 1 else "1f1b")
+    f"{p} stages, {m} microbatches, {v} chunks": Case(
+        p, m, v, "interleaved" if v > 1 else "1f1b"
+    )
     for p in (2, 4)
     for m in (4, 8, 16)
     for v in (1, 2)
@@ -141,31 +166,56 @@ MANY = {
     "two stages": Case(),
     "seven layers": Case(4, 8, model=SEVEN),
     "seven layers, interleaved": Case(2, 4, 2, "interleaved", model=SEVEN),
-    "local and global, fsdp and tensor": Case(2, 4, 2, "interleaved", fsdp=2, tensor=2, model=LOCAL),
-    "local and global, from stage inputs": Case(2, 4, 2, "interleaved", remat="none", model=LOCAL),
+    "local and global, fsdp and tensor": Case(
+        2, 4, 2, "interleaved", fsdp=2, tensor=2, model=LOCAL
+    ),
+    "local and global, from stage inputs": Case(
+        2, 4, 2, "interleaved", remat="none", model=LOCAL
+    ),
     "tied": Case(4, 4, model=replace(MODEL, **TIED)),
-    # Without biases: that of keys has no gradient but noise, where positions are learned.
-    "learned positions": Case(4, 4, model=replace(MODEL, positions="learned", max_positions=LENGTH)),
+    # Without biases: that of keys has no gradient but noise, where positions are
+    # learned.
+    "learned positions": Case(
+        4, 4, model=replace(MODEL, positions="learned", max_positions=LENGTH)
+    ),
     "dropout": Case(4, 8, model=replace(MODEL, dropout=0.1)),
     "dropout, data, accumulation": Case(
-        2, 2, 2, "interleaved", data=2, accumulation=2, model=replace(MODEL, dropout=0.1)
+        2,
+        2,
+        2,
+        "interleaved",
+        data=2,
+        accumulation=2,
+        model=replace(MODEL, dropout=0.1),
     ),
     "packed": Case(4, 8, packed=True),
     "packed, interleaved": Case(2, 4, 2, "interleaved", packed=True),
     "last edges": Case(4, 8, edges="last", model=replace(MODEL, dropout=0.1)),
-    "last edges, interleaved, packed": Case(2, 4, 2, "interleaved", edges="last", packed=True),
-    "last edges, zero 2, accumulation": Case(2, 4, edges="last", fsdp=2, zero=2, accumulation=2),
-    "last edges, bfloat16": Case(2, 4, edges="last", fsdp=2, compute="bfloat16", model=CALM),
+    "last edges, interleaved, packed": Case(
+        2, 4, 2, "interleaved", edges="last", packed=True
+    ),
+    "last edges, zero 2, accumulation": Case(
+        2, 4, edges="last", fsdp=2, zero=2, accumulation=2
+    ),
+    "last edges, bfloat16": Case(
+        2, 4, edges="last", fsdp=2, compute="bfloat16", model=CALM
+    ),
     "gathered once": Case(2, 4, fsdp=2, tensor=2, gather_once=True),
     "from stage inputs": Case(2, 4, remat="none", model=replace(SEVEN, dropout=0.1)),
-    "from stage inputs, interleaved, fsdp": Case(2, 4, 2, "interleaved", fsdp=2, remat="none"),
+    "from stage inputs, interleaved, fsdp": Case(
+        2, 4, 2, "interleaved", fsdp=2, remat="none"
+    ),
     "gpipe": Case(4, 8, schedule="gpipe"),
     "gpipe, from stage inputs": Case(4, 8, schedule="gpipe", remat="none"),
     "rematerialised layers": Case(2, 4, remat="full"),
     "groups of layers, padding": Case(2, 4, every=4, model=SEVEN),
-    "groups of layers, interleaved, tensor": Case(2, 4, 2, "interleaved", tensor=2, every=2),
+    "groups of layers, interleaved, tensor": Case(
+        2, 4, 2, "interleaved", tensor=2, every=2
+    ),
     "bfloat16": Case(4, 8, compute="bfloat16", model=CALM),
-    "bfloat16, fsdp and tensor": Case(2, 4, fsdp=2, tensor=2, compute="bfloat16", model=CALM),
+    "bfloat16, fsdp and tensor": Case(
+        2, 4, fsdp=2, tensor=2, compute="bfloat16", model=CALM
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""What a pipelined step is made of: predicates, FLOPs, gathers, and sums over stages."""
+"""What a pipelined step is made of: predicates, FLOPs, gathers, and sums over
+stages.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from jaxdist.telemetry import hlo
 from jaxdist.telemetry.flops import hlo_flops
 from support.models import FAST_COMPILE
 from support.pipelines import BATCH, LENGTH, MODEL, SEVEN, Case, batch_for, build
-from support.programs import collectives, loop_bodies, reachable, stage_dependent_predicates
+from support.programs import (
+    collectives,
+    loop_bodies,
+    reachable,
+    stage_dependent_predicates,
+)
 
 
 def abstract_inputs(built: TrainStep, case: Case):
@@ -37,12 +44,16 @@ def test_a_predicate_that_depends_on_the_stage_would_be_found(source):
         stage = jax.lax.axis_index("pipeline") if source == "axis_index" else rows[0]
 
         def tick(total, _):
-            return jax.lax.cond(total > 0, lambda t: t + 1, lambda t: t + stage, total), None
+            return jax.lax.cond(
+                total > 0, lambda t: t + 1, lambda t: t + stage, total
+            ), None
 
         return jax.lax.scan(tick, 0, length=3)[0][None]
 
     split = jax.sharding.PartitionSpec("pipeline")
-    mapped = jax.shard_map(program, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+    mapped = jax.shard_map(
+        program, mesh=mesh, in_specs=split, out_specs=split, check_vma=False
+    )
     with pytest.raises(AssertionError, match="depends on the stage"):
         stage_dependent_predicates(jax.make_jaxpr(mapped)(np.zeros(2, np.int32)).jaxpr)
 
@@ -75,10 +86,12 @@ def flops_of_full_remat() -> float:
 
 
 def flops_recomputed() -> float:
-    """Returns the FLOPs of the step that keeps everything, and of one more pass through the layers.
+    """Returns the FLOPs of the step that keeps everything, and of one more pass through
+    the layers.
 
-    A stage that keeps one input recomputes its layers in whole, since each needs the last one's
-    output; `remat=full` need not, since it keeps them: XLA leaves each layer's last product out.
+    A stage that keeps one input recomputes its layers in whole, since each needs the
+    last one's output; `remat=full` need not, since it keeps them: XLA leaves each
+    layer's last product out.
     """
     tokens = BATCH * LENGTH / ALONE.devices
     head = 2 * tokens * ALONE.model.d_model * ALONE.model.vocab_size
@@ -87,10 +100,14 @@ def flops_recomputed() -> float:
 
 
 @pytest.mark.parametrize(
-    "case", [Case(4, 8), Case(4, 8, 2, "interleaved"), Case(4, 8, schedule="gpipe")], ids=lambda c: c.schedule
+    "case",
+    [Case(4, 8), Case(4, 8, 2, "interleaved"), Case(4, 8, schedule="gpipe")],
+    ids=lambda c: c.schedule,
 )
 def test_a_pipeline_computes_no_more_than_its_bubble(case):
-    """Beside every layer rematerialised, on the same devices: nothing is computed a third time."""
+    """Beside every layer rematerialised, on the same devices: nothing is computed a
+    third time.
+    """
     work, bubble = case.microbatches * case.chunks, case.stages - 1
     assert case.staging is not None and case.staging.dims[2] == 2 // case.chunks
     found = counted(traced(case).lower()) / flops_of_full_remat()
@@ -105,7 +122,9 @@ def test_a_stage_that_keeps_its_input_alone_computes_its_layers_once_more():
 
 @pytest.mark.parametrize("once", [False, True], ids=["each tick", "once"])
 def test_a_stage_gathers_its_weights_where_it_says(once):
-    """One chunk, one layer: nothing but our barrier keeps XLA from taking its gathers out."""
+    """One chunk, one layer: nothing but our barrier keeps XLA from taking its gathers
+    out.
+    """
     model = replace(MODEL, num_layers=4)
     lowered = traced(Case(4, 4, fsdp=2, model=model, gather_once=once)).lower()
     module = hlo.parse(lowered.compile(FAST_COMPILE).as_text())
@@ -123,17 +142,31 @@ def groups_of(instruction: hlo.Instruction) -> list[list[int]]:
     """Returns the devices of each group of a collective."""
     text = instruction.attributes
     if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text):
-        return [[int(d) for d in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
-    if named := re.search(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}", text):  # jax 0.12
-        axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        return [
+            [int(d) for d in group.split(",")]
+            for group in re.findall(r"\{([\d,]+)\}", listed[1])
+        ]
+    # jax 0.12
+    if named := re.search(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}", text):
+        axes = {
+            name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])
+        }
         grid = np.arange(np.prod(list(axes.values()))).reshape(tuple(axes.values()))
         summed = [list(axes).index(name) for name in re.findall(r"'(\w+)'", named[2])]
         together = np.moveaxis(grid, summed, range(-len(summed), 0))
-        return together.reshape(-1, np.prod([grid.shape[axis] for axis in summed])).tolist()
-    found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+        return together.reshape(
+            -1, np.prod([grid.shape[axis] for axis in summed])
+        ).tolist()
+    found = re.search(
+        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text
+    )
     assert found, text
-    dims, sizes, order = ([int(n) for n in part.split(",")] if part else None for part in found.groups())
-    return np.arange(np.prod(sizes)).reshape(sizes).transpose(order).reshape(dims).tolist()
+    dims, sizes, order = (
+        [int(n) for n in part.split(",")] if part else None for part in found.groups()
+    )
+    return (
+        np.arange(np.prod(sizes)).reshape(sizes).transpose(order).reshape(dims).tolist()
+    )
 
 
 @pytest.mark.parametrize(("edges", "some"), [("last", False), ("sharded", True)])

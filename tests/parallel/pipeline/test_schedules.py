@@ -1,4 +1,6 @@
-"""Schedules: closed forms, the checker against an oracle, compiled programs run on tokens."""
+"""Schedules: closed forms, the checker against an oracle, compiled programs run on
+tokens.
+"""
 
 import itertools
 import json
@@ -10,8 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdist.config import ConfigError
-from jaxdist.parallel.pipeline.schedules.balance import balance, bubble_fraction, microbatch_options
-from jaxdist.parallel.pipeline.schedules.program import KINDS, ScheduleRows, compile_schedule
+from jaxdist.parallel.pipeline.schedules.balance import (
+    balance,
+    bubble_fraction,
+    microbatch_options,
+)
+from jaxdist.parallel.pipeline.schedules.program import (
+    KINDS,
+    ScheduleRows,
+    compile_schedule,
+)
 from jaxdist.parallel.pipeline.schedules.simulator import Costs, draw_svg, simulate
 from jaxdist.parallel.pipeline.schedules.table import (
     SCHEDULES,
@@ -23,8 +33,14 @@ from jaxdist.parallel.pipeline.schedules.table import (
 
 SIZES = range(1, 9)
 PLAIN = [(name, p, m, 1) for name in ("gpipe", "1f1b") for p in SIZES for m in SIZES]
-CHUNKED = [("interleaved", p, m, v) for p, m, v in itertools.product(SIZES, SIZES, SIZES) if m % p == 0]
-LONGER = [("interleaved", p, m, v) for p in (2, 3, 4) for m in (4 * p, 5 * p) for v in (2, 3)]
+CHUNKED = [
+    ("interleaved", p, m, v)
+    for p, m, v in itertools.product(SIZES, SIZES, SIZES)
+    if m % p == 0
+]
+LONGER = [
+    ("interleaved", p, m, v) for p in (2, 3, 4) for m in (4 * p, 5 * p) for v in (2, 3)
+]
 ALL = [*PLAIN, *CHUNKED, *LONGER, ("1f1b", 4, 33, 1), ("gpipe", 3, 20, 1)]
 
 
@@ -34,8 +50,9 @@ def ticks_of(name, p, m, v):
 
 
 class Machine:
-    """Runs a compiled program on tokens: ("x", i, k) is the input of place k, ("g", i, k) the
-    gradient of its output. Everything else is junk, and junk may only ever meet trash."""
+    """Runs a compiled program on tokens: ("x", i, k) is the input of place k, ("g", i,
+    k) the gradient of its output. Everything else is junk, and junk may only ever meet
+    trash."""
 
     def __init__(self, program):
         self.program, self.p = program, program.schedule.stages
@@ -125,9 +142,17 @@ def assert_executes(schedule, **options):
 def assert_executes_program(program):
     schedule = program.schedule
     done = Machine(program).run().done
-    microbatches, places = range(schedule.microbatches), schedule.stages * schedule.chunks
+    microbatches, places = (
+        range(schedule.microbatches),
+        schedule.stages * schedule.chunks,
+    )
     wanted = [(word, i) for word in ("head", "embed_backward") for i in microbatches]
-    wanted += [(word, i, k) for word in ("forward", "backward") for i in microbatches for k in range(places)]
+    wanted += [
+        (word, i, k)
+        for word in ("forward", "backward")
+        for i in microbatches
+        for k in range(places)
+    ]
     assert sorted(done) == sorted(wanted)
 
 
@@ -177,7 +202,10 @@ def test_slots_are_the_closed_forms(name, p, m, v):
 
 def test_memory_is_flat_in_the_number_of_microbatches():
     for name, v in (("1f1b", 1), ("interleaved", 4)):
-        slots = {compile_schedule(build_schedule(name, 4, m, v)).num_inputs for m in (8, 16, 32, 64)}
+        slots = {
+            compile_schedule(build_schedule(name, 4, m, v)).num_inputs
+            for m in (8, 16, 32, 64)
+        }
         assert len(slots) == 1, name
 
 
@@ -189,9 +217,15 @@ def test_runs_of_1f1b_need_no_predicate_and_many_runs_fall_back():
     assert program.runs[2].every >= compute
     assert program.runs[0].every & compute == {"embed", "forward"}
     program = compile_schedule(build_schedule("interleaved", 4, 16, 2))
-    assert [run.some >= {"forward", "backward"} for run in program.runs] == [False, True, False]
+    assert [run.some >= {"forward", "backward"} for run in program.runs] == [
+        False,
+        True,
+        False,
+    ]
     steady = program.runs[1]
-    assert steady.every >= {"forward", "backward"} and "head" in steady.some - steady.every
+    assert (
+        steady.every >= {"forward", "backward"} and "head" in steady.some - steady.every
+    )
 
 
 # Efficiencies: ideal 3m over time, forward 1 and backward 2 a stage.
@@ -253,11 +287,14 @@ def test_the_slowest_chunk_sets_the_pace():
         simulate(table, Costs(backward=[1.0, 1.0, 1.0]))
 
 
-# The checker --------------------------------------------------------------------------------------
+# The checker
+# --------------------------------------------------------------------------------------
 
 
 def is_valid(schedule):
-    """An oracle with another method: play the tick table and see that every input is there."""
+    """An oracle with another method: play the tick table and see that every input is
+    there.
+    """
     p, v = schedule.stages, schedule.chunks
     have_x = {(i, 0) for i in range(schedule.microbatches)}
     have_g, done = set(), set()
@@ -316,7 +353,12 @@ def test_the_checker_agrees_with_an_oracle_and_what_it_passes_executes(schedule)
 
 
 @settings(max_examples=100)
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.randoms(use_true_random=False),
+)
 def test_any_valid_table_executes(p, m, v, random):
     """Tables of no known name: ops that are ready are done, or put off, at random."""
     once, ticks = {}, []
@@ -360,13 +402,17 @@ def test_the_checker_reports_all_that_is_wrong_and_where():
 
 
 def test_a_table_that_would_deadlock_is_refused():
-    """Stage 0 wants the gradient of microbatch 1 first, stage 1 does not get to it before 0's."""
+    """Stage 0 wants the gradient of microbatch 1 first, stage 1 does not get to it
+    before 0's.
+    """
     table = np.full((5, 2, 2), -1)
     table[0, 0, 0], table[1, 0, 1], table[2, 0, 0], table[3, 0, 1] = 0, 0, 1, 1
     table[1, 1, 0], table[2, 1, 0], table[2, 1, 1], table[3, 1, 1] = 1, 0, 0, 1
     faults = check(Schedule(2, 2, 1, table))
     assert any(
-        fault.startswith("tick 1: backward of microbatch 0, chunk 0 on stage 0 needs backward of")
+        fault.startswith(
+            "tick 1: backward of microbatch 0, chunk 0 on stage 0 needs backward of"
+        )
         for fault in faults
     )
 
@@ -388,10 +434,13 @@ def test_numbers_that_no_schedule_takes(case, words):
     assert words in str(error.value)
 
 
-# Files --------------------------------------------------------------------------------------------
+# Files
+# --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [("1f1b", 3, 5, 1), ("gpipe", 2, 3, 1), ("interleaved", 2, 4, 3)])
+@pytest.mark.parametrize(
+    "case", [("1f1b", 3, 5, 1), ("gpipe", 2, 3, 1), ("interleaved", 2, 4, 3)]
+)
 def test_a_file_holds_the_same_table(case, tmp_path):
     schedule = build_schedule(*case)
     path = tmp_path / "table.json"
@@ -402,7 +451,9 @@ def test_a_file_holds_the_same_table(case, tmp_path):
     assert again.name == case[0]
     with pytest.raises(FileExistsError):
         write_schedule(schedule, path)
-    with pytest.raises(ConfigError, match=f"is for {case[1]} stages, the configuration has 9"):
+    with pytest.raises(
+        ConfigError, match=f"is for {case[1]} stages, the configuration has 9"
+    ):
         build_schedule(str(path), 9, *case[2:])
 
 
@@ -412,7 +463,9 @@ def test_an_invalid_file_is_refused_in_the_checkers_words(tmp_path):
     data = json.loads(path.read_text())
     data["ticks"][0][0] = ""
     path.write_text(json.dumps(data))
-    with pytest.raises(ConfigError, match="table.json: forward of microbatch 0.*is missing"):
+    with pytest.raises(
+        ConfigError, match="table.json: forward of microbatch 0.*is missing"
+    ):
         build_schedule(str(path), 2, 2, 1)
     data["ticks"][0] = ["B0 F0", "F7", "F0"]
     data["ticks"][1][1] = 3
@@ -432,14 +485,22 @@ def test_an_invalid_file_is_refused_in_the_checkers_words(tmp_path):
         ("[]", "it is list; required: dict"),
         ("[" * 100_000, "nested deeper than"),
         ('{"format": "?"}', '"version": 1'),
-        ('{"stages": 0, "microbatches": true, "chunks": 1, "ticks": {}}', "is for 0 stages"),
-        ('{"stages": 1, "microbatches": 1000000000, "chunks": 9, "ticks": [[""]]}', "for 1000000000 micro"),
+        (
+            '{"stages": 0, "microbatches": true, "chunks": 1, "ticks": {}}',
+            "is for 0 stages",
+        ),
+        (
+            '{"stages": 1, "microbatches": 1000000000, "chunks": 9, "ticks": [[""]]}',
+            "for 1000000000 micro",
+        ),
         ('{"stages": 1, "microbatches": 1, "chunks": 1, "ticks": []}', "cannot hold"),
     ],
 )
 def test_a_file_that_is_none(text, words, tmp_path):
     path = tmp_path / "table.json"
-    path.write_text(text.replace('{"st', '{"format": "jaxdist.schedule", "version": 1, "st'))
+    path.write_text(
+        text.replace('{"st', '{"format": "jaxdist.schedule", "version": 1, "st')
+    )
     with pytest.raises(ConfigError) as error:
         build_schedule(str(path), 1, 1)
     assert words in str(error.value)
@@ -447,7 +508,8 @@ def test_a_file_that_is_none(text, words, tmp_path):
         build_schedule(str(tmp_path / "absent.json"), 1, 1)
 
 
-# A picture, advice, balance -----------------------------------------------------------------------
+# A picture, advice, balance
+# -----------------------------------------------------------------------
 
 
 def test_the_timeline_as_svg():
@@ -457,9 +519,16 @@ def test_the_timeline_as_svg():
     root = ElementTree.fromstring(text)
     kinds = [box.get("class") for box in root.iter("{http://www.w3.org/2000/svg}rect")]
     assert kinds.count("f") == kinds.count("b") == 2 * 4 * 2
-    boxes = [box for box in root.iter("{http://www.w3.org/2000/svg}rect") if box.get("class") != "i"]
+    boxes = [
+        box
+        for box in root.iter("{http://www.w3.org/2000/svg}rect")
+        if box.get("class") != "i"
+    ]
     assert max(float(box.get("x")) + float(box.get("width")) for box in boxes) <= 960
-    assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "<script>" not in text
+    assert (
+        "http" not in text.replace("http://www.w3.org/2000/svg", "")
+        and "<script>" not in text
+    )
     with pytest.raises(ConfigError):
         draw_svg(Schedule(2, 4, 2, schedule.table[:-1]))
 
@@ -481,13 +550,16 @@ def test_advice_follows_the_bubble_formula():
 
 def test_balance_of_even_and_uneven_layers():
     even = balance((2, 2, 2, 2), 4, layer_cost=3.0, edge_cost=0.75)
-    assert even.imbalance == pytest.approx(0) and even.shares == pytest.approx((0.25,) * 4)
+    assert even.imbalance == pytest.approx(0) and even.shares == pytest.approx(
+        (0.25,) * 4
+    )
     assert even.warning() is None
     uneven = balance((2, 2, 2, 1), 4)
     assert uneven.imbalance == pytest.approx(2 / 1.75 - 1)
     assert "stage 0 sets the pace, 14% above the mean" in uneven.warning()
     assert "7 layers divide by 1, 7" in uneven.warning()
-    chunks = balance((1, 1, 1, 2), 2, edge_cost=2.0)  # each place a half of a stage's edges
+    # each place a half of a stage's edges
+    chunks = balance((1, 1, 1, 2), 2, edge_cost=2.0)
     assert chunks.shares == pytest.approx((4 / 9, 5 / 9)) and chunks.heaviest == 1
     assert chunks.imbalance == pytest.approx(3 / 2.25 - 1)
     assert balance((3, 3, 3, 0), 4).shares == pytest.approx((1 / 3,) * 3 + (0,))

@@ -1,7 +1,8 @@
-"""Pipelined steps compiled by libtpu for chips that are not here: memory, kernels, collectives.
+"""Pipelined steps compiled by libtpu for chips that are not here: memory, kernels,
+collectives.
 
-A child process compiles cases (libtpu writes to fd 2 and reads its environment at import) and
-prints a JSON line per case; one does all small ones.
+A child process compiles cases (libtpu writes to fd 2 and reads its environment at
+import) and prints a JSON line per case; one does all small ones.
 """
 
 import json
@@ -12,18 +13,40 @@ import pytest
 
 from support.compilers import compiled_apart
 
-pytest.importorskip("libtpu", reason="ahead-of-time TPU compiles need libtpu: pip install jax[tpu]")
+pytest.importorskip(
+    "libtpu", reason="ahead-of-time TPU compiles need libtpu: pip install jax[tpu]"
+)
 
 QUICK = {
-    "topology": "v5e:2x4", "fsdp": 2, "sequence": 256, "sequences": 2,
-    "model": {"num_layers": 8, "d_model": 256, "d_ff": 256, "vocab_size": 512, "num_heads": 1,
-              "num_kv_heads": 1, "head_dim": 128},
-}  # fmt: skip
+    "topology": "v5e:2x4",
+    "fsdp": 2,
+    "sequence": 256,
+    "sequences": 2,
+    "model": {
+        "num_layers": 8,
+        "d_model": 256,
+        "d_ff": 256,
+        "vocab_size": 512,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "head_dim": 128,
+    },
+}
 LARGE = {
-    "topology": "v5e:4x4", "fsdp": 4, "sequence": 1024, "sequences": 8,
-    "model": {"num_layers": 8, "d_model": 1024, "d_ff": 4096, "vocab_size": 32768, "num_heads": 8,
-              "num_kv_heads": 8, "head_dim": 128},
-}  # fmt: skip
+    "topology": "v5e:4x4",
+    "fsdp": 4,
+    "sequence": 1024,
+    "sequences": 8,
+    "model": {
+        "num_layers": 8,
+        "d_model": 1024,
+        "d_ff": 4096,
+        "vocab_size": 32768,
+        "num_heads": 8,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+    },
+}
 STAGES = 4
 SMALL = ("quick 1f1b 8", "quick 1f1b 32", "quick interleaved 8 inspect")
 
@@ -31,8 +54,9 @@ SMALL = ("quick 1f1b 8", "quick 1f1b 32", "quick interleaved 8 inspect")
 def _compile(name: str) -> dict:
     """Returns what the compiler made of a case; runs in the child.
 
-    A name is "size schedule microbatches", and fields of PipelineConfig as "field=value"; with
-    "inspect" at the end it is the step that gives its gradients, too.
+    A name is "size schedule microbatches", and fields of PipelineConfig as
+    "field=value"; with "inspect" at the end it is the step that gives its gradients,
+    too.
     """
     import jax
     from jax.experimental import topologies
@@ -49,16 +73,28 @@ def _compile(name: str) -> dict:
 
     size, schedule, number, *settings = name.split()
     given, microbatches = {"quick": QUICK, "large": LARGE}[size], int(number)
-    inspects, fields = "inspect" in settings, dict(s.split("=") for s in settings if "=" in s)
-    more = {field: value == "true" if field == "gather_once" else value for field, value in fields.items()}
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=given["topology"]).devices
+    inspects, fields = (
+        "inspect" in settings,
+        dict(s.split("=") for s in settings if "=" in s),
+    )
+    more = {
+        field: value == "true" if field == "gather_once" else value
+        for field, value in fields.items()
+    }
+    devices = topologies.get_topology_desc(
+        platform="tpu", topology_name=given["topology"]
+    ).devices
     config = meshes.MeshConfig(pipeline=STAGES, data=1, fsdp=given["fsdp"])
     mesh = meshes.build_mesh(config, devices)
     shared = more.get("edges", "sharded") == "sharded"
-    rules = sharding.build_rules(config, meshes.resolve_mesh(config, mesh.size), vocab_over_stages=shared)
+    rules = sharding.build_rules(
+        config, meshes.resolve_mesh(config, mesh.size), vocab_over_stages=shared
+    )
     model = TransformerConfig(**given["model"])
     chunks = 2 if schedule == "interleaved" else 1
-    staging = Staging(PipelineConfig(schedule, microbatches, chunks, **more), model.num_layers, STAGES)
+    staging = Staging(
+        PipelineConfig(schedule, microbatches, chunks, **more), model.num_layers, STAGES
+    )
     optimizer = OptimizerConfig(warmup_steps=1)
     batch = given["sequences"] * microbatches
     built = build_train_step(
@@ -89,7 +125,9 @@ def _compile(name: str) -> dict:
             jax.tree.leaves(built.abstract_state.trainable),
             strict=True,
         )
-        same = [where.is_equivalent_to(leaf.sharding, leaf.ndim) for where, leaf in pairs]
+        same = [
+            where.is_equivalent_to(leaf.sharding, leaf.ndim) for where, leaf in pairs
+        ]
     return {
         "gradients_lie_as_parameters": same,
         "stage_reads": reads,
@@ -111,13 +149,17 @@ def results(*names: str) -> dict[str, dict]:
 
 def growth(size: str, schedule: str) -> float:
     """Returns temporary memory with 32 microbatches over that with 8."""
-    few, many = (result(f"{size} {schedule} {microbatches}") for microbatches in (8, 32))
+    few, many = (
+        result(f"{size} {schedule} {microbatches}") for microbatches in (8, 32)
+    )
     for found in (few, many):
-        # Attention is the kernel, on each device's own rows: once in a loop over ticks with F, and
-        # in one with B once more, as a stage's recomputation is not computed again.
+        # Attention is the kernel, on each device's own rows: once in a loop over ticks
+        # with F, and in one with B once more, as a stage's recomputation is not
+        # computed again.
         assert found["kernels"]["dq"] == found["kernels"]["dkv"] > 0
         assert found["kernels"]["fwd"] == 2 * found["kernels"]["dq"]
-        assert found["alias_bytes"] > 0.99 * few["argument_bytes"]  # the state is donated
+        # the state is donated
+        assert found["alias_bytes"] > 0.99 * few["argument_bytes"]
     return many["temp_bytes"] / few["temp_bytes"]
 
 
@@ -127,8 +169,11 @@ def test_memory_does_not_grow_with_microbatches():
 
 def test_on_tpu_gradients_lie_as_parameters_and_no_predicate_depends_on_the_stage():
     found = result("quick interleaved 8 inspect")
-    assert len(found["gradients_lie_as_parameters"]) > 8 and all(found["gradients_lie_as_parameters"])
-    assert found["stage_reads"] > 0 and found["conditionals"] > 0  # else the child has failed
+    assert len(found["gradients_lie_as_parameters"]) > 8 and all(
+        found["gradients_lie_as_parameters"]
+    )
+    # else the child has failed
+    assert found["stage_reads"] > 0 and found["conditionals"] > 0
 
 
 @pytest.mark.slow

@@ -1,1 +1,3 @@
-"""Pipeline schedules as data (numpy only): made, read, checked, compiled, simulated and drawn."""
+"""Pipeline schedules as data (numpy only): made, read, checked, compiled, simulated and
+drawn.
+"""

@@ -1,4 +1,6 @@
-"""Arithmetic for choosing: the bubble's closed form, microbatches and chunks, and the balance of stages."""
+"""Arithmetic for choosing: the bubble's closed form, microbatches and chunks, and the
+balance of stages.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -11,7 +13,9 @@ WARN_ABOVE = 0.10  # of imbalance, and of bubble
 
 
 def bubble_fraction(stages: int, microbatches: int, chunks: int = 1) -> float:
-    """Returns the idle share of a step: (p-1)/(vm+p-1), equal stages, gpipe as well as 1f1b."""
+    """Returns the idle share of a step: (p-1)/(vm+p-1), equal stages, gpipe as well as
+    1f1b.
+    """
     return (stages - 1) / (chunks * microbatches + stages - 1)
 
 
@@ -23,13 +27,19 @@ class Option(NamedTuple):
 
 
 def microbatch_options(
-    stages: int, microbatches: int, chunks: int = 1, *, choices: Iterable[int], layers: int
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    *,
+    choices: Iterable[int],
+    layers: int,
 ) -> list[Option]:
-    """Returns changes that bring the bubble down to WARN_ABOVE, or as far as they go; [] if it is.
+    """Returns changes that bring the bubble down to WARN_ABOVE, or as far as they go;
+    [] if it is.
 
-    At most two, each by itself: more microbatches, out of those that the batch allows (`choices`),
-    and more chunks, out of those that divide the layers evenly. More microbatches make each one
-    smaller; more chunks mean more hops and more live inputs.
+    At most two, each by itself: more microbatches, out of those that the batch allows
+    (`choices`), and more chunks, out of those that divide the layers evenly. More
+    microbatches make each one smaller; more chunks mean more hops and more live inputs.
     """
     if bubble_fraction(stages, microbatches, chunks) <= WARN_ABOVE:
         return []
@@ -39,7 +49,10 @@ def microbatch_options(
         if n > microbatches and (chunks == 1 or n % stages == 0)
     ]
     finer = [
-        Option(f"pipeline.schedule=interleaved pipeline.chunks={v}", bubble_fraction(stages, microbatches, v))
+        Option(
+            f"pipeline.schedule=interleaved pipeline.chunks={v}",
+            bubble_fraction(stages, microbatches, v),
+        )
         for v in divisors(layers)
         if v > chunks and layers % (stages * v) == 0 and microbatches % stages == 0
     ]
@@ -59,18 +72,24 @@ class Balance(NamedTuple):
     heaviest: int  # the stage that has that place
 
     def warning(self) -> str | None:
-        """Returns a line if the imbalance is above WARN_ABOVE: which stage, and what to change."""
+        """Returns a line if the imbalance is above WARN_ABOVE: which stage, and what to
+        change.
+        """
         if self.imbalance <= WARN_ABOVE:
             return None
         layers = sum(self.cut)
-        cut, sizes = (", ".join(map(str, numbers)) for numbers in (self.cut, divisors(layers)))
+        cut, sizes = (
+            ", ".join(map(str, numbers)) for numbers in (self.cut, divisors(layers))
+        )
         return (
             f"stage {self.heaviest} sets the pace, {self.imbalance:.0%} above the mean of the cut {cut}: "
             f"{layers} layers divide by {sizes}"
         )
 
 
-def balance(cut: Sequence[int], stages: int, *, layer_cost: float = 1.0, edge_cost: float = 0.0) -> Balance:
+def balance(
+    cut: Sequence[int], stages: int, *, layer_cost: float = 1.0, edge_cost: float = 0.0
+) -> Balance:
     """Returns the load of each stage.
 
     Args:

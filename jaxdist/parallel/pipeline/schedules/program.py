@@ -1,17 +1,22 @@
-"""What the executor reads: buffer slots, rows and runs, compiled from a schedule's table.
+"""What the executor reads: buffer slots, rows and runs, compiled from a schedule's
+table.
 
-The order of things in a tick, all stages in lockstep; a step is left out where nobody needs it:
+The order of things in a tick, all stages in lockstep; a step is left out where nobody
+needs it:
 
-  1. gradient hop   dx of the tick before goes to the stage before, into gradient slot `rg`
+  1. gradient hop   dx of the tick before goes to the stage before, into gradient slot
+     `rg`
   2. E   embed microbatch `e_mb`; the first stage keeps it in input slot `e_x`
   3. F   y = chunk `f_chunk` of the stage, on input slot `f_x`
-  4. H   score microbatch `h_mb` on the last stage's y; the last stage keeps dh in slot `h_g`
+  4. H   score microbatch `h_mb` on the last stage's y; the last stage keeps dh in slot
+     `h_g`
   5. hop y goes to the next stage, to be kept in input slot `rx` AFTER step 6
   6. B   dx, dw = vjp of chunk `b_chunk` at input slot `b_x`, with gradient slot `b_g`
   7. EB  embedding gradient of microbatch `eb_mb` from the first stage's dx
 
-So y is used one tick later at the earliest, dx too, and dh in the same tick. What a tick does is
-uniform over stages: a stage without an op computes on the trash slot and the result is masked.
+So y is used one tick later at the earliest, dx too, and dh in the same tick. What a
+tick does is uniform over stages: a stage without an op computes on the trash slot and
+the result is masked.
 """
 
 import dataclasses
@@ -26,9 +31,12 @@ from jaxdist.parallel.pipeline.schedules.table import Schedule, check, ticks_of
 
 
 class ScheduleRows(NamedTuple):
-    """What a stage does in a tick: int32 [ticks, stages]; no op: `_mb` -1, chunk 0, slot trash."""
+    """What a stage does in a tick: int32 [ticks, stages]; no op: `_mb` -1, chunk 0,
+    slot trash.
+    """
 
-    rg: np.ndarray  # gradient slot for dx of the next stage that arrives at the START of this tick
+    # gradient slot for dx of the next stage that arrives at the START of this tick
+    rg: np.ndarray
     e_x: np.ndarray  # input slot for the embedding; not trash on the first stage only
     f_mb: np.ndarray
     f_chunk: np.ndarray
@@ -38,11 +46,14 @@ class ScheduleRows(NamedTuple):
     b_chunk: np.ndarray
     b_x: np.ndarray  # input slot that B reads; free after B
     b_g: np.ndarray  # gradient slot that B reads; free after B
-    rx: np.ndarray  # input slot for y of the stage before that arrives at the END of this tick
+    # input slot for y of the stage before that arrives at the END of this tick
+    rx: np.ndarray
 
 
 class Ticks(NamedTuple):
-    """What is the same on all stages in a tick: int32 or bool [ticks]; -1 for no microbatch."""
+    """What is the same on all stages in a tick: int32 or bool [ticks]; -1 for no
+    microbatch.
+    """
 
     e_mb: np.ndarray
     h_mb: np.ndarray
@@ -56,14 +67,18 @@ class Ticks(NamedTuple):
     any_gradient_hop: np.ndarray  # some rg is not trash
 
 
-KINDS = tuple(name.removeprefix("any_") for name in Ticks._fields if name.startswith("any_"))
+KINDS = tuple(
+    name.removeprefix("any_") for name in Ticks._fields if name.startswith("any_")
+)
 
 
 class TickRun(NamedTuple):
-    """Ticks [start, start + length) of one kind: names of KINDS done in some, and in all, ticks.
+    """Ticks [start, start + length) of one kind: names of KINDS done in some, and in
+    all, ticks.
 
-    Not in `some`: leave the code out. In `every`: no predicate. Otherwise: a predicate that depends
-    on the tick alone (or for a hop none: what arrives for nobody goes to trash).
+    Not in `some`: leave the code out. In `every`: no predicate. Otherwise: a predicate
+    that depends on the tick alone (or for a hop none: what arrives for nobody goes to
+    trash).
     """
 
     start: int
@@ -74,7 +89,9 @@ class TickRun(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A compiled schedule; buffers have one slot more than `num_`, the last, which is trash."""
+    """A compiled schedule; buffers have one slot more than `num_`, the last, which is
+    trash.
+    """
 
     schedule: Schedule
     rows: ScheduleRows
@@ -86,8 +103,9 @@ class Program:
 
 
 def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
-    """Returns rows, slots and runs. Runs are split by all kinds if that gives `max_runs` at most,
-    else by forward and backward alone: each run is one more loop body to compile.
+    """Returns rows, slots and runs. Runs are split by all kinds if that gives
+    `max_runs` at most, else by forward and backward alone: each run is one more loop
+    body to compile.
 
     Raises:
       ConfigError: what `check` says.
@@ -99,7 +117,8 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
     for op, (tick,) in ticks_of(schedule).items():
         at[op] = tick
     f, b = at
-    # Inputs live from arrival to B. A hop arrives after B of the tick before: it counts from `f+1`.
+    # Inputs live from arrival to B. A hop arrives after B of the tick before: it counts
+    # from `f+1`.
     x_from = np.concatenate([f[:, :1], f[:, :-1] + 1], axis=1)
     g_from = np.concatenate([b[:, 1:] + 1, f[:, -1:]], axis=1)
     x, live_x = _colour(x_from, b, p)
@@ -108,7 +127,9 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
     i, k = (np.asarray(index) for index in np.indices(f.shape))
     chunk_of, stage_of = np.divmod(k, p)
 
-    def row(value: np.ndarray, empty: int, tick: np.ndarray, places: slice) -> np.ndarray:
+    def row(
+        value: np.ndarray, empty: int, tick: np.ndarray, places: slice
+    ) -> np.ndarray:
         out = np.full(schedule.table.shape[:2], empty, np.int32)
         out[tick[:, places], stage_of[:, places]] = value[:, places]
         return out
@@ -135,7 +156,12 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
 
 
 def _ticks(
-    rows: ScheduleRows, e_mb: np.ndarray, h_mb: np.ndarray, eb_mb: np.ndarray, *, trash: tuple[int, int]
+    rows: ScheduleRows,
+    e_mb: np.ndarray,
+    h_mb: np.ndarray,
+    eb_mb: np.ndarray,
+    *,
+    trash: tuple[int, int],
 ) -> Ticks:
     return Ticks(
         e_mb=e_mb,
@@ -151,8 +177,11 @@ def _ticks(
     )
 
 
-def _colour(start: np.ndarray, end: np.ndarray, stages: int) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Returns a slot for each interval [start, end] of ticks, [M, places], and slots by stage.
+def _colour(
+    start: np.ndarray, end: np.ndarray, stages: int
+) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Returns a slot for each interval [start, end] of ticks, [M, places], and slots by
+    stage.
 
     Greedy by start, lowest free slot first, on each stage alone: optimal for intervals.
     """

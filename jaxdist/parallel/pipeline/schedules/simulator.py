@@ -1,7 +1,8 @@
 """Simulates a schedule: its time, its bubble, the inputs it keeps; and draws it.
 
-Lockstep with uniform flags, as the executor runs: in a tick every stage does what any stage does,
-at the pace of the slowest, and a stage without an op computes chunk 0 for nothing.
+Lockstep with uniform flags, as the executor runs: in a tick every stage does what any
+stage does, at the pace of the slowest, and a stage without an op computes chunk 0 for
+nothing.
 """
 
 import dataclasses
@@ -14,18 +15,20 @@ from numpy.typing import ArrayLike
 from jaxdist.parallel.pipeline.schedules.program import Program, compile_schedule
 from jaxdist.parallel.pipeline.schedules.table import Schedule
 
-PHASES = ("embed", "forward", "head", "backward", "embed_backward", "hop")  # in order, of a tick
+# in order, of a tick
+PHASES = ("embed", "forward", "head", "backward", "embed_backward", "hop")
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
     """What one microbatch costs, in any one unit of time.
 
-    `forward` and `backward` (with its recomputation): a number, for all chunks of a stage together, or
-    [stages, chunks] for each chunk. `embed`, `head`, `embed_backward`: of the
-    whole vocabulary on one stage; sharded edges divide it by the stages, `last` makes every stage
-    pay all of it, as all wait for the stage that has it. `first`: of layers that every stage does where the
-    embedding is, forward; backward it is three times as much. `hop`: what of one hop is not hidden.
+    `forward` and `backward` (with its recomputation): a number, for all chunks of a
+    stage together, or [stages, chunks] for each chunk. `embed`, `head`,
+    `embed_backward`: of the whole vocabulary on one stage; sharded edges divide it by
+    the stages, `last` makes every stage pay all of it, as all wait for the stage that
+    has it. `first`: of layers that every stage does where the embedding is, forward;
+    backward it is three times as much. `hop`: what of one hop is not hidden.
     """
 
     forward: ArrayLike = 1.0
@@ -44,8 +47,10 @@ class Simulation:
 
     ticks: int
     time: float
-    bubble: float  # 1 - work / (stages x time): idle, masked, uneven and repeated work, and hops
-    live_inputs: tuple[int, ...]  # at the peak, by stage, in stage inputs (of one chunk each)
+    # 1 - work / (stages x time): idle, masked, uneven and repeated work, and hops
+    bubble: float
+    # at the peak, by stage, in stage inputs (of one chunk each)
+    live_inputs: tuple[int, ...]
     phases: np.ndarray  # time, [ticks, PHASES]
 
 
@@ -56,7 +61,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
       ConfigError: the table is not valid.
     """
     program, costs = compile_schedule(schedule), costs or Costs()
-    forward, backward = _by_chunk(costs.forward, schedule), _by_chunk(costs.backward, schedule)
+    forward, backward = (
+        _by_chunk(costs.forward, schedule),
+        _by_chunk(costs.backward, schedule),
+    )
     phases = _phases(program, costs, forward, backward)
     edges = costs.embed + costs.head + costs.embed_backward + 4 * costs.first
     work = schedule.microbatches * (forward.sum() + backward.sum() + edges)
@@ -71,7 +79,9 @@ def _by_chunk(cost: ArrayLike, schedule: Schedule) -> np.ndarray:
     return np.broadcast_to(each, (schedule.stages, schedule.chunks))
 
 
-def _phases(program: Program, costs: Costs, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+def _phases(
+    program: Program, costs: Costs, forward: np.ndarray, backward: np.ndarray
+) -> np.ndarray:
     rows, ticks, stages = program.rows, program.ticks, program.schedule.stages
     stage, share = np.arange(stages), stages if costs.edges == "sharded" else 1
     slowest_f = forward[stage, rows.f_chunk].max(axis=1)
@@ -87,7 +97,8 @@ def _phases(program: Program, costs: Costs, forward: np.ndarray, backward: np.nd
     return np.stack(columns, axis=1)
 
 
-# A picture ----------------------------------------------------------------------------------------
+# A picture
+# ----------------------------------------------------------------------------------------
 
 _ROW, _LEFT, _TOP = 24, 64, 30  # pixels
 _STYLE = (  # below one class, as styles of an inline SVG hold for the whole page
@@ -98,10 +109,13 @@ _STYLE = (  # below one class, as styles of an inline SVG hold for the whole pag
 )
 
 
-def draw_svg(schedule: Schedule, costs: Costs | None = None, *, width: int = 960) -> str:
+def draw_svg(
+    schedule: Schedule, costs: Costs | None = None, *, width: int = 960
+) -> str:
     """Returns the timeline as one SVG element without outside references.
 
-    A row is a stage, x is time: forwards blue, backwards orange, later chunks paler, idle grey.
+    A row is a stage, x is time: forwards blue, backwards orange, later chunks paler,
+    idle grey.
 
     Raises:
       ConfigError: an invalid table has no timeline.
@@ -124,18 +138,31 @@ def draw_svg(schedule: Schedule, costs: Costs | None = None, *, width: int = 960
     for stage in range(schedule.stages):
         y = _TOP + _ROW * stage
         parts.append(f'<text x="0" y="{y + 14}">stage {stage}</text>')
-        parts.append(f'<rect class="i" x="{_LEFT}" y="{y}" width="{width - _LEFT}" height="{_ROW - 4}"/>')
+        parts.append(
+            f'<rect class="i" x="{_LEFT}" y="{y}" width="{width - _LEFT}" height="{_ROW - 4}"/>'
+        )
     for tick, stage, slot in np.argwhere(schedule.table >= 0).tolist():
         phase = PHASES.index("backward" if slot else "forward")
         long = result.phases[tick, phase] * scale
         left = _LEFT + ends[tick, phase] * scale - long
         label = schedule.labels(tick, stage)[slot]
         chunk = schedule.table[tick, stage, slot] % schedule.chunks
-        parts.append(_box("fb"[slot], left, _TOP + _ROW * stage, long, label, 1 - 0.15 * (chunk % 5)))
+        parts.append(
+            _box(
+                "fb"[slot],
+                left,
+                _TOP + _ROW * stage,
+                long,
+                label,
+                1 - 0.15 * (chunk % 5),
+            )
+        )
     return "".join(parts) + "</svg>\n"
 
 
-def _box(kind: str, x: float, y: float, width: float, label: str, opacity: float) -> str:
+def _box(
+    kind: str, x: float, y: float, width: float, label: str, opacity: float
+) -> str:
     """Returns a bar, with its label where that fits."""
     faint = f' opacity="{opacity:.2f}"' if opacity < 1 else ""
     bar = (
