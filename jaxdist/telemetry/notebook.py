@@ -15,16 +15,22 @@ Pairs = Sequence[tuple[str, str]]
 
 
 def output_of_cell() -> Any:
-    """Returns IPython's `display` function where this code runs in a notebook's kernel, else None."""
+    """Returns IPython's `display` function where this code runs in a notebook's kernel,
+    else None.
+    """
     ipython = sys.modules.get("IPython")  # whoever runs a kernel has imported it
     shell = ipython.get_ipython() if ipython else None
-    return ipython.display.display if getattr(shell, "kernel", None) is not None else None  # type: ignore[union-attr]
+    if ipython is None or getattr(shell, "kernel", None) is None:
+        return None
+    return ipython.display.display
 
 
 class NotebookBlock:
     """A table of the newest values and the loss so far, in the output of one cell."""
 
-    def __init__(self, display: Callable[..., Any], clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, display: Callable[..., Any], clock: Callable[[], float] = time.monotonic
+    ):
         """Args:
         display: IPython's.
         clock: monotonic seconds.
@@ -73,9 +79,14 @@ class NotebookBlock:
         low, high, first, last = min(losses), max(losses), min(steps), max(steps)
 
         def place(step: int, loss: float) -> tuple[float, float]:
-            across, up = (step - first) / max(last - first, 1), (loss - low) / ((high - low) or 1)
+            across, up = (
+                (step - first) / max(last - first, 1),
+                (loss - low) / ((high - low) or 1),
+            )
             inner = _WIDTH - 2 * _ROOM, _HEIGHT - 2 * _ROOM
-            return round(_ROOM + across * inner[0], 1), round(_ROOM + (1 - up) * inner[1], 1)
+            return round(_ROOM + across * inner[0], 1), round(
+                _ROOM + (1 - up) * inner[1], 1
+            )
 
         line = " ".join("{},{}".format(*place(*point)) for point in self._curve)
         dots = "".join(

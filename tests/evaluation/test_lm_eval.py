@@ -1,4 +1,6 @@
-"""Our runs as lm_eval's model: its requests, the shipped tasks, a user's own, and the command."""
+"""Our runs as lm_eval's model: its requests, the shipped tasks, a user's own, and the
+command.
+"""
 
 import json
 import math
@@ -14,7 +16,13 @@ from jaxdist import evaluate
 from jaxdist.config import ConfigError
 from jaxdist.evaluation import lm_eval
 from jaxdist.inference.decoding import SamplingConfig
-from support.inference import TOP, alone_fixture, command_fixture, here_fixture, trained_fixture  # noqa: F401  pytest finds them here
+from support.inference import (  # noqa: F401  pytest finds the fixtures here
+    TOP,
+    alone_fixture,
+    command_fixture,
+    here_fixture,
+    trained_fixture,
+)
 
 GREEDY = SamplingConfig(temperature=0.0)
 
@@ -24,30 +32,54 @@ def requests(kind, *arguments):
 
 
 def lines():
-    return [json.loads(line) for line in (lm_eval.SHIPPED / "python_lines.jsonl").open()]
+    return [
+        json.loads(line) for line in (lm_eval.SHIPPED / "python_lines.jsonl").open()
+    ]
 
 
 def test_requests_are_answered_in_their_order(here):
     model = lm_eval.RunModel(here)
-    pairs = [("the cat", " sat"), ("", "a dog"), ("old ", "trees past the mat" * 4), ("x", "")]
+    pairs = [
+        ("the cat", " sat"),
+        ("", "a dog"),
+        ("old ", "trees past the mat" * 4),
+        ("x", ""),
+    ]
     scores = here.score(pairs)
     assert len({score.log_probability for score in scores}) == 4
     asked = requests("loglikelihood", *pairs)
     assert model.loglikelihood(asked) == [(s.log_probability, s.greedy) for s in scores]
     texts = [text for _, text in pairs[:3]]
-    whole = [score.log_probability for score in here.score([("", text) for text in texts])]
-    assert model.loglikelihood_rolling(requests("loglikelihood_rolling", *zip(texts))) == whole  # noqa: B905
+    whole = [
+        score.log_probability for score in here.score([("", text) for text in texts])
+    ]
+    assert (
+        model.loglikelihood_rolling(
+            requests("loglikelihood_rolling", *zip(texts, strict=True))
+        )
+        == whole
+    )
 
 
 def test_generation_settings_are_lm_evals(here):
-    sampled = {"do_sample": True, "temperature": TOP.temperature, "top_k": TOP.top_k, "max_gen_toks": 8}
+    sampled = {
+        "do_sample": True,
+        "temperature": TOP.temperature,
+        "top_k": TOP.top_k,
+        "max_gen_toks": 8,
+    }
     asked = [
         ("the cat", {"until": ["\0"], "max_gen_toks": 12}),
         ("a dog", {**sampled, "until": []}),
-        ("the mat", {"until": "\0", "max_gen_toks": 12, "do_sample": False, "temperature": 0.9}),
+        (
+            "the mat",
+            {"until": "\0", "max_gen_toks": 12, "do_sample": False, "temperature": 0.9},
+        ),
     ]
     found = lm_eval.RunModel(here).generate_until(requests("generate_until", *asked))
-    greedy = here.complete(["the cat", "the mat"], stops=["\0"], max_tokens=12, sampling=GREEDY)
+    greedy = here.complete(
+        ["the cat", "the mat"], stops=["\0"], max_tokens=12, sampling=GREEDY
+    )
     (drawn,) = here.complete(["a dog"], max_tokens=8, sampling=TOP)
     assert found == [greedy[0], drawn, greedy[1]]
     assert drawn != here.complete(["a dog"], max_tokens=8, sampling=GREEDY)[0]
@@ -78,7 +110,10 @@ def test_the_shipped_tasks_give_what_their_scores_say(here, alone):
 
 
 def test_a_users_folder_and_the_command(trained, here, command, tmp_path):
-    rows = [{"text": " ".join(random.Random(i).choices(["cat", "dog", "mat"], k=20))} for i in range(3)]
+    rows = [
+        {"text": " ".join(random.Random(i).choices(["cat", "dog", "mat"], k=20))}
+        for i in range(3)
+    ]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "mine.yaml").write_text(
         "task: mine\ndataset_path: json\ndataset_kwargs: {data_files: {test: mine.jsonl}}\n"
@@ -96,18 +131,28 @@ def test_a_users_folder_and_the_command(trained, here, command, tmp_path):
     assert code == 0 and out.split() == ["mine", "bits_per_byte", f"{bits:.4f}"]
     # Read eight tokens at a time, a text is predicted from less: another number.
     code, out, _ = command(evaluate.main, *flags, "--json", "--max-length", 8)
-    less = [here.score([("", row["text"])], longest=8)[0].log_probability for row in rows]
+    less = [
+        here.score([("", row["text"])], longest=8)[0].log_probability for row in rows
+    ]
     assert json.loads(out)["tasks"]["mine"]["bits_per_byte,none"] == pytest.approx(
         -sum(less) / math.log(2) / sum(len(row["text"]) for row in rows), rel=1e-5
     )
     assert sum(less) != pytest.approx(sum(nats), rel=1e-3)
-    code, out, _ = command(evaluate.main, *flags, "--json", "--max-length", 8, "--stride", 3)
-    more = [here.score([("", row["text"])], longest=8, stride=3)[0].log_probability for row in rows]
+    code, out, _ = command(
+        evaluate.main, *flags, "--json", "--max-length", 8, "--stride", 3
+    )
+    more = [
+        here.score([("", row["text"])], longest=8, stride=3)[0].log_probability
+        for row in rows
+    ]
     assert json.loads(out)["tasks"]["mine"]["bits_per_byte,none"] == pytest.approx(
         -sum(more) / math.log(2) / sum(len(row["text"]) for row in rows), rel=1e-5
     )
-    assert sum(more) != pytest.approx(sum(less), rel=1e-4)  # ten times what is allowed above
-    with pytest.raises(ConfigError, match="stride=9: required 1 to 8, tokens read at once"):
+    # ten times what is allowed above
+    assert sum(more) != pytest.approx(sum(less), rel=1e-4)
+    with pytest.raises(
+        ConfigError, match="stride=9: required 1 to 8, tokens read at once"
+    ):
         command(evaluate.main, *flags, "--max-length", 8, "--stride", 9)
     with pytest.raises(ConfigError, match="no such task"):
         command(evaluate.main, *flags[:2], "--tasks", "python_linez,mine", "--limit", 1)

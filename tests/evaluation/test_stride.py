@@ -1,4 +1,6 @@
-"""`evaluate --stride`: documents longer than a sequence, against each token's score after its own window."""
+"""`evaluate --stride`: documents longer than a sequence, against each token's score
+after its own window.
+"""
 
 import dataclasses
 import json
@@ -13,11 +15,18 @@ from jaxdist.config import ConfigError
 from jaxdist.evaluation import trained_run
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.trainer import cli, trainer
-from support.inference import alone_fixture, command_fixture, here_fixture, tiny_config, trained_fixture  # noqa: F401  pytest finds them here
+from support.inference import (  # noqa: F401  pytest finds the fixtures here
+    alone_fixture,
+    command_fixture,
+    here_fixture,
+    tiny_config,
+    trained_fixture,
+)
 
 WORDS = "the cat sat on a mat while two dogs ran past old trees".split()
 LENGTH_S = 32
-SIZES = (1, 2, 20, LENGTH_S, LENGTH_S + 1, LENGTH_S + 2, 3 * LENGTH_S + 1, 201)  # tokens of documents
+# tokens of documents
+SIZES = (1, 2, 20, LENGTH_S, LENGTH_S + 1, LENGTH_S + 2, 3 * LENGTH_S + 1, 201)
 
 
 @pytest.fixture(scope="module", name="documents")
@@ -30,24 +39,34 @@ def documents_fixture(tmp_path_factory):
         begin += size
     file = tmp_path_factory.mktemp("documents") / "held.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return file, [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+    return file, [
+        np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts
+    ]
 
 
 def on(run, file, **options):
     """Returns the run with these documents held out."""
     data = dataclasses.replace(
-        run.config.data, source="jsonl", path=str(file), validation_path=str(file), **options
+        run.config.data,
+        source="jsonl",
+        path=str(file),
+        validation_path=str(file),
+        **options,
     )
     return dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
 
 
 def scorer(run):
-    """Returns a function: each token's log-probability, by a row of its own that has its exact context."""
+    """Returns a function: each token's log-probability, by a row of its own that has
+    its exact context.
+    """
     arrays = jax.device_get((run.state.trainable, run.state.model_state))
     forward = jax.jit(lambda arrays, batch: run.spec.assemble(*arrays).forward(batch))
 
     def scores(documents, stride: int, known: list[int] | None = None) -> np.ndarray:
-        """Returns [scored]; the first `known` tokens of each document, default 1, are not scored."""
+        """Returns [scored]; the first `known` tokens of each document, default 1, are
+        not scored.
+        """
         pairs = []
         for tokens, first in zip(documents, known or [1] * len(documents), strict=True):
             for place in range(first, len(tokens)):
@@ -57,7 +76,9 @@ def scorer(run):
         for row, (before, _) in enumerate(pairs):
             inputs[row, : len(before)] = before
         positions = np.tile(np.arange(LENGTH_S, dtype=np.int32), (len(inputs), 1))
-        logits = np.asarray(forward(arrays, {"tokens": inputs, "positions": positions}), np.float64)
+        logits = np.asarray(
+            forward(arrays, {"tokens": inputs, "positions": positions}), np.float64
+        )
         last = logits[np.arange(len(pairs)), [len(before) - 1 for before, _ in pairs]]
         targets = last[np.arange(len(pairs)), [target for _, target in pairs]]
         return targets - np.log(np.exp(last).sum(-1))
@@ -71,7 +92,9 @@ def scores_fixture(alone):
 
 
 @pytest.mark.parametrize("packing", ["window", "documents"])
-def test_each_token_is_scored_after_its_own_window(here, alone, scores, documents, packing):
+def test_each_token_is_scored_after_its_own_window(
+    here, alone, scores, documents, packing
+):
     file, texts = documents
     count, losses = sum(size - 1 for size in SIZES), []
     for stride in (1, 7, 16, 31, LENGTH_S):
@@ -81,10 +104,16 @@ def test_each_token_is_scored_after_its_own_window(here, alone, scores, document
         for run in (alone, here) if stride in (7, LENGTH_S) else (alone,):
             found = on(run, file, packing=packing).evaluate(stride=stride)
             assert found.loss == pytest.approx(losses[-1], rel=1e-5)
-            assert found.tokens == count and found.perplexity == pytest.approx(math.exp(found.loss))
-            assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))  # a token is a byte
-            assert found.documents == len(SIZES) - 1  # without that of one token, and that of none
-            assert found.windows == sum(1 + -(-max(size - 1 - LENGTH_S, 0) // stride) for size in SIZES[1:])
+            assert found.tokens == count and found.perplexity == pytest.approx(
+                math.exp(found.loss)
+            )
+            # a token is a byte
+            assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))
+            # without that of one token, and that of none
+            assert found.documents == len(SIZES) - 1
+            assert found.windows == sum(
+                1 + -(-max(size - 1 - LENGTH_S, 0) // stride) for size in SIZES[1:]
+            )
     assert np.ptp(losses) > 1e-4  # the stride is seen: twice what is allowed above
 
 
@@ -99,7 +128,9 @@ def test_a_split_sequence_and_few_targets(trained, alone, documents):
 
 
 def test_the_command_scores_by_a_stride(trained, here, command):
-    code, out, _ = command(evaluate.main, "--workdir", trained[0], "--json", "--stride", 8)
+    code, out, _ = command(
+        evaluate.main, "--workdir", trained[0], "--json", "--stride", 8
+    )
     found, same = json.loads(out), here.evaluate(stride=8)
     assert code == 0 and found == json.loads(json.dumps(same._asdict())) | {"stride": 8}
     _, text, _ = command(evaluate.main, "--workdir", trained[0], "--stride", 8)
@@ -110,7 +141,10 @@ def test_the_command_scores_by_a_stride(trained, here, command):
     ("flags", "fault"),
     [
         (("--stride", 0), "--stride=0: must be >= 1"),
-        (("--stride", 33), "stride=33: required 1 to 32, the run's batch.sequence_length"),
+        (
+            ("--stride", 33),
+            "stride=33: required 1 to 32, the run's batch.sequence_length",
+        ),
         (("--stride", 4, "--data", "x.npz"), "--data are arrays; leave out one"),
     ],
 )
@@ -123,25 +157,33 @@ def test_a_stride_that_cannot_be_is_refused(trained, capsys, flags, fault):
 
 def test_texts_are_scored_in_the_same_windows(alone, scores, documents):
     texts = [text for text in documents[1] if len(text) > LENGTH_S]
-    begun = [np.append(ord("\n"), text) for text in texts]  # a text without context follows a newline
+    # a text without context follows a newline
+    begun = [np.append(ord("\n"), text) for text in texts]
     pairs = [("", bytes(text.tolist()).decode()) for text in texts]
     for stride in (1, 7, LENGTH_S):
         found = alone.score(pairs, stride=stride)
         assert sum(score.tokens for score in found) == sum(map(len, texts))
         total = math.fsum(score.log_probability for score in found)
         assert total == pytest.approx(math.fsum(scores(begun, stride)), rel=1e-5)
-    with pytest.raises(ConfigError, match="stride=33: required 1 to 32, tokens read at once"):
+    with pytest.raises(
+        ConfigError, match="stride=33: required 1 to 32, tokens read at once"
+    ):
         alone.score(pairs, stride=33)
 
 
 def test_arrays_have_no_documents(alone):
-    with pytest.raises(ConfigError, match="stride=4: windows slide over documents of tokens, and arrays"):
+    with pytest.raises(
+        ConfigError,
+        match="stride=4: windows slide over documents of tokens, and arrays",
+    ):
         alone.evaluate({"x": np.zeros((8, 2))}, stride=4)
 
 
 @pytest.mark.slow
 def test_long_chats_of_a_model_with_experts(tmp_path):
-    """Prompts are read and not scored; experts, which padding must not reach, are shared out."""
+    """Prompts are read and not scored; experts, which padding must not reach, are
+    shared out.
+    """
     order = np.random.default_rng(5)
 
     def some(size: int) -> str:
@@ -152,11 +194,24 @@ def test_long_chats_of_a_model_with_experts(tmp_path):
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     config = tiny_config(tmp_path)
-    model = {"num_experts": 4, "experts_per_token": 2, "expert_d_ff": 16, "capacity_factor": 1.0}
-    options = {"source": "jsonl", "format": "chat", "packing": "documents", "validation_path": str(file)}
+    model = {
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "expert_d_ff": 16,
+        "capacity_factor": 1.0,
+    }
+    options = {
+        "source": "jsonl",
+        "format": "chat",
+        "packing": "documents",
+        "validation_path": str(file),
+    }
     data = dataclasses.replace(config.data, path=str(file), **options)
-    batch = dataclasses.replace(config.batch, sequence_length=64, accumulation=1)  # some learned in 64
-    config = dataclasses.replace(config, data=data, batch=batch, model={**config.model, **model})
+    # some learned in 64
+    batch = dataclasses.replace(config.batch, sequence_length=64, accumulation=1)
+    config = dataclasses.replace(
+        config, data=data, batch=batch, model={**config.model, **model}
+    )
     trainer.run(config, tmp_path / "work")
     folder = tmp_path / "work"
     runs = [trained_run.load_run(folder, devices=jax.devices()[:1])]
@@ -167,8 +222,14 @@ def test_long_chats_of_a_model_with_experts(tmp_path):
     ):
         runs.append(trained_run.load_run(folder, mesh=MeshConfig(data=1, **axes)))
     batch = dataclasses.replace(runs[0].config.batch, sequence_length=LENGTH_S)
-    short = [dataclasses.replace(run, config=dataclasses.replace(run.config, batch=batch)) for run in runs]
-    texts = [np.frombuffer((a + f" {b}").encode(), np.uint8).astype(np.int32) for a, b in rows]
+    short = [
+        dataclasses.replace(run, config=dataclasses.replace(run.config, batch=batch))
+        for run in runs
+    ]
+    texts = [
+        np.frombuffer((a + f" {b}").encode(), np.uint8).astype(np.int32)
+        for a, b in rows
+    ]
     known = [len(before) for before, _ in rows]
     count = sum(len(text) for text in texts) - sum(known)
     scores = scorer(runs[0])
@@ -176,5 +237,9 @@ def test_long_chats_of_a_model_with_experts(tmp_path):
         expected = -math.fsum(scores(texts, stride, known)) / count
         for run in short:
             found = run.evaluate(stride=stride)
-            assert (found.tokens, found.documents, found.bits_per_byte) == (count, len(rows), None)
+            assert (found.tokens, found.documents, found.bits_per_byte) == (
+                count,
+                len(rows),
+                None,
+            )
             assert found.loss == pytest.approx(expected, rel=1e-5)
