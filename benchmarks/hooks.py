@@ -21,11 +21,11 @@ from pathlib import Path
 
 import measuring
 
-from jaxdist.distributed.straggler import StepAlarm
-from jaxdist.resilience.watchdog import Watchdog, WatchdogConfig
+from jaxdist.operations.ledger.ledger import STEP, WAIT
+from jaxdist.operations.metrics.prometheus import RunMetrics, served
+from jaxdist.operations.watch.straggler import StepAlarm
+from jaxdist.operations.watch.watchdog import Watchdog, WatchdogConfig
 from jaxdist.telemetry.config import TelemetryConfig
-from jaxdist.telemetry.ledger import STEP, WAIT
-from jaxdist.telemetry.prometheus import RunMetrics, served
 
 LIMIT_S = 20e-6
 LOG_EVERY = 10  # steps a row, as train.log_every has it

@@ -18,9 +18,9 @@ from jaxdist import config
 from jaxdist.config import ConfigError
 from jaxdist.distributed.cluster import find_cluster
 from jaxdist.distributed.local_devices import device_environment
-from jaxdist.resilience.supervisor import Supervisor, SupervisorOptions
+from jaxdist.operations.launch.supervisor import Supervisor, SupervisorOptions
 
-_PREFLIGHT = [sys.executable, "-m", "jaxdist.resilience.preflight"]
+_PREFLIGHT = [sys.executable, "-m", "jaxdist.operations.launch.preflight"]
 _LEAST = {
     "processes": 1,
     "devices_per_process": 1,

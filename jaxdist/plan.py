@@ -26,6 +26,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jaxdist.config import ConfigError
 from jaxdist.distributed import initialize
+from jaxdist.operations.page import planned
 from jaxdist.parallel.remat import FIT
 from jaxdist.planner import (
     calibration,
@@ -38,8 +39,7 @@ from jaxdist.planner import (
     targets,
 )
 from jaxdist.planner.plan import Plan, make_plan, plan_by_arithmetic
-from jaxdist.report_page import planned, reproduce
-from jaxdist.trainer import cli, provenance, workdir
+from jaxdist.trainer import cli, provenance, reproduce, workdir
 from jaxdist.trainer.run_config import RunConfig
 
 MOST_CHECKED = 3  # edits that --fix compiles

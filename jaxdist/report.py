@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist import config
-from jaxdist.report_page import html, summary
+from jaxdist.operations.page import html, summary
 from jaxdist.storage import atomic
 
 

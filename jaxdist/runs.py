@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist import config
-from jaxdist.report_page import runs
+from jaxdist.operations.page import runs
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from jaxdist import config
-from jaxdist.report_page import status
+from jaxdist.operations.page import status
 
 
 def main(argv: Sequence[str] | None = None) -> int:

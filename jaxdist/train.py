@@ -12,14 +12,13 @@ import jax
 from jaxdist.config import EXIT_PREEMPTED, extras
 from jaxdist.data import SourceError
 from jaxdist.distributed import coordination, initialize
+from jaxdist.operations.launch.run_progress import default_workdir
+from jaxdist.operations.ledger.ledger import JOIN
+from jaxdist.operations.watch.watchdog import Watchdog
 from jaxdist.parallel.remat import FIT
-from jaxdist.resilience import elastic
-from jaxdist.resilience.preemption import own_process
-from jaxdist.resilience.run_progress import default_workdir
-from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.telemetry.display import print_safe
-from jaxdist.telemetry.ledger import JOIN
-from jaxdist.trainer import cli, trainer
+from jaxdist.trainer import cli, elastic, trainer
+from jaxdist.trainer.preemption import own_process
 from jaxdist.trainer.run_config import RunConfig
 
 

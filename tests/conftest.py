@@ -34,7 +34,7 @@ FAST = (
     "data/test_",
     "hardware/",
     "optim/",
-    "report_page/",
+    "operations/page/",
     "telemetry/",
     "test_configs.py",
     "test_docs.py",

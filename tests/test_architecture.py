@@ -21,8 +21,9 @@ PACKAGE = ROOT / "jaxdist"
 # A file at the top of the package is a command, a folder is a part; a folder imports
 # what stands after it.
 ORDER = """
-commands planner verification evaluation trainer interop models inference step ops resilience checkpoint
-parallel optim data report_page distributed protocols telemetry hardware storage config
+commands planner verification operations evaluation interop inference trainer
+models step ops checkpoint parallel optim data distributed protocols telemetry
+hardware storage config
 """.split()
 MAX_FLOORS = 10  # folders in the longest chain of imports
 
@@ -266,7 +267,7 @@ def test_an_unknown_export_is_an_attribute_error():
 
 
 WITHOUT_JAX = """
-launch report checkpoint.__main__ config hardware parallel.axes resilience.elastic
+launch report checkpoint.__main__ config hardware parallel.axes trainer.elastic
 distributed.cluster distributed.local_devices storage.atomic storage.digest storage.lock
 """.split()
 

@@ -19,7 +19,7 @@ import yaml
 
 from jaxdist import launch
 from jaxdist.distributed.cluster import find_cluster
-from jaxdist.resilience import run_progress
+from jaxdist.operations.launch import run_progress
 from support.paths import DATA, ROOT
 
 DEPLOY = ROOT / "deploy"

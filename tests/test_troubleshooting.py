@@ -18,7 +18,7 @@ PAGE = DOCS / "troubleshooting.md"
 # Functions that write an event take its name first; where they hand one on, the name is
 # no literal.
 EMITTERS = {"event", "_event", "report", "_report"}
-HAND_ON = {"telemetry/metrics.py", "resilience/run_progress.py"}
+HAND_ON = {"telemetry/metrics.py", "operations/launch/run_progress.py"}
 
 
 @functools.cache
@@ -126,7 +126,7 @@ def test_every_reason_of_a_stop_is_told():
     """Those that the code names; a hook's own text is another's."""
     told = " ".join(rows("Why a run stopped"))
     source = (ROOT / "jaxdist/trainer/trainer.py").read_text()
-    health = (ROOT / "jaxdist/resilience/health.py").read_text()
+    health = (ROOT / "jaxdist/trainer/health.py").read_text()
     stops = re.findall(r'event\(\s*"stop"[^)]*', source)
     reasons = set(re.findall(r'"(\w+)"', " ".join(stops))) - {"stop"}
     reasons |= set(re.findall(r'cause = "(\w+)"', source)) | set(

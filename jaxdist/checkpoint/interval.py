@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.telemetry.ledger import Life
+from jaxdist.operations.ledger.ledger import Life
 
 # 419 unexpected interruptions of 16,384 H100 in 54 days: "The Llama 3 Herd of Models",
 # 2024, section 3.3.4.

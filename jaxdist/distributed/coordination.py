@@ -30,7 +30,7 @@ from jaxdist.config import (
     ConfigError,
     exit_code_of,
 )
-from jaxdist.telemetry import ledger
+from jaxdist.operations.ledger import ledger
 
 _FOREVER_S = 7 * 24 * 3_600  # the watchdog knows what is too long
 _SHOWN_CHARS = 60  # of a value that differs

@@ -30,7 +30,7 @@ _OPEN_FILES, _OPEN_FILES_OF_FEW, _FEW = 4096, 1024, 100
 # memory, as systemd and sites set them, are far above, the kernel's and docker's of at
 # most 64 MiB far below.
 _NCCL_LOCKED = 2**32
-_MAX_CLOCK_ERROR_S = 1.0  # as between machines, see `resilience/preflight.py`
+_MAX_CLOCK_ERROR_S = 1.0  # as between machines, see `operations/launch/preflight.py`
 
 
 class Fault(NamedTuple):

@@ -26,9 +26,8 @@ from jaxdist.planner.layouts import Candidate
 from jaxdist.planner.plan import Plan, capacity, make_plan
 from jaxdist.planner.search import GPU_SHARE, Compiled
 from jaxdist.planner.targets import Target, validate_for
-from jaxdist.resilience import elastic
 from jaxdist.telemetry.units import gib_text, time_text
-from jaxdist.trainer import workdir
+from jaxdist.trainer import elastic, workdir
 from jaxdist.trainer.run_config import RunConfig
 
 MOST_TRACED = 24  # policies whose blocks are traced: fractions of a second each

@@ -10,12 +10,12 @@ from typing import Any
 
 from jaxdist.config import ConfigError, schema
 from jaxdist.hardware import chips
+from jaxdist.operations.page import planned
 from jaxdist.parallel.axes import AXES
 from jaxdist.planner import targets
-from jaxdist.report_page import planned, reproduce
 from jaxdist.storage import untrusted
 from jaxdist.telemetry.metrics import read_events
-from jaxdist.trainer import workdir
+from jaxdist.trainer import reproduce, workdir
 from jaxdist.trainer.run_config import RunConfig
 
 

@@ -29,8 +29,8 @@ from jaxdist.config.extras import MissingExtra
 from jaxdist.distributed import initialize
 from jaxdist.distributed.coordination import PeerFailed
 from jaxdist.models import registry
+from jaxdist.operations.launch.run_progress import default_workdir
 from jaxdist.parallel.mesh import MeshConfig
-from jaxdist.resilience.run_progress import default_workdir
 from jaxdist.trainer import config_json, from_run, loggers, pretrained, workdir
 from jaxdist.trainer.run_config import (
     RunConfig,

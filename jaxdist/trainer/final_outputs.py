@@ -7,7 +7,7 @@ import jax
 from jaxdist.config import ConfigError
 from jaxdist.data import Tokenizer
 from jaxdist.inference.decoding import SamplingConfig, TokenGenerator
-from jaxdist.report_page import experts, html, summary
+from jaxdist.operations.page import experts, html, summary
 from jaxdist.step.state import State
 from jaxdist.telemetry.display import Display
 from jaxdist.trainer import workdir

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 
 from jaxdist.config import ConfigError
+from jaxdist.operations.ledger import ledger
 from jaxdist.step.state import Metrics, State
-from jaxdist.telemetry import ledger
 from jaxdist.trainer.restore import Progress
 
 

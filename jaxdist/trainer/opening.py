@@ -13,18 +13,12 @@ from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError, extras, schema
 from jaxdist.data import Dataset
 from jaxdist.distributed import consistency, coordination
+from jaxdist.operations.copies import step_copies
+from jaxdist.operations.watch.watchdog import Watchdog
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.train_step import TrainStep
 from jaxdist.telemetry.display import print_safe
-from jaxdist.trainer import (
-    build,
-    from_run,
-    pipeline_report,
-    provenance,
-    step_copies,
-    workdir,
-)
+from jaxdist.trainer import build, from_run, pipeline_report, provenance, workdir
 from jaxdist.trainer.extension import SettledSchedule
 from jaxdist.trainer.restore import UserInputs
 from jaxdist.trainer.run_config import RunConfig
@@ -116,14 +110,14 @@ def serve_metrics(
         if not is_lead():
             return []
         # here: few runs need its half second
-        prometheus = extras.load("jaxdist.telemetry.prometheus")
+        prometheus = extras.load("jaxdist.operations.metrics.prometheus")
         own = [
             device for device in devices if device.process_index == jax.process_index()
         ]
         chips = None
         if own[0].platform == "tpu":
             with contextlib.suppress(ImportError):  # a libtpu without that module
-                chips = extras.load("jaxdist.telemetry.tpu_metrics").read
+                chips = extras.load("jaxdist.operations.metrics.tpu_metrics").read
         view = prometheus.RunMetrics(watch.ledger, own, chips=chips)
         try:
             port = stack.enter_context(prometheus.served(config.telemetry, view))

@@ -20,8 +20,8 @@ from jaxdist.distributed import consistency
 from jaxdist.interop import peft
 from jaxdist.interop.families import Family
 from jaxdist.models import lora, registry
+from jaxdist.operations.watch.watchdog import Watchdog
 from jaxdist.protocols.model_spec import describe, stored_dtype
-from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import build, from_run

@@ -17,8 +17,8 @@ import numpy as np
 import jaxdist
 from jaxdist.distributed import consistency, coordination
 from jaxdist.hardware import chips
-from jaxdist.report_page import reproduce
 from jaxdist.storage.digest import digest
+from jaxdist.trainer import reproduce
 
 _PACKAGES = (
     "jax",

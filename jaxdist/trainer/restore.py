@@ -22,9 +22,8 @@ from jaxdist.checkpoint.state_dict import LayoutError
 from jaxdist.config import ConfigError, trees
 from jaxdist.data import Dataset
 from jaxdist.distributed import consistency, coordination, initialize
+from jaxdist.operations.watch.watchdog import Watchdog
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.resilience.health import SKIPPED_FILE, Diverged, SkippingDataset
-from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.storage.untrusted import Malformed, of_kind, read_json
@@ -32,6 +31,7 @@ from jaxdist.telemetry.flops import is_uncounted, jaxpr_flops
 from jaxdist.telemetry.metrics import MetricsWriter, read_events
 from jaxdist.trainer import build, pretrained, workdir
 from jaxdist.trainer.best import checked_best
+from jaxdist.trainer.health import SKIPPED_FILE, Diverged, SkippingDataset
 from jaxdist.trainer.run_config import Build, RunConfig
 
 _MAX_BATCHES = 2**62

@@ -24,6 +24,8 @@ from jaxdist.config.annotations import (
 from jaxdist.data import DataConfig
 from jaxdist.models import registry
 from jaxdist.models.lora import LoraConfig
+from jaxdist.operations.watch.preemption_notice import ResilienceConfig
+from jaxdist.operations.watch.watchdog import WatchdogConfig
 from jaxdist.optim import schedules
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.context import ContextConfig
@@ -33,11 +35,9 @@ from jaxdist.parallel.pipeline.partition import PipelineConfig
 from jaxdist.parallel.precision import PrecisionConfig
 from jaxdist.parallel.remat import RematConfig
 from jaxdist.protocols.param_names import ShardingConfig
-from jaxdist.resilience.health import HealthConfig
-from jaxdist.resilience.preemption_notice import ResilienceConfig
-from jaxdist.resilience.watchdog import WatchdogConfig
 from jaxdist.telemetry.config import TelemetryConfig
 from jaxdist.telemetry.profile import ProfileConfig
+from jaxdist.trainer.health import HealthConfig
 
 Build = Callable[[nnx.Rngs], nnx.Module]
 

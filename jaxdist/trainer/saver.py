@@ -7,9 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxdist.checkpoint.copier import Copier
 from jaxdist.checkpoint.manager import CheckpointManager, SaveResult
 from jaxdist.distributed import coordination
+from jaxdist.operations.copies.copier import Copier
 from jaxdist.step.train_step import CheckpointViews
 from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import MetricsWriter

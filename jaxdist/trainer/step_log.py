@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import jax
 
 from jaxdist.data.loader import Loader
-from jaxdist.distributed import straggler
-from jaxdist.resilience.health import Monitor
+from jaxdist.operations.ledger.ledger import STEP, WAIT, Ledger
+from jaxdist.operations.watch import straggler
 from jaxdist.step.state import Metrics, State
 from jaxdist.telemetry.display import Display
-from jaxdist.telemetry.ledger import STEP, WAIT, Ledger
 from jaxdist.telemetry.metrics import MetricsWriter, Throughput
+from jaxdist.trainer.health import Monitor
 from jaxdist.trainer.restore import Progress
 from jaxdist.trainer.run_config import RunConfig
 

@@ -17,34 +17,36 @@ from jaxdist.checkpoint.manager import CheckpointManager, NotOwner
 from jaxdist.config import EXIT_PREEMPTED, trees
 from jaxdist.data import SourceError
 from jaxdist.distributed import coordination
+from jaxdist.operations.copies import step_copies
+from jaxdist.operations.ledger import compile_time, ledger
+from jaxdist.operations.watch import preemption_notice
+from jaxdist.operations.watch.watchdog import Watchdog
 from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.resilience import elastic, preemption, preemption_notice
-from jaxdist.resilience.health import Diverged, SkippingDataset
-from jaxdist.resilience.preemption import Interrupted, Preempted, StopSignals
-from jaxdist.resilience.watchdog import Watchdog
 from jaxdist.step.state import Metrics, State
 from jaxdist.step.train_step import TrainStep
-from jaxdist.telemetry import compile_time, ledger
 from jaxdist.telemetry.display import Display, print_safe
 from jaxdist.telemetry.metrics import EXTENDED, MetricsWriter
 from jaxdist.telemetry.profile import ProfileWindow
 from jaxdist.trainer import (
     build,
+    elastic,
     extension,
     loggers,
     opening,
+    preemption,
     provenance,
     restore,
-    step_copies,
     validation,
     workdir,
 )
 from jaxdist.trainer.best import best_rule
 from jaxdist.trainer.final_outputs import write_final_outputs
+from jaxdist.trainer.health import Diverged, SkippingDataset
 from jaxdist.trainer.held_out import score_held_out
 from jaxdist.trainer.hooks import Hook, StepView, check_hooks, every
+from jaxdist.trainer.preemption import Interrupted, Preempted, StopSignals
 from jaxdist.trainer.restore import Progress, TrainResult, UserInputs
 from jaxdist.trainer.run_config import RunConfig, run_fingerprint
 from jaxdist.trainer.saver import Saver

@@ -18,12 +18,12 @@ from jaxdist.checkpoint.interval import (
     mean_time_between_failures,
 )
 from jaxdist.checkpoint.manager import CheckpointManager
+from jaxdist.operations.ledger.ledger import Life, read_lives
 from jaxdist.planner.formulas import lost_share
-from jaxdist.resilience.preemption import Interrupted
-from jaxdist.telemetry.ledger import Life, read_lives
 from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer import trainer
 from jaxdist.trainer.hooks import StepView, every
+from jaxdist.trainer.preemption import Interrupted
 from support.launches import events, finish, launched
 from support.runs import TINY, run_of
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxdist import config
 from jaxdist.__main__ import COMMANDS
-from jaxdist.resilience import preemption
+from jaxdist.trainer import preemption
 
 
 @contextlib.contextmanager

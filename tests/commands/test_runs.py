@@ -10,7 +10,7 @@ import time
 import pytest
 
 from jaxdist import report, runs, status
-from jaxdist.telemetry import ledger
+from jaxdist.operations.ledger import ledger
 from support.paths import ROOT, TESTS
 from support.runs import environment
 

@@ -18,9 +18,9 @@ from jaxdist.data.loader import Loader, Placer
 from jaxdist.data.packing import PackedDocuments, plan_packing
 from jaxdist.data.splits import DatasetSplit
 from jaxdist.data.token_files import TokenFile, TokenStore
-from jaxdist.resilience.health import SkippingDataset
 from jaxdist.step.gradients import split
 from jaxdist.step.train_step import StepConfig
+from jaxdist.trainer.health import SkippingDataset
 from support.models import FAST_COMPILE, TINY, Layout, init_of, step_of, worst
 
 G = 16

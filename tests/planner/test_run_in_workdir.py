@@ -14,8 +14,8 @@ import pytest
 from jaxdist import plan, status
 from jaxdist.config import ConfigError, schema
 from jaxdist.hardware import chips
+from jaxdist.operations.page import step_parts
 from jaxdist.planner import run_in_workdir
-from jaxdist.report_page import step_parts
 from jaxdist.telemetry.metrics import MetricsWriter
 from jaxdist.trainer import provenance, workdir
 from support.runs import run_of, train

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.data.dataset import Dataset
-from jaxdist.resilience.health import SkippingDataset
-from jaxdist.telemetry import ledger as ledgers
+from jaxdist.operations.ledger import ledger as ledgers
 from jaxdist.telemetry.metrics import read_events
+from jaxdist.trainer.health import SkippingDataset
 from support.paths import SUPPORT
 from support.runs import command, environment, final_arrays
 

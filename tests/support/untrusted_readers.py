@@ -38,18 +38,25 @@ from jaxdist.data import DataConfig, SourceError, arrays, bpe, open_dataset
 from jaxdist.interop import peft
 from jaxdist.interop.families import FAMILIES
 from jaxdist.models import lora
+from jaxdist.operations.launch.run_progress import ProgressReader
+from jaxdist.operations.page import html, status, summary
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.parallel.pipeline.schedules import table
 from jaxdist.planner import run_in_workdir, targets
 from jaxdist.planner.compiler import read_entry
 from jaxdist.protocols.model_spec import describe
-from jaxdist.report_page import html, status, summary
-from jaxdist.resilience import elastic
-from jaxdist.resilience.health import SKIPPED_FILE, SkippingDataset
-from jaxdist.resilience.run_progress import ProgressReader
 from jaxdist.storage.digest import digest
 from jaxdist.telemetry import metrics
-from jaxdist.trainer import build, pretrained, restore, run_config, validation, workdir
+from jaxdist.trainer import (
+    build,
+    elastic,
+    pretrained,
+    restore,
+    run_config,
+    validation,
+    workdir,
+)
+from jaxdist.trainer.health import SKIPPED_FILE, SkippingDataset
 from support import mutations
 from support.mutations import (
     ARCHIVE,

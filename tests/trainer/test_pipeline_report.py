@@ -12,8 +12,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxdist.operations.page import html, summary
 from jaxdist.planner import dry_run
-from jaxdist.report_page import html, summary
 from jaxdist.trainer import cli, pipeline_report, validation
 from support.paths import DOCS, ROOT
 

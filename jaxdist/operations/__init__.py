@@ -1,0 +1,1 @@
+"""What keeps and shows a run: supervision, watching, ledger, copies, pages."""

@@ -1,0 +1,294 @@
+"""The copies of a run's checkpoints in a store: made beside the steps, fetched where
+they are needed.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxdist.checkpoint import files as folders
+from jaxdist.checkpoint import manifest
+from jaxdist.checkpoint.files import CheckpointError, error_text
+from jaxdist.checkpoint.manager import CheckpointManager, Fetch
+from jaxdist.config import ConfigError, extras
+from jaxdist.operations.copies.copier import Copier
+from jaxdist.operations.copies.copies import Copies, fetch_newest
+from jaxdist.storage import lock
+from jaxdist.telemetry.metrics import MetricsWriter
+from jaxdist.telemetry.units import gib_text
+from jaxdist.trainer import workdir
+from jaxdist.trainer.run_config import RunConfig
+
+_BESIDE = (workdir.CONFIG, workdir.RUN)
+_LOOK_S = 0.1  # between looks whether a call of the store shows a sign
+
+
+def fetch_missing(
+    config: RunConfig, folder: Path, say: Callable[[str], object]
+) -> None:
+    """Gets the newest sound step from `checkpoint.copy_to` if the run in `folder` has
+    none as new.
+
+    A step here is sound by its manifest and the names and sizes of its files; the
+    restore hashes them. Where there is one, a store that does not answer, or has
+    nothing sound that is newer, holds up nothing.
+
+    Raises:
+      ConfigError: no such store, or it is the folder itself; with no step here, it does
+        not answer or has only damaged steps; the disk cannot be written.
+    """
+    if not config.checkpoint.copy_to:
+        return
+    place = workdir.checkpoints_folder(folder, config)
+    try:
+        try:
+            own = manifest.identity(
+                place, create=False, own=workdir.own_identity(folder)
+            )
+        except CheckpointError:  # another run's folder: opening it says so
+            return
+        copies = Copies(config.checkpoint.copy_to)
+        if copies.is_at(place):
+            raise ConfigError(
+                f"checkpoint.copy_to={copies.url}: there are the run's own checkpoints; give another place"
+            )
+        place.mkdir(parents=True, exist_ok=True)
+        with _locked(place) as is_ours:
+            here = _newest_sound(place, own)
+            if here and is_ours:
+                _Fetcher(config, folder, place, here.run, say).fetch_newer(here.step)
+            if here:
+                return
+            beside = [folder / name for name in _BESIDE]
+            step, size, bad = fetch_newest(
+                copies,
+                place,
+                beside,
+                run=own,
+                wanted=lambda n: not copies.is_undone(place, n),
+                say=say,
+            )
+    except lock.Locked:  # opening it says by whom
+        return
+    except extras.MissingExtra as error:
+        raise ConfigError(
+            f"checkpoint.copy_to={config.checkpoint.copy_to}: {error}"
+        ) from error
+    except CheckpointError as error:
+        _write_events(folder, copies.url, _of_copies(copies.url, error.steps))
+        raise ConfigError(
+            f"{error}; put a good one there, or begin anew with another copy_to"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"{place} cannot be written ({error}); give a folder that can"
+        ) from error
+    _write_events(folder, copies.url, _of_copies(copies.url, bad), step, size)
+    if step:
+        say(
+            f"fetched step {step} from {copies.url} ({gib_text(size)}): there was none in {place}"
+        )
+
+
+@contextlib.contextmanager
+def _locked(place: Path) -> Iterator[bool]:
+    """Holds the lock of a folder of checkpoints; yields False where its file system has
+    no locks.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            is_ours = bool(stack.enter_context(lock.exclusive(place / folders.LOCK)))
+        except OSError as error:
+            if error.errno not in lock.UNSUPPORTED:
+                raise
+            is_ours = False
+        yield is_ours
+
+
+def _write_events(
+    folder: Path, url: str, bad: Mapping[int, str], step: int = 0, size: int = 0
+) -> None:
+    with contextlib.closing(MetricsWriter(folder)) as writer:
+        for damaged, reason in bad.items():
+            writer.event("bad_checkpoint", damaged, reason=reason)
+        if step:
+            writer.event("checkpoint_fetched", step, source=url, bytes=size)
+
+
+def _of_copies(url: str, bad: Mapping[int, str]) -> dict[int, str]:
+    return {step: f"its copy in {url}: {reason}" for step, reason in bad.items()}
+
+
+def _newest_sound(place: Path, run: str | None) -> manifest.Manifest | None:
+    for step in reversed(folders.list_steps(place)):
+        with contextlib.suppress(CheckpointError, OSError):
+            return manifest.check(place, step, run=run, contents=False)
+    return None
+
+
+class _Fetcher:
+    """Fetches copies for a run that has steps here; says what fails, and raises
+    nothing.
+
+    A store that does not answer is asked no more: what is here may do, or says itself
+    that it does not.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        place: Path,
+        run: str | None,
+        say: Callable[[str], object],
+    ):
+        self._config, self._folder, self._place = config.checkpoint, folder, place
+        self._run, self._say = run, say
+        self._url, self._silent, self._tried = (
+            config.checkpoint.copy_to,
+            False,
+            set[int](),
+        )
+
+    def fetch_newer(self, here: int) -> int:
+        """Fetches the newest sound copy after a step, unless the run has gone back
+        behind it.
+        """
+
+        why = f"those in {self._place} are older"
+        return self._fetch_first(
+            lambda copies: [n for n in self._led_here(copies) if n > here], why
+        )
+
+    def __call__(self, step: int | None, reason: str) -> int:
+        """Does what `CheckpointManager.fetch` is for."""
+        if step is None:
+            # The steps here say how far the run has come: from what is newer, it may
+            # have gone back.
+            last = max(folders.all_steps(self._place), default=folders.LAST_STEP)
+            why = f"none in {self._place} is sound"
+            return self._fetch_first(
+                lambda copies: [n for n in self._led_here(copies) if n <= last], why
+            )
+        fetched = self._fetch_first(
+            lambda copies: [step] if copies.holds(self._place, step) else [],
+            f"that in {self._place} is damaged ({reason})",
+        )
+        if fetched:
+            _write_events(self._folder, self._url, {step: reason})
+        return fetched
+
+    def _led_here(self, copies: Copies) -> list[int]:
+        """Returns a store's whole steps, newest first, without those that the run has
+        gone back behind.
+        """
+        whole = [
+            step for step, names in copies.steps().items() if folders.MANIFEST in names
+        ]
+        return [
+            step for step in reversed(whole) if not copies.is_undone(self._place, step)
+        ]
+
+    def _fetch_first(self, choose: Callable[[Copies], list[int]], why: str) -> int:
+        """Puts the first of the chosen steps here that is sound, and returns it; 0 if
+        none is.
+        """
+        if self._silent:
+            return 0
+        try:
+            steps = self._answer(choose, patience_s=self._config.patience_s)
+            for step in [step for step in steps if step not in self._tried]:
+                if self._fetch(step, why):
+                    return step
+        except Exception as error:  # of the store's client, or of the disk
+            self._silent = True
+            self._say(f"nothing is fetched from {self._url}: {error_text(error)}")
+        return 0
+
+    def _fetch(self, step: int, why: str) -> bool:
+        self._tried.add(step)
+
+        def download(copies: Copies) -> tuple[Path, int]:
+            return copies.download(step, self._place, run=self._run, say=self._say)
+
+        try:
+            source, size = self._answer(download)
+        except CheckpointError as error:
+            bad = _of_copies(self._url, {step: str(error)})
+            _write_events(self._folder, self._url, bad)
+            self._say(f"checkpoint {step} cannot be used: {bad[step]}")
+            return False
+        Copies(self._url).place(source, self._place)
+        _write_events(self._folder, self._url, {}, step, size)
+        self._say(f"fetched step {step} from {self._url} ({gib_text(size)}): {why}")
+        return True
+
+    def _answer(
+        self, call: Callable[[Copies], Any], patience_s: float | None = None
+    ) -> Any:
+        """Returns what a call of the store returns.
+
+        Args:
+          patience_s: seconds that it may take; None: any, as long as it shows signs.
+
+        Raises:
+          TimeoutError: it took longer, or has shown no sign for `checkpoint.timeout_s`.
+          Exception: the call's.
+        """
+        copies, outcome = (
+            Copies(self._url),
+            queue.SimpleQueue[tuple[Any, Exception | None]](),
+        )
+
+        def work() -> None:
+            try:
+                outcome.put((call(copies), None))
+            except Exception as error:
+                outcome.put((None, error))
+
+        threading.Thread(target=work, name="fetch of a checkpoint", daemon=True).start()
+        began, limit_s = (
+            time.monotonic(),
+            self._config.timeout_s if patience_s is None else patience_s,
+        )
+        while True:
+            waited_s = (
+                copies.silent_s() if patience_s is None else time.monotonic() - began
+            )
+            if waited_s > limit_s:
+                copies.abandoned = True
+                raise TimeoutError(f"no answer for {waited_s:.0f} s")
+            with contextlib.suppress(queue.Empty):
+                value, error = outcome.get(timeout=_LOOK_S)
+                if error:
+                    raise error
+                return value
+
+
+def fetcher(
+    config: RunConfig,
+    folder: Path,
+    store: CheckpointManager,
+    say: Callable[[str], object],
+) -> Fetch:
+    """Returns what fetches a copy where a restore finds a step damaged."""
+    if not config.checkpoint.copy_to:
+        return store.fetch
+    return _Fetcher(config, folder, store.folder, store.run, say)
+
+
+def copier(config: RunConfig, folder: Path, store: CheckpointManager) -> Copier | None:
+    """Returns what copies the steps of `store`, on process 0 alone; None where nothing
+    is copied.
+    """
+    if not config.checkpoint.copy_to or jax.process_index():
+        return None
+    return Copier(
+        Copies(config.checkpoint.copy_to), store, [folder / name for name in _BESIDE]
+    )

@@ -1,0 +1,159 @@
+"""The processes of one start: begun together, heard together, ended together. No
+thread, no jax.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+
+from jaxdist.config import EXIT_HANG
+from jaxdist.operations.watch.watchdog_process import HANG_SIGNAL
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+# Kills the process groups it is told of, should the agent's end of the pipe close
+# first.
+_GUARD = 'p=; while read g; do p="$p -$g"; done; [ -z "$p" ] || kill -9 $p'
+
+
+def _die_with_parent(parent: int) -> None:
+    """Runs in the child: the kernel kills it when the agent is gone, even by
+    kill -9.
+    """
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+class WorkerGroup:
+    """The processes of one start, each in a process group of its own, numbered from
+    `first`.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        *,
+        first: int,
+        wakeup: int,
+    ):
+        """Starts them.
+
+        Args:
+          wakeup: a descriptor that ends `listen` when there is something to read.
+
+        Raises:
+          OSError: the command cannot be started; nothing runs.
+        """
+        self.processes: dict[int, subprocess.Popen] = {}
+        self.last_lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=15))
+        self._partial: dict[int, bytes] = defaultdict(bytes)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(wakeup, selectors.EVENT_READ, None)
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            for number, environment in enumerate(environments, first):
+                self._start(number, command, environment)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(
+        self, number: int, command: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=functools.partial(_die_with_parent, os.getpid()),
+        )
+        assert process.stdout is not None and self._guard.stdin is not None
+        self.processes[number] = process
+        # the guard is gone: the kernel still guards
+        with contextlib.suppress(BrokenPipeError):
+            self._guard.stdin.write(b"%d\n" % process.pid)
+        os.set_blocking(process.stdout.fileno(), False)
+        self._selector.register(process.stdout, selectors.EVENT_READ, number)
+
+    def listen(self, timeout_s: float) -> None:
+        """Prints what the processes say; returns after the first words, a wake-up or
+        the time.
+        """
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is None:
+                os.read(key.fd, 4096)
+            else:
+                self._hear(key.data, key.fd)
+
+    def _hear(self, number: int, descriptor: int) -> bool:
+        """Prints whole lines; returns whether there may be more to read."""
+        try:
+            data = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return False
+        *lines, self._partial[number] = (self._partial[number] + data).split(b"\n")
+        if not data:
+            self._selector.unregister(descriptor)
+        for line in lines:
+            self._say(number, line)
+        return bool(data)
+
+    def _say(self, number: int, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip("\r")
+        self.last_lines[number].append(text)
+        # a full disk, a closed terminal: the run goes on
+        with contextlib.suppress(OSError):
+            print(f"[{number}] {text}", flush=True)
+
+    def codes(self) -> dict[int, int]:
+        """Returns the exit codes of the processes that have ended, -N for signal N, 76
+        for a hang.
+        """
+        return {
+            number: EXIT_HANG if code == -HANG_SIGNAL else code
+            for number, process in self.processes.items()
+            if (code := process.poll()) is not None
+        }
+
+    def signal(self, number: int) -> None:
+        """Signals the processes that still run, not what they have started."""
+        for process in self.processes.values():
+            process.send_signal(number)
+
+    def kill(self) -> None:
+        """Ends the processes and all that they have started, at once; prints what they
+        still said.
+        """
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self.processes.values():
+            process.wait()
+        self._guard.kill()
+        for key in list(self._selector.get_map().values()):
+            while key.data is not None and self._hear(key.data, key.fd):
+                pass
+        for number, rest in self._partial.items():
+            if rest:
+                self._say(number, rest)
+        self._selector.close()
+        for process in (self._guard, *self.processes.values()):
+            with process:  # closes its pipe, and waits for it
+                pass

@@ -1,0 +1,194 @@
+"""A run's numbers for Prometheus: `/metrics` of process 0, read from what the run keeps
+anyway.
+
+Steps cost nothing more: rows and events come as to a logger, the rest is read when
+somebody asks.
+"""
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jaxdist.config import ConfigError
+from jaxdist.operations.ledger.ledger import Ledger, account
+from jaxdist.telemetry.config import TelemetryConfig
+
+# Field of a row -> the gauge's name, and what it is.
+_GAUGES = {
+    "loss": ("jaxdist_loss", "Data loss of the last row, nats per weighted target."),
+    "eval_loss": ("jaxdist_eval_loss", "Loss of the last evaluation."),
+    "grad_norm": (
+        "jaxdist_gradient_norm",
+        "Norm of the gradients of the last row, before clipping.",
+    ),
+    "learning_rate": ("jaxdist_learning_rate", "Learning rate of the last row."),
+    "step_time_s": (
+        "jaxdist_step_seconds",
+        "Seconds of a step, mean over the steps of the last row.",
+    ),
+    "data_wait_s": (
+        "jaxdist_data_wait_seconds",
+        "Seconds of them that process 0 waited for its batch.",
+    ),
+    "tokens_per_s": (
+        "jaxdist_tokens_per_second",
+        "Tokens per second, all devices together.",
+    ),
+    "mfu": (
+        "jaxdist_mfu_ratio",
+        "Model FLOPs over the peak, attention counted causally.",
+    ),
+    "hfu": (
+        "jaxdist_hfu_ratio",
+        "FLOPs of the program over the peak, recomputation included.",
+    ),
+}
+# Key of a device's `memory_stats` -> the gauge's name, and what it is.
+_MEMORY = {
+    "bytes_in_use": ("jaxdist_device_memory_used_bytes", "Bytes of the device in use."),
+    "peak_bytes_in_use": (
+        "jaxdist_device_memory_peak_bytes",
+        "Most bytes that were in use at a time.",
+    ),
+    "bytes_limit": (
+        "jaxdist_device_memory_limit_bytes",
+        "Bytes that a program may use.",
+    ),
+}
+
+ChipMetrics = Callable[
+    [], Iterable[tuple[str, str, list[float]]]
+]  # (name, what it is, a value for each chip)
+
+
+class RunMetrics(Collector):
+    """What a run shows: a view of its rows and events, and its ledger and devices as
+    they are when asked.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        devices: Sequence[Any] = (),
+        *,
+        chips: ChipMetrics | None = None,
+    ) -> None:
+        """Args:
+        devices: jax's, of this process.
+        chips: further metrics of its chips.
+        """
+        self._ledger, self._devices, self._chips = ledger, devices, chips
+        self._row: dict[str, float] = {}
+        self._events: Counter[str] = Counter()
+        self._saved_s: float | None = None  # seconds since 1970
+        self._lock = threading.Lock()  # of what steps and scrapes share
+
+    def write(self, step: int, values: Mapping[str, object]) -> None:
+        """Takes a row of metrics.jsonl."""
+        numbers = {
+            name: float(x) for name, x in values.items() if isinstance(x, int | float)
+        }
+        with self._lock:
+            self._row |= numbers
+
+    def event(self, name: str, step: int | None = None, **fields: object) -> None:
+        """Takes an event of events.jsonl."""
+        with self._lock:
+            self._events[name] += 1
+            if name == "save" and fields.get("ok"):
+                self._saved_s = time.time()
+
+    def close(self) -> None:
+        """Nothing: the last numbers stay until the run ends."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields all metrics as they are now."""
+        with self._lock:
+            row, events, saved_s = dict(self._row), dict(self._events), self._saved_s
+        yield CounterMetricFamily(
+            "jaxdist_steps", "Updates finished.", value=self._ledger.step
+        )
+        if "tokens_seen" in row:
+            text = "Targets with a weight that were trained on."
+            yield CounterMetricFamily("jaxdist_tokens", text, value=row["tokens_seen"])
+        for field, (name, text) in _GAUGES.items():
+            if field in row:
+                yield GaugeMetricFamily(name, text, value=row[field])
+        if saved_s is not None:
+            name = "jaxdist_checkpoint_last_success_timestamp_seconds"
+            yield GaugeMetricFamily(
+                name,
+                "When the last save had succeeded, seconds since 1970.",
+                value=saved_s,
+            )
+        counted = CounterMetricFamily(
+            "jaxdist_events", "Events since this start of the run.", labels=["event"]
+        )
+        for name, count in events.items():
+            counted.add_metric([name], count)
+        yield counted
+        yield from self._time()
+        yield from self._of_devices()
+
+    def _time(self) -> Iterator[Metric]:
+        spent = account(self._ledger.lives())
+        # A gauge: time that turns out to have been another bucket's leaves the one, and
+        # no counter may fall.
+        text = "Wall time since the first start of the run, by what it was spent on."
+        seconds = GaugeMetricFamily("jaxdist_wall_seconds", text, labels=["bucket"])
+        for name, value in spent.buckets.items():
+            seconds.add_metric([name], value)
+        yield seconds
+        if spent.goodput is not None:
+            text = "Share of the wall time in steps that counted."
+            yield GaugeMetricFamily("jaxdist_goodput_ratio", text, value=spent.goodput)
+
+    def _of_devices(self) -> Iterator[Metric]:
+        stats: dict[str, Mapping[str, int]] = {}
+        for device in self._devices:
+            # a plugin without them: the rest is still told
+            with contextlib.suppress(RuntimeError):
+                stats[str(device.id)] = device.memory_stats() or {}
+        for key, (name, text) in _MEMORY.items():
+            family = GaugeMetricFamily(name, text, labels=["device"])
+            for device, values in stats.items():
+                if key in values:
+                    family.add_metric([device], values[key])
+            if family.samples:
+                yield family
+        for name, text, each in self._chips() if self._chips else ():
+            family = GaugeMetricFamily(name, text, labels=["chip"])
+            for chip, value in enumerate(each):
+                family.add_metric([str(chip)], value)
+            yield family
+
+
+@contextlib.contextmanager
+def served(config: TelemetryConfig, metrics: RunMetrics) -> Iterator[int]:
+    """Serves the metrics until the body ends; yields the port.
+
+    Raises:
+      ConfigError: nothing can listen there.
+    """
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    try:
+        server, thread = start_http_server(config.port, config.address, registry)
+    except OSError as error:
+        raise ConfigError(
+            f"telemetry.port={config.port}: nothing can listen at {config.address}:{config.port} "
+            f"({error.strerror or error}); give another port or telemetry.address, or 0 for none"
+        ) from error
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=5)

@@ -1,0 +1,254 @@
+"""Ends a process that hangs, with exit code 76, so that the run can restart.
+
+The process beats: it says what it begins, and each phase has its limit. A process
+beside it (`watchdog_process`) reads the beats, so that an interpreter lock that is
+never released, a stopped process and a loop in C are detected, too. A process that
+holds the lock for ever can set no exit code: a signal kills it (`HANG_SIGNAL`), which
+`launch` reports as 76. Only a process of ours (a command) is watched, never a notebook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import math
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Annotated, Any, TypeVar
+
+from annotated_types import Ge
+
+import jaxdist
+from jaxdist.config import EXIT_HANG, ConfigError
+from jaxdist.config.annotations import NonNegativeFloat
+from jaxdist.config.schema import faults
+from jaxdist.distributed.cluster import ClusterInfo, find_cluster
+from jaxdist.operations.ledger import ledger
+from jaxdist.operations.watch import watchdog_process
+from jaxdist.operations.watch.watchdog_process import (
+    BEAT,
+    BEAT_AT,
+    DUMP_SIGNAL,
+    ENDING_AT,
+    PHASES,
+)
+from jaxdist.trainer import preemption
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class WatchdogConfig:
+    """Fields of `watchdog.*`: seconds that a phase may last before the run is ended, 0
+    = for ever.
+    """
+
+    # from the command to the first compilation, a line of data work
+    start_s: NonNegativeFloat = 1800.0
+    # compiling and the first step, an evaluation's batch, the end
+    compile_s: NonNegativeFloat = 7200.0
+    restore_s: NonNegativeFloat = 3600.0  # reading a checkpoint
+    data_s: NonNegativeFloat = 600.0  # waiting for the next batch
+    step_s: NonNegativeFloat = 600.0  # a step
+    save_s: NonNegativeFloat = 1800.0  # what of a save training waits for
+    # a step may last this many median steps, if that is longer
+    slow_steps: Annotated[float, Ge(1)] = 20.0
+
+
+class Watchdog:
+    """Watches this process while entered. `at` costs some microseconds."""
+
+    def __init__(
+        self, config: WatchdogConfig, folder: Path, *, enabled: bool | None = None
+    ):
+        """Args:
+        folder: the workdir, for events and for what watchers tell each other.
+        enabled: by default whether the process is a command's.
+        """
+        self._config, self._folder = config, folder
+        wanted = preemption.PROCESS.is_ours if enabled is None else enabled
+        # they are reported with those of the whole run
+        self._enabled = wanted and not faults(config)
+        whole = preemption.PROCESS.is_ours and not preemption.PROCESS.is_script
+        # Of the time of this life of the run, which began with the process if that is a
+        # command's.
+        self.ledger = ledger.Ledger(age_s=ledger.process_age_s() if whole else 0.0)
+        self._times: deque[float] = deque(maxlen=31)  # seconds between the last steps
+        self._last_step = 0.0
+        self._memory: Any = None
+        self._watcher: subprocess.Popen | None = None
+
+    def __enter__(self) -> Watchdog:
+        self._booked = ledger.of_process(self.ledger)
+        self._booked.__enter__()
+        if not self._enabled:
+            return self
+        if os.getpid() == 1:
+            print(
+                "watchdog: no signal from inside a container ends its process 1, should this one hang; "
+                "start it by `jaxdist launch`, or with an init process (docker run --init)",
+                file=sys.stderr,
+            )
+        memory, dump = _memory_file(), _memory_file()
+        memory.truncate(mmap.PAGESIZE)
+        self._memory = mmap.mmap(memory.fileno(), mmap.PAGESIZE)
+        self.at("start", -1)
+        faulthandler.register(DUMP_SIGNAL, file=dump, all_threads=True)
+        self._files = memory, dump  # open as long as this
+        life, self._life = os.pipe()
+        files = {
+            "life": life,
+            "memory": memory.fileno(),
+            "dump": dump.fileno(),
+            "leave": _exit_pipe(),
+        }
+        arguments = {"pid": os.getpid(), "folder": str(self._folder.absolute())} | files
+        command = [sys.executable, "-S", "-s", watchdog_process.__file__]
+        self._watcher = subprocess.Popen(
+            [*command, json.dumps(arguments | _membership(os.environ))],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(Path(jaxdist.__file__).parent.parent)},
+            pass_fds=list(files.values()),
+        )
+        os.close(life)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._booked.__exit__(None, None, None)
+        if self._watcher is not None:
+            os.close(self._life)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._watcher.wait(timeout=5)
+            self._watcher.kill()  # where it has not ended by itself
+            self._watcher.wait()
+            faulthandler.unregister(DUMP_SIGNAL)
+
+    def at(
+        self,
+        phase: str,
+        step: int = 0,
+        *,
+        done: int = 0,
+        sample: int = 0,
+        limit_s: float | None = None,
+    ) -> None:
+        """Says what begins now; `PHASES` has the names.
+
+        Args:
+          step: the one that it is for; below 0: before this process has all that it
+            needs to begin.
+          done: updates known to be finished.
+          sample: first global sample index of the step's batch.
+          limit_s: instead of the phase's; 0: none.
+        """
+        self.ledger.enter(phase, done)
+        if self._memory is None:
+            return
+        now = time.monotonic()
+        if phase == "step":
+            if self._last_step:
+                self._times.append(now - self._last_step)
+            self._last_step = now
+        limit = (self._limit_s(phase) if limit_s is None else limit_s) or math.inf
+        beat = BEAT.pack(PHASES.index(phase), step, done, sample, now, now + limit)
+        self._memory[BEAT_AT : BEAT_AT + BEAT.size] = beat
+        if self._memory[ENDING_AT]:
+            # the watchdog is about to end this process, once it has reported why
+            time.sleep(10)
+            os._exit(EXIT_HANG)
+
+    def lively(
+        self, say: Callable[[str], None], phase: str = "start"
+    ) -> Callable[[str], None]:
+        """Returns `say` whose every line beats: work that shows its progress may take
+        its time.
+        """
+
+        def speak(text: str) -> None:
+            self.at(phase)
+            say(text)
+
+        return speak
+
+    def over(
+        self, items: Iterable[Item], phase: str, step: int, done: int
+    ) -> Iterator[Item]:
+        """Yields the items, each a beat; the limit of all but the first is that of data
+        and a step.
+        """
+        config, limit_s = self._config, None
+        for item in items:
+            self.at(phase, step, done=done, limit_s=limit_s)
+            limit_s = (
+                config.data_s + config.step_s
+                if config.data_s and config.step_s
+                else 0.0
+            )
+            yield item
+
+    def _limit_s(self, phase: str) -> float:
+        config = self._config
+        if phase in ("evaluate", "end"):
+            return config.compile_s
+        limit = getattr(config, f"{phase}_s")
+        if limit and phase in ("data", "step"):
+            if not self._times:  # the first step may compile
+                return limit + config.compile_s if config.compile_s else 0
+            median = sorted(self._times)[len(self._times) // 2]
+            limit = max(limit, config.slow_steps * median)
+        return limit
+
+
+def _membership(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Returns this process's number, how many there are, and a name of their start,
+    before jax is asked.
+    """
+    if group := environ.get("JAXDIST_COORDINATOR"):
+        number, processes = (
+            int(environ["JAXDIST_PROCESS_ID"]),
+            int(environ["JAXDIST_NUM_PROCESSES"]),
+        )
+        return {"process": number, "processes": processes, "group": group}
+    agents = ClusterInfo()
+    # it is not known: each process has only its own limits
+    with contextlib.suppress(ConfigError):
+        agents = find_cluster(environ)
+    return {
+        "process": agents.index,
+        "processes": agents.number,
+        "group": f"{agents.host}:{agents.port}",
+    }
+
+
+def _memory_file() -> IO[bytes]:
+    """Returns a file that another process can share; in memory, so that no full disk
+    stands in the way.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("jaxdist-watchdog"), "r+b")
+    return tempfile.TemporaryFile()
+
+
+def _exit_pipe() -> int:
+    """Returns a pipe; a byte in it ends this process with 76, while its interpreter
+    lock is free.
+    """
+    # both stay open: its end of file would be read as a byte
+    reader, writer = os.pipe()
+
+    def leave() -> None:
+        os.read(reader, 1)
+        os._exit(EXIT_HANG)
+
+    threading.Thread(target=leave, name="watchdog", daemon=True).start()
+    return writer
