@@ -40,6 +40,7 @@ from scaling_rows import (
     summary,
 )
 
+from jaxdist import interop
 from jaxdist.config import ConfigError
 from jaxdist.config.extras import MissingExtra
 from jaxdist.distributed import coordination
@@ -61,7 +62,7 @@ _STEP_ALONE = "the step alone, on one resident synthetic batch: no data is waite
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    flags, run = cli.parse(_parser(), arguments)
+    flags, run = cli.parse(_parser(), arguments, weight_sources=interop.WEIGHT_SOURCES)
     files, faults = _read_calibrations(flags.calibration)
     faults += _flag_faults(flags)
     if any(fault.startswith("--devices") for fault in faults):

@@ -24,6 +24,7 @@ from jaxdist.data.user_batches import (
     open_user_batches,
 )
 from jaxdist.inference.decoding import Generation, SamplingConfig
+from jaxdist.inference.run_generator import text_generator
 from jaxdist.models import registry
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.mesh import MeshConfig
@@ -31,12 +32,14 @@ from jaxdist.protocols.model_spec import describe
 from jaxdist.telemetry.display import print_safe
 from jaxdist.telemetry.metrics import MetricRows, read_rows
 from jaxdist.trainer import preemption, run_config, save_weights, trainer, user_model
-from jaxdist.trainer.build import text_generator
 from jaxdist.trainer.held_out import HeldOut, held_out
 from jaxdist.trainer.hooks import Hook
 from jaxdist.trainer.restore import TrainResult, UserInputs
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.user_model import Model
+
+# What reads weights of other formats: their tables know jaxdist's own models alone.
+_OWN_MODELS_ONLY = ("init.from_huggingface", "lora.from_peft")
 
 
 def fit(
@@ -268,6 +271,13 @@ def _config(
     Raises:
       ConfigError: a setting that an argument makes, unknown keys, wrong types.
     """
+    foreign = [key for key in _OWN_MODELS_ONLY if settings.get(key)]
+    if foreign:
+        raise ConfigError(
+            f"settings: {key} reads weights into jaxdist's own transformer. fit trains the model that you "
+            f"give. Run jaxdist train, or load the weights into your model before fit."
+            for key in foreign
+        )
     arguments = {
         "data.source": "given",
         "model.target": registry.USER_TARGET,

@@ -24,6 +24,7 @@ import jax
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from jaxdist import interop
 from jaxdist.config import ConfigError
 from jaxdist.distributed import initialize
 from jaxdist.operations.page import planned
@@ -48,7 +49,7 @@ FIT_FINALISTS = 4  # policies that fit and are compiled for remat.policy=fit
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    flags, run = cli.parse(_parser(), arguments)
+    flags, run = cli.parse(_parser(), arguments, weight_sources=interop.WEIGHT_SOURCES)
     if flags.fewest is not None:
         return _fewest(run, flags)
     run, target = _as_it_runs(run, flags)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxdist import interop
 from jaxdist.config import EXIT_PREEMPTED, extras
 from jaxdist.data import SourceError
 from jaxdist.distributed import coordination, initialize
@@ -24,7 +25,9 @@ from jaxdist.trainer.run_config import RunConfig
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    flags, config = cli.parse(_parser(), arguments)
+    flags, config = cli.parse(
+        _parser(), arguments, weight_sources=interop.WEIGHT_SOURCES
+    )
     if flags.dry_run:
         # here: a run starts without the planner
         dry_run = extras.load("jaxdist.planner.dry_run")
@@ -47,7 +50,12 @@ def main(arguments: list[str] | None = None) -> int:
                 config, watch.lively(print_safe), folder=folder, full_devices=full
             )
             trainer.run(
-                config, folder, title=flags.config, full_devices=full, watch=watch
+                config,
+                folder,
+                title=flags.config,
+                full_devices=full,
+                watch=watch,
+                weight_sources=interop.WEIGHT_SOURCES,
             )
     except trainer.Interrupted as interrupted:
         with contextlib.suppress(OSError):  # of a terminal that was closed

@@ -34,6 +34,7 @@ from jaxdist.inference.decoding import (
     longest_text,
     until_stop,
 )
+from jaxdist.inference.run_generator import text_generator
 from jaxdist.inference.scoring import Scorer, build_scorer, windows
 from jaxdist.parallel.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.sharding import Rules
@@ -186,7 +187,7 @@ class TrainedRun:
     @functools.cached_property
     def _generate(self) -> TokenGenerator:
         self._check_decodes()
-        generate = build.text_generator(self.config, self.spec, self.built)
+        generate = text_generator(self.config, self.spec, self.built)
         assert generate is not None  # as it decodes
         return generate
 

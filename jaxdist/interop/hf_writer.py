@@ -32,35 +32,10 @@ from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 
 KEPT = tokenizer_config.HUGGINGFACE
 _GENERATION = "generation_config.json"
-_SMALL_FILES = (
-    hf_config.CONFIG,
-    _GENERATION,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "chat_template.json",
-    "chat_template.jinja",
-)
 _DTYPES = {
     "float32": ("F32", np.dtype(np.float32)),
     "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16)),
 }
-
-
-def copy_small_files(source: Path | str, target: Path) -> None:
-    """Copies what of a Hugging Face folder says how to use its weights, if it is there
-    at all.
-    """
-    target.mkdir(parents=True, exist_ok=True)
-    for name in _SMALL_FILES:
-        if (file := Path(source) / name).is_file():
-            shutil.copyfile(file, target / name)
 
 
 class CheckpointWeights:

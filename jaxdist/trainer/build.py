@@ -16,7 +16,6 @@ from jax.sharding import Mesh, Sharding
 from jaxdist.data import Dataset, open_dataset, sample_shapes
 from jaxdist.data.balance import Balancer, StepGrid
 from jaxdist.data.loader import Loader
-from jaxdist.inference.decoding import TokenGenerator
 from jaxdist.models import lora as adapters
 from jaxdist.models import registry
 from jaxdist.ops import context_attention, context_costs
@@ -112,17 +111,6 @@ def loss_scale(run: RunConfig) -> DynamicLossScale | None:
     if given.compute != "float16":
         return None
     return DynamicLossScale(given.loss_scale, given.loss_scale_growth_interval)
-
-
-def text_generator(
-    run: RunConfig, spec: ModelSpec, built: TrainStep
-) -> TokenGenerator | None:
-    """Returns what continues prompts with a run's model; None if the model has no
-    `decode`.
-    """
-    if not hasattr(spec.model_class, "decode"):
-        return None
-    return TokenGenerator(spec, built.mesh, built.rules, compute=run.precision.compute)
 
 
 def staging(run: RunConfig, spec: ModelSpec, shape: MeshShape) -> Staging | None:

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import jax
 
-from jaxdist.config import ConfigError
 from jaxdist.data import Tokenizer
-from jaxdist.inference.decoding import SamplingConfig, TokenGenerator
+from jaxdist.inference.sample import sample_text
 from jaxdist.operations.page import experts, html, summary
+from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.state import State
+from jaxdist.step.train_step import TrainStep
 from jaxdist.telemetry.display import Display
 from jaxdist.trainer import workdir
 from jaxdist.trainer.run_config import RunConfig
@@ -17,33 +18,19 @@ from jaxdist.trainer.run_config import RunConfig
 def write_final_outputs(
     config: RunConfig,
     folder: Path,
+    spec: ModelSpec,
+    built: TrainStep,
     state: State,
-    display: Display,
     tokenizer: Tokenizer | None,
-    generate: TokenGenerator | None,
+    display: Display,
 ) -> None:
     """Writes them; every process makes the call.
 
     Args:
       state: with flat layers.
-      tokenizer, generate: see `build.text_generator`; None: no sample can be made.
+      tokenizer: None: no sample can be made.
     """
-    train, text = config.train, ""
-    if train.sample_tokens and tokenizer is not None and generate is not None:
-        display.status("sampling")
-        try:
-            (generation,) = generate(
-                state.model_arrays,
-                [tokenizer.encode(train.sample_prompt)],
-                max_tokens=train.sample_tokens,
-                sampling=SamplingConfig(temperature=0.8),
-                seed=config.seed,
-            )
-            text = train.sample_prompt + tokenizer.decode(generation.tokens)
-            display.note(f"sample:\n{text}")
-        except ConfigError as error:
-            # the run is done and saved: no sample is no failure
-            display.note(f"no sample: {error}")
+    text = sample_text(config, spec, built, state, tokenizer, display)
     if jax.process_index() == 0:
         try:
             if text:

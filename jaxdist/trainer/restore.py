@@ -4,7 +4,7 @@ older one.
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -29,10 +29,11 @@ from jaxdist.step.train_step import TrainStep
 from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 from jaxdist.telemetry.flops import is_uncounted, jaxpr_flops
 from jaxdist.telemetry.metrics import MetricsWriter, read_events
-from jaxdist.trainer import build, pretrained, workdir
+from jaxdist.trainer import build, initial_weights, workdir
 from jaxdist.trainer.best import checked_best
 from jaxdist.trainer.health import SKIPPED_FILE, Diverged, SkippingDataset
 from jaxdist.trainer.run_config import Build, RunConfig
+from jaxdist.trainer.weight_source import WeightSource
 
 _MAX_BATCHES = 2**62
 SKIPPED = "skipped_data"  # in a checkpoint's metadata: the windows then known
@@ -80,6 +81,7 @@ def init_or_restore(
     folder: Path,
     watch: Watchdog,
     inputs: UserInputs,
+    sources: Sequence[WeightSource],
     back_to: int | None = None,
 ) -> tuple[State, Progress, SkippingDataset, float | None]:
     """Returns the first state, the progress so far, the data to go on with and
@@ -90,6 +92,7 @@ def init_or_restore(
     three, not their sum.
 
     Args:
+      sources: of the initial weights; none: they are random.
       back_to: a step to go on from; what was saved after it goes to quarantine. None:
         the newest.
     """
@@ -108,8 +111,10 @@ def init_or_restore(
             if inputs.initial and not config.init.from_run:
                 state = built.init(_placed(inputs.initial, built))
             else:
-                state = pretrained.init_state(
-                    config, built, folder, watch, inputs.build
+                if sources:
+                    watch.at("restore")
+                state = initial_weights.first_state(
+                    config, built, folder, sources, inputs.build
                 )
             progress, windows, reader = Progress(), [], None
         else:

@@ -33,6 +33,7 @@ from jaxdist.trainer import (
     build,
     elastic,
     extension,
+    initial_weights,
     loggers,
     opening,
     preemption,
@@ -51,6 +52,7 @@ from jaxdist.trainer.restore import Progress, TrainResult, UserInputs
 from jaxdist.trainer.run_config import RunConfig, run_fingerprint
 from jaxdist.trainer.saver import Saver
 from jaxdist.trainer.step_log import StepLog
+from jaxdist.trainer.weight_source import WeightSource
 
 # Of the step in a run: to compile it ahead; by its first call, where an optimizer's own
 # first state may be weakly typed; and by the second, whose state is the step's.
@@ -92,12 +94,17 @@ def train(
     inputs: UserInputs | None = None,
     watch: Watchdog | None = None,
     hooks: Sequence[Hook] = (),
+    weight_sources: Sequence[WeightSource] = (),
 ) -> TrainResult:
     """Trains to the end, from the newest checkpoint if the workdir has one; returns how
     it ended.
 
     On other devices than the `full_devices` of an elastic run's config, its layout is
     refitted.
+
+    Args:
+      weight_sources: the sources of initial weights beside those of the core, e.g.
+        jaxdist.interop.WEIGHT_SOURCES.
 
     Raises:
       ConfigError: the config is illegal; nothing was compiled.
@@ -106,6 +113,7 @@ def train(
     """
     preemption.refuse_unjoined()
     check_hooks(hooks)
+    sources = initial_weights.chosen_sources(config, weight_sources)
     devices = jax.devices() if devices is None else devices
     requested, config = (
         config,
@@ -135,7 +143,15 @@ def train(
         )
         try:
             start = restore.init_or_restore(
-                config, built, dataset, store, folder, watch, inputs, schedule.back_to
+                config,
+                built,
+                dataset,
+                store,
+                folder,
+                watch,
+                inputs,
+                sources=sources,
+                back_to=schedule.back_to,
             )
         except CheckpointError as error:  # the run never begins, but its events say why
             restore.write_bad_checkpoints(error, folder)
@@ -320,10 +336,14 @@ class Trainer:
                 f"stopped after step {progress.step} of {train.steps}: {self.reason}"
             )
         self._enter_phase("end", progress.step)
-        generate = build.text_generator(self.config, self.spec, self.built)
-        flat, tokenizer = self.built.views.flat(state), self.dataset.tokenizer
         write_final_outputs(
-            self.config, self.folder, flat, self.display, tokenizer, generate
+            self.config,
+            self.folder,
+            self.spec,
+            self.built,
+            self.built.views.flat(state),
+            self.dataset.tokenizer,
+            self.display,
         )
         self._check_last_updates(state)
         return state

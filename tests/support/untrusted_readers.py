@@ -50,7 +50,6 @@ from jaxdist.telemetry import metrics
 from jaxdist.trainer import (
     build,
     elastic,
-    pretrained,
     restore,
     run_config,
     validation,
@@ -69,6 +68,7 @@ from support.mutations import (
     Format,
 )
 from support.paths import DATA
+from support.weight_sources import apply_weight_source
 
 LIMIT_S, LIMIT_BYTES = 5, 1 << 30
 WAIT_S = 30  # on a machine with other work
@@ -240,7 +240,7 @@ def _of_checkpoints(run: Path) -> dict[str, Reader]:
     def source(file: Path) -> object:
         config = run_config.default_config()
         config.init.from_run = str(run)
-        pretrained.apply_source(config)
+        apply_weight_source(config)
         return run_config.from_config(config)
 
     return {
@@ -289,7 +289,7 @@ def _of_models(work: Path) -> dict[str, Reader]:
     def hf_config(file: Path) -> object:
         config = run_config.default_config()
         config.init.from_huggingface = str(file.parent)
-        pretrained.apply_source(config, ("data.tokenizer",))
+        apply_weight_source(config, ("data.tokenizer",))
         return run_config.from_config(config)
 
     def weights(file: Path) -> object:

@@ -18,7 +18,7 @@ def told_fixture(tmp_path, capsys):
         config = run_config.from_config(run_config.default_config())
         with Display(total_steps=1) as display:
             final_outputs.write_final_outputs(
-                config, tmp_path, None, display, None, None
+                config, tmp_path, None, None, None, None, display
             )
         return " ".join(capsys.readouterr().out.split())
 

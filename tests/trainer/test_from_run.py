@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.checkpoint.state_dict import to_canonical
 from jaxdist.config import ConfigError, trees
 from jaxdist.parallel.mesh import build_mesh
-from jaxdist.trainer import build, cli, pretrained, validation
+from jaxdist.trainer import build, cli, initial_weights, validation
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.workdir import workdir_lock
 from support.checkpoints import flip, save_and_wait
@@ -100,8 +99,10 @@ def first_state(config: RunConfig, folder: Path) -> dict[str, np.ndarray]:
     devices = jax.devices()
     _, rules, spec = validation.validate(config, devices)
     built = build.build_step(config, spec, build_mesh(config.mesh, devices), rules)
-    watch = SimpleNamespace(at=lambda phase: None)
-    state = built.views.flat(pretrained.init_state(config, built, folder, watch))
+    sources = initial_weights.chosen_sources(config)
+    state = built.views.flat(
+        initial_weights.first_state(config, built, folder, sources)
+    )
     for array, where in zip(
         jax.tree.leaves(state), jax.tree.leaves(built.views.abstract), strict=True
     ):
