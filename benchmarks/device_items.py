@@ -34,8 +34,7 @@ import sides
 from on_device import last_rows
 from safetensors.numpy import save_file
 
-from jaxdist.inference.decoding import SamplingConfig
-from jaxdist.inference.run_generator import text_generator
+from jaxdist.inference.decoding import SamplingConfig, text_generator
 from jaxdist.ops.attention import attention
 from jaxdist.ops.attention_backends import BACKENDS
 from jaxdist.ops.attention_reference import Options
@@ -368,7 +367,7 @@ def generation(run: RunConfig, flags: argparse.Namespace) -> Item:
     state = step.init()
     weights = state.model_arrays
     del state
-    generate = text_generator(run, spec, step)
+    generate = text_generator(spec, step, compute=run.precision.compute)
     assert generate is not None
     size, most = run.batch.global_size, flags.tokens
     tokens = np.random.default_rng(0).integers(0, run.vocab_size, (size, flags.prompt))

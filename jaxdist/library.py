@@ -23,8 +23,7 @@ from jaxdist.data.user_batches import (
     open_held_out,
     open_user_batches,
 )
-from jaxdist.inference.decoding import Generation, SamplingConfig
-from jaxdist.inference.run_generator import text_generator
+from jaxdist.inference.decoding import Generation, SamplingConfig, text_generator
 from jaxdist.models import registry
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.mesh import MeshConfig
@@ -185,7 +184,8 @@ class Fitted:
           ConfigError: it has none; as `decoding.TokenGenerator`.
         """
         outcome, sampling = self.outcome, sampling or SamplingConfig()
-        generate = text_generator(outcome.config, outcome.spec, outcome.built)
+        compute = outcome.config.precision.compute
+        generate = text_generator(outcome.spec, outcome.built, compute=compute)
         if generate is None:
             name = outcome.spec.model_class.__name__
             raise ConfigError(f"{name} has no init_cache and decode; use `model`")

@@ -2,8 +2,7 @@
 
 from jaxdist.config import ConfigError
 from jaxdist.data import Tokenizer
-from jaxdist.inference.decoding import SamplingConfig
-from jaxdist.inference.run_generator import text_generator
+from jaxdist.inference.decoding import SamplingConfig, text_generator
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
@@ -38,7 +37,7 @@ def sample_text(
     train = config.train
     if not train.sample_tokens or tokenizer is None:
         return ""
-    generate = text_generator(config, spec, built)
+    generate = text_generator(spec, built, compute=config.precision.compute)
     if generate is None:
         return ""
     display.status("sampling")
