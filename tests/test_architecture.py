@@ -133,14 +133,7 @@ def test_a_folder_imports_only_what_stands_after_it():
     assert not faults, "\n".join(faults)
 
 
-READERS_OF_RUNS = {
-    "commands",
-    "planner",
-    "verification",
-    "evaluation",
-    "inference",
-    "trainer",
-}
+READERS_OF_RUNS = {"commands", "planner", "verification", "evaluation", "trainer"}
 
 
 def test_what_is_below_the_trainer_takes_the_smallest_config_it_needs():

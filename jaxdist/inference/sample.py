@@ -1,57 +1,46 @@
-"""The sample of text that a finished run writes."""
+"""Writes a sample of text at the end of a run."""
+
+import jax
 
 from jaxdist.config import ConfigError
-from jaxdist.data import Tokenizer
 from jaxdist.inference.decoding import SamplingConfig, text_generator
-from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.step.state import State
-from jaxdist.step.train_step import TrainStep
-from jaxdist.telemetry.display import Display
-from jaxdist.trainer.run_config import RunConfig
-
-TEMPERATURE = 0.8
+from jaxdist.trainer import workdir
+from jaxdist.trainer.callbacks import Callback, Run, RunEnd
 
 
-def sample_text(
-    config: RunConfig,
-    spec: ModelSpec,
-    built: TrainStep,
-    state: State,
-    tokenizer: Tokenizer | None,
-    display: Display,
-) -> str:
-    """Generates the sample of a finished run and shows it. Every process makes the
-    call.
+class Sample(Callback):
+    """Generates `train.sample_tokens` tokens at the end of a run, in `sample.txt`."""
 
-    A sample that cannot be made is no failure, as the run is saved: the display says
-    why.
+    def on_start(self, run: Run) -> None:
+        """Takes the run."""
+        self._run = run
 
-    Args:
-      state: with flat layers.
-      tokenizer: None: the run's tokens are no text.
-
-    Returns:
-      train.sample_prompt and the text that follows it; "" if train.sample_tokens is 0,
-      the run has no text, or the model cannot generate.
-    """
-    train = config.train
-    if not train.sample_tokens or tokenizer is None:
-        return ""
-    generate = text_generator(spec, built, compute=config.precision.compute)
-    if generate is None:
-        return ""
-    display.status("sampling")
-    try:
-        (generation,) = generate(
-            state.model_arrays,
-            [tokenizer.encode(train.sample_prompt)],
-            max_tokens=train.sample_tokens,
-            sampling=SamplingConfig(temperature=TEMPERATURE),
-            seed=config.seed,
-        )
-    except ConfigError as error:
-        display.note(f"no sample: {error}")
-        return ""
-    text = train.sample_prompt + tokenizer.decode(generation.tokens)
-    display.note(f"sample:\n{text}")
-    return text
+    def on_end(self, end: RunEnd) -> None:
+        """Generates and writes the text. No sample is no failure: the run is saved."""
+        run = self._run
+        train = run.config.train
+        if not (end.is_final and train.sample_tokens and run.tokenizer):
+            return
+        assert run.built is not None
+        compute = run.config.precision.compute
+        generate = text_generator(run.spec, run.built, compute=compute)
+        if generate is None:
+            return
+        try:
+            (generation,) = generate(
+                run.built.views.flat(end.state).model_arrays,
+                [run.tokenizer.encode(train.sample_prompt)],
+                max_tokens=train.sample_tokens,
+                sampling=SamplingConfig(temperature=0.8),
+                seed=run.config.seed,
+            )
+        except ConfigError as error:
+            run.note(f"no sample: {error}")
+            return
+        text = train.sample_prompt + run.tokenizer.decode(generation.tokens)
+        run.note(f"sample:\n{text}")
+        if jax.process_index() == 0:
+            try:
+                workdir.write_text(run.folder / workdir.SAMPLE, text)
+            except ConfigError as error:
+                run.note(f"no sample: {error}")

@@ -100,9 +100,8 @@ def first_state(config: RunConfig, folder: Path) -> dict[str, np.ndarray]:
     _, rules, spec = validation.validate(config, devices)
     built = build.build_step(config, spec, build_mesh(config.mesh, devices), rules)
     sources = initial_weights.chosen_sources(config)
-    state = built.views.flat(
-        initial_weights.first_state(config, built, folder, sources)
-    )
+    first = initial_weights.first_state(config, built, folder, sources)
+    state = built.views.flat(first)
     for array, where in zip(
         jax.tree.leaves(state), jax.tree.leaves(built.views.abstract), strict=True
     ):
