@@ -110,7 +110,7 @@ class StepView:
         """Ends training as after the last step: it is evaluated and saved.
 
         All processes stop after the same step, the next one at which they vote: a step
-        with a callback or an evaluation, or with a row of metrics.
+        with an evaluation or a callback that the loop pauses for, or a row of metrics.
         """
         self.stop_reason = reason
 
@@ -159,6 +159,9 @@ class Callback:
     # 0: `on_step` follows each step, while the devices work on the next; it must not
     # wait for them. n: it follows each n-th, once all steps so far are recorded.
     steps = 0
+    # Whether `on_step` of a callback with `steps` = 0 may request a save or the end.
+    # Several processes then vote at each row of metrics.
+    may_request = True
     # bucket of the ledger for the time of `on_step`, if `steps` > 0
     bucket = clock.HOOKS
     # keys of the config, or groups of them, that do nothing without this callback
@@ -296,6 +299,12 @@ class CallbackList:
         self._here = [item for item in everyone if lead or not item.lead_only]
         self._everyone = everyone
         self._started: list[Callback] = []
+        self.may_request = any(
+            callback.may_request
+            and callback.steps == 0
+            and type(callback).on_step is not Callback.on_step
+            for callback in everyone
+        )
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """The loop of a run: steps; callbacks between them; evaluate; save; roll back."""
 
 import contextlib
+import time
 from collections.abc import Iterable, Iterator, Mapping
 
 from jaxdist.config import trees
@@ -238,9 +239,11 @@ class Trainer:
         if evaluates:
             with self._paused(view, bucket=""):
                 self._evaluate(view)
-        if number % train.log_every == 0 and not view.stop_reason:
+        has_row = number % train.log_every == 0
+        if has_row and not view.stop_reason:
             view.stop(self._time_is_up())
-        if due or evaluates or number % train.log_every == 0:
+        may_stop = self.callbacks.may_request or train.max_minutes > 0
+        if due or evaluates or (has_row and may_stop):
             self._vote(view)
         else:
             self._keep_for_the_vote(view)
@@ -283,7 +286,10 @@ class Trainer:
         vote = None
         if self._wants_save or self._wants_stop:
             vote = [self._wants_save, self._wants_stop]
-        for wants_save, wants_stop in coordination.votes(vote):
+        began = time.monotonic()
+        votes = coordination.votes(vote)
+        self.log.wait(time.monotonic() - began)
+        for wants_save, wants_stop in votes:
             view.save_requested = view.save_requested or wants_save
             view.stop_reason = view.stop_reason or wants_stop
         self._wants_save = False
