@@ -19,9 +19,10 @@ class Sample(Callback):
         """Generates and writes the text. No sample is no failure: the run is saved."""
         run = self._run
         train = run.config.train
-        if not (end.is_final and train.sample_tokens and run.tokenizer):
+        assert run.built is not None and run.dataset is not None
+        tokenizer = run.dataset.tokenizer
+        if not (end.is_final and train.sample_tokens and tokenizer):
             return
-        assert run.built is not None
         compute = run.config.precision.compute
         generate = text_generator(run.spec, run.built, compute=compute)
         if generate is None:
@@ -29,7 +30,7 @@ class Sample(Callback):
         try:
             (generation,) = generate(
                 run.built.views.flat(end.state).model_arrays,
-                [run.tokenizer.encode(train.sample_prompt)],
+                [tokenizer.encode(train.sample_prompt)],
                 max_tokens=train.sample_tokens,
                 sampling=SamplingConfig(temperature=0.8),
                 seed=run.config.seed,
@@ -37,7 +38,7 @@ class Sample(Callback):
         except ConfigError as error:
             run.note(f"no sample: {error}")
             return
-        text = train.sample_prompt + run.tokenizer.decode(generation.tokens)
+        text = train.sample_prompt + tokenizer.decode(generation.tokens)
         run.note(f"sample:\n{text}")
         if jax.process_index() == 0:
             try:
