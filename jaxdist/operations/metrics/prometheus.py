@@ -17,8 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from jaxdist.config import ConfigError
+from jaxdist.config.groups.telemetry import TelemetryConfig
 from jaxdist.operations.ledger.ledger import Ledger, account
-from jaxdist.telemetry.config import TelemetryConfig
 
 # Field of a row -> the gauge's name, and what it is.
 _GAUGES = {
