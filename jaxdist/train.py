@@ -26,7 +26,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags, config = cli.parse(_parser(), arguments)
     if flags.dry_run:
-        # here: a run starts without the planner
         dry_run = extras.load("jaxdist.planner.dry_run")
         _prepare()
         if emulated := dry_run.missing_devices(config.mesh, os.environ):
@@ -76,7 +75,7 @@ def _resolved(
     """
     if config.remat.policy != FIT and not config.remat.fitted:
         return config
-    fit_remat = extras.load("jaxdist.planner.fit_remat")  # here: as above
+    fit_remat = extras.load("jaxdist.planner.fit_remat")
     return fit_remat.resolve(config, jax.devices(), say=say, **options)
 
 
