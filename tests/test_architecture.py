@@ -152,34 +152,11 @@ WINGS = {
 # Imports across the wall that are still to be removed; a new one is a fault, and one
 # that is gone leaves this list.
 KNOWN_VIOLATIONS = """
-checkpoint.interval -> operations.ledger.ledger
-distributed.coordination -> operations.ledger.ledger
 trainer.build -> inference.decoding
-trainer.cli -> operations.launch.run_progress
-trainer.final_outputs -> inference.decoding
-trainer.final_outputs -> operations.page.experts
-trainer.final_outputs -> operations.page.html
-trainer.final_outputs -> operations.page.summary
 trainer.from_run -> interop
-trainer.health -> operations.watch.replica_check
-trainer.hooks -> operations.ledger.ledger
-trainer.opening -> operations.copies.step_copies
-trainer.opening -> operations.metrics.prometheus
-trainer.opening -> operations.metrics.tpu_metrics
-trainer.opening -> operations.watch.watchdog
 trainer.pretrained -> interop
 trainer.pretrained -> interop.families
 trainer.pretrained -> interop.peft
-trainer.pretrained -> operations.watch.watchdog
-trainer.restore -> operations.watch.watchdog
-trainer.saver -> operations.copies.copier
-trainer.step_log -> operations.ledger.ledger
-trainer.step_log -> operations.watch.straggler
-trainer.trainer -> operations.copies.step_copies
-trainer.trainer -> operations.ledger.compile_time
-trainer.trainer -> operations.ledger.ledger
-trainer.trainer -> operations.watch.preemption_notice
-trainer.trainer -> operations.watch.watchdog
 """.strip().splitlines()
 
 
@@ -285,7 +262,7 @@ def test_modules_are_imported_by_name_in_these_places_alone():
     assert users == IMPORTERS_BY_NAME.keys()
 
 
-SLOW_MS = 10  # that a module adds to a start at least, to be imported late for it
+SLOW_MS = 20  # that a module adds to a start at least, to be imported late for it
 
 
 @pytest.mark.parametrize("module", LATE_IMPORTS)

@@ -34,9 +34,6 @@ LATE_IMPORTS = {
     "jaxdist.data.parquet": LateImport("optional", "pyarrow", 48),
     "jaxdist.evaluation.lm_eval": LateImport("optional", "lm_eval", 1015),
     "jaxdist.models.lora_quantization": LateImport("optional", "qwix", 33),
-    "jaxdist.operations.metrics.prometheus": LateImport(
-        "slow", "prometheus_client", 13
-    ),
     "jaxdist.operations.metrics.tpu_metrics": LateImport("optional", "libtpu", 43),
     "jaxdist.ops.experts.megablox": LateImport("slow", "jax.experimental.pallas", 67),
     "jaxdist.ops.splash": LateImport("slow", "jax.experimental.pallas", 89),

@@ -18,7 +18,8 @@ from prometheus_client.registry import Collector
 
 from jaxdist.config import ConfigError
 from jaxdist.config.groups.telemetry import TelemetryConfig
-from jaxdist.operations.ledger.ledger import Ledger, account
+from jaxdist.operations.ledger.ledger import Ledger
+from jaxdist.operations.ledger.run_lives import account
 
 # Field of a row -> the gauge's name, and what it is.
 _GAUGES = {

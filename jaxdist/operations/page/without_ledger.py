@@ -6,7 +6,7 @@ import bisect
 import itertools
 from collections.abc import Iterator, Sequence
 
-from jaxdist.operations.ledger import ledger
+from jaxdist.operations.ledger import run_lives
 from jaxdist.telemetry.metrics import Row
 
 # events; the last of them says how a life went
@@ -20,7 +20,7 @@ def is_failure(stop: Row) -> bool:
 
 def account_of_records(
     rows: Sequence[Row], events: Sequence[Row], *, log_every: int
-) -> ledger.Account:
+) -> run_lives.Account:
     """Returns the account of a run without a ledger, from its rows and events in the
     order of their files.
 
@@ -30,7 +30,7 @@ def account_of_records(
     signs = sorted(
         record["time"]
         for record in (*events, *rows)
-        if ledger.is_time(record.get("time"))
+        if run_lives.is_time(record.get("time"))
     )
     wall_s = signs[-1] - signs[0] if signs else 0.0
     starts = [
@@ -48,7 +48,7 @@ def account_of_records(
     for row in rows:
         seconds, step = row.get("step_time_s"), row["step"]
         first = before if before < step else max(0, step - log_every)
-        if ledger.is_time(seconds):
+        if run_lives.is_time(seconds):
             all_s += seconds * (step - first)
             if step <= before:  # the run has gone back
                 spent = {end: s for end, s in spent.items() if end <= first}
@@ -57,11 +57,11 @@ def account_of_records(
     step_s, room = sum(spent.values()), max(0.0, wall_s - down_s)
     scale = min(1.0, room / all_s) if all_s else 0.0
     known = {
-        ledger.DOWN: wall_s - room,
-        ledger.LOST: scale * (all_s - step_s),
-        ledger.STEP: scale * step_s,
+        run_lives.DOWN: wall_s - room,
+        run_lives.LOST: scale * (all_s - step_s),
+        run_lives.STEP: scale * step_s,
     }
-    return ledger.Account(known | {ledger.OTHER: wall_s - sum(known.values())})
+    return run_lives.Account(known | {run_lives.OTHER: wall_s - sum(known.values())})
 
 
 def _extensions(events: Sequence[Row]) -> Iterator[float]:
