@@ -27,15 +27,17 @@ from jaxdist.data.user_batches import (
 from jaxdist.inference.decoding import Generation, SamplingConfig
 from jaxdist.inference.sample import Sample
 from jaxdist.models import registry
-from jaxdist.operations.copies.copying import CheckpointCopies
-from jaxdist.operations.ledger.ledger import Ledger
-from jaxdist.operations.metrics.serving import MetricsServer
-from jaxdist.operations.page.report import Report
-from jaxdist.operations.watch.notices import PreemptionNotices
-from jaxdist.operations.watch.pace import Stragglers
-from jaxdist.operations.watch.replica_check import ReplicaCheck
-from jaxdist.operations.watch.step_alarm import SlowSteps
-from jaxdist.operations.watch.watchdog import Watchdog
+from jaxdist.operations.callbacks import (
+    CheckpointCopies,
+    Ledger,
+    MetricsServer,
+    PreemptionNotices,
+    ReplicaCheck,
+    Report,
+    SlowSteps,
+    Stragglers,
+    Watchdog,
+)
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.protocols.model_spec import describe

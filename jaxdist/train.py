@@ -13,15 +13,18 @@ from jaxdist.config import EXIT_PREEMPTED, extras
 from jaxdist.data import SourceError
 from jaxdist.distributed import coordination, initialize
 from jaxdist.inference.sample import Sample
-from jaxdist.operations.copies.copying import CheckpointCopies
-from jaxdist.operations.ledger.ledger import Ledger, process_age_s
-from jaxdist.operations.metrics.serving import MetricsServer
-from jaxdist.operations.page.report import Report
-from jaxdist.operations.watch.notices import PreemptionNotices
-from jaxdist.operations.watch.pace import Stragglers
-from jaxdist.operations.watch.replica_check import ReplicaCheck
-from jaxdist.operations.watch.step_alarm import SlowSteps
-from jaxdist.operations.watch.watchdog import Watchdog
+from jaxdist.operations.callbacks import (
+    CheckpointCopies,
+    Ledger,
+    MetricsServer,
+    PreemptionNotices,
+    ReplicaCheck,
+    Report,
+    SlowSteps,
+    Stragglers,
+    Watchdog,
+    process_age_s,
+)
 from jaxdist.parallel.remat import FIT
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.display import print_safe

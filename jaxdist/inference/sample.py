@@ -19,16 +19,17 @@ class Sample(Callback):
         """Generates and writes the text. No sample is no failure: the run is saved."""
         run = self._run
         train = run.config.train
-        if not (end.is_final and train.sample_tokens and run.tokenizer):
+        assert run.built is not None and run.dataset is not None
+        tokenizer = run.dataset.tokenizer
+        if not (end.is_final and train.sample_tokens and tokenizer):
             return
-        assert run.built is not None
         generate = build.text_generator(run.config, run.spec, run.built)
         if generate is None:
             return
         try:
             (generation,) = generate(
                 run.built.views.flat(end.state).model_arrays,
-                [run.tokenizer.encode(train.sample_prompt)],
+                [tokenizer.encode(train.sample_prompt)],
                 max_tokens=train.sample_tokens,
                 sampling=SamplingConfig(temperature=0.8),
                 seed=run.config.seed,
@@ -36,7 +37,7 @@ class Sample(Callback):
         except ConfigError as error:
             run.note(f"no sample: {error}")
             return
-        text = train.sample_prompt + run.tokenizer.decode(generation.tokens)
+        text = train.sample_prompt + tokenizer.decode(generation.tokens)
         run.note(f"sample:\n{text}")
         if jax.process_index() == 0:
             try:

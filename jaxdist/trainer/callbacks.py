@@ -25,10 +25,10 @@ from jaxdist.trainer.progress import Progress
 
 if TYPE_CHECKING:
     from jaxdist.checkpoint.manager import CheckpointManager
-    from jaxdist.data import Tokenizer
     from jaxdist.protocols.model_spec import ModelSpec
     from jaxdist.step.train_step import TrainStep
     from jaxdist.telemetry.metrics import MetricsWriter
+    from jaxdist.trainer.health import SkippingDataset
     from jaxdist.trainer.run_config import RunConfig
 
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Run:
     """A run, as its callbacks see it.
 
-    `writer` and `store` are None until `on_start`, `built` and `tokenizer` until `load`.
+    `writer` and `store` are None until `on_start`, `built` and `dataset` until `load`.
     """
 
     config: RunConfig
@@ -49,20 +49,27 @@ class Run:
     say: Callable[[str], None]
     # asks all processes to save and stop, with a reason; from any thread
     preempt: Callable[[str], None]
-    # first and last global sample index of the batch of a step
-    samples: Callable[[int], tuple[int, int]]
     num_chips: int = 1  # that have a price; machines, where devices are CPUs
     progress: Progress = field(default_factory=Progress)
     writer: MetricsWriter | None = None
     store: CheckpointManager | None = None
     built: TrainStep | None = None
-    tokenizer: Tokenizer | None = None
+    # without the batches that the run leaves out
+    dataset: SkippingDataset | None = None
     # why the run ends before its first step; "" if it does not
     stop_reason: str = field(default="", init=False)
 
     def stop(self, reason: str) -> None:
         """Ends the run before its first step; with "" it goes on."""
         self.stop_reason = self.stop_reason or reason
+
+    def samples(self, step: int) -> tuple[int, int]:
+        """Returns the first and the last global sample index that a step takes."""
+        size = self.config.batch.global_size
+        batch = step - 1
+        if self.dataset is not None:
+            batch = self.dataset.position(batch)
+        return batch * size, (batch + 1) * size - 1
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
         """Appends an event to events.jsonl; any process may."""
@@ -103,7 +110,7 @@ class StepView:
         """Ends training as after the last step: it is evaluated and saved.
 
         All processes stop after the same step, the next one at which they vote: a step
-        with a callback or an evaluation, or with a row of metrics.
+        with an evaluation or a callback that the loop pauses for, or a row of metrics.
         """
         self.stop_reason = reason
 
@@ -128,6 +135,8 @@ class RunEnd:
     # why it ended before train.steps without a signal: a callback's reason, the time
     reason: str = ""
     has_trained: bool = True  # False: the run had been finished before
+    # raised after `on_end`: the run is done, but its last updates were left out
+    error: Exception | None = None
 
     @property
     def is_final(self) -> bool:
@@ -150,6 +159,9 @@ class Callback:
     # 0: `on_step` follows each step, while the devices work on the next; it must not
     # wait for them. n: it follows each n-th, once all steps so far are recorded.
     steps = 0
+    # Whether `on_step` of a callback with `steps` = 0 may request a save or the end.
+    # Several processes then vote at each row of metrics.
+    may_request = True
     # bucket of the ledger for the time of `on_step`, if `steps` > 0
     bucket = clock.HOOKS
     # keys of the config, or groups of them, that do nothing without this callback
@@ -287,6 +299,12 @@ class CallbackList:
         self._here = [item for item in everyone if lead or not item.lead_only]
         self._everyone = everyone
         self._started: list[Callback] = []
+        self.may_request = any(
+            callback.may_request
+            and callback.steps == 0
+            and type(callback).on_step is not Callback.on_step
+            for callback in everyone
+        )
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

@@ -12,14 +12,16 @@ import jax
 from jaxdist.config import schema
 from jaxdist.data import Dataset
 from jaxdist.distributed import consistency, coordination
+from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.step.train_step import TrainStep
 from jaxdist.telemetry.display import print_safe
-from jaxdist.telemetry.metrics import MetricsWriter
-from jaxdist.trainer import build, from_run, pipeline_report, workdir
+from jaxdist.telemetry.metrics import EXTENDED, MetricsWriter
+from jaxdist.trainer import build, elastic, from_run, pipeline_report, workdir
 from jaxdist.trainer.callbacks import CallbackList, Run
 from jaxdist.trainer.extension import SettledSchedule
 from jaxdist.trainer.restore import UserInputs
 from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.saver import Saver
 
 
 def is_lead() -> bool:
@@ -132,3 +134,24 @@ def describe(
         *schedule.lines(config),
     ):
         log(line)
+
+
+def report_start(
+    run: Run, callbacks: CallbackList, saver: Saver, schedule: ScheduleSteps
+) -> None:
+    """Writes the events of a start; loggers begin with them."""
+    assert run.writer is not None
+    step = run.progress.step
+    devices = jax.device_count()
+    callbacks.phase("data", step + 1)
+    resized = elastic.resized(run.folder, run.config, devices)
+    if resized:
+        run.event("resize", step, **resized)
+    run.event("start", step, devices=devices, processes=jax.process_count())
+    saver.report_bad_checkpoints()
+    for part in schedule.extensions:
+        if part.start == step:
+            run.writer.write(step, {EXTENDED: part.end})
+    if step:
+        run.event("restore", step)
+        run.note(f"resumed after step {step}")

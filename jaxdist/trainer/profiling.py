@@ -9,6 +9,7 @@ from jaxdist.trainer.callbacks import Callback, Run, StepView
 class Profile(Callback):
     """Traces a few steps on the first process; waits for devices at both ends."""
 
+    may_request = False
     lead_only = True
     keys = ("profile",)
 

@@ -4,19 +4,60 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from jaxdist.checkpoint.interval import mean_time_between_failures
 from jaxdist.checkpoint.manager import CheckpointManager, SaveResult
 from jaxdist.distributed import coordination
+from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.step.train_step import CheckpointViews
+from jaxdist.telemetry import clock
 from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import MetricsWriter
 from jaxdist.telemetry.units import duration_text, time_text
-from jaxdist.trainer.callbacks import StepView
+from jaxdist.trainer import extension, restore, workdir
+from jaxdist.trainer.callbacks import CallbackList, Run, StepView
 from jaxdist.trainer.progress import Progress
+from jaxdist.trainer.run_config import run_fingerprint
 
 PREPARED_AFTER = 2  # steps of a start; the first of them is then on its way to the log
+
+
+def checkpoint_metadata(
+    run: Run,
+    schedule: ScheduleSteps,
+    callbacks: CallbackList,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Returns what a checkpoint keeps beside its arrays."""
+    assert run.dataset is not None
+    metadata = {
+        "progress": asdict(progress),
+        "fingerprints": {
+            "config": run_fingerprint(run.config),
+            "data": run.dataset.fingerprint,
+        },
+        **workdir.stored_config(run.config),
+        extension.SCHEDULE_KEY: schedule.to_json(),
+        restore.SKIPPED: run.dataset.windows,
+        restore.CALLBACKS: callbacks.state(),
+    }
+    reader = run.dataset.reader_state(progress.step)
+    if reader is not None:
+        metadata[restore.READER] = reader
+    return metadata
+
+
+def failure_rate(run: Run) -> tuple[float, str]:
+    """Returns the seconds between failures of a run, and whose word that is."""
+    failures, seconds = clock.current().failures()
+    return mean_time_between_failures(
+        failures,
+        seconds,
+        chips=run.num_chips,
+        chip_hours_per_failure=run.config.checkpoint.chip_hours_per_failure,
+    )
 
 
 @dataclass

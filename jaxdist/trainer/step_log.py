@@ -96,6 +96,10 @@ class StepLog:
         """Seconds that this process has waited for its devices, in all."""
         return self._monitor.waited_s
 
+    def wait(self, seconds: float) -> None:
+        """Counts time that this process has waited for others as for its devices."""
+        self._monitor.waited_s += seconds
+
     def add_step(self, number: int, metrics: Metrics) -> None:
         """Takes the outputs of a step that has just been started, and records the steps
         long done.

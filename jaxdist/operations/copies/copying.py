@@ -17,6 +17,7 @@ class CheckpointCopies(Callback):
     The first process copies, in a thread; the end of the run waits for it.
     """
 
+    may_request = False
     keys = ("checkpoint.copy_to",)
     name = "copies"
 

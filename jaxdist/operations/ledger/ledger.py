@@ -121,12 +121,12 @@ class Ledger(Clock, Callback):
         """Says how the life ends, and prints the goodput."""
         if end.stopped:
             self.end_with(EXIT_PREEMPTED)
-        if not end.has_trained:
+        if not end.has_trained and end.error is None:
             self.withdraw()
         line = self.summary()
         if line and self._run is not None:
             self._run.note(line)
-        self._close(None)
+        self._close(end.error)
 
     def on_fault(self, error: Exception) -> None:
         """Writes how the life has ended, unless the run goes back."""

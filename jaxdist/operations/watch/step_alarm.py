@@ -230,6 +230,8 @@ def blamed(
 class SlowSteps(Callback):
     """Sounds the alarm where steps become slow, and names the process and the cause."""
 
+    may_request = False
+
     def on_start(self, run: Run) -> None:
         """Begins to learn what is usual."""
         self._alarm = StepAlarm(run.event, run.note)
