@@ -50,7 +50,7 @@ from jaxdist.planner.calibration import Calibration
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.plan import make_plan
 from jaxdist.telemetry.units import GIB
-from jaxdist.trainer import build, cli, validation
+from jaxdist.trainer import batching, cli, validation
 from jaxdist.trainer.run_config import RunConfig
 from step import Measured, take_turns, warm
 
@@ -425,7 +425,7 @@ def _record(
         },
         "axis": axis,
         "batch_of": "batch.global_size is that of the smallest count, in both modes",
-        "unit": build.unit(run),
+        "unit": batching.unit(run),
         "measured": _STEP_ALONE,
         "emulated": EMULATED if on_cpu else None,
         "apart": flags.apart,

@@ -134,7 +134,6 @@ def _resolved(
     """Resolves `remat.policy=fit` of a run, or keeps how it was resolved before."""
     if config.remat.policy != FIT and not config.remat.fitted:
         return config
-    # late: as above
     fit_remat = extras.load("jaxdist.planner.fit_remat")
     return fit_remat.resolve(config, jax.devices(), say=say, **options)
 

@@ -21,9 +21,9 @@ import ml_dtypes
 import numpy as np
 
 from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import fingerprint, manifest
+from jaxdist.checkpoint import fingerprint, manager, manifest
 from jaxdist.checkpoint.files import CheckpointError
-from jaxdist.config import ConfigError, extras
+from jaxdist.config import ConfigError
 from jaxdist.data import tokenizer_config
 from jaxdist.interop import hf_config
 from jaxdist.interop.families import Family, Shapes
@@ -81,9 +81,7 @@ class CheckpointWeights:
         self.shapes = {
             path: self._arrays[name].shape for path, name in self._names.items()
         }
-        self._backend = extras.load("jaxdist.checkpoint.orbax_backend").OrbaxBackend(
-            timeout_s=600
-        )
+        self._backend = manager.preload().OrbaxBackend(timeout_s=600)
 
     def check_choices(self, family: Family) -> None:
         """Checks that experts are chosen without the biases that the family has no

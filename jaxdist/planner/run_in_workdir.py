@@ -10,13 +10,13 @@ from typing import Any
 
 from jaxdist.config import ConfigError, schema
 from jaxdist.hardware import chips
-from jaxdist.operations.page import planned
 from jaxdist.parallel.axes import AXES
 from jaxdist.planner import targets
 from jaxdist.storage import untrusted
 from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer import reproduce, workdir
 from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_layout import layout_of_run
 
 
 def read_info(folder: Path) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def with_layout(run: RunConfig, folder: Path, info: Mapping[str, Any]) -> RunCon
     if (stored.mesh, stored.batch.accumulation) != (run.mesh, run.batch.accumulation):
         return run
     flat = schema.flatten(schema.to_config_dict(stored))
-    layout = planned.layout_of_run(flat, info, read_events(folder))
+    layout = layout_of_run(flat, info, read_events(folder))
     sizes = {axis: layout.mesh[axis] for axis in AXES if axis in layout.mesh}
     mesh = schema.to_config_dict(run.mesh).to_dict() | sizes | {"zero": layout.zero}
     batch = schema.to_config_dict(run.batch).to_dict() | {

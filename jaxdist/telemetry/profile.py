@@ -16,19 +16,8 @@ from pathlib import Path
 
 import jax
 
-from jaxdist.config.annotations import NonNegativeInt, PositiveInt
-
 FOLDER = "profile"
 TABLE_ROWS = 40  # of top_ops.txt
-
-
-@dataclass(frozen=True)
-class ProfileConfig:
-    """Which steps to profile."""
-
-    # first profiled step, >= 2 to leave compilation out; 0 = no profile
-    start_step: NonNegativeInt = 0
-    num_steps: PositiveInt = 3  # profiled steps
 
 
 @dataclass(frozen=True)

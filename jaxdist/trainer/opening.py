@@ -16,7 +16,7 @@ from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.step.train_step import TrainStep
 from jaxdist.telemetry.display import print_safe
 from jaxdist.telemetry.metrics import EXTENDED, MetricsWriter
-from jaxdist.trainer import build, elastic, from_run, pipeline_report, workdir
+from jaxdist.trainer import batching, build, elastic, from_run, pipeline_report, workdir
 from jaxdist.trainer.callbacks import CallbackList, Run
 from jaxdist.trainer.extension import SettledSchedule
 from jaxdist.trainer.restore import UserInputs
@@ -51,7 +51,7 @@ def open_dataset(
       SourceError: it cannot be read. PeerFailed: by another process.
     """
     with coordination.raise_on_all():
-        dataset = inputs.dataset or build.open_data(config, folder, say)
+        dataset = inputs.dataset or batching.open_data(config, folder, say)
     consistency.agree(lambda: {"data": dataset.fingerprint})
     if config.train.eval_every:
         dataset.num_validation_batches(config.batch.global_size)
@@ -126,7 +126,7 @@ def describe(
     )
     step = [
         *build.step_lines(config, spec, built),
-        *build.balancer(config, rules, dataset).lines(),
+        *batching.balancer(config, rules, dataset).lines(),
     ]
     for line in (
         *step,

@@ -24,7 +24,7 @@ from jaxdist.step.train_step import TrainStep
 from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 from jaxdist.telemetry.flops import is_uncounted, jaxpr_flops
 from jaxdist.telemetry.metrics import read_events
-from jaxdist.trainer import build, initial_weights, workdir
+from jaxdist.trainer import batching, initial_weights, workdir
 from jaxdist.trainer.health import SKIPPED_FILE, Diverged, SkippingDataset
 from jaxdist.trainer.progress import Progress, progress_of
 from jaxdist.trainer.run_config import Build, RunConfig
@@ -210,7 +210,9 @@ def _compile(config: RunConfig, built: TrainStep) -> float | None:
     The result stays in jax's cache, where the step's first call finds it. (Calling the
     compiled object itself costs the host a fifth more at every step.)
     """
-    batch = built.abstract_batch(build.batch_shapes(config, config.batch.global_size))
+    batch = built.abstract_batch(
+        batching.batch_shapes(config, config.batch.global_size)
+    )
     traced = built.step.trace(built.abstract_state, batch)
     lowered = traced.lower()
     with initialize.lead_first("step"):

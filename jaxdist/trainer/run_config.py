@@ -21,11 +21,14 @@ from jaxdist.config.annotations import (
     Seed,
     Share,
 )
+from jaxdist.config.groups.health import HealthConfig
+from jaxdist.config.groups.profile import ProfileConfig
+from jaxdist.config.groups.resilience import ResilienceConfig
+from jaxdist.config.groups.telemetry import TelemetryConfig
+from jaxdist.config.groups.watchdog import WatchdogConfig
 from jaxdist.data import DataConfig
 from jaxdist.models import registry
 from jaxdist.models.lora import LoraConfig
-from jaxdist.operations.watch.preemption_notice import ResilienceConfig
-from jaxdist.operations.watch.watchdog import WatchdogConfig
 from jaxdist.optim import schedules
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.context import ContextConfig
@@ -35,9 +38,6 @@ from jaxdist.parallel.pipeline.partition import PipelineConfig
 from jaxdist.parallel.precision import PrecisionConfig
 from jaxdist.parallel.remat import RematConfig
 from jaxdist.protocols.param_names import ShardingConfig
-from jaxdist.telemetry.config import TelemetryConfig
-from jaxdist.telemetry.profile import ProfileConfig
-from jaxdist.trainer.health import HealthConfig
 
 Build = Callable[[nnx.Rngs], nnx.Module]
 

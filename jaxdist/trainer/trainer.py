@@ -22,6 +22,7 @@ from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.telemetry.display import Display
 from jaxdist.trainer import (
+    batching,
     build,
     elastic,
     extension,
@@ -222,7 +223,7 @@ def _build_display(run: Run) -> Display:
         total_steps=train.steps,
         first_step=run.progress.step,
         max_seconds=left_s,
-        unit=build.unit(run.config),
+        unit=batching.unit(run.config),
         enabled=opening.is_lead(),
     )
     run.note = display.note

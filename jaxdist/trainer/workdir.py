@@ -28,14 +28,12 @@ from jaxdist.storage import atomic, lock, untrusted
 from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.telemetry.metrics import Throughput
 from jaxdist.trainer import config_json, extension
+from jaxdist.trainer.batching import batch_shapes, targets_per_sample, unit
 from jaxdist.trainer.build import (
     active_parameters,
     active_share,
-    batch_shapes,
     context_lines,
     placements,
-    targets_per_sample,
-    unit,
 )
 from jaxdist.trainer.run_config import (
     HARMLESS,

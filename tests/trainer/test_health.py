@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import library
 from jaxdist.checkpoint.files import CheckpointError, list_steps
 from jaxdist.config import ConfigError
+from jaxdist.config.groups.health import HealthConfig
 from jaxdist.config.schema import faults
 from jaxdist.data.dataset import Dataset
 from jaxdist.distributed import consistency, coordination
@@ -26,7 +27,7 @@ from jaxdist.operations.watch import pace, replica_check
 from jaxdist.operations.watch.replica_check import compare_replicas
 from jaxdist.telemetry.metrics import read_events, read_rows
 from jaxdist.trainer import restore, run_config, trainer
-from jaxdist.trainer.health import Diverged, HealthConfig, Monitor, SkippingDataset
+from jaxdist.trainer.health import Diverged, Monitor, SkippingDataset
 
 SIZE = 4  # sequences per step
 BAD = range(10 * SIZE, 14 * SIZE)  # samples of steps 11 to 14, which break the loss

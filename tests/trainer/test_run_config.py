@@ -10,7 +10,7 @@ import pytest
 from jaxdist.config import ConfigError, schema
 from jaxdist.data import open_dataset
 from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
-from jaxdist.trainer import build, cli, run_config, validation, workdir
+from jaxdist.trainer import batching, build, cli, run_config, validation, workdir
 
 
 def parse(*arguments: str) -> run_config.RunConfig:
@@ -239,7 +239,7 @@ def test_text_batches_are_what_the_dataset_makes(tmp_path):
         dataset = open_dataset(run.data, sequence_length=length, log=lambda line: None)
         real = {n: (x.shape, x.dtype) for n, x in dataset.train_batch(0, 4).items()}
         assert {
-            n: (x.shape, x.dtype) for n, x in build.batch_shapes(run, 4).items()
+            n: (x.shape, x.dtype) for n, x in batching.batch_shapes(run, 4).items()
         } == real
 
 

@@ -22,6 +22,7 @@ from jaxdist.storage import untrusted
 from jaxdist.telemetry.metrics import Row
 from jaxdist.telemetry.units import time_text
 from jaxdist.trainer import reproduce
+from jaxdist.trainer.run_layout import Layout, layout_of_run
 
 PLAN_FILE = "plan.json"
 DATE = "date"  # in it: when it was made, as ISO 8601
@@ -118,45 +119,6 @@ def command(folder: Path, info: Mapping[str, Any]) -> str:
         f"jaxdist plan --workdir {shlex.quote(str(folder))}"
         if chip and chip.family
         else ""
-    )
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What really runs, which a config leaves open, or an elastic restart has
-    changed.
-    """
-
-    mesh: Mapping[str, int]  # {} if it is not known
-    zero: object
-    accumulation: object
-
-
-def layout_of_run(
-    config: Mapping[str, Any], info: Mapping[str, Any], events: Sequence[Row]
-) -> Layout:
-    """Returns the layout of a run's last start.
-
-    Args:
-      config: config.json, flat.
-      info: run.json; those of older versions lack the accumulation, which the last
-        `resize` then has.
-    """
-    mesh = info.get("mesh")
-    sizes = (
-        mesh
-        if isinstance(mesh, dict)
-        and all(type(n) is int and n > 0 for n in mesh.values())
-        else {}
-    )
-    resized = [
-        e["accumulation"]
-        for e in events
-        if e["event"] == "resize" and "accumulation" in e
-    ]
-    own = [*resized[-1:], config.get("batch.accumulation")][0]
-    return Layout(
-        sizes, info.get("zero", config.get("mesh.zero")), info.get("accumulation", own)
     )
 
 

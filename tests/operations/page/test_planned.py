@@ -7,8 +7,9 @@ from contextlib import closing
 
 import pytest
 
-from jaxdist.operations.page import html, planned, status, step_parts, summary
+from jaxdist.operations.page import html, status, step_parts, summary
 from jaxdist.telemetry.metrics import MetricsWriter
+from jaxdist.trainer import run_layout
 
 MESH = {"pipeline": 4, "data": 1, "fsdp": 16, "expert": 1, "context": 1, "tensor": 1}
 CONFIG = {
@@ -281,10 +282,14 @@ def test_the_layout_of_a_resized_run_of_an_older_version_is_its_last_resize():
     }
     events = [{"event": "resize", "accumulation": 8}, {"event": "start"}]
     config = {"batch.accumulation": 2, "mesh.zero": 1}
-    assert planned.layout_of_run(config, older, events) == planned.Layout(MESH, 1, 8)
-    assert planned.layout_of_run(config, older, []) == planned.Layout(MESH, 1, 2)
-    assert planned.layout_of_run(config, INFO, events) == planned.Layout(MESH, 3, 2)
-    assert planned.layout_of_run(config, {"mesh": {"data": "x"}}, []).mesh == {}
+    assert run_layout.layout_of_run(config, older, events) == run_layout.Layout(
+        MESH, 1, 8
+    )
+    assert run_layout.layout_of_run(config, older, []) == run_layout.Layout(MESH, 1, 2)
+    assert run_layout.layout_of_run(config, INFO, events) == run_layout.Layout(
+        MESH, 3, 2
+    )
+    assert run_layout.layout_of_run(config, {"mesh": {"data": "x"}}, []).mesh == {}
 
 
 def test_hostile_plans_are_answered_at_once_and_briefly(tmp_path):
