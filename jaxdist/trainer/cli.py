@@ -31,6 +31,7 @@ from jaxdist.distributed.coordination import PeerFailed
 from jaxdist.models import registry
 from jaxdist.operations.launch.run_progress import default_workdir
 from jaxdist.parallel.mesh import MeshConfig
+from jaxdist.storage import run_format
 from jaxdist.trainer import config_json, from_run, loggers, pretrained, workdir
 from jaxdist.trainer.run_config import (
     RunConfig,
@@ -88,6 +89,8 @@ def parse(
         parser.print_help()
     if flags.config is None:
         flags.config = _config_named(flags, folder, faults)
+    if folder or hasattr(flags, "dry_run"):  # a plan keeps nothing without a workdir
+        run_format.check_folder(_workdir(flags))
     config = _load(flags, overrides)
     configured = schema.flatten(config).get("model.target", registry.DEFAULT_TARGET)
     target = overrides.get("model.target", configured)

@@ -31,7 +31,7 @@ def find(config: TrainConfig, *, lead: bool) -> dict[str, Make]:
     Raises:
       ConfigError: on all processes: there is no such logger, or it cannot be loaded.
     """
-    names = logger.names_of(config.loggers, tensorboard=config.tensorboard)
+    names = tuple(dict.fromkeys(config.loggers))
     if faults := list(logger.faults(names)):
         raise ConfigError(faults)
     with coordination.raise_on_all():

@@ -17,6 +17,7 @@ from jaxdist.operations.copies import step_copies
 from jaxdist.operations.watch.watchdog import Watchdog
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.train_step import TrainStep
+from jaxdist.storage import run_format
 from jaxdist.telemetry.display import print_safe
 from jaxdist.trainer import build, from_run, pipeline_report, provenance, workdir
 from jaxdist.trainer.extension import SettledSchedule
@@ -32,6 +33,17 @@ def is_lead() -> bool:
 def _log(text: str) -> None:
     if is_lead():
         print_safe(text)
+
+
+def refuse_other_version(folder: Path) -> None:
+    """Checks, before anything is written, that no other version has written the run.
+
+    Raises:
+      OtherVersion: on all processes: one has.
+    """
+    with coordination.raise_on_all():
+        if is_lead():
+            run_format.check_folder(folder)
 
 
 def open_dataset(
@@ -70,6 +82,7 @@ def open_workdir(
     consistency.agree(lambda: flat | consistency.code(spec.model_class))
     with coordination.raise_on_all():
         if is_lead():
+            workdir.refuse_other_version(folder, config)
             from_run.refuse_own_folder(config, folder)
             stack.enter_context(workdir.workdir_lock(folder))
             step_copies.fetch_missing(config, folder, watch.lively(_log))

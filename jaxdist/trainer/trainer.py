@@ -100,12 +100,14 @@ def train(
     refitted.
 
     Raises:
-      ConfigError: the config is illegal; nothing was compiled.
+      ConfigError: the config is illegal, or the workdir another version's; nothing was
+        compiled.
       TrainingStopped: losses stayed non-finite, or the last checkpoint could not be
         written.
     """
     preemption.refuse_unjoined()
     check_hooks(hooks)
+    opening.refuse_other_version(folder)
     devices = jax.devices() if devices is None else devices
     requested, config = (
         config,

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from jaxdist.config import EXIT_CONFIG, EXIT_PREEMPTED, exit_code_of
-from jaxdist.storage import atomic, untrusted
+from jaxdist.storage import atomic, run_format, untrusted
 
 LEDGER_FILE = "ledger.json"
 PUBLISH_S, BEAT_S = 1.0, 10.0  # between two writes of what has changed; of what has not
@@ -28,7 +28,6 @@ DOWN, LOST, STEP, OTHER = "down", "lost", "step", "other"
 JOIN, COMPILE, WAIT, HOOKS = "join", "compile", "wait", "hooks"  # within a phase
 
 _IN_LOOP = ("data", STEP)  # phases that take turns while a run trains
-_LAST = "end"  # phase
 _MOST_LIVES = 10_000
 _MOST_COMPILED = 10_000  # compilations that a later one may turn out to contain
 
@@ -283,7 +282,9 @@ class Ledger:
             self._put(lives)
 
     def _put(self, lives: Sequence[Life]) -> None:
-        document = {"lives": [asdict(life) for life in lives[-_MOST_LIVES:]]}
+        document = run_format.marked(
+            {"lives": [asdict(life) for life in lives[-_MOST_LIVES:]]}
+        )
         if self._file is not None:
             with contextlib.suppress(OSError):  # a full disk: the run goes on
                 atomic.write_text(self._file, json.dumps(document) + "\n")
@@ -334,12 +335,13 @@ def read_lives(folder: Path | str) -> list[Life]:
     can be read.
     """
     try:
-        stored = untrusted.read_json(Path(os.fspath(folder)) / LEDGER_FILE, dict)
+        file = Path(os.fspath(folder)) / LEDGER_FILE
+        stored = run_format.unmarked(untrusted.read_json(file, dict), file)
         return [
             _life(entry)
             for entry in untrusted.of_kind(stored.get("lives"), list, "lives")
         ]
-    except (OSError, untrusted.Malformed, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return []
 
 
@@ -347,13 +349,7 @@ def _life(entry: dict) -> Life:
     """Returns a life as it was written; raises what `read_lives` catches if it is
     another thing.
     """
-    # Older ledgers do not say how a life ended: who was not at its last files was to go
-    # on.
-    older = {
-        "exit_code": 0 if entry["phase"] == _LAST else EXIT_PREEMPTED,
-        "chips": None,
-    }
-    life = Life(**{name: (older | entry)[name] for name in Life.__dataclass_fields__})
+    life = Life(**{name: entry[name] for name in Life.__dataclass_fields__})
     numbers = (life.began, life.written, life.since, *life.buckets.values())
     if not all(map(is_time, numbers)):
         raise untrusted.Malformed("a time is no number")
