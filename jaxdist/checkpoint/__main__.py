@@ -18,6 +18,7 @@ from jaxdist.checkpoint import manifest as integrity
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import schema
 from jaxdist.config.extras import MissingExtra
+from jaxdist.storage import run_format
 from jaxdist.storage.untrusted import Malformed, read_json
 
 Result = tuple[dict[str, Any], int]  # what --json prints, and the exit code
@@ -116,8 +117,8 @@ def _list(flags: argparse.Namespace) -> Result:
 
 def _noted(note: Path) -> dict[str, Any]:
     try:
-        return read_json(note, dict)
-    except (FileNotFoundError, Malformed) as error:
+        return run_format.unmarked(read_json(note, dict), note)
+    except (FileNotFoundError, Malformed, run_format.OtherVersion) as error:
         return {"step": note.stem, "reason": f"{note} cannot be read: {error}"}
 
 

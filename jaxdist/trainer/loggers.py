@@ -8,7 +8,7 @@ from typing import Any
 from jaxdist.config import ConfigError, schema
 from jaxdist.distributed import coordination
 from jaxdist.models import registry
-from jaxdist.storage import untrusted
+from jaxdist.storage import run_format, untrusted
 from jaxdist.telemetry.loggers import logger
 from jaxdist.telemetry.loggers.background import BackgroundLogger
 from jaxdist.trainer import workdir
@@ -68,7 +68,8 @@ def start(
     """
     if not classes:
         return []
-    info: dict[str, Any] = untrusted.read_json(folder / workdir.RUN, dict)
+    file = folder / workdir.RUN
+    info: dict[str, Any] = run_format.unmarked(untrusted.read_json(file, dict), file)
     flat = schema.flatten(schema.to_config_dict(config))
     run = logger.LoggedRun(folder, flat, info, first_step)
     return [
