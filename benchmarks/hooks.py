@@ -21,9 +21,10 @@ from pathlib import Path
 
 import measuring
 
-from jaxdist.operations.ledger.ledger import STEP, WAIT
+from jaxdist.operations.ledger.ledger import Ledger
+from jaxdist.operations.ledger.run_lives import STEP, WAIT
 from jaxdist.operations.metrics.prometheus import RunMetrics, served
-from jaxdist.operations.watch.straggler import StepAlarm
+from jaxdist.operations.watch.step_alarm import StepAlarm
 from jaxdist.operations.watch.watchdog import Watchdog, WatchdogConfig
 from jaxdist.telemetry.config import TelemetryConfig
 
@@ -48,15 +49,16 @@ def main() -> None:
     flags = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        watched(Path(folder)) as (watch, view),
+        watched(Path(folder)) as (ledger, watch, view),
     ):
         alarm = StepAlarm(lambda *_, **__: None, lambda _: None)
         numbers = itertools.count(1)
 
         def beats() -> None:
             for number in itertools.islice(numbers, flags.steps):
-                watch.at("data", number, done=number - 1, sample=8 * number)
-                watch.at("step", number, done=number - 1, sample=8 * number)
+                for phase in ("data", "step"):
+                    ledger.enter(phase, number - 1)
+                    watch.at(phase, number, done=number - 1, sample=8 * number)
 
         def alarms() -> None:
             for number in itertools.islice(numbers, flags.steps):
@@ -66,7 +68,7 @@ def main() -> None:
         def rows() -> None:
             for number in itertools.islice(numbers, flags.steps):
                 if number % LOG_EVERY == 0:
-                    watch.ledger.move(STEP, WAIT, 0.0)
+                    ledger.move(STEP, WAIT, 0.0)
                     view.write(number, ROW)
 
         calls = {"beats and buckets": beats, "step alarm": alarms, "rows": rows}
@@ -97,16 +99,17 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def watched(folder: Path) -> Iterator[tuple[Watchdog, RunMetrics]]:
+def watched(folder: Path) -> Iterator[tuple[Ledger, Watchdog, RunMetrics]]:
     """Yields the watchdog of a run and what serves its metrics, with their threads and
     somebody who asks.
     """
     over = threading.Event()
     with (
         Watchdog(WatchdogConfig(), folder, enabled=True) as watch,
-        watch.ledger.published(folder),
+        Ledger() as ledger,
+        ledger.published(folder),
     ):
-        view = RunMetrics(watch.ledger)
+        view = RunMetrics(ledger)
         with served(TelemetryConfig(), view) as port:
 
             def scrape() -> None:
@@ -119,7 +122,7 @@ def watched(folder: Path) -> Iterator[tuple[Watchdog, RunMetrics]]:
             thread.start()
             time.sleep(1)  # until the process beside it runs
             try:
-                yield watch, view
+                yield ledger, watch, view
             finally:
                 over.set()
                 thread.join()

@@ -29,6 +29,7 @@ import measuring
 import numpy as np
 import sides
 
+from jaxdist import library
 from jaxdist.config import ConfigError
 from jaxdist.hardware import chips
 from jaxdist.protocols.model_spec import ModelSpec
@@ -203,7 +204,7 @@ def in_loop(run: recipe.RunConfig, workdir: Path) -> dict[str, float]:
     """Returns seconds a step of the training loop, from row to row of its metrics."""
     stamps: list[Stamp] = []
     with stamped_rows(stamps), contextlib.redirect_stdout(io.StringIO()):
-        trainer.run(run, workdir)
+        library.run(run, workdir)
     return per_step(stamps)
 
 

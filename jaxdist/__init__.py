@@ -9,6 +9,7 @@ import importlib
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "Callback": "jaxdist.trainer.callbacks",
     "ConfigError": "jaxdist.config",
     "MeshConfig": "jaxdist.parallel.mesh",
     "OptimizerConfig": "jaxdist.optim.config",
@@ -16,11 +17,11 @@ _EXPORTS = {
     "build_mesh": "jaxdist.parallel.mesh",
     "build_train_step": "jaxdist.step.train_step",
     "default_config": "jaxdist.trainer.run_config",
-    "every": "jaxdist.trainer.hooks",
+    "every": "jaxdist.trainer.callbacks",
     "fit": "jaxdist.library",
     "join": "jaxdist.trainer.preemption",
     "load_run": "jaxdist.evaluation.trained_run",
-    "run": "jaxdist.trainer.trainer",
+    "run": "jaxdist.library",
     "shard": "jaxdist.parallel.execution",
     "sized": "jaxdist.trainer.config_sizes",
 }

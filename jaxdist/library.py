@@ -1,5 +1,6 @@
-"""`jaxdist.fit`: a caller's own model, optimizer and batches through the loop that
-`train` runs.
+"""The library: `fit` trains a caller's own model, optimizer and batches; `run` a config.
+
+With the commands the only place that puts core and wings together.
 """
 
 from __future__ import annotations
@@ -24,19 +25,86 @@ from jaxdist.data.user_batches import (
     open_user_batches,
 )
 from jaxdist.inference.decoding import Generation, SamplingConfig
+from jaxdist.inference.sample import Sample
 from jaxdist.models import registry
+from jaxdist.operations.callbacks import (
+    CheckpointCopies,
+    Ledger,
+    MetricsServer,
+    PreemptionNotices,
+    ReplicaCheck,
+    Report,
+    SlowSteps,
+    Stragglers,
+    Watchdog,
+)
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.protocols.model_spec import describe
+from jaxdist.step.state import State
 from jaxdist.telemetry.display import print_safe
 from jaxdist.telemetry.metrics import MetricRows, read_rows
 from jaxdist.trainer import preemption, run_config, save_weights, trainer, user_model
+from jaxdist.trainer.best import KeepBest
 from jaxdist.trainer.build import text_generator
+from jaxdist.trainer.callbacks import Callback
 from jaxdist.trainer.held_out import HeldOut, held_out
-from jaxdist.trainer.hooks import Hook
-from jaxdist.trainer.restore import TrainResult, UserInputs
+from jaxdist.trainer.loggers import Loggers
+from jaxdist.trainer.profiling import Profile
+from jaxdist.trainer.restore import UserInputs
 from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.trainer import TrainResult
 from jaxdist.trainer.user_model import Model
+
+
+def run_callbacks(config: RunConfig, folder: Path) -> list[Callback]:
+    """Lists what a run of the library does beside training, in the order of the calls.
+
+    Args:
+      config: of the run.
+      folder: its workdir.
+    """
+    ledger = Ledger()
+    return [
+        ledger,
+        Watchdog(config.watchdog, folder),
+        MetricsServer(ledger),
+        Loggers(),
+        PreemptionNotices(),
+        Stragglers(),
+        SlowSteps(),
+        ReplicaCheck(),
+        Profile(),
+        KeepBest(),
+        CheckpointCopies(),
+        Report(),
+        Sample(),
+    ]
+
+
+def run(
+    config: RunConfig,
+    folder: Path | str,
+    *,
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
+) -> State:
+    """Trains the run of a config to the end, and returns its last state.
+
+    Args:
+      config: of the run, see `jaxdist.default_config`.
+      folder: the workdir; if it holds the run, training resumes.
+      callbacks: further ones beside those of `run_callbacks`.
+      **options: as `trainer.train`: title, devices, full_devices.
+
+    Raises:
+      ConfigError: the config is illegal; nothing was compiled.
+      trainer.TrainingStopped: losses stayed non-finite.
+      trainer.Interrupted: a signal ended it early.
+    """
+    folder = Path(folder)
+    everyone = [*run_callbacks(config, folder), *callbacks]
+    return trainer.run(config, folder, callbacks=everyone, **options)
 
 
 def fit(
@@ -52,10 +120,13 @@ def fit(
     seed: int = 0,
     settings: Mapping[str, Any] | None = None,
     devices: Sequence[jax.Device] | None = None,
-    hooks: Sequence[Hook] = (),
+    hooks: Sequence[Callback] = (),
 ) -> Fitted:
-    """Returns the model after `steps` updates; goes on where `folder` stopped, if it
-    has a run.
+    """Trains a model and returns it. If `folder` holds a run, training resumes.
+
+    The run has all callbacks of the command `train`. Two of them depend on who owns the
+    process: the ledger begins with this call, and the watchdog watches only a process
+    that `jaxdist.join()` has made a process of the run.
 
     Args:
       model: an nnx module, which stays as it is, or what makes one of its rngs; see
@@ -76,8 +147,7 @@ def fit(
       seed: of everything random: the model's first values, the order, dropout.
       settings: any other key of the config, {"precision.compute": "bfloat16"}; see
         docs/configuration.md.
-      hooks: functions to call between steps, [jaxdist.every(100, look)]; see
-        docs/library.md.
+      hooks: further callbacks, [jaxdist.every(100, look)]; see docs/library.md.
 
     Raises:
       ConfigError: what cannot be, before anything compiles: all faults, each with its
@@ -110,7 +180,12 @@ def fit(
     transform = None if isinstance(optimizer, OptimizerConfig) else optimizer
     inputs = UserInputs(build, dataset, transform, initial)
     outcome = trainer.train(
-        config, workdir, title=workdir.name, devices=devices, inputs=inputs, hooks=hooks
+        config,
+        workdir,
+        title=workdir.name,
+        devices=devices,
+        inputs=inputs,
+        callbacks=[*run_callbacks(config, workdir), *hooks],
     )
     return _fitted(outcome, dataset, workdir, temporary)
 

@@ -12,42 +12,78 @@ import jax
 from jaxdist.config import EXIT_PREEMPTED, extras
 from jaxdist.data import SourceError
 from jaxdist.distributed import coordination, initialize
-from jaxdist.operations.launch.run_progress import default_workdir
-from jaxdist.operations.ledger.ledger import JOIN
-from jaxdist.operations.watch.watchdog import Watchdog
+from jaxdist.inference.sample import Sample
+from jaxdist.operations.callbacks import (
+    CheckpointCopies,
+    Ledger,
+    MetricsServer,
+    PreemptionNotices,
+    ReplicaCheck,
+    Report,
+    SlowSteps,
+    Stragglers,
+    Watchdog,
+    process_age_s,
+)
 from jaxdist.parallel.remat import FIT
+from jaxdist.telemetry import clock
 from jaxdist.telemetry.display import print_safe
 from jaxdist.trainer import cli, elastic, trainer
+from jaxdist.trainer.best import KeepBest
+from jaxdist.trainer.callbacks import Callback
+from jaxdist.trainer.default_workdir import default_workdir
+from jaxdist.trainer.loggers import Loggers
 from jaxdist.trainer.preemption import own_process
+from jaxdist.trainer.profiling import Profile
 from jaxdist.trainer.run_config import RunConfig
+
+
+def run_callbacks(ledger: Ledger) -> list[Callback]:
+    """Lists what a run does beside training, in the order of the calls."""
+    return [
+        MetricsServer(ledger),
+        Loggers(),
+        PreemptionNotices(),
+        Stragglers(),
+        SlowSteps(),
+        ReplicaCheck(),
+        Profile(),
+        KeepBest(),
+        CheckpointCopies(),
+        Report(),
+        Sample(),
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags, config = cli.parse(_parser(), arguments)
     if flags.dry_run:
-        # here: a run starts without the planner
-        dry_run = extras.load("jaxdist.planner.dry_run")
-        _prepare()
-        if emulated := dry_run.missing_devices(config.mesh, os.environ):
-            jax.config.update("jax_num_cpu_devices", emulated)
-        dry_run.dry_run(_resolved(config), jax.devices())
-        return 0
+        return _dry_run(config)
     folder = Path(flags.workdir or default_workdir(flags.config))
+    ledger = Ledger(age_s=process_age_s())
+    watchdog = Watchdog(config.watchdog, folder)
     try:
-        # joining, and finding devices, may hang
-        with Watchdog(config.watchdog, folder) as watch:
-            with watch.ledger.aside(JOIN):
+        with ledger, watchdog:  # joining, and finding devices, may hang
+            with clock.timed(clock.JOIN):
                 _prepare()
-                count = jax.local_device_count()
-            full = coordination.broadcast(
-                elastic.full_devices(os.environ, folder, per_process=count)
+                devices = jax.local_device_count()
+            full_devices = coordination.broadcast(
+                elastic.full_devices(os.environ, folder, per_process=devices)
             )
             config = _resolved(
-                config, watch.lively(print_safe), folder=folder, full_devices=full
+                config,
+                _lively(watchdog),
+                folder=folder,
+                full_devices=full_devices,
             )
             trainer.run(
-                config, folder, title=flags.config, full_devices=full, watch=watch
+                config,
+                folder,
+                title=flags.config,
+                full_devices=full_devices,
+                process_callbacks=[ledger, watchdog],
+                callbacks=run_callbacks(ledger),
             )
     except trainer.Interrupted as interrupted:
         with contextlib.suppress(OSError):  # of a terminal that was closed
@@ -60,28 +96,48 @@ def main(arguments: list[str] | None = None) -> int:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         planner = extras.load("jaxdist.planner.plan")
-        print(
-            f"error: {planner.explain_shortage(config, jax.devices(), str(error))}",
-            file=sys.stderr,
-        )
+        text = planner.explain_shortage(config, jax.devices(), str(error))
+        print(f"error: {text}", file=sys.stderr)
         return 1
     return 0
+
+
+def _dry_run(config: RunConfig) -> int:
+    """Prints batch, shardings and memory of the run; nothing runs."""
+    # late: a run starts without the planner
+    dry_run = extras.load("jaxdist.planner.dry_run")
+    _prepare()
+    emulated = dry_run.missing_devices(config.mesh, os.environ)
+    if emulated:
+        jax.config.update("jax_num_cpu_devices", emulated)
+    dry_run.dry_run(_resolved(config), jax.devices())
+    return 0
+
+
+def _lively(watchdog: Watchdog) -> Callable[[str], None]:
+    """Makes a `print` whose lines show the watchdog that work goes on."""
+
+    def speak(text: str) -> None:
+        watchdog.on_progress(text)
+        print_safe(text)
+
+    return speak
 
 
 def _resolved(
     config: RunConfig, say: Callable[[str], None] = print_safe, **options: Any
 ) -> RunConfig:
-    """Returns the run with its `remat.policy=fit` resolved, or as it was resolved
-    before.
-    """
+    """Resolves `remat.policy=fit` of a run, or keeps how it was resolved before."""
     if config.remat.policy != FIT and not config.remat.fitted:
         return config
-    fit_remat = extras.load("jaxdist.planner.fit_remat")  # here: as above
+    # late: as above
+    fit_remat = extras.load("jaxdist.planner.fit_remat")
     return fit_remat.resolve(config, jax.devices(), say=say, **options)
 
 
 def _prepare() -> None:
-    if joined := initialize.prepare():
+    joined = initialize.prepare()
+    if joined:
         print(joined)
 
 

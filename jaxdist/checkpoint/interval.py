@@ -5,11 +5,9 @@ how a run fails.
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.operations.ledger.ledger import Life
 
 # 419 unexpected interruptions of 16,384 H100 in 54 days: "The Llama 3 Herd of Models",
 # 2024, section 3.3.4.
@@ -37,32 +35,25 @@ def checkpoint_interval(save_s: float, mtbf_s: float) -> float:
 
 
 def mean_time_between_failures(
-    lives: Sequence[Life], *, chips: int, chip_hours_per_failure: float
+    failures: int, seconds: float, *, chips: int, chip_hours_per_failure: float
 ) -> tuple[float, str]:
-    """Returns the seconds between failures of a run, and whose word that is: for
-    people.
+    """Returns the seconds between failures of a run, and whose word that is.
 
     Args:
-      lives: of the run, the last of which goes on. One that ended before its first step
-        counts for nothing: no save could have helped it, and a start that always fails
-        says nothing of how often a run does.
-      chips: of it.
-      chip_hours_per_failure: as configured; 0: as the lives say, and until one has
-        failed as others' did.
+      failures: starts of this run that failed so far.
+      seconds: of all its starts.
+      chips: that it runs on.
+      chip_hours_per_failure: as configured; 0: as the run has failed, and until then as
+        others did.
     """
     if chip_hours_per_failure:
-        return (
-            3600 * chip_hours_per_failure / chips,
-            "checkpoint.chip_hours_per_failure",
-        )
-    before = [life for life in lives[:-1] if life.has_trained]
-    if failures := sum(life.failed for life in before):
-        source = f"{failures} failure{'s' * (failures > 1)} of this run"
-        return sum(life.seconds for life in [*before, lives[-1]]) / failures, source
-    return (
-        3600 * CHIP_HOURS_PER_FAILURE / chips,
-        f"a failure in {CHIP_HOURS_PER_FAILURE:,.0f} chip hours",
-    )
+        source = "checkpoint.chip_hours_per_failure"
+        return 3600 * chip_hours_per_failure / chips, source
+    if failures:
+        plural = "s" if failures > 1 else ""
+        return seconds / failures, f"{failures} failure{plural} of this run"
+    source = f"a failure in {CHIP_HOURS_PER_FAILURE:,.0f} chip hours"
+    return 3600 * CHIP_HOURS_PER_FAILURE / chips, source
 
 
 class SaveInterval:

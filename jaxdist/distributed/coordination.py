@@ -2,8 +2,8 @@
 service.
 
 Nothing here is a collective: no device is needed, and none waits. All processes make
-the same calls of `broadcast`, `gather`, `all_equal`, `first_error`, `raise_on_all` and
-`barrier` in the same order, from the main thread. A lone process never waits. If a
+the same calls of `broadcast`, `gather`, `votes`, `all_equal`, `first_error`,
+`raise_on_all` and `barrier` in the same order, from the main thread. A lone process never waits. If a
 process is lost, the others fail as soon as the service hears of it; what takes too long
 is for the watchdog to say.
 """
@@ -30,7 +30,7 @@ from jaxdist.config import (
     ConfigError,
     exit_code_of,
 )
-from jaxdist.operations.ledger import ledger
+from jaxdist.telemetry import clock
 
 _FOREVER_S = 7 * 24 * 3_600  # the watchdog knows what is too long
 _SHOWN_CHARS = 60  # of a value that differs
@@ -66,7 +66,7 @@ def broadcast(value: Any) -> Any:
     if jax.process_index() == 0:
         client.key_value_set(key, json.dumps(value))
         return value
-    with ledger.waiting():
+    with clock.timed(clock.WAIT):
         return json.loads(client.blocking_key_value_get(key, 1000 * _FOREVER_S))
 
 
@@ -81,7 +81,7 @@ def barrier(timeout_s: int = _FOREVER_S) -> None:
 
 def _barrier(number: int, timeout_s: int = _FOREVER_S) -> None:
     if client := kv_client():
-        with ledger.waiting():
+        with clock.timed(clock.WAIT):
             client.wait_at_barrier(f"jaxdist/barrier/{number}", 1000 * timeout_s)
 
 
@@ -163,6 +163,22 @@ def first_error(error: str) -> str:
     errors = board.values()
     process = min(errors, default=0)
     return f"process {process}: {errors[process]}" if process else errors.get(0, "")
+
+
+def votes(vote: Any) -> list[Any]:
+    """Returns the JSON values of all processes that have one, on all of them.
+
+    Args:
+      vote: this process's; None: it has none.
+    """
+    board = Board("vote")
+    if board.client is None:
+        return [] if vote is None else [vote]
+    if vote is not None:
+        board.put(vote)
+    barrier()
+    values = board.values()
+    return [values[process] for process in sorted(values)]
 
 
 def all_equal(facts: Mapping[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from jaxdist.config import ConfigError, suggest
 from jaxdist.step.train_step import TrainStep
 from jaxdist.storage.untrusted import Malformed, of_kind
 from jaxdist.trainer import build
+from jaxdist.trainer.callbacks import Callback, Run, StepView
 from jaxdist.trainer.run_config import RunConfig
 
 
@@ -82,6 +83,52 @@ class BestRule:
             )
 
 
+class KeepBest(Callback):
+    """Keeps the checkpoint of the best evaluation; ends a run that gets no better."""
+
+    keys = ("checkpoint.keep_best", "train.patience")
+    name = "best"
+
+    def on_start(self, run: Run) -> None:
+        """Takes the rule of the run."""
+        self._run = run
+        self._rule = best_rule(run.config)
+        self._best: dict[str, Any] = {}
+
+    def load(self, state: Any) -> None:
+        """Takes the best evaluation so far.
+
+        Raises:
+          ConfigError: the run's evaluations have no such figure.
+          Malformed: `state` is something else.
+        """
+        self._best = checked_best(state or {})
+        if self._rule is None:
+            return
+        assert self._run.built is not None and self._run.store is not None
+        self._rule.check(self._run.config, self._run.built)
+        if "step" in self._best:
+            self._run.store.best.append(self._best["step"])
+        self._run.stop(self._rule.exhausted(self._best))
+
+    def state(self) -> Any:
+        """Returns the best evaluation so far."""
+        return self._best
+
+    def on_evaluate(self, view: StepView, row: Mapping[str, float]) -> None:
+        """Requests a checkpoint of the best evaluation; stops where none was for long."""
+        if self._rule is None:
+            return
+        self._best = self._rule.judged(self._best, view.step, row)
+        if self._rule.keeps and self._best.get("step") == view.step:
+            assert self._run.store is not None
+            self._run.store.best.append(view.step)
+            view.request_save()
+        reason = self._rule.exhausted(self._best)
+        if reason:
+            view.stop(reason)
+
+
 def best_rule(config: RunConfig) -> BestRule | None:
     """Returns the rule of a run; None if nothing depends on the best evaluation."""
     chosen, patience = config.checkpoint.keep_best, config.train.patience
@@ -97,16 +144,16 @@ def checked_best(value: Any) -> dict[str, Any]:
     Raises:
       Malformed: it is no such thing.
     """
-    best = of_kind(value, dict, "progress.best")
+    best = of_kind(value, dict, "the best evaluation")
     kinds = {"of": str, "step": int, "value": float, "since": int} if best else {}
     for name in {**best, **kinds}:
         if name not in kinds:
-            raise Malformed(f"progress.best has {name:.40}")
-        of_kind(best.get(name), kinds[name], f"progress.best.{name}")
+            raise Malformed(f"the best evaluation has {name:.40}")
+        of_kind(best.get(name), kinds[name], f"the best evaluation: {name}")
     if best and (
         min(best["step"], best["since"]) < 0 or not math.isfinite(best["value"])
     ):
-        raise Malformed(f"progress.best is {best!r:.80}")
+        raise Malformed(f"the best evaluation is {best!r:.80}")
     return best
 
 
@@ -120,7 +167,9 @@ def best_step(checkpoints: Path) -> int:
     for step in files.newest_first(checkpoints):
         with contextlib.suppress(CheckpointError, KeyError, TypeError, ValueError):
             return of_kind(
-                files.read_step(checkpoints, step).metadata["progress"]["best"]["step"],
+                files.read_step(checkpoints, step).metadata["callbacks"]["best"][
+                    "step"
+                ],
                 int,
             )
     raise ConfigError(

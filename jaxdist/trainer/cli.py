@@ -29,10 +29,10 @@ from jaxdist.config.extras import MissingExtra
 from jaxdist.distributed import initialize
 from jaxdist.distributed.coordination import PeerFailed
 from jaxdist.models import registry
-from jaxdist.operations.launch.run_progress import default_workdir
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.storage import run_format
 from jaxdist.trainer import config_json, from_run, loggers, pretrained, workdir
+from jaxdist.trainer.default_workdir import default_workdir
 from jaxdist.trainer.run_config import (
     RunConfig,
     default_config,

@@ -21,7 +21,6 @@ import numpy as np
 from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt
 from jaxdist.data import Dataset
 from jaxdist.data.packing import Batch
-from jaxdist.operations.watch.replica_check import Comparison, compare_replicas
 
 # of a workdir: windows of batches left out, [first, after the last]
 SKIPPED_FILE = "skipped.json"
@@ -78,11 +77,9 @@ class Monitor:
         self.waited_s = 0.0  # for steps to be done
         self._losses: deque[float] = deque(maxlen=_RECENT)
         self._median = self._high = math.inf
-        self._compared = 0  # the last step whose replicas were equal
-        self._comparing: tuple[int, Comparison] | None = None  # under way
 
     def look(self, number: int, metrics: dict[str, jax.Array]) -> None:
-        """Checks a step's loss, and the replicas if their comparison is done.
+        """Checks a step's loss.
 
         Raises:
           Diverged: by the policies of the config.
@@ -94,8 +91,6 @@ class Monitor:
             self._nonfinite(number, skipped)
         elif math.isfinite(loss):
             self._spike(number, loss)
-        if self._comparing is not None and self._comparing[0] <= number:
-            self._compare(*self._comparing)
 
     def _where(self, number: int) -> dict[str, int]:
         return dict(
@@ -137,35 +132,10 @@ class Monitor:
             # nothing.
             self._high = self._median + sigmas * max(sigma, 0.01 * abs(self._median))
 
-    def compare(self, number: int, state: Any) -> None:
-        """Starts to compare the replicas of a state, if that is due; `look` hears of
-        the result.
-        """
-        every = self._config.compare_every
-        if every and number % every == 0:
-            comparison = compare_replicas(state)
-            self._comparing = comparison and (number, comparison)
-
-    def _compare(self, number: int, comparison: Comparison) -> None:
-        self._comparing = None
-        if devices := comparison.differing():
-            text = f"step {number}: copies on devices differ (bad hardware?): {'; '.join(devices)}"
-            self._event("drift", number, differing=devices)
-            self._note(text)
-            first = self._compared + 1
-            raise Diverged(
-                "drift", text, first=first, last=number, policy=self._config.nonfinite
-            )
-        self._compared = number
-
-    def rewound(self, number: int) -> None:
-        """Forgets what is after a step."""
+    def rewound(self) -> None:
+        """Forgets the losses so far: the run has gone back."""
         self._losses.clear()
-        self._high, self._comparing, self._compared = (
-            math.inf,
-            None,
-            min(self._compared, number),
-        )
+        self._high = math.inf
 
 
 # --- data left out --------------------------------------------------------------------

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError, schema
-from jaxdist.distributed import coordination
 from jaxdist.models import registry
 from jaxdist.storage import run_format, untrusted
 from jaxdist.telemetry.loggers import logger
 from jaxdist.telemetry.loggers.background import BackgroundLogger
 from jaxdist.trainer import workdir
+from jaxdist.trainer.callbacks import Callback, Run
 from jaxdist.trainer.run_config import RunConfig, TrainConfig
 
 KEY = "train.loggers"
@@ -19,23 +19,61 @@ KEY = "train.loggers"
 Make = Callable[[logger.LoggedRun], logger.Logger]
 
 
+class Loggers(Callback):
+    """Hands rows and events to the loggers of `train.loggers`."""
+
+    lead_only = True
+    keys = (KEY,)
+
+    def __init__(self) -> None:
+        self._classes: dict[str, Make] = {}
+        self._run: Run | None = None
+
+    def on_check(self, config: RunConfig) -> None:
+        """Loads the loggers' classes; executes the modules that they name.
+
+        Raises:
+          ConfigError: there is no such logger, or it cannot be loaded.
+        """
+        self._classes = find(config.train)
+
+    def on_start(self, run: Run) -> None:
+        """Takes the run's folder."""
+        self._run = run
+
+    def on_phase(self, phase: str, step: int) -> None:
+        """Starts the loggers before the first step: they know then which it is."""
+        if phase != "data" or self._run is None or not self._classes:
+            return
+        run = self._run
+        assert run.writer is not None
+        for view in start(
+            self._classes,
+            run.folder,
+            run.config,
+            first_step=run.progress.step,
+            report=run.writer.event,
+        ):
+            run.writer.attach(view)
+        self._classes = {}
+
+
 def named_classes(config: RunConfig) -> list[str]:
     """Returns the loggers of a config that are code it names by module or file."""
     return [name for name in config.train.loggers if ":" in name]
 
 
-def find(config: TrainConfig, *, lead: bool) -> dict[str, Make]:
-    """Returns the class of each logger, on the process that logs; executes the modules
-    that they name.
+def find(config: TrainConfig) -> dict[str, Make]:
+    """Loads the class of each logger; executes the modules that they name.
 
     Raises:
-      ConfigError: on all processes: there is no such logger, or it cannot be loaded.
+      ConfigError: there is no such logger, or it cannot be loaded.
     """
     names = tuple(dict.fromkeys(config.loggers))
-    if faults := list(logger.faults(names)):
+    faults = list(logger.faults(names))
+    if faults:
         raise ConfigError(faults)
-    with coordination.raise_on_all():
-        return {name: _find(name) for name in names} if lead else {}
+    return {name: _find(name) for name in names}
 
 
 def _find(name: str) -> Make:

@@ -20,7 +20,6 @@ from jaxdist.distributed import consistency
 from jaxdist.interop import peft
 from jaxdist.interop.families import Family
 from jaxdist.models import lora, registry
-from jaxdist.operations.watch.watchdog import Watchdog
 from jaxdist.protocols.model_spec import describe, stored_dtype
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
@@ -114,7 +113,7 @@ def init_state(
     config: RunConfig,
     built: TrainStep,
     folder: Path,
-    watch: Watchdog,
+    phase: Callable[[str, int], None],
     made: Build | None = None,
 ) -> State:
     """Returns the first state of a run: fresh, or with the weights that init.* names.
@@ -123,6 +122,7 @@ def init_state(
     for exports.
 
     Args:
+      phase: told of "restore", if weights are read.
       made: builds the model, where a caller has given one.
 
     Raises:
@@ -131,7 +131,7 @@ def init_state(
     """
     if not (config.init.from_run or config.init.from_huggingface):
         return built.init()
-    watch.at("restore")
+    phase("restore", 0)
     quantise = _quantiser(config, built.views.abstract, made)
     if config.init.from_run:
         base = (

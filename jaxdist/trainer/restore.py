@@ -2,11 +2,8 @@
 older one.
 """
 
-import contextlib
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,33 +19,21 @@ from jaxdist.checkpoint.state_dict import LayoutError
 from jaxdist.config import ConfigError, trees
 from jaxdist.data import Dataset
 from jaxdist.distributed import consistency, coordination, initialize
-from jaxdist.operations.watch.watchdog import Watchdog
-from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.storage import run_format
 from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 from jaxdist.telemetry.flops import is_uncounted, jaxpr_flops
-from jaxdist.telemetry.metrics import MetricsWriter, read_events
+from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer import build, pretrained, workdir
-from jaxdist.trainer.best import checked_best
 from jaxdist.trainer.health import SKIPPED_FILE, Diverged, SkippingDataset
+from jaxdist.trainer.progress import Progress, progress_of
 from jaxdist.trainer.run_config import Build, RunConfig
 
 _MAX_BATCHES = 2**62
 SKIPPED = "skipped_data"  # in a checkpoint's metadata: the windows then known
+CALLBACKS = "callbacks"  # in a checkpoint's metadata: what it keeps of each, by name
 READER = "data_state"  # in a checkpoint's metadata: the state of a caller's iterator
-
-
-@dataclass
-class Progress:
-    """How far a run has come; saved with every checkpoint."""
-
-    step: int = 0  # updates finished
-    tokens_seen: int = 0  # targets with weight > 0
-    elapsed_s: float = 0.0  # training time, over all restarts
-    # of the evaluations so far, see `trainer.best`
-    best: dict[str, Any] = field(default_factory=dict)
 
 
 class UserInputs(NamedTuple):
@@ -61,16 +46,15 @@ class UserInputs(NamedTuple):
     initial: Mapping[str, np.ndarray] | None = None
 
 
-class TrainResult(NamedTuple):
-    """A run that has ended."""
+class Start(NamedTuple):
+    """Where a run starts."""
 
-    config: RunConfig
-    spec: ModelSpec
-    built: TrainStep
     state: State
-    stopped: str  # by a signal, and that the run is saved; "" if none ended it
-    # why it ended before train.steps without a signal: a hook's reason, the time
-    reason: str = ""
+    progress: Progress
+    dataset: SkippingDataset
+    # of the step's program, all devices together; None: not all of it counts
+    step_flops: float | None
+    callbacks: dict[str, Any]  # what the checkpoint keeps of callbacks, by name
 
 
 def init_or_restore(
@@ -79,18 +63,18 @@ def init_or_restore(
     dataset: Dataset,
     store: CheckpointManager,
     folder: Path,
-    watch: Watchdog,
+    phase: Callable[[str, int], None],
     inputs: UserInputs,
     back_to: int | None = None,
-) -> tuple[State, Progress, SkippingDataset, float | None]:
-    """Returns the first state, the progress so far, the data to go on with and
-    `step_flops`; it is compiled.
+) -> Start:
+    """Makes the first state or reads it; the step is compiled.
 
     The step compiles in one thread, and to restore, the checkpoint library is imported
     in another, while the state is made or read here: a start takes the longest of the
     three, not their sum.
 
     Args:
+      phase: told of "restore" and "compile", each with the step reached.
       back_to: a step to go on from; what was saved after it goes to quarantine. None:
         the newest.
     """
@@ -110,11 +94,14 @@ def init_or_restore(
                 state = built.init(_placed(inputs.initial, built))
             else:
                 state = pretrained.init_state(
-                    config, built, folder, watch, inputs.build
+                    config, built, folder, phase, inputs.build
                 )
-            progress, windows, reader = Progress(), [], None
+            progress = Progress()
+            windows: list[list[int]] = []
+            reader = None
+            kept: dict[str, Any] = {}
         else:
-            watch.at("restore")
+            phase("restore", 0)
             library = pool.submit(checkpoints.preload)
             prepared = pool.submit(store.prepare, built.views.abstract)
             library.result()
@@ -123,8 +110,9 @@ def init_or_restore(
             progress = progress_of(restored.metadata)
             windows = coordination.broadcast(skipped_windows(folder, restored.metadata))
             reader = restored.metadata.get(READER)
+            kept = restored.metadata.get(CALLBACKS, {})
             prepared.result()
-        watch.at("compile", progress.step)
+        phase("compile", progress.step)
         flops = compiled.result()
         consistency.agree(lambda: {"data left out": windows})
         skipping = SkippingDataset(dataset, windows)
@@ -132,25 +120,10 @@ def init_or_restore(
             line = skipping.go_to(progress.step, reader)
             if line and jax.process_index() == 0:
                 print(line)
-        return state, progress, skipping, flops
+        return Start(state, progress, skipping, flops, kept)
     finally:
         # an error does not wait for the compiler
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def progress_of(metadata: Mapping[str, Any]) -> Progress:
-    """Returns how far the run of a checkpoint had come.
-
-    Raises:
-      Malformed: the metadata is not that of a run in training.
-    """
-    stored = dict(of_kind(metadata.get("progress"), dict, "progress"))
-    best = checked_best(stored.pop("best", {}))
-    kinds = {field.name: {int, type(field.default)} for field in fields(Progress)}
-    for name, value in stored.items():
-        if type(value) not in kinds.get(name, ()) or not 0 <= value < math.inf:
-            raise Malformed(f"progress.{name:.40} is {value!r:.40}")
-    return Progress(**stored, best=best)
 
 
 def trained(abstract: Any) -> checkpoints.Wanted:
@@ -169,6 +142,7 @@ def trained(abstract: Any) -> checkpoints.Wanted:
                 "the data's fingerprint",
             )
             _checked(info.metadata.get(SKIPPED, []))
+            of_kind(info.metadata.get(CALLBACKS, {}), dict, CALLBACKS)
         except Malformed as error:
             raise CheckpointError(
                 f"its metadata is not that of a run in training: {error}"
@@ -206,15 +180,6 @@ def _restore(
             f"the run went back to step {back_to}: train.steps was raised",
         )
     return restored
-
-
-def write_bad_checkpoints(error: CheckpointError, folder: Path) -> None:
-    """Writes an event for each checkpoint that could not be used."""
-    with contextlib.closing(
-        MetricsWriter(folder, enabled=jax.process_index() == 0)
-    ) as events:
-        for step, reason in error.steps.items():
-            events.event("bad_checkpoint", step, reason=reason)
 
 
 def _placed(

@@ -4,20 +4,60 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from jaxdist.checkpoint.interval import mean_time_between_failures
 from jaxdist.checkpoint.manager import CheckpointManager, SaveResult
 from jaxdist.distributed import coordination
-from jaxdist.operations.copies.copier import Copier
+from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.step.train_step import CheckpointViews
+from jaxdist.telemetry import clock
 from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import MetricsWriter
 from jaxdist.telemetry.units import duration_text, time_text
-from jaxdist.trainer.hooks import StepView
-from jaxdist.trainer.restore import Progress
+from jaxdist.trainer import extension, restore, workdir
+from jaxdist.trainer.callbacks import CallbackList, Run, StepView
+from jaxdist.trainer.progress import Progress
+from jaxdist.trainer.run_config import run_fingerprint
 
 PREPARED_AFTER = 2  # steps of a start; the first of them is then on its way to the log
+
+
+def checkpoint_metadata(
+    run: Run,
+    schedule: ScheduleSteps,
+    callbacks: CallbackList,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Returns what a checkpoint keeps beside its arrays."""
+    assert run.dataset is not None
+    metadata = {
+        "progress": asdict(progress),
+        "fingerprints": {
+            "config": run_fingerprint(run.config),
+            "data": run.dataset.fingerprint,
+        },
+        **workdir.stored_config(run.config),
+        extension.SCHEDULE_KEY: schedule.to_json(),
+        restore.SKIPPED: run.dataset.windows,
+        restore.CALLBACKS: callbacks.state(),
+    }
+    reader = run.dataset.reader_state(progress.step)
+    if reader is not None:
+        metadata[restore.READER] = reader
+    return metadata
+
+
+def failure_rate(run: Run) -> tuple[float, str]:
+    """Returns the seconds between failures of a run, and whose word that is."""
+    failures, seconds = clock.current().failures()
+    return mean_time_between_failures(
+        failures,
+        seconds,
+        chips=run.num_chips,
+        chip_hours_per_failure=run.config.checkpoint.chip_hours_per_failure,
+    )
 
 
 @dataclass
@@ -32,7 +72,8 @@ class Saver:
     metadata: Callable[[Progress], dict[str, Any]]
     # seconds between, and by what
     failures: Callable[[], tuple[float, str]] = lambda: (math.inf, "")
-    copier: Copier | None = None
+    # told of each checkpoint that is whole
+    on_save: Callable[[int], None] = lambda step: None
     # of the last save; "" if it has succeeded
     failure: str = field(default="", init=False)
     _prepared: Future[None] | None = field(default=None, init=False)
@@ -92,45 +133,8 @@ class Saver:
                 self.display.note(f"checkpoint {save.step} {note}: {error}")
             self.failure = "" if save.ok else error or "it failed"
             self._choose_interval(save)
-            if save.ok and self.copier:
-                self.copier.wake()
-        self._report_copies()
-
-    def _report_copies(self) -> None:
-        for copy in self.copier.poll() if self.copier else ():
-            if copy.error:
-                self._report_missing_copy(copy.step, copy.error)
-            else:
-                sizes = {"seconds": copy.seconds, "bytes": copy.bytes}
-                self.writer.event("checkpoint_copied", copy.step, **sizes)
-
-    def _report_missing_copy(self, step: int, error: str) -> None:
-        place = self.copier.url if self.copier else ""
-        self.writer.event("checkpoint_copy_failed", step, error=error, store=place)
-        self.display.note(f"checkpoint {step} is not copied to {place}: {error}")
-
-    def finish_copies(self, step: int, *, stopped: bool) -> None:
-        """Waits for the copies under way and due, for `checkpoint.copy_wait_s`; says
-        what is missing then.
-
-        Args:
-          step: the last one done.
-          stopped: whether the run ends before its time: who stops it does not wait for
-            long.
-        """
-        if self.copier is None:
-            return
-        config = self.store.config
-        seconds = (
-            min(config.copy_wait_s, config.patience_s)
-            if stopped
-            else config.copy_wait_s
-        )
-        ended = self.copier.finish(seconds)
-        self._report_copies()
-        if not ended:
-            error = f"the run's end has waited {seconds:.0f} s (checkpoint.copy_wait_s); the next start goes on"
-            self._report_missing_copy(step, error)
+            if save.ok:
+                self.on_save(save.step)
 
     def _choose_interval(self, save: SaveResult) -> None:
         """Lets a save that has succeeded say how often to save, where the config leaves

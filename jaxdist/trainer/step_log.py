@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 import jax
 
 from jaxdist.data.loader import Loader
-from jaxdist.operations.ledger.ledger import STEP, WAIT, Ledger
-from jaxdist.operations.watch import straggler
-from jaxdist.step.state import Metrics, State
+from jaxdist.step.state import Metrics
 from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import MetricsWriter, Throughput
+from jaxdist.trainer.callbacks import CallbackList, RowView
 from jaxdist.trainer.health import Monitor
-from jaxdist.trainer.restore import Progress
+from jaxdist.trainer.progress import Progress
 from jaxdist.trainer.run_config import RunConfig
 
 _ARRAY_ROWS = 50  # about so many of a run: of 48 layers with 128 experts 2 MB
@@ -53,7 +52,7 @@ class StepLog:
     throughput: Throughput
     # first and last global sample index of a step's batch
     samples: Callable[[int], tuple[int, int]]
-    ledger: Ledger
+    callbacks: CallbackList
 
     def __post_init__(self) -> None:
         self._monitor = Monitor(
@@ -63,7 +62,7 @@ class StepLog:
             event=self.writer.event,
             note=self.display.note,
         )
-        self._alarm = straggler.StepAlarm(self.writer.event, self.display.note)
+        self.paused_s = 0.0  # in all pauses so far
         self._pending: deque[tuple[int, Metrics]] = deque()  # of steps under way
         # weighted targets of the steps recorded since the last row
         self._tokens: list[jax.Array] = []
@@ -74,8 +73,7 @@ class StepLog:
         """
         self._pending.clear()
         self._tokens.clear()
-        self._alarm.begin()
-        self._loader, self._stragglers = loader, straggler.Pace(self.writer.event)
+        self._loader = loader
         progress, waited_s = self.progress, self._monitor.waited_s
         self._window = MetricsWindow(
             time.monotonic(),
@@ -86,19 +84,25 @@ class StepLog:
 
     def rewind(self) -> None:
         """Forgets the losses after `progress.step`, to which the run has gone back."""
-        self._monitor.rewound(self.progress.step)
+        self._monitor.rewound()
 
-    def add_step(self, number: int, state: State, metrics: Metrics) -> None:
+    @property
+    def data_wait_s(self) -> float:
+        """Seconds that this process has waited for batches, since `begin`."""
+        return self._loader.data_wait_s
+
+    @property
+    def device_wait_s(self) -> float:
+        """Seconds that this process has waited for its devices, in all."""
+        return self._monitor.waited_s
+
+    def add_step(self, number: int, metrics: Metrics) -> None:
         """Takes the outputs of a step that has just been started, and records the steps
         long done.
 
         Raises:
           Diverged: one of those went wrong.
         """
-        self._alarm.start(
-            number, data_s=self._loader.data_wait_s, devices_s=self._monitor.waited_s
-        )
-        self._monitor.compare(number, state)
         self._pending.append((number, metrics))
         # so that the device never waits for the host to read metrics
         self.drain_metrics(under_way=3)
@@ -114,7 +118,7 @@ class StepLog:
 
     def _record_step(self, number: int, metrics: Metrics) -> None:
         self._monitor.look(number, metrics)  # waits until the step is done
-        self._alarm.record()
+        self.callbacks.record(number)
         self.progress.step = number
         self._tokens.append(metrics["tokens"])
         self.display.step(number)
@@ -137,15 +141,15 @@ class StepLog:
             seconds=seconds, steps=steps, tokens=seen - window.tokens_seen
         )
         row["data_wait_s"] = (self._loader.data_wait_s - window.data_wait_s) / steps
-        row |= self._stragglers.row(
-            number,
-            steps=steps,
-            seconds=seconds,
-            waited_s=waited_s - window.device_wait_s,
+        self.callbacks.row(
+            RowView(
+                step=number,
+                values=row,
+                steps=steps,
+                seconds=seconds,
+                device_wait_s=waited_s - window.device_wait_s,
+            )
         )
-        self.ledger.move(STEP, WAIT, self._stragglers.held_s)
-        if self.ledger.goodput is not None:
-            row["goodput"] = self.ledger.goodput
         if balancer := self._loader.balancer:
             row |= balancer.metrics(number - 1)
         self.progress.elapsed_s += seconds
@@ -191,4 +195,4 @@ class StepLog:
         yield replace(self.progress, elapsed_s=self.elapsed_s())
         seconds = time.monotonic() - began
         self._window.paused_s += seconds
-        self._alarm.skip(seconds)
+        self.paused_s += seconds

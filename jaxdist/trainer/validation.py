@@ -3,7 +3,7 @@ compiles.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,6 +26,42 @@ from jaxdist.step.update import offload_obstacle
 from jaxdist.trainer import build as run_build
 from jaxdist.trainer import product_formats
 from jaxdist.trainer.run_config import Build, RunConfig
+
+# Keys that do nothing by themselves -> the callback that serves them. A run whose
+# config sets one to another value than its default needs the callback.
+SERVED_BY = {
+    "checkpoint.copy_to": "jaxdist.operations.copies.copying.CheckpointCopies",
+    "checkpoint.keep_best": "jaxdist.trainer.best.KeepBest",
+    "health.compare_every": "jaxdist.operations.watch.replica_check.ReplicaCheck",
+    "profile.start_step": "jaxdist.trainer.profiling.Profile",
+    "resilience.preemption_notice": "jaxdist.operations.watch.notices.PreemptionNotices",
+    "telemetry.port": "jaxdist.operations.metrics.serving.MetricsServer",
+    "train.loggers": "jaxdist.trainer.loggers.Loggers",
+    "train.patience": "jaxdist.trainer.best.KeepBest",
+}
+
+
+def check_served(run: RunConfig, keys: Collection[str]) -> None:
+    """Checks that no key of a config is set in vain.
+
+    Args:
+      keys: that the run's callbacks serve; a group stands for its keys.
+
+    Raises:
+      ConfigError: one line for each key that needs a callback which the run lacks.
+    """
+    values = schema.flatten(schema.to_config_dict(run))
+    defaults = schema.schema_of(RunConfig)
+    faults = [
+        f"{key}={values[key]}: nothing in this run does that. The key needs the "
+        f"callback {callback}. Pass it in callbacks=[...], or leave the key out."
+        for key, callback in SERVED_BY.items()
+        if key not in keys
+        and key.partition(".")[0] not in keys
+        and values[key] != defaults[key].default
+    ]
+    if faults:
+        raise ConfigError(faults)
 
 
 def validate(

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from jaxdist import train
+from jaxdist import library, train
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.interval import (
     FIRST_S,
@@ -18,11 +18,10 @@ from jaxdist.checkpoint.interval import (
     mean_time_between_failures,
 )
 from jaxdist.checkpoint.manager import CheckpointManager
-from jaxdist.operations.ledger.ledger import Life, read_lives
+from jaxdist.operations.ledger.run_lives import Life, count_failures, read_lives
 from jaxdist.planner.formulas import lost_share
 from jaxdist.telemetry.metrics import read_events
-from jaxdist.trainer import trainer
-from jaxdist.trainer.hooks import StepView, every
+from jaxdist.trainer.callbacks import StepView, every
 from jaxdist.trainer.preemption import Interrupted
 from support.launches import events, finish, launched
 from support.runs import TINY, run_of
@@ -123,11 +122,10 @@ def test_failures_are_as_configured_or_as_the_run_has_had_them(
             buckets=buckets,
         )
 
-    known = [life(end) for end in ends]
-    assert mean_time_between_failures(known, chips=8, chip_hours_per_failure=given) == (
-        seconds,
-        by,
-    )
+    failures, lived_s = count_failures([life(end) for end in ends])
+    assert mean_time_between_failures(
+        failures, lived_s, chips=8, chip_hours_per_failure=given
+    ) == (seconds, by)
 
 
 def test_each_end_of_a_run_counts_as_what_it_is(tmp_path, monkeypatch, capsys):
@@ -143,13 +141,13 @@ def test_each_end_of_a_run_counts_as_what_it_is(tmp_path, monkeypatch, capsys):
         if view.step == 30:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    options = {"config": None, "hooks": [every(10, end)]}
+    options = {"config": None, "callbacks": [every(10, end)]}
     changes = TINY | {"checkpoint.interval": "auto", "train.steps": 40}
     options["config"] = run_of("quickstart", **changes)
     for error in (RuntimeError, KeyboardInterrupt, Interrupted):
         with pytest.raises(error):
-            trainer.run(folder=tmp_path, **options)
-    trainer.run(folder=tmp_path, **options)
+            library.run(folder=tmp_path, **options)
+    library.run(folder=tmp_path, **options)
     lives = read_lives(tmp_path)
     assert not ends and all(life.ended for life in lives)
     assert [life.exit_code for life in lives] == [1, 1, 75, 0]
@@ -193,8 +191,9 @@ def test_exceptions_of_either_of_two_processes_are_failures(tmp_path):
         (False, 0),
         (True, 0),
     ]
+    failures, lived_s = count_failures(lives)
     mtbf_s, source = mean_time_between_failures(
-        lives, chips=2, chip_hours_per_failure=0.0
+        failures, lived_s, chips=2, chip_hours_per_failure=0.0
     )
     assert (
         source == "2 failures of this run"

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from jaxdist import report, runs, status
-from jaxdist.operations.ledger import ledger
+from jaxdist.operations.ledger import run_lives
 from support.paths import ROOT, TESTS
 from support.runs import environment
 
@@ -18,7 +18,7 @@ TRAIN = """
 import os, signal, sys, time
 from pathlib import Path
 from jaxdist.trainer import run_config, trainer
-from jaxdist.trainer.hooks import every
+from jaxdist.trainer.callbacks import every
 
 folder, seed, killed_at = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 sizes = {"num_layers": 1, "d_model": 16, "d_ff": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
@@ -34,7 +34,7 @@ def kill(view):
     time.sleep(1.5)  # until the ledger has been written
     os.kill(os.getpid(), signal.SIGKILL)
 
-trainer.train(run_config.from_config(config), folder, hooks=[every(killed_at, kill)])
+library.run(run_config.from_config(config), folder, callbacks=[every(killed_at, kill)])
 """
 
 
@@ -69,7 +69,7 @@ def test_eight_runs_two_of_them_killed(tmp_path, capsys):
 
     time.sleep(3)
     train(tmp_path / "r2", 2)  # goes on
-    lives = ledger.read_lives(tmp_path / "r2")
+    lives = run_lives.read_lives(tmp_path / "r2")
     assert [life.first for life in lives] == [0, 16] and [
         life.ended for life in lives
     ] == [False, True]

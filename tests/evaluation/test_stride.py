@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist import evaluate
+from jaxdist import evaluate, library
 from jaxdist.config import ConfigError
 from jaxdist.evaluation import trained_run
 from jaxdist.parallel.mesh import MeshConfig
-from jaxdist.trainer import cli, trainer
+from jaxdist.trainer import cli
 from support.inference import (  # noqa: F401  pytest finds the fixtures here
     alone_fixture,
     command_fixture,
@@ -212,7 +212,7 @@ def test_long_chats_of_a_model_with_experts(tmp_path):
     config = dataclasses.replace(
         config, data=data, batch=batch, model={**config.model, **model}
     )
-    trainer.run(config, tmp_path / "work")
+    library.run(config, tmp_path / "work")
     folder = tmp_path / "work"
     runs = [trained_run.load_run(folder, devices=jax.devices()[:1])]
     for axes in (

@@ -8,9 +8,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxdist import library
 from jaxdist.config import files
 from jaxdist.telemetry.metrics import read_events
-from jaxdist.trainer import run_config, trainer
+from jaxdist.trainer import run_config
 from support.gpu import accelerator, cpus
 from support.launches import parameters
 from support.runs import TINY, losses
@@ -35,7 +36,7 @@ def train(workdir: Path, devices: list[jax.Device], steps: int, **mesh: int) -> 
         config.update_from_flattened_dict(
             settings | {f"mesh.{axis}": size for axis, size in mesh.items()}
         )
-    trainer.run(run_config.from_config(config), workdir, devices=devices)
+    library.run(run_config.from_config(config), workdir, devices=devices)
 
 
 def test_a_checkpoint_goes_on_elsewhere(tmp_path):

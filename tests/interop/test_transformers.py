@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from jaxdist import convert, interop  # noqa: E402
+from jaxdist import convert, interop, library  # noqa: E402
 from jaxdist.config import ConfigError  # noqa: E402
 from jaxdist.data import open_dataset  # noqa: E402
 from jaxdist.models import experts  # noqa: E402
@@ -20,7 +20,6 @@ from jaxdist.telemetry.metrics import read_rows  # noqa: E402
 from jaxdist.trainer import (  # noqa: E402
     pretrained,
     run_config,  # noqa: E402
-    trainer,
 )
 from support.huggingface import EXPERT_MESH, EXPERTS, FOLDERS, MESH, compare, load_all  # noqa: E402
 from support.transformers_folders import BIGGER, LENGTH, NAMES, made, make, reloaded  # noqa: E402
@@ -229,7 +228,7 @@ def test_fine_tuning_has_the_losses_of_torch_adamw(name, tmp_path):
     pretrained.apply_source(config)
     run = run_config.from_config(config)
     with jax.default_matmul_precision("highest"):
-        trainer.run(run, tmp_path / "run")
+        library.run(run, tmp_path / "run")
     found = [row["loss"] for row in read_rows(tmp_path / "run").train]
 
     matrices = [p for p in model.parameters() if p.ndim > 1]

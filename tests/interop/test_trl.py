@@ -17,10 +17,11 @@ pytest.importorskip("jinja2", reason="extra `chat` is not installed")
 import datasets  # noqa: E402
 import jax  # noqa: E402
 
+from jaxdist import library  # noqa: E402
 from jaxdist.data import open_dataset  # noqa: E402
 from jaxdist.data.sources import DataConfig  # noqa: E402
 from jaxdist.telemetry.metrics import read_rows  # noqa: E402
-from jaxdist.trainer import pretrained, run_config, trainer  # noqa: E402
+from jaxdist.trainer import pretrained, run_config  # noqa: E402
 from support.chats import HEADERS, MARKED, PLAIN, rows, write_rows, write_tokenizer  # noqa: E402
 from support.transformers_folders import make  # noqa: E402
 
@@ -198,7 +199,7 @@ def test_losses_are_those_of_transformers_and_peft(tmp_path):
     pretrained.apply_source(config)
     run = run_config.from_config(config)
     with jax.default_matmul_precision("highest"):
-        trainer.run(run, tmp_path / "run")
+        library.run(run, tmp_path / "run")
     found = [row["loss"] for row in read_rows(tmp_path / "run").train]
 
     trained = [p for p in model.parameters() if p.requires_grad]

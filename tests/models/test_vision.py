@@ -23,7 +23,7 @@ from jaxdist.parallel.mesh import build_mesh
 from jaxdist.protocols.model_spec import describe
 from jaxdist.telemetry.metrics import read_rows
 from jaxdist.trainer import build, cli, run_config, trainer, validation
-from jaxdist.trainer.hooks import every
+from jaxdist.trainer.callbacks import every
 from jaxdist.verification import cases
 
 DIGITS = DataConfig(source="digits")
@@ -409,7 +409,7 @@ def test_a_run_outlives_the_file_of_its_arrays(tmp_path):
     _, run = cli.parse(cli.ConfigParser("test", None), words.split())
     # before the first evaluation
     gone = every(1, lambda view: file.unlink(missing_ok=True))
-    trainer.train(run, tmp_path / "run", devices=jax.devices()[:1], hooks=[gone])
+    trainer.train(run, tmp_path / "run", devices=jax.devices()[:1], callbacks=[gone])
     assert [row["step"] for row in read_rows(tmp_path / "run").evaluation] == [
         1,
         2,

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import pytest
 
 from jaxdist.config import ConfigError
-from jaxdist.operations.ledger import compile_time, ledger
-from jaxdist.operations.ledger.ledger import Ledger, Life
+from jaxdist.operations.ledger import run_lives
+from jaxdist.operations.ledger.ledger import Ledger, process_age_s
+from jaxdist.operations.ledger.run_lives import Life
 from jaxdist.storage import run_format
+from jaxdist.telemetry import clock as core_clock
 from support.launches import assert_time_adds_up
 from support.runs import command, environment, last_step, train, train_and_kill
 
@@ -46,13 +48,13 @@ def buckets(book):
 
 
 def test_what_is_no_phase_has_a_bucket_of_its_own(book, clock):
-    with book.aside(ledger.JOIN):
+    with book.timed(core_clock.JOIN):
         clock.now += 3
     book.enter("step", 1)
     clock.now += 10
-    with book.aside(ledger.HOOKS):
+    with book.timed(core_clock.HOOKS):
         clock.now += 2
-        with ledger.of_process(book), ledger.waiting():
+        with core_clock.installed(book), core_clock.timed(core_clock.WAIT):
             clock.now += 4
         book.enter("evaluate", 1)
         clock.now += 1
@@ -65,7 +67,7 @@ def test_what_is_no_phase_has_a_bucket_of_its_own(book, clock):
         "wait": 4,
         "evaluate": 5,
     }
-    with ledger.waiting():
+    with core_clock.timed(core_clock.WAIT):
         clock.now += 1  # no run of this process: nobody is told
     assert "wait" in buckets(book) and buckets(book)["wait"] == 4
 
@@ -74,7 +76,7 @@ def test_another_thread_moves_nothing(book, clock):
     book.enter("step", 1)
 
     def beside():
-        with book.aside(ledger.HOOKS):
+        with book.timed(core_clock.HOOKS):
             clock.now += 2
             book.compiled(1.0)
 
@@ -106,7 +108,7 @@ def test_a_process_that_began_earlier_started_then(clock):
     book = Ledger(age_s=7.0, clock=clock, wall_clock=clock)
     (life,) = book.lives()
     assert life.began == START - 7 and life.buckets == {"start": 7}
-    assert 0 < ledger.process_age_s() < 24 * 3600
+    assert 0 < process_age_s() < 24 * 3600
 
 
 def test_what_jax_compiles_in_a_step_is_no_step():
@@ -128,7 +130,7 @@ def test_what_jax_compiles_in_a_step_is_no_step():
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        with compile_time.booked(book):
+        with book:
             began = time.monotonic()
             program(jnp.ones((8, 8))).block_until_ready()
             took_s = time.monotonic() - began
@@ -147,19 +149,19 @@ def life(first, last, *, began, undone=0, **seconds):
 
 
 def test_the_line_says_where_the_time_went():
-    assert ledger.goodput_line([]) == ""
+    assert run_lives.goodput_line([]) == ""
     one = life(0, 620, began=0.0, step=62.0, compile=3.0)
     two = life(600, 900, began=65.0, step=30.0, compile=3.0, restore=0.4, save=1.6)
-    assert ledger.goodput_line([one]) == "goodput 95 %: 5 % compile"
+    assert run_lives.goodput_line([one]) == "goodput 95 %: 5 % compile"
     assert (
-        ledger.goodput_line([one, two])
+        run_lives.goodput_line([one, two])
         == "goodput 90 %: 6 % compile, 2 % lost to a restart at step 600, 2 % save"
     )
     three = life(800, 900, began=100.0, step=10.0)
-    assert "lost to 2 restarts" in ledger.goodput_line([one, two, three])
+    assert "lost to 2 restarts" in run_lives.goodput_line([one, two, three])
     back = life(0, 100, began=0.0, undone=50, step=15.0, wait=5.0)
     assert (
-        ledger.goodput_line([back])
+        run_lives.goodput_line([back])
         == "goodput 50 %: 25 % waiting for other processes, 25 % lost to rollbacks"
     )
 
@@ -175,7 +177,7 @@ def test_a_rollback_behind_a_lifes_first_step(book, clock):
         book.enter("data", done)
     (now,) = book.lives()
     assert (now.first, now.step, now.undone) == (50, 60, 50)
-    spent = ledger.account([life(0, 100, began=0.0, step=100.0), now]).buckets
+    spent = run_lives.account([life(0, 100, began=0.0, step=100.0), now]).buckets
     assert spent["lost"] == pytest.approx(50 + 50) and spent["step"] == pytest.approx(
         50 + 10
     )
@@ -201,15 +203,15 @@ def test_a_life_says_how_it_ended(tmp_path):
         with pytest.raises(type(error)), (book := Ledger()).published(tmp_path):
             book.end_with(75)
             raise error
-    lives = ledger.read_lives(tmp_path)
+    lives = run_lives.read_lives(tmp_path)
     assert [life.exit_code for life in lives] == [75, 0, 1, 78, 1] and all(
         life.ended for life in lives
     )
     assert [life.failed for life in lives] == [False, False, True, False, True]
-    stored = json.loads((file := tmp_path / ledger.LEDGER_FILE).read_text())
+    stored = json.loads((file := tmp_path / run_lives.LEDGER_FILE).read_text())
     stored["lives"][0]["exit_code"] = "x"
     file.write_text(json.dumps(stored))
-    assert ledger.read_lives(tmp_path) == []
+    assert run_lives.read_lives(tmp_path) == []
 
 
 @pytest.mark.slow
@@ -222,14 +224,14 @@ def test_buckets_are_the_wall_time_through_kill_9(tmp_path):
         time.sleep(0.7)
     log = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     starting = subprocess.Popen(command(tmp_path, **options), env=environment(1), **log)
-    while len(ledger.read_lives(tmp_path)) < 3:
+    while len(run_lives.read_lives(tmp_path)) < 3:
         assert starting.poll() is None
         time.sleep(0.05)
     starting.kill()
     starting.wait()
     done = train(tmp_path, **options)
     found = assert_time_adds_up(tmp_path, began=began, ended=time.time())
-    lives = ledger.read_lives(tmp_path)
+    lives = run_lives.read_lives(tmp_path)
     print(
         {name: round(seconds, 3) for name, seconds in found.buckets.items()},
         found.wall_s,
@@ -256,7 +258,7 @@ def test_the_time_after_a_finished_life_is_no_part_of_the_run():
     killed = life(90, 95, began=1032.0, step=5.0)
     last = life(90, 120, began=1100.0, step=30.0)
     killed.ended = False
-    found = ledger.account([one, two, killed, last])
+    found = run_lives.account([one, two, killed, last])
     assert found.buckets["down"] == pytest.approx(1100 - 1037)  # after the kill alone
     assert (
         found.wall_s == pytest.approx(61 + 32 + 5 + 63 + 30)
@@ -264,7 +266,7 @@ def test_the_time_after_a_finished_life_is_no_part_of_the_run():
     )
     for code in (75, 1, 70):  # preempted, failed: it was to go on
         one.exit_code = code
-        assert ledger.account([one, two, killed, last]).buckets[
+        assert run_lives.account([one, two, killed, last]).buckets[
             "down"
         ] == pytest.approx(939 + 63)
 
@@ -272,14 +274,14 @@ def test_the_time_after_a_finished_life_is_no_part_of_the_run():
 @pytest.mark.parametrize("chips", [0, -1, 1.5, True, "8", 10**30])
 def test_chips_that_are_no_number_make_no_ledger(tmp_path, chips):
     entry = vars(life(0, 60, began=0.0, step=60.0))
-    (tmp_path / ledger.LEDGER_FILE).write_text(
+    (tmp_path / run_lives.LEDGER_FILE).write_text(
         json.dumps(run_format.marked({"lives": [entry | {"chips": chips}]}))
     )
-    assert ledger.read_lives(tmp_path) == []
-    (tmp_path / ledger.LEDGER_FILE).write_text(
+    assert run_lives.read_lives(tmp_path) == []
+    (tmp_path / run_lives.LEDGER_FILE).write_text(
         json.dumps(run_format.marked({"lives": [entry | {"chips": 8}]}))
     )
-    assert ledger.read_lives(tmp_path)[0].chips == 8
+    assert run_lives.read_lives(tmp_path)[0].chips == 8
 
 
 def test_a_rollback_to_step_0_undoes_all(book, clock):
@@ -304,7 +306,7 @@ def test_a_clock_that_is_set_back_takes_nothing_from_the_account():
     two.written, two.ended = 2010.0, False  # 2,000 s less while it ran
     three = life(20, 30, began=2070.0, step=10.0)
     three.written = 2080.0
-    found = ledger.account([one, two, three])
+    found = run_lives.account([one, two, three])
     assert found.buckets == {"down": 60.0, "lost": 0.0, "step": 30.0}
 
 
@@ -312,14 +314,14 @@ def test_a_clock_that_is_set_back_takes_nothing_from_the_account():
     "text", ["{", '{"lives": []}', '{"format": "jaxdist-1", "lives": [{"began": 1}]}']
 )
 def test_a_ledger_that_cannot_be_read_is_put_aside_not_overwritten(tmp_path, text):
-    (file := tmp_path / ledger.LEDGER_FILE).write_text(text)
+    (file := tmp_path / run_lives.LEDGER_FILE).write_text(text)
     with (book := Ledger()).published(tmp_path):
         book.enter("data", 0)
-    assert len(ledger.read_lives(tmp_path)) == 1
+    assert len(run_lives.read_lives(tmp_path)) == 1
     assert (aside := tmp_path / f"{file.name}.unreadable").read_text() == text
     with Ledger().published(tmp_path):
         pass
-    assert len(ledger.read_lives(tmp_path)) == 2 and aside.read_text() == text
+    assert len(run_lives.read_lives(tmp_path)) == 2 and aside.read_text() == text
 
 
 def test_what_is_lost_is_by_the_lowest_step_from_which_any_later_life_went_on():
@@ -331,34 +333,35 @@ def test_what_is_lost_is_by_the_lowest_step_from_which_any_later_life_went_on():
         life(None, 0, began=200.0, start=1.0),
         life(150, 160, began=201.0, step=10.0),
     ]
-    assert ledger.lost_s(lives) == [0, 50, 0, 0]
+    assert run_lives.lost_s(lives) == [0, 50, 0, 0]
     lives += [life(90, 95, began=211.0, step=5.0)]  # a checkpoint between was damaged
-    assert ledger.lost_s(lives) == [10, 100, 0, 10, 0]
+    assert run_lives.lost_s(lives) == [10, 100, 0, 10, 0]
     # of a damaged folder: no day's work
     many = [life(0, 1, began=float(i), step=1.0) for i in range(30_000)]
-    assert sum(ledger.lost_s(many)) == 29_999
-    assert ledger.account(many).buckets[
+    assert sum(run_lives.lost_s(many)) == 29_999
+    assert run_lives.account(many).buckets[
         "step"
-    ] == 1 and "29999 restarts" in ledger.goodput_line(many)
+    ] == 1 and "29999 restarts" in run_lives.goodput_line(many)
 
 
 def test_lives_of_no_steps_or_no_time_lose_nothing():
     empty = Life(10.0, written=10.0, ended=True, buckets={"start": 0.0})
     assert (
-        ledger.account([empty]).goodput is None and ledger.goodput_line([empty]) == ""
+        run_lives.account([empty]).goodput is None
+        and run_lives.goodput_line([empty]) == ""
     )
     killed = Life(70.0, written=75.0, buckets={"start": 5.0})  # before its first step
     before = life(0, 50, began=0.0, step=50.0)
     before.ended = False
     lives = [before, killed, life(40, 50, began=80.0, step=10.0)]
-    found = ledger.account([*lives, empty])
+    found = run_lives.account([*lives, empty])
     assert found.buckets["lost"] == pytest.approx(10) and found.buckets[
         "step"
     ] == pytest.approx(50)
     assert found.buckets["down"] == pytest.approx(20 + 5)
     # more lost than was done, says a damaged file
     odd = life(40, 10, began=0.0, undone=3, step=8.0)
-    assert ledger.account([odd, life(0, 1, began=8.0)]).buckets["lost"] <= 8.0
+    assert run_lives.account([odd, life(0, 1, began=8.0)]).buckets["lost"] <= 8.0
 
 
 @pytest.mark.slow
@@ -377,13 +380,13 @@ def test_a_run_that_was_extended_was_not_down(tmp_path):
     assert process.wait() == 75
     time.sleep(1.5)
     train(tmp_path, train__steps=last_step(tmp_path) + 3)
-    lives = ledger.read_lives(tmp_path)
+    lives = run_lives.read_lives(tmp_path)
     assert [life.done for life in lives] == [True, False, True] and [
         life.chips for life in lives
     ] == [1] * 3
     assert all(life.ended for life in lives)
     idle_s = lives[1].began - lives[0].written
-    found = ledger.account(lives)
+    found = run_lives.account(lives)
     assert idle_s > 1.5 and 1.5 < found.buckets["down"] == pytest.approx(
         lives[2].began - lives[1].written, abs=0.05
     )

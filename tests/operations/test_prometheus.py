@@ -2,13 +2,13 @@
 reads it.
 """
 
-import contextlib
 import json
 import shutil
 import socket
 import subprocess
 import time
 import urllib.request
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -19,9 +19,9 @@ from jaxdist.config import ConfigError
 from jaxdist.distributed.local_devices import free_port
 from jaxdist.operations.ledger.ledger import Ledger
 from jaxdist.operations.metrics.prometheus import RunMetrics, served
-from jaxdist.operations.watch.watchdog import Watchdog
+from jaxdist.operations.metrics.serving import MetricsServer
 from jaxdist.telemetry.config import TelemetryConfig
-from jaxdist.trainer import opening
+from jaxdist.trainer.callbacks import Run
 from jaxdist.trainer.run_config import RunConfig
 from support.paths import ROOT
 from support.runs import command, environment, overrides, refused
@@ -114,6 +114,20 @@ def test_a_scrape_finds_the_run_as_it_is(tmp_path):
         get(f"http://127.0.0.1:{port}/metrics")  # it ends with the run
 
 
+def run_of(config: RunConfig, folder: Path) -> Run:
+    """Returns a run as callbacks see it at its start."""
+    return Run(
+        config=config,
+        folder=folder,
+        spec=None,
+        devices=jax.devices(),
+        note=print,
+        say=print,
+        preempt=print,
+        samples=lambda step: (0, 0),
+    )
+
+
 def test_a_port_in_use_is_one_line_before_anything_compiles(tmp_path, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -129,17 +143,17 @@ def test_a_port_in_use_is_one_line_before_anything_compiles(tmp_path, capsys):
             pass
         config = RunConfig(telemetry=TelemetryConfig(port=port))
         for start in ("refused", "refused again", "trains", "goes on"):
-            watch = Watchdog(config.watchdog, tmp_path / "run", enabled=False)
-            with contextlib.ExitStack() as stack, watch.ledger.published(tmp_path):
+            book = Ledger()
+            server = MetricsServer(book)
+            run = run_of(config, tmp_path)
+            with book.published(tmp_path), server:
                 if start == "trains":
                     continue
                 if start != "goes on":
                     with pytest.raises(ConfigError, match="nothing can listen"):
-                        opening.serve_metrics(config, jax.devices(), stack, watch)
+                        server.on_start(run)
                 else:  # nobody looks at a restart: it goes on
-                    assert (
-                        opening.serve_metrics(config, jax.devices(), stack, watch) == []
-                    )
+                    server.on_start(run)
                     assert (
                         "warning: no metrics: telemetry.port" in capsys.readouterr().out
                     )
@@ -155,7 +169,7 @@ def test_a_port_in_use_is_one_line_before_anything_compiles(tmp_path, capsys):
 
 
 def test_the_dashboard_asks_for_what_there_is(tmp_path):
-    book, source = Ledger(), (ROOT / "jaxdist/telemetry").glob("*.py")
+    book, source = Ledger(), (ROOT / "jaxdist/operations/metrics").glob("*.py")
     text = "".join(file.read_text() for file in source)
     panels = json.loads(DASHBOARD.read_text())["panels"]
     asked = " ".join(

@@ -4,8 +4,9 @@ import sys
 
 import pytest
 
-from jaxdist.operations.watch import straggler
-from jaxdist.operations.watch.straggler import StepAlarm, blamed
+from jaxdist.operations.watch import pace as paces
+from jaxdist.operations.watch import step_alarm
+from jaxdist.operations.watch.step_alarm import StepAlarm, blamed
 from jaxdist.telemetry.metrics import read_events, read_rows
 from support.runs import command, start_group
 
@@ -148,7 +149,7 @@ def test_the_others_say_what_they_see(monkeypatch):
         def values(self):
             return {0: {}}
 
-    monkeypatch.setattr(straggler.coordination, "Board", lambda name: Board())
+    monkeypatch.setattr(step_alarm.coordination, "Board", lambda name: Board())
     loop = Loop()
     loop.run(100)
     # to process 0, waiting for another's data is waiting for its devices
@@ -158,7 +159,7 @@ def test_the_others_say_what_they_see(monkeypatch):
         "2 spoke of another time"
     )
     assert "process 1's data" in loop.notes[0]
-    monkeypatch.setattr(straggler.coordination, "Board", lambda name: Silent())
+    monkeypatch.setattr(step_alarm.coordination, "Board", lambda name: Silent())
     loop = Loop()
     loop.run(60)
     loop.run(30, devices=0.2)
@@ -181,7 +182,7 @@ def test_a_process_says_anew_what_it_sees_while_steps_are_slow(monkeypatch):
         def values(self):
             return {}
 
-    monkeypatch.setattr(straggler.coordination, "Board", lambda name: Board())
+    monkeypatch.setattr(step_alarm.coordination, "Board", lambda name: Board())
     loop, quiet = Loop(), dict.fromkeys(("data", "host", "devices"), 0.0)
     loop.run(100)
     loop.run(1, devices=4.0)
@@ -248,8 +249,8 @@ def test_what_a_straggler_takes_of_the_others_is_waiting(monkeypatch):
             return self.busy_s
 
     busy_s, events = {1: 0.18, 2: 0.03}, []
-    monkeypatch.setattr(straggler.coordination, "Board", lambda name: Board(busy_s))
-    pace = straggler.Pace(
+    monkeypatch.setattr(paces.coordination, "Board", lambda name: Board(busy_s))
+    pace = paces.Pace(
         lambda name, step, **fields: events.append((name, fields["process"]))
     )
     held = []

@@ -6,9 +6,9 @@ import random
 import jax
 import pytest
 
+from jaxdist import library
 from jaxdist.evaluation import trained_run
 from jaxdist.inference.decoding import SamplingConfig
-from jaxdist.trainer import trainer
 from jaxdist.trainer.run_config import default_config, from_config
 
 STEPS = 4
@@ -56,7 +56,7 @@ def trained_fixture(tmp_path_factory):
     """Returns the workdir of a finished run and its last state."""
     assert jax.device_count() == 8
     folder = tmp_path_factory.mktemp("run")
-    state = trainer.run(tiny_config(folder), folder / "workdir")
+    state = library.run(tiny_config(folder), folder / "workdir")
     return folder / "workdir", state
 
 

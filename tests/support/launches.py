@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.data.dataset import Dataset
-from jaxdist.operations.ledger import ledger as ledgers
+from jaxdist.operations.ledger import run_lives as ledgers
 from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer.health import SkippingDataset
 from support.paths import SUPPORT

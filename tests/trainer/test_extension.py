@@ -12,7 +12,7 @@ import pytest
 from jaxdist.checkpoint.files import list_steps, read_step
 from jaxdist.telemetry.metrics import read_rows
 from jaxdist.trainer import run_config, trainer
-from jaxdist.trainer.hooks import every
+from jaxdist.trainer.callbacks import every
 from support.runs import final_arrays, losses, train_and_kill
 from support.runs import train as train_process
 
@@ -40,7 +40,7 @@ def train(folder, *hooks, devices=1, **changes):
         small | {k.replace("__", "."): v for k, v in changes.items()}
     )
     run = run_config.from_config(config)
-    return trainer.train(run, folder, devices=jax.devices()[:devices], hooks=hooks)
+    return trainer.train(run, folder, devices=jax.devices()[:devices], callbacks=hooks)
 
 
 def rates(folder):

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +99,7 @@ def first_state(config: RunConfig, folder: Path) -> dict[str, np.ndarray]:
     devices = jax.devices()
     _, rules, spec = validation.validate(config, devices)
     built = build.build_step(config, spec, build_mesh(config.mesh, devices), rules)
-    watch = SimpleNamespace(at=lambda phase: None)
+    watch = lambda phase, step: None  # noqa: E731
     state = built.views.flat(pretrained.init_state(config, built, folder, watch))
     for array, where in zip(
         jax.tree.leaves(state), jax.tree.leaves(built.views.abstract), strict=True

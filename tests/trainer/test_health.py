@@ -15,13 +15,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdist import library
 from jaxdist.checkpoint.files import CheckpointError, list_steps
 from jaxdist.config import ConfigError
 from jaxdist.config.schema import faults
 from jaxdist.data.dataset import Dataset
 from jaxdist.distributed import consistency, coordination
 from jaxdist.models.transformer import Transformer, TransformerConfig
-from jaxdist.operations.watch import straggler
+from jaxdist.operations.watch import pace, replica_check
 from jaxdist.operations.watch.replica_check import compare_replicas
 from jaxdist.telemetry.metrics import read_events, read_rows
 from jaxdist.trainer import restore, run_config, trainer
@@ -74,7 +75,7 @@ def losses(folder) -> dict[int, float]:
 
 def run(folder, **changes):
     return jax.device_get(
-        trainer.run(config_of(**changes), folder, devices=jax.devices()[:1])
+        library.run(config_of(**changes), folder, devices=jax.devices()[:1])
     )
 
 
@@ -315,21 +316,22 @@ def test_copies_that_differ_are_found_and_named():
 def test_a_run_whose_copies_differ_goes_back_and_repeats_its_data(
     tmp_path, monkeypatch
 ):
-    folder, honest, drifted = tmp_path / "run", Monitor.compare, []
+    folder = tmp_path / "run"
+    honest = replica_check.compare_replicas
+    drifted = []
 
-    def compare(self, number, state):
-        if number == 10 and not drifted:
-            drifted.append(number)
-            name, bad = "leaf", replicated(P(), bad=3)
-            state = {name: bad}
-        honest(self, number, state)
+    def compare(state):
+        if int(state.step) == 10 and not drifted:
+            drifted.append(10)
+            return honest({"leaf": replicated(P(), bad=3)})
+        return honest(state)
 
-    monkeypatch.setattr(Monitor, "compare", compare)
+    monkeypatch.setattr(replica_check, "compare_replicas", compare)
     changes = {"health__compare_every": 5, "train__steps": 12, "mesh__data": 2}
     config = config_of(
         **changes, model__target="jaxdist.models.transformer:Transformer"
     )
-    trainer.run(config, folder, devices=jax.devices()[:2])
+    library.run(config, folder, devices=jax.devices()[:2])
     (drift,) = [event for event in read_events(folder) if event["event"] == "drift"]
     assert drift["step"] == 10 and drift["differing"] == ["device 3 of process 0: leaf"]
     (back,) = [event for event in read_events(folder) if event["event"] == "restore"]
@@ -338,10 +340,10 @@ def test_a_run_whose_copies_differ_goes_back_and_repeats_its_data(
     drifted.clear()
     stops = config_of(**changes, health__nonfinite="stop")
     with pytest.raises(trainer.TrainingStopped, match="device 3 .* replace the device"):
-        trainer.run(stops, tmp_path / "stopped", devices=jax.devices()[:2])
+        library.run(stops, tmp_path / "stopped", devices=jax.devices()[:2])
     assert read_events(tmp_path / "stopped")[-1]["reason"] == "drift"
     monkeypatch.undo()
-    trainer.run(config, tmp_path / "straight", devices=jax.devices()[:2])
+    library.run(config, tmp_path / "straight", devices=jax.devices()[:2])
     assert losses(folder) == losses(tmp_path / "straight")
 
 
@@ -395,7 +397,7 @@ def test_who_differs_from_most_is_named():
 
 
 def test_the_slowest_is_named():
-    found = straggler.slowest({0: 0.01, 1: 0.2, 2: 0.012, 3: 0.011})
+    found = pace.slowest({0: 0.01, 1: 0.2, 2: 0.012, 3: 0.011})
     assert found == {
         "slowest_process": 1,
         "slowest_busy_s": 0.2,

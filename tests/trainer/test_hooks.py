@@ -8,12 +8,13 @@ import jax
 import numpy as np
 import pytest
 
+from jaxdist import library
 from jaxdist.checkpoint.files import list_steps
 from jaxdist.config import ConfigError, trees
 from jaxdist.telemetry.loggers import logger
 from jaxdist.telemetry.metrics import read_events, read_rows
 from jaxdist.trainer import run_config, trainer
-from jaxdist.trainer.hooks import every
+from jaxdist.trainer.callbacks import every
 from support.runs import untimed
 
 STEPS = 7
@@ -44,9 +45,9 @@ def config_of(**changes) -> run_config.RunConfig:
 
 
 def train(folder, *hooks, **changes):
-    return trainer.train(
-        config_of(**changes), folder, devices=jax.devices()[:1], hooks=hooks
-    )
+    config = config_of(**changes)
+    callbacks = [*library.run_callbacks(config, folder), *hooks]
+    return trainer.train(config, folder, devices=jax.devices()[:1], callbacks=callbacks)
 
 
 @pytest.mark.parametrize(
@@ -97,14 +98,18 @@ def test_a_hook_sees_the_weights_by_name_as_checkpoints_hold_them(tmp_path):
 def test_what_is_no_hook_is_refused_before_anything_compiles(tmp_path):
     with pytest.raises(
         ConfigError,
-        match=r"hooks: <built-in function print> is no hook; write jaxdist.every",
+        match=r"callbacks: <built-in function print> is no callback. .* jaxdist.every",
     ):
         train(tmp_path / "run", print)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_hook_saves_and_the_run_resumes_there(tmp_path):
-    train(tmp_path, every(3, lambda view: view.save()), checkpoint__save_at_end=False)
+    train(
+        tmp_path,
+        every(3, lambda view: view.request_save()),
+        checkpoint__save_at_end=False,
+    )
     assert list_steps(tmp_path / "checkpoints") == [3, 6]
 
 

@@ -12,23 +12,9 @@ from typing import Any
 from jaxdist.config import ConfigError
 from jaxdist.storage.untrusted import Malformed, open_regular, read_json
 from jaxdist.telemetry.metrics import EVENTS_FILE, METRICS_FILE, MetricsWriter
+from jaxdist.trainer.default_workdir import default_workdir
 
 _STEP = re.compile("[0-9]{1,9}")  # a folder of a checkpoint: longer names are not ours
-
-
-def default_workdir(config: str) -> str:
-    """Returns `runs/NAME` of a `--config` value, `runs/NAME-ARGUMENT` where it has an
-    argument.
-
-    A run's config.json has the name of the run's folder.
-    """
-    name, _, argument = config.partition(":")
-    file = Path(name)
-    parts = [
-        file.absolute().parent.name if file.name == "config.json" else file.stem,
-        re.sub(r"[^\w.]+", "-", argument).strip("-"),
-    ]
-    return "runs/" + "-".join(filter(None, parts))
 
 
 def run_folder(command: Sequence[str]) -> Path | None:

@@ -1,88 +1,51 @@
-"""Where a run's wall time went: `ledger.json` of a workdir, and how its lives add up.
+"""The ledger of a run: books where the wall time of this start goes, in `ledger.json`.
 
-A life is one start of the run. It books every moment to the bucket of the phase that it
-is in, by one steady clock, so that buckets add up to the life; between two lives the
-run was `down`, unless the first of them had `done` all that there was to do. Steps that
-a later life did again were `lost`. Buckets are the phases of `resilience.watchdog`, and
-what within a phase is another thing: joining the others, compiling, waiting for them, a
-caller's hooks.
+Buckets are the phases of `operations.watch.watchdog`, and what within a phase is
+another thing: joining the others, compiling, waiting for them, callbacks.
 """
 
 import contextlib
 import json
-import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
 
-from jaxdist.config import EXIT_CONFIG, EXIT_PREEMPTED, exit_code_of
-from jaxdist.storage import atomic, run_format, untrusted
+import jax
 
-LEDGER_FILE = "ledger.json"
-PUBLISH_S, BEAT_S = 1.0, 10.0  # between two writes of what has changed; of what has not
+from jaxdist.config import EXIT_PREEMPTED, exit_code_of
+from jaxdist.operations.ledger.run_lives import (
+    BEAT_S,
+    LEDGER_FILE,
+    Life,
+    account,
+    count_failures,
+    goodput_line,
+    read_lives,
+)
+from jaxdist.storage import atomic, run_format
+from jaxdist.telemetry.clock import COMPILE, STEP, Clock, installed
+from jaxdist.trainer.callbacks import Callback, RowView, Run, RunEnd
+from jaxdist.trainer.health import Diverged
+
+PUBLISH_S = 1.0  # between two writes of what has changed
 CLOSE_S = 5.0  # that the end of a run waits for the last write
-DOWN, LOST, STEP, OTHER = "down", "lost", "step", "other"
-JOIN, COMPILE, WAIT, HOOKS = "join", "compile", "wait", "hooks"  # within a phase
 
 _IN_LOOP = ("data", STEP)  # phases that take turns while a run trains
 _MOST_LIVES = 10_000
 _MOST_COMPILED = 10_000  # compilations that a later one may turn out to contain
+# events of jax that say how long tracing, lowering and compiling took
+_COMPILE_EVENTS = "/jax/core/compile/"
 
 
-@dataclass
-class Life:
-    """One start of a run. Times are seconds since 1970, the rest is seconds of a steady
-    clock.
-    """
-
-    began: float
-    written: float = 0.0  # when this was written
-    ended: bool = False  # and could say so
-    # then: 0 done, 75 saved at a signal, else that of the exception that ended it
-    exit_code: int = 0
-    phase: str = "start"  # what it does then
-    since: float = 0.0
-    # updates finished before its first step, or as many as it went back to
-    first: int | None = None
-    step: int = 0  # updates finished
-    undone: int = 0  # steps that it did, and went back behind
-    buckets: dict[str, float] = field(default_factory=dict)
-    chips: int | None = None  # it ran on; None: not known
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.buckets.values())
-
-    @property
-    def failed(self) -> bool:
-        """Whether a life that is over lost what it had not saved: by a kill, a hang, an
-        exception.
-
-        A fault of the config is none: it says nothing of how often runs fail.
-        """
-        return not self.ended or self.exit_code not in (0, EXIT_PREEMPTED, EXIT_CONFIG)
-
-    @property
-    def done(self) -> bool:
-        """Whether a life that is over left nothing to do: until somebody extends the
-        run it is not down.
-        """
-        return self.ended and self.exit_code == 0
-
-    @property
-    def has_trained(self) -> bool:
-        """Whether it has finished a step."""
-        return self.first is not None and self.step - self.first + self.undone > 0
-
-
-class Ledger:
+class Ledger(Clock, Callback):
     """Books the time of this life. `enter` costs a microsecond; a thread writes.
 
-    What belongs to no phase of its own (`aside`, `compiled`, `move`) counts in the
-    thread that made this.
+    What belongs to no phase of its own (`timed`, `compiled`, `move`) counts in the
+    thread that made this. The first process alone writes the file.
     """
 
     goodput: float | None = None  # of all lives, when they were last written
@@ -98,20 +61,111 @@ class Ledger:
 
         Args:
           age_s: seconds ago that it began.
+          clock: steady seconds.
+          wall_clock: seconds since 1970.
         """
-        self._clock, self._wall_clock = clock, wall_clock
+        self._clock = clock
+        self._wall_clock = wall_clock
         began = wall_clock() - age_s
-        self._life, self._entered = Life(began, since=began), clock() - age_s
-        # of the life; ends the thread
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._life = Life(began, since=began)
+        self._entered = clock() - age_s
+        self._lock = threading.Lock()  # of the life
+        self._over = threading.Event()  # ends the thread
         self._writing = threading.Lock()
         self._before: list[Life] = []
         self._withdrawn = False
         self._file: Path | None = None
+        self._run: Run | None = None
+        self._writer: threading.Thread | None = None
         self._thread = threading.get_ident()
         self._aside = ""  # the bucket, where it is not the phase's
         # (begin, end) of compilations, none in another
         self._compiled: list[tuple[float, float]] = []
+        self._process = contextlib.ExitStack()
+
+    # --- as a callback ----------------------------------------------------------------
+
+    def __enter__(self) -> "Ledger":
+        """Becomes the clock of this process, and books what jax compiles."""
+        self._process.enter_context(installed(self))
+        self._process.enter_context(self._listening_to_compilers())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Writes how the life has ended."""
+        self._process.close()
+        self._close(error)
+
+    def on_start(self, run: Run) -> None:
+        """Writes the life to the ledger of the run, beside those before."""
+        self._run = run
+        if jax.process_index() == 0:
+            self._life.chips = run.num_chips
+            self._open(run.folder)
+
+    def on_phase(self, phase: str, step: int) -> None:
+        """Closes the bucket of the phase before."""
+        self.enter(phase, self._run.progress.step if self._run else 0)
+
+    def on_row(self, row: RowView) -> None:
+        """Adds the goodput of all lives."""
+        if self.goodput is not None:
+            row.values["goodput"] = self.goodput
+
+    def on_end(self, end: RunEnd) -> None:
+        """Says how the life ends, and prints the goodput."""
+        if end.stopped:
+            self.end_with(EXIT_PREEMPTED)
+        if not end.has_trained and end.error is None:
+            self.withdraw()
+        line = self.summary()
+        if line and self._run is not None:
+            self._run.note(line)
+        self._close(end.error)
+
+    def on_fault(self, error: Exception) -> None:
+        """Writes how the life has ended, unless the run goes back."""
+        if not isinstance(error, Diverged):
+            self._close(error)
+
+    # --- as a clock -------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def timed(self, bucket: str) -> Iterator[None]:
+        """Books what the body takes to a bucket of its own."""
+        if threading.get_ident() != self._thread:
+            yield
+            return
+        before = self._turn(bucket)
+        try:
+            yield
+        finally:
+            self._turn(before)
+
+    def failures(self) -> tuple[int, float]:
+        """Counts the failed lives before this one, and the seconds of all lives."""
+        return count_failures(self.lives())
+
+    @contextlib.contextmanager
+    def _listening_to_compilers(self) -> Iterator[None]:
+        """Books what jax compiles in this thread; costs steps nothing."""
+
+        def listen(event: str, duration_secs: float, **_: str | int) -> None:
+            if event.startswith(_COMPILE_EVENTS):
+                self.compiled(duration_secs)
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            yield
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+
+    # --- the book ---------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -137,18 +191,6 @@ class Ledger:
                 # another life's.
                 life.undone += max(0, life.step - max(done, life.first))
                 life.first, life.step = min(life.first, done), done
-
-    @contextlib.contextmanager
-    def aside(self, bucket: str) -> Iterator[None]:
-        """Books what the body takes to a bucket of its own."""
-        if threading.get_ident() != self._thread:
-            yield
-            return
-        before = self._turn(bucket)
-        try:
-            yield
-        finally:
-            self._turn(before)
 
     def _turn(self, bucket: str) -> str:
         """Books the time so far; what follows goes to the bucket, or with "" to the
@@ -212,29 +254,40 @@ class Ledger:
             self._life.written = self._wall_clock()
             return [*self._before, Life(**asdict(self._life))]
 
-    @contextlib.contextmanager
-    def published(self, folder: Path) -> Iterator[None]:
-        """Writes the life to the workdir's ledger, beside those before, from a thread
-        until the body ends.
-        """
-        self._file, self._before = folder / LEDGER_FILE, read_lives(folder)
-        # what is there and cannot be read may be months: it is not overwritten
+    def _open(self, folder: Path) -> None:
+        """Begins to write the life, from a thread."""
+        self._file = folder / LEDGER_FILE
+        self._before = read_lives(folder)
         if not self._before:
+            # what is there and cannot be read may be months: it is not overwritten
             with contextlib.suppress(OSError):
                 os.replace(self._file, f"{self._file}.unreadable")
-        thread = threading.Thread(target=self._keep, name="ledger", daemon=True)
-        thread.start()
-        try:
-            yield
-        except BaseException as error:
+        self._writer = threading.Thread(target=self._keep, name="ledger", daemon=True)
+        self._writer.start()
+
+    def _close(self, error: BaseException | None) -> None:
+        """Writes the life for the last time, once."""
+        if self._writer is None:
+            return
+        if error is not None:
             code = exit_code_of(error)
             # a class of others has any
             self._life.exit_code = code if type(code) is int and code > 0 else 1
+        self._life.ended = True
+        self._over.set()
+        self._writer.join(CLOSE_S)  # a disk that hangs holds nobody up
+        self._writer = None
+
+    @contextlib.contextmanager
+    def published(self, folder: Path) -> Iterator[None]:
+        """Writes the life to a folder's ledger until the body ends."""
+        self._open(folder)
+        try:
+            yield
+        except BaseException as error:
+            self._close(error)
             raise
-        finally:
-            self._life.ended = True
-            self._over.set()
-            thread.join(CLOSE_S)  # a disk that hangs holds nobody up
+        self._close(None)
 
     def end_with(self, exit_code: int) -> None:
         """Says how the life ends, unless an exception ends it."""
@@ -247,10 +300,6 @@ class Ledger:
         return (
             "" if self._file is None or self._withdrawn else goodput_line(self.lives())
         )
-
-    def runs_on(self, chips: int) -> None:
-        """Says on how many chips, or machines of CPUs, the life runs."""
-        self._life.chips = chips
 
     def withdraw(self) -> None:
         """Takes the life out of the ledger as it ends: the run had been finished, and
@@ -290,28 +339,6 @@ class Ledger:
                 atomic.write_text(self._file, json.dumps(document) + "\n")
 
 
-_of_process: list[Ledger] = []  # the last is that of the run that this process is in
-
-
-@contextlib.contextmanager
-def of_process(ledger: Ledger) -> Iterator[None]:
-    """Makes it the ledger that `waiting` books to."""
-    _of_process.append(ledger)
-    try:
-        yield
-    finally:
-        _of_process.remove(ledger)
-
-
-@contextlib.contextmanager
-def waiting() -> Iterator[None]:
-    """Books the body as waiting for other processes, in the ledger of this process's
-    run if it has one.
-    """
-    with _of_process[-1].aside(WAIT) if _of_process else contextlib.nullcontext():
-        yield
-
-
 def process_age_s() -> float:
     """Returns how long ago this process began, to a hundredth of a second; 0 where that
     is not known.
@@ -325,188 +352,3 @@ def process_age_s() -> float:
     except (OSError, ValueError, IndexError, AttributeError):  # no Linux
         return 0.0
     return max(0.0, age_s)
-
-
-# --- reading --------------------------------------------------------------------------
-
-
-def read_lives(folder: Path | str) -> list[Life]:
-    """Returns the lives in a workdir's ledger, in order; [] where there is none that
-    can be read.
-    """
-    try:
-        file = Path(os.fspath(folder)) / LEDGER_FILE
-        stored = run_format.unmarked(untrusted.read_json(file, dict), file)
-        return [
-            _life(entry)
-            for entry in untrusted.of_kind(stored.get("lives"), list, "lives")
-        ]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return []
-
-
-def _life(entry: dict) -> Life:
-    """Returns a life as it was written; raises what `read_lives` catches if it is
-    another thing.
-    """
-    life = Life(**{name: entry[name] for name in Life.__dataclass_fields__})
-    numbers = (life.began, life.written, life.since, *life.buckets.values())
-    if not all(map(is_time, numbers)):
-        raise untrusted.Malformed("a time is no number")
-    counts = (
-        life.step,
-        life.undone,
-        life.exit_code,
-        0 if life.first is None else life.first,
-    )
-    if not all(type(n) is int and 0 <= n < 2**53 for n in counts) or not isinstance(
-        life.phase, str
-    ):
-        raise untrusted.Malformed("a step or an exit code is no number")
-    if life.chips is not None and not (
-        type(life.chips) is int and 0 < life.chips < 2**31
-    ):
-        raise untrusted.Malformed("chips are no number")
-    return life
-
-
-def is_time(value: object) -> bool:
-    """Returns whether a value of a file is a time, or seconds."""
-    return type(value) in (int, float) and 0 <= value < 1e12  # type: ignore[operator]
-
-
-@dataclass(frozen=True)
-class Account:
-    """All lives of a run together: {bucket: seconds}, which add up to `wall_s`.
-
-    That is the time since the first start, without what passed between a run's end and
-    its extension.
-    """
-
-    buckets: dict[str, float]
-
-    @property
-    def wall_s(self) -> float:
-        return sum(self.buckets.values())
-
-    @property
-    def goodput(self) -> float | None:
-        """The share of the wall time in steps that counted; None before any time has
-        passed.
-        """
-        return self.buckets.get(STEP, 0.0) / self.wall_s if self.wall_s else None
-
-
-def account(lives: Sequence[Life], now: float | None = None) -> Account:
-    """Returns the account of a run's lives, to the end of the last one.
-
-    Args:
-      now: seconds since 1970, if the last life goes on: what it does since it was
-        written is added.
-    """
-    lost = lost_s(lives)
-    buckets: dict[str, float] = {
-        DOWN: sum(map(_gap_s, lives, lives[1:])),
-        LOST: sum(lost),
-    }
-    for life, wasted in zip(lives, lost, strict=True):
-        for name, seconds in life.buckets.items():
-            buckets[name] = buckets.get(name, 0.0) + seconds
-        if wasted:
-            buckets[STEP] -= wasted
-    if lives and now is not None:
-        last = lives[-1]
-        buckets[last.phase] = buckets.get(last.phase, 0.0) + max(
-            0.0, now - last.written
-        )
-    return Account(buckets)
-
-
-def lost_s(lives: Sequence[Life]) -> list[float]:
-    """Returns the seconds of each life's steps that were done again."""
-    shares = map(_lost_share, lives, _later_firsts(lives))
-    return [
-        life.buckets.get(STEP, 0.0) * share
-        for life, share in zip(lives, shares, strict=True)
-    ]
-
-
-def _later_firsts(lives: Sequence[Life]) -> list[float]:
-    """Returns for each life the lowest step from which a later one went on; infinite if
-    none did.
-    """
-    lowest, found = math.inf, []
-    for life in reversed(lives):
-        found.append(lowest)
-        lowest = min(lowest, math.inf if life.first is None else life.first)
-    return found[::-1]
-
-
-def _gap_s(life: Life, following: Life) -> float:
-    """Returns how long a run was down between two lives: not at all once it
-    was done.
-    """
-    if life.done:
-        return 0.0
-    # A clock on the wall that was set back during the life: what it showed last counts.
-    return max(
-        0.0,
-        following.began - life.began - life.seconds,
-        following.began - (life.written or math.inf),
-    )
-
-
-def goodput_line(lives: Sequence[Life]) -> str:
-    """Returns one line: goodput, and where the rest of the time went; "" before any
-    time has passed.
-
-    "goodput 93 %: 3 % compile, 2 % lost to a restart at step 600"
-    """
-    found = account(lives)
-    if found.goodput is None:
-        return ""
-    rest = sorted(
-        ((s, name) for name, s in found.buckets.items() if name != STEP), reverse=True
-    )
-    parts = [
-        f"{_whole_percent(seconds / found.wall_s)} {_spoken(name, lives)}"
-        for seconds, name in rest
-    ]
-    shown = ", ".join(part for part in parts[:_SPOKEN] if not part.startswith("0 "))
-    return f"goodput {_whole_percent(found.goodput)}{f': {shown}' if shown else ''}"
-
-
-_SPOKEN = 5  # buckets in a line
-
-
-def _whole_percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
-def _spoken(name: str, lives: Sequence[Life]) -> str:
-    if name == WAIT:
-        return "waiting for other processes"
-    if name != LOST:
-        return name
-    pairs = zip(lives, _later_firsts(lives), strict=True)
-    back = [
-        first for life, first in pairs if _lost_share(life, first) and life.undone == 0
-    ]
-    undone = sum(life.undone > 0 for life in lives)
-    if len(back) == 1 and not undone:
-        return f"lost to a restart at step {back[0]}"
-    causes = [f"{len(back)} restarts"] * bool(back) + ["rollbacks"] * bool(undone)
-    return f"lost to {' and '.join(causes)}"
-
-
-def _lost_share(life: Life, later_first: float) -> float:
-    """Returns the share of a life's steps that were done again.
-
-    Args:
-      later_first: the lowest step from which a later life went on.
-    """
-    if life.first is None:
-        return 0.0
-    done = life.step - life.first + life.undone
-    kept = max(life.first, min(life.step, later_first))
-    return (life.step - kept + life.undone) / done if done else 0.0

@@ -17,7 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from jaxdist.config import ConfigError
-from jaxdist.operations.ledger.ledger import Ledger, account
+from jaxdist.operations.ledger.ledger import Ledger
+from jaxdist.operations.ledger.run_lives import account
 from jaxdist.telemetry.config import TelemetryConfig
 
 # Field of a row -> the gauge's name, and what it is.

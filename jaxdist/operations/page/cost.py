@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxdist.operations.ledger import ledger
+from jaxdist.operations.ledger import run_lives
 
 PRICE = "telemetry.price_per_chip_hour"
 # buckets of which a restart has more
@@ -14,8 +14,8 @@ _OF_A_START = ("start", "join", "restore", "compile")
 def cost(
     config: Mapping[str, Any],
     info: Mapping[str, Any],
-    lives: Sequence[ledger.Life],
-    spent: ledger.Account,
+    lives: Sequence[run_lives.Life],
+    spent: run_lives.Account,
     tokens_seen: float | None,
 ) -> dict[str, float] | None:
     """Returns what a run has cost, in the money of its price; None without a price, a
@@ -54,17 +54,17 @@ def cost(
 
 
 def _seconds(
-    lives: Sequence[ledger.Life], spent: ledger.Account
+    lives: Sequence[run_lives.Life], spent: run_lives.Account
 ) -> tuple[list[float], list[float]]:
     """Returns how long each life was alive, and how much of it was lost: steps done
     again, and the start.
 
     The first start is not lost, nor is one that extends a run which was done.
     """
-    alive_s = spent.wall_s - spent.buckets.get(ledger.DOWN, 0.0)
+    alive_s = spent.wall_s - spent.buckets.get(run_lives.DOWN, 0.0)
     *earlier, last = lives
     known = [life.seconds for life in earlier]
-    wasted = ledger.lost_s(lives)
+    wasted = run_lives.lost_s(lives)
     for index, (before, life) in enumerate(itertools.pairwise(lives), 1):
         if not before.done:
             wasted[index] += sum(life.buckets.get(name, 0.0) for name in _OF_A_START)

@@ -17,7 +17,7 @@ from html import escape
 from importlib import resources
 
 from jaxdist.config import schema
-from jaxdist.operations.ledger import ledger
+from jaxdist.operations.ledger import run_lives
 from jaxdist.operations.page import experts, planned
 from jaxdist.operations.page.charts import Curve, chart, smooth
 from jaxdist.operations.page.step_parts import step_parts
@@ -376,7 +376,7 @@ def _wall_time(run: RunSummary) -> str:
     """Returns what the wall time of all starts went to; nothing of a run without a
     ledger.
     """
-    spent = ledger.account(run.lives)
+    spent = run_lives.account(run.lives)
     if not spent.wall_s:
         return ""
     named = sorted(spent.buckets.items(), key=lambda item: -item[1])
@@ -385,7 +385,7 @@ def _wall_time(run: RunSummary) -> str:
         for name, s in named
         if s > 0
     ]
-    line = f'<p class="soft">{escape(ledger.goodput_line(run.lives))}</p>'
+    line = f'<p class="soft">{escape(run_lives.goodput_line(run.lives))}</p>'
     return line + _table(["spent on", "time", "share"], rows)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError, schema
-from jaxdist.operations.ledger import ledger
+from jaxdist.operations.ledger import run_lives
 from jaxdist.operations.page import cost, experts, planned
 from jaxdist.operations.page.step_parts import step_parts
 from jaxdist.operations.page.summary import is_failure, number, sizes, unit_of
@@ -37,7 +37,7 @@ ACTIVITIES = {
 # events; the last of them says how a life went
 ENDS = ("start", "stop", "preempted", "peer_lost", "hang")
 OTHER_VERSION = "other version"
-_QUIET_S = 3 * ledger.BEAT_S  # after which a run on another machine counts as ended
+_QUIET_S = 3 * run_lives.BEAT_S  # after which a run on another machine counts as ended
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RunStatus:
     info: Mapping[str, Any]  # run.json
     rows: metrics.MetricRows  # the last ones
     events: list[metrics.Row]
-    lives: list[ledger.Life]
+    lives: list[run_lives.Life]
     ops: list[dict[str, Any]]  # of a profile
     now: float  # seconds since 1970
     other_version: str = ""  # of jaxdist, whose run it is; then nothing else is read
@@ -74,7 +74,7 @@ class RunStatus:
             )
         return held
 
-    def _life(self) -> ledger.Life | None:
+    def _life(self) -> run_lives.Life | None:
         """Returns the life that goes on; None if there is none, or it has not written
         yet.
 
@@ -206,7 +206,7 @@ class RunStatus:
         times += [
             row["time"]
             for row in self.rows.train[-1:]
-            if ledger.is_time(row.get("time"))
+            if run_lives.is_time(row.get("time"))
         ]
         return max(times, default=None)
 
@@ -251,8 +251,8 @@ class RunStatus:
                 break
         return 0.0
 
-    def _account(self) -> ledger.Account:
-        return ledger.account(self.lives, self.now if self._life() else None)
+    def _account(self) -> run_lives.Account:
+        return run_lives.account(self.lives, self.now if self._life() else None)
 
 
 def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
@@ -264,7 +264,7 @@ def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
     """
     folder = Path(workdir)
     if not is_run(folder):
-        known = ", ".join((*RUN_FILES, ledger.LEDGER_FILE))
+        known = ", ".join((*RUN_FILES, run_lives.LEDGER_FILE))
         raise ConfigError(
             f"{folder}: holds no run (none of {known}); give the --workdir of train"
         )
@@ -274,7 +274,14 @@ def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
     rows, events = metrics.read_last_rows(folder), metrics.read_events(folder)
     now = time.time() if now is None else now
     return RunStatus(
-        folder, config, info, rows, events, ledger.read_lives(folder), _ops(folder), now
+        folder,
+        config,
+        info,
+        rows,
+        events,
+        run_lives.read_lives(folder),
+        _ops(folder),
+        now,
     )
 
 
@@ -316,7 +323,9 @@ def _ops(folder: Path) -> list[dict[str, Any]]:
 
 def is_run(folder: Path) -> bool:
     """Returns whether a folder is the workdir of a run."""
-    return any((folder / file).is_file() for file in (*RUN_FILES, ledger.LEDGER_FILE))
+    return any(
+        (folder / file).is_file() for file in (*RUN_FILES, run_lives.LEDGER_FILE)
+    )
 
 
 _NUMBERS: tuple[tuple[str, Callable[[float], str]], ...] = (

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxdist.config import ConfigError, schema
-from jaxdist.operations.ledger import ledger
+from jaxdist.operations.ledger import run_lives
 from jaxdist.operations.page import cost
 from jaxdist.storage import run_format, untrusted
 from jaxdist.telemetry import metrics
@@ -33,7 +33,7 @@ class RunSummary:
     events: Sequence[metrics.Row]
     sample: str
     ops: Sequence[Mapping[str, Any]]  # profile/top_ops.json
-    lives: Sequence[ledger.Life]  # of ledger.json
+    lives: Sequence[run_lives.Life]  # of ledger.json
     plan: str  # plan.txt
     arrays: Sequence[metrics.Row]  # arrays.jsonl
     unreadable: Sequence[str]  # what of its files could not be read, a line each
@@ -124,7 +124,7 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
         events=events,
         sample=files.text("sample.txt"),
         ops=files.rows("profile/top_ops.json", _OP),
-        lives=ledger.read_lives(folder),
+        lives=run_lives.read_lives(folder),
         plan=files.text("plan.txt"),
         arrays=arrays,
         unreadable=files.faults,
@@ -311,10 +311,10 @@ def _cost(run: RunSummary) -> dict[str, str]:
     """Returns what the run has cost so far, if it has a ledger and its chips a
     price.
     """
-    if not (lives := ledger.read_lives(run.folder)):
+    if not (lives := run_lives.read_lives(run.folder)):
         return {}
     seen = [number for _, number in run.column("tokens_seen")]
-    account = ledger.account(lives)
+    account = run_lives.account(lives)
     return cost.as_texts(
         cost.cost(run.config, run.info, lives, account, max(seen, default=None)),
         run.unit,

@@ -17,6 +17,51 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.checkpoint import fingerprint
+from jaxdist.trainer.callbacks import Callback, Run, StepView
+from jaxdist.trainer.health import Diverged
+
+
+class ReplicaCheck(Callback):
+    """Compares what devices hold copies of, each `health.compare_every` steps."""
+
+    keys = ("health.compare_every",)
+    bucket = ""  # a part of the step
+
+    def on_start(self, run: Run) -> None:
+        """Takes how often to compare."""
+        self._run = run
+        self.steps = run.config.health.compare_every
+        self._policy = run.config.health.nonfinite
+        self._equal_at = 0  # the last step whose copies were equal
+
+    def on_step(self, view: StepView) -> None:
+        """Compares the copies of a step's state.
+
+        Raises:
+          Diverged: they differ.
+        """
+        if view.step % self.steps:
+            return
+        # a rollback may have gone behind it
+        self._equal_at = min(self._equal_at, view.step - 1)
+        comparison = compare_replicas(view.state)
+        devices = comparison.differing() if comparison else []
+        if not devices:
+            self._equal_at = view.step
+            return
+        text = (
+            f"step {view.step}: copies on devices differ (bad hardware?): "
+            f"{'; '.join(devices)}"
+        )
+        self._run.event("drift", view.step, differing=devices)
+        self._run.note(text)
+        raise Diverged(
+            "drift",
+            text,
+            first=self._equal_at + 1,
+            last=view.step,
+            policy=self._policy,
+        )
 
 
 class Comparison(NamedTuple):

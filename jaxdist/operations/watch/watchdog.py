@@ -21,10 +21,10 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, TypeVar
+from typing import IO, Annotated, Any
 
 from annotated_types import Ge
 
@@ -33,7 +33,6 @@ from jaxdist.config import EXIT_HANG, ConfigError
 from jaxdist.config.annotations import NonNegativeFloat
 from jaxdist.config.schema import faults
 from jaxdist.distributed.cluster import ClusterInfo, find_cluster
-from jaxdist.operations.ledger import ledger
 from jaxdist.operations.watch import watchdog_process
 from jaxdist.operations.watch.watchdog_process import (
     BEAT,
@@ -43,8 +42,7 @@ from jaxdist.operations.watch.watchdog_process import (
     PHASES,
 )
 from jaxdist.trainer import preemption
-
-Item = TypeVar("Item")
+from jaxdist.trainer.callbacks import Callback, Run
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,14 @@ class WatchdogConfig:
     slow_steps: Annotated[float, Ge(1)] = 20.0
 
 
-class Watchdog:
-    """Watches this process while entered. `at` costs some microseconds."""
+class Watchdog(Callback):
+    """Watches this process while entered. `at` costs some microseconds.
+
+    A root enters it before it joins the process group, with the limits of a config that
+    nobody has checked yet; `on_start` brings those of the run.
+    """
+
+    keys = ("watchdog",)
 
     def __init__(
         self, config: WatchdogConfig, folder: Path, *, enabled: bool | None = None
@@ -75,22 +79,20 @@ class Watchdog:
         folder: the workdir, for events and for what watchers tell each other.
         enabled: by default whether the process is a command's.
         """
-        self._config, self._folder = config, folder
+        self._config = config
+        self._folder = folder
         wanted = preemption.PROCESS.is_ours if enabled is None else enabled
         # they are reported with those of the whole run
         self._enabled = wanted and not faults(config)
-        whole = preemption.PROCESS.is_ours and not preemption.PROCESS.is_script
-        # Of the time of this life of the run, which began with the process if that is a
-        # command's.
-        self.ledger = ledger.Ledger(age_s=ledger.process_age_s() if whole else 0.0)
+        self._run: Run | None = None
+        self._place = ("start", -1)  # phase and step of the last beat
         self._times: deque[float] = deque(maxlen=31)  # seconds between the last steps
         self._last_step = 0.0
         self._memory: Any = None
         self._watcher: subprocess.Popen | None = None
 
     def __enter__(self) -> Watchdog:
-        self._booked = ledger.of_process(self.ledger)
-        self._booked.__enter__()
+        """Starts the watcher, a process of its own."""
         if not self._enabled:
             return self
         if os.getpid() == 1:
@@ -124,7 +126,7 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._booked.__exit__(None, None, None)
+        """Ends the watcher."""
         if self._watcher is not None:
             os.close(self._life)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -132,6 +134,34 @@ class Watchdog:
             self._watcher.kill()  # where it has not ended by itself
             self._watcher.wait()
             faulthandler.unregister(DUMP_SIGNAL)
+
+    def on_start(self, run: Run) -> None:
+        """Takes the limits of the run's config."""
+        self._run = run
+        self._config = run.config.watchdog
+
+    def on_phase(self, phase: str, step: int) -> None:
+        """Beats: a phase begins. Each batch of an evaluation is a phase of its own."""
+        limit_s = None
+        if phase == "evaluate" and self._place == (phase, step):
+            # the first batch may compile, each other one is data and a step
+            config = self._config
+            both = config.data_s > 0 and config.step_s > 0
+            limit_s = config.data_s + config.step_s if both else 0.0
+        self._beat(phase, step, limit_s)
+
+    def on_progress(self, text: str) -> None:
+        """Beats again: work that shows its progress may take its time."""
+        phase, step = self._place
+        self._beat(phase, max(step, 0))
+
+    def _beat(self, phase: str, step: int, limit_s: float | None = None) -> None:
+        if self._run is None:
+            self.at(phase, step, limit_s=limit_s)
+            return
+        first_sample, _ = self._run.samples(max(step, 1))
+        done = self._run.progress.step
+        self.at(phase, step, done=done, sample=first_sample, limit_s=limit_s)
 
     def at(
         self,
@@ -151,9 +181,9 @@ class Watchdog:
           sample: first global sample index of the step's batch.
           limit_s: instead of the phase's; 0: none.
         """
-        self.ledger.enter(phase, done)
         if self._memory is None:
             return
+        self._place = (phase, step)
         now = time.monotonic()
         if phase == "step":
             if self._last_step:
@@ -166,35 +196,6 @@ class Watchdog:
             # the watchdog is about to end this process, once it has reported why
             time.sleep(10)
             os._exit(EXIT_HANG)
-
-    def lively(
-        self, say: Callable[[str], None], phase: str = "start"
-    ) -> Callable[[str], None]:
-        """Returns `say` whose every line beats: work that shows its progress may take
-        its time.
-        """
-
-        def speak(text: str) -> None:
-            self.at(phase)
-            say(text)
-
-        return speak
-
-    def over(
-        self, items: Iterable[Item], phase: str, step: int, done: int
-    ) -> Iterator[Item]:
-        """Yields the items, each a beat; the limit of all but the first is that of data
-        and a step.
-        """
-        config, limit_s = self._config, None
-        for item in items:
-            self.at(phase, step, done=done, limit_s=limit_s)
-            limit_s = (
-                config.data_s + config.step_s
-                if config.data_s and config.step_s
-                else 0.0
-            )
-            yield item
 
     def _limit_s(self, phase: str) -> float:
         config = self._config

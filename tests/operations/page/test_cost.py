@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from jaxdist.operations.ledger import ledger
-from jaxdist.operations.ledger.ledger import Life
+from jaxdist.operations.ledger import run_lives
+from jaxdist.operations.ledger.run_lives import Life
 from jaxdist.operations.page import cost, summary
 from jaxdist.operations.page.status import as_text, read_status
 from jaxdist.storage import run_format
@@ -38,7 +38,7 @@ def lives_of() -> list[Life]:
 
 def test_a_cost_is_the_hours_alive_times_chips_times_the_price():
     lives = lives_of()
-    spent = ledger.account(lives)
+    spent = run_lives.account(lives)
     known = cost.cost(PRICED, EIGHT, lives, spent, 1e6)
     alive_s = 4000 + 5760
     assert spent.buckets["down"] == 3600 and spent.buckets["lost"] == 1800
@@ -60,7 +60,7 @@ def test_each_life_costs_its_own_chips():
     first, again = lives_of()
     first.chips, again.chips, again.ended = 16, 8, False
     now = again.written + 60
-    spent = ledger.account([first, again], now)
+    spent = run_lives.account([first, again], now)
     known = cost.cost(PRICED, EIGHT, [first, again], spent, None)
     assert spent.wall_s == pytest.approx(4000 + 3600 + 5760 + 60)
     assert known["so_far"] == pytest.approx(3 / 3600 * (16 * 4000 + 8 * (5760 + 60)))
@@ -71,7 +71,7 @@ def test_an_extension_is_no_restart():
     first, again = lives_of()
     first.ended, again.first = True, 100
     assert first.done
-    spent = ledger.account([first, again])
+    spent = run_lives.account([first, again])
     known = cost.cost(PRICED, EIGHT, [first, again], spent, None)
     assert spent.wall_s == 4000 + 5760 and known["lost_to_restarts"] == 0
     assert known["so_far"] == pytest.approx(3 / 3600 * 8 * (4000 + 5760))
@@ -93,7 +93,7 @@ def test_an_extension_is_no_restart():
 )
 def test_without_a_price_or_chips_nothing_is_said(config, info):
     lives = lives_of()
-    assert cost.cost(config, info, lives, ledger.account(lives), 1e6) is None
+    assert cost.cost(config, info, lives, run_lives.account(lives), 1e6) is None
     assert cost.as_texts(None, "tokens") == {}
 
 

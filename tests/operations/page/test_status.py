@@ -13,7 +13,7 @@ from contextlib import closing
 import pytest
 
 from jaxdist import runs, status
-from jaxdist.operations.ledger import ledger
+from jaxdist.operations.ledger import run_lives
 from jaxdist.operations.ledger.ledger import Ledger
 from jaxdist.operations.page.status import read_status
 from jaxdist.storage import lock, run_format
@@ -97,9 +97,9 @@ def test_buckets_are_the_wall_time_through_kills_restarts_and_rollbacks(tmp_path
                 book.enter(phase, done)
                 clock.now += seconds
             book._write()  # what the thread does every second
-            killed = (tmp_path / ledger.LEDGER_FILE).read_bytes()
+            killed = (tmp_path / run_lives.LEDGER_FILE).read_bytes()
         if not ends:
-            (tmp_path / ledger.LEDGER_FILE).write_bytes(killed)
+            (tmp_path / run_lives.LEDGER_FILE).write_bytes(killed)
 
     live(
         [
@@ -122,7 +122,7 @@ def test_buckets_are_the_wall_time_through_kills_restarts_and_rollbacks(tmp_path
             ("step", 30, 10),
         ]
     )
-    account = ledger.account(ledger.read_lives(tmp_path))
+    account = run_lives.account(run_lives.read_lives(tmp_path))
     assert account.wall_s == pytest.approx(clock.now - START, abs=0.01)
     assert account.buckets["down"] == 100
     # The first life did steps 1 to 20 in 20 s, of which 11 to 20 were done again; the
@@ -144,10 +144,10 @@ def test_a_life_that_did_nothing_is_withdrawn(tmp_path):
         with (book := Ledger()).published(tmp_path):
             book.enter("compile")
             book.withdraw()
-        assert len(ledger.read_lives(tmp_path)) == lives
+        assert len(run_lives.read_lives(tmp_path)) == lives
         with (book := Ledger()).published(tmp_path):
             book.enter("data", 0)
-        assert ledger.read_lives(tmp_path)[-1].ended
+        assert run_lives.read_lives(tmp_path)[-1].ended
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_life_that_did_nothing_is_withdrawn(tmp_path):
 def test_a_ledger_that_is_none_is_left_out(tmp_path, change):
     with (book := Ledger()).published(tmp_path):
         book.enter("data", 0)
-    file = tmp_path / ledger.LEDGER_FILE
+    file = tmp_path / run_lives.LEDGER_FILE
     document = json.loads(file.read_text())
     document["lives"][0] |= (
         {"began": "x"} if change == "TIME" else {"step": -1} if change == "STEP" else {}
@@ -174,7 +174,7 @@ def test_a_ledger_that_is_none_is_left_out(tmp_path, change):
     file.write_text(
         change if change.islower() or change[0] in "[{N" else json.dumps(document)
     )
-    assert ledger.read_lives(tmp_path) == []
+    assert run_lives.read_lives(tmp_path) == []
 
 
 # --- states
@@ -212,7 +212,7 @@ def test_a_start_that_has_not_written_yet_is_not_the_life_before(tmp_path):
     checkpoint, say.
     """
     now = time.time()
-    killed = ledger.Life(
+    killed = run_lives.Life(
         now - 3700,
         written=now - 3600,
         phase="step",
@@ -256,7 +256,7 @@ def test_a_killed_run_is_as_far_as_its_last_life(tmp_path):
     newer than ledgers.
     """
     ended = make_run(tmp_path, steps=18, stop="")
-    life = ledger.Life(
+    life = run_lives.Life(
         ended + 50, written=ended + 60, first=8, step=10, buckets={"step": 2.0}
     )
     (tmp_path / "ledger.json").write_text(
@@ -272,7 +272,7 @@ def test_a_killed_run_is_as_far_as_its_last_life(tmp_path):
 def test_text_of_a_folder_moves_no_cursor(tmp_path, capsys):
     make_run(tmp_path / "run", stop="\x1b[2J", config={"model.target": "\x1b[2J"})
     make_run(tmp_path / "other")
-    life = ledger.Life(1.0, written=2.0, ended=True, buckets={"\x1b[2J": 1.0})
+    life = run_lives.Life(1.0, written=2.0, ended=True, buckets={"\x1b[2J": 1.0})
     (tmp_path / "run" / "ledger.json").write_text(
         json.dumps(run_format.marked({"lives": [vars(life)]}))
     )
@@ -294,7 +294,7 @@ def test_times_that_cannot_be_are_no_end_of_status(tmp_path, capsys, time_s):
 
 
 def test_a_ledger_from_the_beginning_of_time_needs_no_rows(tmp_path, capsys):
-    life = ledger.Life(
+    life = run_lives.Life(
         0.0, written=2.0, ended=True, first=0, step=7, buckets={"step": 2.0}
     )
     (tmp_path / "ledger.json").write_text(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxdist.operations.ledger import ledger
+from jaxdist.operations.ledger import run_lives
 from jaxdist.operations.ledger.ledger import Ledger
 from jaxdist.operations.page import html, status, step_parts, summary
 from jaxdist.storage import run_format
@@ -139,7 +139,7 @@ def test_status_and_report_show_both(tmp_path):
         and "hfu 30.0 %" in text
     )
     page = html.render([summary.read_run(tmp_path)])
-    line = ledger.goodput_line(ledger.read_lives(tmp_path))
+    line = run_lives.goodput_line(run_lives.read_lives(tmp_path))
     for part in (
         "Wall time",
         line,

@@ -1,26 +1,25 @@
-"""The last files of a run that is done: what goes wrong with them is said, and is no
+"""The report of a run that is done: what goes wrong with it is said, and is no
 failure.
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from jaxdist.operations.page.report import Report
 from jaxdist.storage import run_format
-from jaxdist.telemetry.display import Display
-from jaxdist.trainer import final_outputs, run_config
+from jaxdist.trainer.callbacks import RunEnd
 
 
 @pytest.fixture(name="told")
 def told_fixture(tmp_path, capsys):
-    """Returns a function that writes the last files and gives what was printed."""
+    """Returns a function that writes the report and gives what was printed."""
 
     def write() -> str:
-        config = run_config.from_config(run_config.default_config())
-        with Display(total_steps=1) as display:
-            final_outputs.write_final_outputs(
-                config, tmp_path, None, display, None, None
-            )
+        report = Report()
+        report.on_start(SimpleNamespace(folder=tmp_path, note=print))
+        report.on_end(RunEnd(state=None))
         return " ".join(capsys.readouterr().out.split())
 
     return write

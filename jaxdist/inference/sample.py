@@ -1,0 +1,46 @@
+"""Writes a sample of text at the end of a run."""
+
+import jax
+
+from jaxdist.config import ConfigError
+from jaxdist.inference.decoding import SamplingConfig
+from jaxdist.trainer import build, workdir
+from jaxdist.trainer.callbacks import Callback, Run, RunEnd
+
+
+class Sample(Callback):
+    """Generates `train.sample_tokens` tokens at the end of a run, in `sample.txt`."""
+
+    def on_start(self, run: Run) -> None:
+        """Takes the run."""
+        self._run = run
+
+    def on_end(self, end: RunEnd) -> None:
+        """Generates and writes the text. No sample is no failure: the run is saved."""
+        run = self._run
+        train = run.config.train
+        assert run.built is not None and run.dataset is not None
+        tokenizer = run.dataset.tokenizer
+        if not (end.is_final and train.sample_tokens and tokenizer):
+            return
+        generate = build.text_generator(run.config, run.spec, run.built)
+        if generate is None:
+            return
+        try:
+            (generation,) = generate(
+                run.built.views.flat(end.state).model_arrays,
+                [tokenizer.encode(train.sample_prompt)],
+                max_tokens=train.sample_tokens,
+                sampling=SamplingConfig(temperature=0.8),
+                seed=run.config.seed,
+            )
+        except ConfigError as error:
+            run.note(f"no sample: {error}")
+            return
+        text = train.sample_prompt + tokenizer.decode(generation.tokens)
+        run.note(f"sample:\n{text}")
+        if jax.process_index() == 0:
+            try:
+                workdir.write_text(run.folder / workdir.SAMPLE, text)
+            except ConfigError as error:
+                run.note(f"no sample: {error}")

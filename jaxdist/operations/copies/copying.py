@@ -1,0 +1,112 @@
+"""Copies the checkpoints of a run while it trains."""
+
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from jaxdist.distributed import coordination
+from jaxdist.operations.copies import step_copies
+from jaxdist.operations.copies.copier import Copier
+from jaxdist.trainer.callbacks import Callback, Run, RunEnd, StepView
+
+
+class CheckpointCopies(Callback):
+    """Copies checkpoints to `checkpoint.copy_to`, and fetches those that are missing.
+
+    The first process copies, in a thread; the end of the run waits for it.
+    """
+
+    keys = ("checkpoint.copy_to",)
+    name = "copies"
+
+    def __init__(self) -> None:
+        self._run: Run | None = None
+        self._copier: Copier | None = None
+
+    def on_open(self, run: Run) -> None:
+        """Fetches the newest sound step if the run's folder has none as new."""
+        if jax.process_index() == 0:
+            step_copies.fetch_missing(run.config, run.folder, run.say)
+
+    def on_start(self, run: Run) -> None:
+        """Lets a restore fetch a copy of a damaged step."""
+        self._run = run
+        assert run.store is not None
+        if jax.process_index() == 0:
+            run.store.fetch = step_copies.fetcher(
+                run.config, run.folder, run.store, run.say
+            )
+
+    def load(self, state: Any) -> None:
+        """Begins to copy: by now is known which steps are kept."""
+        run = self._run
+        assert run is not None and run.store is not None
+        if self._copier is None:
+            self._copier = step_copies.copier(run.config, run.folder, run.store)
+
+    def on_step(self, view: StepView) -> None:
+        """Reports the copies that have ended."""
+        self._report()
+
+    def on_save(self, step: int) -> None:
+        """Begins to copy a checkpoint."""
+        if self._copier is not None:
+            self._copier.wake()
+
+    def on_end(self, end: RunEnd) -> None:
+        """Waits for the copies; on all processes, as jax waits two minutes only."""
+        self._finish(hurry=bool(end.stopped))
+        if self._run is not None and self._run.config.checkpoint.copy_to:
+            coordination.barrier()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Waits for a short time where an error has ended the run."""
+        self._finish(hurry=True)
+
+    def _finish(self, *, hurry: bool) -> None:
+        """Waits for copies under way and due, and reports what is missing then.
+
+        Args:
+          hurry: who stops a run does not wait for long.
+        """
+        if self._copier is None or self._run is None:
+            return
+        config = self._run.config.checkpoint
+        seconds = config.copy_wait_s
+        if hurry:
+            seconds = min(seconds, config.patience_s)
+        ended = self._copier.finish(seconds)
+        self._report()
+        if not ended:
+            error = (
+                f"the run's end has waited {seconds:.0f} s (checkpoint.copy_wait_s); "
+                f"the next start goes on"
+            )
+            self._report_missing(self._run.progress.step, error)
+        self._copier = None
+
+    def _report(self) -> None:
+        if self._copier is None or self._run is None:
+            return
+        for copy in self._copier.poll():
+            if copy.error:
+                self._report_missing(copy.step, copy.error)
+                continue
+            self._run.event(
+                "checkpoint_copied",
+                copy.step,
+                seconds=copy.seconds,
+                bytes=copy.bytes,
+            )
+
+    def _report_missing(self, step: int, error: str) -> None:
+        assert self._run is not None and self._copier is not None
+        url = self._copier.url
+        self._run.event("checkpoint_copy_failed", step, error=error, store=url)
+        self._run.note(f"checkpoint {step} is not copied to {url}: {error}")
