@@ -13,7 +13,7 @@ import pytest
 
 import jaxdist
 from jaxdist.__main__ import COMMANDS
-from jaxdist.config import extras, files
+from jaxdist.config import extras
 from jaxdist.config.late_imports import LATE_IMPORTS
 from support.paths import DATA, ROOT, SUPPORT, TESTS
 
@@ -340,20 +340,7 @@ def test_import_jaxdist_is_free():
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.split())
     assert "jaxdist" in loaded and not loaded & set(heavy)
-    assert {name for name in loaded if name.startswith("jaxdist.")} == {
-        "jaxdist.recipe",
-        "jaxdist.tiny",
-    }  # aliases
-
-
-def test_config_files_of_the_first_version_still_load(tmp_path):
-    file = tmp_path / "old.py"
-    file.write_text(
-        "from jaxdist.recipe import default_config\nfrom jaxdist.tiny import sized\n"
-        "def get_config():\n    config = sized(default_config(), None)\n"
-        "    config.seed = 7\n    return config\n"
-    )
-    assert files.load(str(file), folders=()).seed == 7
+    assert not {name for name in loaded if name.startswith("jaxdist.")}
 
 
 @pytest.mark.parametrize("name", sorted(jaxdist._EXPORTS))

@@ -48,7 +48,7 @@ def main(folder: Path) -> None:
         traceback.print_exc()
         text = next(iter(str(error).splitlines()), "")
         result = {"error": f"{type(error).__name__}: {text[:500]}"}
-    workdir.write_json(folder / "result.json", result)
+    workdir.write_text(folder / "result.json", json.dumps(result))
 
 
 def _end_with_parent(parent: int) -> None:

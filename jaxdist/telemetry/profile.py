@@ -16,6 +16,8 @@ from pathlib import Path
 
 import jax
 
+from jaxdist.storage import run_format
+
 FOLDER = "profile"
 TABLE_ROWS = 40  # of top_ops.txt
 
@@ -117,7 +119,8 @@ def _write_table(folder: Path, ops: list[OpTime]) -> None:
     `folder`.
     """
     (folder / "top_ops.json").write_text(
-        json.dumps([asdict(op) for op in ops], indent=1) + "\n"
+        json.dumps(run_format.marked({"ops": [asdict(op) for op in ops]}), indent=1)
+        + "\n"
     )
     shown = ops[:TABLE_ROWS]
     width = max((len(op.op) for op in shown), default=2)

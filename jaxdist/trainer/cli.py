@@ -30,6 +30,7 @@ from jaxdist.distributed import initialize
 from jaxdist.distributed.coordination import PeerFailed
 from jaxdist.models import registry
 from jaxdist.parallel.mesh import MeshConfig
+from jaxdist.storage import run_format
 from jaxdist.trainer import config_json, from_run, initial_weights, loggers, workdir
 from jaxdist.trainer.default_workdir import default_workdir
 from jaxdist.trainer.run_config import (
@@ -96,6 +97,8 @@ def parse(
         parser.print_help()
     if flags.config is None:
         flags.config = _config_named(flags, folder, faults)
+    if folder or hasattr(flags, "dry_run"):  # a plan keeps nothing without a workdir
+        run_format.check_folder(_workdir(flags))
     config = _load(flags, overrides)
     configured = schema.flatten(config).get("model.target", registry.DEFAULT_TARGET)
     target = overrides.get("model.target", configured)

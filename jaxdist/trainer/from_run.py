@@ -35,7 +35,7 @@ from jaxdist.models.model_values import (
     without_stretch,
 )
 from jaxdist.step.state import State
-from jaxdist.storage import untrusted
+from jaxdist.storage import run_format
 from jaxdist.trainer import config_json, workdir
 from jaxdist.trainer.run_config import RunConfig, model_defaults
 from jaxdist.trainer.weight_source import (
@@ -65,8 +65,7 @@ class SourceRun:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """What its run's config was, unchecked: that of a checkpoint, else of
-        config.json; {} if unknown.
+        """The config of its run as a checkpoint has it, unchecked; {} if it has none.
 
         Raises:
           ConfigError: there is no such step, or none at all.
@@ -93,6 +92,8 @@ class SourceRun:
                     self.checkpoints, step, inside=f"{folders.METADATA_ITEM}/"
                 )
                 return folders.read_step(self.checkpoints, step).metadata
+            except manifest.OtherVersion as error:
+                raise CheckpointError(f"init.from_run={self.name}: {error}") from error
             except (CheckpointError, OSError) as error:
                 fault = fault or f"step {step}: {error}"
         if fault:
@@ -111,20 +112,8 @@ class SourceRun:
         return kept if kept is not None and kept.is_dir() else None
 
     def config_of(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the config that a step's metadata holds, else that of config.json,
-        else {}.
-        """
-        stored = metadata.get(workdir.CONFIG_KEY)
-        if stored is None and self.workdir is not None:
-            try:
-                stored = untrusted.read_json(self.workdir / workdir.CONFIG, dict)
-            except (OSError, untrusted.Malformed) as error:
-                raise ConfigError(
-                    f"{self.workdir / workdir.CONFIG} is damaged ({error})"
-                ) from error
-        config = config_json.renamed(
-            config_json.tupled(stored if isinstance(stored, dict) else {})
-        )
+        """Returns the config that a step's metadata holds, {} if it holds none."""
+        config = config_json.tupled(_group(metadata, workdir.CONFIG_KEY))
         return config | {"model": _group(config, "model")}
 
 
@@ -140,6 +129,8 @@ def locate(name: str) -> SourceRun:
     path = folder if "://" in folder else os.path.expanduser(folder)
     try:
         checkpoints, inside = folders.locate(path)
+    except run_format.OtherVersion as error:
+        raise run_format.OtherVersion(f"init.from_run={name}: {error}") from error
     except ConfigError as error:
         made = os.path.split(name)  # runs/CONFIG, unless a run was told otherwise
         cure = (
@@ -523,8 +514,11 @@ def _optimizer_faults(
     keeps.
     """
     ours = state_dict.describe(carried)
-    there = set(_by_path(arrays, "opt_state").values()) - set(state_dict.RETIRED)
-    there = {name for name in there if not name.startswith(_LOSS_SCALE)}
+    there = {
+        name
+        for name in _by_path(arrays, "opt_state").values()
+        if not name.startswith(_LOSS_SCALE)
+    }
     differ = {n for n in ours if n in there and not _converts(arrays[n], ours[n])}
     if faults := sorted(
         differ | ((ours.keys() | there) - {n for n in ours if n in arrays})

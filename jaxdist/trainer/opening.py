@@ -14,6 +14,7 @@ from jaxdist.data import Dataset
 from jaxdist.distributed import consistency, coordination
 from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.step.train_step import TrainStep
+from jaxdist.storage import run_format
 from jaxdist.telemetry.display import print_safe
 from jaxdist.telemetry.metrics import EXTENDED, MetricsWriter
 from jaxdist.trainer import batching, build, elastic, from_run, pipeline_report, workdir
@@ -33,6 +34,17 @@ def log(text: str) -> None:
     """Prints a line on the first process."""
     if is_lead():
         print_safe(text)
+
+
+def refuse_other_version(folder: Path) -> None:
+    """Checks, before anything is written, that no other version has written the run.
+
+    Raises:
+      OtherVersion: on all processes: one has.
+    """
+    with coordination.raise_on_all():
+        if is_lead():
+            run_format.check_folder(folder)
 
 
 def open_dataset(
@@ -79,6 +91,7 @@ def open_workdir(
     consistency.agree(lambda: flat | consistency.code(run.spec.model_class))
     with coordination.raise_on_all():
         if is_lead():
+            workdir.refuse_other_version(run.folder, config)
             from_run.refuse_own_folder(config, run.folder)
             stack.enter_context(workdir.workdir_lock(run.folder))
         callbacks.open(run)

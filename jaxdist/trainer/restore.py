@@ -21,6 +21,7 @@ from jaxdist.data import Dataset
 from jaxdist.distributed import consistency, coordination, initialize
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
+from jaxdist.storage import run_format
 from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 from jaxdist.telemetry.flops import is_uncounted, jaxpr_flops
 from jaxdist.telemetry.metrics import read_events
@@ -230,11 +231,12 @@ def skipped_windows(folder: Path, metadata: Mapping[str, Any]) -> list[list[int]
     that was taken elsewhere has its own list.
 
     Raises:
-      ConfigError: the file is damaged.
+      ConfigError: the file is damaged, or another version's.
     """
     file = folder / SKIPPED_FILE
     try:
-        return _checked(read_json(file, dict).get("windows"))
+        document = run_format.unmarked(read_json(file, dict), file)
+        return _checked(document.get("windows"))
     except FileNotFoundError:
         return metadata.get(SKIPPED, [])
     except Malformed as error:

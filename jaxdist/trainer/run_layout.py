@@ -1,10 +1,8 @@
-"""The layout that a run really has, from run.json and events.jsonl; no jax."""
+"""The layout that a run really has, from run.json; no jax."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from jaxdist.telemetry.metrics import Row
 
 
 @dataclass(frozen=True)
@@ -19,29 +17,19 @@ class Layout:
     accumulation: object
 
 
-def layout_of_run(
-    config: Mapping[str, Any], info: Mapping[str, Any], events: Sequence[Row]
-) -> Layout:
+def layout_of_run(config: Mapping[str, Any], info: Mapping[str, Any]) -> Layout:
     """Reads the layout of a run's last start from the files of its folder.
 
     Args:
       config: config.json, flat.
-      info: run.json; those of older versions lack the accumulation, which the last
-        `resize` then has.
+      info: run.json.
     """
+    sizes: Mapping[str, int] = {}
     mesh = info.get("mesh")
-    sizes = (
-        mesh
-        if isinstance(mesh, dict)
-        and all(type(n) is int and n > 0 for n in mesh.values())
-        else {}
-    )
-    resized = [
-        e["accumulation"]
-        for e in events
-        if e["event"] == "resize" and "accumulation" in e
-    ]
-    own = [*resized[-1:], config.get("batch.accumulation")][0]
+    if isinstance(mesh, dict) and all(type(n) is int and n > 0 for n in mesh.values()):
+        sizes = mesh
     return Layout(
-        sizes, info.get("zero", config.get("mesh.zero")), info.get("accumulation", own)
+        mesh=sizes,
+        zero=info.get("zero", config.get("mesh.zero")),
+        accumulation=info.get("accumulation", config.get("batch.accumulation")),
     )

@@ -106,13 +106,15 @@ def train(
         jaxdist.interop.WEIGHT_SOURCES.
 
     Raises:
-      ConfigError: the config is illegal; nothing was compiled.
+      ConfigError: the config is illegal, or the workdir another version's; nothing was
+        compiled.
       TrainingStopped: losses stayed non-finite, or the last checkpoint could not be
         written.
     """
     preemption.refuse_unjoined()
     everyone = CallbackList(process_callbacks, callbacks)
     sources = initial_weights.chosen_sources(config, weight_sources)
+    opening.refuse_other_version(folder)
     if devices is None:
         devices = jax.devices()
     requested = config

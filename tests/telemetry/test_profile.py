@@ -49,7 +49,7 @@ def test_the_window_counts_exactly_its_steps(tmp_path):
     assert [op.seconds for op in ops] == sorted(
         (op.seconds for op in ops), reverse=True
     )
-    saved = json.loads((tmp_path / "profile" / "top_ops.json").read_text())
+    saved = json.loads((tmp_path / "profile" / "top_ops.json").read_text())["ops"]
     assert saved[0]["op"] == ops[0].op and saved[0]["count"] == ops[0].count
     assert (
         ops[0].op in (tmp_path / "profile" / "top_ops.txt").read_text().splitlines()[1]

@@ -134,7 +134,8 @@ def test_a_rollback_leaves_out_the_window_and_goes_on(story):
         back["step"] == 8 and back["diverged_at"] == 14 and back["left_out"] == [8, 14]
     )
     assert json.loads((story.folder / "skipped.json").read_text()) == {
-        "windows": [[8, 14]]
+        "format": "jaxdist-1",
+        "windows": [[8, 14]],
     }
     # 12 was saved among the bad steps
     assert list_steps(story.then / "checkpoints") == [4, 8]
@@ -409,14 +410,14 @@ def test_the_slowest_is_named():
     "text",
     [
         "[]",
-        "{}",
         "[" * 100_000,
-        '{"windows": 3}',
-        '{"windows": [[1]]}',
-        '{"windows": [[3, 1]]}',
+        '{"format": "jaxdist-1"}',
+        '{"format": "jaxdist-1", "windows": 3}',
+        '{"format": "jaxdist-1", "windows": [[1]]}',
+        '{"format": "jaxdist-1", "windows": [[3, 1]]}',
     ]
     + [
-        f'{{"windows": [[0, {end}]]}}'
+        f'{{"format": "jaxdist-1", "windows": [[0, {end}]]}}'
         for end in ("-1", "1.5", '"2"', "1e999", "true", str(2**63))
     ],
 )

@@ -18,7 +18,7 @@ from typing import Any
 from jaxdist.config import schema
 from jaxdist.hardware import chips
 from jaxdist.operations.page.summary import number
-from jaxdist.storage import untrusted
+from jaxdist.storage import run_format, untrusted
 from jaxdist.telemetry.metrics import Row
 from jaxdist.telemetry.units import time_text
 from jaxdist.trainer import reproduce
@@ -35,7 +35,6 @@ _NOT_OF_THE_STEP = (  # patterns of keys that change neither its program nor its
     "train.eval_every",
     "train.patience",
     "train.loggers",
-    "train.tensorboard",
     "train.sample_*",
     "init.*",
     "checkpoint.*",
@@ -142,9 +141,11 @@ def read_plan(
         return None
     except (OSError, untrusted.Malformed) as error:
         return Planned(fault=f"it cannot be read ({untrusted.named(error)})")
+    if other := run_format.fault(plan, PLAN_FILE):
+        return Planned(fault=other)
     named = Planned(f"{plan.get('target')!s:.60}", _date(plan.get(DATE)))
     faults = [
-        *_faults(plan, config, info, layout_of_run(config, info, events)),
+        *_faults(plan, config, info, layout_of_run(config, info)),
         *_of_row(events, row),
     ]
     if faults:
@@ -175,16 +176,9 @@ def _faults(
 ) -> Iterator[str]:
     """Yields in what a plan is not of a run: machine, code, layout, config."""
     planned, hardware = _fields(plan, "layout"), _fields(plan, "hardware")
-    if (
-        not plan.get(DATE)
-        or not _fields(plan, reproduce.SOURCE)
-        or not _fields(info, reproduce.SOURCE)
-    ):
-        yield "it, or the run, is of an older version, which did not say of which code it is"
-        return
     yield from _of_machine(hardware, info)
     codes = [_fields(each, reproduce.SOURCE).get("hash") for each in (plan, info)]
-    if codes[0] != codes[1]:
+    if codes[0] is None or codes[0] != codes[1]:
         yield _differs("the source of jaxdist and the model", *codes)
     pairs = {
         "the mesh": (_sizes(planned.get("mesh")), _sizes(layout.mesh)),

@@ -75,13 +75,6 @@ class Logger(Protocol):
         """Writes what is left: the run has ended."""
 
 
-def names_of(loggers: Iterable[str], *, tensorboard: bool) -> tuple[str, ...]:
-    """Returns the names in `train.loggers`, each once; `tensorboard` is the key that
-    was there before it.
-    """
-    return tuple(dict.fromkeys([*loggers, *(["tensorboard"] if tensorboard else [])]))
-
-
 def faults(names: Iterable[str]) -> Iterator[str]:
     """Yields what is wrong with the names, as far as can be said without executing any
     code.
