@@ -40,6 +40,7 @@ from jaxdist.planner import (
     targets,
 )
 from jaxdist.planner.plan import Plan, make_plan, plan_by_arithmetic
+from jaxdist.storage import run_format
 from jaxdist.trainer import cli, provenance, reproduce, workdir
 from jaxdist.trainer.run_config import RunConfig
 
@@ -111,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
         # what `report` shows
         workdir.write_text(folder / "plan.txt", show.as_text(report))
     if flags.json:
-        print(json.dumps(report, indent=1))
+        print(json.dumps(run_format.marked(report), indent=1))
     return code
 
 
