@@ -32,6 +32,12 @@ from support.runs import TINY, run_of
 CONFIG = CheckpointConfig(every_steps=1, keep_last=2, asynchronous=False)
 
 
+def fetch_missing(config, folder, say) -> None:
+    """Fetches what the run of a config lacks, as its start does."""
+    place = workdir_files.checkpoints_folder(folder, config)
+    step_copies.fetch_missing(config.checkpoint, folder, place, say)
+
+
 @pytest.fixture(autouse=True)
 def _no_delays(monkeypatch):
     monkeypatch.setattr(module, "DELAYS_S", (0.0,))
@@ -514,7 +520,9 @@ def restored(saved, url, lines: list[str], **changes) -> int:
     """
     config = config_with(url, **changes)
     with CheckpointManager(saved, config.checkpoint) as store:
-        store.fetch = step_copies.fetcher(config, saved.parent, store, lines.append)
+        store.fetch = step_copies.fetcher(
+            config.checkpoint, saved.parent, store, lines.append
+        )
         got = store.restore(STATE)
         assert bool((got.state["x"] == STATE["x"] + got.metadata["data"]).all())
         integrity.check(saved, step := got.metadata["data"])
@@ -668,7 +676,7 @@ def test_a_download_that_was_given_up_does_not_delete_the_next_one(
     monkeypatch.setattr(store, "get_file", hanging)
     config = config_with(url, **{"checkpoint.timeout_s": 1})
     shutil.rmtree(saved / "3")
-    step_copies.fetch_missing(config, saved.parent, (lines := []).append)
+    fetch_missing(config, saved.parent, (lines := []).append)
     assert "no answer for 1 s" in lines[-1]
     told = len(lines)
     flip_a_bit(saved / "2")
@@ -690,7 +698,7 @@ def test_a_start_takes_newer_copies_but_those_the_run_went_back_behind(
         # an old folder, of a machine that had the run before
         shutil.rmtree(saved / "3")
     lines: list[str] = []
-    step_copies.fetch_missing(config_with(url), saved.parent, lines.append)
+    fetch_missing(config_with(url), saved.parent, lines.append)
     assert folders.list_steps(saved) == ([1, 2] if undone else [1, 2, 3])
     assert events_of(saved.parent, "checkpoint_fetched") == ([] if undone else [3])
     # What it has gone back behind is deleted there with the next copy, and nothing else
@@ -714,10 +722,10 @@ def test_a_folder_without_locks_takes_a_copy_only_where_it_has_no_step(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     shutil.rmtree(saved / "3")
-    step_copies.fetch_missing(config_with(url), saved.parent, print)
+    fetch_missing(config_with(url), saved.parent, print)
     assert folders.list_steps(saved) == [1, 2]
     shutil.rmtree(saved)
-    step_copies.fetch_missing(config_with(url), saved.parent, print)
+    fetch_missing(config_with(url), saved.parent, print)
     assert folders.list_steps(saved) == [3]
 
 
@@ -729,7 +737,7 @@ def test_a_silent_store_does_not_hold_up_a_start_that_has_a_step(
     config = config_with(url, **{"checkpoint.patience_s": 0.3})
     with monkeypatch.context() as patch:
         patch.setattr(Copies(url)._fs, "find", lambda *_, **__: over.wait(60) and {})
-        step_copies.fetch_missing(config, saved.parent, (lines := []).append)
+        fetch_missing(config, saved.parent, (lines := []).append)
     over.set()
     assert len(lines) == 1 and "TimeoutError: no answer" in lines[0]
 
@@ -793,7 +801,7 @@ def test_a_start_without_a_sound_step_takes_none_that_the_run_went_back_behind(
     for n in (1, 2):
         (saved / str(n) / folders.MANIFEST).write_text("{}")
     assert 3 in Copies(url).steps()
-    step_copies.fetch_missing(config_with(url), saved.parent, print)
+    fetch_missing(config_with(url), saved.parent, print)
     assert events_of(saved.parent, "checkpoint_fetched") == [
         2
     ] and 3 not in folders.list_steps(saved)
@@ -818,7 +826,7 @@ def test_nothing_is_fetched_into_the_folder_of_another_run(saved, other, url):
     integrity.seal(other, 3, "cafe", {})
     before = (other / "3" / folders.MANIFEST).read_bytes()
     config = config_with(url, **{"checkpoint.folder": str(other)})
-    step_copies.fetch_missing(config, saved.parent, print)
+    fetch_missing(config, saved.parent, print)
     assert (other / "3" / folders.MANIFEST).read_bytes() == before
     assert not folders.quarantine_folder(other).exists()
     with pytest.raises(ConfigError, match="belongs to run cafe"):  # opening it says so
