@@ -5,11 +5,11 @@
     python benchmarks/house_faults.py run [--tree TREE] [--record FILE] [NAME ...]
     python benchmarks/house_faults.py sound [--tree TREE] [NAME ...]
 
-A fault is a snippet of a function and what stands in its place. Both are syntax: the
-function is found by its name wherever it lies, the snippet by what it parses to, so that
-moving and formatting change nothing. What is not found any more was rewritten: aim the
-fault at the new code. `check` says so in seconds, `run` needs about twenty minutes for all
-faults, `sound` shows that their tests pass where there is no fault.
+A fault replaces a snippet of a function by another one. The function is found by its
+name, in any file, and the snippet by its syntax: moved or reformatted code needs no
+change here. Rewritten code does: `check` names the faults whose snippet no longer
+exists, in seconds. `run` seeds the faults one by one and takes about 20 minutes for
+all. `sound` runs the tests of the list without any fault.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "benchmarks" / "results" / "house" / "faults.json"
-LIMIT_S = 200.0  # that the tests of one fault may take
+LIMIT_S = 200.0  # for the tests of one fault; a run without end counts as caught
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "*.egg-info")
 
 
@@ -115,7 +115,7 @@ def expressions(tree: ast.AST) -> Iterator[ast.expr]:
 
 
 def matches(tree: ast.AST, fault: Fault) -> Iterator[tuple[ast.AST, ast.AST]]:
-    """Yields the (first, last) node of each part of a function that is the old snippet."""
+    """Yields the (first, last) node of each occurrence of the old snippet."""
     snippet = statements(fault.old)
     if is_expression(fault.old) and is_expression(fault.new):
         wanted = ast.unparse(snippet[0].value)
@@ -159,7 +159,7 @@ class Package:
                 self.known.append((name, file, node))
 
     def places(self, name: str, fault: Fault) -> tuple[int, set[Place]]:
-        """Finds the functions of a name: how many there are, and the snippets in them."""
+        """Finds the functions of a name: their number, and the snippets in them."""
         count = 0
         found = set()
         for known, file, node in self.known:
@@ -811,7 +811,9 @@ finally:
         name="rollback_keeps_progress",
         room="trainer",
         function="Trainer._roll_back",
-        old='vars(self.progress).update(metadata["progress"] | {"elapsed_s": elapsed_s})',
+        old="""
+vars(self.progress).update(metadata["progress"] | {"elapsed_s": elapsed_s})
+""",
         new='self.progress.step = metadata["progress"]["step"]',
         tests=(
             "resilience/test_health.py::test_a_rollback_takes_back_the_targets_that_were_counted",
@@ -1164,7 +1166,10 @@ return total._replace(loss=total.loss._replace(count=sums.loss.count)), None
         name="router_weights_not_normalised",
         room="ops",
         function="route",
-        old="if normalise:\n    weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)",
+        old="""
+if normalise:
+    weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+""",
         new="pass",
         tests=("ops/test_experts_routing.py::test_softmax_as_mixtral_qwen_and_olmoe",),
     ),
