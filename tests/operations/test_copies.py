@@ -263,6 +263,21 @@ def test_copies_are_kept_as_the_steps_are_and_follow_a_run_that_went_back(here, 
         assert ended(Copier(copies, store)) == []
 
 
+def test_the_copy_of_the_best_step_stays_where_the_step_itself_is_gone(here, url):
+    copies = Copies(url)
+    for step in (1, 2, 3):
+        write_step(here, step)
+        copies.copy(here, step)
+    for step in (1, 2):
+        folders.remove_step(here, step)
+    assert list(copies.steps()) == [1, 2, 3]
+    with CheckpointManager(here, CONFIG) as store:
+        store.best.append(1)
+        write_step(here, 4)
+        assert ended(Copier(copies, store)) == [(4, "")]
+    assert list(copies.steps()) == [1, 3, 4]  # the best, and keep_last=2
+
+
 def test_a_store_holds_no_more_steps_where_saves_come_faster_than_copies(
     here, url, monkeypatch
 ):

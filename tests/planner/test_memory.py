@@ -76,6 +76,20 @@ def test_the_state_is_that_of_the_built_step(changes):
     assert 0 <= whole - memory.checkpoint_bytes(run, spec) < 100  # counters
 
 
+def test_a_device_holds_its_own_rows_of_the_batch():
+    run = run_of("llama3_8b:tiny", **SMALL | {"mesh.data": 2, "mesh.fsdp": 4})
+    _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
+    mesh = dry_run.build_mesh(run.mesh, jax.devices())
+    shapes = build.batch_shapes(run, run.batch.global_size)
+    whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes.values())
+    batch = build.build_step(run, spec, mesh, rules).abstract_batch(shapes)
+    held = 0
+    for x in batch.values():
+        held += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    assert held == whole // 8
+    assert memory.components(run, spec, rules, jax.devices()[0])["batch"] == held
+
+
 def test_the_state_is_what_the_compiler_calls_arguments():
     run = run_of("llama3_8b:tiny", **{"mesh.fsdp": 8})
     _, rules, spec = validation.validate(run, jax.devices(), with_data=False)

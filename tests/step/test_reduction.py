@@ -72,6 +72,20 @@ def test_the_axes_are_those_that_copy_parameters_and_gradients(sizes, zero, axes
     assert chosen.once == axes and bool(chosen.over) == bool(axes)
 
 
+@pytest.mark.parametrize(
+    ("names", "dims", "dtype"),
+    [
+        (("d_model", "d_ff"), (32, 48), "bfloat16"),
+        (("vocab", "d_model"), (64, 32), "float32"),
+        (("d_model", "vocab"), (32, 64), "float32"),
+        (("d_model",), (32,), "float32"),
+    ],
+)
+def test_kernels_alone_cross_in_the_dtype_of_reduce(names, dims, dtype):
+    assert reduction.sent_dtype(names, dims, "bfloat16") == dtype
+    assert reduction.sent_dtype(names, dims, "float32") == "float32"
+
+
 def test_a_step_in_one_part_sums_in_its_backward_pass_and_a_pipeline_never_does():
     assert reduction.choose(spec_of(), rules_of(data=8), "auto", parts=1) == (
         (),

@@ -201,6 +201,21 @@ def test_the_batch_divides_by_accumulation_and_shards(size, legal):
             validation.validate(run, jax.devices())
 
 
+@pytest.mark.parametrize(("length", "legal"), [(64, True), (65, False)])
+def test_a_sequence_is_no_longer_than_the_learned_positions(length, legal):
+    learned = ("--config.model.positions=learned", "--config.model.max_positions=64")
+    sizes = (
+        f"--config.batch.sequence_length={length}",
+        "--config.train.sample_tokens=0",
+    )
+    run = parse("--config", "quickstart", *learned, *sizes)
+    if legal:
+        validation.validate_on(run, 8)
+    else:
+        with pytest.raises(ConfigError, match="65 exceeds the model's longest"):
+            validation.validate_on(run, 8)
+
+
 @pytest.mark.parametrize("name", ["quickstart", "vit_digits", "gpt2_124m:tiny"])
 def test_a_shipped_config_may_be_tried_for_a_few_steps(name):
     run = parse("--config", name, "--config.train.steps=20")
