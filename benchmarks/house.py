@@ -287,6 +287,7 @@ class Part:
     """One file of the record: its cases, how one is recorded, how two are compared."""
 
     name = ""
+    together = False  # whether all cases are recorded in one turn
 
     def cases(self, tree: Tree) -> list[str]:
         """Gives the names of the cases."""
@@ -465,7 +466,8 @@ CHOICES = {
     "search 1": "--config llama3_8b:tiny --on v5e:2x4 --search",
     "search 2": "--config mixtral_8x7b:tiny --on v5p:2x2x1 --search",
     "search 3": "--config gpt2_124m:tiny --on v6e:2x2 --search",
-    "search 4": "--config qwen3_30b_a3b:tiny --on v5e:2x2 --search",
+    "search 4": "--config llama2_7b:tiny --on v5e:2x2 --search"
+    " --config.batch.global_size=8192",
     "search 5": "--config quickstart --on v5e:2x2 --search"
     " --config.batch.global_size=64",
     "fewest 1": "--config llama3_8b:tiny --fewest v5e",
@@ -476,7 +478,8 @@ CHOICES = {
     " --config.batch.global_size=128",
     "fewest 5": "--config llama2_7b:tiny --fewest v4 --config.batch.global_size=1024",
     "fix 1": "--config quickstart --on cpu:2 --config.batch.global_size=2048 --fix",
-    "fix 2": "--config gpt2_124m --on v5e:1x1 --config.batch.global_size=64 --fix",
+    "fix 2": "--config llama2_7b:tiny --on v5e:1x1 --config.batch.global_size=8192"
+    " --fix",
     "fix 3": "--config llama3_8b:tiny --on cpu:8 --config.batch.global_size=8192"
     " --config.remat.policy=none --fix",
     "fix 4": "--config mixtral_8x7b:tiny --on cpu:4 --config.batch.global_size=4096"
@@ -486,7 +489,8 @@ CHOICES = {
     "remat fit 1": f"--config llama3_8b:tiny --on v5e:2x4 {FIT}",
     "remat fit 2": f"--config gpt2_124m:tiny --on v5e:2x2 {FIT}"
     " --config.batch.global_size=16384",
-    "remat fit 3": f"--config mixtral_8x7b:tiny --on v5p:2x2x1 {FIT}",
+    "remat fit 3": f"--config llama2_7b:tiny --on v5p:2x2x1 {FIT}"
+    " --config.batch.global_size=32768",
     "remat fit 4": f"--config quickstart --on v6e:2x2 {FIT}"
     " --config.batch.global_size=8192",
     "remat fit 5": f"--config quickstart --on v5e:2x2 {FIT}"
@@ -872,6 +876,7 @@ class Refusals(Part):
     """
 
     name = "refusals"
+    together = True
 
     def cases(self, tree: Tree) -> list[str]:
         return list(REFUSALS)
@@ -1155,9 +1160,11 @@ PARTS: dict[str, Part] = {
 }
 
 
-def record_part(tree: Tree, part: Part, only: str) -> dict[str, Case]:
-    """Records the cases whose names have this text."""
-    return part.record_all(tree, [case for case in part.cases(tree) if only in case])
+def chosen_cases(tree: Tree, part: Part, only: Sequence[str]) -> list[list[str]]:
+    """Gives the cases whose names have one of these texts, in turns of the record."""
+    cases = part.cases(tree)
+    cases = [case for case in cases if any(text in case for text in only or [""])]
+    return [cases] if part.together else [[case] for case in cases]
 
 
 def head(tree: Tree) -> dict[str, Any]:
@@ -1203,20 +1210,19 @@ def compact(value: Any) -> str:
 
 
 def record_command(flags: argparse.Namespace) -> int:
-    """Runs `record`."""
+    """Runs `record`; what is recorded so far is kept at once."""
     with opened(flags.tree) as tree:
         for name in flags.parts:
-            began = time.monotonic()
+            part = PARTS[name]
             path = Path(flags.records) / f"{name}.json"
-            record: dict[str, Any] = {"head": head(tree)}
-            if name == Folders.name:
-                record["files"] = make_archive(tree)
-            record["cases"] = record_part(tree, PARTS[name], flags.only)
+            record: dict[str, Any] = {"cases": {}, "head": head(tree)}
             if flags.only and path.exists():
-                kept = json.loads(path.read_text())["cases"]
-                record["cases"] = kept | record["cases"]
-            record["head"]["seconds"] = round(time.monotonic() - began)
-            write_record(path, record)
+                record["cases"] = json.loads(path.read_text())["cases"]
+            if part is PARTS["folders"]:
+                record["files"] = make_archive(tree)
+            for cases in chosen_cases(tree, part, flags.only):
+                record["cases"] |= part.record_all(tree, cases)
+                write_record(path, record)
             print(f"wrote {path}")
     return 0
 
@@ -1237,7 +1243,9 @@ def compare_command(flags: argparse.Namespace) -> int:
                 if record["head"].get(key) != here[key]:
                     was = record["head"].get(key)
                     print(f"{name}: recorded with {key} {was}; here {here[key]}")
-            after = record_part(tree, PARTS[name], flags.only)
+            after = {}
+            for cases in chosen_cases(tree, PARTS[name], flags.only):
+                after |= PARTS[name].record_all(tree, cases)
             if flags.keep:
                 path = Path(flags.keep) / f"{name}.json"
                 write_record(path, {"cases": after, "head": here})
@@ -1251,11 +1259,12 @@ def compare_part(
     before: Mapping[str, Case],
     after: Mapping[str, Case],
     causes: Mapping[str, str],
-    only: str,
+    only: Sequence[str],
 ) -> int:
     """Prints how two records of a part differ; gives how many differences are wrong."""
     part = PARTS[name]
-    expected = {case for case in before if only in case}
+    texts = only or [""]
+    expected = {case for case in before if any(text in case for text in texts)}
     failed = 0
     equal = 0
     for case in sorted({*expected, *after}):
@@ -1291,7 +1300,6 @@ def show(where: str, found: Sequence[Difference], causes: Mapping[str, str]) -> 
 
 # ------------------------------------------------------------------- pairs
 
-PAIR_STEPS = 60
 WARM_ROWS = 10  # rows after which a step's time is taken
 POLL_S = 0.004
 
@@ -1363,11 +1371,11 @@ def processor_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def one_turn(tree: Tree, number: int) -> dict[str, Clock]:
+def one_turn(tree: Tree, number: int, steps: int) -> dict[str, Clock]:
     """Times a start with no compiled program, the steps after it, and a restart."""
     workdir = tree.fresh(f"pair{number}")
-    start, step = timed_run(tree, workdir, PAIR_STEPS, 0)
-    restart, _ = timed_run(tree, workdir, PAIR_STEPS + WARM_ROWS, count_rows(workdir))
+    start, step = timed_run(tree, workdir, steps, 0)
+    restart, _ = timed_run(tree, workdir, steps + 2, count_rows(workdir))
     shutil.rmtree(workdir)
     shutil.rmtree(workdir.with_suffix(".programs"), ignore_errors=True)
     return {"start": start, "step": step, "restart": restart}
@@ -1379,12 +1387,12 @@ def pairs_command(flags: argparse.Namespace) -> int:
     with opened(flags.before) as before, opened(flags.tree) as after:
         trees = {"before": before, "after": after}
         for tree in trees.values():
-            one_turn(tree, -1)  # compiles Python, reads the files once
+            one_turn(tree, -1, 2)  # compiles Python, reads the files once
         heads = {name: head(tree) for name, tree in trees.items()}
         for number in range(flags.turns):
             order = ("before", "after") if number % 2 == 0 else ("after", "before")
             for name in order:
-                turns[name].append(one_turn(trees[name], number))
+                turns[name].append(one_turn(trees[name], number, flags.steps))
             print(f"turn {number + 1} of {flags.turns}", file=sys.stderr, flush=True)
     record: dict[str, Any] = {"heads": heads, "turns": flags.turns}
     failed = 0
@@ -1419,15 +1427,16 @@ def parser() -> argparse.ArgumentParser:
         each = commands.add_parser(name)
         each.add_argument("parts", nargs="+", choices=[*PARTS, "all"])
         each.add_argument("--tree", required=True, help="checkout to look at")
-        each.add_argument("--only", default="", help="cases whose name has this text")
+        each.add_argument("--only", action="append", help="cases with this in the name")
         each.add_argument("--records", default=str(RECORDS), help="folder of records")
-        each.set_defaults(run=run)
+        each.set_defaults(run=run, only=[])
         if name == "compare":
             each.add_argument("--keep", help="folder for the record that is made")
     pairs = commands.add_parser("pairs")
     pairs.add_argument("--before", required=True, help="checkout to compare with")
     pairs.add_argument("--tree", required=True, help="checkout to look at")
     pairs.add_argument("--turns", type=int, default=12)
+    pairs.add_argument("--steps", type=int, default=60, help="of a turn's run")
     pairs.add_argument("--limit", type=float, default=1.02, help="of a median ratio")
     pairs.add_argument("--out", help="JSON file")
     pairs.set_defaults(run=pairs_command)
