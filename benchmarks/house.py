@@ -477,7 +477,7 @@ CHOICES = {
     " --config.model.d_ff=4096 --config.batch.sequence_length=2048"
     " --config.batch.global_size=128",
     "fewest 5": "--config llama2_7b:tiny --fewest v4 --config.batch.global_size=1024",
-    "fix 1": "--config quickstart --on cpu:2 --config.batch.global_size=2048 --fix",
+    "fix 1": "--config quickstart --on cpu:2 --config.batch.global_size=8192 --fix",
     "fix 2": "--config llama2_7b:tiny --on v5e:1x1 --config.batch.global_size=8192"
     " --fix",
     "fix 3": "--config llama3_8b:tiny --on cpu:8 --config.batch.global_size=8192"
