@@ -482,7 +482,7 @@ CHOICES = {
     " --fix",
     "fix 3": "--config llama3_8b:tiny --on cpu:8 --config.batch.global_size=8192"
     " --config.remat.policy=none --fix",
-    "fix 4": "--config mixtral_8x7b:tiny --on cpu:4 --config.batch.global_size=4096"
+    "fix 4": "--config mixtral_8x7b:tiny --on cpu:4 --config.batch.global_size=16384"
     " --fix",
     "fix 5": "--config gpt2_124m:tiny --on v5e:2x2 --config.batch.global_size=32768"
     " --config.remat.policy=none --fix",
@@ -588,7 +588,8 @@ class Costs(Part):
     Declared FLOPs per token stand beside those of the jaxpr of a step that computes
     nothing again (remat none, AdamW, the vocabulary in one piece); bytes that the
     planner says are kept, beside the compiler's memory of the config as it is, on one
-    device and on four. FLOPs have to stay equal, bytes within 5 %.
+    device. FLOPs have to stay equal, bytes within 5 %. Products of experts are loops of
+    a length that the program computes, and count once in the jaxpr.
     """
 
     name = "costs"
@@ -614,12 +615,9 @@ class Costs(Part):
             "parameters": facts["parameters"],
             "tokens_of_step": tokens,
         }
-        for target in ("cpu:1",):
-            mesh = as_flags({"mesh.data": 1, "mesh.fsdp": 1})
-            ended = tree.command(
-                f"plan --config {case} --on {target} {usual} {mesh} --json"
-            )
-            record[target] = planned_memory(plan_facts(ended.check(case)))
+        mesh = as_flags({"mesh.data": 1, "mesh.fsdp": 1})
+        ended = tree.command(f"plan --config {case} --on cpu:1 {usual} {mesh} --json")
+        record["cpu:1"] = planned_memory(plan_facts(ended.check(case)))
         return record
 
     def compare(self, before: Case, after: Case) -> list[Difference]:
@@ -666,9 +664,7 @@ def compare_memory(where: str, before: Case, after: Case) -> list[Difference]:
     old = before["components"]
     new = after.get("components", {})
     for name in sorted({*old, *new}):
-        kind = "note" if old.get(name) != new.get(name) else ""
-        if kind:
-            found += unequal(f"{where} {name}", old.get(name), new.get(name), kind)
+        found += unequal(f"{where} {name}", old.get(name), new.get(name), "note")
     return found
 
 
