@@ -42,8 +42,8 @@ from jaxdist.planner.timing import attention_share, products_peak
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step import reduction
 from jaxdist.trainer import batching, build, product_formats
+from jaxdist.trainer.description import model_flops
 from jaxdist.trainer.run_config import RunConfig
-from jaxdist.trainer.workdir import model_flops
 
 REMAT = (
     "none",

@@ -42,8 +42,8 @@ from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.telemetry import flops, hlo
 from jaxdist.telemetry.units import gib_text, percent_text
 from jaxdist.trainer import batching, build, pipeline_report
+from jaxdist.trainer.description import model_flops
 from jaxdist.trainer.run_config import RunConfig
-from jaxdist.trainer.workdir import model_flops
 
 FITS, DOES_NOT_FIT, CANNOT_TELL = 0, 3, 4
 # Of a GPU's memory: its compiler never refuses a step, and libraries and fragments need
