@@ -214,7 +214,7 @@ exec(CELL, {})
 PACES = """
 import os, signal, time
 import jax
-from jaxdist.distributed import initialize
+from jaxdist.distributed import coordination, initialize
 from jaxdist.trainer.preemption import StopSignals
 initialize.join_processes()
 me = jax.process_index()
@@ -225,6 +225,7 @@ with StopSignals() as stop:
         time.sleep(0.01 * (1 + 3 * me))
         if me == 1 and steps == 20:
             os.kill(os.getpid(), signal.SIGTERM)
+    coordination.barrier()  # as a run's last save: nobody leaves before all have heard
 print("steps:", me, steps)
 """
 
