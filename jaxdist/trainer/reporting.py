@@ -9,7 +9,14 @@ from jaxdist.data import Dataset
 from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.step.train_step import TrainStep
 from jaxdist.telemetry.metrics import EXTENDED
-from jaxdist.trainer import batching, build, elastic, opening, pipeline_report, workdir
+from jaxdist.trainer import (
+    batching,
+    elastic,
+    opening,
+    pipeline_report,
+    step_lines,
+    workdir,
+)
 from jaxdist.trainer.callbacks import CallbackList, Run
 from jaxdist.trainer.description import describe_run
 from jaxdist.trainer.extension import SettledSchedule
@@ -42,12 +49,12 @@ def describe(
             run.folder / workdir.RUN,
             description | pipeline_report.describe(config, spec, rules),
         )
-    counts = build.counts(config, spec)
+    counts = step_lines.counts(config, spec)
     opening.log(
         f"mesh: {rules.shape} ({devices.size} x {devices.flat[0].device_kind}); {counts}"
     )
     step = [
-        *build.step_lines(config, spec, built),
+        *step_lines.step_lines(config, spec, built),
         *batching.balancer(config, rules, dataset).lines(),
     ]
     for line in (

@@ -24,10 +24,10 @@ from jaxdist.telemetry.display import Display
 from jaxdist.trainer import (
     batching,
     build,
-    description,
     elastic,
     extension,
     initial_weights,
+    model_flops,
     opening,
     preemption,
     provenance,
@@ -248,7 +248,7 @@ def _train(
         progress=run.progress,
         writer=run.writer,
         display=display,
-        throughput=description.throughput(
+        throughput=model_flops.throughput(
             run.config, run.spec, run.built.mesh, start.step_flops
         ),
         samples=run.samples,

@@ -26,8 +26,7 @@ from jaxdist.protocols.sample_sums import who_sums_over_samples
 from jaxdist.step import reduction
 from jaxdist.step.train_step import StepConfig, build_train_step
 from jaxdist.telemetry import hlo
-from jaxdist.trainer import build as build_run
-from jaxdist.trainer import run_config, validation
+from jaxdist.trainer import run_config, step_lines, validation
 from support.models import (
     FAST_COMPILE,
     ONE,
@@ -106,7 +105,7 @@ def test_a_run_says_what_it_does_and_what_both_ways_cost():
         run = run_config.from_config(config)
         shape, rules, spec = validation.validate_on(run, 4, with_data=False)
         megabytes = 4 * spec.parameter_count / 1e6
-        (found,) = build_run.reduction_lines(run, spec, rules)
+        (found,) = step_lines.reduction_lines(run, spec, rules)
         return found.replace(f"{megabytes:.1f}", "ONCE").replace(
             f"{4 * megabytes:.1f}", "EACH"
         )

@@ -9,7 +9,14 @@ import pytest
 from jaxdist.config import ConfigError, schema
 from jaxdist.data import open_dataset
 from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
-from jaxdist.trainer import batching, build, cli, run_config, validation, workdir
+from jaxdist.trainer import (
+    batching,
+    cli,
+    run_config,
+    step_lines,
+    validation,
+    workdir,
+)
 
 
 def parse(*arguments: str) -> run_config.RunConfig:
@@ -181,7 +188,7 @@ def test_harmless_keys_exist():
 def test_batch_arithmetic_says_the_numbers():
     run = parse("--config", "quickstart", "--config.batch.accumulation=2")
     shape = resolve_mesh(MeshConfig(data=2, fsdp=2, tensor=2), 8)
-    assert build.batch_arithmetic(run, shape) == (
+    assert step_lines.batch_arithmetic(run, shape) == (
         "batch: 16 sequences a step = 2 accumulation x 4 batch shards x 2 per device; "
         "x 128 tokens = 2,048 tokens a step"
     )
