@@ -25,6 +25,7 @@ import sides
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdist import interop
 from jaxdist.config import ConfigError
 from jaxdist.parallel.mesh import MeshShape, build_mesh
 from jaxdist.planner import targets
@@ -41,7 +42,7 @@ ITEM = 4  # bytes of a float32
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    flags, run = cli.parse(_parser(), arguments)
+    flags, run = cli.parse(_parser(), arguments, weight_sources=interop.WEIGHT_SOURCES)
     printing = sides.start(flags)
     sizes = sizes_between(flags.smallest, flags.largest)
     target = targets.parse(flags.on, jax.devices())

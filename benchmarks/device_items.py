@@ -34,7 +34,7 @@ import sides
 from on_device import last_rows
 from safetensors.numpy import save_file
 
-from jaxdist.inference.decoding import SamplingConfig
+from jaxdist.inference.decoding import SamplingConfig, text_generator
 from jaxdist.ops.attention import attention
 from jaxdist.ops.attention_backends import BACKENDS
 from jaxdist.ops.attention_reference import Options
@@ -44,7 +44,6 @@ from jaxdist.planner.plan import make_plan
 from jaxdist.telemetry import profile
 from jaxdist.telemetry.metrics import read_rows
 from jaxdist.telemetry.units import GIB
-from jaxdist.trainer import build
 from jaxdist.trainer.run_config import RunConfig
 
 Item = tuple[dict[str, Any], str]  # a record, and its line for the summary
@@ -368,7 +367,7 @@ def generation(run: RunConfig, flags: argparse.Namespace) -> Item:
     state = step.init()
     weights = state.model_arrays
     del state
-    generate = build.text_generator(run, spec, step)
+    generate = text_generator(spec, step, compute=run.precision.compute)
     assert generate is not None
     size, most = run.batch.global_size, flags.tokens
     tokens = np.random.default_rng(0).integers(0, run.vocab_size, (size, flags.prompt))

@@ -28,7 +28,7 @@ from jaxdist.data import Dataset
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.parallel.precision import PrecisionConfig
 from jaxdist.step.evaluation import evaluate
-from jaxdist.trainer import build, run_config, validation
+from jaxdist.trainer import batching, build, run_config, validation
 from jaxdist.trainer.run_config import RunConfig
 
 LAST = 50
@@ -44,7 +44,7 @@ def main() -> None:
     config.train.steps = flags.steps
     run, rows = run_config.from_config(config), {}
     with tempfile.TemporaryDirectory() as folder:
-        dataset = build.open_data(run, Path(folder), print)
+        dataset = batching.open_data(run, Path(folder), print)
         for compute in ("float32", "float16"):
             this = dataclasses.replace(run, precision=PrecisionConfig(compute=compute))
             rows[compute] = train(this, dataset)
@@ -86,8 +86,8 @@ def train(run: RunConfig, dataset: Dataset) -> dict[str, Any]:
                 f"{run.precision.compute} step {step + 1}: {np.mean(losses[-LAST:]):.4f}",
                 flush=True,
             )
-    with build.held_out_loader(
-        run, build.batch_shardings(run, built), dataset
+    with batching.held_out_loader(
+        run, batching.batch_shardings(run, built), dataset
     ) as batches:
         held_out = evaluate(built.evaluate, state, batches)
     row = {

@@ -27,7 +27,7 @@ from jaxdist.config import files
 from jaxdist.data import Dataset
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.parallel.precision import PrecisionConfig
-from jaxdist.trainer import build, run_config, validation
+from jaxdist.trainer import batching, build, run_config, validation
 from jaxdist.trainer.run_config import RunConfig
 
 STEPS, LAST = 150, 50
@@ -62,7 +62,7 @@ def main() -> None:
     config.update_from_flattened_dict(settings)
     run, start = run_config.from_config(config), None
     with tempfile.TemporaryDirectory() as folder:
-        dataset = build.open_data(run, Path(folder), print)
+        dataset = batching.open_data(run, Path(folder), print)
         losses = {}
         for name, precision in PRECISIONS.items():
             this = dataclasses.replace(run, precision=PrecisionConfig(**precision))

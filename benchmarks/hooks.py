@@ -21,12 +21,13 @@ from pathlib import Path
 
 import measuring
 
+from jaxdist.config.groups.telemetry import TelemetryConfig
+from jaxdist.config.groups.watchdog import WatchdogConfig
 from jaxdist.operations.ledger.ledger import Ledger
 from jaxdist.operations.ledger.run_lives import STEP, WAIT
 from jaxdist.operations.metrics.prometheus import RunMetrics, served
 from jaxdist.operations.watch.step_alarm import StepAlarm
-from jaxdist.operations.watch.watchdog import Watchdog, WatchdogConfig
-from jaxdist.telemetry.config import TelemetryConfig
+from jaxdist.operations.watch.watchdog import Watchdog
 
 LIMIT_S = 20e-6
 LOG_EVERY = 10  # steps a row, as train.log_every has it

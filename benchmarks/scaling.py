@@ -40,6 +40,7 @@ from scaling_rows import (
     summary,
 )
 
+from jaxdist import interop
 from jaxdist.config import ConfigError
 from jaxdist.config.extras import MissingExtra
 from jaxdist.distributed import coordination
@@ -49,7 +50,7 @@ from jaxdist.planner.calibration import Calibration
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.plan import make_plan
 from jaxdist.telemetry.units import GIB
-from jaxdist.trainer import build, cli, validation
+from jaxdist.trainer import batching, cli, validation
 from jaxdist.trainer.run_config import RunConfig
 from step import Measured, take_turns, warm
 
@@ -61,7 +62,7 @@ _STEP_ALONE = "the step alone, on one resident synthetic batch: no data is waite
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    flags, run = cli.parse(_parser(), arguments)
+    flags, run = cli.parse(_parser(), arguments, weight_sources=interop.WEIGHT_SOURCES)
     files, faults = _read_calibrations(flags.calibration)
     faults += _flag_faults(flags)
     if any(fault.startswith("--devices") for fault in faults):
@@ -424,7 +425,7 @@ def _record(
         },
         "axis": axis,
         "batch_of": "batch.global_size is that of the smallest count, in both modes",
-        "unit": build.unit(run),
+        "unit": batching.unit(run),
         "measured": _STEP_ALONE,
         "emulated": EMULATED if on_cpu else None,
         "apart": flags.apart,

@@ -34,7 +34,7 @@ from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.parallel.mesh import build_mesh, resolve_mesh, slices_of
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import build, validation
+from jaxdist.trainer import batching, build, validation
 from jaxdist.trainer import run_config as recipe
 
 LEARNING_RATE = 1e-3
@@ -226,7 +226,7 @@ def full_batch(run: recipe.RunConfig) -> dict[str, np.ndarray]:
         known |= {name: np.asarray(x) for name, x in tokens.items()}
         row = np.arange(run.batch.sequence_length, dtype=np.int32)
         known["positions"] = np.broadcast_to(row, known["tokens"].shape)
-    shapes = build.batch_shapes(run, size)
+    shapes = batching.batch_shapes(run, size)
     random = np.random.default_rng(0)
 
     def made(x: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -71,11 +71,11 @@ def write_inputs(folder: Path, shape_name: str) -> None:
 import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
 import sides
 from handwritten import SHAPES, Options
-from jaxdist import recipe
+import jaxdist
 from jaxdist.config import schema
 run = sides.run_config(SHAPES[{shape_name!r}], Options())
 flat = schema.flatten(schema.to_config_dict(run))
-usual = schema.flatten(recipe.default_config())
+usual = schema.flatten(jaxdist.default_config())
 print("\\n".join(f"    config.{{k}} = {{v!r}}" for k, v in flat.items() if usual.get(k) != v))
 """
     done = subprocess.run(

@@ -5,7 +5,6 @@ name below is imported from its module when it is first used.
 """
 
 import importlib
-import sys
 
 __version__ = "0.1.0"
 
@@ -28,11 +27,6 @@ _EXPORTS = {
 }
 
 __all__ = ["__version__", *_EXPORTS]
-
-# Older config files say `from jaxdist.recipe import default_config` and `from
-# jaxdist.tiny import sized`.
-recipe = tiny = sys.modules[__name__]
-sys.modules.update({f"{__name__}.recipe": recipe, f"{__name__}.tiny": tiny})
 
 
 def __getattr__(name: str) -> object:

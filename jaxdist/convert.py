@@ -94,7 +94,7 @@ def _to_huggingface(flags: argparse.Namespace, target: Path) -> str:
         base, dtype = config.init.from_huggingface, "float32"
         written = peft.write(target, family, config.lora, factors, shapes, base=base)
     else:
-        interop.copy_small_files(kept, target)
+        tokenizer_config.copy_small_files(kept, target)
         trained_tokenizer = flags.source / TOKENIZER_FILE
         if trained_tokenizer.is_file() and not (target / TOKENIZER_FILE).is_file():
             fields |= interop.copy_own_tokenizer(trained_tokenizer, target)
@@ -118,7 +118,7 @@ def _to_workdir(flags: argparse.Namespace, target: Path) -> str:
     fields = interop.read_config(flags.source)
     family, values = interop.derive(fields)
     config, dtype = run_config.default_config(), flags.dtype or "float32"
-    interop.copy_small_files(flags.source, target / interop.KEPT)
+    tokenizer_config.copy_small_files(flags.source, target / interop.KEPT)
     tokenizer = target / interop.KEPT / TOKENIZER_FILE
     if tokenizer.is_file():
         shutil.copyfile(tokenizer, target / TOKENIZER_FILE)

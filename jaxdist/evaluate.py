@@ -26,9 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags = _parser().parse_args(arguments)
     _check(flags)
-    harness = (
-        extras.load("jaxdist.evaluation.lm_eval", extra="eval") if flags.tasks else None
-    )
+    harness = extras.load("jaxdist.evaluation.lm_eval") if flags.tasks else None
     options = cli.run_options(flags)
     if flags.stride is not None and not flags.tasks:  # before weights are read
         stored = workdir.read_config(

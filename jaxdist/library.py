@@ -16,6 +16,7 @@ import jax
 import optax
 from flax import nnx
 
+from jaxdist import interop
 from jaxdist.config import ConfigError, schema
 from jaxdist.data import Dataset
 from jaxdist.data.user_batches import (
@@ -24,7 +25,7 @@ from jaxdist.data.user_batches import (
     open_held_out,
     open_user_batches,
 )
-from jaxdist.inference.decoding import Generation, SamplingConfig
+from jaxdist.inference.decoding import Generation, SamplingConfig, text_generator
 from jaxdist.inference.sample import Sample
 from jaxdist.models import registry
 from jaxdist.operations.callbacks import (
@@ -46,7 +47,6 @@ from jaxdist.telemetry.display import print_safe
 from jaxdist.telemetry.metrics import MetricRows, read_rows
 from jaxdist.trainer import preemption, run_config, save_weights, trainer, user_model
 from jaxdist.trainer.best import KeepBest
-from jaxdist.trainer.build import text_generator
 from jaxdist.trainer.callbacks import Callback
 from jaxdist.trainer.held_out import HeldOut, held_out
 from jaxdist.trainer.loggers import Loggers
@@ -55,6 +55,9 @@ from jaxdist.trainer.restore import UserInputs
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.trainer import TrainResult
 from jaxdist.trainer.user_model import Model
+
+# What reads weights of other formats: their tables know jaxdist's own models alone.
+_OWN_MODELS_ONLY = ("init.from_huggingface", "lora.from_peft")
 
 
 def run_callbacks(config: RunConfig, folder: Path) -> list[Callback]:
@@ -104,7 +107,13 @@ def run(
     """
     folder = Path(folder)
     everyone = [*run_callbacks(config, folder), *callbacks]
-    return trainer.run(config, folder, callbacks=everyone, **options)
+    return trainer.run(
+        config,
+        folder,
+        callbacks=everyone,
+        weight_sources=interop.WEIGHT_SOURCES,
+        **options,
+    )
 
 
 def fit(
@@ -257,7 +266,8 @@ class Fitted:
           ConfigError: it has none; as `decoding.TokenGenerator`.
         """
         outcome, sampling = self.outcome, sampling or SamplingConfig()
-        generate = text_generator(outcome.config, outcome.spec, outcome.built)
+        compute = outcome.config.precision.compute
+        generate = text_generator(outcome.spec, outcome.built, compute=compute)
         if generate is None:
             name = outcome.spec.model_class.__name__
             raise ConfigError(f"{name} has no init_cache and decode; use `model`")
@@ -343,6 +353,13 @@ def _config(
     Raises:
       ConfigError: a setting that an argument makes, unknown keys, wrong types.
     """
+    foreign = [key for key in _OWN_MODELS_ONLY if settings.get(key)]
+    if foreign:
+        raise ConfigError(
+            f"settings: {key} reads weights into jaxdist's own transformer. fit trains the model that you "
+            f"give. Run jaxdist train, or load the weights into your model before fit."
+            for key in foreign
+        )
     arguments = {
         "data.source": "given",
         "model.target": registry.USER_TARGET,

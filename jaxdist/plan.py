@@ -24,6 +24,7 @@ import jax
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from jaxdist import interop
 from jaxdist.config import ConfigError
 from jaxdist.distributed import initialize
 from jaxdist.operations.page import planned
@@ -39,6 +40,7 @@ from jaxdist.planner import (
     targets,
 )
 from jaxdist.planner.plan import Plan, make_plan, plan_by_arithmetic
+from jaxdist.storage import run_format
 from jaxdist.trainer import cli, provenance, reproduce, workdir
 from jaxdist.trainer.run_config import RunConfig
 
@@ -48,7 +50,7 @@ FIT_FINALISTS = 4  # policies that fit and are compiled for remat.policy=fit
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    flags, run = cli.parse(_parser(), arguments)
+    flags, run = cli.parse(_parser(), arguments, weight_sources=interop.WEIGHT_SOURCES)
     if flags.fewest is not None:
         return _fewest(run, flags)
     run, target = _as_it_runs(run, flags)
@@ -110,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
         # what `report` shows
         workdir.write_text(folder / "plan.txt", show.as_text(report))
     if flags.json:
-        print(json.dumps(report, indent=1))
+        print(json.dumps(run_format.marked(report), indent=1))
     return code
 
 

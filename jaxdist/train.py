@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxdist import interop
 from jaxdist.config import EXIT_PREEMPTED, extras
 from jaxdist.data import SourceError
 from jaxdist.distributed import coordination, initialize
@@ -57,7 +58,9 @@ def run_callbacks(ledger: Ledger) -> list[Callback]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    flags, config = cli.parse(_parser(), arguments)
+    flags, config = cli.parse(
+        _parser(), arguments, weight_sources=interop.WEIGHT_SOURCES
+    )
     if flags.dry_run:
         return _dry_run(config)
     folder = Path(flags.workdir or default_workdir(flags.config))
@@ -84,6 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
                 full_devices=full_devices,
                 process_callbacks=[ledger, watchdog],
                 callbacks=run_callbacks(ledger),
+                weight_sources=interop.WEIGHT_SOURCES,
             )
     except trainer.Interrupted as interrupted:
         with contextlib.suppress(OSError):  # of a terminal that was closed
@@ -130,7 +134,6 @@ def _resolved(
     """Resolves `remat.policy=fit` of a run, or keeps how it was resolved before."""
     if config.remat.policy != FIT and not config.remat.fitted:
         return config
-    # late: as above
     fit_remat = extras.load("jaxdist.planner.fit_remat")
     return fit_remat.resolve(config, jax.devices(), say=say, **options)
 

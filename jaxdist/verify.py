@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import jax
 
+from jaxdist import interop
 from jaxdist.config import ConfigError
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.parallel.precision import RECIPES
@@ -26,7 +27,9 @@ from jaxdist.verification.runner import PRECISIONS, precisions_of, verify_layout
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     began = time.monotonic()
-    flags, config = cli.parse(_parser(), arguments)
+    flags, config = cli.parse(
+        _parser(), arguments, weight_sources=interop.WEIGHT_SOURCES
+    )
     devices = _devices(flags.devices)
     of_flag = {"": precisions_of(config), "both": PRECISIONS}
     precisions = of_flag.get(flags.precision, (flags.precision,))

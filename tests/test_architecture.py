@@ -13,7 +13,8 @@ import pytest
 
 import jaxdist
 from jaxdist.__main__ import COMMANDS
-from jaxdist.config import extras, files
+from jaxdist.config import extras
+from jaxdist.config.late_imports import LATE_IMPORTS
 from support.paths import DATA, ROOT, SUPPORT, TESTS
 
 PACKAGE = ROOT / "jaxdist"
@@ -68,6 +69,7 @@ def imports(tree: ast.AST) -> list[tuple[str, str]]:
     return found
 
 
+@functools.cache
 def own_imports(name: str) -> set[str]:
     """Returns the modules of ours that a module imports, dotted below jaxdist."""
     found = set()
@@ -104,9 +106,13 @@ def edges() -> set[tuple[str, str]]:
     }
 
 
-def test_only_commands_stand_at_the_top():
+# The modules that compose core and wings, beside the commands.
+ROOTS = {"library"}
+
+
+def test_only_commands_and_the_library_stand_at_the_top():
     top = {name for name, file in modules().items() if file.parent == PACKAGE}
-    assert top == {"__main__", *COMMANDS} - folders()
+    assert top == {"__main__", *COMMANDS, *ROOTS} - folders()
 
 
 def folders() -> set[str]:
@@ -131,6 +137,44 @@ def test_a_folder_imports_only_what_stands_after_it():
         if ORDER.index(folder_of(target)) < ORDER.index(folder_of(name))
     ]
     assert not faults, "\n".join(faults)
+
+
+# The core trains. A wing adds to it; commands and the library compose them.
+CORE = """
+config storage hardware distributed parallel protocols models ops step optim data
+checkpoint telemetry trainer
+""".split()
+WINGS = {
+    "planning": ["planner", "verification"],
+    "operations": ["operations"],
+    "interop": ["interop", "evaluation", "inference"],
+}
+
+
+@functools.cache
+def late_imports_of(name: str) -> set[str]:
+    """Returns the modules of LATE_IMPORTS whose names stand in a module as strings."""
+    if name == "config.late_imports":
+        return set()
+    return {
+        node.value.removeprefix("jaxdist.")
+        for node in ast.walk(tree_of(name))
+        if isinstance(node, ast.Constant) and node.value in LATE_IMPORTS
+    }
+
+
+def test_the_core_imports_no_wing_and_no_wing_another():
+    wing_of = {folder: wing for wing, folders in WINGS.items() for folder in folders}
+    assert {*CORE, *wing_of, "commands"} == set(ORDER)
+    found = [
+        f"{name} -> {target}"
+        for name in modules()
+        if folder_of(name) != "commands"
+        for target in sorted(own_imports(name) | late_imports_of(name))
+        if folder_of(target) in wing_of
+        and wing_of[folder_of(target)] != wing_of.get(folder_of(name))
+    ]
+    assert not found, "\n".join(["imports across the wall:", *found])
 
 
 READERS_OF_RUNS = {"commands", "planner", "verification", "evaluation", "trainer"}
@@ -180,6 +224,65 @@ def test_no_import_of_jaxdist_inside_a_function():
     assert not faults, "\n".join(faults)
 
 
+# What may import a module by its name, and which one that is.
+IMPORTERS_BY_NAME = {
+    "__init__": "the module of an export",
+    "__main__": "the module of a command",
+    "config.extras": "a module of LATE_IMPORTS",
+    "config.files": "the config file that --config names",
+    "data.sources": "a module of Python",
+    "models.registry": "the module that model.target names",
+    "ops.experts.megablox": "a module of jax that a function hides",
+}
+CALLS_BY_NAME = {"import_module", "__import__", "run_module", "run_path", "exec_module"}
+
+
+def test_modules_are_imported_by_name_in_these_places_alone():
+    trees = {name: tree_of(name) for name in modules()}
+    trees["__init__"] = ast.parse((PACKAGE / "__init__.py").read_text())
+    users = {
+        name
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).rpartition(".")[2] in CALLS_BY_NAME
+    }
+    assert users == IMPORTERS_BY_NAME.keys()
+
+
+SLOW_MS = 20  # that a module adds to a start at least, to be imported late for it
+
+
+@pytest.mark.parametrize("module", LATE_IMPORTS)
+def test_a_late_import_has_a_reason(module):
+    late = LATE_IMPORTS[module]
+    name = module.removeprefix("jaxdist.")
+    assert name in modules()
+    users = [user for user in modules() if name in late_imports_of(user)]
+    assert users, "nobody loads it: remove its row"
+    if late.why == "optional":
+        packages = {used.partition(".")[0] for used, _ in imports(tree_of(name))}
+        assert late.package in packages & extras.EXTRAS.keys()
+        importers = [user for user in modules() if name in own_imports(user)]
+        assert not importers, "it is imported without a check of its package"
+    else:
+        assert late.package not in extras.EXTRAS
+        assert late.milliseconds >= SLOW_MS
+
+
+def test_train_starts_without_late_imports():
+    reached: set[str] = set()
+    waiting = ["train"]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting += own_imports(name) & modules().keys()
+    assert len(reached) > 100
+    late = {module.removeprefix("jaxdist.") for module in LATE_IMPORTS}
+    assert not reached & late
+
+
 def test_an_optional_package_is_imported_by_one_module_at_its_top():
     wrapped = 0
     for package in extras.EXTRAS:
@@ -194,6 +297,7 @@ def test_an_optional_package_is_imported_by_one_module_at_its_top():
         assert len(users) <= 1, f"{package} is imported by {users}: wrap it once"
         wrapped += len(users)
         for name in users:
+            assert f"jaxdist.{name}" in LATE_IMPORTS, f"{name} is no late import"
             inner = [i for f in functions(tree_of(name)) for i in imports(f)]
             assert not any(
                 module.partition(".")[0] == package for module, _ in inner
@@ -236,20 +340,7 @@ def test_import_jaxdist_is_free():
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.split())
     assert "jaxdist" in loaded and not loaded & set(heavy)
-    assert {name for name in loaded if name.startswith("jaxdist.")} == {
-        "jaxdist.recipe",
-        "jaxdist.tiny",
-    }  # aliases
-
-
-def test_config_files_of_the_first_version_still_load(tmp_path):
-    file = tmp_path / "old.py"
-    file.write_text(
-        "from jaxdist.recipe import default_config\nfrom jaxdist.tiny import sized\n"
-        "def get_config():\n    config = sized(default_config(), None)\n"
-        "    config.seed = 7\n    return config\n"
-    )
-    assert files.load(str(file), folders=()).seed == 7
+    assert not {name for name in loaded if name.startswith("jaxdist.")}
 
 
 @pytest.mark.parametrize("name", sorted(jaxdist._EXPORTS))
@@ -285,7 +376,7 @@ def test_every_command_is_listed_and_exists():
         for name in modules()
         if folder_of(name) == "commands"
     }
-    assert set(COMMANDS) == built - {"__main__"} and len(COMMANDS) > 8
+    assert set(COMMANDS) == built - {"__main__", *ROOTS} and len(COMMANDS) > 8
 
 
 def test_the_command_lists_suggests_and_dispatches():

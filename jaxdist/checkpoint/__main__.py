@@ -18,6 +18,7 @@ from jaxdist.checkpoint import manifest as integrity
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import schema
 from jaxdist.config.extras import MissingExtra
+from jaxdist.storage import run_format
 from jaxdist.storage.untrusted import Malformed, read_json
 
 Result = tuple[dict[str, Any], int]  # what --json prints, and the exit code
@@ -78,7 +79,7 @@ def _one(text: str) -> tuple[int, folders.StepInfo, integrity.Manifest]:
     """Returns the step that a path means, the newest if it names none, and what it says
     about itself.
     """
-    folder, only = folders.locate(text)
+    folder, only = _located(text)
     for step in folders.newest_first(folder) if only is None else [only]:
         try:
             return (
@@ -92,8 +93,19 @@ def _one(text: str) -> tuple[int, folders.StepInfo, integrity.Manifest]:
     raise CheckpointError(f"there is no checkpoint in {folder}")
 
 
+def _located(text: str) -> tuple[Path, int | None]:
+    """Returns what `locate` does.
+
+    Raises:
+      OtherVersion: another version has written the folder, or a step in it.
+    """
+    folder, only = folders.locate(text)
+    integrity.refuse_other_versions(folder)
+    return folder, only
+
+
 def _list(flags: argparse.Namespace) -> Result:
-    folder, _ = folders.locate(flags.path)
+    folder, _ = _located(flags.path)
     notes = sorted(folders.quarantine_folder(folder).glob("*.json"))
     quarantine = [_noted(note) for note in notes]
     return {
@@ -105,8 +117,8 @@ def _list(flags: argparse.Namespace) -> Result:
 
 def _noted(note: Path) -> dict[str, Any]:
     try:
-        return read_json(note, dict)
-    except (FileNotFoundError, Malformed) as error:
+        return run_format.unmarked(read_json(note, dict), note)
+    except (FileNotFoundError, Malformed, run_format.OtherVersion) as error:
         return {"step": note.stem, "reason": f"{note} cannot be read: {error}"}
 
 
@@ -155,7 +167,7 @@ def _inspect(flags: argparse.Namespace) -> Result:
 
 
 def _verify(flags: argparse.Namespace) -> Result:
-    folder, only = folders.locate(flags.path)
+    folder, only = _located(flags.path)
     run = integrity.identity(folder, create=False)
     how: dict[str, Any] = {"run": run, "contents": True}
     rows = _rows(folder, **how) if only is None else [_row(folder, only, **how)]

@@ -30,10 +30,9 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError, extras
-from jaxdist.storage import atomic
+from jaxdist.storage import atomic, run_format
 from jaxdist.storage.untrusted import Malformed, named, of_kind, read_bytes, read_json
 
-FORMAT = 1  # raised when names or files change so that older code could not read them
 STATE_ITEM = "state"
 METADATA_ITEM = "metadata"
 MANIFEST = "manifest.json"
@@ -121,6 +120,7 @@ def locate(text: str) -> tuple[Path, int | None]:
 
     Raises:
       ConfigError: nothing is there, or the workdir's config cannot be read.
+      run_format.OtherVersion: another version has written it.
     """
     path = as_path(text)
     try:
@@ -140,9 +140,8 @@ def locate(text: str) -> tuple[Path, int | None]:
 def _chosen_folder(file: Path) -> str:
     """Returns the checkpoint.folder of a config.json, "" if it has none."""
     try:
-        options = of_kind(
-            read_json(file, dict).get("checkpoint", {}), dict, "checkpoint"
-        )
+        stored = run_format.unmarked(read_json(file, dict), file.parent)
+        options = of_kind(stored.get("checkpoint", {}), dict, "checkpoint")
         return of_kind(options.get("folder", ""), str, "checkpoint.folder")
     except Malformed as error:
         raise ConfigError(
@@ -293,7 +292,7 @@ def describe(
       have).
     """
     document = {
-        "format": FORMAT,
+        run_format.KEY: run_format.FORMAT,
         "step": step,
         "arrays": {
             name: {"dtype": info.dtype, "shape": list(info.shape)}
@@ -320,7 +319,7 @@ def read_step(folder: Path, step: int) -> StepInfo:
     file = path / _METADATA_FILE
     try:
         document = read_json(file, dict)
-        version = document["format"], document["step"]
+        version = document[run_format.KEY], document["step"]
         arrays = {
             name: ArrayInfo(
                 tuple(
@@ -337,9 +336,9 @@ def read_step(folder: Path, step: int) -> StepInfo:
         says = metadata["progress"]["step"] if "progress" in metadata else step
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is not readable: {named(error)}") from error
-    if version != (FORMAT, step):
+    if version != (run_format.FORMAT, step):
         raise CheckpointError(
-            f"{file} says format, step = {version}; required: {(FORMAT, step)}"
+            f"{file} says format, step = {version}; required: {(run_format.FORMAT, step)}"
         )
     if says != step:
         raise CheckpointError(
@@ -446,6 +445,7 @@ def quarantine(folder: Path, step: int, reason: str, *, undone: bool = False) ->
         target = aside / f"{step}-{number}"
     source, note = folder / str(step), target.with_name(f"{target.name}.json")
     document = {
+        run_format.KEY: run_format.FORMAT,
         "step": step,
         "reason": reason,
         "time": time.time(),

@@ -495,12 +495,6 @@ class CheckpointManager:
         # Orbax and TensorStore raise many types for the same damage
         with _error_on_all(Exception):
             wanted = state_dict.to_canonical(abstract_state)
-            for name in () if partial else state_dict.RETIRED:
-                if stored := info.arrays.get(name):
-                    where = wanted["step"].sharding
-                    wanted[name] = jax.ShapeDtypeStruct(
-                        stored.shape, stored.dtype, sharding=where
-                    )
             arrays = self._backend.read(self.folder / str(step), wanted)
             restored = Restored(
                 state_dict.from_canonical(arrays, abstract_state), info.metadata
@@ -516,7 +510,6 @@ class CheckpointManager:
             raise CheckpointError(
                 f"its state had made {made} steps, not {step}: another step's content"
             )
-        state_dict.check_retired(arrays)
         return restored
 
     def _set_aside(self, failures: Mapping[int, str]) -> None:

@@ -25,14 +25,17 @@ from typing import Any
 
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint.files import MANIFEST, CheckpointError
-from jaxdist.storage import atomic, untrusted
+from jaxdist.storage import atomic, run_format, untrusted
 from jaxdist.storage.digest import digest, digest_file
 from jaxdist.storage.untrusted import named, of_kind
 
-MANIFEST_FORMAT = 1
 IDENTITY = "identity"
 _DEEPEST = 20  # folders in folders; Orbax's have 3
 _SHOWN = 3  # faults of a step that are spelt out
+
+
+class OtherVersion(CheckpointError):
+    """Another version of jaxdist has sealed a step."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def seal(folder: Path, step: int, run: str, fingerprints: Mapping[str, str]) -> 
 
 
 def _text(manifest: Manifest) -> str:
-    document: dict[str, Any] = {"format": MANIFEST_FORMAT, **vars(manifest)}
+    document = run_format.marked(vars(manifest))
     document["seal"] = digest(_dump(document))
     return _dump(document)
 
@@ -82,15 +85,23 @@ def _dump(document: Mapping[str, Any]) -> str:
 # --- checking -------------------------------------------------------------------------
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path, *, place: object = None) -> Manifest:
     """Returns the manifest of a step's folder.
 
+    Args:
+      place: what to call the folder where another version has sealed it.
+
     Raises:
+      OtherVersion: another version has sealed the step.
       CheckpointError: there is none, or it is not exactly what was sealed.
     """
     try:
         text = untrusted.read_bytes(path / MANIFEST).decode()
         document = untrusted.parse_json(text, dict)
+        if _is_sealed(document) and (
+            other := run_format.fault(document, place or path)
+        ):
+            raise OtherVersion(other)
         manifest = Manifest(
             of_kind(document["step"], int, "step"),
             of_kind(document["run"], str, "run"),
@@ -105,7 +116,7 @@ def read_manifest(path: Path) -> Manifest:
         )
     except FileNotFoundError:
         raise CheckpointError(
-            f"{MANIFEST} is missing: half-written, planted or an older version's"
+            f"{MANIFEST} is missing: half-written or planted"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST} is not readable: {named(error)}") from error
@@ -114,6 +125,32 @@ def read_manifest(path: Path) -> Manifest:
             f"{MANIFEST} is damaged: its seal does not fit its content"
         )
     return manifest
+
+
+def _is_sealed(document: Mapping[str, Any]) -> bool:
+    """Checks whether a manifest of any format is as its version has sealed it.
+
+    A damaged `format` makes no other version of it: the seal does not fit then.
+    """
+    if "seal" not in document:
+        return run_format.KEY in document
+    content = {name: value for name, value in document.items() if name != "seal"}
+    return document["seal"] == digest(_dump(content))
+
+
+def refuse_other_versions(folder: Path) -> None:
+    """Checks that no step in a folder was sealed by another version.
+
+    Raises:
+      OtherVersion: one was; it names the newest.
+    """
+    for step in folders.newest_first(folder):
+        try:
+            read_manifest(folder / str(step))
+        except OtherVersion:
+            raise
+        except (CheckpointError, OSError):
+            continue  # damaged, or deleted by now
 
 
 def check(

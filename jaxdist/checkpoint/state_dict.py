@@ -31,11 +31,6 @@ _FOLLOWS = ("opt_state/", "ema/")  # arrays whose shapes follow from the model's
 _SHOWN = 3  # arrays named in a summary
 _UNNAMED = "value"  # the first part of an array that sits directly in a sequence
 
-# Scalars of older checkpoints: the schedule's position, and by how much a step moved
-# it. train.max_minutes could hurry the schedule; where it did not, the position is
-# `step`, and nothing is lost without them.
-_POSITION, _PACE = RETIRED = ("opt_state/clock", "opt_state/pace")
-
 
 class LayoutError(CheckpointError):
     """The arrays of a checkpoint are not those of the state; `faults` has one line for
@@ -112,18 +107,13 @@ def check(
     """Raise LayoutError unless `stored` has exactly the names, shapes and dtypes of the
     state.
 
-    With `partial` more may be stored than the state has; `RETIRED` scalars may always
-    be.
+    With `partial` more may be stored than the state has.
     """
     wanted = describe(to_canonical(abstract_state))
     faults = [
         f"missing in the checkpoint: {k} {wanted[k]}" for k in wanted if k not in stored
     ]
-    extra = (
-        []
-        if partial
-        else [name for name in stored if name not in wanted and name not in RETIRED]
-    )
+    extra = [] if partial else [name for name in stored if name not in wanted]
     faults += [f"unexpected in the checkpoint: {name} {stored[name]}" for name in extra]
     faults += [
         f"different: {name} is {stored[name]} in the checkpoint, {wanted[name]} in this state"
@@ -140,23 +130,6 @@ def check(
             faults,
             [f"{name}: {there} there, {here} here" for name, (there, here) in pairs],
         )
-
-
-def check_retired(arrays: Mapping[str, Any]) -> None:
-    """Raise LayoutError if `RETIRED` scalars say more than `step` does: the run's
-    schedule was hurried.
-    """
-    if _PACE not in arrays:
-        return
-    step, position, pace = (arrays[name].item() for name in ("step", _POSITION, _PACE))
-    if (position, pace) != (step, 1):
-        fault = (
-            f"after step {step} the schedule is at {position:g} and moves by {pace:g} a step, because "
-            f"train.max_minutes hurried it; schedules follow the step alone now: continue this run with the "
-            f"version of jaxdist that wrote it, or export its weights (jaxdist convert) and start another "
-            f"run from them (init.from_huggingface)"
-        )
-        raise LayoutError([fault])
 
 
 def _names(state: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Optional packages: loaded by module name, with an error that names the extra to
+"""Optional packages, and late imports of own modules; an error names the extra to
 install.
 """
 
@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from jaxdist.config import EXIT_CONFIG
+from jaxdist.config.late_imports import LATE_IMPORTS
 
 # The module to load -> the extra of pyproject.toml that brings it.
 EXTRAS = {
@@ -52,27 +53,25 @@ class MissingExtra(ImportError):
     exit_code = EXIT_CONFIG
 
 
-def load(module: str, *, extra: str | None = None) -> types.ModuleType:
-    """Returns an imported module that needs an optional package.
-
-    `module` is the package itself, or the one module of ours that wraps it; then
-    `extra` names the extra. By default the table above knows it.
+def load(module: str) -> types.ModuleType:
+    """Imports an own module of `LATE_IMPORTS`.
 
     Raises:
-      MissingExtra: the package is not installed.
+      MissingExtra: the optional package that it needs is not installed.
+      KeyError: the module is not in the list.
     """
+    package = LATE_IMPORTS[module].package
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = (error.name or module).partition(".")[0]
-        wanted = extra or EXTRAS.get(module.partition(".")[0]) or EXTRAS.get(missing)
-        if missing == "jaxdist" or wanted is None:
+        if missing == "jaxdist" or package not in EXTRAS:
             raise
-        raise _missing(missing, wanted) from error
+        raise _missing(missing, EXTRAS[package]) from error
 
 
 def require(module: str) -> None:
-    """Checks that an optional package of the table is there, without importing it.
+    """Checks that an optional package is installed, without importing it.
 
     Raises:
       MissingExtra: it is not installed.

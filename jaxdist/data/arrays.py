@@ -95,7 +95,7 @@ def open_arrays(config: DataConfig) -> tuple[str, str, ArrayRows, ArrayRows]:
     if config.source == "digits":
         name, arrays = (
             "digits",
-            extras.load("jaxdist.data.digits", extra="vision").read(),
+            extras.load("jaxdist.data.digits").read(),
         )
         stamp = digest(*(values.tobytes().hex() for values in arrays.values()))
     else:

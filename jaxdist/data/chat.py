@@ -20,7 +20,6 @@ from jaxdist.data.tokenizer import Tokenizer
 from jaxdist.storage.digest import digest
 from jaxdist.storage.untrusted import read_bytes
 
-TEMPLATES = "jaxdist.data.chat_template"  # needs an optional package: for extras.load
 _VERSION = 1  # of the rules below; part of the cache key
 _ANSWER = "answer-0f3a"  # a text that no template has
 _NOTES = {  # what is said of rows that are not as usual
@@ -233,8 +232,8 @@ def open_encoder(
             ) from error
     if not source:
         return ChatEncoder(tokenizer)
-    load = extras.load(TEMPLATES, extra="chat").load
-    template = load(
+    templates = extras.load("jaxdist.data.chat_template")
+    template = templates.load(
         source, tokenizer.config.special, where=where, cache=config.cache_folder()
     )
     return ChatEncoder(tokenizer, template)

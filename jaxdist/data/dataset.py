@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.config import ConfigError, extras
+from jaxdist.config import ConfigError
 from jaxdist.config.schema import faults as config_faults
 from jaxdist.data import (
     arrays,
@@ -411,8 +411,7 @@ def _open_tokenizer(
             if not target.is_file():
                 log(f"data: training a byte-level BPE of {size} tokens -> {target}")
                 documents = [_training_texts(corpus, share) for corpus in texts]
-                bpe = extras.load(tokenizer.BPE, extra="text")
-                atomic.write_text(target, bpe.train(documents, size))
+                atomic.write_text(target, tokenizer.bpe().train(documents, size))
         name = str(target)
     cache, special = config.cache_folder(), config.special_tokens
     loaded = tokenizer.load_tokenizer(

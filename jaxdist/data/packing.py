@@ -25,7 +25,7 @@ from jaxdist.storage.untrusted import open_regular
 
 Batch = dict[str, np.ndarray]
 
-_VERSION = 1  # of the packing rule; part of the cache key
+_VERSION = 2  # of rule and file, in the key: a cache of another is made anew
 
 
 class Windows:

@@ -272,7 +272,7 @@ def open_corpus(config: DataConfig) -> Corpus:
     if config.source == "stdlib":
         return _stdlib()
     if config.source == "huggingface":
-        return extras.load("jaxdist.data.huggingface", extra="hf").open_corpus(config)
+        return extras.load("jaxdist.data.huggingface").open_corpus(config)
     name = config.name
     if config.source == "text":
         return _corpus_of(name, find_files(config), _read_text)
@@ -280,7 +280,7 @@ def open_corpus(config: DataConfig) -> Corpus:
         files, read = find_files(config, ".jsonl", ".json", ".gz"), _read_jsonl
     else:
         files = find_files(config, ".parquet")
-        read = extras.load("jaxdist.data.parquet", extra="hf").read_parquet
+        read = extras.load("jaxdist.data.parquet").read_parquet
     corpus = _corpus_of(name, files, lambda file: read(file, config))
     return dataclasses.replace(corpus, stamp=digest(corpus.stamp, *fields_of(config)))
 

@@ -28,11 +28,11 @@ from jaxdist.config import ConfigError
 from jaxdist.data.sources import Corpus, Document, one_line
 from jaxdist.data.token_files import TokenFile, TokenStore, group_of
 from jaxdist.data.tokenizer import Tokenizer
-from jaxdist.storage import atomic, lock
+from jaxdist.storage import atomic, lock, run_format
 from jaxdist.storage.digest import digest, digest_bytes
 from jaxdist.storage.untrusted import open_regular, read_json
 
-_VERSION = 2  # 2: ids are not wrapped, checksums; of the layout above; part of the key
+_VERSION = 3  # of the layout above, in the key: a cache of another is made anew
 _BATCH_CHARACTERS = 4_000_000  # tokenised at once: enough for all cores, little memory
 _TOKENS, _WEIGHTS, _DOCUMENTS = "tokens.bin", "weights.bin", "documents.npy"
 _PROGRESS_S = 5.0  # between two lines of progress
@@ -141,7 +141,7 @@ def _load(target: Path, name: str, log: Log) -> TokenStore | None:
     absent or damaged.
     """
     try:
-        meta = read_json(target / "meta.json", dict)
+        meta = run_format.unmarked(read_json(target / "meta.json", dict), target)
         if meta.pop("digest") != _digest_of(meta):
             return None
         table, expected = target / _DOCUMENTS, meta["checksums"]
@@ -156,6 +156,7 @@ def _load(target: Path, name: str, log: Log) -> TokenStore | None:
             for name in names
         ]
         large = [file for file in files if len(expected[file.path.name]) > 1]
+        notes = meta["notes"]
         for file in files:
             if (
                 file not in large
@@ -175,7 +176,7 @@ def _load(target: Path, name: str, log: Log) -> TokenStore | None:
         np.cumsum(length) - length,
         group.astype(np.uint8),
     )
-    for note in meta.get("notes", ()):  # older caches have none
+    for note in notes:
         log(f"data: {name}: {note}")
     metadata = {"max_id": meta["max_id"], "fingerprint": meta["fingerprint"]}
     tokens, weights = tuple(files[:1]), tuple(files[1:])
@@ -292,7 +293,10 @@ def _write(corpus: Corpus, encoder: Encoder, part: Path, log: Log) -> None:
         "fingerprint": digest(content.hexdigest(), digest_bytes(table.tobytes())),
     }
     (part / "meta.json").write_text(
-        json.dumps(meta | {"digest": _digest_of(meta)}, indent=1)
+        json.dumps(
+            run_format.marked(meta | {"digest": _digest_of(meta)}),
+            indent=1,
+        )
     )
     log(
         f"data: tokenised {_amount(rows)} in {time.monotonic() - begin_s:.1f} s -> {part.parent}"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from jaxdist.data.tokenizer_config import TokenizerConfig
 
 Spans = Sequence[tuple[int, int]]  # ranges of characters
 TOKENIZER_FILE = "tokenizer.json"
-BPE = "jaxdist.data.bpe"  # needs an optional package: for extras.load
 
 
 class Tokenizer(Protocol):
@@ -133,7 +132,7 @@ def load_tokenizer(
         )
     size, saved = bpe_size(name), folder and folder / TOKENIZER_FILE
     if saved and saved.is_file():
-        return extras.load(BPE, extra="text").load(saved, cache, special_tokens)
+        return bpe().load(saved, cache, special_tokens)
     if size:
         raise ConfigError(
             f"data.tokenizer={name}: no {TOKENIZER_FILE} in {folder or 'any folder'}. It is saved "
@@ -147,7 +146,12 @@ def load_tokenizer(
             f"data.tokenizer={name}: required bytes, bpe:SIZE or the path of a tokenizer.json; "
             f"{path} is not a file."
         )
-    return extras.load(BPE, extra="text").load(path, cache, special_tokens)
+    return bpe().load(path, cache, special_tokens)
+
+
+def bpe() -> Any:
+    """Imports `jaxdist.data.bpe`, which needs the package tokenizers."""
+    return extras.load("jaxdist.data.bpe")
 
 
 def bpe_size(name: str) -> int | None:

@@ -6,6 +6,7 @@ them, the tokenizer_config.json of its workdir, which then is all that is needed
 """
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,21 @@ _FILES = (
     "chat_template.json",
     "generation_config.json",
     "config.json",
+)
+_SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.json",
+    "chat_template.jinja",
 )
 _SPECIAL = (
     "bos_token",
@@ -78,6 +94,18 @@ def write(folder: Path, config: TokenizerConfig) -> None:
         if text if name == TEMPLATE else fields:
             folder.mkdir(parents=True, exist_ok=True)
             atomic.write_text(folder / name, text)
+
+
+def copy_small_files(source: Path, target: Path) -> None:
+    """Copies the files of a Hugging Face folder that say how to use its weights.
+
+    Files that `source` does not have are skipped.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for name in _SMALL_FILES:
+        file = source / name
+        if file.is_file():
+            shutil.copyfile(file, target / name)
 
 
 def kept_template(folder: Path | None) -> str:

@@ -1,6 +1,4 @@
-"""Failures handled: signals, lost and hanging processes, fewer machines, numerical
-faults.
-"""
+"""Signals that ask a run to stop."""
 
 import signal
 from collections.abc import Mapping

@@ -10,7 +10,7 @@ from typing import Any
 from jaxdist.config import ConfigError
 from jaxdist.data import Dataset
 from jaxdist.data.user_batches import open_held_out
-from jaxdist.trainer import build
+from jaxdist.trainer import batching
 from jaxdist.trainer.run_config import RunConfig
 
 
@@ -46,7 +46,7 @@ def open_set(
     if validation_tokens is not None:
         fewer = dataclasses.replace(config.data, validation_tokens=validation_tokens)
         config = dataclasses.replace(config, data=fewer)
-    return build.open_data(config, folder, log, stride=stride)
+    return batching.open_data(config, folder, log, stride=stride)
 
 
 def check_stride(

@@ -32,6 +32,7 @@ from jaxdist.inference.decoding import (
     SamplingConfig,
     TokenGenerator,
     longest_text,
+    text_generator,
     until_stop,
 )
 from jaxdist.inference.scoring import Scorer, build_scorer, windows
@@ -186,7 +187,8 @@ class TrainedRun:
     @functools.cached_property
     def _generate(self) -> TokenGenerator:
         self._check_decodes()
-        generate = build.text_generator(self.config, self.spec, self.built)
+        compute = self.config.precision.compute
+        generate = text_generator(self.spec, self.built, compute=compute)
         assert generate is not None  # as it decodes
         return generate
 

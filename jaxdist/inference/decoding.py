@@ -31,6 +31,7 @@ from jaxdist.parallel import execution
 from jaxdist.parallel.axes import SEQUENCE_AXES
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
+from jaxdist.step.train_step import TrainStep
 
 _SMALLEST_BUCKET = 16  # tokens; shorter prompts and answers share one compiled program
 # tokens of a prompt from which on attention as in training pays: a tile of the TPU's
@@ -140,6 +141,22 @@ class TokenGenerator:
             Generation(tokens[i, : counts[i] - ended[i]], bool(ended[i]))
             for i in range(len(rows))
         ]
+
+
+def text_generator(
+    spec: ModelSpec, built: TrainStep, *, compute: str
+) -> TokenGenerator | None:
+    """Makes the generator that continues prompts with the model of a run.
+
+    Args:
+      compute: precision.compute of the run.
+
+    Returns:
+      None if the model has no `decode`.
+    """
+    if not hasattr(spec.model_class, "decode"):
+        return None
+    return TokenGenerator(spec, built.mesh, built.rules, compute=compute)
 
 
 # --- the program ----------------------------------------------------------------------

@@ -3,8 +3,8 @@
 import jax
 
 from jaxdist.config import ConfigError
-from jaxdist.inference.decoding import SamplingConfig
-from jaxdist.trainer import build, workdir
+from jaxdist.inference.decoding import SamplingConfig, text_generator
+from jaxdist.trainer import workdir
 from jaxdist.trainer.callbacks import Callback, Run, RunEnd
 
 
@@ -25,7 +25,8 @@ class Sample(Callback):
         tokenizer = run.dataset.tokenizer
         if not (end.is_final and train.sample_tokens and tokenizer):
             return
-        generate = build.text_generator(run.config, run.spec, run.built)
+        compute = run.config.precision.compute
+        generate = text_generator(run.spec, run.built, compute=compute)
         if generate is None:
             return
         try:

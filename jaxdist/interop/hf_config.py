@@ -2,8 +2,6 @@
 for.
 """
 
-import dataclasses
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,30 +12,15 @@ from jaxdist.interop.config_rules import Source, shortest_period, spread
 from jaxdist.interop.expert_rules import kinds_of, pattern_of
 from jaxdist.interop.families import FAMILIES, LLAMA, Family
 from jaxdist.models import rotary
-from jaxdist.models.transformer import TransformerConfig
+from jaxdist.models.model_values import DEFAULTS, STRETCH, TRAINING, differing_values
+from jaxdist.models.transformer_config import TransformerConfig
 from jaxdist.storage.untrusted import Malformed, read_json
 
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-DEFAULTS = vars(TransformerConfig())
-# What is no matter for logits; and how the load of experts is kept even, which a run
-# has to go on with.
-TRAINING = (
-    "dropout",
-    "z_loss",
-    "loss_chunk",
-    "init_std",
-    "zero_init_outputs",
-    "balance_rate",
-    "balance_weight",
-    "router_z_loss",
-    "capacity_factor",
-)
+# Values that no field of a config.json holds. How the load of experts is kept even is
+# one that a run has to continue with, though it changes no logits.
 _NO_FIELD = (*TRAINING, "balance")
-# scaling, factor, ...
-_STRETCH = tuple(f"rope_{field.name}" for field in dataclasses.fields(rotary.Stretch))
-# what a run may change of a model to go on with longer sequences
-POSITIONS = ("rope_theta", *_STRETCH)
 # Fields that change no logits: bookkeeping, dropout rates (ours is model.dropout),
 # other heads.
 _HARMLESS = re.compile(
@@ -180,7 +163,7 @@ def fields_of(
         for rule in family.rules:
             fields |= rule.write(wanted)
         try:
-            legal, faults = True, tuple(different(wanted, derive(fields)[1]))
+            legal, faults = True, tuple(differing_values(wanted, derive(fields)[1]))
         except ConfigError as error:
             legal, faults = False, error.faults
         if not faults:
@@ -191,41 +174,6 @@ def fields_of(
     )
     known = f"none of {', '.join(FAMILIES)} has these values; the nearest, {nearest}, differs:"
     raise ConfigError([known, *differences[nearest][1]])
-
-
-def different(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each value that is not the same, up to rounding; of those
-    without effect none.
-    """
-    unused = {"d_ff"} if _all_sparse(ours) and _all_sparse(theirs) else set()
-    return [
-        f"model.{name}={ours[name]!r}, there {theirs[name]!r}"
-        for name in (ours.keys() & theirs.keys()) - unused
-        if not _equal(ours[name], theirs[name])
-    ]
-
-
-def _all_sparse(values: Mapping[str, Any]) -> bool:
-    dense = values.get("first_dense_layers") or "dense" in values.get(
-        "feed_forward_pattern", ()
-    )
-    return bool(values.get("num_experts")) and not dense
-
-
-def settled(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns theirs without the positions that ours may have changed, to go on with
-    longer sequences.
-
-    A base or a factor that ours leaves at the default is no change: it has been
-    forgotten.
-    """
-    forgotten = {n for n in ("rope_theta", "rope_factor") if ours.get(n) == DEFAULTS[n]}
-    return {n: v for n, v in theirs.items() if n not in POSITIONS or n in forgotten}
-
-
-def _equal(a: Any, b: Any) -> bool:
-    numbers = isinstance(a, float) and isinstance(b, (int, float))
-    return math.isclose(a, b, rel_tol=1e-9) if numbers else a == b
 
 
 def canonical_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,18 +198,18 @@ def canonical_values(values: Mapping[str, Any]) -> dict[str, Any]:
         idle += ["expert_groups", "expert_top_groups"]
     if "local" not in kinds:
         idle += ["window", "rope_theta_local"]
-    stretch = rotary.Stretch(**{n.removeprefix("rope_"): v[n] for n in _STRETCH})
+    stretch = rotary.Stretch(**{n.removeprefix("rope_"): v[n] for n in STRETCH})
     if not stretch.changes:
         idle += [
-            *_STRETCH,
+            *STRETCH,
             *["rope_theta_local"] * (v["rope_theta_local"] == v["rope_theta"]),
         ]
     else:
         idle += [
             n
-            for n in _STRETCH[2:]
+            for n in STRETCH[2:]
             if n.removeprefix("rope_") not in rotary.READ[stretch.scaling]
         ]
-    turns = [*_STRETCH, "rope_theta", "rope_theta_local", "rotary_fraction"]
+    turns = [*STRETCH, "rope_theta", "rope_theta_local", "rotary_fraction"]
     idle += turns if v["positions"] == "learned" else ["max_positions"]
     return v | {name: DEFAULTS[name] for name in idle}

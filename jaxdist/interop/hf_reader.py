@@ -20,13 +20,8 @@ from safetensors import SafetensorError, safe_open
 
 from jaxdist.config import ConfigError
 from jaxdist.interop.families import Family, Shapes, Stored, TensorPart
-from jaxdist.interop.hf_config import (
-    canonical_values,
-    derive,
-    different,
-    read_config,
-    settled,
-)
+from jaxdist.interop.hf_config import canonical_values, derive, read_config
+from jaxdist.models.model_values import differing_values, without_stretch
 from jaxdist.storage.untrusted import Malformed, of_kind, open_regular, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -48,7 +43,8 @@ def open_weights(
     """
     family, theirs = derive(read_config(folder))
     ours = canonical_values(values)
-    if faults := different(ours, settled(theirs, ours)):
+    faults = differing_values(ours, without_stretch(theirs, ours))
+    if faults:
         raise ConfigError(
             f"{folder} holds another model than the config: {fault}" for fault in faults
         )

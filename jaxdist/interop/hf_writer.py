@@ -21,9 +21,9 @@ import ml_dtypes
 import numpy as np
 
 from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import fingerprint, manifest
+from jaxdist.checkpoint import fingerprint, manager, manifest
 from jaxdist.checkpoint.files import CheckpointError
-from jaxdist.config import ConfigError, extras
+from jaxdist.config import ConfigError
 from jaxdist.data import tokenizer_config
 from jaxdist.interop import hf_config
 from jaxdist.interop.families import Family, Shapes
@@ -32,35 +32,10 @@ from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 
 KEPT = tokenizer_config.HUGGINGFACE
 _GENERATION = "generation_config.json"
-_SMALL_FILES = (
-    hf_config.CONFIG,
-    _GENERATION,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "chat_template.json",
-    "chat_template.jinja",
-)
 _DTYPES = {
     "float32": ("F32", np.dtype(np.float32)),
     "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16)),
 }
-
-
-def copy_small_files(source: Path | str, target: Path) -> None:
-    """Copies what of a Hugging Face folder says how to use its weights, if it is there
-    at all.
-    """
-    target.mkdir(parents=True, exist_ok=True)
-    for name in _SMALL_FILES:
-        if (file := Path(source) / name).is_file():
-            shutil.copyfile(file, target / name)
 
 
 class CheckpointWeights:
@@ -106,9 +81,7 @@ class CheckpointWeights:
         self.shapes = {
             path: self._arrays[name].shape for path, name in self._names.items()
         }
-        self._backend = extras.load("jaxdist.checkpoint.orbax_backend").OrbaxBackend(
-            timeout_s=600
-        )
+        self._backend = manager.preload().OrbaxBackend(timeout_s=600)
 
     def check_choices(self, family: Family) -> None:
         """Checks that experts are chosen without the biases that the family has no

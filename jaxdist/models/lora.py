@@ -93,7 +93,7 @@ class LoraKernel(nnx.Module):
         self.form = None
         names = [(*shape.lead, *shape.names)]
         if config.base != "none":
-            make = extras.load("jaxdist.models.lora_quantization", extra="lora").form_of
+            make = extras.load("jaxdist.models.lora_quantization").form_of
             self.form = make(
                 config.base, shape.names, shape.dims, shape.contract, shape.path
             )

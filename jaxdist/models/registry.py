@@ -20,8 +20,6 @@ from jaxdist.storage.digest import digest
 
 MODEL_KEY = "model.target"
 DEFAULT_TARGET = "jaxdist.models.transformer:Transformer"
-# targets in older run folders
-MOVED = {"jaxdist.models.registry:Given": "jaxdist.models.registry:UserModel"}
 
 
 Kind = TypeVar("Kind")

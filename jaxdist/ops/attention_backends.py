@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,23 +118,27 @@ def choose(
     return BACKENDS["reference"]
 
 
+def _kernels() -> Any:
+    """Imports the splash kernels, which only TPUs need."""
+    return extras.load("jaxdist.ops.splash")
+
+
 def _splash(q, k, v, segment_ids, *, options: Options) -> jax.Array:
-    # here: Pallas takes a tenth of a start, and only TPUs need it
-    splash = extras.load("jaxdist.ops.splash")
-    return splash.splash_attention(q, k, v, segment_ids, options)
+    return _kernels().splash_attention(q, k, v, segment_ids, options)
 
 
 def _splash_part(q, k, v, segment_ids, part: Part, *, options: Options) -> jax.Array:
-    splash = extras.load("jaxdist.ops.splash")
-    return splash.splash_attention_of_part(q, k, v, segment_ids, part, options=options)
+    return _kernels().splash_attention_of_part(
+        q, k, v, segment_ids, part, options=options
+    )
 
 
 def _splash_piece(*arguments) -> tuple[jax.Array, jax.Array]:
-    return extras.load("jaxdist.ops.splash").piece(*arguments)
+    return _kernels().piece(*arguments)
 
 
 def _splash_piece_gradients(*arguments) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return extras.load("jaxdist.ops.splash").piece_gradients(*arguments)
+    return _kernels().piece_gradients(*arguments)
 
 
 def _cudnn(q, k, v, segment_ids, *, options: Options) -> jax.Array:

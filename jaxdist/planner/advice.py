@@ -18,7 +18,7 @@ from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner import context, memory, targets
 from jaxdist.planner.targets import Target
 from jaxdist.step.update import offload_obstacle
-from jaxdist.trainer import build
+from jaxdist.trainer import batching
 from jaxdist.trainer.run_config import RunConfig, from_config, full_schema
 
 MIN_SAVING = 0.01  # of the peak: what saves less is no advice
@@ -221,7 +221,7 @@ def _candidates(
 
 
 def _smaller_parts(run: RunConfig, shape: MeshShape, best) -> Iterator[tuple[str, str]]:
-    flow, parts = build.num_microbatches(run, shape), run.batch.accumulation
+    flow, parts = batching.num_microbatches(run, shape), run.batch.accumulation
     factors = axes.divisors(
         run.batch.global_size // (parts * flow * shape.batch_shards)
     )[1:]
@@ -243,7 +243,7 @@ def _split_sequences(
     parts cannot help.
     """
     flow, parts, own = (
-        build.num_microbatches(run, shape),
+        batching.num_microbatches(run, shape),
         run.batch.accumulation,
         shape.sizes[context.AXIS],
     )

@@ -21,7 +21,7 @@ from jaxdist.parallel.axes import EXPERT_AXES
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import BlockInfo, apply_block, shared_fields
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
-from jaxdist.trainer import build
+from jaxdist.trainer import batching
 from jaxdist.trainer.run_config import RunConfig
 
 SHORT = 64  # tokens of a trace: one block of the reference attention
@@ -193,7 +193,7 @@ def _jaxprs(run: RunConfig, spec: ModelSpec, dims, length: int, policy: str):
     model = spec.assemble(trainable, spec.model_state, frozen)
     graph, stacked = nnx.split(model.blocks)
     one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
-    batch = build.batch_shapes(run, 1)
+    batch = batching.batch_shapes(run, 1)
     if run.data.is_text:
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((1, *[length] * (x.ndim - 1)), x.dtype),

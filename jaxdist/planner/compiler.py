@@ -134,7 +134,7 @@ def compile_run(
             "cache": str(_cache(options) or folder),
             "flags": flags,
         }
-        workdir.write_json(folder / "request.json", request)
+        workdir.write_text(folder / "request.json", json.dumps(request))
         result = _watch(folder, _environment(target, os.environ), options, say)
         if "faults" in result:
             raise ConfigError(result["faults"])

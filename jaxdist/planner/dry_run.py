@@ -16,7 +16,13 @@ from jaxdist.parallel.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.placement import explain
 from jaxdist.planner import memory
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import build, pipeline_report, product_formats, validation
+from jaxdist.trainer import (
+    batching,
+    build,
+    pipeline_report,
+    product_formats,
+    validation,
+)
 from jaxdist.trainer.run_config import RunConfig
 
 MOST_EMULATED = 2**14  # devices; each takes threads and memory
@@ -41,7 +47,7 @@ def dry_run(
         *build.context_lines(run, rules),
         *precision.advice(run.precision, devices[0]),
         *product_formats.lines(
-            run, spec, devices[0], partial(build.batch_shapes, run, 1)
+            run, spec, devices[0], partial(batching.batch_shapes, run, 1)
         ),
         *pipeline_report.lines(run, spec, rules),
     ):
@@ -83,7 +89,7 @@ def compile_step(run: RunConfig, built: TrainStep) -> jax.stages.Compiled:
     Raises:
       ConfigError: the compiler refuses it, as a device's memory does not hold it.
     """
-    batch = built.abstract_batch(build.batch_shapes(run, run.batch.global_size))
+    batch = built.abstract_batch(batching.batch_shapes(run, run.batch.global_size))
     lowered = built.step.lower(built.abstract_state, batch)
     try:
         return lowered.compile()

@@ -41,7 +41,7 @@ from jaxdist.planner.targets import Target, validate_for
 from jaxdist.planner.timing import attention_share, products_peak
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step import reduction
-from jaxdist.trainer import build, product_formats
+from jaxdist.trainer import batching, build, product_formats
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.workdir import model_flops
 
@@ -341,7 +341,7 @@ class Model:
         )
         self.dense = spec.parameter_count - self.in_experts
         self.sequences = run.batch.global_size
-        self.tokens = self.sequences * build.targets_per_sample(run)
+        self.tokens = self.sequences * batching.targets_per_sample(run)
         flops = model_flops(run, spec)
         # one forward pass, causal
         self.attention = (flops["full"] - flops["causal"]) / 3 * self.tokens

@@ -36,7 +36,7 @@ from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
 from jaxdist.step.layerwise import Trained
 from jaxdist.step.update import build_update_rule
 from jaxdist.telemetry.units import GIB
-from jaxdist.trainer import build
+from jaxdist.trainer import batching, build
 from jaxdist.trainer.run_config import RunConfig
 
 Components = dict[str, int]
@@ -189,7 +189,7 @@ class _Step:
         self.parameters = self.spec.named_trainable()
         self.compute = jnp.dtype(run.precision.compute).itemsize
         self.stored = jnp.dtype(run.precision.params).itemsize
-        parts = run.batch.accumulation * build.num_microbatches(run, rules.shape)
+        parts = run.batch.accumulation * batching.num_microbatches(run, rules.shape)
         sequences = max(run.batch.global_size // (parts * rules.shape.batch_shards), 1)
         self.policy = run.remat.policy if self.cut is None else self.cut.remat
         inner = "full" if self.policy == "layers" else self.policy
@@ -454,7 +454,7 @@ class _Step:
             * stored_dtype(x, run.precision.params).itemsize
             for x, names in self.spec.named_frozen().values()
         )
-        batch = _whole_bytes(build.batch_shapes(run, run.batch.global_size))
+        batch = _whole_bytes(batching.batch_shapes(run, run.batch.global_size))
         return {
             "parameters": self._sum(self.rules.stored, self.stored) + sum(frozen),
             "optimizer state": moved[False],

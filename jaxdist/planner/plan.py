@@ -41,7 +41,7 @@ from jaxdist.planner.timing import Time
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.telemetry import flops, hlo
 from jaxdist.telemetry.units import gib_text, percent_text
-from jaxdist.trainer import build, pipeline_report
+from jaxdist.trainer import batching, build, pipeline_report
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.workdir import model_flops
 
@@ -225,7 +225,7 @@ def plan_by_arithmetic(run: RunConfig, target: Target) -> Plan:
 
 
 def _tokens_per_step(run: RunConfig) -> int:
-    return run.batch.global_size * build.targets_per_sample(run)
+    return run.batch.global_size * batching.targets_per_sample(run)
 
 
 def capacity(target: Target) -> int | None:
@@ -431,9 +431,9 @@ def _layout(
         "zero": run.mesh.zero,
         "links": _links(shape, target, measured),
         "schedule": run.pipeline.schedule if staged else None,
-        "microbatches": build.num_microbatches(run, shape),
+        "microbatches": batching.num_microbatches(run, shape),
         "accumulation": run.batch.accumulation,
-        "unit": build.unit(run),  # that speeds and costs count
+        "unit": batching.unit(run),  # that speeds and costs count
         "global_size": run.batch.global_size,
         "sequence_length": run.batch.sequence_length,
         "remat": str(run.remat),

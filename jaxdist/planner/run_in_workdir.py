@@ -10,13 +10,11 @@ from typing import Any
 
 from jaxdist.config import ConfigError, schema
 from jaxdist.hardware import chips
-from jaxdist.operations.page import planned
 from jaxdist.parallel.axes import AXES
-from jaxdist.planner import targets
 from jaxdist.storage import untrusted
-from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer import reproduce, workdir
 from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_layout import layout_of_run
 
 
 def read_info(folder: Path) -> dict[str, Any]:
@@ -65,33 +63,22 @@ def target_text(folder: Path, info: Mapping[str, Any]) -> str:
                 f"run.json has {count} devices on {machines} machines, unevenly; {cure}"
             )
         return f"{chip.family}:{machines}x{count // machines}"
-    sizes = _slices(info, chip, count // chip.devices_per_chip, cure)
+    sizes = _slices(info, count // chip.devices_per_chip, cure)
     return f"{chip.family}:{'x'.join(map(str, sizes))}"
 
 
-def _slices(
-    info: Mapping[str, Any], chip: chips.Chip, number: int, cure: str
-) -> Sequence[int]:
+def _slices(info: Mapping[str, Any], number: int, cure: str) -> Sequence[int]:
     """Returns the sizes of a run's TPU slices, and their number."""
     topology = info.get(reproduce.TOPOLOGY)
-    if isinstance(topology, dict):
-        shape = topology.get("shape")
-        sizes = [*(shape if isinstance(shape, list) else ()), topology.get("slices")]
-        if all(type(n) is int and n > 0 for n in sizes) and math.prod(sizes) == number:
-            return sizes
+    sizes: list[Any] = []
+    if isinstance(topology, dict) and isinstance(topology.get("shape"), list):
+        sizes = [*topology["shape"], topology.get("slices")]
+    is_whole = all(type(n) is int and n > 0 for n in sizes)
+    if not sizes or not is_whole or math.prod(sizes) != number:
         raise ConfigError(
             f"run.json joins {number} chips as {topology!s:.60}, which cannot be; {cure}"
         )
-    shapes = list(
-        dict.fromkeys(s for s in targets.slices_of(chip, number) if chip.legal_slice(s))
-    )
-    if len(shapes) == 1:
-        return shapes[0]
-    among = " or ".join(
-        f"{chip.family}:{'x'.join(map(str, shape))}" for shape in shapes[:4]
-    )
-    said = f"run.json is of an older version, which did not say how {number} chips are joined; {cure}"
-    raise ConfigError(f"{said} ({among})" if among else said)
+    return sizes
 
 
 def with_layout(run: RunConfig, folder: Path, info: Mapping[str, Any]) -> RunConfig:
@@ -107,7 +94,7 @@ def with_layout(run: RunConfig, folder: Path, info: Mapping[str, Any]) -> RunCon
     if (stored.mesh, stored.batch.accumulation) != (run.mesh, run.batch.accumulation):
         return run
     flat = schema.flatten(schema.to_config_dict(stored))
-    layout = planned.layout_of_run(flat, info, read_events(folder))
+    layout = layout_of_run(flat, info)
     sizes = {axis: layout.mesh[axis] for axis in AXES if axis in layout.mesh}
     mesh = schema.to_config_dict(run.mesh).to_dict() | sizes | {"zero": layout.zero}
     batch = schema.to_config_dict(run.batch).to_dict() | {

@@ -34,7 +34,7 @@ from jaxdist.planner.show import new_table
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.telemetry.units import GIB, gib_text, time_text
-from jaxdist.trainer import build
+from jaxdist.trainer import batching, build
 from jaxdist.trainer.run_config import RunConfig
 
 TIE = 0.10  # estimates that differ by less do not rank two meshes,
@@ -225,7 +225,9 @@ def search(
 def _rule_of_thumb(
     run: RunConfig, target: Target, spec: ModelSpec
 ) -> rules_of_thumb.Suggestion:
-    tokens = run.batch.global_size * build.targets_per_sample(run) / target.num_devices
+    tokens = (
+        run.batch.global_size * batching.targets_per_sample(run) / target.num_devices
+    )
     depth, mixture = (
         max(spec.depth, rules_of_thumb.MIN_LAYERS),
         experts.mixture_of(run, spec),

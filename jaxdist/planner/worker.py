@@ -26,7 +26,7 @@ from jaxdist.planner.compiler import read_entry, read_log, versions
 from jaxdist.planner.targets import Target
 from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest_bytes
-from jaxdist.trainer import build, run_config, validation, workdir
+from jaxdist.trainer import batching, build, run_config, validation, workdir
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # 0.12 puts "E1000: CompileTimeHbmOom:" before it.
@@ -48,7 +48,7 @@ def main(folder: Path) -> None:
         traceback.print_exc()
         text = next(iter(str(error).splitlines()), "")
         result = {"error": f"{type(error).__name__}: {text[:500]}"}
-    workdir.write_json(folder / "result.json", result)
+    workdir.write_text(folder / "result.json", json.dumps(result))
 
 
 def _end_with_parent(parent: int) -> None:
@@ -104,7 +104,7 @@ def _lower(
     shape, rules, spec = validation.validate(run, devices, with_data=False)
     mesh = build_mesh(run.mesh, devices)
     built = build.build_step(run, spec, mesh, rules)
-    batch = built.abstract_batch(build.batch_shapes(run, run.batch.global_size))
+    batch = built.abstract_batch(batching.batch_shapes(run, run.batch.global_size))
     traced = built.step.trace(built.abstract_state, batch)
     waiting = memory.components(run, spec, rules, target).get(memory.HOST_STATE, 0)
     return mesh, traced.lower(lowering_platforms=(target.compiler,)), waiting

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from jaxdist.storage import atomic, untrusted
+from jaxdist.storage import atomic, run_format, untrusted
 
 # of a network file system without locks
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -172,7 +172,8 @@ def lease(path: Path, run: str, *, resumes: bool) -> Iterator[IsHeld]:
         return other is None or {key: other[key] for key in mine} == mine
 
     def renew() -> None:
-        atomic.write_text(path, json.dumps(mine | {"time": time.time()}))
+        record = run_format.marked(mine | {"time": time.time()})
+        atomic.write_text(path, json.dumps(record))
 
     def keep() -> None:
         while not ended.wait(RENEW_S):

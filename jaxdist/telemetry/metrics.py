@@ -238,14 +238,6 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[list[Row], int]:
     return kept, unreadable
 
 
-def scan_rows(path: str | os.PathLike[str]) -> list[Row]:
-    """Returns the training rows of a metrics.jsonl in file order: steps that were done
-    twice, twice.
-    """
-    rows, _ = _read_lines(Path(path), METRICS_FILE, _is_metrics)
-    return [row for row in rows if "eval_loss" not in row and EXTENDED not in row]
-
-
 def _last_of_steps(rows: list[Row]) -> tuple[dict[int, Row], dict[int, Row]]:
     """Returns the last row of each step that counts, in file order: those of training,
     of evaluations.

@@ -16,19 +16,10 @@ from pathlib import Path
 
 import jax
 
-from jaxdist.config.annotations import NonNegativeInt, PositiveInt
+from jaxdist.storage import run_format
 
 FOLDER = "profile"
 TABLE_ROWS = 40  # of top_ops.txt
-
-
-@dataclass(frozen=True)
-class ProfileConfig:
-    """Which steps to profile."""
-
-    # first profiled step, >= 2 to leave compilation out; 0 = no profile
-    start_step: NonNegativeInt = 0
-    num_steps: PositiveInt = 3  # profiled steps
 
 
 @dataclass(frozen=True)
@@ -128,7 +119,8 @@ def _write_table(folder: Path, ops: list[OpTime]) -> None:
     `folder`.
     """
     (folder / "top_ops.json").write_text(
-        json.dumps([asdict(op) for op in ops], indent=1) + "\n"
+        json.dumps(run_format.marked({"ops": [asdict(op) for op in ops]}), indent=1)
+        + "\n"
     )
     shown = ops[:TABLE_ROWS]
     width = max((len(op.op) for op in shown), default=2)

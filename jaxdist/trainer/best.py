@@ -16,7 +16,7 @@ from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import ConfigError, suggest
 from jaxdist.step.train_step import TrainStep
 from jaxdist.storage.untrusted import Malformed, of_kind
-from jaxdist.trainer import build
+from jaxdist.trainer import batching
 from jaxdist.trainer.callbacks import Callback, Run, StepView
 from jaxdist.trainer.run_config import RunConfig
 
@@ -71,7 +71,7 @@ class BestRule:
         traces one.
         """
         abstract = built.abstract_batch(
-            build.batch_shapes(config, config.batch.global_size)
+            batching.batch_shapes(config, config.batch.global_size)
         )
         *_, others = jax.eval_shape(built.evaluate, built.abstract_state, abstract)
         if self.name not in (

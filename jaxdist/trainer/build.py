@@ -2,24 +2,16 @@
 step.
 """
 
-import math
-from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
 
-from jaxdist.data import Dataset, open_dataset, sample_shapes
-from jaxdist.data.balance import Balancer, StepGrid
-from jaxdist.data.loader import Loader
-from jaxdist.inference.decoding import TokenGenerator
 from jaxdist.models import lora as adapters
 from jaxdist.models import registry
-from jaxdist.ops import context_attention, context_costs
+from jaxdist.ops import context_costs
 from jaxdist.optim import schedules
 from jaxdist.parallel import execution, precision
 from jaxdist.parallel.mesh import MeshShape
@@ -32,7 +24,7 @@ from jaxdist.protocols.param_names import Names
 from jaxdist.step import reduction
 from jaxdist.step.loss_scale import DynamicLossScale
 from jaxdist.step.train_step import StepConfig, TrainStep, build_train_step
-from jaxdist.trainer import product_formats
+from jaxdist.trainer import batching, product_formats
 from jaxdist.trainer.run_config import Build, RunConfig
 
 
@@ -114,17 +106,6 @@ def loss_scale(run: RunConfig) -> DynamicLossScale | None:
     return DynamicLossScale(given.loss_scale, given.loss_scale_growth_interval)
 
 
-def text_generator(
-    run: RunConfig, spec: ModelSpec, built: TrainStep
-) -> TokenGenerator | None:
-    """Returns what continues prompts with a run's model; None if the model has no
-    `decode`.
-    """
-    if not hasattr(spec.model_class, "decode"):
-        return None
-    return TokenGenerator(spec, built.mesh, built.rules, compute=run.precision.compute)
-
-
 def staging(run: RunConfig, spec: ModelSpec, shape: MeshShape) -> Staging | None:
     """Returns how a pipeline cuts up the model's layers; None without one."""
     if shape.sizes["pipeline"] == 1:
@@ -152,121 +133,6 @@ def placements(run: RunConfig, spec: ModelSpec, rules: Rules) -> list[Placement]
         .items()
     }
     return place(parameters, rules)
-
-
-def open_data(
-    run: RunConfig,
-    folder: Path,
-    log: Callable[[str], None],
-    *,
-    stride: int | None = None,
-) -> Dataset:
-    """Returns the dataset of the run in `folder`; `log` takes a line per event of
-    making its tokens.
-
-    Args:
-      stride: see `open_dataset`.
-    """
-    length, vocab_size, seed = run.batch.sequence_length, run.vocab_size, run.seed
-    options: dict[str, Any] = {
-        "sequence_length": length,
-        "vocab_size": vocab_size,
-        "seed": seed,
-    }
-    return open_dataset(run.data, **options, folder=folder, log=log, stride=stride)
-
-
-def batch_shardings(run: RunConfig, built: TrainStep) -> Mapping[str, Sharding]:
-    """Returns the sharding of each entry of the run's batches; reads the data's files,
-    as `batch_shapes`.
-    """
-    return built.batch_shardings(batch_shapes(run, run.batch.global_size))
-
-
-def train_loader(
-    run: RunConfig,
-    rules: Rules,
-    shardings: Mapping[str, Sharding],
-    dataset: Dataset,
-    start: int,
-) -> Loader:
-    """Returns the global training batches on the devices, from step `start` on; reads
-    no file anew.
-    """
-    size, prefetch, even = (
-        run.batch.global_size,
-        run.data.prefetch,
-        balancer(run, rules, dataset),
-    )
-    return Loader(
-        dataset,
-        global_size=size,
-        shardings=shardings,
-        start=start,
-        prefetch=prefetch,
-        balancer=even,
-    )
-
-
-def held_out_loader(
-    run: RunConfig, shardings: Mapping[str, Sharding], dataset: Dataset
-) -> Loader:
-    """Returns the held-out batches on the devices; reads no file anew."""
-    size, prefetch = run.batch.global_size, run.data.prefetch
-    return Loader(
-        dataset,
-        global_size=size,
-        shardings=shardings,
-        split="validation",
-        prefetch=prefetch,
-    )
-
-
-def balancer(run: RunConfig, rules: Rules, dataset: Dataset) -> Balancer:
-    """Returns what says where the rows of a run's batches go, and how even their
-    attention work is.
-    """
-    batch, heads = run.batch, getattr(run.model_config, "num_heads", None)
-    # of attention by heads too: its devices have equal work in every row
-    context, zigzag = 1, False
-    if heads and run.data.is_text:
-        form = context_attention.form_under(rules, (1, batch.sequence_length, heads, 1))
-        context, zigzag = form.context if form.parts > 1 else 1, form.name == "ring"
-    flow = num_microbatches(run, rules.shape)
-    grid = StepGrid(batch.accumulation, flow, rules.shape.batch_shards, context, zigzag)
-    return Balancer(
-        dataset, batch.global_size, grid, balanced=run.data.balance == "attention"
-    )
-
-
-def batch_shapes(run: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes and dtypes of a batch of `size` samples, as the run's dataset
-    makes it.
-    """
-    sample = sample_shapes(run.data, run.batch.sequence_length).items()
-    return {
-        name: jax.ShapeDtypeStruct((size, *dims), dtype)
-        for name, (dims, dtype) in sample
-    }
-
-
-def targets_per_sample(run: RunConfig) -> int:
-    """Returns how many targets a sample has, which speeds and FLOPs are told by; images
-    have one.
-    """
-    return math.prod(
-        sample_shapes(run.data, run.batch.sequence_length).get("weights", ((), ""))[0]
-    )
-
-
-def unit(run: RunConfig) -> str:
-    """Returns what a run counts: "tokens", or "samples" where a sample has no targets
-    of its own.
-    """
-    dims, _ = sample_shapes(run.data, run.batch.sequence_length).get(
-        "weights", ((), "")
-    )
-    return "tokens" if dims else "samples"
 
 
 def counts(run: RunConfig, spec: ModelSpec) -> str:
@@ -300,14 +166,6 @@ def active_share(run: RunConfig, names: Names) -> float:
     return chosen / experts if "experts" in names and experts and chosen else 1.0
 
 
-def num_microbatches(run: RunConfig, shape: MeshShape) -> int:
-    """Returns the microbatches of an accumulation step: 4 x stages by default, 1
-    without a pipeline.
-    """
-    stages = shape.sizes["pipeline"]
-    return 1 if stages == 1 else run.pipeline.microbatches or 4 * stages
-
-
 def step_lines(run: RunConfig, spec: ModelSpec, built: TrainStep) -> list[str]:
     """Returns what a step is made of: its batch, when gradients are summed, and what
     the model chooses.
@@ -321,7 +179,7 @@ def step_lines(run: RunConfig, spec: ModelSpec, built: TrainStep) -> list[str]:
     ]
     lines += precision.advice(run.precision, built.mesh.devices.flat[0])
     lines += product_formats.lines(
-        run, spec, built.mesh.devices.flat[0], partial(batch_shapes, run, 1)
+        run, spec, built.mesh.devices.flat[0], partial(batching.batch_shapes, run, 1)
     )
     return [*lines, *context_lines(run, built.rules), *chosen]
 
@@ -357,7 +215,7 @@ def reduction_lines(
     Args:
       forced: only says it where the model does not allow what would be cheaper.
     """
-    parts = run.batch.accumulation * num_microbatches(run, rules.shape)
+    parts = run.batch.accumulation * batching.num_microbatches(run, rules.shape)
     chosen = reduction.choose(spec, rules, run.mesh.reduce, parts=parts)
     if not chosen.over or (forced and not chosen.why_each):
         return []
@@ -380,7 +238,7 @@ def reduction_lines(
 
 def batch_arithmetic(run: RunConfig, shape: MeshShape) -> str:
     """Returns the one line that says how the global batch is made up."""
-    batch, flow = run.batch, num_microbatches(run, shape)
+    batch, flow = run.batch, batching.num_microbatches(run, shape)
     each = batch.global_size // (batch.accumulation * flow * shape.batch_shards)
     unit, tokens = "samples", ""
     if run.data.is_text:

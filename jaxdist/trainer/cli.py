@@ -30,7 +30,8 @@ from jaxdist.distributed import initialize
 from jaxdist.distributed.coordination import PeerFailed
 from jaxdist.models import registry
 from jaxdist.parallel.mesh import MeshConfig
-from jaxdist.trainer import config_json, from_run, loggers, pretrained, workdir
+from jaxdist.storage import run_format
+from jaxdist.trainer import config_json, from_run, initial_weights, loggers, workdir
 from jaxdist.trainer.default_workdir import default_workdir
 from jaxdist.trainer.run_config import (
     RunConfig,
@@ -39,6 +40,7 @@ from jaxdist.trainer.run_config import (
     full_schema,
     model_defaults,
 )
+from jaxdist.trainer.weight_source import WeightSource
 
 
 class ConfigParser(Parser):
@@ -61,13 +63,20 @@ class ConfigParser(Parser):
 
 
 def parse(
-    parser: ConfigParser, arguments: Sequence[str] | None = None
+    parser: ConfigParser,
+    arguments: Sequence[str] | None = None,
+    *,
+    weight_sources: Sequence[WeightSource] = (),
 ) -> tuple[argparse.Namespace, RunConfig]:
-    """Returns a command's own flags and the RunConfig of `--config NAME
+    """Parses a command's own flags and the RunConfig of `--config NAME
     --config.a.b=value ...`.
 
     With `--config` and `--help`, lists every field with type, default and meaning. A
-    `--workdir` that holds a run needs no `--config`: it goes on with its own.
+    `--workdir` that holds a run needs no `--config`: it resumes with its own.
+
+    Args:
+      weight_sources: the sources of initial weights beside those of the core. A command
+        passes jaxdist.interop.WEIGHT_SOURCES.
 
     Raises:
       ConfigError: everything wrong with the config, at once.
@@ -88,6 +97,8 @@ def parse(
         parser.print_help()
     if flags.config is None:
         flags.config = _config_named(flags, folder, faults)
+    if folder or hasattr(flags, "dry_run"):  # a plan keeps nothing without a workdir
+        run_format.check_folder(_workdir(flags))
     config = _load(flags, overrides)
     configured = schema.flatten(config).get("model.target", registry.DEFAULT_TARGET)
     target = overrides.get("model.target", configured)
@@ -107,9 +118,10 @@ def parse(
         faults += error.faults
     if faults:
         raise ConfigError(faults)
-    init = schema.flatten(config)
-    if init.get("init.from_huggingface") or init.get("init.from_run"):
-        pretrained.apply_source(config, overrides, _config_in_workdir(flags, target))
+    sources = initial_weights.chosen_sources(config, weight_sources)
+    if sources:
+        before = _config_in_workdir(flags, target)
+        initial_weights.apply_config(config, sources, set_keys=overrides, before=before)
     run = from_config(config)
     _check_loggers(flags, run, chosen=loggers.KEY in overrides)
     return flags, run

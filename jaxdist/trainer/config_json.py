@@ -5,20 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError, schema
-from jaxdist.data.sources import WITHOUT_PATH
 from jaxdist.models import registry
-from jaxdist.storage import untrusted
+from jaxdist.storage import run_format, untrusted
 from jaxdist.trainer.run_config import RunConfig, from_config
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Returns what a config.json says, in today's words; executes nothing.
+    """Reads a config.json; executes nothing.
 
     Raises:
-      ConfigError: it cannot be read, or is no config.
+      ConfigError: it cannot be read, is no config, or is another version's.
     """
     try:
-        stored = tupled(untrusted.read_json(file, dict))
+        stored = untrusted.read_json(file, dict)
     except FileNotFoundError:
         raise ConfigError(
             f"{file.parent}: no run there (no {file.name}); give a run's folder"
@@ -27,28 +26,7 @@ def read(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file} is damaged ({error}); put it back, or delete it if --config is what it was"
         ) from error
-    return renamed(stored)
-
-
-def renamed(stored: dict[str, Any]) -> dict[str, Any]:
-    """Returns a stored config in today's words."""
-    if (
-        isinstance(model := stored.get("model"), dict)
-        and str(model.get("target")) in registry.MOVED
-    ):
-        model["target"] = registry.MOVED[model["target"]]
-    if (
-        isinstance(pipeline := stored.get("pipeline"), dict)
-        and pipeline.get("edges") == "replicated"
-    ):
-        # nothing else is left that has the vocabulary whole on each stage
-        pipeline["edges"] = "last"
-    if (
-        isinstance(data := stored.get("data"), dict)
-        and data.get("source") in WITHOUT_PATH
-    ):
-        data["path"] = ""  # older versions took one, and did not read it
-    return stored
+    return tupled(run_format.unmarked(stored, file.parent))
 
 
 def target_of(stored: Mapping[str, Any]) -> str:

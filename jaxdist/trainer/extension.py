@@ -13,15 +13,15 @@ import jax
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
-from jaxdist.config import ConfigError, schema
+from jaxdist.config import ConfigError
 from jaxdist.distributed import coordination
 from jaxdist.optim import schedules
 from jaxdist.optim.schedules import ScheduleSteps
-from jaxdist.storage import untrusted
+from jaxdist.storage import run_format, untrusted
 from jaxdist.trainer.run_config import RunConfig
 
 SCHEDULE_KEY = "schedule"  # in run.json and in a checkpoint's metadata
-RUN, CONFIG_KEY = "run.json", "config"
+CONFIG_KEY = "config"
 
 
 class SettledSchedule(NamedTuple):
@@ -86,27 +86,14 @@ def milestones(config: RunConfig, steps: ScheduleSteps) -> frozenset[int]:
     return frozenset({schedules.decay_start(optimizer, steps)})
 
 
-def stored_steps(metadata: Mapping[str, Any], config: RunConfig) -> ScheduleSteps:
+def stored_steps(metadata: Mapping[str, Any]) -> ScheduleSteps:
     """Returns the schedule that a checkpoint was trained with.
-
-    One of an older version has its config alone, or not even that: then it is that of
-    `config`.
 
     Raises:
       ConfigError: it cannot be read.
     """
     try:
-        if SCHEDULE_KEY in metadata:
-            return ScheduleSteps.from_json(metadata[SCHEDULE_KEY])
-        flat = schema.flatten(metadata.get(CONFIG_KEY, {}))
-        known = {"train.steps": config.train.steps} | flat
-        train_steps = untrusted.of_kind(known["train.steps"], int, "train.steps")
-        optimizer = config.optimizer
-        if (warmup := known.get("optimizer.warmup_steps")) is not None:
-            optimizer = replace(
-                optimizer, warmup_steps=untrusted.of_kind(warmup, int, "warmup_steps")
-            )
-        return schedules.settle(optimizer, train_steps)
+        return ScheduleSteps.from_json(metadata.get(SCHEDULE_KEY))
     except untrusted.Malformed as error:
         raise ConfigError(
             f"the checkpoint's schedule is damaged ({error}); put it back"
@@ -122,7 +109,7 @@ def _settle(
             schedules.settle(config.optimizer, config.train.steps), None, 0
         )
     done: int = metadata["progress"]["step"]
-    stored = stored_steps(metadata, config)
+    stored = stored_steps(metadata)
 
     def saved(step: int) -> bool:
         with contextlib.suppress(CheckpointError, OSError):
@@ -158,6 +145,8 @@ def _settle(
 
 def _noted_steps(folder: Path) -> ScheduleSteps | None:
     with contextlib.suppress(OSError, untrusted.Malformed):
-        if value := untrusted.read_json(folder / RUN, dict).get(SCHEDULE_KEY):
+        if value := untrusted.read_json(folder / run_format.RUN, dict).get(
+            SCHEDULE_KEY
+        ):
             return ScheduleSteps.from_json(value)
     return None

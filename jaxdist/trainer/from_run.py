@@ -1,5 +1,5 @@
-"""A run that begins with another run's weights: which step, what of it, and whether it
-fits.
+"""The weights of another run as initial weights: which step, which arrays, and whether
+they fit.
 
 The other run is read as every checkpoint is, by manifest, checksums and fingerprints.
 Nothing is written, locked or moved there: it may be training still. Its config is data:
@@ -9,35 +9,43 @@ no code that it names is imported.
 import functools
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from jaxdist import interop
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import manifest, state_dict
 from jaxdist.checkpoint.files import ArrayInfo, CheckpointError, StepInfo
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError, trees
 from jaxdist.config.extras import MissingExtra
-from jaxdist.data import load_tokenizer
+from jaxdist.data import load_tokenizer, tokenizer_config
 from jaxdist.data.sources import MADE_ELSEWHERE, NOT_TEXT
 from jaxdist.data.tokenizer import TOKENIZER_FILE
-from jaxdist.distributed import consistency
 from jaxdist.models import registry
+from jaxdist.models.model_values import (
+    POSITIONS,
+    differing_values,
+    for_logits,
+    without_stretch,
+)
 from jaxdist.step.state import State
-from jaxdist.step.train_step import TrainStep
-from jaxdist.storage import untrusted
+from jaxdist.storage import run_format
 from jaxdist.trainer import config_json, workdir
 from jaxdist.trainer.run_config import RunConfig, model_defaults
+from jaxdist.trainer.weight_source import (
+    ImpliedConfig,
+    LoadedWeights,
+    OpenedWeights,
+    Target,
+)
 
 Parameters = dict[str, jax.ShapeDtypeStruct]
-Quantise = Callable[[str, jax.Array], Any]
 
 _SHOWN = 12  # faults of a kind that are spelt out
 _FLOATS = ("float64", "float32", "bfloat16", "float16")  # what converts into each other
@@ -47,8 +55,8 @@ _LOSS_SCALE = "opt_state/loss_scale/"  # how names of its state begin
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where the weights come from."""
+class SourceRun:
+    """The run that the weights come from."""
 
     name: str  # as the config says it
     checkpoints: Path
@@ -57,8 +65,7 @@ class Source:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """What its run's config was, unchecked: that of a checkpoint, else of
-        config.json; {} if unknown.
+        """The config of its run as a checkpoint has it, unchecked; {} if it has none.
 
         Raises:
           ConfigError: there is no such step, or none at all.
@@ -85,6 +92,8 @@ class Source:
                     self.checkpoints, step, inside=f"{folders.METADATA_ITEM}/"
                 )
                 return folders.read_step(self.checkpoints, step).metadata
+            except manifest.OtherVersion as error:
+                raise CheckpointError(f"init.from_run={self.name}: {error}") from error
             except (CheckpointError, OSError) as error:
                 fault = fault or f"step {step}: {error}"
         if fault:
@@ -96,25 +105,19 @@ class Source:
             f"has saved, or its folder of checkpoints"
         )
 
+    @property
+    def small_files(self) -> Path | None:
+        """The folder of the files that came with its first weights; None: it has none."""
+        kept = self.workdir / tokenizer_config.HUGGINGFACE if self.workdir else None
+        return kept if kept is not None and kept.is_dir() else None
+
     def config_of(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the config that a step's metadata holds, else that of config.json,
-        else {}.
-        """
-        stored = metadata.get(workdir.CONFIG_KEY)
-        if stored is None and self.workdir is not None:
-            try:
-                stored = untrusted.read_json(self.workdir / workdir.CONFIG, dict)
-            except (OSError, untrusted.Malformed) as error:
-                raise ConfigError(
-                    f"{self.workdir / workdir.CONFIG} is damaged ({error})"
-                ) from error
-        config = config_json.renamed(
-            config_json.tupled(stored if isinstance(stored, dict) else {})
-        )
+        """Returns the config that a step's metadata holds, {} if it holds none."""
+        config = config_json.tupled(_group(metadata, workdir.CONFIG_KEY))
         return config | {"model": _group(config, "model")}
 
 
-def locate(name: str) -> Source:
+def locate(name: str) -> SourceRun:
     """Returns what FOLDER or FOLDER@STEP means: a workdir, its checkpoints, or a step
     in it; also gs://.
 
@@ -126,6 +129,8 @@ def locate(name: str) -> Source:
     path = folder if "://" in folder else os.path.expanduser(folder)
     try:
         checkpoints, inside = folders.locate(path)
+    except run_format.OtherVersion as error:
+        raise run_format.OtherVersion(f"init.from_run={name}: {error}") from error
     except ConfigError as error:
         made = os.path.split(name)  # runs/CONFIG, unless a run was told otherwise
         cure = (
@@ -142,7 +147,7 @@ def locate(name: str) -> Source:
     beside = next(
         (place for place in local if (place / workdir.CONFIG).is_file()), None
     )
-    return Source(name, checkpoints, inside if step is None else step, beside)
+    return SourceRun(name, checkpoints, inside if step is None else step, beside)
 
 
 def refuse_code(name: str, target: str) -> None:
@@ -189,58 +194,72 @@ def _group(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return dict(group) if isinstance(group, dict) else {}
 
 
-# --- what the new run's config takes over ---------------------------------------------
+# --- the source -----------------------------------------------------------------------
 
 
-def model_values(
-    name: str, config: ConfigDict, chosen: Collection[str]
-) -> tuple[dict[str, Any], str]:
-    """Returns model.* and data.tokenizer of the run that init.from_run names, for a run
-    of this config.
+class AnotherRun:
+    """The weights of another run's checkpoint: its moving average, where it has one.
 
-    Of a run whose class is neither this config's nor of this package there are no
-    values to take; its arrays may fit all the same.
-
-    Raises:
-      ConfigError: no run there; its class must be named here; its tokenizer is lost.
+    With init.optimizer they are the weights that the optimizer's state belongs to; an
+    average that both runs keep then continues, too.
     """
-    source = locate(name)
-    stored = source.config["model"]
-    target, ours = (
-        stored.get("target"),
-        config.model.get("target", registry.DEFAULT_TARGET),
-    )
-    if not isinstance(target, str) or target == registry.USER_TARGET:
-        return {}, config.data.tokenizer
-    if target != ours:
-        if "model.target" in chosen or ours != registry.DEFAULT_TARGET:
-            return {}, config.data.tokenizer
-        if not registry.is_installed(target):
-            raise ConfigError(
-                f"init.from_run={name}: its model is {target}, whose code a run's folder cannot make run; if "
-                f"you trust it, name it here, too: --config.model.target={target}"
-            )
-    values = {
-        n: v
-        for n, v in (model_defaults(target) | stored).items()
-        if n not in interop.TRAINING
-    }
-    return values, _tokenizer(source, config, chosen, values)
+
+    key: ClassVar[str] = "init.from_run"
+    implies_config: ClassVar[bool] = True
+
+    def config_of(self, config: ConfigDict, set_keys: Collection[str]) -> ImpliedConfig:
+        """Reads the config of the run; see `WeightSource.config_of`.
+
+        A run whose class is neither this config's nor of this package has no values to
+        take; its arrays may fit all the same.
+
+        Raises:
+          ConfigError: no run there; its class must be named here; its tokenizer is
+            lost.
+        """
+        name = config.init.from_run
+        source = locate(name)
+        stored = source.config["model"]
+        target = stored.get("target")
+        ours = config.model.get("target", registry.DEFAULT_TARGET)
+        nothing = ImpliedConfig({}, config.data.tokenizer)
+        if not isinstance(target, str) or target == registry.USER_TARGET:
+            return nothing
+        if target != ours:
+            if "model.target" in set_keys or ours != registry.DEFAULT_TARGET:
+                return nothing
+            if not registry.is_installed(target):
+                raise ConfigError(
+                    f"init.from_run={name}: its model is {target}, whose code a run's folder cannot make run; if "
+                    f"you trust it, name it here, too: --config.model.target={target}"
+                )
+        values = for_logits(model_defaults(target) | stored)
+        return ImpliedConfig(values, _tokenizer(source, config, set_keys, values))
+
+    def open(self, target: Target) -> OpenedWeights:
+        """Finds the run and its checkpoints."""
+        config = target.config
+        source = locate(config.init.from_run)
+        source.config  # noqa: B018 (raises where there is no checkpoint)
+        store = CheckpointManager(source.checkpoints, config.checkpoint, mode="read")
+        load = functools.partial(_load, target, source, store)
+        return OpenedWeights(f"run {store.owner()}", load)
 
 
 def _tokenizer(
-    source: Source,
+    source: SourceRun,
     config: ConfigDict,
-    chosen: Collection[str],
+    set_keys: Collection[str],
     values: Mapping[str, Any],
 ) -> str:
     """Returns the data.tokenizer for the source's model: the file that its run keeps,
     or its name.
     """
-    here, data = config.data.tokenizer, _group(source.config, "data")
+    here = config.data.tokenizer
+    data = _group(source.config, "data")
     there = str(data.get("tokenizer", here))
     kept = source.workdir / TOKENIZER_FILE if source.workdir else None
-    if "data.tokenizer" in chosen:
+    if "data.tokenizer" in set_keys:
         return here
     if kept and kept.is_file():
         return str(kept)
@@ -263,39 +282,22 @@ def _tokenizer(
     return here
 
 
-# --- the first state ------------------------------------------------------------------
+# --- the weights ----------------------------------------------------------------------
 
 
-def read_state(
-    config: RunConfig,
-    built: TrainStep,
-    base: Parameters,
-    quantise: Quantise,
-    folder: Path,
-) -> State:
-    """Returns the first state of a run: the weights of init.from_run, and all else as
-    in a new run.
-
-    The weights are the moving average, where there is one. With init.optimizer they are
-    those that the optimizer's state belongs to; an average that both runs keep then
-    goes on, too. What goes with the model is copied into the workdir `folder`, for
-    exports.
-
-    Args:
-      base: the parameters of the model without adapters, by path.
-      quantise: makes what a quantised base keeps of one of them.
+def _load(target: Target, source: SourceRun, store: CheckpointManager) -> LoadedWeights:
+    """Reads the weights of a run's step, each array into its shards.
 
     Raises:
-      ConfigError: no run there, or its arrays are not those of this run's model: the
-        first are named.
-      CheckpointError: none of its checkpoints can be used.
+      ConfigError: the arrays are not those of this run's model: the first are named; or
+        they have NaN or infinite values.
+      CheckpointError: no checkpoint can be used.
     """
-    source, store = _open(config)
     match: Match | None = None
 
     def wanted(info: StepInfo) -> dict[str, Any]:
         nonlocal match
-        match = _match(config, source, info, built.views.abstract, base)
+        match = _match(target, source, info)
         return match.as_stored(info.arrays)
 
     with store:
@@ -306,45 +308,22 @@ def read_state(
     assert match is not None
     arrays = match.converted(trees.flatten_names(restored.state))
     _refuse_non_finite(source, {name: arrays[name] for name in match.names.values()})
-    if jax.process_index() == 0:
-        print(
-            f"init.from_run={source.name}: {match.summary} of step {int(arrays['step'])}{match.stretched}"
-        )
-        if source.workdir and (kept := source.workdir / interop.KEPT).is_dir():
-            interop.copy_small_files(kept, folder / interop.KEPT)
-    state = built.init(
-        {path: quantise(path, arrays[name]) for path, name in match.names.items()}
+    step = int(arrays["step"])
+    weights = LoadedWeights(
+        {path: target.store(path, arrays[name]) for path, name in match.names.items()},
+        note=f"init.from_run={source.name}: {match.summary} of step {step}{match.stretched}",
+        small_files=source.small_files,
     )
     if match.carried is None:
-        return state
-    flat, names = built.views.flat(state), state_dict.to_canonical(match.carried)
-    parts = state_dict.from_canonical(
-        {name: arrays[name] for name in names}, match.carried
+        return weights
+    carried = state_dict.from_canonical(
+        {name: arrays[name] for name in state_dict.to_canonical(match.carried)},
+        match.carried,
     )
-    average = flat.ema if parts.ema is None else parts.ema
-    optimizer = parts.opt_state._replace(loss_scale=flat.opt_state.loss_scale)
-    return built.views.staged(flat._replace(opt_state=optimizer, ema=average))
+    return weights._replace(opt_state=carried.opt_state, ema=carried.ema)
 
 
-def _open(config: RunConfig) -> tuple[Source, CheckpointManager]:
-    """Returns the source and its checkpoints to read; raises the same on all
-    processes.
-    """
-    fault = owner = None
-    try:
-        source = locate(config.init.from_run)
-        source.config  # noqa: B018 (raises where there is no checkpoint)
-        store = CheckpointManager(source.checkpoints, config.checkpoint, mode="read")
-        owner = store.owner()
-    except (ConfigError, CheckpointError) as error:
-        fault = error
-    consistency.agree(lambda: {"init.from_run": fault or f"run {owner}"})
-    if fault:
-        raise fault
-    return source, store
-
-
-def _refuse_non_finite(source: Source, arrays: Mapping[str, jax.Array]) -> None:
+def _refuse_non_finite(source: SourceRun, arrays: Mapping[str, jax.Array]) -> None:
     """Raises ConfigError naming the arrays that hold NaN or infinite values: that run
     has diverged.
     """
@@ -387,35 +366,32 @@ class Match(NamedTuple):
         return {name: x.astype(self.ours[name].dtype) for name, x in arrays.items()}
 
 
-def _match(
-    config: RunConfig, source: Source, info: StepInfo, flat: State, base: Parameters
-) -> Match:
-    """Returns what a run takes of a step.
+def _match(target: Target, source: SourceRun, info: StepInfo) -> Match:
+    """Chooses the arrays that a run takes of a step.
 
     Raises:
       ConfigError: another model, other adapters or, with init.optimizer, another
         optimizer.
     """
-    carries, averaged = (
-        config.init.optimizer,
-        any(name.startswith("ema/") for name in info.arrays),
-    )
+    config = target.config
+    flat = target.abstract
+    carries = config.init.optimizer
+    averaged = any(name.startswith("ema/") for name in info.arrays)
     # where a path is in two, the last one counts
-    groups = ["frozen", "trainable"] + ["ema"] * (not carries)
+    groups = ["frozen", "trainable"]
+    if not carries:
+        groups.append("ema")
     there = {
         path: name
         for group in groups
         for path, name in _by_path(info.arrays, group).items()
     }
     own = trees.flatten_names(flat.trainable) | trees.flatten_names(flat.frozen)
-    adapters, adapters_there = (
-        any(path.endswith(_ADAPTER) for path in some) for some in (own, there)
-    )
-    wanted = own if adapters == adapters_there else base
-    state, state_there = (
-        trees.flatten_names(flat.model_state),
-        _by_path(info.arrays, "model_state"),
-    )
+    adapters = any(path.endswith(_ADAPTER) for path in own)
+    adapters_there = any(path.endswith(_ADAPTER) for path in there)
+    wanted = own if adapters == adapters_there else target.parameters
+    state = trees.flatten_names(flat.model_state)
+    state_there = _by_path(info.arrays, "model_state")
     stored = source.config_of(info.metadata)
     faults = _model_faults(config, stored)
     if adapters_there and not adapters:
@@ -435,8 +411,11 @@ def _match(
     ours = {name: (wanted | state)[path] for path, name in names.items()} | {
         "step": flat.step
     }
-    what = "the weights and the optimizer's state" if carries else "the weights"
-    what = "the moving average of the weights" if averaged and not carries else what
+    what = "the weights"
+    if carries:
+        what = "the weights and the optimizer's state"
+    elif averaged:
+        what = "the moving average of the weights"
     return Match(
         names,
         ours | (state_dict.to_canonical(carried) if carried else {}),
@@ -457,30 +436,22 @@ def _by_path(arrays: Iterable[str], group: str) -> dict[str, str]:
 
 
 def _model_faults(config: RunConfig, stored: Mapping[str, Any]) -> list[str]:
-    """Returns which values of the model are others there, as shapes do not tell all of
+    """Lists the values of the model that differ there: shapes do not show all of
     them.
     """
     model = stored["model"]
-    there, ours = model.get("target", config.model["target"]), config.model["target"]
-    if there != ours or ours == registry.USER_TARGET:
+    ours = config.model["target"]
+    if model.get("target", ours) != ours or ours == registry.USER_TARGET:
         return []
-    ours = {
-        name: value
-        for name, value in config.model_options.items()
-        if name not in interop.TRAINING
-    }
-    return interop.different(ours, interop.settled(model, ours))
+    values = for_logits(config.model_options)
+    return differing_values(values, without_stretch(model, values))
 
 
 def _stretched(config: RunConfig, stored: Mapping[str, Any]) -> str:
-    """Returns what to say of rotary positions that are other ones now, as a run may
-    choose.
-    """
-    ours = {
-        name: value for name, value in config.model.items() if name in interop.POSITIONS
-    }
-    changes = interop.different(ours, stored["model"])
-    return f", with other positions: {', '.join(sorted(changes))}" if changes else ""
+    """Describes the rotary positions that the new run has changed; "" if none."""
+    ours = {name: value for name, value in config.model.items() if name in POSITIONS}
+    changes = sorted(differing_values(ours, stored["model"]))
+    return f", with other positions: {', '.join(changes)}" if changes else ""
 
 
 def _adapter_faults(config: RunConfig, stored: Mapping[str, Any]) -> list[str]:
@@ -492,7 +463,7 @@ def _adapter_faults(config: RunConfig, stored: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _merge_fault(source: Source, stored: Mapping[str, Any]) -> str:
+def _merge_fault(source: SourceRun, stored: Mapping[str, Any]) -> str:
     lora = _group(stored, "lora")
     like = " ".join(
         f"--config.lora.{name}={lora[name]}" for name in _LORA if name in lora
@@ -543,8 +514,11 @@ def _optimizer_faults(
     keeps.
     """
     ours = state_dict.describe(carried)
-    there = set(_by_path(arrays, "opt_state").values()) - set(state_dict.RETIRED)
-    there = {name for name in there if not name.startswith(_LOSS_SCALE)}
+    there = {
+        name
+        for name in _by_path(arrays, "opt_state").values()
+        if not name.startswith(_LOSS_SCALE)
+    }
     differ = {n for n in ours if n in there and not _converts(arrays[n], ours[n])}
     if faults := sorted(
         differ | ((ours.keys() | there) - {n for n in ours if n in arrays})

@@ -12,13 +12,12 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt
+from jaxdist.config.groups.health import HealthConfig
 from jaxdist.data import Dataset
 from jaxdist.data.packing import Batch
 
@@ -28,20 +27,6 @@ SKIPPED_FILE = "skipped.json"
 _EVERY_ROW = slice(None)
 # losses that say what is usual; of them needed; steps between looks
 _RECENT, _ENOUGH, _REFRESH = 100, 20, 10
-
-
-@dataclass(frozen=True)
-class HealthConfig:
-    """Fields of `health.*`: what is looked for, and what is done about it."""
-
-    # after more than optimizer.nonfinite_limit in a row
-    nonfinite: Literal["stop", "rollback"] = "stop"
-    spike: Literal["report", "rollback"] = "report"  # what follows a spike of the loss
-    # robust deviations above the recent median; 0 = no spikes
-    spike_sigmas: NonNegativeFloat = 10.0
-    max_rollbacks: NonNegativeInt = 5  # of a run in all; then it stops
-    # steps between comparisons of replicated values; 0 = never
-    compare_every: NonNegativeInt = 1000
 
 
 class Diverged(Exception):

@@ -9,7 +9,7 @@ from jaxdist.data import Dataset
 from jaxdist.step.evaluation import Evaluation, evaluate
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import build
+from jaxdist.trainer import batching
 from jaxdist.trainer.run_config import RunConfig
 
 
@@ -42,14 +42,14 @@ def score_held_out(
     """Returns the sums of `TrainStep.evaluate` over all held-out batches, divided once.
 
     Args:
-      shardings: of a batch, where they are known; default: `build.batch_shardings`.
+      shardings: of a batch, where they are known; default: `batching.batch_shardings`.
       over: wraps the batches, to tell somebody of each.
 
     Raises:
       ConfigError: nothing is held out.
     """
-    shardings = shardings or build.batch_shardings(config, built)
-    with build.held_out_loader(config, shardings, dataset) as batches:
+    shardings = shardings or batching.batch_shardings(config, built)
+    with batching.held_out_loader(config, shardings, dataset) as batches:
         return evaluate(built.evaluate, state, over(batches))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxdist.config import ConfigError, schema
 from jaxdist.models import registry
-from jaxdist.storage import untrusted
+from jaxdist.storage import run_format, untrusted
 from jaxdist.telemetry.loggers import logger
 from jaxdist.telemetry.loggers.background import BackgroundLogger
 from jaxdist.trainer import workdir
@@ -69,7 +69,7 @@ def find(config: TrainConfig) -> dict[str, Make]:
     Raises:
       ConfigError: there is no such logger, or it cannot be loaded.
     """
-    names = logger.names_of(config.loggers, tensorboard=config.tensorboard)
+    names = tuple(dict.fromkeys(config.loggers))
     faults = list(logger.faults(names))
     if faults:
         raise ConfigError(faults)
@@ -106,7 +106,8 @@ def start(
     """
     if not classes:
         return []
-    info: dict[str, Any] = untrusted.read_json(folder / workdir.RUN, dict)
+    file = folder / workdir.RUN
+    info: dict[str, Any] = run_format.unmarked(untrusted.read_json(file, dict), file)
     flat = schema.flatten(schema.to_config_dict(config))
     run = logger.LoggedRun(folder, flat, info, first_step)
     return [

@@ -9,7 +9,7 @@ from jaxdist.distributed import coordination
 from jaxdist.step.state import Metrics, State
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.display import Display
-from jaxdist.trainer import build, opening, restore
+from jaxdist.trainer import batching, opening, restore
 from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd, StepView
 from jaxdist.trainer.health import Diverged
 from jaxdist.trainer.held_out import score_held_out
@@ -62,7 +62,7 @@ class Trainer:
         self.saver = saver
         self.dataset = run.dataset
         # once: a run outlives its files
-        self.shardings = build.batch_shardings(self.config, self.built)
+        self.shardings = batching.batch_shardings(self.config, self.built)
         self._evaluated_at = -1
         # what callbacks of this process have asked for since the last vote
         self._wants_save = False
@@ -186,7 +186,7 @@ class Trainer:
         first = self.progress.step
         last = self.config.train.steps
         reason = ""
-        with build.train_loader(
+        with batching.train_loader(
             self.config, self.built.rules, self.shardings, self.dataset, first
         ) as loader:
             self.log.begin(loader)

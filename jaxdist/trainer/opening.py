@@ -14,9 +14,10 @@ from jaxdist.data import Dataset
 from jaxdist.distributed import consistency, coordination
 from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.step.train_step import TrainStep
+from jaxdist.storage import run_format
 from jaxdist.telemetry.display import print_safe
 from jaxdist.telemetry.metrics import EXTENDED, MetricsWriter
-from jaxdist.trainer import build, elastic, from_run, pipeline_report, workdir
+from jaxdist.trainer import batching, build, elastic, from_run, pipeline_report, workdir
 from jaxdist.trainer.callbacks import CallbackList, Run
 from jaxdist.trainer.extension import SettledSchedule
 from jaxdist.trainer.restore import UserInputs
@@ -35,6 +36,17 @@ def log(text: str) -> None:
         print_safe(text)
 
 
+def refuse_other_version(folder: Path) -> None:
+    """Checks, before anything is written, that no other version has written the run.
+
+    Raises:
+      OtherVersion: on all processes: one has.
+    """
+    with coordination.raise_on_all():
+        if is_lead():
+            run_format.check_folder(folder)
+
+
 def open_dataset(
     config: RunConfig,
     folder: Path,
@@ -51,7 +63,7 @@ def open_dataset(
       SourceError: it cannot be read. PeerFailed: by another process.
     """
     with coordination.raise_on_all():
-        dataset = inputs.dataset or build.open_data(config, folder, say)
+        dataset = inputs.dataset or batching.open_data(config, folder, say)
     consistency.agree(lambda: {"data": dataset.fingerprint})
     if config.train.eval_every:
         dataset.num_validation_batches(config.batch.global_size)
@@ -79,6 +91,7 @@ def open_workdir(
     consistency.agree(lambda: flat | consistency.code(run.spec.model_class))
     with coordination.raise_on_all():
         if is_lead():
+            workdir.refuse_other_version(run.folder, config)
             from_run.refuse_own_folder(config, run.folder)
             stack.enter_context(workdir.workdir_lock(run.folder))
         callbacks.open(run)
@@ -126,7 +139,7 @@ def describe(
     )
     step = [
         *build.step_lines(config, spec, built),
-        *build.balancer(config, rules, dataset).lines(),
+        *batching.balancer(config, rules, dataset).lines(),
     ]
     for line in (
         *step,

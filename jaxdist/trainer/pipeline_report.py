@@ -28,7 +28,8 @@ from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.protocols.model import embedded
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.telemetry.flops import jaxpr_flops
-from jaxdist.trainer.build import batch_shapes, staging, targets_per_sample
+from jaxdist.trainer.batching import batch_shapes, targets_per_sample
+from jaxdist.trainer.build import staging
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.workdir import model_flops
 

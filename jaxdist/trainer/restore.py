@@ -2,7 +2,7 @@
 older one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,13 +21,15 @@ from jaxdist.data import Dataset
 from jaxdist.distributed import consistency, coordination, initialize
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
+from jaxdist.storage import run_format
 from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 from jaxdist.telemetry.flops import is_uncounted, jaxpr_flops
 from jaxdist.telemetry.metrics import read_events
-from jaxdist.trainer import build, pretrained, workdir
+from jaxdist.trainer import batching, initial_weights, workdir
 from jaxdist.trainer.health import SKIPPED_FILE, Diverged, SkippingDataset
 from jaxdist.trainer.progress import Progress, progress_of
 from jaxdist.trainer.run_config import Build, RunConfig
+from jaxdist.trainer.weight_source import WeightSource
 
 _MAX_BATCHES = 2**62
 SKIPPED = "skipped_data"  # in a checkpoint's metadata: the windows then known
@@ -64,6 +66,7 @@ def init_or_restore(
     folder: Path,
     phase: Callable[[str, int], None],
     inputs: UserInputs,
+    sources: Sequence[WeightSource],
     back_to: int | None = None,
 ) -> Start:
     """Makes the first state or reads it; the step is compiled.
@@ -73,6 +76,7 @@ def init_or_restore(
     three, not their sum.
 
     Args:
+      sources: of the initial weights; none: they are random.
       phase: told of "restore" and "compile", each with the step reached.
       back_to: a step to go on from; what was saved after it goes to quarantine. None:
         the newest.
@@ -92,8 +96,10 @@ def init_or_restore(
             if inputs.initial and not config.init.from_run:
                 state = built.init(_placed(inputs.initial, built))
             else:
-                state = pretrained.init_state(
-                    config, built, folder, phase, inputs.build
+                if sources:
+                    phase("restore", 0)
+                state = initial_weights.first_state(
+                    config, built, folder, sources, inputs.build
                 )
             progress = Progress()
             windows: list[list[int]] = []
@@ -205,7 +211,9 @@ def _compile(config: RunConfig, built: TrainStep) -> float | None:
     The result stays in jax's cache, where the step's first call finds it. (Calling the
     compiled object itself costs the host a fifth more at every step.)
     """
-    batch = built.abstract_batch(build.batch_shapes(config, config.batch.global_size))
+    batch = built.abstract_batch(
+        batching.batch_shapes(config, config.batch.global_size)
+    )
     traced = built.step.trace(built.abstract_state, batch)
     lowered = traced.lower()
     with initialize.lead_first("step"):
@@ -223,11 +231,12 @@ def skipped_windows(folder: Path, metadata: Mapping[str, Any]) -> list[list[int]
     that was taken elsewhere has its own list.
 
     Raises:
-      ConfigError: the file is damaged.
+      ConfigError: the file is damaged, or another version's.
     """
     file = folder / SKIPPED_FILE
     try:
-        return _checked(read_json(file, dict).get("windows"))
+        document = run_format.unmarked(read_json(file, dict), file)
+        return _checked(document.get("windows"))
     except FileNotFoundError:
         return metadata.get(SKIPPED, [])
     except Malformed as error:

@@ -21,12 +21,14 @@ from jaxdist.config.annotations import (
     Seed,
     Share,
 )
+from jaxdist.config.groups.health import HealthConfig
+from jaxdist.config.groups.profile import ProfileConfig
+from jaxdist.config.groups.resilience import ResilienceConfig
+from jaxdist.config.groups.telemetry import TelemetryConfig
+from jaxdist.config.groups.watchdog import WatchdogConfig
 from jaxdist.data import DataConfig
 from jaxdist.models import registry
 from jaxdist.models.lora import LoraConfig
-from jaxdist.operations.watch.preemption_notice import ResilienceConfig
-from jaxdist.operations.watch.watchdog import WatchdogConfig
-from jaxdist.optim import schedules
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.context import ContextConfig
 from jaxdist.parallel.mesh import MeshConfig
@@ -35,9 +37,6 @@ from jaxdist.parallel.pipeline.partition import PipelineConfig
 from jaxdist.parallel.precision import PrecisionConfig
 from jaxdist.parallel.remat import RematConfig
 from jaxdist.protocols.param_names import ShardingConfig
-from jaxdist.telemetry.config import TelemetryConfig
-from jaxdist.telemetry.profile import ProfileConfig
-from jaxdist.trainer.health import HealthConfig
 
 Build = Callable[[nnx.Rngs], nnx.Module]
 
@@ -58,7 +57,6 @@ class TrainConfig:
     ema_decay: Share = 0.0  # moving average of the parameters, e.g. 0.999; 0 = none
     # tensorboard, wandb, trackio, another package's, package.module:Class
     loggers: tuple[str, ...] = ()
-    tensorboard: bool = False  # older name of loggers=tensorboard
     # tokens of sample text written at the end; 0 = no sample
     sample_tokens: NonNegativeInt = 0
     sample_prompt: str = "\n"  # what the sample goes on from
@@ -162,51 +160,12 @@ HARMLESS = (  # patterns of keys whose change leaves the losses so far what they
     "train.patience",
     "train.sample_*",
     "train.loggers",
-    "train.tensorboard",
     "train.max_minutes",
     "data.balance",  # of one batch's rows, which keep their sample's randomness
     "data.cache_dir",
     "data.prefetch",
     "data.validation_tokens",
     "model.loss_chunk",
-)
-
-# Keys that came after checkpoints with a fingerprint alone; of data.*, the data's own
-# fingerprint tells.
-_NEWER = (
-    "data.special_tokens",
-    "data.format",
-    "data.chat_template",
-    "data.long_documents",
-    "init.from_run",
-    "init.optimizer",
-    "lora.dropout",
-    "precision.matmul",
-    "precision.fp8_small_kernels",
-    "precision.loss_scale",
-    "precision.loss_scale_growth_interval",
-    "model.rope_beta_slow",
-    "model.rope_beta_fast",
-    "model.rope_truncate",
-    "model.rope_attention_factor",
-    "model.rope_short_factor",
-    "model.rope_long_factor",
-    "model.first_dense_layers",
-    "model.feed_forward_pattern",
-    "model.num_experts",
-    "model.experts_per_token",
-    "model.expert_d_ff",
-    "model.num_shared_experts",
-    "model.scores",
-    "model.normalise_top_k",
-    "model.route_scale",
-    "model.expert_groups",
-    "model.expert_top_groups",
-    "model.balance",
-    "model.balance_rate",
-    "model.balance_weight",
-    "model.router_z_loss",
-    "model.capacity_factor",
 )
 
 
@@ -217,28 +176,6 @@ def run_fingerprint(run: RunConfig) -> str:
     return schema.fingerprint(
         schema.flatten(schema.to_config_dict(run)), ignore=HARMLESS
     )
-
-
-def known_fingerprints(run: RunConfig) -> set[str]:
-    """Returns `run_fingerprint`, and what it was when checkpoints did not hold the
-    config itself.
-    """
-    flat = schema.flatten(schema.to_config_dict(run))
-    # A schedule could not be extended then, its warm-up was always set, and max_minutes
-    # could hurry it.
-    ends = "train.steps" if schedules.depends_on_train_steps(run.optimizer) else ""
-    before = flat | {
-        "optimizer.warmup_steps": schedules.settle(
-            run.optimizer, run.train.steps
-        ).warmup_steps
-    }
-    harmless = [path for path in HARMLESS if path != ends]
-    counted = [path for path in harmless if path != "train.max_minutes"]
-    ignored = (harmless, (*harmless, *_NEWER), (*counted, *_NEWER))
-    return {
-        run_fingerprint(run),
-        *(schema.fingerprint(before, ignore=paths) for paths in ignored),
-    }
 
 
 # --- config files and flags -> RunConfig ----------------------------------------------

@@ -22,9 +22,11 @@ from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.telemetry.display import Display
 from jaxdist.trainer import (
+    batching,
     build,
     elastic,
     extension,
+    initial_weights,
     opening,
     preemption,
     provenance,
@@ -40,6 +42,7 @@ from jaxdist.trainer.restore import Start, UserInputs
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.saver import Saver, checkpoint_metadata, failure_rate
 from jaxdist.trainer.step_log import StepLog
+from jaxdist.trainer.weight_source import WeightSource
 
 # Of the step in a run: to compile it ahead; by its first call, where an optimizer's own
 # first state may be weakly typed; and by the second, whose state is the step's.
@@ -83,6 +86,7 @@ def train(
     inputs: UserInputs | None = None,
     callbacks: Sequence[Callback] = (),
     process_callbacks: Sequence[Callback] = (),
+    weight_sources: Sequence[WeightSource] = (),
 ) -> TrainResult:
     """Trains to the end, from the newest checkpoint if the workdir has one.
 
@@ -98,14 +102,19 @@ def train(
       inputs: a caller's model, data and optimizer.
       callbacks: what the run does beside training, entered and left with it.
       process_callbacks: the same, which the caller has entered already.
+      weight_sources: sources of initial weights beside those of the core, e.g.
+        jaxdist.interop.WEIGHT_SOURCES.
 
     Raises:
-      ConfigError: the config is illegal; nothing was compiled.
+      ConfigError: the config is illegal, or the workdir another version's; nothing was
+        compiled.
       TrainingStopped: losses stayed non-finite, or the last checkpoint could not be
         written.
     """
     preemption.refuse_unjoined()
     everyone = CallbackList(process_callbacks, callbacks)
+    sources = initial_weights.chosen_sources(config, weight_sources)
+    opening.refuse_other_version(folder)
     if devices is None:
         devices = jax.devices()
     requested = config
@@ -148,7 +157,7 @@ def train(
             )
             opening.describe(current, built, dataset, origin, schedule)
             current.built = built
-            start = _start(current, everyone, dataset, inputs, schedule)
+            start = _start(current, everyone, dataset, inputs, sources, schedule)
             with _build_display(current) as display:
                 if title:
                     display.note(title)
@@ -180,6 +189,7 @@ def _start(
     callbacks: CallbackList,
     dataset: Dataset,
     inputs: UserInputs,
+    sources: Sequence[WeightSource],
     schedule: SettledSchedule,
 ) -> Start:
     """Makes or restores the first state; tells the run's events what cannot be used."""
@@ -193,6 +203,7 @@ def _start(
             run.folder,
             callbacks.phase,
             inputs,
+            sources,
             schedule.back_to,
         )
     except CheckpointError as error:  # the run never begins, but its events say why
@@ -214,7 +225,7 @@ def _build_display(run: Run) -> Display:
         total_steps=train.steps,
         first_step=run.progress.step,
         max_seconds=left_s,
-        unit=build.unit(run.config),
+        unit=batching.unit(run.config),
         enabled=opening.is_lead(),
     )
     run.note = display.note

@@ -23,8 +23,8 @@ from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step import reduction
 from jaxdist.step.model_checks import check_model
 from jaxdist.step.update import offload_obstacle
+from jaxdist.trainer import batching, product_formats
 from jaxdist.trainer import build as run_build
-from jaxdist.trainer import product_formats
 from jaxdist.trainer.run_config import Build, RunConfig
 
 # Keys that do nothing by themselves, or groups of them -> the callback that serves
@@ -93,12 +93,12 @@ def validate(
     except ConfigError as error:
         raise ConfigError([*faults, *error.faults]) from None
     faults += product_formats.faults(
-        run, spec, devices[0], partial(run_build.batch_shapes, run, 1)
+        run, spec, devices[0], partial(batching.batch_shapes, run, 1)
     )
     if faults:
         raise ConfigError(faults)
     parts, stages = (
-        run.batch.accumulation * run_build.num_microbatches(run, shape),
+        run.batch.accumulation * batching.num_microbatches(run, shape),
         shape.sizes["pipeline"],
     )
     options = (
@@ -111,7 +111,7 @@ def validate(
     )
     key = repr((*options, parts, stages))
     if build or key not in _examined:
-        batch = run_build.batch_shapes(run, run.batch.global_size // parts)
+        batch = batching.batch_shapes(run, run.batch.global_size // parts)
         if faults := check_model(
             spec, batch, accumulation=run.batch.accumulation, stages=stages
         ):
@@ -334,7 +334,7 @@ def _remat_faults(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Iterator
 
 
 def _batch_faults(run: RunConfig, shape: MeshShape) -> Iterator[str]:
-    batch, flow = run.batch, run_build.num_microbatches(run, shape)
+    batch, flow = run.batch, batching.num_microbatches(run, shape)
     unit = batch.accumulation * flow * shape.batch_shards
     if min(unit, batch.global_size) < 1 or batch.global_size % unit == 0:
         return

@@ -24,27 +24,24 @@ from jaxdist.parallel import execution
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.gradients import build_objective
 from jaxdist.step.train_step import TrainStep
-from jaxdist.storage import atomic, lock, untrusted
+from jaxdist.storage import atomic, lock, run_format, untrusted
 from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.telemetry.metrics import Throughput
 from jaxdist.trainer import config_json, extension
+from jaxdist.trainer.batching import batch_shapes, targets_per_sample, unit
 from jaxdist.trainer.build import (
     active_parameters,
     active_share,
-    batch_shapes,
     context_lines,
     placements,
-    targets_per_sample,
-    unit,
 )
 from jaxdist.trainer.run_config import (
     HARMLESS,
     RunConfig,
-    known_fingerprints,
     run_fingerprint,
 )
 
-CONFIG, RUN, LOCK = "config.json", extension.RUN, ".lock"
+CONFIG, RUN, LOCK = run_format.CONFIG, run_format.RUN, ".lock"
 SAMPLE, REPORT = "sample.txt", "report.html"
 CHECKPOINTS = "checkpoints"
 CONFIG_KEY = extension.CONFIG_KEY  # in a checkpoint's metadata: the run's whole config
@@ -149,9 +146,22 @@ def write_text(path: Path, text: str) -> None:
         ) from error
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file whole or not at all."""
-    write_text(path, json.dumps(value, indent=1) + "\n")
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Writes a document of a run, with its format, whole or not at all."""
+    write_text(path, json.dumps(run_format.marked(document), indent=1) + "\n")
+
+
+def refuse_other_version(folder: Path, config: RunConfig) -> None:
+    """Checks that no other version has written the workdir, or its checkpoints.
+
+    Raises:
+      ConfigError: one has; nothing was changed there.
+    """
+    run_format.check_folder(folder)
+    try:
+        manifest.refuse_other_versions(checkpoints_folder(folder, config))
+    except manifest.OtherVersion as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_resume_config(folder: Path, run: RunConfig) -> None:
@@ -174,7 +184,7 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
                 f"{error}, or give another --workdir and checkpoint.folder"
             ) from error
         metadata = manifest.newest_metadata(checkpoints, owner)
-        # of a version that did not store it
+        # no step is sound: the restore says so, or fetches one
         if old is not None and CONFIG_KEY not in metadata:
             metadata |= stored_config(old)
         check_stored_config(
@@ -203,47 +213,28 @@ def check_stored_config(
     """Refuses to go on from a checkpoint whose run has other losses than `run`.
 
     Args:
-      metadata: of the checkpoint; from an older version it has only a fingerprint of
-        the config, or nothing.
+      metadata: of the checkpoint; {} if none is sound.
       place: the folder to name.
 
     Raises:
       ConfigError: one line for each key whose change alters them.
     """
+    if not isinstance(stored := metadata.get(CONFIG_KEY), dict):
+        return
     at = f"@{metadata['progress']['step']}" if "progress" in metadata else ""
-    cure, faults = (
-        f"put it back, or branch with init.from_run={place}{at} in another --workdir",
-        [],
-    )
-    if isinstance(stored := metadata.get(CONFIG_KEY), dict):
-        old, new = (
-            config_json.renamed(config_json.tupled(stored)),
-            schema.to_config_dict(run),
+    cure = f"put it back, or branch with init.from_run={place}{at} in another --workdir"
+    # Without a warm-up of its own, a config has the one that the run began with.
+    same_warmup: set[int | None] = {None}
+    if extension.SCHEDULE_KEY in metadata:
+        same_warmup.add(extension.stored_steps(metadata).warmup_steps)
+    faults = [
+        f"{change.path}: the run in {place} has {_shown(change.old)}, now {_shown(change.new)}; {cure}"
+        for change in schema.diff(
+            config_json.tupled(stored), schema.to_config_dict(run)
         )
-        # adds keys that are newer than it
-        if config_json.target_of(old) == (target := run.model["target"]):
-            old = schema.to_config_dict(
-                config_json.resolve(old, place, named=target, trust_code=None)
-            )
-        begun = extension.stored_steps(metadata, run)
-        faults = [
-            f"{change.path}: the run in {place} has {_shown(change.old)}, now {_shown(change.new)}; {cure}"
-            for change in schema.diff(old, new)
-            if not any(fnmatch(change.path, pattern) for pattern in HARMLESS)
-            # Without one of its own, a config has the warm-up that the run began with.
-            and not (
-                change.path == "optimizer.warmup_steps"
-                and change.new in (None, begun.warmup_steps)
-            )
-        ]
-    elif (metadata.get("fingerprints") or {}).get("config") not in (
-        None,
-        *known_fingerprints(run),
-    ):
-        faults = [
-            f"the run in {place} had another config, and its {CONFIG} is lost; put that back, or what it was "
-            f"started with, or branch with init.from_run={place}{at} in another --workdir"
-        ]
+        if not any(fnmatch(change.path, pattern) for pattern in HARMLESS)
+        and not (change.path == "optimizer.warmup_steps" and change.new in same_warmup)
+    ]
     if faults:
         raise ConfigError(faults)
 

@@ -58,8 +58,8 @@ def test_files_of_another_shape_are_said_to_be(workdir, called, capsys):
     assert called("list", workdir, text=True)[0] == 0
     for text in (
         "[]",
-        '{"checkpoint": 3}',
-        '{"checkpoint": {"folder": []}}',
+        '{"format": "jaxdist-1", "checkpoint": 3}',
+        '{"format": "jaxdist-1", "checkpoint": {"folder": []}}',
         "{" * 100_000,
     ):
         (workdir / "config.json").write_text(text)

@@ -101,21 +101,6 @@ def test_without_config_json_the_checkpoint_says_what_the_run_was(root, capsys):
     assert train.main(arguments(root / "a", root / "shared")) == 0
 
 
-def test_of_an_older_checkpoint_the_fingerprint_is_compared(
-    tmp_path, monkeypatch, capsys
-):
-    with monkeypatch.context() as patch:
-        patch.setattr(workdir, "stored_config", lambda run: {})
-        assert train.main(arguments(tmp_path)) == 0
-    (tmp_path / "config.json").unlink()
-    (fault,) = refused(capsys, *arguments(tmp_path, seed=1))
-    assert (
-        f"the run in {tmp_path} had another config, and its config.json is lost; put"
-        in fault
-    )
-    assert train.main(arguments(tmp_path, train__log_every=5)) == 0
-
-
 def test_metadata_that_no_run_wrote_is_one_line(root, capsys):
     """Sealed with right hashes: what it says of the run is not believed for that."""
     shared = root / "shared"

@@ -49,8 +49,8 @@ def opt_names(name: str) -> list[str]:
     return [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
 
 
-# Golden: changing one of these names makes existing checkpoints unreadable (raise
-# folder.FORMAT).
+# Golden: changing one of these names makes existing checkpoints unreadable (count
+# run_format.FORMAT upwards).
 def test_names_of_adamw_are_stable():
     assert list(state_dict.to_canonical(make_state(OPTIMIZERS["adamw"]))) == [
         "step",

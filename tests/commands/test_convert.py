@@ -26,6 +26,7 @@ from support.huggingface import (
     text_fixture,  # noqa: F401  pytest finds them here
 )
 from support.paths import DOCS
+from support.weight_sources import parsed
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +183,7 @@ def test_a_damaged_checkpoint_is_not_exported(converted, tmp_path, capsys):
 
 
 def resolved(text, **changes):
-    return cli.parse(train._parser(), flags(text, **changes))[1]
+    return parsed(flags(text, **changes))
 
 
 def test_a_user_gives_the_path_alone(text):

@@ -13,7 +13,7 @@ import pytest
 from jaxdist import train
 from jaxdist.config import ConfigError, is_text
 from jaxdist.evaluation import trained_run
-from jaxdist.storage import atomic
+from jaxdist.storage import atomic, run_format
 from jaxdist.telemetry import display
 from jaxdist.trainer import run_config, workdir
 from support.paths import ROOT
@@ -57,7 +57,7 @@ def test_what_was_copied_there_is_read(tmp_path):
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0}) + "\n")
     config = run_config.default_config().to_dict()
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(run_format.marked(config)))
     done = jaxdist(tmp_path, "report", ODD)
     assert done.returncode == 0 and rb"w\udcff" in done.stdout
     assert (folder / "report.html").read_text().endswith("</html>\n")

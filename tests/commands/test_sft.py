@@ -17,10 +17,10 @@ from jaxdist.data import chat_rows
 from jaxdist.evaluation import trained_run
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.telemetry.metrics import read_rows
-from jaxdist.trainer import cli
 from support.chats import HEADERS, rows, turn, write_rows, write_tokenizer
 from support.huggingface import SMOLLM, run_convert
 from support.paths import CONFIGS, DOCS
+from support.weight_sources import parsed
 
 pytest.importorskip("jinja2", reason="extra `chat` is not installed")
 
@@ -170,7 +170,7 @@ def test_the_page_can_be_followed(tmp_path, monkeypatch):
     command = shlex.split(
         second.replace("\\\n", " ").replace("models/smollm", str(SMOLLM))
     )
-    run = cli.parse(train._parser(), command[3:])[1]
+    run = parsed(command[3:])
     assert (
         run.data.format == "chat"
         and not list(run.data.faults())

@@ -5,6 +5,7 @@ has the package.
 import pytest
 
 from jaxdist.config import extras
+from jaxdist.config.late_imports import LATE_IMPORTS, LateImport
 from support.paths import ROOT
 
 
@@ -23,8 +24,30 @@ def test_an_extra_is_installed_from_the_clone(tmp_path, monkeypatch):
 
 def test_a_missing_package_names_the_command(monkeypatch):
     monkeypatch.setitem(extras.EXTRAS, "no_such_package", "hf")
-    for look in (extras.load, extras.require):
-        with pytest.raises(
-            extras.MissingExtra, match=r"no_such_package is not.*pip install .*\[hf\]"
-        ):
-            look("no_such_package")
+    with pytest.raises(
+        extras.MissingExtra, match=r"no_such_package is not.*pip install .*\[hf\]"
+    ):
+        extras.require("no_such_package")
+
+
+def test_a_late_import_without_its_package_names_the_command(tmp_path, monkeypatch):
+    (tmp_path / "wrapper_of_missing.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(extras.EXTRAS, "no_such_package", "hf")
+    monkeypatch.setitem(
+        extras.LATE_IMPORTS,
+        "wrapper_of_missing",
+        LateImport("optional", "no_such_package", 0),
+    )
+    with pytest.raises(
+        extras.MissingExtra, match=r"no_such_package is not.*pip install .*\[hf\]"
+    ):
+        extras.load("wrapper_of_missing")
+
+
+def test_load_imports_what_the_list_names_and_nothing_else():
+    slow = [module for module, late in LATE_IMPORTS.items() if late.why == "slow"]
+    assert extras.load(slow[0]).__name__ == slow[0]
+    for other in ("json", "jaxdist.config.files"):
+        with pytest.raises(KeyError):
+            extras.load(other)

@@ -2,6 +2,7 @@
 traceback.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from random import Random
 import pytest
 
 from jaxdist.checkpoint import manifest
+from jaxdist.storage import run_format
 from support import mutations, runs
 from support.mutations import BYTES, JSON, LINES, TENSORS
 from support.paths import DATA, ROOT
@@ -80,10 +82,16 @@ def sound_fixture(tmp_path_factory) -> Path:
     """
     folder = tmp_path_factory.mktemp("sound")
     runs.train(folder / "run", **SETTINGS, train__steps=6)
-    (folder / "run" / "skipped.json").write_text('{"windows": [[3, 5]]}')
+    (folder / "run" / "skipped.json").write_text(
+        json.dumps(run_format.marked({"windows": [[3, 5]]}))
+    )
     (folder / "run" / "profile").mkdir()
     (folder / "run" / "profile" / "top_ops.json").write_text(
-        '[{"op": "dot", "share": 1, "seconds": 2, "count": 3}]'
+        json.dumps(
+            run_format.marked(
+                {"ops": [{"op": "dot", "share": 1, "seconds": 2, "count": 3}]}
+            )
+        )
     )
     model = shutil.copytree(DATA / "huggingface" / "smollm", folder / "model")
     shutil.copy(model / "tokenizer.json", folder / "run")

@@ -28,7 +28,8 @@ HANG = """
 import sys, time
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
-from jaxdist.operations.watch.watchdog import Watchdog, WatchdogConfig
+from jaxdist.config.groups.watchdog import WatchdogConfig
+from jaxdist.operations.watch.watchdog import Watchdog
 
 def the_culprit(x):
     if float(np.asarray(x)[0]) == 3.0:

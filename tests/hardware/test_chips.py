@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from jaxdist.config import extras
 from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
 
@@ -275,17 +274,3 @@ def test_detect_platform(environ, files, platform):
     assert (
         platform_flags.detect_platform(environ, exists=files.__contains__) == platform
     )
-
-
-def test_extras_load_returns_the_module():
-    assert extras.load("json", extra="text").dumps(1) == "1"
-
-
-def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
-    (tmp_path / "wrapper_of_missing.py").write_text("import no_such_package\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(extras.EXTRAS, "no_such_module", "hf")
-    with pytest.raises(ImportError, match=r'pip install -e "\.\[text\]"'):
-        extras.load("wrapper_of_missing", extra="text")
-    with pytest.raises(ImportError, match=r'pip install -e "\.\[hf\]"'):
-        extras.load("no_such_module")

@@ -11,8 +11,8 @@ from jaxdist import evaluate, interop, train
 from jaxdist.config import ConfigError, trees
 from jaxdist.evaluation import trained_run
 from jaxdist.inference.decoding import SamplingConfig
-from jaxdist.trainer import cli
 from support.huggingface import EXPERTS, FOLDERS, load_all, run_convert
+from support.weight_sources import parsed
 
 NAMES = [
     EXPERTS[0],
@@ -92,7 +92,7 @@ def flags(folder, **changes):
 
 def test_the_load_is_kept_even_by_what_files_have_a_place_for(tmp_path):
     def resolved(**changes):
-        return cli.parse(train._parser(), flags(tmp_path, **changes))[1].model
+        return parsed(flags(tmp_path, **changes)).model
 
     assert resolved()["balance"] == "batch"
     for chosen in ("bias", "sequence", "none"):

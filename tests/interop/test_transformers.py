@@ -17,12 +17,10 @@ from jaxdist.config import ConfigError  # noqa: E402
 from jaxdist.data import open_dataset  # noqa: E402
 from jaxdist.models import experts  # noqa: E402
 from jaxdist.telemetry.metrics import read_rows  # noqa: E402
-from jaxdist.trainer import (  # noqa: E402
-    pretrained,
-    run_config,  # noqa: E402
-)
+from jaxdist.trainer import run_config  # noqa: E402
 from support.huggingface import EXPERT_MESH, EXPERTS, FOLDERS, MESH, compare, load_all  # noqa: E402
 from support.transformers_folders import BIGGER, LENGTH, NAMES, made, make, reloaded  # noqa: E402
+from support.weight_sources import apply_weight_source  # noqa: E402
 
 
 def check(folder, target, original, changes):
@@ -225,7 +223,7 @@ def test_fine_tuning_has_the_losses_of_torch_adamw(name, tmp_path):
     )
     if name in EXPERTS:
         config.model.balance, config.mesh.expert = "none", 2
-    pretrained.apply_source(config)
+    apply_weight_source(config)
     run = run_config.from_config(config)
     with jax.default_matmul_precision("highest"):
         library.run(run, tmp_path / "run")

@@ -21,9 +21,10 @@ from jaxdist import library  # noqa: E402
 from jaxdist.data import open_dataset  # noqa: E402
 from jaxdist.data.sources import DataConfig  # noqa: E402
 from jaxdist.telemetry.metrics import read_rows  # noqa: E402
-from jaxdist.trainer import pretrained, run_config  # noqa: E402
+from jaxdist.trainer import run_config  # noqa: E402
 from support.chats import HEADERS, MARKED, PLAIN, rows, write_rows, write_tokenizer  # noqa: E402
 from support.transformers_folders import make  # noqa: E402
+from support.weight_sources import apply_weight_source  # noqa: E402
 
 # TRL learns answers only of templates with marks: of the others it gets a twin that
 # renders the same.
@@ -196,7 +197,7 @@ def test_losses_are_those_of_transformers_and_peft(tmp_path):
             "checkpoint.save_at_end": False,
         }
     )
-    pretrained.apply_source(config)
+    apply_weight_source(config)
     run = run_config.from_config(config)
     with jax.default_matmul_precision("highest"):
         library.run(run, tmp_path / "run")

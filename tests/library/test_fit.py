@@ -28,10 +28,9 @@ from jaxdist.config import ConfigError
 from jaxdist.data.dataset import SourceError
 from jaxdist.data.user_batches import open_user_batches
 from jaxdist.inference.decoding import SamplingConfig
-from jaxdist.models import registry
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.telemetry.metrics import read_events
-from jaxdist.trainer import trainer, workdir
+from jaxdist.trainer import trainer
 from support.paths import ROOT
 
 MESH = dict(fsdp=2, tensor=2)  # and data 2
@@ -184,18 +183,6 @@ def kept(step: int, data=batches) -> dict:
         kept.done = True
         os.kill(os.getpid(), signal.SIGINT)
     return data(step)
-
-
-def test_a_folder_of_an_older_version_resumes(tmp_path):
-    """Its config names a class that has another name now (models.registry.MOVED)."""
-    ((old, new),) = registry.MOVED.items()
-    first = fit(folder=tmp_path / "old", steps=2, settings=EVERY)
-    file = first.folder / workdir.CONFIG
-    assert f'"{new}"' in file.read_text() and f'"{old}"' not in file.read_text()
-    file.write_text(file.read_text().replace(new, old))
-    again = fit(folder=tmp_path / "old", steps=4, settings=EVERY)
-    assert again.step == len(losses(again)) == 4
-    assert f'"{new}"' in file.read_text()
 
 
 def test_a_save_that_cannot_start_is_tried_once_a_step(tmp_path, monkeypatch):

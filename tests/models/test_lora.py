@@ -33,7 +33,7 @@ from jaxdist.protocols.model_spec import describe
 from jaxdist.step.train_step import StepConfig, build_train_step
 from jaxdist.telemetry import flops, hlo
 from jaxdist.telemetry.metrics import read_rows
-from jaxdist.trainer import cli, run_config, trainer, validation, workdir
+from jaxdist.trainer import run_config, trainer, validation, workdir
 from support import paths
 from support.huggingface import (
     FOLDERS,
@@ -60,6 +60,7 @@ from support.models import (
     spec_of,
     worst,
 )
+from support.weight_sources import parsed
 
 qwix = pytest.importorskip("qwix", reason="extra lora")
 
@@ -528,7 +529,7 @@ def test_the_page_can_be_followed(text):
     ]
     arguments = [part.replace("models/llama", str(SMOLLM)) for part in commands[0][3:]]
     corpus = ["--config.data.source=text", f"--config.data.path={text}"]
-    run = cli.parse(train._parser(), [*arguments, *corpus])[1]
+    run = parsed([*arguments, *corpus])
     assert run.lora == LoraConfig(
         rank=16, alpha=32, base="nf4"
     ) and validation.validate(run, jax.devices()[:1])

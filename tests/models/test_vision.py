@@ -22,7 +22,7 @@ from jaxdist.models.vision import VisionConfig, VisionTransformer
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.protocols.model_spec import describe
 from jaxdist.telemetry.metrics import read_rows
-from jaxdist.trainer import build, cli, run_config, trainer, validation
+from jaxdist.trainer import batching, build, cli, run_config, trainer, validation
 from jaxdist.trainer.callbacks import every
 from jaxdist.verification import cases
 
@@ -123,7 +123,7 @@ def test_batches_reach_the_devices_that_want_them():
     _, rules, spec = validation.validate(run, jax.devices())
     built = build.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)
     dataset, size = opened(run.data), run.batch.global_size
-    shapes = build.batch_shapes(run, size)
+    shapes = batching.batch_shapes(run, size)
     assert {n: (x.shape, x.dtype) for n, x in shapes.items()} == {
         n: (x.shape, x.dtype) for n, x in dataset.train_batch(0, size).items()
     }

@@ -14,11 +14,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from jaxdist.config import ConfigError
+from jaxdist.config.groups.resilience import ResilienceConfig
 from jaxdist.distributed.local_devices import free_port
 from jaxdist.operations.watch import preemption_notice
 from jaxdist.operations.watch.preemption_notice import (
     ADDRESS,
-    ResilienceConfig,
     detect_cloud,
     heard,
 )

@@ -16,11 +16,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxdist.config import ConfigError
+from jaxdist.config.groups.telemetry import TelemetryConfig
 from jaxdist.distributed.local_devices import free_port
 from jaxdist.operations.ledger.ledger import Ledger
 from jaxdist.operations.metrics.prometheus import RunMetrics, served
 from jaxdist.operations.metrics.serving import MetricsServer
-from jaxdist.telemetry.config import TelemetryConfig
 from jaxdist.trainer.callbacks import Run
 from jaxdist.trainer.run_config import RunConfig
 from support.paths import ROOT

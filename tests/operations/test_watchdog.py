@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from jaxdist.config import EXIT_CONFIG, EXIT_HANG
+from jaxdist.config.groups.watchdog import WatchdogConfig
 from jaxdist.config.schema import faults
 from jaxdist.operations.ledger.run_lives import read_lives
 from jaxdist.operations.watch import watchdog, watchdog_process
-from jaxdist.operations.watch.watchdog import Watchdog, WatchdogConfig
+from jaxdist.operations.watch.watchdog import Watchdog
 from jaxdist.telemetry.metrics import read_events, read_rows
 from support.runs import command, environment, start_group
 
@@ -40,7 +41,8 @@ SMALL = (
     HEAD
     + """
 from pathlib import Path
-from jaxdist.operations.watch.watchdog import Watchdog, WatchdogConfig
+from jaxdist.config.groups.watchdog import WatchdogConfig
+from jaxdist.operations.watch.watchdog import Watchdog
 def the_culprit():
     BODY
 config = WatchdogConfig(data_s=LIMIT, step_s=LIMIT, compile_s=20 * LIMIT)

@@ -33,7 +33,7 @@ def _compile() -> dict:
     from jaxdist.parallel.mesh import build_mesh
     from jaxdist.planner import targets
     from jaxdist.telemetry import flops, hlo
-    from jaxdist.trainer import build, run_config, validation
+    from jaxdist.trainer import batching, build, run_config, validation
 
     devices = targets.devices(targets.parse("h100:1x4"))
     config = run_config.default_config()
@@ -52,7 +52,7 @@ def _compile() -> dict:
     run = run_config.from_config(config)
     _, rules, spec = validation.validate(run, devices, with_data=False)
     built = build.build_step(run, spec, build_mesh(run.mesh, devices), rules)
-    batch = built.abstract_batch(build.batch_shapes(run, B))
+    batch = built.abstract_batch(batching.batch_shapes(run, B))
     lowered = built.step.trace(built.abstract_state, batch).lower(
         lowering_platforms=("cuda",)
     )

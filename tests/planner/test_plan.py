@@ -26,7 +26,7 @@ from jaxdist.planner.compiler import (
     compiler_flags,
 )
 from jaxdist.planner.plan import make_plan, plan_by_arithmetic
-from jaxdist.trainer import build, cli, run_config, trainer
+from jaxdist.trainer import batching, cli, run_config, trainer
 
 needs_libtpu = pytest.mark.skipif(
     not find_spec("libtpu"), reason='pip install "jaxdist[aot]"'
@@ -87,7 +87,7 @@ def test_a_plan_holds_what_the_compiler_says(tpu_plan):
     batch = (
         sum(
             x.size * x.dtype.itemsize
-            for x in build.batch_shapes(tpu_plan.run, 16).values()
+            for x in batching.batch_shapes(tpu_plan.run, 16).values()
         )
         / devices
     )

@@ -128,7 +128,7 @@ def test_a_lease_is_renewed_and_ends_with_its_owner(tmp_path, hurried):
     with lock.lease(path, "a", resumes=False) as is_held:
         begun = json.loads(path.read_text())
         assert (
-            begun.keys() == {"run", "host", "pid", "start", "time"}
+            begun.keys() == {"format", "run", "host", "pid", "start", "time"}
             and begun["pid"] == os.getpid()
         )
         time.sleep(0.8)  # longer than it lasts by itself

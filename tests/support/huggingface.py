@@ -19,8 +19,10 @@ from jaxdist.parallel import execution, sharding
 from jaxdist.parallel.mesh import build_mesh
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import build, pretrained, run_config, validation
+from jaxdist.trainer import build, run_config, validation
+from jaxdist.trainer.weight_source import Target
 from support.paths import DATA
+from support.weight_sources import apply_weight_source
 
 FOLDERS = DATA / "huggingface"
 FAMILIES = sorted(
@@ -53,13 +55,13 @@ def opened(folder, changes=None, devices=8):
         "batch.sequence_length": 16,
     }
     config.update_from_flattened_dict(own | (changes or {}))
-    pretrained.apply_source(config, ("data.tokenizer",))
+    apply_weight_source(config, ("data.tokenizer",))
     run = run_config.from_config(config)
     devices = jax.devices()[: devices if changes else 1]
     _, rules, spec = validation.validate(run, devices)
     mesh = build_mesh(run.mesh, devices)
     built = build.build_step(run, spec, mesh, rules)
-    wanted = pretrained.base_parameters(run, built.views.abstract)
+    wanted = Target(run, built.views.abstract).parameters
     tensors = interop.open_weights(
         folder, run.model_options, {p: x.shape for p, x in wanted.items()}
     )
@@ -162,7 +164,7 @@ def loaded(folder):
     """Returns spec and parameters of a Hugging Face folder."""
     config = run_config.default_config()
     config.update_from_flattened_dict({"init.from_huggingface": str(folder)})
-    pretrained.apply_source(config, ("data.tokenizer",))
+    apply_weight_source(config, ("data.tokenizer",))
     run = run_config.from_config(config)
     spec = build.model_spec(run)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -13,7 +13,8 @@ import jax
 from jaxdist import interop
 from jaxdist.distributed import initialize
 from jaxdist.parallel.mesh import build_mesh
-from jaxdist.trainer import build, pretrained, run_config, validation
+from jaxdist.trainer import build, initial_weights, run_config, validation
+from jaxdist.trainer.weight_source import Target
 
 
 def main(folder: str, mesh: str) -> None:
@@ -30,11 +31,12 @@ def main(folder: str, mesh: str) -> None:
         for axis, _, size in (part.partition("=") for part in mesh.split(","))
     }
     config.update_from_flattened_dict(own | sizes)
-    pretrained.apply_source(config)
+    sources = initial_weights.chosen_sources(config, interop.WEIGHT_SOURCES)
+    initial_weights.apply_config(config, sources)
     run = run_config.from_config(config)
     _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
     built = build.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)
-    wanted = pretrained.base_parameters(run, built.views.abstract)
+    wanted = Target(run, built.views.abstract).parameters
     tensors = interop.open_weights(
         folder, run.model_options, {p: x.shape for p, x in wanted.items()}
     )

@@ -45,12 +45,12 @@ from jaxdist.parallel.pipeline.schedules import table
 from jaxdist.planner import run_in_workdir, targets
 from jaxdist.planner.compiler import read_entry
 from jaxdist.protocols.model_spec import describe
+from jaxdist.storage import run_format
 from jaxdist.storage.digest import digest
 from jaxdist.telemetry import metrics
 from jaxdist.trainer import (
     build,
     elastic,
-    pretrained,
     restore,
     run_config,
     validation,
@@ -69,6 +69,7 @@ from support.mutations import (
     Format,
 )
 from support.paths import DATA
+from support.weight_sources import apply_weight_source
 
 LIMIT_S, LIMIT_BYTES = 5, 1 << 30
 WAIT_S = 30  # on a machine with other work
@@ -124,7 +125,9 @@ def _of_run(run: Path) -> dict[str, Reader]:
         dataset = SkippingDataset(dataset, restore.skipped_windows(run, {}))
         return [dataset.position(step) for step in (0, 1, 100)]
 
-    (run / SKIPPED_FILE).write_text('{"windows": [[3, 5], [9, 12]]}')
+    (run / SKIPPED_FILE).write_text(
+        json.dumps(run_format.marked({"windows": [[3, 5], [9, 12]]}))
+    )
     (run / "profile").mkdir(exist_ok=True)
     load = json.dumps([[3, 1, 0, 4], [2, 2.5, 1, 2.5]])
     lines = (
@@ -133,11 +136,17 @@ def _of_run(run: Path) -> dict[str, Reader]:
     )
     (run / "arrays.jsonl").write_text("".join(lines))
     ops = [{"op": "dot", "share": 0.5, "seconds": 0.25, "count": 3}]
-    (run / "profile" / "top_ops.json").write_text(json.dumps(ops * 2))
+    (run / "profile" / "top_ops.json").write_text(
+        json.dumps(run_format.marked({"ops": ops * 2}))
+    )
     (run / "plan.txt").write_text("fits: 3 of 4 GiB\n")
     stored_info = json.loads((run / "run.json").read_text())
     (run / "plan.json").write_text(
-        json.dumps(_plan_of(stored_info, json.loads((run / "config.json").read_text())))
+        json.dumps(
+            run_format.marked(
+                _plan_of(stored_info, json.loads((run / "config.json").read_text()))
+            )
+        )
     )
     plan = run / "plan.json.gz"
     plan.write_bytes(gzip.compress(b'{"a": 1}\n'))
@@ -240,7 +249,7 @@ def _of_checkpoints(run: Path) -> dict[str, Reader]:
     def source(file: Path) -> object:
         config = run_config.default_config()
         config.init.from_run = str(run)
-        pretrained.apply_source(config)
+        apply_weight_source(config)
         return run_config.from_config(config)
 
     return {
@@ -289,7 +298,7 @@ def _of_models(work: Path) -> dict[str, Reader]:
     def hf_config(file: Path) -> object:
         config = run_config.default_config()
         config.init.from_huggingface = str(file.parent)
-        pretrained.apply_source(config, ("data.tokenizer",))
+        apply_weight_source(config, ("data.tokenizer",))
         return run_config.from_config(config)
 
     def weights(file: Path) -> object:

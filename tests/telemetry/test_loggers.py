@@ -140,11 +140,6 @@ def test_names_are_checked_without_executing_anything(monkeypatch):
     assert (
         fault == f"train.loggers=wandb needs wandb: {extras.install_command('wandb')}"
     )
-    assert logger.names_of(["wandb", "tensorboard"], tensorboard=True) == (
-        "wandb",
-        "tensorboard",
-    )
-    assert logger.names_of([], tensorboard=True) == ("tensorboard",)
 
 
 def test_a_package_adds_a_logger_by_an_entry_point(tmp_path, monkeypatch):

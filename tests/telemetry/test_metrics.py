@@ -276,19 +276,3 @@ def test_throughput_fields():
         is fields["hfu"]
         is None
     )
-
-
-def test_tensorboard_writer_has_the_same_interface(tmp_path):
-    tensorboard = pytest.importorskip(
-        "jaxdist.telemetry.tensorboard", reason="needs tensorboardX"
-    )
-    with closing(tensorboard.TensorBoardWriter(tmp_path, first_step=4)) as writer:
-        writer.write(5, {"loss": 1.5, "mfu": None, "text": "x"})
-        writer.event("save", 5, seconds=1.0)
-    data = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
-    assert b"loss" in data and b"events/save" in data and b"mfu" not in data
-    with closing(
-        tensorboard.TensorBoardWriter(tmp_path / "other", enabled=False)
-    ) as writer:
-        writer.write(1, {"loss": 1.0})
-    assert not (tmp_path / "other").exists()

@@ -15,7 +15,7 @@ from jaxdist.telemetry.flops import (
     jaxpr_flops,
     transformer_flops_per_token,
 )
-from jaxdist.trainer import build, run_config, validation, workdir
+from jaxdist.trainer import batching, build, run_config, validation, workdir
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["swiglu", "gelu"])
@@ -40,7 +40,7 @@ def run(request) -> run_config.RunConfig:
 
 def test_the_formula_lies_where_the_forward_program_says(run):
     spec = validation.validate(run, jax.devices()[:1])[2]
-    batch = build.batch_shapes(run, 4)
+    batch = batching.batch_shapes(run, 4)
 
     def loss(trainable, batch):
         return spec.assemble(trainable, spec.model_state).loss(batch, None).sum
@@ -66,7 +66,7 @@ def test_the_compiled_step_does_the_model_flops_and_what_attention_recomputes(ru
     here = SingleDeviceSharding(devices[0])
     batch = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-        for name, x in build.batch_shapes(run, 4).items()
+        for name, x in batching.batch_shapes(run, 4).items()
     }
     traced = built.step.trace(built.abstract_state, batch)
     counted = hlo_flops(traced.lower().compile().as_text())
@@ -114,7 +114,7 @@ def test_a_local_layer_counts_the_tokens_it_sees():
         def loss(trainable, batch):
             return spec.assemble(trainable, spec.model_state).loss(batch, None).sum
 
-        jaxpr = jax.make_jaxpr(loss)(spec.trainable, build.batch_shapes(run, 4))
+        jaxpr = jax.make_jaxpr(loss)(spec.trainable, batching.batch_shapes(run, 4))
         return workdir.model_flops(run, spec), 3 * jaxpr_flops(jaxpr) / (4 * length)
 
     everywhere, program = count()

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from jaxdist.config.groups.profile import ProfileConfig
 from jaxdist.telemetry import profile
 
 # jaxlib 0.12 on Python 3.12: its own type of event, made when first read; an error
@@ -48,7 +49,7 @@ def test_the_window_counts_exactly_its_steps(tmp_path):
     assert [op.seconds for op in ops] == sorted(
         (op.seconds for op in ops), reverse=True
     )
-    saved = json.loads((tmp_path / "profile" / "top_ops.json").read_text())
+    saved = json.loads((tmp_path / "profile" / "top_ops.json").read_text())["ops"]
     assert saved[0]["op"] == ops[0].op and saved[0]["count"] == ops[0].count
     assert (
         ops[0].op in (tmp_path / "profile" / "top_ops.txt").read_text().splitlines()[1]
@@ -56,7 +57,7 @@ def test_the_window_counts_exactly_its_steps(tmp_path):
 
 
 def test_no_profile_where_none_is_wanted(tmp_path):
-    assert profile.ProfileConfig().start_step == 0
+    assert ProfileConfig().start_step == 0
     assert run(profile.ProfileWindow(tmp_path, 0, 3), 0, 3) == {}
     assert run(profile.ProfileWindow(tmp_path, 2, 3, enabled=False), 0, 3) == {}
     assert run(profile.ProfileWindow(tmp_path, 2, 2), 10, 13) == {}, (

@@ -14,6 +14,7 @@ import jaxdist
 from jaxdist import convert, evaluate, generate, plan, train
 from jaxdist.config import ConfigError, schema
 from jaxdist.models import registry
+from jaxdist.storage import run_format
 from jaxdist.trainer import cli, config_json, run_config, workdir
 from support.paths import ROOT
 
@@ -53,7 +54,7 @@ def folder_with(folder, target, **model):
         "model": {"target": target, **model}
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(run_format.marked(config)))
     return folder
 
 
@@ -142,7 +143,9 @@ def test_a_logger_that_a_folder_names_is_code_like_a_model(code, tmp_path):
     stored.train.loggers = (f"{file}:Model", "tensorboard")
     run = tmp_path / "run"
     run.mkdir()
-    (run / "config.json").write_text(stored.to_json())
+    (run / "config.json").write_text(
+        json.dumps(run_format.marked(json.loads(stored.to_json())))
+    )
 
     def parsed(parser, *flags):
         found = cli.parse(parser, ["--config", f"{run}/config.json", *flags])[
@@ -225,7 +228,7 @@ def test_a_file_below_the_run_to_begin_with_never_runs(how, code, tmp_path, caps
         copy = folder_with(tmp_path / "copy", target)
         stored = json.loads((copy / "config.json").read_text())
         stored["init"]["from_run"] = str(source)
-        (copy / "config.json").write_text(json.dumps(stored))
+        (copy / "config.json").write_text(json.dumps(run_format.marked(stored)))
         words = ["--config", copy / "config.json"]
     words += [
         f"--config.model.target={target}",
@@ -339,7 +342,7 @@ def test_a_run_s_config_is_a_config(tmp_path):
     values.train.steps, values.optimizer.groups = 7, ()
     run = run_config.from_config(values)
     (tmp_path / "config.json").write_text(
-        json.dumps(schema.to_config_dict(run).to_dict())
+        json.dumps(run_format.marked(schema.to_config_dict(run).to_dict()))
     )
     assert parsed("--config", tmp_path / "config.json")[1] == run
     assert (
@@ -350,7 +353,7 @@ def test_a_run_s_config_is_a_config(tmp_path):
     )
     stored = config_json.read(tmp_path / "config.json") | {"train": {"step": 3}}
     shutil.copy(tmp_path / "config.json", tmp_path / "other.json")
-    (tmp_path / "config.json").write_text(json.dumps(stored))
+    (tmp_path / "config.json").write_text(json.dumps(run_format.marked(stored)))
     with pytest.raises(
         ConfigError, match="train.step: no such field. Did you mean train.steps"
     ):

@@ -24,7 +24,7 @@ from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.checkpoint.state_dict import to_canonical
 from jaxdist.config import ConfigError, trees
 from jaxdist.parallel.mesh import build_mesh
-from jaxdist.trainer import build, cli, pretrained, validation
+from jaxdist.trainer import build, cli, initial_weights, validation
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.workdir import workdir_lock
 from support.checkpoints import flip, save_and_wait
@@ -99,8 +99,9 @@ def first_state(config: RunConfig, folder: Path) -> dict[str, np.ndarray]:
     devices = jax.devices()
     _, rules, spec = validation.validate(config, devices)
     built = build.build_step(config, spec, build_mesh(config.mesh, devices), rules)
-    watch = lambda phase, step: None  # noqa: E731
-    state = built.views.flat(pretrained.init_state(config, built, folder, watch))
+    sources = initial_weights.chosen_sources(config)
+    first = initial_weights.first_state(config, built, folder, sources)
+    state = built.views.flat(first)
     for array, where in zip(
         jax.tree.leaves(state), jax.tree.leaves(built.views.abstract), strict=True
     ):

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import library
 from jaxdist.checkpoint.files import CheckpointError, list_steps
 from jaxdist.config import ConfigError
+from jaxdist.config.groups.health import HealthConfig
 from jaxdist.config.schema import faults
 from jaxdist.data.dataset import Dataset
 from jaxdist.distributed import consistency, coordination
@@ -26,7 +27,7 @@ from jaxdist.operations.watch import pace, replica_check
 from jaxdist.operations.watch.replica_check import compare_replicas
 from jaxdist.telemetry.metrics import read_events, read_rows
 from jaxdist.trainer import restore, run_config, trainer
-from jaxdist.trainer.health import Diverged, HealthConfig, Monitor, SkippingDataset
+from jaxdist.trainer.health import Diverged, Monitor, SkippingDataset
 
 SIZE = 4  # sequences per step
 BAD = range(10 * SIZE, 14 * SIZE)  # samples of steps 11 to 14, which break the loss
@@ -133,7 +134,8 @@ def test_a_rollback_leaves_out_the_window_and_goes_on(story):
         back["step"] == 8 and back["diverged_at"] == 14 and back["left_out"] == [8, 14]
     )
     assert json.loads((story.folder / "skipped.json").read_text()) == {
-        "windows": [[8, 14]]
+        "format": "jaxdist-1",
+        "windows": [[8, 14]],
     }
     # 12 was saved among the bad steps
     assert list_steps(story.then / "checkpoints") == [4, 8]
@@ -408,14 +410,14 @@ def test_the_slowest_is_named():
     "text",
     [
         "[]",
-        "{}",
         "[" * 100_000,
-        '{"windows": 3}',
-        '{"windows": [[1]]}',
-        '{"windows": [[3, 1]]}',
+        '{"format": "jaxdist-1"}',
+        '{"format": "jaxdist-1", "windows": 3}',
+        '{"format": "jaxdist-1", "windows": [[1]]}',
+        '{"format": "jaxdist-1", "windows": [[3, 1]]}',
     ]
     + [
-        f'{{"windows": [[0, {end}]]}}'
+        f'{{"format": "jaxdist-1", "windows": [[0, {end}]]}}'
         for end in ("-1", "1.5", '"2"', "1e999", "true", str(2**63))
     ],
 )

@@ -140,7 +140,7 @@ def test_loggers_that_raise_and_sleep_leave_the_run_as_it_is(tmp_path, monkeypat
     own = tuple(f"support.loggers:{name}" for name in names)
     evaluates = {"train__eval_every": 4, "data__validation_tokens": 1024}
     train(tmp_path / "without", **evaluates)
-    train(tmp_path / "with", **evaluates, train__loggers=own, train__tensorboard=True)
+    train(tmp_path / "with", **evaluates, train__loggers=(*own, "tensorboard"))
     with_, without = (read_rows(tmp_path / name) for name in ("with", "without"))
     assert untimed(with_) == untimed(without) and len(with_.train) == STEPS
     events = [

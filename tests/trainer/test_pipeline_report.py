@@ -14,6 +14,7 @@ import pytest
 
 from jaxdist.operations.page import html, summary
 from jaxdist.planner import dry_run
+from jaxdist.storage import run_format
 from jaxdist.trainer import cli, pipeline_report, validation
 from support.paths import DOCS, ROOT
 
@@ -158,7 +159,7 @@ def test_a_dry_run_says_it():
 
 
 def page(folder: Path, about: dict) -> str:
-    (folder / "run.json").write_text(json.dumps(about))
+    (folder / "run.json").write_text(json.dumps(run_format.marked(about)))
     return html.render([summary.read_run(folder)])
 
 

@@ -12,7 +12,7 @@ from jaxdist.config import ConfigError, schema
 from jaxdist.hardware.chips import CHIPS
 from jaxdist.parallel.precision import RECIPES
 from jaxdist.step.train_step import StepConfig
-from jaxdist.trainer import build, product_formats, run_config
+from jaxdist.trainer import batching, build, product_formats, run_config
 from support.models import TINY, batch_of, step_of
 
 LARGE = {
@@ -40,7 +40,7 @@ H100 = device("NVIDIA H100 80GB HBM3", "gpu")
 
 
 def faults(run: run_config.RunConfig, on: SimpleNamespace) -> list[str]:
-    sample = partial(build.batch_shapes, run, 1)
+    sample = partial(batching.batch_shapes, run, 1)
     return list(product_formats.faults(run, build.model_spec(run), on, sample))
 
 
@@ -59,7 +59,7 @@ def test_a_table_says_which_kernels_and_why_not_the_others():
     assert parts["embedding"] == "rows of a table are looked up"
     assert parts["output"] == "scores of the vocabulary"
     first, speed = product_formats.lines(
-        run, spec, H100, partial(build.batch_shapes, run, 1)
+        run, spec, H100, partial(batching.batch_shapes, run, 1)
     )
     assert (
         "% of the forward products' FLOPs" in first
@@ -68,7 +68,7 @@ def test_a_table_says_which_kernels_and_why_not_the_others():
     assert "1978.9 TFLOP/s" in speed and "989.4" in speed
     # 2 of the 4096 x 1024 kernels, the output layer of 256 and the attention itself are
     # all that is left.
-    share = product_formats.share(run, spec, partial(build.batch_shapes, run, 1))
+    share = product_formats.share(run, spec, partial(batching.batch_shapes, run, 1))
     kernels = 2 * 4096 * 4096 + 3 * 4096 * 14336
     rest = 2 * 4096 * 1024 + 4096 * 256 / 2 + 2 * 4096 * run.batch.sequence_length
     assert share == pytest.approx(kernels / (kernels + rest), rel=1e-2)

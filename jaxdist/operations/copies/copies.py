@@ -217,7 +217,7 @@ class Copies:
         if there.get(MANIFEST, 0) > untrusted.MAX_BYTES:
             raise CheckpointError(f"{MANIFEST} has {there[MANIFEST]:,} bytes")
         self._get(self._path(step, MANIFEST), target / MANIFEST)
-        manifest = integrity.read_manifest(target)
+        manifest = integrity.read_manifest(target, place=f"{self.url}, step {step},")
         if run is not None and manifest.run != run:
             raise CheckpointError(
                 f"it belongs to another run ({manifest.run}; this one is {run})"
@@ -370,6 +370,7 @@ def fetch_newest(
       run, say: as `Copies.download`.
 
     Raises:
+      OtherVersion: another version has written the store.
       CheckpointError: the store has steps, and none is sound.
       ConfigError: the store does not answer, or the disk has no room.
     """
@@ -385,6 +386,8 @@ def fetch_newest(
                 size = copies.fetch(step, folder, run=run, say=say)
                 copies.fetch_beside(beside)
                 return step, size, bad
+            except integrity.OtherVersion:
+                raise  # older steps of the run would not be this version's either
             except CheckpointError as error:
                 bad[step] = str(error)
     except (ConfigError, CheckpointError):

@@ -80,6 +80,10 @@ def fetch_missing(
         raise ConfigError(
             f"checkpoint.copy_to={config.checkpoint.copy_to}: {error}"
         ) from error
+    except manifest.OtherVersion as error:
+        raise ConfigError(
+            f"checkpoint.copy_to={config.checkpoint.copy_to}: {error}"
+        ) from error
     except CheckpointError as error:
         _write_events(folder, copies.url, _of_copies(copies.url, error.steps))
         raise ConfigError(

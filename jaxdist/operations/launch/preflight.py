@@ -44,11 +44,12 @@ OF_TABLE, OF_DEVICES, OF_REDUCES = 0.5, 0.8, 0.5
 # `down` of the ledger and the order of events are read in seconds.
 MAX_CLOCK_OFFSET_S = 1.0
 
+_UNSET = "NCCL_P2P_DISABLE and NCCL_SHM_DISABLE unset"
 _DOCTOR = "what `jaxdist doctor` says there under network"
 _CHECKS = {  # by what joins the devices
     "ICI": "the slice's health in the cloud's console; restart or replace it: no program can mend its links",
-    "NVLink": f"`nvidia-smi nvlink --status` and `nvidia-smi topo -m` (NV in all places), {_DOCTOR}",
-    "PCIe": f"`nvidia-smi topo -m` (PHB, NODE, SYS go through the CPU, as do all without P2P), {_DOCTOR}",
+    "NVLink": f"`nvidia-smi nvlink --status` and `nvidia-smi topo -m` (NV in all places), {_UNSET}",
+    "PCIe": f"`nvidia-smi topo -m` (PHB, NODE, SYS go through the CPU, as do all without P2P), {_UNSET}",
     "DCN": "the VMs' network: gVNIC and an MTU of 8,896, other traffic",
 }
 _CHECK_NETWORK = (

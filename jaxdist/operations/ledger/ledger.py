@@ -26,7 +26,7 @@ from jaxdist.operations.ledger.run_lives import (
     goodput_line,
     read_lives,
 )
-from jaxdist.storage import atomic
+from jaxdist.storage import atomic, run_format
 from jaxdist.telemetry.clock import COMPILE, STEP, Clock, installed
 from jaxdist.trainer.callbacks import Callback, RowView, Run, RunEnd
 from jaxdist.trainer.health import Diverged
@@ -331,7 +331,9 @@ class Ledger(Clock, Callback):
             self._put(lives)
 
     def _put(self, lives: Sequence[Life]) -> None:
-        document = {"lives": [asdict(life) for life in lives[-_MOST_LIVES:]]}
+        document = run_format.marked(
+            {"lives": [asdict(life) for life in lives[-_MOST_LIVES:]]}
+        )
         if self._file is not None:
             with contextlib.suppress(OSError):  # a full disk: the run goes on
                 atomic.write_text(self._file, json.dumps(document) + "\n")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxdist.config import EXIT_CONFIG, EXIT_PREEMPTED
-from jaxdist.storage import untrusted
+from jaxdist.storage import run_format, untrusted
 from jaxdist.telemetry.clock import STEP, WAIT
 
 LEDGER_FILE = "ledger.json"
@@ -21,8 +21,6 @@ BEAT_S = 10.0  # between two writes of what has not changed
 DOWN = "down"
 LOST = "lost"
 OTHER = "other"
-
-_LAST = "end"  # phase
 
 
 @dataclass
@@ -76,12 +74,13 @@ def read_lives(folder: Path | str) -> list[Life]:
     can be read.
     """
     try:
-        stored = untrusted.read_json(Path(os.fspath(folder)) / LEDGER_FILE, dict)
+        file = Path(os.fspath(folder)) / LEDGER_FILE
+        stored = run_format.unmarked(untrusted.read_json(file, dict), file)
         return [
             _life(entry)
             for entry in untrusted.of_kind(stored.get("lives"), list, "lives")
         ]
-    except (OSError, untrusted.Malformed, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return []
 
 
@@ -89,13 +88,7 @@ def _life(entry: dict) -> Life:
     """Returns a life as it was written; raises what `read_lives` catches if it is
     another thing.
     """
-    # Older ledgers do not say how a life ended: who was not at its last files was to go
-    # on.
-    older = {
-        "exit_code": 0 if entry["phase"] == _LAST else EXIT_PREEMPTED,
-        "chips": None,
-    }
-    life = Life(**{name: (older | entry)[name] for name in Life.__dataclass_fields__})
+    life = Life(**{name: entry[name] for name in Life.__dataclass_fields__})
     numbers = (life.began, life.written, life.since, *life.buckets.values())
     if not all(map(is_time, numbers)):
         raise untrusted.Malformed("a time is no number")

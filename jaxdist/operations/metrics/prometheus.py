@@ -17,9 +17,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from jaxdist.config import ConfigError
+from jaxdist.config.groups.telemetry import TelemetryConfig
 from jaxdist.operations.ledger.ledger import Ledger
 from jaxdist.operations.ledger.run_lives import account
-from jaxdist.telemetry.config import TelemetryConfig
 
 # Field of a row -> the gauge's name, and what it is.
 _GAUGES = {

@@ -7,6 +7,7 @@ import jax
 
 from jaxdist.config import ConfigError, extras
 from jaxdist.operations.ledger.ledger import Ledger
+from jaxdist.operations.metrics import prometheus
 from jaxdist.trainer.callbacks import Callback, Run
 
 
@@ -34,8 +35,6 @@ class MetricsServer(Callback):
         """
         if not run.config.telemetry.port:
             return
-        # late: few runs need its half second
-        prometheus = extras.load("jaxdist.operations.metrics.prometheus")
         process = jax.process_index()
         devices = [item for item in run.devices if item.process_index == process]
         chips = None

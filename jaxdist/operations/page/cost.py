@@ -18,8 +18,8 @@ def cost(
     spent: run_lives.Account,
     tokens_seen: float | None,
 ) -> dict[str, float] | None:
-    """Returns what a run has cost, in the money of its price; None without a price or
-    number of chips.
+    """Returns what a run has cost, in the money of its price; None without a price, a
+    number of chips or a ledger.
 
     Counted are the hours in which the run was alive, each life's at its chips (if its
     ledger does not say, at those of the last start): a machine that waits for a restart
@@ -37,9 +37,9 @@ def cost(
         or not 0 < price < 1e9
     ):
         return None
-    if not isinstance(chips, int) or not 0 < chips < 2**31:
+    if not isinstance(chips, int) or not 0 < chips < 2**31 or not lives:
         return None
-    of_lives = [life.chips or chips for life in lives] or [chips]
+    of_lives = [life.chips or chips for life in lives]
     alive_s, wasted_s = _seconds(lives, spent)
     chip_s, wasted_chip_s = (
         sum(n * s for n, s in zip(of_lives, seconds, strict=True))
@@ -59,14 +59,11 @@ def _seconds(
     """Returns how long each life was alive, and how much of it was lost: steps done
     again, and the start.
 
-    The first start is not lost, nor is one that extends a run which was done. Without a
-    ledger there is one.
+    The first start is not lost, nor is one that extends a run which was done.
     """
     alive_s = spent.wall_s - spent.buckets.get(run_lives.DOWN, 0.0)
-    if not lives:
-        return [alive_s], [spent.buckets.get(run_lives.LOST, 0.0)]
-    *older, last = lives
-    known = [life.seconds for life in older]
+    *earlier, last = lives
+    known = [life.seconds for life in earlier]
     wasted = run_lives.lost_s(lives)
     for index, (before, life) in enumerate(itertools.pairwise(lives), 1):
         if not before.done:

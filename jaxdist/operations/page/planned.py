@@ -18,10 +18,11 @@ from typing import Any
 from jaxdist.config import schema
 from jaxdist.hardware import chips
 from jaxdist.operations.page.summary import number
-from jaxdist.storage import untrusted
+from jaxdist.storage import run_format, untrusted
 from jaxdist.telemetry.metrics import Row
 from jaxdist.telemetry.units import time_text
 from jaxdist.trainer import reproduce
+from jaxdist.trainer.run_layout import Layout, layout_of_run
 
 PLAN_FILE = "plan.json"
 DATE = "date"  # in it: when it was made, as ISO 8601
@@ -34,7 +35,6 @@ _NOT_OF_THE_STEP = (  # patterns of keys that change neither its program nor its
     "train.eval_every",
     "train.patience",
     "train.loggers",
-    "train.tensorboard",
     "train.sample_*",
     "init.*",
     "checkpoint.*",
@@ -121,45 +121,6 @@ def command(folder: Path, info: Mapping[str, Any]) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What really runs, which a config leaves open, or an elastic restart has
-    changed.
-    """
-
-    mesh: Mapping[str, int]  # {} if it is not known
-    zero: object
-    accumulation: object
-
-
-def layout_of_run(
-    config: Mapping[str, Any], info: Mapping[str, Any], events: Sequence[Row]
-) -> Layout:
-    """Returns the layout of a run's last start.
-
-    Args:
-      config: config.json, flat.
-      info: run.json; those of older versions lack the accumulation, which the last
-        `resize` then has.
-    """
-    mesh = info.get("mesh")
-    sizes = (
-        mesh
-        if isinstance(mesh, dict)
-        and all(type(n) is int and n > 0 for n in mesh.values())
-        else {}
-    )
-    resized = [
-        e["accumulation"]
-        for e in events
-        if e["event"] == "resize" and "accumulation" in e
-    ]
-    own = [*resized[-1:], config.get("batch.accumulation")][0]
-    return Layout(
-        sizes, info.get("zero", config.get("mesh.zero")), info.get("accumulation", own)
-    )
-
-
 def read_plan(
     folder: Path,
     config: Mapping[str, Any],
@@ -180,9 +141,11 @@ def read_plan(
         return None
     except (OSError, untrusted.Malformed) as error:
         return Planned(fault=f"it cannot be read ({untrusted.named(error)})")
+    if other := run_format.fault(plan, PLAN_FILE):
+        return Planned(fault=other)
     named = Planned(f"{plan.get('target')!s:.60}", _date(plan.get(DATE)))
     faults = [
-        *_faults(plan, config, info, layout_of_run(config, info, events)),
+        *_faults(plan, config, info, layout_of_run(config, info)),
         *_of_row(events, row),
     ]
     if faults:
@@ -213,16 +176,9 @@ def _faults(
 ) -> Iterator[str]:
     """Yields in what a plan is not of a run: machine, code, layout, config."""
     planned, hardware = _fields(plan, "layout"), _fields(plan, "hardware")
-    if (
-        not plan.get(DATE)
-        or not _fields(plan, reproduce.SOURCE)
-        or not _fields(info, reproduce.SOURCE)
-    ):
-        yield "it, or the run, is of an older version, which did not say of which code it is"
-        return
     yield from _of_machine(hardware, info)
     codes = [_fields(each, reproduce.SOURCE).get("hash") for each in (plan, info)]
-    if codes[0] != codes[1]:
+    if codes[0] is None or codes[0] != codes[1]:
         yield _differs("the source of jaxdist and the model", *codes)
     pairs = {
         "the mesh": (_sizes(planned.get("mesh")), _sizes(layout.mesh)),

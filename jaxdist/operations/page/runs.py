@@ -51,7 +51,7 @@ def table(folder: Path) -> dict[str, Any]:
     """Returns what `jaxdist runs --json` prints: the status of each run, and in which
     keys they differ.
     """
-    runs = [status.read_status(workdir) for workdir in find_runs(folder)]
+    runs = [status.read_any_status(workdir) for workdir in find_runs(folder)]
     keys = differing_keys(runs)
     rows = []
     for run in runs:
@@ -91,6 +91,8 @@ def as_text(document: Mapping[str, Any]) -> str:
     lines = [_line(head, widths)]
     for run, row in zip(document["runs"], rows, strict=True):
         lines.append(_line(row, widths))
+        if run["state"] == status.OTHER_VERSION:
+            lines.append(f"    {run['reason']}")
         changes = [f"{key}={value}" for key, value in run["differs"].items()]
         more = f"and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
         lines += [f"    {change}" for change in filter(None, [*changes[:_SHOWN], more])]

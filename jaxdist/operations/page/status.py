@@ -13,17 +13,17 @@ from typing import Any
 
 from jaxdist.config import ConfigError, schema
 from jaxdist.operations.ledger import run_lives
-from jaxdist.operations.page import cost, experts, planned, without_ledger
+from jaxdist.operations.page import cost, experts, planned
 from jaxdist.operations.page.step_parts import step_parts
-from jaxdist.operations.page.summary import number, sizes, unit_of
-from jaxdist.storage import lock, untrusted
+from jaxdist.operations.page.summary import is_failure, number, sizes, unit_of
+from jaxdist.storage import lock, run_format, untrusted
 from jaxdist.telemetry import metrics
 from jaxdist.telemetry.units import count_text, duration_text, percent_text, time_text
 from jaxdist.trainer import reproduce
 
-_RUN, _OPS = "run.json", "profile/top_ops.json"
+_OPS = "profile/top_ops.json"
 # one of them is in the folder of any run
-RUN_FILES = (metrics.METRICS_FILE, metrics.EVENTS_FILE, _RUN)
+RUN_FILES = (metrics.METRICS_FILE, metrics.EVENTS_FILE, run_format.RUN)
 ACTIVITIES = {
     "start": "starting",
     "restore": "reading a checkpoint",
@@ -34,6 +34,9 @@ ACTIVITIES = {
     "save": "saving",
     "end": "writing its last files",
 }
+# events; the last of them says how a life went
+ENDS = ("start", "stop", "preempted", "peer_lost", "hang")
+OTHER_VERSION = "other version"
 _QUIET_S = 3 * run_lives.BEAT_S  # after which a run on another machine counts as ended
 
 
@@ -49,6 +52,7 @@ class RunStatus:
     lives: list[run_lives.Life]
     ops: list[dict[str, Any]]  # of a profile
     now: float  # seconds since 1970
+    other_version: str = ""  # of jaxdist, whose run it is; then nothing else is read
 
     @property
     def unit(self) -> str:
@@ -159,11 +163,13 @@ class RunStatus:
 
     def _state(self) -> tuple[str, str | None]:
         """Returns the state, and why: running, finished, stopped, failed, preempted,
-        died, or not started.
+        died, not started, or another version's.
         """
+        if self.other_version:
+            return OTHER_VERSION, self.other_version
         if self.running:
             return "running", None
-        ends = [event for event in self.events if event["event"] in without_ledger.ENDS]
+        ends = [event for event in self.events if event["event"] in ENDS]
         last = ends[-1] if ends else None
         if last is None:
             return (
@@ -173,7 +179,7 @@ class RunStatus:
             )
         name, reason = last["event"], str(last.get("reason"))
         if name == "stop":
-            bad = without_ledger.is_failure(last)
+            bad = is_failure(last)
             return (
                 "failed" if bad else "finished" if reason == "finished" else "stopped",
                 reason,
@@ -246,15 +252,7 @@ class RunStatus:
         return 0.0
 
     def _account(self) -> run_lives.Account:
-        if self.lives:
-            return run_lives.account(self.lives, self.now if self._life() else None)
-        rows, log_every = (
-            metrics.scan_rows(self.folder),
-            _whole(self.config.get("train.log_every")),
-        )
-        return without_ledger.account_of_records(
-            rows, self.events, log_every=log_every or 1
-        )
+        return run_lives.account(self.lives, self.now if self._life() else None)
 
 
 def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
@@ -262,6 +260,7 @@ def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
 
     Raises:
       ConfigError: it holds no run.
+      run_format.OtherVersion: another version has written it.
     """
     folder = Path(workdir)
     if not is_run(folder):
@@ -269,10 +268,9 @@ def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
         raise ConfigError(
             f"{folder}: holds no run (none of {known}); give the --workdir of train"
         )
-    config, info = (
-        schema.flatten(_fields(folder / "config.json")),
-        _fields(folder / _RUN),
-    )
+    run_format.check_folder(folder)
+    config = schema.flatten(_fields(folder / run_format.CONFIG))
+    info = _fields(folder / run_format.RUN)
     rows, events = metrics.read_last_rows(folder), metrics.read_events(folder)
     now = time.time() if now is None else now
     return RunStatus(
@@ -287,21 +285,34 @@ def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
     )
 
 
-def _fields(file: Path) -> Mapping[str, Any]:
-    """Returns what a JSON file says; nothing, if it cannot be read: the others say
-    enough.
+def read_any_status(workdir: Path) -> RunStatus:
+    """Returns the status of the run in a folder, which may be another version's.
+
+    Raises:
+      ConfigError: it holds no run.
     """
     try:
-        return untrusted.read_json(file, dict)
-    except (OSError, untrusted.Malformed):
+        return read_status(workdir)
+    except run_format.OtherVersion as error:
+        rows = metrics.MetricRows([], [])
+        now = time.time()
+        return RunStatus(workdir, {}, {}, rows, [], [], [], now, str(error))
+
+
+def _fields(file: Path) -> Mapping[str, Any]:
+    """Returns what a JSON file says beside its format; nothing, if it cannot be read:
+    the others say enough.
+    """
+    try:
+        return run_format.unmarked(untrusted.read_json(file, dict), file)
+    except (OSError, ValueError):  # OtherVersion is one: profile/ of another folder
         return {}
 
 
 def _ops(folder: Path) -> list[dict[str, Any]]:
     """Returns the operations of a run's profile; [] without one that can be read."""
-    try:
-        rows = untrusted.read_json(folder / _OPS, list)
-    except (OSError, untrusted.Malformed):
+    rows = _fields(folder / _OPS).get("ops")
+    if not isinstance(rows, list):
         return []
     return [
         row

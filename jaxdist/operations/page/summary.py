@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from jaxdist.config import ConfigError, schema
 from jaxdist.operations.ledger import run_lives
-from jaxdist.operations.page import cost, without_ledger
-from jaxdist.storage import untrusted
+from jaxdist.operations.page import cost
+from jaxdist.storage import run_format, untrusted
 from jaxdist.telemetry import metrics
 from jaxdist.telemetry.units import count_text, duration_text, percent_text, time_text
 
@@ -96,7 +96,7 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
     """Returns the run of a workdir; `name` defaults to the folder's name.
 
     Raises:
-      ConfigError: the folder does not exist or holds no run.
+      ConfigError: the folder does not exist or holds no run, or another version's.
     """
     folder = Path(workdir)
     if not folder.is_dir():
@@ -108,7 +108,7 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
         raise ConfigError(
             f"{folder}: holds no run (none of {', '.join(known)}); give the --workdir of train or plan"
         )
-
+    run_format.check_folder(folder)
     files = _Files(folder)
     rows, (events, unreadable) = metrics.read_rows(folder), metrics.scan_events(folder)
     files.lines(metrics.METRICS_FILE, rows.unreadable)
@@ -118,8 +118,8 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
     return RunSummary(
         name=name or folder.resolve().name,
         folder=folder,
-        config=schema.flatten(files.json("config.json", dict)),
-        info=files.fields("run.json", _INFO),
+        config=schema.flatten(files.document(run_format.CONFIG)),
+        info=files.fields(run_format.RUN, _INFO),
         rows=rows,
         events=events,
         sample=files.text("sample.txt"),
@@ -178,6 +178,11 @@ class _Files:
             self.faults.append(f"{file}: {error}")
             return kind()
 
+    def document(self, file: str) -> dict[str, Any]:
+        """Returns the file's object without its format."""
+        value = self.json(file, dict)
+        return {key: item for key, item in value.items() if key != run_format.KEY}
+
     def _bytes(self, file: str) -> bytes | None:
         try:
             return untrusted.read_bytes(self._folder / file)
@@ -189,7 +194,7 @@ class _Files:
 
     def fields(self, file: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the file's object without the fields that are of another kind."""
-        value = self.json(file, dict)
+        value = self.document(file)
         wrong = [
             key
             for key, kind in kinds.items()
@@ -201,8 +206,11 @@ class _Files:
         return {key: item for key, item in value.items() if key not in wrong}
 
     def rows(self, file: str, kinds: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Returns the objects of the file's list that have these fields."""
-        value = self.json(file, list)
+        """Returns the objects of the file's `ops` that have these fields."""
+        value = self.document(file).get("ops", [])
+        if not isinstance(value, list):
+            self.faults.append(f"{file}: ops is {type(value).__name__}")
+            return []
         rows = [row for row in value if isinstance(row, dict)]
         rows = [
             row
@@ -234,12 +242,16 @@ def state(run: RunSummary) -> tuple[str, str]:
     if last is None:
         return "no events", ""
     if last["event"] == "stop":
-        return f"stopped: {last.get('reason')}", "bad" if without_ledger.is_failure(
-            last
-        ) else "good"
+        text = f"stopped: {last.get('reason')}"
+        return text, "bad" if is_failure(last) else "good"
     if last["event"] in ALERTS:
         return f"last event: {last['event']}", "bad"
     return "running, or ended without a stop event", ""
+
+
+def is_failure(stop: metrics.Row) -> bool:
+    """Checks whether an event `stop` is of a run that failed."""
+    return "error" in stop or stop.get("reason") == "nonfinite"
 
 
 def mesh_text(run: RunSummary) -> str:

@@ -23,10 +23,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxdist.config.groups.resilience import ResilienceConfig
 from jaxdist.storage import untrusted
 
 # variable: where the metadata server is, if not at the usual place
@@ -40,15 +40,6 @@ _TOKEN = re.compile("[!-~]{1,4096}")  # what can stand in a header
 _NAME = re.compile(r"[\w.-]{1,256}")  # of a machine of Azure
 
 Cloud = Literal["aws", "gcp", "azure"]
-
-
-@dataclass(frozen=True)
-class ResilienceConfig:
-    """Fields of `resilience.*`."""
-
-    # what cloud's word that it takes a machine back is listened for; auto: that of the
-    # machine's firmware
-    preemption_notice: Literal["none", "auto", "aws", "gcp", "azure"] = "none"
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):

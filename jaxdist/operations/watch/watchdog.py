@@ -22,15 +22,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any
-
-from annotated_types import Ge
+from typing import IO, Any
 
 import jaxdist
 from jaxdist.config import EXIT_HANG, ConfigError
-from jaxdist.config.annotations import NonNegativeFloat
+from jaxdist.config.groups.watchdog import WatchdogConfig
 from jaxdist.config.schema import faults
 from jaxdist.distributed.cluster import ClusterInfo, find_cluster
 from jaxdist.operations.watch import watchdog_process
@@ -43,24 +40,6 @@ from jaxdist.operations.watch.watchdog_process import (
 )
 from jaxdist.trainer import preemption
 from jaxdist.trainer.callbacks import Callback, Run
-
-
-@dataclass(frozen=True)
-class WatchdogConfig:
-    """Fields of `watchdog.*`: seconds that a phase may last before the run is ended, 0
-    = for ever.
-    """
-
-    # from the command to the first compilation, a line of data work
-    start_s: NonNegativeFloat = 1800.0
-    # compiling and the first step, an evaluation's batch, the end
-    compile_s: NonNegativeFloat = 7200.0
-    restore_s: NonNegativeFloat = 3600.0  # reading a checkpoint
-    data_s: NonNegativeFloat = 600.0  # waiting for the next batch
-    step_s: NonNegativeFloat = 600.0  # a step
-    save_s: NonNegativeFloat = 1800.0  # what of a save training waits for
-    # a step may last this many median steps, if that is longer
-    slow_steps: Annotated[float, Ge(1)] = 20.0
 
 
 class Watchdog(Callback):

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.config import extras
-from jaxdist.ops.experts import hidden
+from jaxdist.ops.experts import hidden, hidden_tpu
 from jaxdist.parallel import execution
 
 
@@ -261,7 +261,7 @@ def _padded_gradient(x, dy, sizes, total, dtype, *, spare: float = 1.0):
 
 
 def _megablox() -> Any:
-    # here: only TPUs need Pallas, a tenth of a start
+    """Imports the megablox kernels, which only TPUs need."""
     return extras.load("jaxdist.ops.experts.megablox")
 
 
@@ -289,8 +289,6 @@ BACKENDS = {
         lambda *args, **options: _megablox().matmul(*args, **options),
         lambda *args, **options: _megablox().kernel_gradient(*args, **options),
         turns_down=True,
-        hidden_gradients=lambda *args: extras.load(
-            "jaxdist.ops.experts.hidden_tpu"
-        ).gradients(*args),
+        hidden_gradients=hidden_tpu.gradients,
     ),
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxdist.config import extras, suggest
+from jaxdist.config.late_imports import LATE_IMPORTS
 
 GROUP = (
     # of the entry points by which a package adds a logger: NAME =
@@ -23,15 +24,11 @@ GROUP = (
 )
 CLOSE_S = 10.0  # that the end of a run waits for a logger
 
-# Name -> its module, its class, and the package that it wraps.
+# Name -> its module and its class.
 BUILT_IN = {
-    "tensorboard": (
-        "jaxdist.telemetry.loggers.tensorboard",
-        "TensorBoardLogger",
-        "tensorboardX",
-    ),
-    "trackio": ("jaxdist.telemetry.loggers.trackio", "TrackioLogger", "trackio"),
-    "wandb": ("jaxdist.telemetry.loggers.wandb", "WandbLogger", "wandb"),
+    "tensorboard": ("jaxdist.telemetry.loggers.tensorboard", "TensorBoardLogger"),
+    "trackio": ("jaxdist.telemetry.loggers.trackio", "TrackioLogger"),
+    "wandb": ("jaxdist.telemetry.loggers.wandb", "WandbLogger"),
 }
 
 
@@ -78,20 +75,14 @@ class Logger(Protocol):
         """Writes what is left: the run has ended."""
 
 
-def names_of(loggers: Iterable[str], *, tensorboard: bool) -> tuple[str, ...]:
-    """Returns the names in `train.loggers`, each once; `tensorboard` is the key that
-    was there before it.
-    """
-    return tuple(dict.fromkeys([*loggers, *(["tensorboard"] if tensorboard else [])]))
-
-
 def faults(names: Iterable[str]) -> Iterator[str]:
     """Yields what is wrong with the names, as far as can be said without executing any
     code.
     """
     for name in names:
         if name in BUILT_IN:
-            package = BUILT_IN[name][2]
+            module, _ = BUILT_IN[name]
+            package = LATE_IMPORTS[module].package
             if find_spec(package) is None:
                 cure = extras.install_command(extras.EXTRAS[package])
                 yield f"train.loggers={name} needs {package}: {cure}"
@@ -111,7 +102,7 @@ def find_known(name: str) -> Any:
       MissingExtra, ImportError, AttributeError: it cannot be loaded.
     """
     if name in BUILT_IN:
-        module, cls, _ = BUILT_IN[name]
+        module, cls = BUILT_IN[name]
         return getattr(extras.load(module), cls)
     return _entry_points()[name].load()
 

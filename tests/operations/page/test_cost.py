@@ -8,6 +8,7 @@ from jaxdist.operations.ledger import run_lives
 from jaxdist.operations.ledger.run_lives import Life
 from jaxdist.operations.page import cost, summary
 from jaxdist.operations.page.status import as_text, read_status
+from jaxdist.storage import run_format
 
 PRICED = {cost.PRICE: 3.0}
 EIGHT = {"num_chips": 8}
@@ -98,14 +99,16 @@ def test_without_a_price_or_chips_nothing_is_said(config, info):
 
 def test_status_and_report_say_it(tmp_path):
     (tmp_path / "config.json").write_text(
-        json.dumps({"telemetry": {"price_per_chip_hour": 3.0}})
+        json.dumps(run_format.marked({"telemetry": {"price_per_chip_hour": 3.0}}))
     )
-    (tmp_path / "run.json").write_text(json.dumps(EIGHT))
+    (tmp_path / "run.json").write_text(json.dumps(run_format.marked(EIGHT)))
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 200, "time": 13360.0, "tokens_seen": 1000000}\n'
     )
     lives = [vars(life) for life in lives_of()]
-    (tmp_path / "ledger.json").write_text(json.dumps({"lives": lives}))
+    (tmp_path / "ledger.json").write_text(
+        json.dumps(run_format.marked({"lives": lives}))
+    )
     document = read_status(tmp_path, now=20_000.0).document()
     assert document["cost"]["so_far"] == pytest.approx(65.0667, rel=1e-4)
     line = "cost      cost so far 65.07, cost of lost work and restarts 14.00, cost of a million tokens 65.07"

@@ -11,6 +11,7 @@ import pytest
 
 from jaxdist import report, status
 from jaxdist.operations.page import experts, heat_map, summary
+from jaxdist.storage import run_format
 from jaxdist.telemetry import metrics
 
 LAYERS, EXPERTS = 3, 8
@@ -52,7 +53,11 @@ def make_run(folder, *, steps=20, arrays=True):
                 )
     info = {"parameters": 40_000_000, "active_parameters": 12_000_000}
     (folder / "run.json").write_text(
-        json.dumps(info | {"flops_per_token": {"causal": 7.5e7, "full": 8e7}})
+        json.dumps(
+            run_format.marked(
+                info | {"flops_per_token": {"causal": 7.5e7, "full": 8e7}}
+            )
+        )
     )
     return folder
 
@@ -178,13 +183,16 @@ def test_the_status_is_one_line(tmp_path, capsys):
         and of["max_over_mean"] == pytest.approx(2.6667, rel=1e-3)
     )
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1, "loss": 2.0}\n')
-    (tmp_path / "run.json").write_text('{"parameters": 5, "active_parameters": 5}')
+    (tmp_path / "run.json").write_text(
+        json.dumps(run_format.marked({"parameters": 5, "active_parameters": 5}))
+    )
     assert status.main([str(tmp_path)]) == 0
     assert not {"experts", "model "} & set(
         re.findall(r"^\w+ ?", capsys.readouterr().out, re.M)
     )
     (tmp_path / "run.json").write_text(
-        '{"parameters": 1e999, "active_parameters": 5, "flops_per_token": []}'
+        '{"format": "jaxdist-1", "parameters": 1e999, "active_parameters": 5, '
+        '"flops_per_token": []}'
     )
     row = json.dumps(
         {"step": 2, "time": 1}

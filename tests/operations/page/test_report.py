@@ -14,6 +14,7 @@ import pytest
 
 from jaxdist import config, report
 from jaxdist.operations.page import charts, html, summary
+from jaxdist.storage import run_format
 from jaxdist.telemetry import metrics
 from support.paths import ROOT
 
@@ -43,7 +44,7 @@ def make_run(folder, *, steps=60, learning_rate=3e-4, mfu=0.4, name=HOSTILE):
         w.event("nonfinite", 7, field=name)
         w.event("stop", steps, reason="train.steps reached")
     options = {"optimizer": {"learning_rate": learning_rate}, "seed": 0, "note": name}
-    (folder / "config.json").write_text(json.dumps(options))
+    (folder / "config.json").write_text(json.dumps(run_format.marked(options)))
     info = {
         "versions": {"jax": "0.10.2"},
         "device_kind": "TPU v5p",
@@ -52,7 +53,7 @@ def make_run(folder, *, steps=60, learning_rate=3e-4, mfu=0.4, name=HOSTILE):
         "mfu_peak": {"dtype": "float8", "flops_per_s": 1978.9e12},
         "sharding": [{"name": name, "spec": "('fsdp', None)", "bytes": 4096}],
     }
-    (folder / "run.json").write_text(json.dumps(info))
+    (folder / "run.json").write_text(json.dumps(run_format.marked(info)))
     (folder / "sample.txt").write_text(f"def f(x): return x < 1 and {name}")
     return folder
 
@@ -335,7 +336,9 @@ def test_the_form_of_attention_over_split_sequences_is_said_with_its_reason(tmp_
     line = (
         "context 4: attention by heads: 32 heads divide by 4; heads sends <b>125.8 MB"
     )
-    (workdir / "run.json").write_text(json.dumps({"split_sequences": [line, 3]}))
+    (workdir / "run.json").write_text(
+        json.dumps(run_format.marked({"split_sequences": [line, 3]}))
+    )
     page = html.render([summary.read_run(workdir)])
     assert (
         "<h2>Split sequences</h2>" in page
@@ -355,11 +358,13 @@ def test_a_report_leaves_out_what_has_another_shape_and_says_so(tmp_path):
         "sharding": [1, {"name": []}],
         "timeline_svg": {},
     }
-    (workdir / "run.json").write_text(json.dumps(info))
+    (workdir / "run.json").write_text(json.dumps(run_format.marked(info)))
     (workdir / "config.json").write_text("[" * 100_000)
     (workdir / "profile").mkdir()
     rows = [None, {"op": "dot"}, {"op": "dot", "share": 0.5, "seconds": 1, "count": 2}]
-    (workdir / "profile" / "top_ops.json").write_text(json.dumps(rows))
+    (workdir / "profile" / "top_ops.json").write_text(
+        json.dumps(run_format.marked({"ops": rows}))
+    )
     (workdir / "plan.txt").mkdir()
     run = summary.read_run(workdir)
     assert list(run.unreadable) == [

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxdist.operations.page.report import Report
+from jaxdist.storage import run_format
 from jaxdist.trainer.callbacks import RunEnd
 
 
@@ -27,7 +28,9 @@ def told_fixture(tmp_path, capsys):
 def test_files_of_another_shape_leave_a_report(tmp_path, told):
     (tmp_path / "events.jsonl").write_text('{"event": "save"}\n[]\n')
     (tmp_path / "metrics.jsonl").write_text("[" * 100_000)
-    (tmp_path / "run.json").write_text(json.dumps({"mesh": [], "sharding": 3}))
+    (tmp_path / "run.json").write_text(
+        json.dumps(run_format.marked({"mesh": [], "sharding": 3}))
+    )
     assert "report:" in told()
     page = (tmp_path / "report.html").read_text()
     assert (
@@ -37,6 +40,6 @@ def test_files_of_another_shape_leave_a_report(tmp_path, told):
 
 
 def test_a_report_that_cannot_be_written_is_said(tmp_path, told):
-    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "run.json").write_text(json.dumps(run_format.marked({})))
     (tmp_path / "report.html").mkdir()
     assert "no report:" in told()

@@ -7,6 +7,7 @@ import pytest
 from jaxdist.operations.ledger import run_lives
 from jaxdist.operations.ledger.ledger import Ledger
 from jaxdist.operations.page import html, status, step_parts, summary
+from jaxdist.storage import run_format
 from jaxdist.telemetry.metrics import MetricsWriter
 
 ROW = {
@@ -124,9 +125,11 @@ def test_status_and_report_show_both(tmp_path):
         writer.event("start", 0)
         writer.write(1, {"loss": 1.0, "goodput": 0.5} | ROW)
         writer.close()
-    (tmp_path / "run.json").write_text(json.dumps(INFO))
+    (tmp_path / "run.json").write_text(json.dumps(run_format.marked(INFO)))
     (tmp_path / "profile").mkdir()
-    (tmp_path / "profile" / "top_ops.json").write_text(json.dumps(OPS))
+    (tmp_path / "profile" / "top_ops.json").write_text(
+        json.dumps(run_format.marked({"ops": OPS}))
+    )
     document = status.read_status(tmp_path).document()
     assert sum(document["step_parts"].values()) == pytest.approx(1)
     text = status.as_text(document)

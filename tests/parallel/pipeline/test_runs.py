@@ -216,8 +216,8 @@ def test_a_model_without_stages_is_refused(capsys, tmp_path, monkeypatch):
         "    def loss(self, batch, key):\n"
         "        return self.table[...].sum()\n"
         "def get_config():\n"
-        "    from jaxdist import recipe\n"
-        "    return recipe.default_config('stageless:Flat')\n"
+        "    from jaxdist import default_config\n"
+        "    return default_config('stageless:Flat')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     workdir = ["--workdir", str(tmp_path / "run")]

@@ -1,4 +1,4 @@
-"""Fields of `telemetry.*`."""
+"""Config group `telemetry.*`."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -10,7 +10,7 @@ from jaxdist.config.annotations import NonNegativeFloat
 
 @dataclass(frozen=True)
 class TelemetryConfig:
-    """What is told of a run beside its metrics."""
+    """Settings for cost reports and the Prometheus endpoint."""
 
     # in any money; status and report say what the run costs
     price_per_chip_hour: NonNegativeFloat = 0.0

@@ -1,0 +1,1 @@
+"""Config groups of the wings and of telemetry: plain data, importable without jax."""

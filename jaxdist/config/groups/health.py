@@ -1,0 +1,20 @@
+"""Config group `health.*`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt
+
+
+@dataclass(frozen=True)
+class HealthConfig:
+    """Checks of losses and replicated values, and the response to a failed check."""
+
+    # after more than optimizer.nonfinite_limit in a row
+    nonfinite: Literal["stop", "rollback"] = "stop"
+    spike: Literal["report", "rollback"] = "report"  # what follows a spike of the loss
+    # robust deviations above the recent median; 0 = no spikes
+    spike_sigmas: NonNegativeFloat = 10.0
+    max_rollbacks: NonNegativeInt = 5  # of a run in all; then it stops
+    # steps between comparisons of replicated values; 0 = never
+    compare_every: NonNegativeInt = 1000

@@ -1,0 +1,13 @@
+"""Config group `resilience.*`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ResilienceConfig:
+    """Source of preemption notices."""
+
+    # what cloud's word that it takes a machine back is listened for; auto: that of the
+    # machine's firmware
+    preemption_notice: Literal["none", "auto", "aws", "gcp", "azure"] = "none"

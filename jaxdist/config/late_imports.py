@@ -1,0 +1,46 @@
+"""Own modules that are imported where they are used, by name, and the reason.
+
+Every other import of an own module is an import statement at the top of a module. A
+module stands here if it needs an optional package, or if the start of `train` would
+take measurably longer with it. `extras.load` imports these modules and no others;
+`tests/test_architecture.py` reads the list.
+
+Two places import own modules by name without a row here, by design: the exports of
+`jaxdist/__init__.py`, so that `import jaxdist` loads nothing else, and the commands of
+`jaxdist/__main__.py`, of which each process runs one.
+
+The milliseconds are medians of three runs of
+`python -X importtime -c "import jaxdist.train; import MODULE"` on a CPU with bytecode
+cached. `import jaxdist.train` alone takes 1,500 to 2,400 ms on the same machine.
+"""
+
+from typing import Literal, NamedTuple
+
+
+class LateImport(NamedTuple):
+    """The reason why a module is imported late."""
+
+    why: Literal["optional", "slow"]
+    package: str  # the package whose import is put off; in extras.EXTRAS if optional
+    milliseconds: int  # that importing the module adds to a start
+
+
+LATE_IMPORTS = {
+    "jaxdist.checkpoint.orbax_backend": LateImport("slow", "orbax", 218),
+    "jaxdist.data.bpe": LateImport("optional", "tokenizers", 17),
+    "jaxdist.data.chat_template": LateImport("optional", "jinja2", 27),
+    "jaxdist.data.digits": LateImport("optional", "sklearn", 1123),
+    "jaxdist.data.huggingface": LateImport("optional", "datasets", 880),
+    "jaxdist.data.parquet": LateImport("optional", "pyarrow", 48),
+    "jaxdist.evaluation.lm_eval": LateImport("optional", "lm_eval", 1015),
+    "jaxdist.models.lora_quantization": LateImport("optional", "qwix", 33),
+    "jaxdist.operations.metrics.tpu_metrics": LateImport("optional", "libtpu", 43),
+    "jaxdist.ops.experts.megablox": LateImport("slow", "jax.experimental.pallas", 67),
+    "jaxdist.ops.splash": LateImport("slow", "jax.experimental.pallas", 89),
+    "jaxdist.planner.dry_run": LateImport("slow", "jaxdist.planner", 30),
+    "jaxdist.planner.fit_remat": LateImport("slow", "jaxdist.planner", 95),
+    "jaxdist.planner.plan": LateImport("slow", "jaxdist.planner", 58),
+    "jaxdist.telemetry.loggers.tensorboard": LateImport("optional", "tensorboardX", 81),
+    "jaxdist.telemetry.loggers.trackio": LateImport("optional", "trackio", 321),
+    "jaxdist.telemetry.loggers.wandb": LateImport("optional", "wandb", 358),
+}

@@ -1,0 +1,123 @@
+"""Hugging Face folders and PEFT adapters as sources of a run's initial weights.
+
+Weights are read row by row into the shards of the run's arrays, by each process those
+of its own devices.
+"""
+
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxdist.config import ConfigError
+from jaxdist.data import load_tokenizer
+from jaxdist.data.sources import MADE_ELSEWHERE
+from jaxdist.data.tokenizer import TOKENIZER_FILE
+from jaxdist.interop import peft
+from jaxdist.interop.families import FAMILIES
+from jaxdist.interop.hf_config import derive, read_config
+from jaxdist.interop.hf_reader import Tensors, open_weights
+from jaxdist.models import registry
+from jaxdist.trainer.weight_source import (
+    ImpliedConfig,
+    LoadedWeights,
+    OpenedWeights,
+    Target,
+    WeightSource,
+)
+
+
+class HuggingFaceFolder:
+    """A folder with config.json and safetensors."""
+
+    key: ClassVar[str] = "init.from_huggingface"
+    implies_config: ClassVar[bool] = True
+
+    def config_of(self, config: ConfigDict, set_keys: Collection[str]) -> ImpliedConfig:
+        """Reads config.json and looks for a tokenizer; see `WeightSource.config_of`."""
+        folder = Path(config.init.from_huggingface).expanduser()
+        _, values = derive(read_config(folder))
+        model = {"target": registry.DEFAULT_TARGET} | values
+        if values["num_experts"] and "model.balance" not in set_keys:
+            # files for export have no place for biases
+            balance = config.model.get("balance", "bias")
+            model["balance"] = "batch" if balance == "bias" else balance
+        tokenizer = _tokenizer_of(folder, config, values["vocab_size"], set_keys)
+        return ImpliedConfig(model, tokenizer)
+
+    def open(self, target: Target) -> OpenedWeights:
+        """Opens the tensors and compares their shapes; see `WeightSource.open`."""
+        folder = Path(target.config.init.from_huggingface).expanduser()
+        shapes = {path: x.shape for path, x in target.parameters.items()}
+        tensors = open_weights(folder, target.config.model_options, shapes)
+        return OpenedWeights(tensors.sizes(), partial(_load, target, tensors))
+
+
+def _tokenizer_of(
+    folder: Path, config: ConfigDict, vocab_size: int, set_keys: Collection[str]
+) -> str:
+    """Chooses data.tokenizer for the folder's model: the folder's own, if it has one.
+
+    Raises:
+      ConfigError: it has none, and the data are texts that bytes cannot stand for.
+    """
+    file = folder / TOKENIZER_FILE
+    if file.is_file():
+        return str(file)
+    made_elsewhere = config.data.source in MADE_ELSEWHERE
+    chosen = made_elsewhere or "data.tokenizer" in set_keys
+    if not chosen and vocab_size != load_tokenizer("bytes").vocab_size:
+        raise ConfigError(
+            f"init.from_huggingface={folder}: no {TOKENIZER_FILE} there; let transformers write one "
+            f"(AutoTokenizer.from_pretrained(...).save_pretrained(...)), or set data.tokenizer"
+        )
+    return config.data.tokenizer
+
+
+def _load(target: Target, tensors: Tensors) -> LoadedWeights:
+    """Reads all parameters, one at a time."""
+    kind = read_config(tensors.folder).get("model_type")
+    note = ""
+    if kind not in FAMILIES:
+        note = f"{tensors.folder}: {kind!r} is not known, and read as a llama: compare its logits"
+    values = tensors.load(target.parameters, target.store)
+    return LoadedWeights(values, note=note, small_files=tensors.folder)
+
+
+class PeftAdapter:
+    """An adapter that PEFT wrote, for the model of `init.from_huggingface`."""
+
+    key: ClassVar[str] = "lora.from_peft"
+    implies_config: ClassVar[bool] = False
+
+    def config_of(self, config: ConfigDict, set_keys: Collection[str]) -> ImpliedConfig:
+        """Is never asked: the adapted model's source implies the config."""
+        raise NotImplementedError
+
+    def open(self, target: Target) -> OpenedWeights:
+        """Reads A and B, which are small; see `WeightSource.open`."""
+        config = target.config
+        family, _ = derive(read_config(Path(config.init.from_huggingface).expanduser()))
+        shapes = {path: x.shape for path, x in target.adapters.items()}
+        factors = peft.read(config.lora.from_peft, family, config.lora, shapes)
+        folder = Path(config.lora.from_peft).expanduser()
+        size = (folder / peft.WEIGHTS).stat().st_size
+        return OpenedWeights(size, partial(_place, target, factors))
+
+
+def _place(target: Target, factors: dict[str, np.ndarray]) -> LoadedWeights:
+    """Places A and B on the devices as the run has them."""
+
+    def placed(path: str, x: jax.ShapeDtypeStruct) -> jax.Array:
+        assert x.sharding is not None
+        value = factors[path].astype(x.dtype)
+        return jax.make_array_from_callback(x.shape, x.sharding, value.__getitem__)
+
+    return LoadedWeights({path: placed(path, x) for path, x in target.adapters.items()})
+
+
+WEIGHT_SOURCES: tuple[WeightSource, ...] = (HuggingFaceFolder(), PeftAdapter())

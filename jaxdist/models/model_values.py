@@ -1,0 +1,86 @@
+"""Values of a model's config: which of them two models must share to compute the same.
+
+Weights fit a model if these values are equal. What only training reads may differ, and
+so may rotary positions where a run continues with longer sequences.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxdist.models import rotary
+from jaxdist.models.transformer_config import TransformerConfig
+
+DEFAULTS = vars(TransformerConfig())
+# Values that change no logits.
+TRAINING = (
+    "dropout",
+    "z_loss",
+    "loss_chunk",
+    "init_std",
+    "zero_init_outputs",
+    "balance_rate",
+    "balance_weight",
+    "router_z_loss",
+    "capacity_factor",
+)
+# rope_scaling, rope_factor, ...
+STRETCH = tuple(f"rope_{field.name}" for field in dataclasses.fields(rotary.Stretch))
+# Values that a run may change to continue with longer sequences.
+POSITIONS = ("rope_theta", *STRETCH)
+
+
+def for_logits(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Drops the values that only training reads."""
+    return {name: value for name, value in values.items() if name not in TRAINING}
+
+
+def differing_values(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Lists the values that both have and that differ, up to rounding.
+
+    Values without effect are not compared.
+
+    Returns:
+      A line for each, "model.d_model=64, there 32".
+    """
+    compared = ours.keys() & theirs.keys()
+    if _all_sparse(ours) and _all_sparse(theirs):
+        compared -= {"d_ff"}
+    return [
+        f"model.{name}={ours[name]!r}, there {theirs[name]!r}"
+        for name in compared
+        if not _equal(ours[name], theirs[name])
+    ]
+
+
+def without_stretch(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Drops from theirs the rotary positions that ours may have changed.
+
+    A base or a factor that ours leaves at the default was forgotten, not changed: it
+    stays, and is compared.
+    """
+    forgotten = {
+        name
+        for name in ("rope_theta", "rope_factor")
+        if ours.get(name) == DEFAULTS[name]
+    }
+    return {
+        name: value
+        for name, value in theirs.items()
+        if name not in POSITIONS or name in forgotten
+    }
+
+
+def _all_sparse(values: Mapping[str, Any]) -> bool:
+    first_dense = values.get("first_dense_layers")
+    dense = first_dense or "dense" in values.get("feed_forward_pattern", ())
+    return bool(values.get("num_experts")) and not dense
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, int | float):
+        return math.isclose(a, b, rel_tol=1e-9)
+    return a == b

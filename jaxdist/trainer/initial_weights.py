@@ -1,0 +1,196 @@
+"""The weights that a run starts from: random ones, or those that a source provides.
+
+The core provides random weights and those of another run (`init.from_run`). Other
+sources are passed as `weight_sources`: `jaxdist.interop.WEIGHT_SOURCES` has those of
+Hugging Face and PEFT files.
+"""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.config import ConfigError
+from jaxdist.data import tokenizer_config
+from jaxdist.distributed import consistency
+from jaxdist.models.model_values import POSITIONS, differing_values, for_logits
+from jaxdist.step.state import State
+from jaxdist.step.train_step import TrainStep
+from jaxdist.trainer.from_run import AnotherRun
+from jaxdist.trainer.run_config import Build, RunConfig, model_defaults
+from jaxdist.trainer.weight_source import (
+    ImpliedConfig,
+    LoadedWeights,
+    OpenedWeights,
+    Target,
+    WeightSource,
+    named_place,
+)
+
+CORE_SOURCES: tuple[WeightSource, ...] = (AnotherRun(),)
+# The keys that name weights. Of each, some source can serve it.
+KEYS = ("init.from_run", "init.from_huggingface", "lora.from_peft")
+
+
+def chosen_sources(
+    config: RunConfig | ConfigDict, weight_sources: Sequence[WeightSource] = ()
+) -> list[WeightSource]:
+    """Finds the sources that a config names; none: the weights are random.
+
+    Args:
+      config: may be not validated yet.
+      weight_sources: the sources beside those of the core.
+
+    Raises:
+      ConfigError: a key is set and no source serves it.
+    """
+    by_key = {source.key: source for source in (*CORE_SOURCES, *weight_sources)}
+    named = [key for key in KEYS if named_place(config, key)]
+    unserved = [key for key in named if key not in by_key]
+    if unserved:
+        raise ConfigError(
+            f"{key}={named_place(config, key)} cannot be read: this program was given no source of such "
+            f"weights. The core reads init.from_run alone; jaxdist.interop reads Hugging Face and PEFT "
+            f"files. Pass weight_sources=jaxdist.interop.WEIGHT_SOURCES."
+            for key in unserved
+        )
+    return [by_key[key] for key in named]
+
+
+# --- before validation ----------------------------------------------------------------
+
+
+def apply_config(
+    config: ConfigDict,
+    sources: Sequence[WeightSource],
+    set_keys: Collection[str] = (),
+    before: RunConfig | None = None,
+) -> None:
+    """Sets model.* and data.tokenizer of a config to those of its initial weights.
+
+    Args:
+      config: is changed.
+      sources: those that `chosen_sources` found for it.
+      set_keys: the keys that the user has set. These stay, and must agree with the
+        weights, unless they stretch the rotary positions.
+      before: the config of the run to resume. It has all values; the source is not
+        read again.
+
+    Raises:
+      ConfigError: nothing is there, it is not supported, it disagrees with a key that
+        is set, or has no tokenizer.
+    """
+    models = [source for source in sources if source.implies_config]
+    if len(models) != 1:
+        return  # none; or several, which validation refuses
+    (source,) = models
+    place = named_place(config, source.key)
+    ours = {
+        name: value
+        for name, value in config.model.items()
+        if f"model.{name}" in set_keys
+    }
+    stretched: dict[str, object] = {}
+    if before is not None and named_place(before, source.key) == place:
+        implied = ImpliedConfig(for_logits(before.model), before.data.tokenizer)
+    else:
+        implied = source.config_of(config, set_keys)
+        # a new run may learn longer sequences
+        stretched = {
+            name: value
+            for name, value in ours.items()
+            if name in POSITIONS and name in implied.model
+        }
+    theirs = implied.model | stretched
+    faults = differing_values(ours, theirs)
+    if faults:
+        raise ConfigError(
+            f"{fault} ({source.key}={place}); leave it out" for fault in faults
+        )
+    with config.unlocked(), config.ignore_type():
+        target = theirs.get("target", config.model.target)
+        if target != config.model.target:
+            config.model = model_defaults(target)
+        config.model.update(theirs)
+        if "data.tokenizer" not in set_keys:
+            config.data.tokenizer = implied.tokenizer
+
+
+# --- before the first step ------------------------------------------------------------
+
+
+def first_state(
+    config: RunConfig,
+    built: TrainStep,
+    folder: Path,
+    sources: Sequence[WeightSource],
+    build: Build | None = None,
+) -> State:
+    """Makes the first state of a run. Every process makes the call.
+
+    Args:
+      folder: the workdir; small files that belong to the weights are copied there.
+      sources: those that `chosen_sources` found; none: all values are random.
+      build: makes the model, where a caller has given one.
+
+    Raises:
+      ConfigError: the weights cannot be read, or are those of another model.
+      CheckpointError: no checkpoint of init.from_run can be used.
+    """
+    target = Target(config, built.views.abstract, build)
+    opened = [_open(source, target) for source in sources]
+    loaded = [weights.load() for weights in opened]
+    values: dict[str, Any] = {}
+    for weights in loaded:
+        values |= weights.values
+        if jax.process_index() == 0:
+            _keep_small_files(weights, folder)
+    state = built.init(values)
+    for weights in loaded:
+        if weights.opt_state is not None:
+            state = _with_optimizer(state, built, weights)
+    return state
+
+
+def _open(source: WeightSource, target: Target) -> OpenedWeights:
+    """Opens a source on all processes; an error of one is raised on all.
+
+    Raises:
+      ConfigError: see `WeightSource.open`; or processes found different weights.
+      CheckpointError: see `WeightSource.open`.
+    """
+    fault: ConfigError | CheckpointError | None = None
+    facts: object = None
+    try:
+        opened = source.open(target)
+        facts = opened.facts
+    except (ConfigError, CheckpointError) as error:
+        fault = error
+        facts = str(error)
+    consistency.agree(lambda: {source.key: facts})
+    if fault is not None:
+        raise fault
+    return opened
+
+
+def _keep_small_files(weights: LoadedWeights, folder: Path) -> None:
+    if weights.note:
+        print(weights.note)
+    if weights.small_files is not None:
+        kept = folder / tokenizer_config.HUGGINGFACE
+        tokenizer_config.copy_small_files(weights.small_files, kept)
+
+
+def _with_optimizer(state: State, built: TrainStep, weights: LoadedWeights) -> State:
+    """Replaces the optimizer's state, and the average if the weights have one.
+
+    The loss scale stays: each run finds its own.
+    """
+    flat = built.views.flat(state)
+    assert weights.opt_state is not None
+    opt_state = weights.opt_state._replace(loss_scale=flat.opt_state.loss_scale)
+    ema = flat.ema if weights.ema is None else weights.ema
+    return built.views.staged(flat._replace(opt_state=opt_state, ema=ema))

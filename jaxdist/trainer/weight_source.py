@@ -1,0 +1,147 @@
+"""The protocol of a source of initial weights: a file format or a kind of run.
+
+A source serves one key of the config. It is asked twice: before validation for the
+config that its weights imply, and before the first step for the weights themselves.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxdist.config import trees
+from jaxdist.models import lora, registry
+from jaxdist.protocols.model_spec import Tree, describe, stored_dtype
+from jaxdist.step.state import State
+from jaxdist.trainer import build as run_build
+from jaxdist.trainer.run_config import Build, RunConfig
+
+
+class ImpliedConfig(NamedTuple):
+    """The part of a config that weights decide."""
+
+    model: dict[str, Any]  # values of model.*; {} if the source knows none
+    tokenizer: str  # data.tokenizer
+
+
+class LoadedWeights(NamedTuple):
+    """Weights on the devices, each laid out as the run has it."""
+
+    # path -> what the run stores of that parameter or model state (`Target.store`)
+    values: dict[str, Any]
+    note: str = ""  # a line to print
+    # a Hugging Face folder whose config and tokenizer go beside the run, for exports
+    small_files: Path | None = None
+    # the optimizer's state and the moving average to continue with; None = new ones
+    opt_state: Tree | None = None
+    ema: Tree | None = None
+
+
+class OpenedWeights(NamedTuple):
+    """Weights that were found and fit the run; they are not read yet."""
+
+    facts: object  # all processes must have found the same
+    # reads the weights; every process makes the call
+    load: Callable[[], LoadedWeights]
+
+
+class Target:
+    """The arrays that weights are loaded into."""
+
+    def __init__(self, config: RunConfig, abstract: State, build: Build | None = None):
+        """Takes what a run has of its arrays.
+
+        Args:
+          config: the run's.
+          abstract: its state, layers flat, as ShapeDtypeStructs with shardings.
+          build: makes the model, where a caller has given one.
+        """
+        self.config = config
+        self.abstract = abstract
+        self._build = build
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The parameters of the model without adapters by path, laid out as the run has
+        them.
+        """
+        build = self._build or registry.build_function(
+            self.config.model_class, self.config.model_options
+        )
+        stored = trees.flatten_names(self.abstract.trainable)
+        stored |= trees.flatten_names(self.abstract.frozen)
+        parameters = {}
+        for path, x in trees.flatten_names(describe(build).trainable).items():
+            # an adapter keeps the kernel under one of the longer names
+            names = (path, f"{path}/base", f"{path}/codes")
+            layout = next(stored[name].sharding for name in names if name in stored)
+            dtype = stored_dtype(x, self.config.precision.params)
+            parameters[path] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=layout)
+        return parameters
+
+    @functools.cached_property
+    def adapters(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The trained parameters by path: A and B of a run with adapters."""
+        return trees.flatten_names(self.abstract.trainable)
+
+    @functools.cached_property
+    def _kernels(self) -> dict[str, lora.LoraKernel]:
+        if not self.config.lora.rank:
+            return {}
+        spec = run_build.model_spec(self.config, self._build)
+        return lora.kernels(spec.abstract_model)
+
+    def store(self, path: str, kernel: jax.Array) -> Any:
+        """Converts a parameter to what the run stores of it, in the run's shards.
+
+        Only kernels below a quantised base change. Call it before the next parameter is
+        read: then one kernel at a time is in memory as it was read.
+        """
+        adapted = self._kernels.get(path)
+        if adapted is None or adapted.form is None:
+            return kernel
+        stored = trees.flatten_names(self.abstract.frozen)
+        shardings = tuple(stored[f"{path}/{part}"].sharding for part in adapted.parts)
+        convert = jax.jit(adapted.form.store, out_shardings=shardings)
+        return jax.block_until_ready(convert(kernel))
+
+
+class WeightSource(Protocol):
+    """A kind of place that initial weights come from."""
+
+    key: ClassVar[str]  # the key of the config that names the place
+    # whether the weights are those of a model, whose config they then imply
+    implies_config: ClassVar[bool]
+
+    def config_of(self, config: ConfigDict, set_keys: Collection[str]) -> ImpliedConfig:
+        """Reads the config that the weights imply. Reads no weights.
+
+        Args:
+          config: the run's, not validated yet.
+          set_keys: the keys that the user has set.
+
+        Raises:
+          ConfigError: nothing is there, it is not supported, or has no tokenizer.
+        """
+        ...
+
+    def open(self, target: Target) -> OpenedWeights:
+        """Finds the weights and checks that they fit. Each process makes the call.
+
+        Raises:
+          ConfigError: the weights cannot be read, or are those of another model.
+          CheckpointError: no checkpoint can be used.
+        """
+        ...
+
+
+def named_place(config: RunConfig | ConfigDict, key: str) -> str:
+    """Returns the value of a source's key; "" where it is not set."""
+    try:
+        return operator.attrgetter(key)(config)
+    except AttributeError:  # a config file may leave out the group
+        return ""
