@@ -23,7 +23,7 @@ class Loggers(Callback):
     """Hands rows and events to the loggers of `train.loggers`."""
 
     lead_only = True
-    keys = (KEY, "train.tensorboard")
+    keys = (KEY,)
 
     def __init__(self) -> None:
         self._classes: dict[str, Make] = {}

@@ -39,7 +39,6 @@ SERVED_BY = {
     "train.loggers": "jaxdist.trainer.loggers.Loggers",
     "train.patience": "jaxdist.trainer.best.KeepBest",
     "train.sample_tokens": "jaxdist.inference.sample.Sample",
-    "train.tensorboard": "jaxdist.trainer.loggers.Loggers",
     "watchdog": "jaxdist.operations.watch.watchdog.Watchdog",
 }
 
