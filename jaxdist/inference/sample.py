@@ -11,6 +11,8 @@ from jaxdist.trainer.callbacks import Callback, Run, RunEnd
 class Sample(Callback):
     """Generates `train.sample_tokens` tokens at the end of a run, in `sample.txt`."""
 
+    keys = ("train.sample_tokens", "train.sample_prompt")
+
     def on_start(self, run: Run) -> None:
         """Takes the run."""
         self._run = run

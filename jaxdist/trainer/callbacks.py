@@ -157,7 +157,8 @@ class Callback:
     # other process. Else on every process, with the same calls at the same steps.
     lead_only = False
     # 0: `on_step` follows each step, while the devices work on the next; it must not
-    # wait for them. n: it follows each n-th, once all steps so far are recorded.
+    # wait for them. n: it follows each n-th, and the last, once more if it is one of
+    # these, when all steps so far are recorded.
     steps = 0
     # Whether `on_step` of a callback with `steps` = 0 may request a save or the end.
     # Several processes then vote at each row of metrics.
@@ -295,8 +296,8 @@ class CallbackList:
         check_callbacks(everyone)
         lead = jax.process_index() == 0
         self.keys = {key for callback in everyone for key in callback.keys}
-        self._others = [item for item in others if lead or not item.lead_only]
         self._here = [item for item in everyone if lead or not item.lead_only]
+        self._others = others
         self._everyone = everyone
         self._started: list[Callback] = []
         self.may_request = any(
@@ -308,11 +309,18 @@ class CallbackList:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Enters the callbacks in order, and leaves them in reverse."""
+        """Enters the callbacks in order, and leaves them in reverse.
+
+        An error on one process is raised on all, but where the run has ended by another.
+        """
         with contextlib.ExitStack() as stack:
             for callback in self._others:
-                stack.enter_context(callback)
+                with coordination.raise_on_all():
+                    if callback in self._here:
+                        stack.enter_context(callback)
             yield
+            with coordination.raise_on_all():
+                stack.close()
 
     def check(self, config: RunConfig) -> None:
         """Calls `on_check`; an error on one process is raised on all."""
@@ -330,8 +338,8 @@ class CallbackList:
         for callback in self._everyone:
             with coordination.raise_on_all():
                 if callback in self._here:
-                    self._started.append(callback)
                     callback.on_start(run)
+                    self._started.append(callback)
 
     def phase(self, phase: str, step: int = 0) -> None:
         """Calls `on_phase`."""
@@ -408,10 +416,14 @@ class CallbackList:
         return {name: state for name, state in kept.items() if state is not None}
 
     def load(self, states: Mapping[str, Any]) -> None:
-        """Hands each callback what a checkpoint has kept of it."""
-        for callback in self._here:
-            if callback.name:
-                callback.load(states.get(callback.name))
+        """Hands each callback what a checkpoint has kept of it.
+
+        An error on one process is raised on all.
+        """
+        with coordination.raise_on_all():
+            for callback in self._here:
+                if callback.name:
+                    callback.load(states.get(callback.name))
 
 
 def check_callbacks(callbacks: Iterable[object]) -> None:

@@ -27,8 +27,8 @@ from jaxdist.trainer import batching, product_formats, step_lines
 from jaxdist.trainer import build as run_build
 from jaxdist.trainer.run_config import Build, RunConfig
 
-# Keys that do nothing by themselves -> the callback that serves them. A run whose
-# config sets one to another value than its default needs the callback.
+# Keys that do nothing by themselves, or groups of them -> the callback that serves
+# them. A run whose config sets one to another value than its default needs the callback.
 SERVED_BY = {
     "checkpoint.copy_to": "jaxdist.operations.copies.copying.CheckpointCopies",
     "checkpoint.keep_best": "jaxdist.trainer.best.KeepBest",
@@ -38,6 +38,8 @@ SERVED_BY = {
     "telemetry.port": "jaxdist.operations.metrics.serving.MetricsServer",
     "train.loggers": "jaxdist.trainer.loggers.Loggers",
     "train.patience": "jaxdist.trainer.best.KeepBest",
+    "train.sample_tokens": "jaxdist.inference.sample.Sample",
+    "watchdog": "jaxdist.operations.watch.watchdog.Watchdog",
 }
 
 
@@ -52,14 +54,18 @@ def check_served(run: RunConfig, keys: Collection[str]) -> None:
     """
     values = schema.flatten(schema.to_config_dict(run))
     defaults = schema.schema_of(RunConfig)
-    faults = [
-        f"{key}={values[key]}: nothing in this run does that. The key needs the "
-        f"callback {callback}. Pass it in callbacks=[...], or leave the key out."
-        for key, callback in SERVED_BY.items()
-        if key not in keys
-        and key.partition(".")[0] not in keys
-        and values[key] != defaults[key].default
-    ]
+    faults = []
+    for served, callback in SERVED_BY.items():
+        if served in keys or served.partition(".")[0] in keys:
+            continue
+        for key, value in values.items():
+            is_served = key == served or key.startswith(f"{served}.")
+            if is_served and value != defaults[key].default:
+                faults.append(
+                    f"{key}={value}: nothing in this run does that. The key needs the "
+                    f"callback {callback}. Pass it in callbacks=[...], or leave the "
+                    f"key out."
+                )
     if faults:
         raise ConfigError(faults)
 

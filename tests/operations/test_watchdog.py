@@ -14,10 +14,11 @@ import pytest
 from jaxdist.config import EXIT_CONFIG, EXIT_HANG
 from jaxdist.config.groups.watchdog import WatchdogConfig
 from jaxdist.config.schema import faults
+from jaxdist.operations.ledger.run_lives import read_lives
 from jaxdist.operations.watch import watchdog, watchdog_process
 from jaxdist.operations.watch.watchdog import Watchdog
 from jaxdist.telemetry.metrics import read_events, read_rows
-from support.runs import command, environment
+from support.runs import command, environment, start_group
 
 LIMIT_S, MOST_S = 1.5, 6.0  # MOST_S: of the issue, from the limit to the end
 
@@ -495,6 +496,81 @@ def test_of_a_run_whose_process_never_finds_its_devices_that_is_named_and_it_beg
     assert [row["step"] for row in read_rows(tmp_path / "run").train] == list(
         range(1, 7)
     )
+
+
+# The command with a callback more, or with a start of its own, in place of AROUND.
+COMMAND = (
+    HEAD
+    + """
+from jaxdist import every, train
+from jaxdist.distributed import initialize
+from jaxdist.trainer import cli
+from jaxdist.trainer.preemption import own_process
+AROUND
+with own_process():
+    raise SystemExit(cli.exit_code(train.main))
+"""
+)
+
+HOOKED = """
+def the_culprit(view):
+    if view.step == 6:
+        time.sleep(1000)
+callbacks_of_train = train.run_callbacks
+def run_callbacks(ledger):
+    return [*callbacks_of_train(ledger), every(3, the_culprit)]
+train.run_callbacks = run_callbacks
+"""
+
+
+def test_a_hook_that_hangs_is_found_and_the_ledger_has_the_life(tmp_path):
+    limits = {
+        "watchdog__data_s": LIMIT_S,
+        "watchdog__step_s": LIMIT_S,
+        "watchdog__slow_steps": 1,
+    }
+    _, _, _, *flags = command(tmp_path / "run", train__steps=12, **limits)
+    code = COMMAND.replace("AROUND", HOOKED)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *flags],
+        env=environment(1),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == EXIT_HANG, (done.returncode, done.stderr[-2000:])
+    (event,) = [e for e in read_events(tmp_path / "run") if e["event"] == "hang"]
+    assert (event["phase"], event["at_step"]) == ("step", 6)
+    assert "the_culprit" in event["stacks"] and "paused_step" in event["stacks"]
+    (life,) = read_lives(tmp_path / "run")
+    assert life.failed and not life.ended
+    assert (life.phase, life.first) == ("step", 0) and life.step >= 3
+    assert life.buckets["hooks"] > 0  # where the time of a hook is booked
+
+
+NEVER_JOINS = """
+def the_culprit():
+    time.sleep(1000)
+if os.environ["JAXDIST_PROCESS_ID"] == "1":
+    initialize.prepare = the_culprit
+"""
+
+
+def test_a_process_that_never_joins_is_found_and_so_is_the_one_that_waits(tmp_path):
+    """The watchdog watches from the first line of the command, before there is a group."""
+    _, _, _, *flags = command(tmp_path / "run", watchdog__start_s=8)
+    code = COMMAND.replace("AROUND", NEVER_JOINS)
+    group = start_group(
+        [sys.executable, "-c", code, *flags], 2, 1, stderr=subprocess.STDOUT
+    )
+    output = [process.communicate(timeout=180)[0] for process in group]
+    assert [process.returncode for process in group] == [EXIT_HANG] * 2, output
+    hangs = {event["process"]: event for event in read_events(tmp_path / "run")}
+    assert {event["event"] for event in hangs.values()} == {"hang"}
+    assert "the_culprit" in hangs[1]["stacks"] and not hangs[1]["waits_for_others"]
+    # the other may have ended before it was itself reported
+    assert 0 not in hangs or hangs[0]["waits_for_others"]
+    assert all(event["phase"] == "start" for event in hangs.values())
 
 
 # --- peers ----------------------------------------------------------------------------

@@ -152,7 +152,8 @@ def every_loss(workdir: Path) -> dict[int, set[float]]:
     found: dict[int, set[float]] = {}
     for line in (workdir / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
-        found.setdefault(row["step"], set()).add(row["loss"])
+        if "loss" in row:  # not an evaluation's
+            found.setdefault(row["step"], set()).add(row["loss"])
     return found
 
 
