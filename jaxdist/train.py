@@ -24,7 +24,7 @@ from jaxdist.operations.callbacks import (
     SlowSteps,
     Stragglers,
     Watchdog,
-    process_age_s,
+    command_age_s,
 )
 from jaxdist.parallel.remat import FIT
 from jaxdist.telemetry import clock
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     if flags.dry_run:
         return _dry_run(config)
     folder = Path(flags.workdir or default_workdir(flags.config))
-    ledger = Ledger(age_s=process_age_s())
+    ledger = Ledger(age_s=command_age_s())
     watchdog = Watchdog(config.watchdog, folder)
     try:
         with ledger, watchdog:  # joining, and finding devices, may hang

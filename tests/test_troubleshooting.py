@@ -18,7 +18,11 @@ PAGE = DOCS / "troubleshooting.md"
 # Functions that write an event take its name first; where they hand one on, the name is
 # no literal.
 EMITTERS = {"event", "_event", "report", "_report"}
-HAND_ON = {"telemetry/metrics.py", "operations/launch/run_progress.py"}
+HAND_ON = {
+    "telemetry/metrics.py",
+    "operations/launch/run_progress.py",
+    "trainer/callbacks.py",
+}
 
 
 @functools.cache
@@ -125,13 +129,15 @@ def test_each_row_says_all_and_names_what_exists(heading):
 def test_every_reason_of_a_stop_is_told():
     """Those that the code names; a hook's own text is another's."""
     told = " ".join(rows("Why a run stopped"))
-    source = (ROOT / "jaxdist/trainer/trainer.py").read_text()
-    health = (ROOT / "jaxdist/trainer/health.py").read_text()
+    trainer = ROOT / "jaxdist/trainer"
+    source = (trainer / "trainer.py").read_text() + (trainer / "loop.py").read_text()
+    replicas = ROOT / "jaxdist/operations/watch/replica_check.py"
+    health = (trainer / "health.py").read_text() + replicas.read_text()
     stops = re.findall(r'event\(\s*"stop"[^)]*', source)
     reasons = set(re.findall(r'"(\w+)"', " ".join(stops))) - {"stop"}
-    reasons |= set(re.findall(r'cause = "(\w+)"', source)) | set(
-        re.findall(r'"reason", "(\w+)"', source)
-    )
+    reasons |= set(re.findall(r'cause = "(\w+)"', source))
+    reasons |= set(re.findall(r'event_reason = (?:reason or )?"(\w+)"', source))
+    reasons |= set(re.findall(r'"reason", "(\w+)"', source))
     reasons |= set(re.findall(r'raise Diverged\(\s*"(\w+)"', health))
     assert len(reasons) >= 6 and not [
         reason for reason in reasons if reason not in told

@@ -1,7 +1,7 @@
 """The callbacks of operations, in one place for the roots."""
 
 from jaxdist.operations.copies.copying import CheckpointCopies
-from jaxdist.operations.ledger.ledger import Ledger, process_age_s
+from jaxdist.operations.ledger.ledger import Ledger, command_age_s
 from jaxdist.operations.metrics.serving import MetricsServer
 from jaxdist.operations.page.report import Report
 from jaxdist.operations.watch.notices import PreemptionNotices
@@ -20,5 +20,5 @@ __all__ = [
     "SlowSteps",
     "Stragglers",
     "Watchdog",
-    "process_age_s",
+    "command_age_s",
 ]

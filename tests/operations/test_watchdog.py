@@ -504,11 +504,11 @@ COMMAND = (
     + """
 from jaxdist import every, train
 from jaxdist.distributed import initialize
-from jaxdist.trainer import cli
+from jaxdist.trainer.exit_code import exit_code
 from jaxdist.trainer.preemption import own_process
 AROUND
 with own_process():
-    raise SystemExit(cli.exit_code(train.main))
+    raise SystemExit(exit_code(train.main))
 """
 )
 

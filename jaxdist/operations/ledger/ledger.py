@@ -28,6 +28,7 @@ from jaxdist.operations.ledger.run_lives import (
 )
 from jaxdist.storage import atomic, run_format
 from jaxdist.telemetry.clock import COMPILE, STEP, Clock, installed
+from jaxdist.trainer import preemption
 from jaxdist.trainer.callbacks import Callback, RowView, Run, RunEnd
 from jaxdist.trainer.health import Diverged
 
@@ -337,6 +338,12 @@ class Ledger(Clock, Callback):
         if self._file is not None:
             with contextlib.suppress(OSError):  # a full disk: the run goes on
                 atomic.write_text(self._file, json.dumps(document) + "\n")
+
+
+def command_age_s() -> float:
+    """Returns how long ago this process began, 0 if it is no command's own."""
+    process = preemption.PROCESS
+    return process_age_s() if process.is_ours and not process.is_script else 0.0
 
 
 def process_age_s() -> float:
