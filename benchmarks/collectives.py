@@ -32,7 +32,7 @@ from jaxdist.planner import targets
 from jaxdist.planner.calibration import MAX_RESIDUAL, Fit, fit_line
 from jaxdist.planner.formulas import KINDS, wire_bytes
 from jaxdist.planner.targets import Link, Target
-from jaxdist.trainer import cli
+from jaxdist.trainer import cli, exit_code
 
 ROUNDS = 5
 SMALLEST, LARGEST, FACTOR = 2**10, 2**28, 4
@@ -296,4 +296,4 @@ def _parser() -> cli.ConfigParser:
 
 
 if __name__ == "__main__":
-    raise SystemExit(cli.exit_code(main))
+    raise SystemExit(exit_code.exit_code(main))

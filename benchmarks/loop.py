@@ -34,8 +34,8 @@ from jaxdist.config import ConfigError
 from jaxdist.hardware import chips
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.telemetry.metrics import MetricsWriter
+from jaxdist.trainer import model_flops, trainer
 from jaxdist.trainer import run_config as recipe
-from jaxdist.trainer import trainer, workdir
 
 ROWS_SKIPPED = 3  # the first rows still wait for threads and files
 
@@ -159,7 +159,7 @@ def mfu(
     if not peak:
         return {}
     tokens = run.batch.global_size * run.batch.sequence_length / jax.device_count()
-    flops = workdir.model_flops(run, spec)
+    flops = model_flops.model_flops(run, spec)
     walls = {
         side: statistics.median(r[side]["wall_s"] for r in rounds)
         for side in ("loop", "bare")

@@ -50,7 +50,7 @@ from jaxdist.planner.calibration import Calibration
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.plan import make_plan
 from jaxdist.telemetry.units import GIB
-from jaxdist.trainer import batching, cli, validation
+from jaxdist.trainer import batching, cli, exit_code, validation
 from jaxdist.trainer.run_config import RunConfig
 from step import Measured, take_turns, warm
 
@@ -490,4 +490,4 @@ def _parser() -> cli.ConfigParser:
 
 
 if __name__ == "__main__":
-    raise SystemExit(cli.exit_code(main))
+    raise SystemExit(exit_code.exit_code(main))

@@ -29,7 +29,7 @@ from jax.experimental import multihost_utils
 from sides import Side
 
 from jaxdist.hardware import chips
-from jaxdist.trainer import workdir
+from jaxdist.trainer import model_flops
 from jaxdist.trainer.run_config import RunConfig
 
 ROUND_S = 0.5  # a turn is as many steps as fill this time
@@ -222,7 +222,7 @@ def summary(
         machine_rate(run.precision.compute),
     )
     flops = {
-        name: tokens * each for name, each in workdir.model_flops(run, spec).items()
+        name: tokens * each for name, each in model_flops.model_flops(run, spec).items()
     }
     first, last = found[0].numbers, found[-1].numbers
     return measuring.record_head(sys.argv[1:]) | {

@@ -25,8 +25,8 @@ from jaxdist.step.state import State
 from jaxdist.storage import atomic
 from jaxdist.trainer import (
     build,
-    cli,
     config_json,
+    exit_code,
     run_config,
     save_weights,
     validation,
@@ -210,4 +210,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    raise SystemExit(cli.exit_code(main))
+    raise SystemExit(exit_code.exit_code(main))

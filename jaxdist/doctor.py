@@ -27,7 +27,7 @@ from jaxdist.parallel.mesh import count_slices
 from jaxdist.parallel.precision import NO_BFLOAT16, lacks_bfloat16
 from jaxdist.planner.compiler import PACKAGES, version_faults, versions
 from jaxdist.telemetry.units import gib_text
-from jaxdist.trainer import cli
+from jaxdist.trainer import exit_code
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -190,4 +190,4 @@ def _text(path: str, value: Any) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(cli.exit_code(main))
+    raise SystemExit(exit_code.exit_code(main))

@@ -18,7 +18,7 @@ from jaxdist.config import ConfigError, extras
 from jaxdist.data import arrays
 from jaxdist.evaluation import held_out_set, trained_run
 from jaxdist.evaluation.trained_run import Watch
-from jaxdist.trainer import cli, workdir
+from jaxdist.trainer import exit_code, run_cli, workdir
 from jaxdist.trainer.held_out import HeldOut
 
 
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     flags = _parser().parse_args(arguments)
     _check(flags)
     harness = extras.load("jaxdist.evaluation.lm_eval") if flags.tasks else None
-    options = cli.run_options(flags)
+    options = run_cli.run_options(flags)
     if flags.stride is not None and not flags.tasks:  # before weights are read
         stored = workdir.read_config(
             flags.workdir, named=flags.target, trust_code=flags.trust_code
@@ -92,7 +92,7 @@ def _check(flags: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.WorkdirParser("evaluate", __doc__)
+    parser = run_cli.WorkdirParser("evaluate", __doc__)
     add = parser.add_argument
     add("--json", action="store_true", help="one JSON object on standard output")
     add(
@@ -183,4 +183,4 @@ def _show_progress() -> Watch:
 
 
 if __name__ == "__main__":
-    raise SystemExit(cli.exit_code(main))
+    raise SystemExit(exit_code.exit_code(main))

@@ -46,11 +46,9 @@ from jaxdist.step.state import State
 from jaxdist.telemetry.display import print_safe
 from jaxdist.telemetry.metrics import MetricRows, read_rows
 from jaxdist.trainer import preemption, run_config, save_weights, trainer, user_model
-from jaxdist.trainer.best import KeepBest
 from jaxdist.trainer.callbacks import Callback
+from jaxdist.trainer.core_callbacks import KeepBest, Loggers, Profile
 from jaxdist.trainer.held_out import HeldOut, held_out
-from jaxdist.trainer.loggers import Loggers
-from jaxdist.trainer.profiling import Profile
 from jaxdist.trainer.restore import UserInputs
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.trainer import TrainResult

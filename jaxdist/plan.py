@@ -41,7 +41,7 @@ from jaxdist.planner import (
 )
 from jaxdist.planner.plan import Plan, make_plan, plan_by_arithmetic
 from jaxdist.storage import run_format
-from jaxdist.trainer import cli, provenance, reproduce, workdir
+from jaxdist.trainer import cli, exit_code, provenance, reproduce, workdir
 from jaxdist.trainer.run_config import RunConfig
 
 MOST_CHECKED = 3  # edits that --fix compiles
@@ -312,4 +312,4 @@ def _parser() -> cli.ConfigParser:
 
 
 if __name__ == "__main__":
-    raise SystemExit(cli.exit_code(main))
+    raise SystemExit(exit_code.exit_code(main))

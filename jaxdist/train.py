@@ -29,13 +29,11 @@ from jaxdist.operations.callbacks import (
 from jaxdist.parallel.remat import FIT
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.display import print_safe
-from jaxdist.trainer import cli, elastic, trainer
-from jaxdist.trainer.best import KeepBest
+from jaxdist.trainer import cli, elastic, exit_code, trainer
 from jaxdist.trainer.callbacks import Callback
+from jaxdist.trainer.core_callbacks import KeepBest, Loggers, Profile
 from jaxdist.trainer.default_workdir import default_workdir
-from jaxdist.trainer.loggers import Loggers
 from jaxdist.trainer.preemption import own_process
-from jaxdist.trainer.profiling import Profile
 from jaxdist.trainer.run_config import RunConfig
 
 
@@ -155,4 +153,4 @@ def _parser() -> cli.ConfigParser:
 
 if __name__ == "__main__":
     with own_process():
-        raise SystemExit(cli.exit_code(main))
+        raise SystemExit(exit_code.exit_code(main))

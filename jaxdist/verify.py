@@ -19,7 +19,7 @@ from jaxdist import interop
 from jaxdist.config import ConfigError
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.parallel.precision import RECIPES
-from jaxdist.trainer import cli
+from jaxdist.trainer import cli, exit_code
 from jaxdist.verification.comparison import summary
 from jaxdist.verification.runner import PRECISIONS, precisions_of, verify_layouts
 
@@ -102,4 +102,4 @@ def _devices(count: int) -> Sequence[jax.Device]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(cli.exit_code(main))
+    raise SystemExit(exit_code.exit_code(main))

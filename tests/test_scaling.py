@@ -14,7 +14,7 @@ from jaxdist import plan
 from jaxdist.config import ConfigError
 from jaxdist.planner.formulas import KINDS
 from jaxdist.telemetry.flops import hlo_flops
-from jaxdist.trainer import cli
+from jaxdist.trainer import exit_code
 from support.paths import ROOT
 from support.stored_programs import planned
 
@@ -209,7 +209,9 @@ def test_what_cannot_be_scaled_is_refused_before_anything_is_built(
         text = "\n".join(error.value.faults)
         assert all(fault in text for fault in faults), text
         assert (
-            cli.exit_code(lambda words=words: scaling.main([*FLAGS, *words.split()]))
+            exit_code.exit_code(
+                lambda words=words: scaling.main([*FLAGS, *words.split()])
+            )
             == 78
         )
 

@@ -22,7 +22,7 @@ from jaxdist.planner.communication import Collective
 from jaxdist.planner.exchanges import summed
 from jaxdist.planner.targets import Link
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.trainer import build
+from jaxdist.trainer import build, step_lines
 from jaxdist.trainer.run_config import RunConfig
 
 # Of what `plan` proposes: devices of a sequence at most, and the least tokens of it on
@@ -37,7 +37,7 @@ class Attention:
 
     def __init__(self, run: RunConfig, rules: Rules, depth: int):
         self.run, self.rules, self.layers = run, rules, list[tuple[Sizes, Form, int]]()
-        sizes = build.attention_sizes(run) if rules.shape.sizes[AXIS] > 1 else None
+        sizes = step_lines.attention_sizes(run) if rules.shape.sizes[AXIS] > 1 else None
         if sizes is None:
             return
         for window, count in _windows(run, depth).items():
@@ -98,7 +98,7 @@ class Attention:
         moved = [name.replace("_", " ") for name in MOVED]
         return {
             "parts": self.rules.shape.sizes[AXIS],
-            "why": build.context_lines(self.run, self.rules),
+            "why": step_lines.context_lines(self.run, self.rules),
             "busiest": self.busiest,
             "layers": [
                 {"form": form.name, "count": count, "window": own.window}
@@ -119,7 +119,7 @@ def runs_to_try(run: RunConfig, spec: ModelSpec, shape: MeshShape) -> list[RunCo
     if (
         run.context.attention != "auto"
         or shape.sizes[AXIS] == 1
-        or not (sizes := build.attention_sizes(run))
+        or not (sizes := step_lines.attention_sizes(run))
     ):
         return [run]
     found, seen = list[RunConfig](), list[list[str]]()

@@ -21,6 +21,7 @@ from jaxdist.trainer import (
     build,
     pipeline_report,
     product_formats,
+    step_lines,
     validation,
 )
 from jaxdist.trainer.run_config import RunConfig
@@ -40,11 +41,11 @@ def dry_run(
     shape, rules, spec = validation.validate(run, devices, with_data=False)
     platform = devices[0].platform
     say(f"mesh: {shape} ({len(devices)} x {devices[0].device_kind})")
-    say(build.counts(run, spec))
-    say(build.batch_arithmetic(run, shape))
+    say(step_lines.counts(run, spec))
+    say(step_lines.batch_arithmetic(run, shape))
     for line in (
-        *build.reduction_lines(run, spec, rules),
-        *build.context_lines(run, rules),
+        *step_lines.reduction_lines(run, spec, rules),
+        *step_lines.context_lines(run, rules),
         *precision.advice(run.precision, devices[0]),
         *product_formats.lines(
             run, spec, devices[0], partial(batching.batch_shapes, run, 1)
@@ -54,7 +55,7 @@ def dry_run(
         say(line)
     for fault in schema.faults(run.data, "data."):
         say(f"data, before training: {fault}")
-    say("\n" + explain(build.placements(run, spec, rules)))
+    say("\n" + explain(step_lines.placements(run, spec, rules)))
     chip = chips.chip_for(devices[0].device_kind)
     say(
         "\n"

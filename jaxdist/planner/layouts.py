@@ -41,9 +41,9 @@ from jaxdist.planner.targets import Target, validate_for
 from jaxdist.planner.timing import attention_share, products_peak
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step import reduction
-from jaxdist.trainer import batching, build, product_formats
+from jaxdist.trainer import batching, build, product_formats, step_lines
+from jaxdist.trainer.model_flops import model_flops
 from jaxdist.trainer.run_config import RunConfig
-from jaxdist.trainer.workdir import model_flops
 
 REMAT = (
     "none",
@@ -322,7 +322,7 @@ class Model:
         for path, (x, names) in spec.named_parameters().items():
             name, used = (
                 path.rpartition("/")[2],
-                math.prod(x.shape) * build.active_share(run, names),
+                math.prod(x.shape) * step_lines.active_share(run, names),
             )
             name = (
                 _EXPERTS

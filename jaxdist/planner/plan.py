@@ -41,9 +41,9 @@ from jaxdist.planner.timing import Time
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.telemetry import flops, hlo
 from jaxdist.telemetry.units import gib_text, percent_text
-from jaxdist.trainer import batching, build, pipeline_report
+from jaxdist.trainer import batching, pipeline_report, step_lines
+from jaxdist.trainer.model_flops import model_flops
 from jaxdist.trainer.run_config import RunConfig
-from jaxdist.trainer.workdir import model_flops
 
 FITS, DOES_NOT_FIT, CANNOT_TELL = 0, 3, 4
 # Of a GPU's memory: its compiler never refuses a step, and libraries and fragments need
@@ -101,7 +101,7 @@ class Plan:
                 self.run, self.rules.shape, self.target, self.calibration
             ),
             "parameters": self.spec.parameter_count,
-            "active_parameters": build.active_parameters(self.run, self.spec),
+            "active_parameters": step_lines.active_parameters(self.run, self.spec),
             "memory": self._memory(),
             "time": asdict(self.time) | {"band_s": self.time.band_s},
             "cost": self._cost(),
@@ -315,7 +315,7 @@ def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
     batch = plan.components.get("batch", 0)  # which is not given back
     if compiled.alias_bytes < 0.99 * (compiled.argument_bytes - batch):
         notes.append("the state is not wholly donated: old and new are held at once")
-    notes += build.reduction_lines(run, plan.spec, plan.rules, forced=True)
+    notes += step_lines.reduction_lines(run, plan.spec, plan.rules, forced=True)
     notes += memory.offload_lines(plan.components)
     if not compiled.hlo:
         notes.append(

@@ -34,7 +34,7 @@ from jaxdist.planner.show import new_table
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.telemetry.units import GIB, gib_text, time_text
-from jaxdist.trainer import batching, build
+from jaxdist.trainer import batching, step_lines
 from jaxdist.trainer.run_config import RunConfig
 
 TIE = 0.10  # estimates that differ by less do not rank two meshes,
@@ -232,7 +232,7 @@ def _rule_of_thumb(
         max(spec.depth, rules_of_thumb.MIN_LAYERS),
         experts.mixture_of(run, spec),
     )
-    active = build.active_parameters(run, spec)
+    active = step_lines.active_parameters(run, spec)
     return rules_of_thumb.rule_of_thumb(
         spec.parameter_count, target, depth, tokens, mixture, active=active
     )

@@ -7,31 +7,27 @@ import os
 import shutil
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import jax
 from ml_collections import ConfigDict
 
-from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import (
-    EXIT_CONFIG,
-    EXIT_NO_CHECKPOINT,
     ConfigError,
     Parser,
     files,
-    quiet_pipe,
     schema,
     suggest,
 )
-from jaxdist.config.extras import MissingExtra
-from jaxdist.distributed import initialize
-from jaxdist.distributed.coordination import PeerFailed
 from jaxdist.models import registry
-from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.storage import run_format
-from jaxdist.trainer import config_json, from_run, initial_weights, loggers, workdir
+from jaxdist.trainer import (
+    config_json,
+    from_run,
+    initial_weights,
+    loggers,
+    workdir,
+)
 from jaxdist.trainer.default_workdir import default_workdir
 from jaxdist.trainer.run_config import (
     RunConfig,
@@ -59,7 +55,7 @@ class ConfigParser(Parser):
         self.add_argument(
             "--config", help="packaged name or path, with optional :argument"
         )
-        _add_trust(self)
+        add_trust(self)
 
 
 def parse(
@@ -285,91 +281,6 @@ def _config_in_workdir(flags: argparse.Namespace, target: str) -> RunConfig | No
     return workdir.read_config(folder, named=target, trust_code=flags.trust_code)
 
 
-def _add_trust(parser: argparse.ArgumentParser) -> None:
+def add_trust(parser: argparse.ArgumentParser) -> None:
     trusted = "execute the model code that a stored config names (docs/security.md)"
     parser.add_argument("--trust-code", action="store_true", help=trusted)
-
-
-def _step(text: str) -> int | str:
-    return text if text == "best" else int(text)
-
-
-class WorkdirParser(Parser):
-    """A parser with --workdir, --step and --mesh, for commands that use a
-    trained run.
-    """
-
-    def __init__(self, name: str, description: str | None):
-        super().__init__(prog=f"jaxdist {name}", description=description)
-        self.add_argument(
-            "--workdir", required=True, type=Path, help="folder of the run"
-        )
-        self.add_argument(
-            "--step",
-            type=_step,
-            help="checkpoint to read, or best (default: the newest)",
-        )
-        self.add_argument(
-            "--mesh",
-            help="AXIS=SIZE,..., e.g. fsdp=4,tensor=2 (default: one that fits); context for long texts",
-        )
-        named = "of the run, if its model is your own: trusts this code alone"
-        self.add_argument(
-            "--config.model.target", dest="target", metavar="TARGET", help=named
-        )
-        _add_trust(self)
-
-
-def run_options(flags: argparse.Namespace) -> dict[str, Any]:
-    """Returns what the flags of a WorkdirParser say, for `trained_run.load_run`; joins
-    its processes.
-
-    Standard output is for results: all else goes to standard error.
-
-    Raises:
-      ConfigError: --mesh names no mesh.
-    """
-    mesh = None
-    if flags.mesh:
-        sizes = dict(part.partition("=")[::2] for part in flags.mesh.split(","))
-        axes = {
-            name.strip(): int(n) if n.strip().isdecimal() else n
-            for name, n in sizes.items()
-        }
-        mesh = schema.from_config_dict(MeshConfig, axes)
-    _print_error(initialize.prepare())
-    trust = {"target": flags.target, "trust_code": flags.trust_code}
-    return {
-        "folder": flags.workdir,
-        "step": flags.step,
-        "mesh": mesh,
-        "log": _print_error,
-        **trust,
-    }
-
-
-def _print_error(line: str | None) -> None:
-    if line and jax.process_index() == 0:
-        print(line, file=sys.stderr)
-
-
-def exit_code(main: Callable[[], int]) -> int:
-    """Returns the exit code of a command's main; of a fault that has one, after a line
-    to say so.
-    """
-    return quiet_pipe(lambda: _code_of_fault(main))
-
-
-def _code_of_fault(main: Callable[[], int]) -> int:
-    try:
-        return main()
-    except (ConfigError, MissingExtra) as error:
-        for fault in getattr(error, "faults", (str(error),)):
-            print(f"error: {fault}", file=sys.stderr)
-        return EXIT_CONFIG
-    except CheckpointError as error:
-        _print_error(f"error: {error}")
-        return EXIT_NO_CHECKPOINT
-    except PeerFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code

@@ -1,28 +1,21 @@
-"""What a run does before its first step: it takes its workdir and its data, and says
-what it will do.
-"""
+"""What a run does before its first step: it takes its workdir and its data."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxdist.config import schema
 from jaxdist.data import Dataset
 from jaxdist.distributed import consistency, coordination
-from jaxdist.optim.schedules import ScheduleSteps
-from jaxdist.step.train_step import TrainStep
 from jaxdist.storage import run_format
 from jaxdist.telemetry.display import print_safe
-from jaxdist.telemetry.metrics import EXTENDED, MetricsWriter
-from jaxdist.trainer import batching, build, elastic, from_run, pipeline_report, workdir
+from jaxdist.telemetry.metrics import MetricsWriter
+from jaxdist.trainer import batching, from_run, workdir
 from jaxdist.trainer.callbacks import CallbackList, Run
-from jaxdist.trainer.extension import SettledSchedule
 from jaxdist.trainer.restore import UserInputs
 from jaxdist.trainer.run_config import RunConfig
-from jaxdist.trainer.saver import Saver
 
 
 def is_lead() -> bool:
@@ -105,66 +98,3 @@ def open_workdir(
     consistency.agree(
         lambda: {"the checkpoint folder's owner (all need the same folder)": owner}
     )
-
-
-def describe(
-    run: Run,
-    built: TrainStep,
-    dataset: Dataset,
-    origin: Mapping[str, Any],
-    schedule: SettledSchedule,
-) -> None:
-    """Writes run.json and prints what the run will do.
-
-    Args:
-      origin: what `provenance.describe` says of the run.
-    """
-    config = run.config
-    spec = run.spec
-    rules = built.rules
-    devices = built.mesh.devices
-    if is_lead():
-        assert run.store is not None
-        description = dict(origin) | workdir.describe_run(
-            config, spec, built, dataset, schedule.steps
-        )
-        description[workdir.IDENTITY_KEY] = run.store.run
-        workdir.write_json(
-            run.folder / workdir.RUN,
-            description | pipeline_report.describe(config, spec, rules),
-        )
-    counts = build.counts(config, spec)
-    log(
-        f"mesh: {rules.shape} ({devices.size} x {devices.flat[0].device_kind}); {counts}"
-    )
-    step = [
-        *build.step_lines(config, spec, built),
-        *batching.balancer(config, rules, dataset).lines(),
-    ]
-    for line in (
-        *step,
-        *pipeline_report.lines(config, spec, rules),
-        *schedule.lines(config),
-    ):
-        log(line)
-
-
-def report_start(
-    run: Run, callbacks: CallbackList, saver: Saver, schedule: ScheduleSteps
-) -> None:
-    """Writes the events of a start; loggers begin with them."""
-    assert run.writer is not None
-    step = run.progress.step
-    devices = jax.device_count()
-    callbacks.phase("data", step + 1)
-    resized = elastic.resized(run.folder, run.config, devices)
-    if resized:
-        run.event("resize", step, **resized)
-    run.event("start", step, devices=devices, processes=jax.process_count())
-    saver.report_bad_checkpoints()
-    for part in schedule.extensions:
-        if part.start == step:
-            run.writer.write(step, {EXTENDED: part.end})
-    if step:
-        run.event("restore", step)
-        run.note(f"resumed after step {step}")

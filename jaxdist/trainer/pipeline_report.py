@@ -30,8 +30,8 @@ from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.trainer.batching import batch_shapes, targets_per_sample
 from jaxdist.trainer.build import staging
+from jaxdist.trainer.model_flops import model_flops
 from jaxdist.trainer.run_config import RunConfig
-from jaxdist.trainer.workdir import model_flops
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,13 @@ from jaxdist.config.annotations import (
     Seed,
     Share,
 )
-from jaxdist.config.groups.health import HealthConfig
-from jaxdist.config.groups.profile import ProfileConfig
-from jaxdist.config.groups.resilience import ResilienceConfig
-from jaxdist.config.groups.telemetry import TelemetryConfig
-from jaxdist.config.groups.watchdog import WatchdogConfig
+from jaxdist.config.groups import (
+    HealthConfig,
+    ProfileConfig,
+    ResilienceConfig,
+    TelemetryConfig,
+    WatchdogConfig,
+)
 from jaxdist.data import DataConfig
 from jaxdist.models import registry
 from jaxdist.models.lora import LoraConfig

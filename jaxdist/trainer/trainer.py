@@ -27,12 +27,13 @@ from jaxdist.trainer import (
     elastic,
     extension,
     initial_weights,
+    model_flops,
     opening,
     preemption,
     provenance,
+    reporting,
     restore,
     validation,
-    workdir,
 )
 from jaxdist.trainer.callbacks import Callback, CallbackList, Run, RunEnd
 from jaxdist.trainer.extension import SettledSchedule
@@ -155,7 +156,7 @@ def train(
                 optimizer=inputs.optimizer,
                 schedule_steps=schedule.steps,
             )
-            opening.describe(current, built, dataset, origin, schedule)
+            reporting.describe(current, built, dataset, origin, schedule)
             current.built = built
             start = _start(current, everyone, dataset, inputs, sources, schedule)
             with _build_display(current) as display:
@@ -247,7 +248,7 @@ def _train(
         progress=run.progress,
         writer=run.writer,
         display=display,
-        throughput=workdir.throughput(
+        throughput=model_flops.throughput(
             run.config, run.spec, run.built.mesh, start.step_flops
         ),
         samples=run.samples,
@@ -276,7 +277,7 @@ def _train(
     end = trainer.end_without_steps(start.state)
     if end is not None:
         return end
-    opening.report_start(run, callbacks, saver, schedule.steps)
+    reporting.report_start(run, callbacks, saver, schedule.steps)
     try:
         state, reason = trainer.train(start.state)
     except (

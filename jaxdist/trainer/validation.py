@@ -23,7 +23,7 @@ from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step import reduction
 from jaxdist.step.model_checks import check_model
 from jaxdist.step.update import offload_obstacle
-from jaxdist.trainer import batching, product_formats
+from jaxdist.trainer import batching, product_formats, step_lines
 from jaxdist.trainer import build as run_build
 from jaxdist.trainer.run_config import Build, RunConfig
 
@@ -178,7 +178,7 @@ def validate_on(
         faults.append(reduction.refusal(why))
     misfits = [*_axis_faults(run, spec, rules)]
     try:
-        place(spec.named_parameters(), rules) if misfits else run_build.placements(
+        place(spec.named_parameters(), rules) if misfits else step_lines.placements(
             run, spec, rules
         )
     except ConfigError as error:

@@ -182,6 +182,24 @@ def test_a_manifest_names_every_file_and_sha256sum_agrees(sound):
     assert manifest.fingerprints.keys() == folders.read_step(folder, 3).arrays.keys()
 
 
+def test_a_seal_is_on_the_disk_before_the_step_counts(tmp_path, monkeypatch):
+    step = tmp_path / "1"
+    (step / "state").mkdir(parents=True)
+    (step / "state" / "0").write_text("content")
+    synced = []
+    fsync = os.fsync
+
+    def noted_fsync(number):
+        synced.append(os.fstat(number).st_ino)
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    integrity.seal(tmp_path, 1, "f00d", {})
+    assert integrity.check(tmp_path, 1).run == "f00d"
+    manifest = step / folders.MANIFEST
+    assert synced == [manifest.stat().st_ino, step.stat().st_ino]
+
+
 def test_one_flipped_bit_in_any_file_is_seen(sound, copy):
     """Each file of a step in turn, one bit each, through a real restore."""
     _, states = sound
@@ -238,6 +256,18 @@ def test_damage_is_seen_set_aside_and_saved_over(sound, copy, damage, damaged):
             assert save_and_wait(store, step, states[step], data=step).ok
     assert restored_step(copy, states) == (4, {})
     assert names(copy) == ["1", "2", "3", "4"]
+
+
+def test_a_reader_leaves_damaged_steps_where_they_are(sound, copy):
+    do, said = DAMAGE["a missing file"]
+    do(copy / "3")
+    before = names(copy)
+    with CheckpointManager(copy, CheckpointConfig(), mode="read") as store:
+        found = store.restore(abstract_on(mesh_of(1, 1), sound[1][1]))
+        assert found.metadata == {"data": 2}
+        assert said in store.bad_steps[3]
+    assert names(copy) == before
+    assert not (copy.parent / "quarantine").exists()
 
 
 def test_what_one_process_cannot_read_no_process_waits_for(sound, copy, monkeypatch):

@@ -11,7 +11,7 @@ from jaxdist import train
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import manifest
 from jaxdist.telemetry.metrics import read_events
-from jaxdist.trainer import cli, workdir
+from jaxdist.trainer import exit_code, workdir
 from support.runs import TINY, overrides, refused
 
 SETTINGS = TINY | {
@@ -112,7 +112,9 @@ def test_metadata_that_no_run_wrote_is_one_line(root, capsys):
     manifest.seal(shared, 2, known.run, known.fingerprints)
     capsys.readouterr()
     assert (
-        cli.exit_code(lambda: train.main(arguments(root / "a", shared, train__steps=3)))
+        exit_code.exit_code(
+            lambda: train.main(arguments(root / "a", shared, train__steps=3))
+        )
         == 77
     )
     error = capsys.readouterr().err

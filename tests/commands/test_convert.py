@@ -16,7 +16,7 @@ from jaxdist.config import ConfigError, trees
 from jaxdist.evaluation import trained_run
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.telemetry.metrics import read_rows
-from jaxdist.trainer import cli, trainer, workdir
+from jaxdist.trainer import exit_code, trainer, workdir
 from support.huggingface import (
     FOLDERS,
     SMOLLM,
@@ -171,7 +171,8 @@ def test_a_damaged_checkpoint_is_not_exported(converted, tmp_path, capsys):
     raw[len(raw) // 2] ^= 1
     data.write_bytes(raw)
     assert (
-        cli.exit_code(lambda: run_convert(copy, tmp_path / "out", "huggingface")) == 77
+        exit_code.exit_code(lambda: run_convert(copy, tmp_path / "out", "huggingface"))
+        == 77
     )
     assert "has changed since it was sealed" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

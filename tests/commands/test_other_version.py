@@ -32,7 +32,7 @@ from jaxdist.data import DataConfig, open_dataset, packing, token_cache
 from jaxdist.operations.copies import copies
 from jaxdist.storage import run_format
 from jaxdist.storage.digest import digest
-from jaxdist.trainer import cli, trainer
+from jaxdist.trainer import exit_code, trainer
 from support.paths import DATA
 from support.runs import TINY, environment, run_of
 from support.runs import train as trained
@@ -149,7 +149,7 @@ def test_each_command_names_it_and_leaves_it(name, folder, version, tmp_path, ca
     main, words, code = COMMANDS[name]
     words = words.replace("RUN", str(folder)).replace("NEW", str(tmp_path / "new"))
     before = contents(folder.parent)
-    assert cli.exit_code(lambda: main(words.split())) == code
+    assert exit_code.exit_code(lambda: main(words.split())) == code
     error = capfd.readouterr().err
     assert error.count("\n") == 1 and str(folder) in error
     assert "was written by another version of jaxdist. It has " in error
@@ -194,7 +194,7 @@ def test_one_of_the_two_files_is_enough(folder, name, capsys):
     (folder / other).unlink()
     before = contents(folder.parent)
     words = ["--config", "quickstart", "--workdir", str(folder)]
-    assert cli.exit_code(lambda: train.main(words)) == 78
+    assert exit_code.exit_code(lambda: train.main(words)) == 78
     assert "was written by another version" in capsys.readouterr().err
     assert contents(folder.parent) == before
 
@@ -208,7 +208,7 @@ def test_a_step_of_another_version_among_ours_is_left(ours, tmp_path, capsys, ve
     before = contents(folder)
     settings = [f"--config.{key}={value}" for key, value in TINY.items()]
     words = ["--config", "quickstart", "--workdir", str(folder), *settings]
-    assert cli.exit_code(lambda: train.main(words)) == 78
+    assert exit_code.exit_code(lambda: train.main(words)) == 78
     assert f"{folder}/checkpoints/7 was written" in capsys.readouterr().err
     assert contents(folder) == before
 

@@ -14,7 +14,7 @@ from jaxdist import evaluate, library
 from jaxdist.config import ConfigError
 from jaxdist.evaluation import trained_run
 from jaxdist.parallel.mesh import MeshConfig
-from jaxdist.trainer import cli
+from jaxdist.trainer import exit_code
 from support.inference import (  # noqa: F401  pytest finds the fixtures here
     alone_fixture,
     command_fixture,
@@ -150,7 +150,7 @@ def test_the_command_scores_by_a_stride(trained, here, command):
 )
 def test_a_stride_that_cannot_be_is_refused(trained, capsys, flags, fault):
     arguments = [str(word) for word in ("--workdir", trained[0], *flags)]
-    assert cli.exit_code(lambda: evaluate.main(arguments)) == 78
+    assert exit_code.exit_code(lambda: evaluate.main(arguments)) == 78
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and fault in line
 

@@ -21,7 +21,7 @@ from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.inference.scoring import windows
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.parallel.remat import RematConfig
-from jaxdist.trainer import cli
+from jaxdist.trainer import exit_code
 from support.inference import (  # noqa: F401  pytest finds them here
     STEPS,
     TOP,
@@ -371,7 +371,7 @@ def test_evaluate_prints_json(trained, command):
 def test_what_cannot_be_is_told_with_its_exit_code(trained, tmp_path, command):
     flags = "--workdir", trained[0], "--prompt", "a", "--step", 3
     code, _, err = command(
-        lambda words: cli.exit_code(lambda: generate.main(words)), *flags
+        lambda words: exit_code.exit_code(lambda: generate.main(words)), *flags
     )
     assert code == 77 and "there is no checkpoint of step 3" in err
     (tmp_path / "config.json").write_text((trained[0] / "config.json").read_text())
@@ -469,5 +469,7 @@ def test_prompts_come_from_files_and_from_a_terminal(
     ],
 )
 def test_prompts_that_are_none_are_refused(flags, text, capsys):
-    assert cli.exit_code(lambda: generate.main(["--workdir", "none", *flags])) == 78
+    assert (
+        exit_code.exit_code(lambda: generate.main(["--workdir", "none", *flags])) == 78
+    )
     assert text in capsys.readouterr().err

@@ -23,7 +23,7 @@ from jaxdist.checkpoint.files import CheckpointError, list_steps
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError
 from jaxdist.step.evaluation import evaluate as evaluate_batches
-from jaxdist.trainer import cli
+from jaxdist.trainer import exit_code
 from support.paths import ROOT
 
 RANDOM = np.random.default_rng(0)
@@ -144,10 +144,10 @@ def test_the_commands_read_it_given_a_name_of_the_function(run, tmp_path, capsys
     assert evaluate.main([*flags, "--data", str(tmp_path / "held.npz"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == 32
     assert (
-        cli.exit_code(lambda: evaluate.main(flags)) == 78
+        exit_code.exit_code(lambda: evaluate.main(flags)) == 78
         and "--data" in capsys.readouterr().err
     )
-    assert cli.exit_code(lambda: generate.main([*flags, "--prompt", "a"])) == 78
+    assert exit_code.exit_code(lambda: generate.main([*flags, "--prompt", "a"])) == 78
     assert "no decode method" in capsys.readouterr().err
 
 

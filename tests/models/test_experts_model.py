@@ -29,7 +29,7 @@ from jaxdist.protocols.model import BlockInfo
 from jaxdist.protocols.model_spec import describe
 from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.trainer import build as run_build
-from jaxdist.trainer import run_config, validation
+from jaxdist.trainer import run_config, step_lines, validation
 from jaxdist.verification import runner
 from support.models import FAST_COMPILE, TINY, model_of, worst
 from support.pipelines import Case, batch_for, build
@@ -554,7 +554,7 @@ def test_a_run_says_what_computes_its_experts_and_how_tokens_reach_them(size, ex
     run = run_config.from_config(config)
     _, rules, spec = validation.validate_on(run, 8, with_data=False)
     built = run_build.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)
-    lines = run_build.step_lines(run, spec, built)
+    lines = step_lines.step_lines(run, spec, built)
     said = [line for line in lines if line.startswith("experts:")]
     assert len(said) == 2 and "products by" in said[0] and exchange in said[1]
 

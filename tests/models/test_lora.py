@@ -33,7 +33,13 @@ from jaxdist.protocols.model_spec import describe
 from jaxdist.step.train_step import StepConfig, build_train_step
 from jaxdist.telemetry import flops, hlo
 from jaxdist.telemetry.metrics import read_rows
-from jaxdist.trainer import run_config, trainer, validation, workdir
+from jaxdist.trainer import (
+    model_flops,
+    run_config,
+    trainer,
+    validation,
+    workdir,
+)
 from support import paths
 from support.huggingface import (
     FOLDERS,
@@ -425,7 +431,7 @@ def test_flops_of_frozen_kernels_are_not_counted(reference):
     )
     plain = replace(run, lora=LoraConfig())
     specs = ((run, spec_with()), (plain, spec_of(MODEL)))
-    formula = [workdir.model_flops(run, spec)["full"] for run, spec in specs]
+    formula = [model_flops.model_flops(run, spec)["full"] for run, spec in specs]
     programs = (hlo.parse(inspect.as_text()), program_of(ONE, MODEL).module)
     done = [flops.hlo_flops(module) / (8 * 16) for module in programs]
     assert done[0] < 0.9 * done[1]

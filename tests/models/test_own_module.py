@@ -28,7 +28,7 @@ from jaxdist.protocols.model_spec import describe
 from jaxdist.step.gradients import build_objective
 from jaxdist.step.model_checks import check_model
 from jaxdist.step.train_step import StepConfig, build_train_step
-from jaxdist.trainer import build, run_config, validation
+from jaxdist.trainer import run_config, step_lines, validation
 from jaxdist.verification import runner
 from support import plain_flax_models
 from support.models import (
@@ -601,7 +601,7 @@ def test_names_by_rule_by_flax_and_by_default_and_the_table_says_so():
     run, shape, table, spec = validated(
         PLAIN, mesh__fsdp=2, mesh__tensor=2, mesh__data=2, sharding__rules=rules
     )
-    placed = {p.path: p for p in build.placements(run, spec, table)}
+    placed = {p.path: p for p in step_lines.placements(run, spec, table)}
     assert placed["up/kernel"].stored == P("fsdp", "tensor")
     assert placed["blocks/0/kernel"].stored == P("tensor", "fsdp")
     assert placed["head/kernel"].stored == P(None, "fsdp")

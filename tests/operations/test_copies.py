@@ -32,6 +32,12 @@ from support.runs import TINY, run_of
 CONFIG = CheckpointConfig(every_steps=1, keep_last=2, asynchronous=False)
 
 
+def fetch_missing(config, folder, say) -> None:
+    """Fetches what the run of a config lacks, as its start does."""
+    place = workdir_files.checkpoints_folder(folder, config)
+    step_copies.fetch_missing(config.checkpoint, folder, place, say)
+
+
 @pytest.fixture(autouse=True)
 def _no_delays(monkeypatch):
     monkeypatch.setattr(module, "DELAYS_S", (0.0,))
@@ -255,6 +261,21 @@ def test_copies_are_kept_as_the_steps_are_and_follow_a_run_that_went_back(here, 
         assert ended(copier) == [(4, "")] and copies.holds(here, 4)
         # What a start finds copied already is not copied again.
         assert ended(Copier(copies, store)) == []
+
+
+def test_the_copy_of_the_best_step_stays_where_the_step_itself_is_gone(here, url):
+    copies = Copies(url)
+    for step in (1, 2, 3):
+        write_step(here, step)
+        copies.copy(here, step)
+    for step in (1, 2):
+        folders.remove_step(here, step)
+    assert list(copies.steps()) == [1, 2, 3]
+    with CheckpointManager(here, CONFIG) as store:
+        store.best.append(1)
+        write_step(here, 4)
+        assert ended(Copier(copies, store)) == [(4, "")]
+    assert list(copies.steps()) == [1, 3, 4]  # the best, and keep_last=2
 
 
 def test_a_store_holds_no_more_steps_where_saves_come_faster_than_copies(
@@ -514,7 +535,9 @@ def restored(saved, url, lines: list[str], **changes) -> int:
     """
     config = config_with(url, **changes)
     with CheckpointManager(saved, config.checkpoint) as store:
-        store.fetch = step_copies.fetcher(config, saved.parent, store, lines.append)
+        store.fetch = step_copies.fetcher(
+            config.checkpoint, saved.parent, store, lines.append
+        )
         got = store.restore(STATE)
         assert bool((got.state["x"] == STATE["x"] + got.metadata["data"]).all())
         integrity.check(saved, step := got.metadata["data"])
@@ -668,7 +691,7 @@ def test_a_download_that_was_given_up_does_not_delete_the_next_one(
     monkeypatch.setattr(store, "get_file", hanging)
     config = config_with(url, **{"checkpoint.timeout_s": 1})
     shutil.rmtree(saved / "3")
-    step_copies.fetch_missing(config, saved.parent, (lines := []).append)
+    fetch_missing(config, saved.parent, (lines := []).append)
     assert "no answer for 1 s" in lines[-1]
     told = len(lines)
     flip_a_bit(saved / "2")
@@ -690,7 +713,7 @@ def test_a_start_takes_newer_copies_but_those_the_run_went_back_behind(
         # an old folder, of a machine that had the run before
         shutil.rmtree(saved / "3")
     lines: list[str] = []
-    step_copies.fetch_missing(config_with(url), saved.parent, lines.append)
+    fetch_missing(config_with(url), saved.parent, lines.append)
     assert folders.list_steps(saved) == ([1, 2] if undone else [1, 2, 3])
     assert events_of(saved.parent, "checkpoint_fetched") == ([] if undone else [3])
     # What it has gone back behind is deleted there with the next copy, and nothing else
@@ -714,10 +737,10 @@ def test_a_folder_without_locks_takes_a_copy_only_where_it_has_no_step(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     shutil.rmtree(saved / "3")
-    step_copies.fetch_missing(config_with(url), saved.parent, print)
+    fetch_missing(config_with(url), saved.parent, print)
     assert folders.list_steps(saved) == [1, 2]
     shutil.rmtree(saved)
-    step_copies.fetch_missing(config_with(url), saved.parent, print)
+    fetch_missing(config_with(url), saved.parent, print)
     assert folders.list_steps(saved) == [3]
 
 
@@ -729,7 +752,7 @@ def test_a_silent_store_does_not_hold_up_a_start_that_has_a_step(
     config = config_with(url, **{"checkpoint.patience_s": 0.3})
     with monkeypatch.context() as patch:
         patch.setattr(Copies(url)._fs, "find", lambda *_, **__: over.wait(60) and {})
-        step_copies.fetch_missing(config, saved.parent, (lines := []).append)
+        fetch_missing(config, saved.parent, (lines := []).append)
     over.set()
     assert len(lines) == 1 and "TimeoutError: no answer" in lines[0]
 
@@ -793,7 +816,7 @@ def test_a_start_without_a_sound_step_takes_none_that_the_run_went_back_behind(
     for n in (1, 2):
         (saved / str(n) / folders.MANIFEST).write_text("{}")
     assert 3 in Copies(url).steps()
-    step_copies.fetch_missing(config_with(url), saved.parent, print)
+    fetch_missing(config_with(url), saved.parent, print)
     assert events_of(saved.parent, "checkpoint_fetched") == [
         2
     ] and 3 not in folders.list_steps(saved)
@@ -818,7 +841,7 @@ def test_nothing_is_fetched_into_the_folder_of_another_run(saved, other, url):
     integrity.seal(other, 3, "cafe", {})
     before = (other / "3" / folders.MANIFEST).read_bytes()
     config = config_with(url, **{"checkpoint.folder": str(other)})
-    step_copies.fetch_missing(config, saved.parent, print)
+    fetch_missing(config, saved.parent, print)
     assert (other / "3" / folders.MANIFEST).read_bytes() == before
     assert not folders.quarantine_folder(other).exists()
     with pytest.raises(ConfigError, match="belongs to run cafe"):  # opening it says so

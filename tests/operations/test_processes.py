@@ -211,6 +211,43 @@ exec(CELL, {})
 """
 
 
+PACES = """
+import os, signal, time
+import jax
+from jaxdist.distributed import coordination, initialize
+from jaxdist.trainer.preemption import StopSignals
+initialize.join_processes()
+me = jax.process_index()
+steps = 0
+with StopSignals() as stop:
+    while not stop.reached():
+        steps += 1
+        time.sleep(0.01 * (1 + 3 * me))
+        if me == 1 and steps == 20:
+            os.kill(os.getpid(), signal.SIGTERM)
+    coordination.barrier()  # as a run's last save: nobody leaves before all have heard
+print("steps:", me, steps)
+"""
+
+
+def test_processes_stop_at_the_same_step_whatever_their_pace():
+    launch = [sys.executable, "-m", "jaxdist.launch", "--processes", "3"]
+    script = ["--devices-per-process", "1", "--", sys.executable, "-c", PACES]
+    done = subprocess.run(
+        [*launch, *script],
+        env=environment(1),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [line.partition("steps: ")[2] for line in done.stdout.splitlines()]
+    counts = dict(line.split() for line in said if line)
+    assert counts.keys() == {"0", "1", "2"}, done.stdout
+    assert len(set(counts.values())) == 1, counts
+    assert int(counts["1"]) >= 20
+
+
 @pytest.mark.slow  # by default tests/library/test_fit.py presses the button of a kernel
 @pytest.mark.parametrize("shell", ["python -c", "IPython"])
 def test_an_interrupt_in_a_notebook_saves_and_gives_control_back(tmp_path, shell):

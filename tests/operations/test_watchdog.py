@@ -118,6 +118,20 @@ def test_compiling_for_long_is_no_hang(tmp_path):
     )
 
 
+def test_a_limit_of_zero_is_none(tmp_path):
+    code = SMALL.replace("BODY", "time.sleep(2)").replace("LIMIT", "0")
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=environment(1),
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert (tmp_path / "began").exists(), done.stderr
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == "done\n"
+
+
 def test_killing_the_process_ends_its_watcher(tmp_path):
     code = SMALL.replace("BODY", "time.sleep(100)").replace("LIMIT", "60")
     process = subprocess.Popen(
@@ -423,6 +437,34 @@ def test_a_process_that_never_finds_its_devices_ends_with_76(tmp_path):
         and LIMIT_S <= event["waited_s"]
         and not event["waits_for_others"]
     )
+
+
+LOOKS_FOR_WATCHER = (
+    HEAD
+    + """
+import runpy, jax
+from pathlib import Path
+def look():
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
+    commands = [Path(f"/proc/{n}/cmdline").read_bytes() for n in children.split()]
+    os._exit(42 if any(b"watchdog_process" in command for command in commands) else 43)
+jax.local_device_count = look
+runpy.run_module("jaxdist.train", run_name="__main__", alter_sys=True)
+"""
+)
+
+
+def test_the_watch_begins_before_devices_are_found(tmp_path):
+    _, _, _, *flags = command(tmp_path / "run", train__steps=6)
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKS_FOR_WATCHER, *flags],
+        env=environment(1),
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode in (42, 43), done.stderr[-2000:]  # devices were looked for
+    assert done.returncode == 42
 
 
 def test_the_watch_leaves_no_folder_where_the_config_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from jaxdist.planner import calibration, communication, show, targets
 from jaxdist.planner.formulas import KINDS, wire_bytes
 from jaxdist.planner.plan import Plan
 from jaxdist.telemetry import hlo
-from jaxdist.trainer import cli
+from jaxdist.trainer import exit_code
 from support.paths import ROOT
 from support.stored_programs import CASES, planned
 
@@ -166,7 +166,7 @@ def test_what_cannot_calibrate_is_refused_before_anything_compiles(
     ]
     with pytest.raises(ConfigError, match=words):
         plan.main(command)
-    assert cli.exit_code(lambda: plan.main(command)) == 78
+    assert exit_code.exit_code(lambda: plan.main(command)) == 78
     with pytest.raises(ConfigError, match="leave out --search and --fix"):
         plan.main([*command, "--fix"])
 

@@ -23,7 +23,7 @@ from jaxdist.planner import (
 )
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.telemetry import hlo
-from jaxdist.trainer import cli, run_config
+from jaxdist.trainer import exit_code, run_config
 from support.stored_programs import mesh_shape
 
 QWEN = experts.Mixture(
@@ -303,7 +303,7 @@ def test_bad_input_is_refused_as_train_does(words, says, monkeypatch, capsys):
     monkeypatch.setattr(
         plan, "compile_run", lambda *_, **__: pytest.fail("nothing is to be compiled")
     )
-    code = cli.exit_code(lambda: jaxdist.plan.main([*arguments, *on]))
+    code = exit_code.exit_code(lambda: jaxdist.plan.main([*arguments, *on]))
     said = capsys.readouterr().err.strip().splitlines()
     assert code == 78
     assert any(says in line for line in said)

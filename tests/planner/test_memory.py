@@ -10,7 +10,7 @@ import pytest
 
 from jaxdist.parallel import remat
 from jaxdist.planner import dry_run, memory, targets
-from jaxdist.trainer import build, validation
+from jaxdist.trainer import batching, build, validation
 from jaxdist.trainer.run_config import RunConfig
 from support.runs import run_of
 
@@ -74,6 +74,20 @@ def test_the_state_is_that_of_the_built_step(changes):
     assert found.get("moving average", 0) == held(state.ema)
     whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert 0 <= whole - memory.checkpoint_bytes(run, spec) < 100  # counters
+
+
+def test_a_device_holds_its_own_rows_of_the_batch():
+    run = run_of("llama3_8b:tiny", **SMALL | {"mesh.data": 2, "mesh.fsdp": 4})
+    _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
+    mesh = dry_run.build_mesh(run.mesh, jax.devices())
+    shapes = batching.batch_shapes(run, run.batch.global_size)
+    whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes.values())
+    batch = build.build_step(run, spec, mesh, rules).abstract_batch(shapes)
+    held = 0
+    for x in batch.values():
+        held += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    assert held == whole // 8
+    assert memory.components(run, spec, rules, jax.devices()[0])["batch"] == held
 
 
 def test_the_state_is_what_the_compiler_calls_arguments():

@@ -23,7 +23,7 @@ from jaxdist.step import loss_scale
 from jaxdist.step.loss_scale import DynamicLossScale, LossScale
 from jaxdist.step.train_step import StepConfig, TrainStep, build_train_step
 from jaxdist.telemetry.metrics import read_events, read_rows
-from jaxdist.trainer import cli
+from jaxdist.trainer import exit_code
 from support import loss_scale_torch, pipelines, runs
 from support.models import (
     FAST_COMPILE,
@@ -273,7 +273,7 @@ def test_a_run_skips_resumes_bit_for_bit_and_tells_of_no_fault(tmp_path, capsys)
         arguments = runs.command(tmp_path / name, **changes, **{"train.steps": steps})[
             3:
         ]
-        assert cli.exit_code(lambda: train_command.main(arguments)) == 0, (
+        assert exit_code.exit_code(lambda: train_command.main(arguments)) == 0, (
             capsys.readouterr().err
         )
         return runs.untimed(read_rows(tmp_path / name))

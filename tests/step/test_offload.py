@@ -28,7 +28,7 @@ from jaxdist.protocols.model_spec import describe
 from jaxdist.step.state import State
 from jaxdist.step.train_step import StepConfig, build_train_step
 from jaxdist.step.update import offload_obstacle
-from jaxdist.trainer import cli, validation
+from jaxdist.trainer import exit_code, validation
 from support import pipelines, runs
 from support.models import FSDP, MIXED, OPTIMIZER, TINY, Layout, batch_of, step_of
 
@@ -215,7 +215,7 @@ def test_a_run_goes_on_bit_for_bit_and_across_the_switch(tmp_path, capsys):
     def run(name: str, steps: int, offload: bool) -> dict[int, float]:
         given = changes | {"train.steps": steps, "offload.optimizer": offload}
         arguments = runs.command(tmp_path / name, **given)[3:]
-        assert cli.exit_code(lambda: train_command.main(arguments)) == 0, (
+        assert exit_code.exit_code(lambda: train_command.main(arguments)) == 0, (
             capsys.readouterr().err
         )
         return runs.losses(tmp_path / name)

@@ -26,8 +26,7 @@ from jaxdist.protocols.sample_sums import who_sums_over_samples
 from jaxdist.step import reduction
 from jaxdist.step.train_step import StepConfig, build_train_step
 from jaxdist.telemetry import hlo
-from jaxdist.trainer import build as build_run
-from jaxdist.trainer import run_config, validation
+from jaxdist.trainer import run_config, step_lines, validation
 from support.models import (
     FAST_COMPILE,
     ONE,
@@ -72,6 +71,20 @@ def test_the_axes_are_those_that_copy_parameters_and_gradients(sizes, zero, axes
     assert chosen.once == axes and bool(chosen.over) == bool(axes)
 
 
+@pytest.mark.parametrize(
+    ("names", "dims", "dtype"),
+    [
+        (("d_model", "d_ff"), (32, 48), "bfloat16"),
+        (("vocab", "d_model"), (64, 32), "float32"),
+        (("d_model", "vocab"), (32, 64), "float32"),
+        (("d_model",), (32,), "float32"),
+    ],
+)
+def test_kernels_alone_cross_in_the_dtype_of_reduce(names, dims, dtype):
+    assert reduction.sent_dtype(names, dims, "bfloat16") == dtype
+    assert reduction.sent_dtype(names, dims, "float32") == "float32"
+
+
 def test_a_step_in_one_part_sums_in_its_backward_pass_and_a_pipeline_never_does():
     assert reduction.choose(spec_of(), rules_of(data=8), "auto", parts=1) == (
         (),
@@ -92,7 +105,7 @@ def test_a_run_says_what_it_does_and_what_both_ways_cost():
         run = run_config.from_config(config)
         shape, rules, spec = validation.validate_on(run, 4, with_data=False)
         megabytes = 4 * spec.parameter_count / 1e6
-        (found,) = build_run.reduction_lines(run, spec, rules)
+        (found,) = step_lines.reduction_lines(run, spec, rules)
         return found.replace(f"{megabytes:.1f}", "ONCE").replace(
             f"{4 * megabytes:.1f}", "EACH"
         )

@@ -83,6 +83,30 @@ def test_meshes_and_parts_change_nothing(way, reference):
     assert worst(found.state.trainable, reference.state.trainable) < 1e-6
 
 
+def test_terms_beside_the_loss_have_its_divisor():
+    model = replace(TINY, z_loss=1e-3)
+    start = init_of(ONE, model, StepConfig(), SGD)()
+    built = step_of(ONE, model, StepConfig(), SGD)
+    _, count, others = built.evaluate(start, batch_of(model))
+    total, _ = others["aux/z_loss"]
+    assert count > 1
+    assert total > 0
+    found = run(ONE, model, StepConfig(), SGD).metrics["aux/z_loss"]
+    assert found == pytest.approx(float(total / count), rel=1e-6)
+
+
+def test_what_is_dropped_follows_the_step():
+    built = step_of(ONE, DROPPING, StepConfig(), SGD)
+    start = init_of(ONE, DROPPING, StepConfig(), SGD)()
+    losses = []
+    for step in (0, 0, 1):
+        state = start._replace(step=jnp.int32(step))
+        _, metrics, _ = built.inspect(state, batch_of(DROPPING))
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == losses[1]
+    assert abs(losses[2] - losses[0]) > 1e-4
+
+
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_optimizers_that_see_whole_matrices_work_on_shards(name):
     # adafactor factors dims from 128 on

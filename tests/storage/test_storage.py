@@ -34,6 +34,31 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
         atomic.write_text(tmp_path / "absent" / "a", "x")
 
 
+def test_a_durable_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    file = tmp_path / "a"
+    calls = []
+    fsync = os.fsync
+    replace = os.replace
+
+    def noted_fsync(number):
+        calls.append(("fsync", os.fstat(number).st_ino))
+        fsync(number)
+
+    def noted_replace(source, target):
+        calls.append(("replace", os.stat(source).st_ino))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    atomic.write_text(file, "old")
+    assert [call for call, _ in calls] == ["replace"]  # nothing waits for the disk
+    calls.clear()
+    atomic.write_text(file, "new", durable=True)
+    inode = file.stat().st_ino
+    folder = tmp_path.stat().st_ino
+    assert calls == [("fsync", inode), ("replace", inode), ("fsync", folder)]
+
+
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     target = tmp_path / "folder"
     with pytest.raises(OSError), atomic.replacing(target) as partial:

@@ -11,8 +11,8 @@ import jax
 
 from jaxdist import train
 from jaxdist.config import ConfigError
-from jaxdist.trainer import cli
 from jaxdist.trainer.callbacks import Callback
+from jaxdist.trainer.exit_code import exit_code
 from jaxdist.trainer.health import Diverged
 from jaxdist.trainer.preemption import own_process
 
@@ -113,4 +113,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     with own_process():
-        raise SystemExit(cli.exit_code(main))
+        raise SystemExit(exit_code(main))

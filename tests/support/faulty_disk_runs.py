@@ -13,7 +13,7 @@ import tempfile
 import traceback
 
 from jaxdist import train
-from jaxdist.trainer import cli
+from jaxdist.trainer import exit_code
 
 set_faults = ctypes.CDLL(None).set_disk_faults
 
@@ -27,7 +27,7 @@ def main() -> None:
             os.dup2(said.fileno(), 2)
             set_faults(os.fsencode(faults))
             try:
-                code = cli.exit_code(lambda given=arguments: train.main(given))
+                code = exit_code.exit_code(lambda given=arguments: train.main(given))
             except Exception:
                 traceback.print_exc()
                 code = 1

@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from jaxdist.parallel import placement
-from jaxdist.trainer import build
+from jaxdist.trainer import step_lines
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).resolve().parents[2]  # without support.paths: also a script
@@ -199,7 +199,7 @@ def sharding_text(name: str, layouts: Sequence[MeshConfig]) -> str:
         run = dataclasses.replace(run_of(name), mesh=mesh)
         try:
             table = placement.explain(
-                build.placements(run, spec, sharding.build_rules(mesh, shape))
+                step_lines.placements(run, spec, sharding.build_rules(mesh, shape))
             )
         except ConfigError as error:
             table = "refused\n" + str(error)

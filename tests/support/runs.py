@@ -19,7 +19,7 @@ from jaxdist.checkpoint.orbax_backend import OrbaxBackend
 from jaxdist.config import files
 from jaxdist.distributed.local_devices import free_port
 from jaxdist.telemetry.metrics import MetricRows, read_rows
-from jaxdist.trainer import cli, run_config
+from jaxdist.trainer import exit_code, run_config
 from jaxdist.trainer.run_config import RunConfig
 from support.paths import CONFIGS
 
@@ -178,7 +178,7 @@ def overrides(*settings: str) -> list[str]:
 
 def refused(capsys, *arguments: str) -> list[str]:
     """Returns the faults that `train` prints when it refuses; asserts exit code 78."""
-    assert cli.exit_code(lambda: train_command.main(list(arguments))) == 78
+    assert exit_code.exit_code(lambda: train_command.main(list(arguments))) == 78
     lines = capsys.readouterr().err.splitlines()
     assert lines and all(line.startswith("error: ") for line in lines)
     return [line.removeprefix("error: ") for line in lines]

@@ -15,7 +15,13 @@ from jaxdist.telemetry.flops import (
     jaxpr_flops,
     transformer_flops_per_token,
 )
-from jaxdist.trainer import batching, build, run_config, validation, workdir
+from jaxdist.trainer import (
+    batching,
+    build,
+    model_flops,
+    run_config,
+    validation,
+)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["swiglu", "gelu"])
@@ -47,7 +53,7 @@ def test_the_formula_lies_where_the_forward_program_says(run):
 
     counted = jaxpr_flops(jax.make_jaxpr(loss)(spec.trainable, batch))
     measured = 3 * counted / (4 * 256)
-    formula = workdir.model_flops(run, spec)
+    formula = model_flops.model_flops(run, spec)
     assert formula["causal"] < formula["full"]
     # Attention skips most, not all, of what a causal mask hides: between the two
     # conventions.
@@ -70,7 +76,7 @@ def test_the_compiled_step_does_the_model_flops_and_what_attention_recomputes(ru
     }
     traced = built.step.trace(built.abstract_state, batch)
     counted = hlo_flops(traced.lower().compile().as_text())
-    formula = workdir.model_flops(run, spec)
+    formula = model_flops.model_flops(run, spec)
     matmuls = 2 * formula["causal"] - formula["full"]
     attention = formula["full"] - matmuls
     # Scores are computed again in the backward pass: 7 products for attention's 6, on
@@ -115,7 +121,7 @@ def test_a_local_layer_counts_the_tokens_it_sees():
             return spec.assemble(trainable, spec.model_state).loss(batch, None).sum
 
         jaxpr = jax.make_jaxpr(loss)(spec.trainable, batching.batch_shapes(run, 4))
-        return workdir.model_flops(run, spec), 3 * jaxpr_flops(jaxpr) / (4 * length)
+        return model_flops.model_flops(run, spec), 3 * jaxpr_flops(jaxpr) / (4 * length)
 
     everywhere, program = count()
     windowed, windowed_program = count(layer_pattern=("local", "global"), window=window)

@@ -15,7 +15,7 @@ from jaxdist import convert, evaluate, generate, plan, train
 from jaxdist.config import ConfigError, schema
 from jaxdist.models import registry
 from jaxdist.storage import run_format
-from jaxdist.trainer import cli, config_json, run_config, workdir
+from jaxdist.trainer import cli, config_json, exit_code, run_config, workdir
 from support.paths import ROOT
 
 CODE = """from pathlib import Path
@@ -64,7 +64,7 @@ def executed(file):
 
 def code_and_error(capsys, main, *arguments):
     capsys.readouterr()
-    code = cli.exit_code(lambda: main([str(argument) for argument in arguments]))
+    code = exit_code.exit_code(lambda: main([str(argument) for argument in arguments]))
     return code, capsys.readouterr().err
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxdist import train
 from jaxdist.config import EXIT_CONFIG, ConfigError, files
-from jaxdist.trainer import build, cli, run_config, validation
+from jaxdist.trainer import exit_code, run_config, step_lines, validation
 from jaxdist.verification.cases import with_values
 
 
@@ -64,15 +64,15 @@ def test_images_have_no_sequence_to_split():
 def test_auto_takes_what_divides_and_says_so():
     run = run_of(mesh__context=8, model__num_heads=12, model__num_kv_heads=4)
     _, rules, _ = validation.validate_on(run, 8)
-    (line,) = build.context_lines(run, rules)
+    (line,) = step_lines.context_lines(run, rules)
     assert line.startswith(
         "context 8: attention by gather: 12 query heads are not divisible"
     )
     _, rules, _ = validation.validate_on(run_of(mesh__context=4), 8)
-    (line,) = build.context_lines(run_of(mesh__context=4), rules)
+    (line,) = step_lines.context_lines(run_of(mesh__context=4), rules)
     assert line.startswith("context 4: attention by heads: 4 heads divide by 4")
     _, rules, _ = validation.validate_on(run_of(), 8)
-    assert not build.context_lines(run_of(), rules)
+    assert not step_lines.context_lines(run_of(), rules)
 
 
 def test_the_command_ends_with_the_code_of_configurations(tmp_path, capsys):
@@ -83,7 +83,7 @@ def test_the_command_ends_with_the_code_of_configurations(tmp_path, capsys):
         str(tmp_path),
         "--config.mesh.context=8",
     ]
-    code = cli.exit_code(
+    code = exit_code.exit_code(
         lambda: train.main([*words, "--config.batch.sequence_length=100"])
     )
     assert code == EXIT_CONFIG

@@ -150,6 +150,14 @@ def test_a_rollback_leaves_out_the_window_and_goes_on(story):
     assert events[-1]["event"] == "stop" and events[-1]["reason"] == "finished"
 
 
+def test_a_rollback_takes_back_the_targets_that_were_counted(story):
+    rows = read_rows(story.folder).train
+    (back,) = [e for e in read_events(story.folder) if e["event"] == "restore"]
+    assert back["diverged_at"] > back["step"]  # steps were counted, and undone
+    for row in rows:
+        assert row["tokens_seen"] == row["step"] * SIZE * 16
+
+
 @pytest.mark.parametrize(
     "died", ["right after", "before the file was written", "after the next save"]
 )

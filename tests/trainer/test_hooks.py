@@ -3,14 +3,16 @@ ask for. Loggers.
 """
 
 import json
+import time
 
 import jax
 import numpy as np
 import pytest
 
 from jaxdist import library
-from jaxdist.checkpoint.files import list_steps
+from jaxdist.checkpoint.files import list_steps, read_step
 from jaxdist.config import ConfigError, trees
+from jaxdist.data.dataset import Dataset
 from jaxdist.telemetry.loggers import logger
 from jaxdist.telemetry.metrics import read_events, read_rows
 from jaxdist.trainer import run_config, trainer
@@ -177,3 +179,39 @@ def test_loggers_that_raise_and_sleep_leave_the_run_as_it_is(tmp_path, monkeypat
     ):
         train(tmp_path / "none", train__loggers=("support.loggers:Other",))
     assert not (tmp_path / "none").exists()
+
+
+def test_the_time_of_hooks_is_not_training_time(tmp_path):
+    views = []
+
+    def slow(view):
+        time.sleep(1.0)
+        views.append(view)
+
+    train(tmp_path, every(1, slow))
+    assert len(views) == STEPS
+    assert 0 < views[-1].progress.elapsed_s < STEPS - 1.0  # the hooks have taken longer
+    rows = read_rows(tmp_path).train
+    assert sum(row["step_time_s"] for row in rows) < STEPS - 1.0
+
+
+def test_a_resumed_run_counts_tokens_and_time_from_where_it_was(tmp_path, monkeypatch):
+    views = []
+    read = Dataset.train_batch
+
+    def read_slowly(*arguments):
+        time.sleep(0.7)
+        return read(*arguments)
+
+    monkeypatch.setattr(Dataset, "train_batch", read_slowly)
+    train(tmp_path, every(4, lambda view: view.stop("half of it")))
+    monkeypatch.undo()
+    saved = read_step(tmp_path / "checkpoints", 4).metadata["progress"]
+    assert saved["tokens_seen"] == 4 * 4 * 16
+    assert saved["elapsed_s"] > 2.0
+    train(tmp_path, every(1, views.append))
+    assert [view.step for view in views] == [5, 6, 7]
+    first = views[0].progress
+    assert first.tokens_seen == 5 * 4 * 16
+    assert first.elapsed_s > saved["elapsed_s"]
+    assert read_rows(tmp_path).train[-1]["tokens_seen"] == STEPS * 4 * 16

@@ -20,6 +20,7 @@ from jaxdist.parallel.mesh import build_mesh
 from jaxdist.trainer import (
     build,
     cli,
+    exit_code,
     initial_weights,
     run_config,
     trainer,
@@ -61,7 +62,7 @@ def test_a_command_without_the_source_refuses_the_key(key, capsys):
     flags = [f"--config.{name}={value}" for name, value in FOREIGN[key].items()]
     words = ["--config", "quickstart", *flags]
     parser = cli.ConfigParser("test", None)
-    assert cli.exit_code(lambda: cli.parse(parser, words)) == 78
+    assert exit_code.exit_code(lambda: cli.parse(parser, words)) == 78
     (line,) = capsys.readouterr().err.splitlines()
     place = str(FOREIGN[key][key])
     assert_says_what_to_pass(line.removeprefix("error: "), key, place)

@@ -9,7 +9,14 @@ import pytest
 from jaxdist.config import ConfigError, schema
 from jaxdist.data import open_dataset
 from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
-from jaxdist.trainer import batching, build, cli, run_config, validation, workdir
+from jaxdist.trainer import (
+    batching,
+    cli,
+    run_config,
+    step_lines,
+    validation,
+    workdir,
+)
 
 
 def parse(*arguments: str) -> run_config.RunConfig:
@@ -181,7 +188,7 @@ def test_harmless_keys_exist():
 def test_batch_arithmetic_says_the_numbers():
     run = parse("--config", "quickstart", "--config.batch.accumulation=2")
     shape = resolve_mesh(MeshConfig(data=2, fsdp=2, tensor=2), 8)
-    assert build.batch_arithmetic(run, shape) == (
+    assert step_lines.batch_arithmetic(run, shape) == (
         "batch: 16 sequences a step = 2 accumulation x 4 batch shards x 2 per device; "
         "x 128 tokens = 2,048 tokens a step"
     )
@@ -199,6 +206,21 @@ def test_the_batch_divides_by_accumulation_and_shards(size, legal):
     else:
         with pytest.raises(ConfigError, match=r"accumulation 2 x batch shards 8"):
             validation.validate(run, jax.devices())
+
+
+@pytest.mark.parametrize(("length", "legal"), [(64, True), (65, False)])
+def test_a_sequence_is_no_longer_than_the_learned_positions(length, legal):
+    learned = ("--config.model.positions=learned", "--config.model.max_positions=64")
+    sizes = (
+        f"--config.batch.sequence_length={length}",
+        "--config.train.sample_tokens=0",
+    )
+    run = parse("--config", "quickstart", *learned, *sizes)
+    if legal:
+        validation.validate_on(run, 8)
+    else:
+        with pytest.raises(ConfigError, match="65 exceeds the model's longest"):
+            validation.validate_on(run, 8)
 
 
 @pytest.mark.parametrize("name", ["quickstart", "vit_digits", "gpt2_124m:tiny"])

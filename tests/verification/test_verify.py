@@ -15,7 +15,7 @@ from jaxdist import verify
 from jaxdist.config import EXIT_CONFIG, ConfigError, files, schema
 from jaxdist.models import experts
 from jaxdist.ops.experts import route
-from jaxdist.trainer import cli, run_config, validation
+from jaxdist.trainer import exit_code, run_config, validation
 from jaxdist.verification import cases, comparison, runner
 from jaxdist.verification.comparison import BANDS, Observed, compare, rounding_alone
 
@@ -64,7 +64,7 @@ def quickstart(**changes) -> run_config.RunConfig:
 
 def command(capsys, *words: str) -> tuple[int, str, str]:
     """Returns the exit code, stdout and stderr of the command, run in this process."""
-    return cli.exit_code(lambda: verify.main(list(words))), *capsys.readouterr()
+    return exit_code.exit_code(lambda: verify.main(list(words))), *capsys.readouterr()
 
 
 # --- what is verified -----------------------------------------------------------------

@@ -8,6 +8,7 @@ import jax
 from jaxdist.distributed import coordination
 from jaxdist.operations.copies import step_copies
 from jaxdist.operations.copies.copier import Copier
+from jaxdist.trainer import workdir
 from jaxdist.trainer.callbacks import Callback, Run, RunEnd, StepView
 
 
@@ -28,7 +29,12 @@ class CheckpointCopies(Callback):
     def on_open(self, run: Run) -> None:
         """Fetches the newest sound step if the run's folder has none as new."""
         if jax.process_index() == 0:
-            step_copies.fetch_missing(run.config, run.folder, run.say)
+            step_copies.fetch_missing(
+                config=run.config.checkpoint,
+                folder=run.folder,
+                place=workdir.checkpoints_folder(run.folder, run.config),
+                say=run.say,
+            )
 
     def on_start(self, run: Run) -> None:
         """Lets a restore fetch a copy of a damaged step."""
@@ -36,7 +42,7 @@ class CheckpointCopies(Callback):
         assert run.store is not None
         if jax.process_index() == 0:
             run.store.fetch = step_copies.fetcher(
-                run.config, run.folder, run.store, run.say
+                run.config.checkpoint, run.folder, run.store, run.say
             )
 
     def load(self, state: Any) -> None:
@@ -44,7 +50,9 @@ class CheckpointCopies(Callback):
         run = self._run
         assert run is not None and run.store is not None
         if self._copier is None:
-            self._copier = step_copies.copier(run.config, run.folder, run.store)
+            self._copier = step_copies.copier(
+                run.config.checkpoint, run.folder, run.store
+            )
 
     def on_step(self, view: StepView) -> None:
         """Reports the copies that have ended."""

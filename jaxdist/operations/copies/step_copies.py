@@ -14,6 +14,7 @@ import jax
 
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint import manifest
+from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.files import CheckpointError, error_text
 from jaxdist.checkpoint.manager import CheckpointManager, Fetch
 from jaxdist.config import ConfigError, extras
@@ -23,14 +24,16 @@ from jaxdist.storage import lock
 from jaxdist.telemetry.metrics import MetricsWriter
 from jaxdist.telemetry.units import gib_text
 from jaxdist.trainer import workdir
-from jaxdist.trainer.run_config import RunConfig
 
 _BESIDE = (workdir.CONFIG, workdir.RUN)
 _LOOK_S = 0.1  # between looks whether a call of the store shows a sign
 
 
 def fetch_missing(
-    config: RunConfig, folder: Path, say: Callable[[str], object]
+    config: CheckpointConfig,
+    folder: Path,
+    place: Path,
+    say: Callable[[str], object],
 ) -> None:
     """Gets the newest sound step from `checkpoint.copy_to` if the run in `folder` has
     none as new.
@@ -39,13 +42,18 @@ def fetch_missing(
     restore hashes them. Where there is one, a store that does not answer, or has
     nothing sound that is newer, holds up nothing.
 
+    Args:
+      config: says where the copies are.
+      folder: of the run.
+      place: of its checkpoints.
+      say: takes lines of progress.
+
     Raises:
       ConfigError: no such store, or it is the folder itself; with no step here, it does
         not answer or has only damaged steps; the disk cannot be written.
     """
-    if not config.checkpoint.copy_to:
+    if not config.copy_to:
         return
-    place = workdir.checkpoints_folder(folder, config)
     try:
         try:
             own = manifest.identity(
@@ -53,7 +61,7 @@ def fetch_missing(
             )
         except CheckpointError:  # another run's folder: opening it says so
             return
-        copies = Copies(config.checkpoint.copy_to)
+        copies = Copies(config.copy_to)
         if copies.is_at(place):
             raise ConfigError(
                 f"checkpoint.copy_to={copies.url}: there are the run's own checkpoints; give another place"
@@ -77,13 +85,9 @@ def fetch_missing(
     except lock.Locked:  # opening it says by whom
         return
     except extras.MissingExtra as error:
-        raise ConfigError(
-            f"checkpoint.copy_to={config.checkpoint.copy_to}: {error}"
-        ) from error
+        raise ConfigError(f"checkpoint.copy_to={config.copy_to}: {error}") from error
     except manifest.OtherVersion as error:
-        raise ConfigError(
-            f"checkpoint.copy_to={config.checkpoint.copy_to}: {error}"
-        ) from error
+        raise ConfigError(f"checkpoint.copy_to={config.copy_to}: {error}") from error
     except CheckpointError as error:
         _write_events(folder, copies.url, _of_copies(copies.url, error.steps))
         raise ConfigError(
@@ -146,16 +150,18 @@ class _Fetcher:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: CheckpointConfig,
         folder: Path,
         place: Path,
         run: str | None,
         say: Callable[[str], object],
     ):
-        self._config, self._folder, self._place = config.checkpoint, folder, place
+        self._config = config
+        self._folder = folder
+        self._place = place
         self._run, self._say = run, say
         self._url, self._silent, self._tried = (
-            config.checkpoint.copy_to,
+            config.copy_to,
             False,
             set[int](),
         )
@@ -276,23 +282,23 @@ class _Fetcher:
 
 
 def fetcher(
-    config: RunConfig,
+    config: CheckpointConfig,
     folder: Path,
     store: CheckpointManager,
     say: Callable[[str], object],
 ) -> Fetch:
     """Returns what fetches a copy where a restore finds a step damaged."""
-    if not config.checkpoint.copy_to:
+    if not config.copy_to:
         return store.fetch
     return _Fetcher(config, folder, store.folder, store.run, say)
 
 
-def copier(config: RunConfig, folder: Path, store: CheckpointManager) -> Copier | None:
+def copier(
+    config: CheckpointConfig, folder: Path, store: CheckpointManager
+) -> Copier | None:
     """Returns what copies the steps of `store`, on process 0 alone; None where nothing
     is copied.
     """
-    if not config.checkpoint.copy_to or jax.process_index():
+    if not config.copy_to or jax.process_index():
         return None
-    return Copier(
-        Copies(config.checkpoint.copy_to), store, [folder / name for name in _BESIDE]
-    )
+    return Copier(Copies(config.copy_to), store, [folder / name for name in _BESIDE])

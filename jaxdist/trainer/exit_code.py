@@ -1,0 +1,43 @@
+"""Exit codes of commands."""
+
+import sys
+from collections.abc import Callable
+
+import jax
+
+from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.config import (
+    EXIT_CONFIG,
+    EXIT_NO_CHECKPOINT,
+    ConfigError,
+    quiet_pipe,
+)
+from jaxdist.config.extras import MissingExtra
+from jaxdist.distributed.coordination import PeerFailed
+
+
+def print_error(line: str | None) -> None:
+    if line and jax.process_index() == 0:
+        print(line, file=sys.stderr)
+
+
+def exit_code(main: Callable[[], int]) -> int:
+    """Returns the exit code of a command's main; of a fault that has one, after a line
+    to say so.
+    """
+    return quiet_pipe(lambda: _code_of_fault(main))
+
+
+def _code_of_fault(main: Callable[[], int]) -> int:
+    try:
+        return main()
+    except (ConfigError, MissingExtra) as error:
+        for fault in getattr(error, "faults", (str(error),)):
+            print(f"error: {fault}", file=sys.stderr)
+        return EXIT_CONFIG
+    except CheckpointError as error:
+        print_error(f"error: {error}")
+        return EXIT_NO_CHECKPOINT
+    except PeerFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
