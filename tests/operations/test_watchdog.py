@@ -444,10 +444,15 @@ LOOKS_FOR_WATCHER = (
     + """
 import runpy, jax
 from pathlib import Path
-def look():
+def commands():
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
-    commands = [Path(f"/proc/{n}/cmdline").read_bytes() for n in children.split()]
-    os._exit(42 if any(b"watchdog_process" in command for command in commands) else 43)
+    return [Path(f"/proc/{n}/cmdline").read_bytes() for n in children.split()]
+def look():
+    for _ in range(100):  # a process just begun has no command line yet
+        if any(b"watchdog_process" in command for command in commands()):
+            os._exit(42)
+        time.sleep(0.05)
+    os._exit(43)
 jax.local_device_count = look
 runpy.run_module("jaxdist.train", run_name="__main__", alter_sys=True)
 """
@@ -504,11 +509,11 @@ COMMAND = (
     + """
 from jaxdist import every, train
 from jaxdist.distributed import initialize
-from jaxdist.trainer.exit_code import exit_code
+from jaxdist.trainer import exit_code
 from jaxdist.trainer.preemption import own_process
 AROUND
 with own_process():
-    raise SystemExit(exit_code(train.main))
+    raise SystemExit(exit_code.exit_code(train.main))
 """
 )
 
