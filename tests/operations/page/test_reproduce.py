@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -192,8 +193,9 @@ def test_a_run_says_what_repeats_it_and_that_has_its_losses(
     changes = TINY | {"train.steps": 6, "checkpoint.save_at_end": False}
     flags = [f"--config.{key}={str(value).lower()}" for key, value in changes.items()]
     folder = tmp_path / "first"
-    # as `python -m` has it
+    # as `python -m` has it, where no test before this one has begun a notebook
     monkeypatch.setattr("sys.argv", [str(provenance._PACKAGE / "train.py")])
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     assert train.main(["--config", "quickstart", "--workdir", str(folder), *flags]) == 0
     info = json.loads((folder / "run.json").read_text())
     assert info["hosts"] and info["num_chips"] == 1 and info["command"]["trains"]
