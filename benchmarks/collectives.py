@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ConfigError(
             f"--on={flags.on}: {target.num_devices} devices, here are {jax.device_count()}"
         )
-    shape, *_ = targets.validate_for(run, target)
+    shape = targets.validate_for(run, target).shape
     mesh, rows, fits = build_mesh(run.mesh), [], []
     say = print if printing else lambda *_: None
     say(f"{target.text}, {shape}")

@@ -25,10 +25,9 @@ import numpy as np
 
 from jaxdist.config import files
 from jaxdist.data import Dataset
-from jaxdist.parallel.mesh import build_mesh
 from jaxdist.parallel.precision import PrecisionConfig
 from jaxdist.step.evaluation import evaluate
-from jaxdist.trainer import batching, build, run_config, validation
+from jaxdist.trainer import batching, run_config, validation
 from jaxdist.trainer.run_config import RunConfig
 
 LAST = 50
@@ -65,8 +64,8 @@ def main() -> None:
 def train(run: RunConfig, dataset: Dataset) -> dict[str, Any]:
     """Returns what a run shows: its losses, and its loss scales if it has them."""
     device = jax.devices()[:1]
-    _, rules, spec = validation.validate(run, device)
-    built = build.build_step(run, spec, build_mesh(run.mesh, device), rules)
+    composition = validation.validate(run, device)
+    built = composition.build_step(device)
     state, losses, scales, skips = built.init(), [], [], 0
     for step in range(run.train.steps):
         state, metrics = built.step(

@@ -25,9 +25,8 @@ import numpy as np
 
 from jaxdist.config import files
 from jaxdist.data import Dataset
-from jaxdist.parallel.mesh import build_mesh
 from jaxdist.parallel.precision import PrecisionConfig
-from jaxdist.trainer import batching, build, run_config, validation
+from jaxdist.trainer import batching, run_config, validation
 from jaxdist.trainer.run_config import RunConfig
 
 STEPS, LAST = 150, 50
@@ -89,8 +88,8 @@ def train(
     there is none yet.
     """
     device = jax.devices()[:1]
-    _, rules, spec = validation.validate(run, device)
-    built = build.build_step(run, spec, build_mesh(run.mesh, device), rules)
+    composition = validation.validate(run, device)
+    built = composition.build_step(device)
     start = jax.device_get(built.init()) if start is None else start
     state, losses = jax.device_put(start, built.shardings), []
     for step in range(STEPS):

@@ -18,6 +18,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import measuring
 
@@ -108,8 +109,8 @@ def watched(folder: Path) -> Iterator[tuple[Ledger, Watchdog, RunMetrics]]:
     with (
         Watchdog(WatchdogConfig(), folder, enabled=True) as watch,
         Ledger() as ledger,
-        ledger.published(folder),
     ):
+        ledger.on_start(SimpleNamespace(folder=folder, num_chips=1))
         view = RunMetrics(ledger)
         with served(TelemetryConfig(), view) as port:
 

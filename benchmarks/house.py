@@ -524,7 +524,7 @@ class Choices(Part):
             old = before.get("refused")
             return found + unequal("refusal", old, after.get("refused"), "note")
         found += unequal("fits", before["fits"], after["fits"])
-        if before["overrides"] == after["overrides"]:
+        if set(before["overrides"]) == set(after["overrides"]):
             found += far("step_s", before["step_s"], after["step_s"], NEAR)
             found += far(
                 "peak bytes", before["peak_bytes"], after["peak_bytes"], BYTES_NEAR

@@ -683,12 +683,12 @@ finally:
         room="resume",
         function="Trainer._train_until_fault",
         old=(
-            "batching.train_loader(self.config, self.built.rules, self.shardings, "
-            "self.dataset, first)"
+            "batching.train_loader(self.run.composition, self.shardings, self.dataset, "
+            "first)"
         ),
         new=(
-            "batching.train_loader(self.config, self.built.rules, self.shardings, "
-            "self.dataset, max(first - 1, 0))"
+            "batching.train_loader(self.run.composition, self.shardings, self.dataset, "
+            "max(first - 1, 0))"
         ),
         tests=("library/test_fit.py::test_stop_and_go_on_from_every_form_of_data",),
     ),
@@ -696,8 +696,8 @@ finally:
         name="fingerprint_leaves_out_the_optimizer",
         room="resume",
         function="run_fingerprint",
-        old="HARMLESS",
-        new='(*HARMLESS, "optimizer.*")',
+        old="keys_that_may_change(run)",
+        new='[path for path in values if path.startswith("optimizer.")]',
         tests=(
             "trainer/test_run_config.py::test_the_fingerprint_sees_what_changes_losses",
         ),
@@ -854,8 +854,8 @@ finally:
         name="watchdog_limit_of_zero_is_now",
         room="watchdog",
         function="Watchdog.at",
-        old="(self._limit_s(phase) if limit_s is None else limit_s) or math.inf",
-        new="self._limit_s(phase) if limit_s is None else limit_s",
+        old="limit_s or math.inf",
+        new="limit_s",
         tests=("operations/test_watchdog.py::test_a_limit_of_zero_is_none",),
     ),
     Fault(
@@ -992,16 +992,16 @@ return total._replace(loss=total.loss._replace(count=sums.loss.count)), None
     Fault(
         name="keys_do_not_follow_the_step",
         room="step",
-        function="_build_inspect.inspect",
-        old="jax.random.fold_in(_key(config.seed, STEPS), state.step)",
-        new="_key(config.seed, STEPS)",
+        function="build_inspect.inspect",
+        old="jax.random.fold_in(key_of(config.seed, STEPS), state.step)",
+        new="key_of(config.seed, STEPS)",
         tests=("step/test_train_step.py::test_what_is_dropped_follows_the_step",),
     ),
     Fault(
         name="samples_change_parts",
         room="step",
         function="split",
-        module="gradients",
+        module="batch_parts",
         old="return jnp.moveaxis(rows, 1, 0)",
         new="return jnp.moveaxis(rows, 1, 0)[:: 1 if x.ndim == 2 else -1]",
         tests=("step/test_train_step.py::test_meshes_and_parts_change_nothing",),
@@ -1060,8 +1060,8 @@ return total._replace(loss=total.loss._replace(count=sums.loss.count)), None
         name="order_without_the_seed",
         room="data",
         function="Dataset.__init__",
-        old="order_key(seed, str(i))",
-        new="order_key(0, str(i))",
+        old="order_key(seed, str(number))",
+        new="order_key(0, str(number))",
         tests=(
             "data/test_dataset.py::test_batches_do_not_depend_on_processes_or_on_where_one_starts",
         ),
@@ -1107,8 +1107,8 @@ return total._replace(loss=total.loss._replace(count=sums.loss.count)), None
         name="held_out_documents_are_trained_on",
         room="data",
         function="split_all",
-        old="yield [(store, ~held), (store, held)]",
-        new="yield [(store, held | ~held), (store, held)]",
+        old="ChosenDocuments(store, ~held)",
+        new="ChosenDocuments(store, held | ~held)",
         tests=("data/test_dataset.py::test_train_and_validation_share_no_document",),
     ),
     # Products, attention, experts, the loss.
@@ -1249,11 +1249,11 @@ if normalise:
     ),
     Fault(
         name="flops_conventions_swapped",
-        room="telemetry",
-        function="transformer_flops_per_token",
-        old='causal if convention == "causal" else num_layers * sequence_length',
-        new='causal if convention == "full" else num_layers * sequence_length',
-        tests=("telemetry/test_flops.py::test_formula_by_hand",),
+        room="ops",
+        function="AttentionCost.fused_flops",
+        old='convention == "causal"',
+        new='convention == "full"',
+        tests=("telemetry/test_model_flops.py::test_the_config_s_hook_is_the_formula",),
     ),
     Fault(
         name="mfu_is_the_full_one",
@@ -1331,8 +1331,7 @@ full, causal = (None if peak is None else rate * flops / peak for flops in neede
     Fault(
         name="sequence_beyond_the_model_accepted",
         room="validation",
-        function="_faults",
-        module="validation",
+        function="component_faults",
         old="longest and longest < length",
         new="False",
         tests=(
@@ -1422,11 +1421,14 @@ full, causal = (None if peak is None else rate * flops / peak for flops in neede
         room="operations",
         function="Copier._expire",
         old=(
-            "folders.expired(good, newest=local[-1], keep_last=last, "
-            "keep_every=every, best=best)"
+            "folders.expired(good, newest=local[-1], "
+            "keep_last=self._store.config.keep_last, "
+            "keep_every=self._store.config.keep_every, best=self._store.best)"
         ),
         new=(
-            "folders.expired(good, newest=local[-1], keep_last=last, keep_every=every)"
+            "folders.expired(good, newest=local[-1], "
+            "keep_last=self._store.config.keep_last, "
+            "keep_every=self._store.config.keep_every)"
         ),
         tests=(
             "operations/test_copies.py::test_the_copy_of_the_best_step_stays_where_the_step_itself_is_gone",

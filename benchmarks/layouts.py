@@ -21,7 +21,8 @@ from jaxdist.optim.schedules import build_schedule
 from jaxdist.parallel.mesh import MeshConfig, build_mesh, resolve_mesh
 from jaxdist.parallel.sharding import build_rules
 from jaxdist.protocols.model_spec import describe
-from jaxdist.step.train_step import StepConfig, build_train_step
+from jaxdist.step.step_config import StepConfig
+from jaxdist.step.train_step import build_train_step
 
 MODEL = TransformerConfig(
     vocab_size=4096,

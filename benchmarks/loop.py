@@ -34,7 +34,7 @@ from jaxdist.config import ConfigError
 from jaxdist.hardware import chips
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.telemetry.metrics import MetricsWriter
-from jaxdist.trainer import model_flops, trainer
+from jaxdist.trainer import compose, model_flops, trainer
 from jaxdist.trainer import run_config as recipe
 
 ROWS_SKIPPED = 3  # the first rows still wait for threads and files
@@ -125,20 +125,19 @@ def with_files(
     )
     folder.mkdir(parents=True, exist_ok=True)
     tokens.astype(np.uint32).tofile(folder / "tokens.bin")
-    replace = dataclasses.replace
-    files = {"path": str(folder / "tokens.bin"), "cache_dir": str(folder / "cache")}
-    return replace(
-        run,
-        train=replace(
-            run.train,
-            steps=flags.steps,
-            log_every=flags.log_every,
-            eval_every=0,
-            sample_tokens=0,
-        ),
-        data=replace(run.data, source="bin", bin_dtype="uint32", **files),
-        checkpoint=replace(run.checkpoint, every_steps=0, save_at_end=False),
-    )
+    overrides = {
+        "train.steps": flags.steps,
+        "train.log_every": flags.log_every,
+        "train.eval_every": 0,
+        "train.sample_tokens": 0,
+        "data.source": "bin",
+        "data.bin_dtype": "uint32",
+        "data.path": str(folder / "tokens.bin"),
+        "data.cache_dir": str(folder / "cache"),
+        "checkpoint.every_steps": 0,
+        "checkpoint.save_at_end": False,
+    }
+    return compose.with_overrides(run, overrides)
 
 
 def bare_side(run: recipe.RunConfig) -> sides.Side:

@@ -50,7 +50,7 @@ from jaxdist.planner.calibration import Calibration
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.plan import make_plan
 from jaxdist.telemetry.units import GIB
-from jaxdist.trainer import batching, cli, exit_code, validation
+from jaxdist.trainer import cli, compose, exit_code, validation
 from jaxdist.trainer.run_config import RunConfig
 from step import Measured, take_turns, warm
 
@@ -118,9 +118,9 @@ def grown(run: RunConfig, axis: str, count: int) -> RunConfig:
         name: 1 if (size := getattr(run.mesh, name)) == -1 else size for name in AXES
     }
     others = math.prod(size for name, size in sizes.items() if name != axis)
-    return dataclasses.replace(
-        run, mesh=dataclasses.replace(run.mesh, **sizes | {axis: count // others})
-    )
+    sizes[axis] = count // others
+    overrides = {f"mesh.{name}": size for name, size in sizes.items()}
+    return compose.with_overrides(run, overrides)
 
 
 def settled(
@@ -425,7 +425,7 @@ def _record(
         },
         "axis": axis,
         "batch_of": "batch.global_size is that of the smallest count, in both modes",
-        "unit": batching.unit(run),
+        "unit": compose.unit(run),
         "measured": _STEP_ALONE,
         "emulated": EMULATED if on_cpu else None,
         "apart": flags.apart,

@@ -18,7 +18,7 @@ from jaxdist.parallel.mesh import resolve_mesh, slices_of
 from jaxdist.planner.plan import Plan
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.flops import hlo_flops
-from jaxdist.trainer import batching
+from jaxdist.trainer import compose
 from jaxdist.trainer.run_config import RunConfig
 from step import Measured
 
@@ -50,7 +50,7 @@ class Point:
 
     @property
     def tokens(self) -> int:
-        return self.run.batch.global_size * batching.targets_per_sample(self.run)
+        return self.run.batch.global_size * compose.targets_per_sample(self.run)
 
 
 def devices_text(count: int) -> str:

@@ -31,10 +31,10 @@ from jaxdist.config import ConfigError, files
 from jaxdist.distributed import initialize
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.models.transformer import Transformer, TransformerConfig
-from jaxdist.parallel.mesh import build_mesh, resolve_mesh, slices_of
+from jaxdist.parallel.mesh import resolve_mesh, slices_of
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import batching, build, validation
+from jaxdist.trainer import compose, validation
 from jaxdist.trainer import run_config as recipe
 
 LEARNING_RATE = 1e-3
@@ -226,7 +226,7 @@ def full_batch(run: recipe.RunConfig) -> dict[str, np.ndarray]:
         known |= {name: np.asarray(x) for name, x in tokens.items()}
         row = np.arange(run.batch.sequence_length, dtype=np.int32)
         known["positions"] = np.broadcast_to(row, known["tokens"].shape)
-    shapes = batching.batch_shapes(run, size)
+    shapes = compose.batch_shapes(run, size)
     random = np.random.default_rng(0)
 
     def made(x: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -267,8 +267,8 @@ def built(
       ConfigError: the run does not fit them; its data is not looked at.
     """
     devices = jax.devices() if devices is None else devices
-    _, rules, spec = validation.validate(run, devices, with_data=False)
-    return spec, build.build_step(run, spec, build_mesh(run.mesh, devices), rules)
+    composition = validation.validate(run, devices, with_data=False)
+    return composition.spec, composition.build_step(devices)
 
 
 def build_jaxdist(

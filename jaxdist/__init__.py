@@ -20,7 +20,7 @@ _EXPORTS = {
     "every": "jaxdist.trainer.callbacks",
     "fit": "jaxdist.library",
     "join": "jaxdist.trainer.preemption",
-    "load_run": "jaxdist.evaluation.trained_run",
+    "load_run": "jaxdist.evaluation.loading",
     "run": "jaxdist.library",
     "shard": "jaxdist.parallel.execution",
     "sized": "jaxdist.trainer.config_sizes",

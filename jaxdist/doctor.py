@@ -23,8 +23,9 @@ from jaxdist.distributed.network import network_faults
 from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.hardware.network import read_limits
+from jaxdist.parallel.formats.floats import NO_BFLOAT16, lacks_bfloat16
 from jaxdist.parallel.mesh import count_slices
-from jaxdist.parallel.precision import NO_BFLOAT16, lacks_bfloat16
+from jaxdist.parallel.precision import UNITS
 from jaxdist.planner.compiler import PACKAGES, version_faults, versions
 from jaxdist.telemetry.units import gib_text
 from jaxdist.trainer import exit_code
@@ -145,10 +146,13 @@ def mfu_meaning(device_kind: str, chip: chips.Chip | None) -> str:
         return (
             f"{chip.name}: no published bfloat16 peak, so mfu will be null in bfloat16"
         )
-    byte = chip.peak("float8") if chip.fp8_gains else None
-    other = (
-        f" ({byte / 1e12:g} where precision.matmul is in 8-bit floats)" if byte else ""
-    )
+    other = ""
+    for units in UNITS:
+        faster = chip.peak(units.peak)
+        if faster is not None and units.gain(chip):
+            other += (
+                f" ({faster / 1e12:g} where precision.matmul is in {units.numbers})"
+            )
     return (
         f"model FLOPs (causal attention, no recomputation) / (time x {peak / 1e12:g} TFLOP/s in "
         f"bfloat16{other} x devices); precisions without a published peak give null"

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from jaxdist.config import ConfigError, extras
-from jaxdist.data import arrays
-from jaxdist.evaluation import held_out_set, trained_run
+from jaxdist.data.sources import npz
+from jaxdist.evaluation import held_out_set, loading
 from jaxdist.evaluation.trained_run import Watch
 from jaxdist.trainer import exit_code, run_cli, workdir
 from jaxdist.trainer.held_out import HeldOut
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
             flags.workdir, named=flags.target, trust_code=flags.trust_code
         )
         held_out_set.check_stride(stored, flags.stride)
-    run = trained_run.load_run(**options)
+    run = loading.load_run(**options)
     watch = _show_progress() if jax.process_index() == 0 else None
     results: dict[str, Any]
     chosen: dict[str, Any]
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
             _as_table(metrics),
         )
     else:
-        data = arrays.read_file(flags.data, "--data") if flags.data else None
+        data = npz.read(flags.data, "--data")[0] if flags.data else None
         chosen = {"validation_tokens": flags.validation_tokens, "stride": flags.stride}
         held_out = run.evaluate(data, **chosen, watch=watch)
         results, text = (

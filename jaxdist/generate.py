@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxdist.config import ConfigError
-from jaxdist.evaluation import trained_run
+from jaxdist.evaluation import loading, trained_run
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.trainer import exit_code, run_cli
 
@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags = _parser().parse_args(arguments)
     prompts = _prompts(flags)
-    run = trained_run.load_run(**run_cli.run_options(flags))
+    run = loading.load_run(**run_cli.run_options(flags))
     sampling = SamplingConfig(flags.temperature, flags.top_k, flags.top_p)
     options = {"max_tokens": flags.max_tokens, "sampling": sampling, "seed": flags.seed}
     before = [{"role": "system", "content": flags.system}] if flags.system else []

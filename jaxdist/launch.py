@@ -27,7 +27,7 @@ _LEAST = {
     "min_processes": 1,
     "max_restarts": 0,
 }
-# may pass
+# faults of the machine, which may pass
 _OF_MACHINE = {
     errno.EAGAIN,
     errno.EIO,
@@ -39,8 +39,10 @@ _OF_MACHINE = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit code of the run, 78 if it cannot start, 70 if
-    not here and now.
+    """Runs the command.
+
+    Returns the exit code of the run, 78 if it cannot start, 70 if the machine's fault may
+    pass.
     """
     try:
         options = _options(list(sys.argv[1:] if argv is None else argv))
@@ -51,24 +53,23 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ConfigError(
                     "--capacity-file: with several agents the scheduler says how many there are"
                 )
-        # refuses what cannot be, before anything starts
+        # fails on devices that are not there, before anything starts
         for slot in range(options.processes):
             device_environment(
                 os.environ, slot, options.processes, options.devices_per_process
             )
         if options.preflight:
             preflight = dataclasses.replace(options, command=_PREFLIGHT, max_restarts=0)
-            if code := Supervisor(preflight, agents, say=_say).run():
+            code = Supervisor(preflight, agents, say=_say).run()
+            if code:
                 return code
         return Supervisor(options, agents, say=_say).run()
     except (ConfigError, OSError) as error:
         for fault in getattr(error, "faults", (str(error),)):
             print(f"error: {fault}", file=sys.stderr)
-        return (
-            config.EXIT_PEER_LOST
-            if getattr(error, "errno", None) in _OF_MACHINE
-            else config.EXIT_CONFIG
-        )
+        if getattr(error, "errno", None) in _OF_MACHINE:
+            return config.EXIT_PEER_LOST
+        return config.EXIT_CONFIG
 
 
 def _say(text: str) -> None:
@@ -77,19 +78,21 @@ def _say(text: str) -> None:
 
 
 def _options(argv: list[str]) -> SupervisorOptions:
-    """Returns what the arguments ask for.
+    """Parses the flags, and the command after `--`.
 
     Raises:
-      ConfigError: all that is wrong with them.
+      ConfigError: lists all that is wrong with them.
     """
-    end = argv.index("--") if "--" in argv else len(argv)
-    arguments, command = argv[:end], argv[end + 1 :]
-    flags = _parser().parse_args(arguments)
-    faults = [
-        f"--{name.replace('_', '-')} {value}: must be >= {least}"
-        for name, least in _LEAST.items()
-        if (value := getattr(flags, name)) is not None and value < least
-    ]
+    end = len(argv)
+    if "--" in argv:
+        end = argv.index("--")
+    command = argv[end + 1 :]
+    flags = _parser().parse_args(argv[:end])
+    faults = []
+    for name, least in _LEAST.items():
+        value = getattr(flags, name)
+        if value is not None and value < least:
+            faults.append(f"--{name.replace('_', '-')} {value}: must be >= {least}")
     if flags.min_processes is not None and flags.min_processes > flags.processes:
         faults.append(
             f"--min-processes {flags.min_processes}: must be <= --processes {flags.processes}"
@@ -98,7 +101,8 @@ def _options(argv: list[str]) -> SupervisorOptions:
         faults.append(
             f"--grace-seconds {flags.grace_s:g}: must be a finite number >= 0"
         )
-    if not 0 <= (minutes := getattr(flags, "grow_minutes", 0.0)) < float("inf"):
+    minutes = getattr(flags, "grow_minutes", 0.0)
+    if not 0 <= minutes < float("inf"):
         faults.append(f"--grow-minutes {minutes:g}: must be a finite number >= 0")
     if "grow_minutes" in flags and flags.capacity_file is None:
         faults.append(

@@ -45,17 +45,19 @@ from jaxdist.protocols.model_spec import describe
 from jaxdist.step.state import State
 from jaxdist.telemetry.display import print_safe
 from jaxdist.telemetry.metrics import MetricRows, read_rows
-from jaxdist.trainer import preemption, run_config, save_weights, trainer, user_model
-from jaxdist.trainer.callbacks import Callback
+from jaxdist.trainer import (
+    initial_weights,
+    preemption,
+    run_config,
+    save_weights,
+    trainer,
+    user_model,
+)
+from jaxdist.trainer.callbacks import Callback, TrainResult
 from jaxdist.trainer.core_callbacks import KeepBest, Loggers, Profile
 from jaxdist.trainer.held_out import HeldOut, held_out
-from jaxdist.trainer.restore import UserInputs
 from jaxdist.trainer.run_config import RunConfig
-from jaxdist.trainer.trainer import TrainResult
-from jaxdist.trainer.user_model import Model
-
-# What reads weights of other formats: their tables know jaxdist's own models alone.
-_OWN_MODELS_ONLY = ("init.from_huggingface", "lora.from_peft")
+from jaxdist.trainer.user_model import Model, UserInputs
 
 
 def run_callbacks(config: RunConfig, folder: Path) -> list[Callback]:
@@ -100,8 +102,8 @@ def run(
 
     Raises:
       ConfigError: the config is illegal; nothing was compiled.
-      trainer.TrainingStopped: losses stayed non-finite.
-      trainer.Interrupted: a signal ended it early.
+      TrainingStopped: losses stayed non-finite.
+      Interrupted: a signal ended it early.
     """
     folder = Path(folder)
     everyone = [*run_callbacks(config, folder), *callbacks]
@@ -159,8 +161,8 @@ def fit(
     Raises:
       ConfigError: what cannot be, before anything compiles: all faults, each with its
         cure.
-      trainer.TrainingStopped: losses stayed non-finite.
-      trainer.Preempted: a signal stopped it, not a Ctrl-C to one process; uncaught, a
+      TrainingStopped: losses stayed non-finite.
+      Preempted: a signal stopped it, not a Ctrl-C to one process; uncaught, a
         script ends with 75.
     """
     build, initial = user_model.builder(model)
@@ -205,7 +207,10 @@ def _fitted(
     """
     if outcome.stopped and preemption.PROCESS.must_leave:
         raise preemption.Preempted(outcome.stopped)
-    state, of = outcome.built.views.flat(outcome.state), outcome.config.train.steps
+    state, of = (
+        outcome.built.views.flat(outcome.state),
+        outcome.composition.config.train.steps,
+    )
     trained = state._replace(trainable=state.model_arrays[0], opt_state=None, ema=None)
     step, stopped = int(state.step), ""
     if outcome.stopped:
@@ -221,7 +226,12 @@ def _fitted(
     elif outcome.reason:
         stopped = f"stopped after step {step} of {of}: {outcome.reason}"
     return Fitted(
-        workdir, step, stopped, outcome._replace(state=trained), dataset, temporary
+        workdir,
+        step,
+        stopped,
+        dataclasses.replace(outcome, state=trained),
+        dataset,
+        temporary,
     )
 
 
@@ -247,7 +257,7 @@ class Fitted:
         """The module with its trained weights (their average, if one is kept), in
         evaluation mode.
         """
-        return self.outcome.spec.assemble(*self.outcome.state.model_arrays)
+        return self.outcome.composition.spec.assemble(*self.outcome.state.model_arrays)
 
     def generate(
         self,
@@ -264,10 +274,12 @@ class Fitted:
           ConfigError: it has none; as `decoding.TokenGenerator`.
         """
         outcome, sampling = self.outcome, sampling or SamplingConfig()
-        compute = outcome.config.precision.compute
-        generate = text_generator(outcome.spec, outcome.built, compute=compute)
+        compute = outcome.composition.config.precision.compute
+        generate = text_generator(
+            outcome.composition.spec, outcome.built, compute=compute
+        )
         if generate is None:
-            name = outcome.spec.model_class.__name__
+            name = outcome.composition.spec.model_class.__name__
             raise ConfigError(f"{name} has no init_cache and decode; use `model`")
         weights = outcome.state.model_arrays
         return generate(
@@ -286,7 +298,7 @@ class Fitted:
             whole batch.
         """
         config, built, state = (
-            self.outcome.config,
+            self.outcome.composition.config,
             self.outcome.built,
             self.outcome.state,
         )
@@ -310,15 +322,19 @@ class Fitted:
         Raises:
           ConfigError: something is there already.
         """
-        return save_weights.save(self.outcome.config, self.outcome.state, Path(folder))
+        return save_weights.save(
+            self.outcome.composition.config, self.outcome.state, Path(folder)
+        )
 
     def __repr__(self) -> str:
         losses = [row["loss"] for row in self.metrics.train]
         last = f", loss {losses[-1]:.4f}" if losses else ""
         step = f"step {self.step}"
         if self.stopped:
-            step = f"stopped after {step} of {self.outcome.config.train.steps}"
-        return f"Fitted({step}{last}, {self.outcome.spec.counts}, {str(self.folder)!r})"
+            step = (
+                f"stopped after {step} of {self.outcome.composition.config.train.steps}"
+            )
+        return f"Fitted({step}{last}, {self.outcome.composition.spec.counts}, {str(self.folder)!r})"
 
 
 def _optimizer_values(optimizer: Any) -> dict[str, Any]:
@@ -351,7 +367,13 @@ def _config(
     Raises:
       ConfigError: a setting that an argument makes, unknown keys, wrong types.
     """
-    foreign = [key for key in _OWN_MODELS_ONLY if settings.get(key)]
+    # Other formats than jaxdist's checkpoints are those of its own transformer.
+    own_format = {source.key for source in initial_weights.CORE_SOURCES}
+    foreign = [
+        key
+        for key in initial_weights.weight_keys()
+        if settings.get(key) and key not in own_format
+    ]
     if foreign:
         raise ConfigError(
             f"settings: {key} reads weights into jaxdist's own transformer. fit trains the model that you "

@@ -50,27 +50,32 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _names(workdirs: Sequence[str]) -> list[str]:
-    """Returns a name per workdir: the folder's, with as many parents as keep them
-    apart.
+    """Names each workdir by its folder, with as many parents as keep the names
+    distinct.
     """
-    parts = [Path(workdir).resolve().parts for workdir in workdirs]
-    depth, deepest = 1, max(map(len, parts))
-    while depth < deepest and len({each[-depth:] for each in parts}) < len(set(parts)):
-        depth += 1
-    return ["/".join(each[-depth:]) for each in parts]
+    paths = [Path(workdir).resolve().parts for workdir in workdirs]
+    for depth in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(path[-depth:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            break
+    return names
 
 
 def _file_name(runs: Sequence[summary.RunSummary]) -> str:
     if len(runs) == 1:
         return "report.html"
-    others = (
-        runs[-1].name.replace("/", "_") if len(runs) == 2 else f"{len(runs) - 1}_runs"
-    )
+    others = f"{len(runs) - 1}_runs"
+    if len(runs) == 2:
+        others = runs[-1].name.replace("/", "_")
     return f"report_vs_{others}.html"
 
 
 def _refuse_foreign(target: Path) -> None:
-    """Raises ConfigError if the target exists and is no page of ours."""
+    """Checks that the target can be written.
+
+    Raises:
+      ConfigError: it is a folder, or a file that is no page of ours.
+    """
     if target.is_dir():
         raise config.ConfigError(f"--out {target} is a folder; give the file to write")
     if not target.exists():

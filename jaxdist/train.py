@@ -33,7 +33,8 @@ from jaxdist.trainer import cli, elastic, exit_code, trainer
 from jaxdist.trainer.callbacks import Callback
 from jaxdist.trainer.core_callbacks import KeepBest, Loggers, Profile
 from jaxdist.trainer.default_workdir import default_workdir
-from jaxdist.trainer.preemption import own_process
+from jaxdist.trainer.loop import TrainingStopped
+from jaxdist.trainer.preemption import Interrupted, own_process
 from jaxdist.trainer.run_config import RunConfig
 
 
@@ -87,11 +88,11 @@ def main(arguments: list[str] | None = None) -> int:
                 callbacks=run_callbacks(ledger),
                 weight_sources=interop.WEIGHT_SOURCES,
             )
-    except trainer.Interrupted as interrupted:
+    except Interrupted as interrupted:
         with contextlib.suppress(OSError):  # of a terminal that was closed
             print(interrupted)
         return EXIT_PREEMPTED
-    except (trainer.TrainingStopped, SourceError) as error:
+    except (TrainingStopped, SourceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except jax.errors.JaxRuntimeError as error:

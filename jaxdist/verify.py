@@ -18,7 +18,7 @@ import jax
 from jaxdist import interop
 from jaxdist.config import ConfigError
 from jaxdist.hardware import flags as platform_flags
-from jaxdist.parallel.precision import RECIPES
+from jaxdist.parallel.precision import FORMATS, RECIPES
 from jaxdist.trainer import cli, exit_code
 from jaxdist.verification.comparison import summary
 from jaxdist.verification.runner import PRECISIONS, precisions_of, verify_layouts
@@ -53,7 +53,7 @@ def _parser() -> cli.ConfigParser:
     )
     parser.add_argument(
         "--precision",
-        choices=(*PRECISIONS, "both", "float16", *RECIPES),
+        choices=tuple(dict.fromkeys((*PRECISIONS, "both", *FORMATS, *RECIPES))),
         default="",
         help="default: both float32 and bfloat16 (float16 if the config sets it), and precision.matmul if "
         "the config sets it",

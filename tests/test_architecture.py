@@ -230,7 +230,7 @@ IMPORTERS_BY_NAME = {
     "__main__": "the module of a command",
     "config.extras": "a module of LATE_IMPORTS",
     "config.files": "the config file that --config names",
-    "data.sources": "a module of Python",
+    "data.sources.stdlib": "a module of Python",
     "models.registry": "the module that model.target names",
     "ops.experts.megablox": "a module of jax that a function hides",
 }

@@ -5,6 +5,7 @@ documents from elsewhere.
 import ast
 import functools
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +128,15 @@ def test_links_lead_somewhere(page):
         )
     ]
     assert not [link for link in links if not (page.parent / link).exists()]
+
+
+def test_the_page_of_config_keys_is_generated():
+    script = runpy.run_path(str(ROOT / "docs/generate.py"))
+    page = script["config_page"]()
+    assert "| `train.steps` | int >= 1 | `1000` | optimizer updates | yes |" in page
+    assert "| `seed` |" in page and page.count("| yes |") > 50
+    written = (ROOT / "docs/config-keys.md").read_text()
+    assert written.splitlines() == page.splitlines(), "run python docs/generate.py"
 
 
 def test_pages_and_messages_install_from_a_clone():

@@ -258,7 +258,7 @@ def test_the_other_snippets_of_the_page_run(tmp_path, monkeypatch):
         exec(compile(block, "docs/your-own-model.md", "exec"), names)
         if "get_config" in names:
             run = run_config.from_config(names["get_config"]())
-            made.append(validation.validate(run, jax.devices()[:1])[2])
+            made.append(validation.validate(run, jax.devices()[:1]).spec)
     ruled, frozen = made
     assert ruled.named_parameters()["hidden/kernel"][1] == ("d_model", "d_ff")
     assert set(frozen.named_frozen()) == {"first/kernel", "first/bias"}

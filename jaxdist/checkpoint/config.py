@@ -3,9 +3,14 @@
 import dataclasses
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
-from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt
+from jaxdist.config.annotations import (
+    Needs,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +32,7 @@ class CheckpointConfig:
     keep_every: NonNegativeInt = 0
     # NAME, or NAME:max, of an evaluation row: the best checkpoint is kept; e.g.
     # eval_loss; "" = none
-    keep_best: str = ""
+    keep_best: Annotated[str, Needs("jaxdist.trainer.best.KeepBest")] = ""
     save_at_end: bool = True  # also save after the last step
     asynchronous: bool = True  # write in the background while training goes on
     # seconds to wait for the save before, then this one is left out
@@ -38,7 +43,9 @@ class CheckpointConfig:
     folder: str = ""
     # a store that finished steps are copied to, as s3://bucket/run, and fetched from
     # where none is left here
-    copy_to: str = ""
+    copy_to: Annotated[
+        str, Needs("jaxdist.operations.copies.copying.CheckpointCopies")
+    ] = ""
     # seconds that a run's end waits for the copies
     copy_wait_s: NonNegativeFloat = 120.0
 

@@ -1,6 +1,4 @@
-"""Typed configuration without jax; here what commands report of bad input: ConfigError,
-exit codes.
-"""
+"""Configuration errors, exit codes, and what all commands share. No jax."""
 
 import argparse
 import contextlib
@@ -12,26 +10,24 @@ import sys
 import typing
 from collections.abc import Callable, Iterable
 
-EXIT_PEER_LOST = 70  # a peer failed: nothing wrong with this process
+EXIT_PEER_LOST = 70  # another process failed; this one did nothing wrong
 EXIT_PREEMPTED = 75  # a signal asked to stop; all is saved
 EXIT_HANG = 76  # killed by the watchdog
-EXIT_NO_CHECKPOINT = 77  # no usable checkpoint where one must be
-# what reads our output has gone (`| head`): as shells report a SIGPIPE
+EXIT_NO_CHECKPOINT = 77  # a checkpoint is required, and none can be used
+EXIT_CONFIG = 78  # a ConfigError; sysexits.h calls it EX_CONFIG
+# The reader of the output has gone (`| head`). Shells report a SIGPIPE so.
 EXIT_CLOSED_PIPE = 141
-EXIT_CONFIG = 78  # sysexits.h EX_CONFIG: commands exit with it on a ConfigError
 
 
 class ConfigError(ValueError):
-    """All faults of a configuration: one line each, with what is given, required, and
-    to change.
-    """
+    """The faults of a configuration: a line each, with value, rule and fix."""
 
     exit_code = EXIT_CONFIG
 
     def __init__(self, faults: str | Iterable[str]):
-        self.faults: tuple[str, ...] = (
-            (faults,) if isinstance(faults, str) else tuple(faults)
-        )
+        if isinstance(faults, str):
+            faults = [faults]
+        self.faults: tuple[str, ...] = tuple(faults)
         super().__init__(self.faults)
 
     def __str__(self) -> str:
@@ -39,41 +35,41 @@ class ConfigError(ValueError):
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Returns what a process ends with for an error that nobody caught."""
+    """Reads the exit code of a process that ends with an error."""
     code = getattr(error, "exit_code", 1)
-    # a user's class may mean something else by it
+    # A user's class may use the name for something else.
     return code if isinstance(code, int) else 1
 
 
 def quiet_pipe(main: Callable[[], int]) -> int:
-    """Returns the exit code of a command's main; EXIT_CLOSED_PIPE, without a word, if
-    its reader has gone.
+    """Runs a command's main and ends quietly if the reader of its output has gone.
 
-    Code that main returns stands, also where its last output was read by nobody.
+    Returns:
+      The exit code of main, or EXIT_CLOSED_PIPE if main could not write its output.
     """
     try:
         return main()
     except BrokenPipeError:
         if not any(map(_reader_has_gone, _outputs())):
-            raise  # of another pipe
+            raise  # another pipe is broken
         return EXIT_CLOSED_PIPE
     finally:
         for stream in _outputs():
             try:
                 stream.flush()
             except BrokenPipeError:
-                # Python would flush once more as it ends, and complain
+                # Python flushes once more when it ends, and would print an error.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _outputs() -> list[typing.TextIO]:
-    return [
-        stream for stream in (sys.stdout, sys.stderr) if stream and not stream.closed
-    ]
+    streams = (sys.stdout, sys.stderr)
+    return [stream for stream in streams if stream and not stream.closed]
 
 
 def _reader_has_gone(stream: typing.TextIO) -> bool:
-    with contextlib.suppress(OSError, ValueError):  # of a stream without a descriptor
+    # A stream without a descriptor raises these.
+    with contextlib.suppress(OSError, ValueError):
         poll = select.poll()
         poll.register(stream, 0)
         return any(
@@ -83,14 +79,10 @@ def _reader_has_gone(stream: typing.TextIO) -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """A command's parser; its errors are configuration errors, as those of all
-    commands.
-    """
+    """The parser of a command. Its errors are ConfigErrors."""
 
     def parse_known_args(self, args=None, namespace=None):
-        """Parses as argparse does; from here on a name that is not UTF-8 is printed
-        escaped.
-        """
+        """Parses as argparse does. Afterwards names that are not UTF-8 print escaped."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
@@ -101,8 +93,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def is_text(value: str) -> bool:
-    """Returns whether UTF-8 can write a text: what was read of bytes that are none has
-    lone surrogates.
+    """Tests whether UTF-8 can encode a text.
+
+    Python decodes bytes that are not UTF-8, such as names of files, to lone surrogates.
     """
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
@@ -112,22 +105,23 @@ def _initials(name: str) -> str:
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """Returns " Did you mean X?" for the choice nearest to `name`, or ""."""
-    choices, leaf = list(choices), name.rpartition(".")[2]
+    """Suggests the choice nearest to a name: " Did you mean X?", or ""."""
+    leaf = name.rpartition(".")[2]
     leaves = {choice: choice.rpartition(".")[2] for choice in choices}
-    # lr, wd
+    # `lr` and `wd` are initials.
     near = [
         choice
-        for choice, one in leaves.items()
-        if "_" in one and _initials(one) == leaf
+        for choice, word in leaves.items()
+        if "_" in word and _initials(word) == leaf
     ]
-    if not near:  # of `optimizer.wd` the group alone is like that of `optimizer.b2`
-        close = difflib.get_close_matches(name, choices, n=3, cutoff=0.6)
+    if not near:
+        # The leaves must be alike, too: `optimizer.wd` is not `optimizer.b2`.
         near = [
-            one
-            for one in close
-            if difflib.SequenceMatcher(None, leaf, leaves[one]).ratio() >= 0.4
+            choice
+            for choice in difflib.get_close_matches(name, leaves, n=3, cutoff=0.6)
+            if difflib.SequenceMatcher(None, leaf, leaves[choice]).ratio() >= 0.4
         ]
-    if not near:  # the right leaf under a wrong group: `lr.warmup_steps`, `global_size`
-        near = [choice for choice, one in leaves.items() if one == leaf]
+    if not near:
+        # The right leaf in a wrong group: `lr.warmup_steps`, `global_size`.
+        near = [choice for choice, word in leaves.items() if word == leaf]
     return f" Did you mean {near[0]}?" if near else ""

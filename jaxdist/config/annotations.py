@@ -1,8 +1,9 @@
-"""What a class says about its fields: annotations are types and ranges, trailing
-comments are docs.
+"""The facts of a config key, all stated at its field.
 
-A range is metadata of the annotation, in the words of `annotated-types`:
-`Annotated[int, Ge(1)]`.
+The annotation has the type, ranges and marks, and a comment has the meaning:
+`every: Annotated[int, Ge(1), Resume("harmless")] = 10  # steps between rows`. Ranges
+are those of `annotated-types`, marks are the classes of this file. A mark at a group
+holds for each key in it that has no mark of the same kind.
 """
 
 import ast
@@ -17,7 +18,8 @@ import textwrap
 import tokenize
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from annotated_types import (
@@ -39,8 +41,63 @@ NonNegativeFloat = Annotated[float, Ge(0)]
 Share = Annotated[float, Interval(ge=0, lt=1)]
 Seed = Annotated[int, Interval(ge=0, lt=2**63)]
 
-# A kind of limit -> its attribute, whether (value, limit) conform, and the limit in
-# words.
+
+# --- Marks ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A fact of a key beside its type, range and meaning."""
+
+
+@dataclass(frozen=True)
+class Resume(Mark):
+    """Whether a run may resume with another value. A key without this mark: refused.
+
+    `harmless`: another value leaves the losses up to the checkpoint as they are.
+    """
+
+    change: Literal["harmless", "refused"]
+
+
+@dataclass(frozen=True)
+class Searched(Mark):
+    """The search for a layout, `jaxdist plan --search`, tries values of the key."""
+
+
+@dataclass(frozen=True)
+class Needs(Mark):
+    """The key does nothing by itself: a run that sets it needs a callback."""
+
+    callback: str  # dotted path of the callback's class
+
+
+@dataclass(frozen=True)
+class NamesWeights(Mark):
+    """The key names a folder with initial weights. A `WeightSource` reads it."""
+
+
+@dataclass(frozen=True)
+class TrainingOnly(Mark):
+    """The value of a model changes its training, and none of its logits."""
+
+
+def split_marks(annotation: object) -> tuple[object, tuple[Mark, ...]]:
+    """Separates an annotation's marks from its type and ranges."""
+    if typing.get_origin(annotation) is not Annotated:
+        return annotation, ()
+    inner, *metadata = typing.get_args(annotation)
+    marks = tuple(entry for entry in metadata if isinstance(entry, Mark))
+    ranges = [entry for entry in metadata if not isinstance(entry, Mark)]
+    if not ranges:
+        return inner, marks
+    return Annotated[inner, *ranges], marks
+
+
+# --- Types and ranges -----------------------------------------------------------------
+
+# A kind of limit -> its attribute, the test of (value, limit), and words before the
+# limit.
 _LIMITS: dict[type, tuple[str, Callable[[Any, Any], bool], str]] = {
     Ge: ("ge", operator.ge, ">="),
     Gt: ("gt", operator.gt, ">"),
@@ -60,43 +117,42 @@ _TRUE = dict.fromkeys(("true", "1", "yes"), True)
 _WORDS = {**_TRUE, **dict.fromkeys(("false", "0", "no"), False), "none": None}
 
 
-# what `convert` and `parse` raise of a value that does not conform
+# The errors of `convert` and `parse` for a value that does not conform.
 MISMATCH = (ValueError, OverflowError)
 
 
 def describe(annotation: object) -> str:
-    """Returns an annotation in words: "tuple of int", "one of dots, none", "float > 0
-    or none".
+    """Describes an annotation in words.
+
+    For example "tuple of int", "one of dots, none" or "float > 0 or none".
     """
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    args = typing.get_args(annotation)
     if origin is Annotated:
         limits = [f"{words} {limit}" for _, words, limit in _limits(args[1:])]
         return f"{describe(args[0])} {' and '.join(limits)}".rstrip()
     if origin is Literal:
-        return "one of " * (len(args) > 1) + ", ".join(str(arg) for arg in args)
+        choices = ", ".join(str(arg) for arg in args)
+        return f"one of {choices}" if len(args) > 1 else choices
+    if origin is tuple and Ellipsis in args:
+        return f"tuple of {describe(args[0])}"
     if origin is tuple:
-        inner = [describe(arg) for arg in args if arg is not Ellipsis]
-        return (
-            f"tuple of {inner[0]}"
-            if Ellipsis in args
-            else f"tuple ({', '.join(inner)})"
-        )
+        return f"tuple ({', '.join(describe(arg) for arg in args)})"
     if origin in _UNIONS:
         return " or ".join(describe(arg) for arg in args)
     if annotation in (type(None), None):
         return "none"
-    return (
-        "true or false"
-        if annotation is bool
-        else getattr(annotation, "__name__", "any value")
-    )
+    if annotation is bool:
+        return "true or false"
+    return getattr(annotation, "__name__", "any value")
 
 
 def _limits(
     metadata: Iterable[object],
 ) -> Iterator[tuple[Callable[[Any, Any], bool], str, Any]]:
-    """Yields (whether a value conforms, words, limit); metadata of other packages is
-    left out.
+    """Yields the test, the words and the value of each limit.
+
+    Metadata of other packages is ignored.
     """
     for entry in metadata:
         if isinstance(entry, GroupedMetadata):  # Interval, Len
@@ -107,65 +163,78 @@ def _limits(
 
 
 def convert(value: Any, annotation: Any, *, check_range: bool = False) -> Any:
-    """Returns `value` as the annotation's type (int as float, list as tuple) or raises
-    MISMATCH.
+    """Converts a value to the type of an annotation: int to float, list to tuple.
 
-    Ranges are looked at last, so that a run reports them beside all other faults. A
-    number with a range is finite; where absence is allowed, the range is of what is
-    there.
+    A number with a range must be finite. `None` has no range.
+
+    Args:
+      check_range: also checks ranges. A run checks them later than types, so that it
+        reports them together with all other faults.
+
+    Raises:
+      MISMATCH: the value does not conform.
     """
     args = typing.get_args(annotation)
     kind = typing.get_origin(annotation) or annotation
     if kind is Annotated:
         value = convert(value, args[0], check_range=check_range)
-        if check_range and value is not None:
-            # nan differs from itself
-            finite = value == value and value not in (math.inf, -math.inf)
-            conforms = finite and all(
-                holds(value, limit) for holds, _, limit in _limits(args[1:])
-            )
-        else:
-            conforms = True
-    elif kind in _UNIONS:
+        if check_range and value is not None and not _in_range(value, args[1:]):
+            raise ValueError(f"out of range: {describe(annotation)}")
+        return value
+    if kind in _UNIONS:
         return _first(((value, arg) for arg in args), check_range)
-    elif kind is tuple and isinstance(value, (tuple, list)):
-        pairs = zip(value, _element_types(args, value), strict=True)
+    if kind is tuple and isinstance(value, (tuple, list)):
+        pairs = zip(value, _element_types(args, len(value)), strict=True)
         return tuple(convert(item, arg, check_range=check_range) for item, arg in pairs)
-    elif kind is Literal:
-        conforms = any(value == arg and type(value) is type(arg) for arg in args)
-    elif kind in (None, type(None)):
-        conforms = value is None
-    elif kind in _NUMBERS:  # bool is an int to Python, not to us
-        conforms = isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
-    else:
-        conforms = kind in (Any, object) or isinstance(value, kind)
-    if not conforms or kind is not float and is_too_large(value):
-        raise ValueError(f"it is no {describe(annotation)}")
+    too_large = kind is not float and is_too_large(value)
+    if too_large or not _has_type(value, kind, args):
+        raise ValueError(f"another type: {describe(annotation)}")
     return kind(value) if kind in _NUMBERS else value
 
 
+def _in_range(value: Any, metadata: tuple[object, ...]) -> bool:
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return all(holds(value, limit) for holds, _, limit in _limits(metadata))
+
+
+def _has_type(value: Any, kind: Any, args: tuple[object, ...]) -> bool:
+    if kind is Literal:
+        return any(value == arg and type(value) is type(arg) for arg in args)
+    if kind is None:
+        return value is None
+    if kind in _NUMBERS:  # Python's bool is an int
+        return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
+    return kind in (Any, object) or isinstance(value, kind)
+
+
 def is_too_large(value: object) -> bool:
-    """Returns whether a value is an integer that no array holds."""
+    """Tests whether a value is an integer that does not fit into 64 bits."""
     return isinstance(value, numbers.Integral) and not -(2**63) <= int(value) < 2**63
 
 
-def _element_types(args: tuple, value: Collection) -> tuple:
-    """Returns the annotation of each element of a tuple whose type has these
-    arguments.
-    """
-    variadic = not args or args[-1] is Ellipsis
-    return (args[0] if args else Any,) * len(value) if variadic else args
+def _element_types(args: tuple[Any, ...], length: int) -> tuple[Any, ...]:
+    """Lists the types of the elements of a tuple with these type arguments."""
+    if not args:
+        return (Any,) * length
+    if args[-1] is Ellipsis:
+        return (args[0],) * length
+    return args
 
 
 def parse(text: str, annotation: object) -> Any:
-    """Returns command-line text as the annotation's type, or raises MISMATCH."""
+    """Parses command-line text as the type of an annotation.
+
+    Raises:
+      MISMATCH: no reading of the text conforms.
+    """
     return _first((reading, annotation) for reading in _readings(text))
 
 
 def _first(
     candidates: Iterable[tuple[object, object]], check_range: bool = False
 ) -> Any:
-    """Returns the first (value, annotation) pair that converts."""
+    """Converts the first (value, annotation) pair that conforms."""
     for value, annotation in candidates:
         with contextlib.suppress(*MISMATCH):
             return convert(value, annotation, check_range=check_range)
@@ -173,17 +242,18 @@ def _first(
 
 
 def _readings(text: str) -> Iterator[object]:
-    """Yields what text may stand for, the most specific first; the field's type
-    chooses.
-    """
-    yield (value := literal(text))
+    """Yields the values that a text may stand for, the most specific first."""
+    value = literal(text)
+    yield value
     yield _WORDS.get(text.lower(), text)
     try:
         number = float(text)
-        yield int(number) if number.is_integer() else number  # "1e6" is a good int
-        yield number  # inf, nan
-    except (ValueError, OverflowError):
+    except ValueError:
         pass
+    else:
+        if number.is_integer():
+            yield int(number)  # "1e6" is an int
+        yield number
     yield text
     parts = [part.strip() for part in text.strip("()[] ").split(",") if part.strip()]
     yield (value,)
@@ -192,23 +262,26 @@ def _readings(text: str) -> Iterator[object]:
 
 
 def literal(text: str) -> object:
-    """Returns what a Python literal stands for; else the text."""
+    """Evaluates a text that is a Python literal. Another text stays as it is."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
-        # the last two of deep nesting
+        # Deep nesting raises the last two.
         return text
 
 
 @functools.cache
 def docs(source: Any) -> Mapping[str, str]:
-    """Returns `{name: comment}` of a class's fields, or of a function's parameters.
+    """Reads the comments of a class's fields, or of a function's parameters, by name.
 
-    The comment is the one that trails the field, else the comment lines right above it.
-    Without source code at hand (a REPL, a zip) the result is empty.
+    A comment on the line of the field counts, or else the comment lines right above.
+    The result is empty if there is no source code (a REPL, a zip).
     """
+    parts = [source]
+    if isinstance(source, type):
+        parts = list(reversed(source.__mro__[:-1]))
     documented: dict[str, str] = {}
-    for part in reversed(source.__mro__[:-1]) if isinstance(source, type) else [source]:
+    for part in parts:
         try:
             documented |= _comments(textwrap.dedent(inspect.getsource(part)))
         except (OSError, TypeError, SyntaxError):
@@ -218,7 +291,7 @@ def docs(source: Any) -> Mapping[str, str]:
 
 def _comments(source: str) -> dict[str, str]:
     words: dict[int, str] = {}  # line -> its comment
-    alone = set()  # lines that hold nothing else
+    alone = set()  # lines with nothing but a comment
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             line, column = token.start
@@ -226,7 +299,7 @@ def _comments(source: str) -> dict[str, str]:
             if not token.line[:column].strip():
                 alone.add(line)
     comments: dict[str, str] = {}
-    # breadth first: a field wins over a method's parameter
+    # Breadth first: a field comes before a method's parameter.
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.AnnAssign, ast.arg)):
             name = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)

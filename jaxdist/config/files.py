@@ -1,6 +1,4 @@
-"""Config files and command-line overrides: found, executed, applied, and listed for
---help.
-"""
+"""Config files, overrides of the command line, and the list of keys for --help."""
 
 import contextlib
 import dataclasses
@@ -31,27 +29,40 @@ from jaxdist.config.schema import (
 
 
 def packaged_folders() -> tuple[Path, ...]:
-    """Returns where packaged configs lie: `jaxdist/_configs` (wheel), or a checkout's
-    `configs`.
+    """Finds the folder of packaged configs; empty if there is none.
+
+    It is `jaxdist/_configs` in a wheel, and `configs` in a checkout.
     """
     package = Path(__file__).resolve().parent.parent
-    shipped, checkout = package / "_configs", package.parent / "configs"
+    shipped = package / "_configs"
     if shipped.is_dir():
         return (shipped,)
-    return (checkout,) if (package.parent / "pyproject.toml").is_file() else ()
+    if (package.parent / "pyproject.toml").is_file():
+        return (package.parent / "configs",)
+    return ()
+
+
+def packaged_configs(folders: Sequence[Path]) -> dict[str, Path]:
+    """Lists packaged configs by name."""
+    return {
+        file.stem: file
+        for folder in folders
+        for file in sorted(folder.glob("[a-z]*.py"))
+    }
 
 
 def load(spec: str, *, folders: Sequence[Path]) -> ConfigDict:
-    """Returns the locked ConfigDict of `NAME`, `PATH.py`, `NAME:ARGUMENT` or
-    `PATH.py:ARGUMENT`.
+    """Loads the config that `NAME`, `PATH.py` or either with `:ARGUMENT` names.
 
-    A path wins, then a packaged name (`-` and `_` are equal). The file's
-    `get_config(argument)` is executed: config files are the user's own Python. It may
-    return a dataclass instance instead.
+    Executes the file's `get_config(argument)`: config files are the user's own Python.
+    It may also return a dataclass instance. A path comes before a packaged name; in
+    names `-` equals `_`.
+
+    Returns:
+      A locked ConfigDict.
 
     Raises:
-      ConfigError: no such config (with the nearest name), or the file fails (with file
-        and line).
+      ConfigError: there is no such config, or the file fails.
     """
     path, argument = _find(spec, folders)
     module = _execute(path)
@@ -77,28 +88,23 @@ def load(spec: str, *, folders: Sequence[Path]) -> ConfigDict:
 
 
 def _find(spec: str, folders: Sequence[Path]) -> tuple[Path, str | None]:
-    name, colon, argument = spec.partition(":")
-    chosen = argument if colon else None
-    if os.path.isfile(name):  # false for what is too long for a path, too
+    """Finds the file of a config, and the argument for it."""
+    name, colon, text = spec.partition(":")
+    argument = text if colon else None
+    if os.path.isfile(name):  # false for a name that is too long for a path, too
         if Path(name).suffix != ".py":
             raise ConfigError(
                 f"--config={spec}: must be a .py or .json file, or a packaged name."
             )
-        return Path(name).resolve(), chosen
-    packaged = {
-        file.stem: file
-        for folder in folders
-        for file in sorted(folder.glob("[a-z]*.py"))
-    }
+        return Path(name).resolve(), argument
+    packaged = packaged_configs(folders)
     stem = name.removesuffix(".py").replace("-", "_")
     if stem in packaged:
-        return packaged[stem], chosen
+        return packaged[stem], argument
     if os.path.isdir(name):
-        inside = (
-            "its config.json"
-            if (Path(name) / "config.json").is_file()
-            else "a .py or .json file"
-        )
+        inside = "a .py or .json file"
+        if (Path(name) / "config.json").is_file():
+            inside = "its config.json"
         raise ConfigError(f"--config={spec}: is a folder; give {inside}.")
     if "/" in name or name.endswith((".py", ".json")):
         raise ConfigError(f"--config={spec}: no such file: {Path(name).resolve()}.")
@@ -113,7 +119,7 @@ def _execute(path: Path) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(f"_jaxdist_config_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and inspect look their module up here
+    sys.modules[spec.name] = module  # where dataclasses and inspect look it up
     with _faults_of(path):
         spec.loader.exec_module(module)
     return module
@@ -128,42 +134,44 @@ def _faults_of(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if frame.filename == str(path)]
-        line = own[-1].lineno if own else getattr(error, "lineno", 1)
-        if own and (key := _unknown_key(frames, error)):
-            raise ConfigError(f"{path}:{line}: {own[-1].line}: {key}") from error
+        in_file = [frame for frame in frames if frame.filename == str(path)]
+        line = in_file[-1].lineno if in_file else getattr(error, "lineno", 1)
+        unknown_key = _unknown_key(frames, error)
+        if in_file and unknown_key:
+            text = f"{path}:{line}: {in_file[-1].line}: {unknown_key}"
+            raise ConfigError(text) from error
         words = " ".join(str(error).split())
         raise ConfigError(f"{path}:{line}: {type(error).__name__}: {words}") from error
 
 
 def _unknown_key(frames: Sequence[traceback.FrameSummary], error: Exception) -> str:
-    """Returns what is wrong with a key that a ConfigDict has not, "" of
-    another error.
-    """
-    if (
-        not isinstance(error, AttributeError | KeyError)
-        or "ml_collections" not in frames[-1].filename
-    ):
+    """Formats the error of a ConfigDict without a key; "" for another error."""
+    if not isinstance(error, AttributeError | KeyError) or not error.args:
         return ""
-    # a KeyError's own text is the repr of its words
-    words = str(error.args[0]) if error.args else ""
+    if "ml_collections" not in frames[-1].filename:
+        return ""
+    words = str(error.args[0])  # str(error) is a repr for a KeyError
     missing = re.match(r"""\W*(?:Key "([^"]+)" does not exist|(\w+))\b""", words)
     if missing is None:
         return ""
     near = re.search(r'Did you mean "([^"]+)"', words)
-    hint = (
-        f"Did you mean {near[1]}?" if near else "--config NAME --help lists all fields."
-    )
+    hint = "--config NAME --help lists all fields."
+    if near:
+        hint = f"Did you mean {near[1]}?"
     return f"no such field {missing[1] or missing[2]!r}. {hint}"
 
 
 def apply_overrides(
     config: ConfigDict, overrides: Mapping[str, str], schema: Schema
 ) -> None:
-    """Sets `--config.path=text` values in place, parsed by the schema's types.
+    """Sets the values of `--config.path=text` in a config.
+
+    Args:
+      config: is changed, unless there is a fault.
+      overrides: texts by path. The schema's types parse them.
 
     Raises:
-      ConfigError: with the faults of all overrides; then nothing is changed.
+      ConfigError: the faults of all overrides.
     """
     faults: list[str] = []
     values: dict[str, Any] = {}
@@ -190,44 +198,48 @@ def apply_overrides(
 def help_text(
     config: Mapping | ConfigDict, schema: Schema, *, words: str = "", width: int = 80
 ) -> str:
-    """Returns each field as `--config.path  type  = the config's value  meaning`,
-    wrapped.
+    """Lists fields as `--config.path  type  = the config's value  meaning`.
 
     Args:
-      words: only the fields whose path or meaning has this text; "" = all.
-      width: characters of a line at most.
+      words: only fields with this text in their path or meaning; "" = all.
+      width: the longest line in characters.
 
     Raises:
       ConfigError: no field has the text.
     """
-    chosen = _fields_with(words, schema)
-    values, lines = flatten(config), []
+    values = flatten(config)
+    indent = " " * 6
     fold = functools.partial(
-        textwrap.wrap, width=width, subsequent_indent=" " * 6, break_on_hyphens=False
+        textwrap.wrap, width=width, subsequent_indent=indent, break_on_hyphens=False
     )
-    for path, field in chosen.items():
+    lines = []
+    for path, field in _fields_with(words, schema).items():
         value = values.get(path, field.default)
         shown = "(required)" if value is MISSING else repr(value)
         head = f"--config.{path}  {annotations.describe(field.type)}  = {shown}"
-        whole = f"{head}  {field.doc}".rstrip()
-        one_line = len(whole) <= width
-        lines += (
-            [whole]
-            if one_line
-            else [*fold(head), *fold(field.doc, initial_indent=" " * 6)]
-        )
+        meaning = field.doc
+        if field.may_change_on_resume:
+            meaning = f"{meaning} (may change on resume)".lstrip()
+        whole = f"{head}  {meaning}".rstrip()
+        if len(whole) <= width:
+            lines.append(whole)
+        else:
+            lines += fold(head)
+            lines += fold(meaning, initial_indent=indent)
     return "\n".join(lines)
 
 
 def _fields_with(words: str, schema: Schema) -> Schema:
-    """Returns the fields whose path has a text; if there are none, those whose meaning
-    has it.
+    """Finds the fields with a text in their path, or else in their meaning.
+
+    Raises:
+      ConfigError: no field has it.
     """
     text = words.lower().removeprefix("--").removeprefix("config.")
-    by_path = {path: field for path, field in schema.items() if text in path.lower()}
-    if found := by_path or {
-        path: field for path, field in schema.items() if text in field.doc.lower()
-    }:
+    found = {path: field for path, field in schema.items() if text in path.lower()}
+    if not found:
+        found = {p: field for p, field in schema.items() if text in field.doc.lower()}
+    if found:
         return found
     names = {part for path in schema for part in (path, *path.split("."))}
     raise ConfigError(

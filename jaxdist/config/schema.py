@@ -1,55 +1,73 @@
 """Typed configuration: frozen dataclasses <-> ConfigDict, diff, fingerprint.
 
 A component declares its options as a frozen dataclass. A field has one default, its
-annotation says type and range, and a trailing comment meaning and unit. The dataclass
-is the schema; ConfigDict is only the form that config files and the command line edit.
-Nothing here imports jax.
+annotation has the type, ranges and marks, and a comment has the meaning and unit. The
+dataclass is the schema; config files and the command line edit a ConfigDict. Nothing
+here imports jax.
 """
 
 import dataclasses
-import fnmatch
 import functools
 import hashlib
 import inspect
 import json
 import math
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from ml_collections import ConfigDict
 
 from jaxdist.config import ConfigError, annotations, suggest
+from jaxdist.config.annotations import Mark
 
 MISSING = dataclasses.MISSING
 
 _T = TypeVar("_T")
+_M = TypeVar("_M", bound=Mark)
+_Kind = type[_M]
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One leaf option: its dotted path, type annotation, default (or MISSING) and
-    meaning.
-    """
+    """A key: an option that is no group."""
 
-    path: str
-    type: object
-    default: object
-    meaning: Any  # text, or the class or function whose source has it
+    path: str  # dotted
+    type: object  # the annotation without marks
+    default: object  # or MISSING
+    meaning: Any  # text, or the class or function whose source has the comment
+    marks: tuple[Mark, ...] = ()  # the key's own, then those of its groups
 
     @property
     def doc(self) -> str:
-        """Returns what the option means: sources are read only when help or an error
-        asks.
-        """
+        """The meaning of the key. Reads sources, so only help and errors ask for it."""
         if isinstance(self.meaning, str):
             return self.meaning
         return annotations.docs(self.meaning).get(self.path.rpartition(".")[2], "")
 
+    def mark(self, kind: _Kind[_M]) -> _M | None:
+        """Finds the mark of a kind: the key's own, or that of the nearest group."""
+        return next((mark for mark in self.marks if isinstance(mark, kind)), None)
+
+    @property
+    def may_change_on_resume(self) -> bool:
+        resume = self.mark(annotations.Resume)
+        return resume is not None and resume.change == "harmless"
+
+    @property
+    def searched(self) -> bool:
+        return self.mark(annotations.Searched) is not None
+
+    @property
+    def callback(self) -> str:
+        """The callback that the key needs; "" if it needs none."""
+        needs = self.mark(annotations.Needs)
+        return "" if needs is None else needs.callback
+
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One difference between two configurations; MISSING stands for an absent key."""
+    """A difference between two configurations. An absent key has the value MISSING."""
 
     path: str
     old: object
@@ -59,7 +77,7 @@ class Change:
         return self.text(" -> ")
 
     def text(self, between: str) -> str:
-        """Returns the path, and what was and is there with a word or sign between."""
+        """Formats the path and both values, with a word or sign between these."""
         values = ("(absent)" if v is MISSING else repr(v) for v in (self.old, self.new))
         return f"{self.path}: {between.join(values)}"
 
@@ -71,39 +89,60 @@ Schema = dict[str, Field]
 
 
 def schema_of(cls: type, prefix: str = "") -> Schema:
-    """Returns the leaves of a component: `{dotted path: Field}`, in source order.
+    """Lists the keys of a component by dotted path, in source order.
 
-    `cls` is a frozen dataclass (nested dataclasses become groups), or any other class,
-    whose options are the parameters of `__init__` except `rngs` that are annotated, or
-    whose default says the type; a default that is no plain value (a function) cannot be
-    changed. A dataclass field annotated as a Mapping is an open group: it has no leaves
-    here, its owner adds them.
+    A field of a dataclass that is annotated as a Mapping is an open group. Its keys are
+    not listed: the owner of the group adds them.
+
+    Args:
+      cls: a frozen dataclass, whose nested dataclasses are groups. Or any other class:
+        its keys are the parameters of `__init__`, except `rngs`, that have an
+        annotation or a default. Parameters with defaults other than plain values
+        (functions, dtypes) cannot be set.
+      prefix: starts all paths; "" or a group with a dot.
     """
     if dataclasses.is_dataclass(cls):
-        fields = _dataclass_fields(cls, prefix, MISSING)
+        fields = _dataclass_fields(cls, prefix)
         return {field.path: field for field in fields if not _is_open_group(field.type)}
     return {field.path: field for field in _parameter_fields(cls, prefix)}
 
 
 @functools.cache
-def _hints(source: Any) -> Mapping[str, Any]:
-    return typing.get_type_hints(source, include_extras=True)
+def _hints(source: Any) -> Mapping[str, tuple[Any, tuple[Mark, ...]]]:
+    """Reads the annotations of a class or function: `{name: (type, marks)}`."""
+    hints = typing.get_type_hints(source, include_extras=True)
+    return {name: annotations.split_marks(hint) for name, hint in hints.items()}
 
 
-def _dataclass_fields(cls: Any, prefix: str, instance: object) -> Iterator[Field]:
-    """Yields leaves and open groups; an owner's default `instance` of a group beats the
-    group's own.
+def _dataclass_fields(
+    cls: Any,
+    prefix: str,
+    group_default: object = MISSING,
+    group_marks: tuple[Mark, ...] = (),
+) -> Iterator[Field]:
+    """Yields the leaves and open groups of a dataclass.
+
+    Args:
+      group_default: the default that the owner gives the whole group. Its values
+        replace the group's own defaults.
+      group_marks: the marks of the groups around.
     """
     hints = _hints(cls)
     for item in dataclasses.fields(cls):
-        path, annotation = prefix + item.name, hints[item.name]
-        default = (
-            _default(item) if instance is MISSING else getattr(instance, item.name)
-        )
-        if dataclasses.is_dataclass(annotation):
-            yield from _dataclass_fields(annotation, path + ".", default)
+        path = prefix + item.name
+        annotation, own_marks = hints[item.name]
+        marks = (*own_marks, *group_marks)
+        if group_default is MISSING:
+            default = _default(item)
         else:
-            yield Field(path, annotation, default, cls)
+            default = getattr(group_default, item.name)
+        if dataclasses.is_dataclass(annotation):
+            yield from _dataclass_fields(annotation, path + ".", default, marks)
+        else:
+            yield Field(path, annotation, default, cls, marks)
+
+
+_VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def _parameter_fields(cls: type, prefix: str) -> Iterator[Field]:
@@ -115,31 +154,28 @@ def _parameter_fields(cls: type, prefix: str) -> Iterator[Field]:
             f"{cls.__name__}.__init__: its annotations cannot be read: {error}"
         ) from error
     for name, parameter in inspect.signature(init).parameters.items():
+        if name in ("self", "rngs") or parameter.kind in _VARIADIC:
+            continue
         default = MISSING if parameter.default is parameter.empty else parameter.default
-        known = hints.get(
-            name, MISSING if default in (None, MISSING) else type(default)
-        )
-        variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        if (
-            name in ("self", "rngs")
-            or variadic
-            or not (default is MISSING or _is_plain(default))
-        ):
-            continue  # what no config can hold (a function, a dtype) keeps its default
-        if known is not MISSING:
-            yield Field(prefix + name, known, default, init)
+        if default is not MISSING and not _is_plain(default):
+            continue
+        if name in hints:
+            annotation, marks = hints[name]
+            yield Field(prefix + name, annotation, default, init, marks)
+        elif default is not None and default is not MISSING:
+            yield Field(prefix + name, type(default), default, init)
 
 
 def _is_plain(value: object) -> bool:
     if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
+        return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _default(item: dataclasses.Field) -> object:
-    return (
-        item.default_factory() if item.default_factory is not MISSING else item.default
-    )
+    if item.default_factory is not MISSING:
+        return item.default_factory()
+    return item.default
 
 
 def _is_open_group(annotation: object) -> bool:
@@ -151,7 +187,7 @@ def _is_open_group(annotation: object) -> bool:
 
 
 def parse_value(text: str, field: Field) -> Any:
-    """Returns the text of `--config.path=text` as the field's type.
+    """Parses the text of `--config.path=text` as the field's type.
 
     Tuples are written `1,2` or `(1, 2)`; booleans true/false/1/0/yes/no; absence
     `none`.
@@ -166,20 +202,29 @@ def parse_value(text: str, field: Field) -> Any:
 
 
 def _wrong(field: Field, value: object, more: str = "") -> str:
-    choices = [arg for arg in typing.get_args(field.type) if isinstance(arg, str)]
-    hint = suggest(value, choices) if isinstance(value, str) else ""
-    plain = isinstance(field.type, type)  # "int" says enough
-    meaning = "" if plain or hint or not field.doc else f" Meaning: {field.doc}."
-    number = annotations.literal(value) if isinstance(value, str) else value
-    required = annotations.describe(field.type)
-    more += " of 64 bits" * ("int" in required and annotations.is_too_large(number))
-    return (
-        f"{field.path}: got {_shown(value)}, required {required}{more}.{hint}{meaning}"
-    )
+    """Formats the fault of a value that has not its field's type or range.
+
+    Args:
+      more: a part of the rule that the annotation does not state.
+    """
+    required = annotations.describe(field.type) + more
+    hint = ""
+    number = value
+    if isinstance(value, str):
+        choices = [arg for arg in typing.get_args(field.type) if isinstance(arg, str)]
+        hint = suggest(value, choices)
+        number = annotations.literal(value)
+    if "int" in required and annotations.is_too_large(number):
+        required += " of 64 bits"
+    meaning = ""
+    is_plain_type = isinstance(field.type, type)  # such as int: the rule is enough
+    if not is_plain_type and not hint and field.doc:
+        meaning = f" Meaning: {field.doc}."
+    return f"{field.path}: got {_shown(value)}, required {required}.{hint}{meaning}"
 
 
 def _shown(value: object) -> str:
-    """Returns a value for a message, cut off where it is long."""
+    """Formats a value for a message and shortens a long one."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python writes
@@ -188,11 +233,10 @@ def _shown(value: object) -> str:
 
 
 def faults(config: Any, prefix: str = "") -> list[str]:
-    """Returns all that is wrong with a dataclass and the dataclasses in it, one line
-    each.
+    """Lists the faults of a dataclass and of the dataclasses in it, a line each.
 
-    That is the values outside their field's type or range, and what the method `faults`
-    of a dataclass says, if it has one: the rules between its values.
+    Checks types and ranges, and the rules between values: those are in the method
+    `faults` of a dataclass that has some.
     """
     values = {prefix + path: value for path, value in flatten(_to_dict(config)).items()}
     return [
@@ -202,39 +246,45 @@ def faults(config: Any, prefix: str = "") -> list[str]:
 
 
 def range_faults(values: Mapping[str, Any], schema: Schema) -> Iterator[str]:
-    """Yields one line per value, by dotted path, that has not its field's type or
-    range.
+    """Yields a line for each value that has not its field's type or range.
+
+    Args:
+      values: by dotted path.
     """
-    for field in [field for path, field in schema.items() if path in values]:
-        value = values[field.path]
+    for path, field in schema.items():
+        if path not in values:
+            continue
+        value = values[path]
         try:
             annotations.convert(value, field.type, check_range=True)
         except annotations.MISMATCH:
             infinite = isinstance(value, float) and not math.isfinite(value)
-            yield _wrong(field, value, ", finite" * infinite)
+            yield _wrong(field, value, ", finite" if infinite else "")
 
 
 def _rule_faults(config: Any) -> Iterator[str]:
     for item in dataclasses.fields(config):
-        if dataclasses.is_dataclass(value := getattr(config, item.name)):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
             yield from _rule_faults(value)
     if hasattr(config, "faults"):
         yield from config.faults()
 
 
 def unknown_field(path: str, schema: Iterable[str]) -> str:
+    """Formats the fault of a path that is no key, with the keys that may be meant."""
     schema = list(schema)
     inside = [name for name in schema if name.startswith(path + ".")]
     if inside:
         return f"{path}: is a group. Set one of its fields: {', '.join(inside[:8])}."
-    group = path.rpartition(".")[0]
-    beside = [name for name in schema if group and name.rpartition(".")[0] == group]
-    listed = f" There are {', '.join(beside)}." if 0 < len(beside) <= 8 else ""
-    hint = (
-        suggest(path, schema)
-        or listed
-        or " --help with this --config lists all fields."
-    )
+    hint = suggest(path, schema)
+    if not hint:
+        group = path.rpartition(".")[0]
+        beside = [name for name in schema if group and name.rpartition(".")[0] == group]
+        if 0 < len(beside) <= 8:
+            hint = f" There are {', '.join(beside)}."
+        else:
+            hint = " --help with this --config lists all fields."
     return f"{path}: no such field.{hint}"
 
 
@@ -242,9 +292,7 @@ def unknown_field(path: str, schema: Iterable[str]) -> str:
 
 
 def to_config_dict(instance: object) -> ConfigDict:
-    """Returns a dataclass instance as a nested, locked ConfigDict; tuples stay
-    tuples.
-    """
+    """Converts a dataclass instance to a nested, locked ConfigDict."""
     return ConfigDict(_to_dict(instance)).lock()
 
 
@@ -259,13 +307,13 @@ def _to_dict(value: Any) -> Any:
 
 
 def resolve(config: Mapping | ConfigDict, schema: Schema) -> dict[str, Any]:
-    """Returns `{path: value}` for every field of the schema, checked and converted to
-    its type.
+    """Makes `{path: value}` for each key of the schema, converted to its type.
 
     Raises:
-      ConfigError: with every unknown path, wrong type and missing required field.
+      ConfigError: every unknown path, wrong type and missing key without a default.
     """
-    settings, values = flatten(config), {}
+    settings = flatten(config)
+    values = {}
     faults = [unknown_field(path, schema) for path in settings if path not in schema]
     for path, field in schema.items():
         value = settings.get(path, field.default)
@@ -284,8 +332,7 @@ def resolve(config: Mapping | ConfigDict, schema: Schema) -> dict[str, Any]:
 
 
 def from_config_dict(cls: type[_T], config: Mapping | ConfigDict) -> _T:
-    """Returns the dataclass that a configuration describes; absent fields take their
-    defaults.
+    """Makes the dataclass that a configuration describes. Absent keys take defaults.
 
     A ValueError of a `__post_init__` counts as a fault of its group.
 
@@ -293,14 +340,19 @@ def from_config_dict(cls: type[_T], config: Mapping | ConfigDict) -> _T:
       ConfigError: with all faults at once.
     """
     settings = flatten(config)
-    fields = _dataclass_fields(cls, "", MISSING)
-    groups = tuple(field.path + "." for field in fields if _is_open_group(field.type))
+    open_groups = tuple(
+        f"{field.path}."
+        for field in _dataclass_fields(cls, "")
+        if _is_open_group(field.type)
+    )
     closed = {
-        path: value for path, value in settings.items() if not path.startswith(groups)
+        path: value
+        for path, value in settings.items()
+        if not path.startswith(open_groups)
     }
-    values = resolve(closed, schema_of(cls))
+    values = unflatten(settings | resolve(closed, schema_of(cls)))
     faults: list[str] = []
-    instance = _build(cls, unflatten(settings | values), "", faults)
+    instance = _build(cls, values, "", faults)
     if faults:
         raise ConfigError(faults)
     return typing.cast(_T, instance)
@@ -309,19 +361,20 @@ def from_config_dict(cls: type[_T], config: Mapping | ConfigDict) -> _T:
 def _build(
     cls: Any, values: Mapping[str, Any], prefix: str, faults: list[str]
 ) -> object:
-    arguments, before = {}, len(faults)
+    """Makes a dataclass and those in it, or None after adding to `faults`."""
+    known_faults = len(faults)
+    arguments = {}
     for item in dataclasses.fields(cls):
-        group = _hints(cls)[item.name]
+        group, _ = _hints(cls)[item.name]
         if dataclasses.is_dataclass(group):
             inside = values.get(item.name, {})
-            arguments[item.name] = _build(
-                group, inside, f"{prefix}{item.name}.", faults
-            )
-        else:  # without a value: an open group
-            arguments[item.name] = (
-                values[item.name] if item.name in values else _default(item)
-            )
-    if len(faults) > before:
+            inner_prefix = f"{prefix}{item.name}."
+            arguments[item.name] = _build(group, inside, inner_prefix, faults)
+        elif item.name in values:
+            arguments[item.name] = values[item.name]
+        else:  # an open group without values
+            arguments[item.name] = _default(item)
+    if len(faults) > known_faults:
         return None
     try:
         return cls(**arguments)
@@ -336,9 +389,7 @@ def _build(
 
 
 def flatten(config: Mapping | ConfigDict) -> dict[str, Any]:
-    """Returns `{dotted path: leaf}`; a mapping that is flat already comes back as it
-    is.
-    """
+    """Makes `{dotted path: leaf}` of a nested mapping. A flat one stays as it is."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, (Mapping, ConfigDict)):
@@ -349,7 +400,7 @@ def flatten(config: Mapping | ConfigDict) -> dict[str, Any]:
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the nested dict of `{dotted path: leaf}`: the inverse of `flatten`."""
+    """Makes the nested dict of `{dotted path: leaf}`: the inverse of `flatten`."""
     nested: dict[str, Any] = {}
     for path, value in flat.items():
         *groups, name = path.split(".")
@@ -361,34 +412,27 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def diff(old: Mapping | ConfigDict, new: Mapping | ConfigDict) -> list[Change]:
-    """Returns what differs, by path; a list equals a tuple, as one has been through
-    JSON.
+    """Lists the differences between two configurations.
+
+    A list equals a tuple, because JSON has only lists.
     """
-    before, after = flatten(old), flatten(new)
-    changes = (
-        Change(p, before.get(p, MISSING), after.get(p, MISSING)) for p in before | after
-    )
-    return [change for change in changes if _plain(change.old) != _plain(change.new)]
+    before = flatten(old)
+    after = flatten(new)
+    changes = []
+    for path in before | after:
+        change = Change(path, before.get(path, MISSING), after.get(path, MISSING))
+        if _as_lists(change.old) != _as_lists(change.new):
+            changes.append(change)
+    return changes
 
 
-def _plain(value: Any) -> Any:
-    return (
-        [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
-    )
+def _as_lists(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_as_lists(item) for item in value]
+    return value
 
 
-def fingerprint(flat: Mapping[str, Any], *, ignore: Collection[str] = ()) -> str:
-    """Returns the sha256 hex digest of a configuration without the paths that match
-    `ignore`.
-
-    `ignore` holds fnmatch patterns such as `mesh.*`. The order of the keys does not
-    matter.
-    """
-    kept = {
-        path: value
-        for path, value in flatten(flat).items()
-        if not any(fnmatch.fnmatchcase(path, pattern) for pattern in ignore)
-    }
-    return hashlib.sha256(
-        json.dumps(kept, sort_keys=True, default=str).encode()
-    ).hexdigest()
+def fingerprint(config: Mapping[str, Any]) -> str:
+    """Hashes a configuration to a sha256 hex digest, whatever the order of its keys."""
+    text = json.dumps(flatten(config), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

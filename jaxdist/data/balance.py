@@ -23,7 +23,7 @@ _SAMPLE_STEPS = 16  # whose mean a run's first line tells
 
 @dataclass(frozen=True)
 class StepGrid:
-    """How a step cuts up its global batch; as `jaxdist.step.gradients.split` does."""
+    """How a step cuts up its global batch; as `jaxdist.step.batch_parts.split` does."""
 
     accumulation: int
     microbatches: int  # of a pipeline, in each part of the accumulation; else 1

@@ -20,9 +20,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxdist.config import ConfigError
 from jaxdist.data import tokenizer_config, trial
-from jaxdist.data.sources import SpecialTokens, one_line
+from jaxdist.data.reading import one_line
 from jaxdist.data.tokenizer import TOKENIZER_FILE, Spans
-from jaxdist.data.tokenizer_config import TokenizerConfig
+from jaxdist.data.tokenizer_config import SpecialTokens, TokenizerConfig
 from jaxdist.storage.digest import digest
 from jaxdist.storage.untrusted import read_bytes
 

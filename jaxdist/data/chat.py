@@ -15,7 +15,9 @@ import numpy as np
 
 from jaxdist.config import ConfigError, extras
 from jaxdist.data import tokenizer_config
-from jaxdist.data.sources import DataConfig, Document, expanded, one_line
+from jaxdist.data.config import DataConfig
+from jaxdist.data.reading import expanded, one_line
+from jaxdist.data.sources.documents import Document
 from jaxdist.data.tokenizer import Tokenizer
 from jaxdist.storage.digest import digest
 from jaxdist.storage.untrusted import read_bytes

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxdist.config import ConfigError
 from jaxdist.data import trial
-from jaxdist.data.sources import one_line
+from jaxdist.data.reading import one_line
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]

@@ -4,192 +4,240 @@ which samples.
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxdist.config import ConfigError
-from jaxdist.data import arrays, packing, sliding, token_files
-from jaxdist.data.sources import DataConfig
+from jaxdist.data import packing, sliding, token_files
+from jaxdist.data.config import DataConfig
+from jaxdist.data.dataset import DatasetSplit, Samples
+from jaxdist.data.samples import SampleRows
 from jaxdist.data.token_cache import Log
 from jaxdist.data.token_files import TokenStore
 
 
-@dataclasses.dataclass(frozen=True)
-class DatasetSplit:
-    """The training or the held-out part of one source, cut into samples."""
+class ChosenDocuments(NamedTuple):
+    """Some documents of a store."""
 
-    name: str
-    samples: packing.Windows | packing.PackedDocuments | arrays.ArrayRows
-    num_tokens: int  # of arrays: samples
-    num_bytes: float | None = None  # of their text, UTF-8; None: unknown
-    scanned: bool = True  # whether all token ids are known to be in the vocabulary
+    store: TokenStore
+    chosen: np.ndarray  # [documents] bool
 
 
-def array_splits(name: str, *parts: arrays.ArrayRows) -> tuple[DatasetSplit, ...]:
-    """Returns parts of a source of arrays, each of whose samples counts as one
-    token.
-    """
-    return tuple(DatasetSplit(name, part, part.num_rows) for part in parts)
+def sample_splits(
+    name: str, train: SampleRows, held_out: SampleRows
+) -> tuple[DatasetSplit, DatasetSplit]:
+    """Makes the parts of a source of arrays; each sample counts as one token."""
+    return (
+        DatasetSplit(name, train, train.num_rows, pads=False),
+        DatasetSplit(name, held_out, held_out.num_rows, pads=False),
+    )
 
 
 def split_all(
     stores: list[TokenStore], config: DataConfig, log: Log
-) -> Iterator[list[tuple[TokenStore, np.ndarray]]]:
-    """Yields of each source (store, chosen documents) twice: those of training and
-    those held out.
-    """
+) -> Iterator[tuple[ChosenDocuments, ChosenDocuments]]:
+    """Yields the documents of training and those held out, of each source."""
     if config.validation_path:
-        yield [(store, np.ones(len(store.length), bool)) for store in stores]
+        train, held_out = stores
+        yield _all_documents(train), _all_documents(held_out)
         return
-    for store in stores:
-        store, held = split(store, config.validation_share, log)
-        yield [(store, ~held), (store, held)]
+    for whole in stores:
+        store, held = split(whole, config.validation_share, log)
+        yield ChosenDocuments(store, ~held), ChosenDocuments(store, held)
 
 
-def cut(
-    config: DataConfig,
-    store: TokenStore,
-    chosen: np.ndarray,
-    length_S: int,
-    log: Log,
-    held_out: bool = False,
-    stride: int | None = None,
-) -> DatasetSplit:
-    """Returns the chosen documents as samples, and says what becomes of those longer
-    than a sequence.
-
-    Raises:
-      ConfigError: training has too little.
-    """
-    length = store.length[chosen]
-    truncates = stride is None and config.truncates
-    kept = (
-        np.minimum(length, length_S + 1) if truncates and not store.weights else length
-    )
-    num_tokens = int(kept.sum())
-    if store.weights:
-        longest = length_S if truncates else int(length.max(initial=0))
-        num_tokens = _count_examples(store, chosen, longest, log, held_out)
-    elif not held_out and num_tokens <= length_S:
-        raise ConfigError(
-            f"data source {store.name}: {num_tokens} training tokens, but one sample needs {length_S + 1}. "
-            "Give more text, lower batch.sequence_length or data.validation_share."
-        )
-    limit = config.validation_tokens if held_out else 0
-    samples: packing.Windows | packing.PackedDocuments
-    if stride is not None:
-        packed = config.packing == "documents"
-        samples = sliding.SlidingWindows(
-            store, chosen, length_S, stride=stride, limit=limit, packed=packed
-        )
-    elif config.packing == "window":
-        samples = packing.Windows(
-            store, chosen, length_S, limit=limit, partial=held_out
-        )
-    else:
-        if not store.weights:
-            _log_longer(store.name, length, kept, length_S, log, held_out)
-        plan = packing.open_packing(
-            store,
-            chosen,
-            length_S,
-            limit=limit,
-            truncate=truncates,
-            folder=config.cache_folder(),
-            log=log,
-        )
-        samples = packing.PackedDocuments(store, plan, length_S)
-    share = kept / np.maximum(length, 1)
-    num_bytes = (
-        None if store.num_bytes is None else (store.num_bytes[chosen] * share).sum()
-    )
-    return DatasetSplit(
-        store.name, samples, num_tokens, num_bytes, store.max_id is not None
-    )
-
-
-def _log_longer(
-    name: str,
-    length: np.ndarray,
-    kept: np.ndarray,
-    length_S: int,
-    log: Log,
-    held_out: bool,
-) -> None:
-    """Says what becomes of documents that are longer than a sequence, if there
-    are any.
-    """
-    longer, left_out = int((length > length_S + 1).sum()), int((length - kept).sum())
-    fate = "split, and go on in other rows"
-    if left_out:
-        fate = f"cut off there: {left_out} of {length.sum()} tokens are left out"
-    if longer:
-        of = f"{len(length)} {'held-out' if held_out else 'training'} documents"
-        log(
-            f"data: {name}: {longer} of {of} are longer than {length_S + 1} tokens and {fate}"
-        )
-
-
-def _count_examples(
-    store: TokenStore, chosen: np.ndarray, length_S: int, log: Log, held_out: bool
-) -> int:
-    """Returns the learned tokens of the chosen examples, and says which are cut off or
-    left out. Raises ConfigError where training has none."""
-    length, learned = (
-        store.length[chosen],
-        packing.learned_targets(store, chosen, length_S),
-    )
-    whole = packing.learned_targets(store, chosen, int(length.max(initial=0)))
-    longer, empty = int((length > length_S + 1).sum()), int((learned == 0).sum())
-    log(
-        f"data: {store.name}: {len(length)} {'held-out' if held_out else 'training'} examples, "
-        f"{learned.sum()} of {length.sum()} tokens learned; {longer} longer than {length_S + 1} tokens "
-        f"and cut off there ({(whole - learned).sum()} learned tokens lost), "
-        f"{empty} left out with no learned token"
-    )
-    if not held_out and not learned.any():
-        raise ConfigError(
-            f"data source {store.name}: no example has a learned token among its first {length_S + 1}. Raise "
-            "batch.sequence_length, or give rows with an assistant's turn or a completion."
-        )
-    return int(learned.sum())
+def _all_documents(store: TokenStore) -> ChosenDocuments:
+    return ChosenDocuments(store, np.ones(len(store.length), bool))
 
 
 def split(store: TokenStore, share: int, log: Log) -> tuple[TokenStore, np.ndarray]:
-    """Returns the store and which documents are held out, [documents] bool.
+    """Chooses the documents that are held out.
 
-    Documents whose id hashes below `share` (of 256) are held out. Where that takes none
-    or all of them (a corpus of one file), each document is first cut into blocks of
+    Documents whose id hashes below `share` (of 256) are held out. If that takes none or
+    all of them (a corpus of one file), each document is first cut into blocks of
     BLOCK_TOKENS, which are then documents.
+
+    Returns:
+      The store, and [documents] bool.
     """
     held = store.group < share
     if not share or (held.any() and not held.all()):
         return store, held
     if store.weights:  # examples stay whole: those of the smallest hash, but not all
         held = store.group == store.group.min(initial=255)
-        held &= len(store.group) > held.sum()
+        if held.all():
+            held = np.zeros_like(held)
         log(
-            f"data: {store.name}: few examples, so {held.sum()} of {len(held)} are held out"
+            f"data: {store.name}: few examples, so {held.sum()} of {len(held)} are "
+            "held out"
         )
         return store, held
-    blocks = -(-store.length // token_files.BLOCK_TOKENS)
-    document, number = (
-        np.repeat(np.arange(len(blocks)), blocks),
-        packing.count_up(blocks),
-    )
-    offset = number * token_files.BLOCK_TOKENS
-    length = np.minimum(token_files.BLOCK_TOKENS, store.length[document] - offset)
-    scale = length / np.maximum(store.length[document], 1)
-    pairs = zip(document.tolist(), number.tolist(), strict=True)
-    group = token_files.group_of(f"{d}#{n}" for d, n in pairs)
-    num_bytes = None if store.num_bytes is None else store.num_bytes[document] * scale
-    file, start = store.file[document], store.start[document] + offset
-    store = dataclasses.replace(
-        store, file=file, start=start, length=length, group=group, num_bytes=num_bytes
-    )
+    store = _cut_into_blocks(store)
     held = store.group < share
     log(
-        f"data: {store.name}: few documents, so blocks of {token_files.BLOCK_TOKENS} tokens are held "
-        f"out: {held.sum()} of {len(held)}"
+        f"data: {store.name}: few documents, so blocks of {token_files.BLOCK_TOKENS} "
+        f"tokens are held out: {held.sum()} of {len(held)}"
     )
     return store, held
+
+
+def _cut_into_blocks(store: TokenStore) -> TokenStore:
+    """Makes each BLOCK_TOKENS of a document a document of its own."""
+    size = token_files.BLOCK_TOKENS
+    blocks = -(-store.length // size)
+    document = np.repeat(np.arange(len(blocks)), blocks)
+    number = packing.count_up(blocks)
+    whole = store.length[document]
+    offset = number * size
+    length = np.minimum(size, whole - offset)
+    num_bytes = None
+    if store.num_bytes is not None:
+        num_bytes = store.num_bytes[document] * (length / np.maximum(whole, 1))
+    pairs = zip(document.tolist(), number.tolist(), strict=True)
+    return dataclasses.replace(
+        store,
+        file=store.file[document],
+        start=store.start[document] + offset,
+        length=length,
+        group=token_files.group_of(f"{d}#{n}" for d, n in pairs),
+        num_bytes=num_bytes,
+    )
+
+
+def cut(
+    config: DataConfig,
+    documents: ChosenDocuments,
+    *,
+    sequence_length: int,
+    log: Log,
+    held_out: bool = False,
+    stride: int | None = None,
+) -> DatasetSplit:
+    """Cuts documents into samples, and logs what becomes of those longer than a
+    sequence.
+
+    Args:
+      stride: see `open_dataset`.
+
+    Raises:
+      ConfigError: training has too little.
+    """
+    store = documents.store
+    length = store.length[documents.chosen]
+    truncates = stride is None and config.truncates
+    kept = length
+    if truncates and not store.weights:
+        kept = np.minimum(length, sequence_length + 1)
+    if store.weights:
+        longest = sequence_length if truncates else int(length.max(initial=0))
+        num_tokens = _count_examples(documents, longest, log, held_out)
+    else:
+        num_tokens = int(kept.sum())
+        if not held_out and num_tokens <= sequence_length:
+            raise ConfigError(
+                f"data source {store.name}: {num_tokens} training tokens, but one "
+                f"sample needs {sequence_length + 1}. Give more text, lower "
+                "batch.sequence_length or data.validation_share."
+            )
+    limit = config.validation_tokens if held_out else 0
+    samples: Samples
+    if stride is not None:
+        samples = sliding.SlidingWindows(
+            store,
+            documents.chosen,
+            sequence_length,
+            stride=stride,
+            limit=limit,
+            packed=config.packing == "documents",
+        )
+    elif config.packing == "window":
+        samples = packing.Windows(
+            store, documents.chosen, sequence_length, limit=limit, partial=held_out
+        )
+    else:
+        if not store.weights:
+            side = _side(held_out)
+            _log_longer(store.name, side, length, kept, sequence_length, log)
+        plan = packing.open_packing(
+            store,
+            documents.chosen,
+            sequence_length,
+            limit=limit,
+            truncate=truncates,
+            folder=config.cache_folder(),
+            log=log,
+        )
+        samples = packing.PackedDocuments(store, plan, sequence_length)
+    num_bytes = None
+    if store.num_bytes is not None:
+        share = kept / np.maximum(length, 1)
+        num_bytes = float((store.num_bytes[documents.chosen] * share).sum())
+    return DatasetSplit(
+        name=store.name,
+        samples=samples,
+        num_tokens=num_tokens,
+        num_bytes=num_bytes,
+        scanned=store.max_id is not None,
+    )
+
+
+def _side(held_out: bool) -> str:
+    return "held-out" if held_out else "training"
+
+
+def _log_longer(
+    name: str,
+    side: str,
+    length: np.ndarray,
+    kept: np.ndarray,
+    sequence_length: int,
+    log: Log,
+) -> None:
+    """Logs what becomes of documents that are longer than a sequence, if there are any.
+
+    Args:
+      length: [documents], tokens.
+      kept: [documents], tokens that samples hold.
+    """
+    longer = int((length > sequence_length + 1).sum())
+    if not longer:
+        return
+    fate = "split, and go on in other rows"
+    left_out = int((length - kept).sum())
+    if left_out:
+        fate = f"cut off there: {left_out} of {length.sum()} tokens are left out"
+    log(
+        f"data: {name}: {longer} of {len(length)} {side} documents are longer than "
+        f"{sequence_length + 1} tokens and {fate}"
+    )
+
+
+def _count_examples(
+    documents: ChosenDocuments, sequence_length: int, log: Log, held_out: bool
+) -> int:
+    """Counts the learned tokens of examples, and logs which are cut off or skipped.
+
+    Raises:
+      ConfigError: training has none.
+    """
+    store, chosen = documents
+    length = store.length[chosen]
+    learned = packing.learned_targets(store, chosen, sequence_length)
+    whole = packing.learned_targets(store, chosen, int(length.max(initial=0)))
+    longer = int((length > sequence_length + 1).sum())
+    empty = int((learned == 0).sum())
+    log(
+        f"data: {store.name}: {len(length)} {_side(held_out)} examples, "
+        f"{learned.sum()} of {length.sum()} tokens learned; "
+        f"{longer} longer than {sequence_length + 1} tokens "
+        f"and cut off there ({(whole - learned).sum()} learned tokens lost), "
+        f"{empty} left out with no learned token"
+    )
+    if not held_out and not learned.any():
+        raise ConfigError(
+            f"data source {store.name}: no example has a learned token among its first "
+            f"{sequence_length + 1}. Raise batch.sequence_length, or give rows with an "
+            "assistant's turn or a completion."
+        )
+    return int(learned.sum())

@@ -20,12 +20,13 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol, Self
 
 import numpy as np
 
 from jaxdist.config import ConfigError
-from jaxdist.data.sources import Corpus, Document, one_line
+from jaxdist.data.reading import one_line
+from jaxdist.data.sources.documents import Corpus, Document
 from jaxdist.data.token_files import TokenFile, TokenStore, group_of
 from jaxdist.data.tokenizer import Tokenizer
 from jaxdist.storage import atomic, lock, run_format
@@ -34,7 +35,10 @@ from jaxdist.storage.untrusted import open_regular, read_json
 
 _VERSION = 3  # of the layout above, in the key: a cache of another is made anew
 _BATCH_CHARACTERS = 4_000_000  # tokenised at once: enough for all cores, little memory
-_TOKENS, _WEIGHTS, _DOCUMENTS = "tokens.bin", "weights.bin", "documents.npy"
+_TOKENS = "tokens.bin"
+_WEIGHTS = "weights.bin"
+_DOCUMENTS = "documents.npy"
+_IDS = "ids.txt"
 _PROGRESS_S = 5.0  # between two lines of progress
 # of one checksum; up to so many are checked at the start (0.04 s), more behind it
 _CHECKED_BYTES = 64 << 20
@@ -52,61 +56,64 @@ class Encoder(Protocol):
     def encode(
         self, documents: Sequence[Document]
     ) -> tuple[list[np.ndarray], list[np.ndarray], Counter[str]]:
-        """Returns of each document ids and weights (1: learned; no list: all), and what
-        it counted.
+        """Encodes documents.
+
+        Returns:
+          The ids of each; its weights (1: learned; no list: all are); what it counted.
         """
 
     def notes(self, counts: Counter[str]) -> list[str]:
-        """Returns what to say of a corpus, from all that `encode` has counted of it."""
+        """Writes what to log of a corpus, from all that `encode` has counted of it."""
 
 
 class TextEncoder:
-    """Documents are texts, each of which ends with the tokenizer's end-of-document id,
-    if it has one.
+    """Encodes texts; each ends with the tokenizer's end-of-document id, if it has
+    one.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self.vocab_size, self.fingerprint = tokenizer.vocab_size, tokenizer.fingerprint
+        self.vocab_size = tokenizer.vocab_size
+        self.fingerprint = tokenizer.fingerprint
 
     def encode(
         self, documents: Sequence[Document]
     ) -> tuple[list[np.ndarray], list[np.ndarray], Counter[str]]:
-        """Returns the ids of texts, all learned, and how often they spell which special
-        token.
-        """
-        special, end = self._tokenizer.special_tokens, self._tokenizer.end_of_document
-        ids = self._tokenizer.encode_documents(
-            [document.text for document in documents]
-        )
+        """Encodes texts, all learned, and counts the special tokens that they spell."""
+        texts = [document.text for document in documents]
+        ids = self._tokenizer.encode_documents(texts)
+        special = self._tokenizer.special_tokens
         spelt: Counter[str] = Counter()
         if special:
             joined = np.concatenate(ids)
-            pairs = np.unique(
+            found, counts = np.unique(
                 joined[np.isin(joined, list(special))], return_counts=True
             )
-            spelt.update(
-                {
-                    special[i]: n
-                    for i, n in zip(*(x.tolist() for x in pairs), strict=True)
-                }
-            )
-        return [np.append(x, end) for x in ids] if end is not None else ids, [], spelt
+            for i, count in zip(found.tolist(), counts.tolist(), strict=True):
+                spelt[special[i]] += count
+        end = self._tokenizer.end_of_document
+        if end is not None:
+            ids = [np.append(x, end) for x in ids]
+        return ids, [], spelt
 
     def notes(self, counts: Counter[str]) -> list[str]:
-        """Returns which special tokens the texts spell."""
+        """Names the special tokens that the texts spell, in a line."""
+        if not counts:
+            return []
         spelt = one_line(", ".join(f"{name} {count}" for name, count in counts.items()))
-        line = (
-            f"its texts spell special tokens, and these are encoded as such ({spelt}); "
-            "data.special_tokens=text encodes their characters"
-        )
-        return [line] if counts else []
+        return [
+            "its texts spell special tokens, and these are encoded as such "
+            f"({spelt}); data.special_tokens=text encodes their characters"
+        ]
 
 
 def open_tokens(corpus: Corpus, encoder: Encoder, folder: Path, log: Log) -> TokenStore:
-    """Returns the corpus as tokens, from `folder` if they are there, else made and kept
-    there. Raises ConfigError where the corpus is empty, the folder cannot be written,
-    or a document is refused."""
+    """Opens the tokens of a corpus in `folder`; they are made if they are not there.
+
+    Raises:
+      ConfigError: the corpus is empty, the folder cannot be written, or a document is
+        refused.
+    """
     key = digest(_VERSION, corpus.name, corpus.stamp, encoder.fingerprint)[:16]
     target = folder / f"tokens-{key}"
     with one_builder(target, log):
@@ -121,7 +128,10 @@ def open_tokens(corpus: Corpus, encoder: Encoder, folder: Path, log: Log) -> Tok
 @contextlib.contextmanager
 def one_builder(target: Path, log: Log) -> Iterator[None]:
     """Holds the lock of `target`, so that processes of one machine do its work once.
-    Raises ConfigError where files cannot be read or written, now or in the body."""
+
+    Raises:
+      ConfigError: files cannot be read or written, now or in the body.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         waiting = f"data: waiting for another process that makes {target.name}"
@@ -137,53 +147,57 @@ def one_builder(target: Path, log: Log) -> Iterator[None]:
 
 
 def _load(target: Path, name: str, log: Log) -> TokenStore | None:
-    """Returns the store of a cache folder, and says what is to know of it; None: it is
-    absent or damaged.
+    """Opens a cache folder, and logs its notes; None: it is absent or damaged.
+
+    Large files are checked in the background.
     """
+    large = []
     try:
         meta = run_format.unmarked(read_json(target / "meta.json", dict), target)
         if meta.pop("digest") != _digest_of(meta):
             return None
-        table, expected = target / _DOCUMENTS, meta["checksums"]
-        if list(_checksums(table)) != expected[table.name]:
+        expected = meta["checksums"]
+        notes = meta["notes"]
+        if list(_checksums(target / _DOCUMENTS)) != expected[_DOCUMENTS]:
             return None
-        with open_regular(table) as content:
+        with open_regular(target / _DOCUMENTS) as content:
             documents = np.load(content, allow_pickle=False)
         dtypes = {_TOKENS: meta["dtype"], _WEIGHTS: "<u1"}
-        names = [name for name in dtypes if name in expected]
-        files = [
-            TokenFile(target / name, dtypes[name], count=meta["tokens"])
-            for name in names
-        ]
-        large = [file for file in files if len(expected[file.path.name]) > 1]
-        notes = meta["notes"]
-        for file in files:
-            if (
-                file not in large
-                and list(_checksums(file.path)) != expected[file.path.name]
-            ):
+        files = []
+        for file_name, dtype in dtypes.items():
+            if file_name not in expected:
+                continue
+            file = TokenFile(target / file_name, dtype, count=meta["tokens"])
+            files.append(file)
+            if len(expected[file_name]) > 1:
+                large.append(file)
+            elif list(_checksums(file.path)) != expected[file_name]:
                 return None
     except (OSError, ValueError, KeyError):
         return None
     for file in large:
-        checked = (file, expected[file.path.name], target / "meta.json")
         threading.Thread(
-            target=_check_slowly, args=checked, name="jaxdist-token-check", daemon=True
+            target=_check_slowly,
+            args=(file, expected[file.path.name], target / "meta.json"),
+            name="jaxdist-token-check",
+            daemon=True,
         ).start()
-    length, num_bytes, group = documents.T
-    owner, start, group = (
-        np.zeros(len(length), np.int32),
-        np.cumsum(length) - length,
-        group.astype(np.uint8),
-    )
     for note in notes:
         log(f"data: {name}: {note}")
-    metadata = {"max_id": meta["max_id"], "fingerprint": meta["fingerprint"]}
-    tokens, weights = tuple(files[:1]), tuple(files[1:])
-    # a chat's are not those of its learned tokens
-    known = None if weights else num_bytes
+    length, num_bytes, group = documents.T
+    weights = tuple(files[1:])
     return TokenStore(
-        name, tokens, owner, start, length, group, known, weights=weights, **metadata
+        name=name,
+        files=(files[0],),
+        file=np.zeros(len(length), np.int32),
+        start=np.cumsum(length) - length,
+        length=length,
+        group=group.astype(np.uint8),
+        # The bytes of a chat are not those of its learned tokens.
+        num_bytes=None if weights else num_bytes,
+        max_id=meta["max_id"],
+        fingerprint=meta["fingerprint"],
+        weights=weights,
     )
 
 
@@ -199,19 +213,25 @@ def _checksums(path: Path) -> Iterator[int]:
 
 
 def _check_slowly(file: TokenFile, expected: list[int], meta: Path) -> None:
-    """Compares a file with its checksums, slowly. Damage stops its readers, and removes
-    `meta`, so that the next start makes the cache again."""
+    """Compares a file with its checksums, slowly.
+
+    Damage stops its readers, and removes `meta`, so that the next start makes the cache
+    again.
+    """
     begin_s = time.perf_counter()
-    # Of a file that is gone or shorter its readers learn by themselves.
+    # Readers of a file that is gone or shorter find that out by themselves.
     with contextlib.suppress(OSError, ValueError):
-        for number, (crc, right) in enumerate(
-            zip(_checksums(file.path), expected, strict=True)
-        ):
-            if crc != right:
-                place = f"the {_CHECKED_BYTES >> 20} MiB from byte {number * _CHECKED_BYTES}"
+        pairs = zip(_checksums(file.path), expected, strict=True)
+        for number, (found, right) in enumerate(pairs):
+            if found != right:
+                place = (
+                    f"the {_CHECKED_BYTES >> 20} MiB "
+                    f"from byte {number * _CHECKED_BYTES}"
+                )
                 file.fault = (
-                    f"{file.path}: {place} are not what was written there. The next start makes the cache "
-                    "again; if it happens often, check that disk or set data.cache_dir"
+                    f"{file.path}: {place} are not what was written there. The next "
+                    "start makes the cache again; if it happens often, check that disk "
+                    "or set data.cache_dir"
                 )
                 meta.unlink(missing_ok=True)
                 return
@@ -219,7 +239,11 @@ def _check_slowly(file: TokenFile, expected: list[int], meta: Path) -> None:
             begin_s = time.perf_counter()
 
 
+# --- Making a cache -------------------------------------------------------------------
+
+
 def _build(corpus: Corpus, encoder: Encoder, target: Path, log: Log) -> None:
+    """Makes a cache folder; it appears whole, or not at all."""
     try:
         with atomic.replacing(target) as partial:
             partial.mkdir()
@@ -233,102 +257,152 @@ def _build(corpus: Corpus, encoder: Encoder, target: Path, log: Log) -> None:
             raise
 
 
-def _write(corpus: Corpus, encoder: Encoder, part: Path, log: Log) -> None:
-    vocab = encoder.vocab_size
-    # From the largest id: vocabularies may have gaps, so that a count of their entries
-    # is too small.
-    dtype = np.dtype("<u1" if vocab <= 1 << 8 else "<u2" if vocab <= 1 << 16 else "<u4")
-    rows: list[tuple[int, int, int]] = []
-    counts: Counter[str] = Counter()
-    content, max_id, begin_s = hashlib.sha256(), 0, time.monotonic()
-    progress_s, files = begin_s, [_TOKENS]
-    with contextlib.ExitStack() as opened:
-        tokens, weights = (
-            opened.enter_context((part / name).open("wb"))
-            for name in (_TOKENS, _WEIGHTS)
-        )
-        names = opened.enter_context((part / "ids.txt").open("w"))
+def _write(corpus: Corpus, encoder: Encoder, folder: Path, log: Log) -> None:
+    """Tokenizes a corpus into the files of a cache.
+
+    Raises:
+      ConfigError: it has no documents, or one is refused.
+    """
+    with _CacheWriter(folder, encoder) as writer:
+        progress_s = time.monotonic()
         for batch in _batches(corpus):
-            ids, learned, counted = encoder.encode(batch)
-            counts += counted
-            block = _narrowed(np.concatenate(ids), dtype, encoder)
-            content.update(block.data)
-            tokens.write(block.data)
-            if learned:
-                files = [_TOKENS, _WEIGHTS]
-                mask = np.concatenate(learned).astype(np.uint8)
-                content.update(mask.data)
-                weights.write(mask.data)
-            max_id = max(max_id, int(block.max(initial=0)))
-            groups = group_of(document.id for document in batch)
-            sizes = (
-                len(document.text.encode("utf-8", "replace")) for document in batch
-            )
-            rows += zip(map(len, ids), sizes, groups.tolist(), strict=True)
-            names.writelines(json.dumps(document.id) + "\n" for document in batch)
-            if time.monotonic() - progress_s > _PROGRESS_S:
-                progress_s = time.monotonic()
-                log(f"data: {_amount(rows)} after {progress_s - begin_s:.0f} s")
-    if _WEIGHTS not in files:
-        (part / _WEIGHTS).unlink()
-    if not rows:
+            writer.add(batch)
+            now_s = time.monotonic()
+            if now_s - progress_s > _PROGRESS_S:
+                progress_s = now_s
+                log(f"data: {writer.amount()} after {now_s - writer.begin_s:.0f} s")
+    if not writer.rows:
         raise ConfigError(
             f"data.source: {corpus.name} has no documents. Set data.path."
         )
-    table = np.asarray(rows, np.int64)
-    np.save(part / _DOCUMENTS, table)
-    meta = {
-        "version": _VERSION,
-        "corpus": corpus.name,
-        "summary": corpus.summary,
-        "tokenizer": encoder.fingerprint,
-        "dtype": dtype.str,
-        "checksums": {
-            name: list(_checksums(part / name)) for name in (*files, _DOCUMENTS)
-        },
-        "documents": len(rows),
-        "tokens": int(table[:, 0].sum()),
-        "max_id": max_id,
-        "notes": encoder.notes(counts),
-        "fingerprint": digest(content.hexdigest(), digest_bytes(table.tobytes())),
-    }
-    (part / "meta.json").write_text(
-        json.dumps(
-            run_format.marked(meta | {"digest": _digest_of(meta)}),
-            indent=1,
+    writer.finish(corpus)
+    elapsed_s = time.monotonic() - writer.begin_s
+    log(f"data: tokenised {writer.amount()} in {elapsed_s:.1f} s -> {folder.parent}")
+
+
+class _CacheWriter:
+    """The files of a cache while they are written."""
+
+    def __init__(self, folder: Path, encoder: Encoder):
+        self.begin_s = time.monotonic()
+        # of each document: tokens, UTF-8 bytes, group
+        self.rows: list[tuple[int, int, int]] = []
+        self._folder = folder
+        self._encoder = encoder
+        self._dtype = _smallest_dtype(encoder.vocab_size)
+        self._tokens = (folder / _TOKENS).open("wb")
+        self._weights: IO[bytes] | None = None  # opened with the first that come
+        self._ids = (folder / _IDS).open("w")
+        self._counts: Counter[str] = Counter()
+        self._content = hashlib.sha256()
+        self._max_id = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in (self._tokens, self._weights, self._ids):
+            if file:
+                file.close()
+
+    def add(self, batch: list[Document]) -> None:
+        """Encodes documents and writes their tokens.
+
+        Raises:
+          ConfigError: one is refused, or the tokenizer makes an invalid id.
+        """
+        ids, learned, counts = self._encoder.encode(batch)
+        self._counts += counts
+        tokens = np.concatenate(ids)
+        self._check_vocabulary(tokens)
+        tokens = tokens.astype(self._dtype)
+        self._max_id = max(self._max_id, int(tokens.max(initial=0)))
+        self._content.update(tokens.data)
+        self._tokens.write(tokens.data)
+        if learned:
+            weights = np.concatenate(learned).astype(np.uint8)
+            self._content.update(weights.data)
+            if self._weights is None:
+                self._weights = (self._folder / _WEIGHTS).open("wb")
+            self._weights.write(weights.data)
+        groups = group_of(document.id for document in batch)
+        for document, tokens_of, group in zip(batch, ids, groups.tolist(), strict=True):
+            num_bytes = len(document.text.encode("utf-8", "replace"))
+            self.rows.append((len(tokens_of), num_bytes, group))
+            self._ids.write(json.dumps(document.id) + "\n")
+
+    def _check_vocabulary(self, ids: np.ndarray) -> None:
+        """Raises ConfigError if an id is outside the vocabulary: it might wrap."""
+        vocab_size = self._encoder.vocab_size
+        for extreme in (ids.min(initial=0), ids.max(initial=0)):
+            if not 0 <= extreme < vocab_size:
+                raise ConfigError(
+                    f"data.tokenizer: it makes id {extreme}, outside its vocabulary of "
+                    f"ids 0 to {vocab_size - 1} "
+                    f"(fingerprint {self._encoder.fingerprint[:12]}); use another one."
+                )
+
+    def amount(self) -> str:
+        """Writes how much there is by now."""
+        num_tokens = sum(row[0] for row in self.rows)
+        num_bytes = sum(row[1] for row in self.rows)
+        return (
+            f"{len(self.rows)} documents, {num_bytes / 1e6:.2f} MB, {num_tokens} tokens"
         )
-    )
-    log(
-        f"data: tokenised {_amount(rows)} in {time.monotonic() - begin_s:.1f} s -> {part.parent}"
-    )
+
+    def finish(self, corpus: Corpus) -> None:
+        """Writes the table of documents, and last `meta.json`; the files are closed."""
+        table = np.asarray(self.rows, np.int64)
+        np.save(self._folder / _DOCUMENTS, table)
+        names = [_TOKENS, _DOCUMENTS]
+        if self._weights:
+            names.insert(1, _WEIGHTS)
+        meta = {
+            "version": _VERSION,
+            "corpus": corpus.name,
+            "summary": corpus.summary,
+            "tokenizer": self._encoder.fingerprint,
+            "dtype": self._dtype.str,
+            "checksums": {
+                name: list(_checksums(self._folder / name)) for name in names
+            },
+            "documents": len(self.rows),
+            "tokens": int(table[:, 0].sum()),
+            "max_id": self._max_id,
+            "notes": self._encoder.notes(self._counts),
+            "fingerprint": digest(
+                self._content.hexdigest(), digest_bytes(table.tobytes())
+            ),
+        }
+        meta["digest"] = _digest_of(meta)
+        text = json.dumps(run_format.marked(meta), indent=1)
+        (self._folder / "meta.json").write_text(text)
 
 
-def _narrowed(ids: np.ndarray, dtype: np.dtype, encoder: Encoder) -> np.ndarray:
-    """Returns ids as the cache holds them.
-    Raises ConfigError where one is outside the tokenizer's vocabulary: it might
-    wrap."""
-    for extreme in (ids.min(initial=0), ids.max(initial=0)):
-        if not 0 <= extreme < encoder.vocab_size:
-            raise ConfigError(
-                f"data.tokenizer: it makes id {extreme}, outside its vocabulary of ids 0 to "
-                f"{encoder.vocab_size - 1} (fingerprint {encoder.fingerprint[:12]}); use another one."
-            )
-    return ids.astype(dtype)
+def _smallest_dtype(vocab_size: int) -> np.dtype:
+    """Chooses the type that holds every id.
 
-
-def _amount(rows: list[tuple[int, int, int]]) -> str:
-    tokens, size = sum(row[0] for row in rows), sum(row[1] for row in rows)
-    return f"{len(rows)} documents, {size / 1e6:.2f} MB, {tokens} tokens"
+    Args:
+      vocab_size: largest id + 1; vocabularies may have gaps, so that a count of their
+        entries is too small.
+    """
+    if vocab_size <= 1 << 8:
+        return np.dtype("<u1")
+    if vocab_size <= 1 << 16:
+        return np.dtype("<u2")
+    return np.dtype("<u4")
 
 
 def _batches(corpus: Corpus) -> Iterator[list[Document]]:
     """Yields the documents in lists of about _BATCH_CHARACTERS characters."""
-    batch, size = [], 0
+    batch: list[Document] = []
+    size = 0
     for document in corpus.documents():
         batch.append(document)
         size += len(document.text)
         if size >= _BATCH_CHARACTERS:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch

@@ -18,8 +18,8 @@ import numpy as np
 
 from jaxdist.config import ConfigError, extras
 from jaxdist.data import tokenizer_config
-from jaxdist.data.sources import SpecialTokens, expanded
-from jaxdist.data.tokenizer_config import TokenizerConfig
+from jaxdist.data.reading import expanded
+from jaxdist.data.tokenizer_config import SpecialTokens, TokenizerConfig
 
 Spans = Sequence[tuple[int, int]]  # ranges of characters
 TOKENIZER_FILE = "tokenizer.json"

@@ -10,11 +10,14 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxdist.config import ConfigError
 from jaxdist.storage import atomic
 from jaxdist.storage.untrusted import Malformed, of_kind, read_bytes, read_json
+
+# what a text that spells a special token is encoded to: its id, or its characters
+SpecialTokens = Literal["tokens", "text"]
 
 FILE = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxdist.config import ConfigError
-from jaxdist.data.sources import one_line
+from jaxdist.data.reading import one_line
 from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest, digest_bytes
 

@@ -2,15 +2,15 @@
 caller's arrays.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError
 from jaxdist.data import Dataset
+from jaxdist.data.sources.table import SOURCES
 from jaxdist.data.user_batches import open_held_out
-from jaxdist.trainer import batching
+from jaxdist.trainer import batching, compose
 from jaxdist.trainer.run_config import RunConfig
 
 
@@ -32,20 +32,22 @@ def open_set(
     """
     if stride is not None:
         check_stride(config, stride, data)
-        if config.data.source == "bin":
+        if not SOURCES[config.data.source].has_documents:
             log(
-                "stride: token files (data.source=bin) do not tell documents apart; windows slide over files"
+                f"stride: token files (data.source={config.data.source}) do not tell "
+                "documents apart; windows slide over files"
             )
     if data is not None:
         return open_held_out(data, like=config.data.path, size=config.batch.global_size)
-    if config.data.source == "given":
+    if SOURCES[config.data.source].from_caller:
         raise ConfigError(
             "the run's data were given to jaxdist.fit; give some here: evaluate(dict(x=..., ...)), or "
             "--data FILE.npz"
         )
     if validation_tokens is not None:
-        fewer = dataclasses.replace(config.data, validation_tokens=validation_tokens)
-        config = dataclasses.replace(config, data=fewer)
+        config = compose.with_overrides(
+            config, {"data.validation_tokens": validation_tokens}
+        )
     return batching.open_data(config, folder, log, stride=stride)
 
 

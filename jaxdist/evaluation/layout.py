@@ -4,6 +4,7 @@ alone.
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -12,10 +13,9 @@ from jaxdist.parallel import precision as precisions
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.parallel.offload import OffloadConfig
 from jaxdist.parallel.remat import RematConfig
-from jaxdist.parallel.sharding import Rules
-from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.state import State
-from jaxdist.trainer import validation
+from jaxdist.trainer import compose, validation
+from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.run_config import Build, RunConfig
 
 
@@ -24,8 +24,8 @@ def fitted(
     devices: list[jax.Device],
     mesh: MeshConfig | None,
     maker: Build | None = None,
-) -> tuple[RunConfig, Rules, ModelSpec]:
-    """Returns the run's config with a mesh and a batch that fit these devices.
+) -> Composition:
+    """Composes the run with a mesh and a batch that fit these devices.
 
     Args:
       mesh: default: the run's own, the stages of a pipeline as fsdp; else all as fsdp;
@@ -40,43 +40,40 @@ def fitted(
             f"mesh.pipeline={mesh.pipeline}: a trained run is used without a pipeline; leave it out, and "
             f"split the weights by fsdp or tensor, long texts by context"
         )
-    own, stages = config.mesh, config.mesh.pipeline
-    if stages > 1:
-        own = dataclasses.replace(
-            own, pipeline=1, fsdp=own.fsdp * stages if own.fsdp > 0 else own.fsdp
-        )
-    meshes = (
-        [mesh] if mesh else [own, MeshConfig(data=1, fsdp=len(devices)), MeshConfig()]
-    )
-    # On another mesh the heads may not divide; auto is the same where they do.
-    form = "auto" if config.context.attention == "heads" else config.context.attention
-    config = dataclasses.replace(
-        config, context=dataclasses.replace(config.context, attention=form)
-    )
+    if mesh is not None:
+        meshes = [mesh]
+    else:
+        own = config.mesh
+        if own.pipeline > 1:
+            fsdp = own.fsdp * own.pipeline if own.fsdp > 0 else own.fsdp
+            own = dataclasses.replace(own, pipeline=1, fsdp=fsdp)
+        meshes = [own, MeshConfig(data=1, fsdp=len(devices)), MeshConfig()]
     part = config.batch.global_size // config.batch.accumulation
     # any number of batch shards divides it
     rows = -(-part // len(devices)) * len(devices)
-    batch = dataclasses.replace(config.batch, global_size=rows, accumulation=1)
-    # What is trained in 8-bit floats is read in the compute dtype, by any device.
-    precision = dataclasses.replace(
-        config.precision, matmul="compute", fp8_small_kernels=False
-    )
-    if any(precisions.device_faults(precision, devices[0])):
-        precision = dataclasses.replace(precision, compute="bfloat16")
+    overrides: dict[str, Any] = {
+        "batch.global_size": rows,
+        "batch.accumulation": 1,
+        # What is trained in 8-bit floats is read in the compute dtype, by any device.
+        "precision.matmul": "compute",
+        "precision.fp8_small_kernels": False,
+        "offload": OffloadConfig(),
+        "remat": RematConfig(),
+    }
+    # On another mesh the heads may not divide; auto is the same where they do.
+    if config.context.attention == "heads":
+        overrides["context.attention"] = "auto"
+    config = compose.with_overrides(config, overrides)
+    if any(precisions.device_faults(config.precision, devices[0])):
+        config = compose.with_overrides(config, {"precision.compute": "bfloat16"})
 
-    def validated(mesh: MeshConfig) -> tuple[RunConfig, Rules, ModelSpec]:
-        fitted = dataclasses.replace(
-            config,
-            mesh=mesh,
-            batch=batch,
-            precision=precision,
-            offload=OffloadConfig(),
-            remat=RematConfig(),
+    def validated(mesh: MeshConfig) -> Composition:
+        return validation.validate(
+            compose.with_overrides(config, {"mesh": mesh}),
+            devices,
+            with_data=False,
+            build=maker,
         )
-        _, rules, spec = validation.validate(
-            fitted, devices, with_data=False, build=maker
-        )
-        return fitted, rules, spec
 
     for choice in meshes[:-1]:
         with contextlib.suppress(ConfigError):

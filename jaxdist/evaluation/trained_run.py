@@ -1,9 +1,4 @@
-"""A trained run, from its workdir onto the devices at hand: writes text, scores
-held-out text.
-
-Of a checkpoint only the weights are read (the moving average, where there is one),
-straight into the shardings of any legal mesh.
-"""
+"""A trained run on devices: it writes text, and scores held-out text."""
 
 from __future__ import annotations
 
@@ -14,19 +9,17 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
-from jaxdist.checkpoint.manager import CheckpointManager
-from jaxdist.checkpoint.state_dict import LayoutError
 from jaxdist.config import ConfigError, is_text
 from jaxdist.data import Tokenizer, load_tokenizer
 from jaxdist.data.chat import ChatEncoder, Messages, open_encoder
-from jaxdist.evaluation import held_out_set, layout
+from jaxdist.data.sources.source import TokenSource
+from jaxdist.data.sources.table import SOURCES
+from jaxdist.evaluation import held_out_set
 from jaxdist.inference.decoding import (
     Generation,
     SamplingConfig,
@@ -36,16 +29,13 @@ from jaxdist.inference.decoding import (
     until_stop,
 )
 from jaxdist.inference.scoring import Scorer, build_scorer, windows
-from jaxdist.parallel.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import build, user_model, workdir
-from jaxdist.trainer.best import best_step
+from jaxdist.trainer import workdir
 from jaxdist.trainer.held_out import HeldOut, held_out
 from jaxdist.trainer.run_config import RunConfig
-from jaxdist.trainer.user_model import Model
 
 Watch = Callable[[int, int], None]  # batches begun, batches in all
 _STREAMED = 8  # tokens at a time
@@ -67,73 +57,9 @@ class TextScore(NamedTuple):
     tokens: int  # scored
 
 
-def load_run(
-    folder: Path | str,
-    *,
-    step: int | Literal["best"] | None = None,
-    mesh: MeshConfig | None = None,
-    devices: Sequence[jax.Device] | None = None,
-    log: Callable[[str], None] = print,
-    target: str | None = None,
-    trust_code: bool | None = None,
-    model: Model | None = None,
-) -> TrainedRun:
-    """Returns the run of a workdir with the weights of `step`, or of the newest usable
-    checkpoint.
-
-    Args:
-      step: "best": the one that checkpoint.keep_best has kept.
-      mesh: default: the run's own (a pipeline's stages as fsdp) where it fits the
-        devices, else all as fsdp, else all as data. With `context` devices share out
-        prompts and the cache.
-      devices: default: all.
-      log: receives a line per event.
-      target: the model.target that the run must have; its code is then trusted.
-      trust_code: whether to import the model's module because the run's config names
-        it. None: only one of jaxdist's, or one that is imported already.
-      model: of a run of `jaxdist.fit`: what was given to it, to make the model again.
-
-    Raises:
-      ConfigError: no run there, a model whose code is not trusted, or a mesh that is
-        not legal; weights of another model than the one given.
-      CheckpointError: no usable checkpoint.
-    """
-    folder = Path(folder)
-    config = workdir.read_config(folder, named=target, trust_code=trust_code)
-    devices = list(jax.devices() if devices is None else devices)
-    maker = user_model.maker(config, folder, model, target)
-    config, rules, spec = layout.fitted(config, devices, mesh, maker)
-    # What was trained with a transformation of optax needs none here.
-    optimizer = optax.identity() if config.optimizer.name == "given" else None
-    built = build.build_step(
-        config, spec, build_mesh(config.mesh, devices), rules, optimizer=optimizer
-    )
-    checkpoints = workdir.checkpoints_folder(folder, config)
-    run = workdir.own_identity(folder)
-    step = best_step(checkpoints) if step == "best" else step
-    with CheckpointManager(
-        checkpoints, config.checkpoint, mode="read", run=run
-    ) as store:
-        try:
-            restored = store.restore(
-                layout.weights_alone(built.abstract_state), step, partial=True
-            ).state
-        except LayoutError as error:
-            raise ConfigError(
-                f"model: the run in {folder} has another; {error.summary}"
-            ) from error
-        for bad, reason in store.bad_steps.items():
-            log(f"checkpoint {bad} cannot be used: {reason}")
-    state = restored._replace(trainable=restored.model_arrays[0], ema=None)
-    log(
-        f"{folder}: step {int(state.step)}, {spec.parameter_count:,} parameters, {rules.shape}"
-    )
-    return TrainedRun(folder, config, spec, built, state, log)
-
-
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run's model on devices, ready for use; made by `load_run`."""
+    """A run's model on devices, ready for use; made by `loading.load_run`."""
 
     folder: Path
     config: RunConfig  # mesh and batch as they are here
@@ -160,12 +86,12 @@ class TrainedRun:
             model's.
         """
         data = self.config.data
-        if data.source in ("bin", "megatron", "given") and data.tokenizer == "bytes":
-            by_ids = (
-                "; or take generate_tokens, whose prompts are ids"
-                if data.source == "given"
-                else ""
-            )
+        source = SOURCES[data.source]
+        made_elsewhere = isinstance(source, TokenSource) or source.from_caller
+        if made_elsewhere and data.tokenizer == "bytes":
+            by_ids = ""
+            if source.from_caller:
+                by_ids = "; or take generate_tokens, whose prompts are ids"
             raise ConfigError(
                 f"data.source={data.source}: these tokens were made elsewhere; set data.tokenizer "
                 f"in {self.folder / workdir.CONFIG} to the path of their tokenizer.json{by_ids}"

@@ -63,11 +63,6 @@ class Chip:
     max_slice_chips: int = 0
     # of Google's chips, as /sys/bus/pci/devices/*/device has it
     pci_device_id: str = ""
-    # Cycles of a product of 8-bit floats over those of bfloat16, with both operands
-    # converted before: e4m3,
-    # 8192 x 4096 x 14336, by the compiler (libtpu 0.0.42.1). None: not compiled, or of
-    # no meaning.
-    fp8_cost: float | None = None
     # its SparseCores can move them while the TensorCores compute
     sparse_core_collectives: bool = False
 
@@ -109,14 +104,6 @@ class Chip:
         published.
         """
         return self.peak_flops_per_s.get(dtype)
-
-    @property
-    def fp8_gains(self) -> bool:
-        """Whether products of 8-bit floats are known to be faster than bfloat16's."""
-        half, byte = self.peak("bfloat16"), self.peak("float8")
-        return (
-            self.link != "ICI" and half is not None and byte is not None and byte > half
-        )
 
     def with_network(self, network: "Network") -> "Chip":
         """Returns the chip behind another network between its slices or hosts."""
@@ -237,14 +224,6 @@ def _tensor_cores(
     return rates | {"float8": byte, "int8": byte} | others
 
 
-# What products of 8-bit floats reach of their peak, over what bfloat16's reach of
-# theirs. H100 at 500 W,
-# 8192^3 and 65536 x 8192 x 7168, by row: 0.96, 0.94 (FBGEMM, pull request 2546: 1125
-# and 585, 1083 and 575 TFLOP/s). B200, 4096^3: 0.98 (OpenXLA,
-# matmul_interpolator_data.h: 2765 and 1417; the 2424 that it has for H100 is above the
-# peak).
-FP8_REACHED = 0.95
-
 # Clock: the datasheet's bfloat16 peak over the multiply-adds of its matrix units (v5e 4
 # x 128 x 128, v4 and v5p 8 of them, v6e 4 x 256 x 256, 7x the same in each of its two
 # devices). With it the compiler's cycles of single ops (matmuls 8192^3 and
@@ -291,15 +270,15 @@ CHIPS: tuple[Chip, ...] = (
           network=6.25, pcie=15, slices=_SUB_CUBES, max_slice_chips=4096, pci_device_id="0x005e"),
     _chip("TPU v5e", ("TPU v5 lite", "TPU v5e"), {"bfloat16": 197, "int8": 393}, 16 * _GIB, 819,
           (4, "ICI", 45), _CLOUD + "TPU v5e" + _BOOK, family="v5e", usable_gib=15.75, ghz=1.5,
-          network=3.125, pcie=15, slices=_FLAT, pci_device_id="0x0063", fp8_cost=1.58),
+          network=3.125, pcie=15, slices=_FLAT, pci_device_id="0x0063"),
     _chip("TPU v5p", ("TPU v5", "TPU v5p"), {"bfloat16": 459, "int8": 918}, 95 * _GIB, 2765,
           (6, "ICI", 90), _CLOUD + "TPU v5p" + _BOOK + _JAX, family="v5p", usable_gib=95.74, ghz=1.75,
           network=6.25, pcie=15, slices=_SUB_CUBES, max_slice_chips=6144, pci_device_id="0x0062",
-          sparse_core_collectives=True, fp8_cost=1.14),
+          sparse_core_collectives=True),
     _chip("TPU v6e", ("TPU v6 lite", "TPU v6e"), {"bfloat16": 918, "int8": 1836, "float8": 918},
           32 * _GIB, 1640, (4, "ICI", 90), _CLOUD + "TPU v6e" + _BOOK, family="v6e", usable_gib=31.25,
           ghz=1.75, network=12.5, pcie=32, slices=_FLAT, pci_device_id="0x006f",
-          sparse_core_collectives=True, fp8_cost=1.77),
+          sparse_core_collectives=True),
     _chip("TPU 7x", ("TPU7x",), {"bfloat16": 2307, "float8": 4614}, 192 * _GIB, 7380, (6, "ICI", 90),
           _CLOUD + "TPU7x (Ironwood)" + _BOOK, family="tpu7x", devices=2, usable_gib=94.75, ghz=2.2,
           network=12.5, slices=((1, 1, 1), *_SUB_CUBES), max_slice_chips=9216, pci_device_id="0x0076",

@@ -186,7 +186,9 @@ def canonical_values(values: Mapping[str, Any]) -> dict[str, Any]:
         if name not in _NO_FIELD
     }
     idle: list[str] = []
-    kinds = spread(v["layer_pattern"] if v["window"] else ("global",), v["num_layers"])
+    kinds = spread(v["layer_pattern"], v["num_layers"])
+    if not v["window"]:
+        kinds = ["global" if kind == "local" else kind for kind in kinds]
     v["layer_pattern"] = shortest_period(kinds)
     v["attention_scale"] = v["attention_scale"] or v["head_dim"] ** -0.5
     if v["num_experts"]:

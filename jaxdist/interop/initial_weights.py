@@ -15,7 +15,8 @@ from ml_collections import ConfigDict
 
 from jaxdist.config import ConfigError
 from jaxdist.data import load_tokenizer
-from jaxdist.data.sources import MADE_ELSEWHERE
+from jaxdist.data.sources.source import TokenSource
+from jaxdist.data.sources.table import SOURCES
 from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.interop import peft
 from jaxdist.interop.families import FAMILIES
@@ -68,7 +69,7 @@ def _tokenizer_of(
     file = folder / TOKENIZER_FILE
     if file.is_file():
         return str(file)
-    made_elsewhere = config.data.source in MADE_ELSEWHERE
+    made_elsewhere = isinstance(SOURCES.get(config.data.source), TokenSource)
     chosen = made_elsewhere or "data.tokenizer" in set_keys
     if not chosen and vocab_size != load_tokenizer("bytes").vocab_size:
         raise ConfigError(

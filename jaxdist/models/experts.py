@@ -1,5 +1,5 @@
-"""The feed-forward part with experts: router, their kernels, shared experts, and what
-keeps the load even.
+"""Experts, the channel of layers of the kind "sparse": router, their kernels, shared
+experts, and what keeps the load even.
 
 All that is added up (load, balance, z-loss) is a sum over tokens with a weight in the
 loss, so it is the same however a batch is split. What is no such sum is known a step
@@ -9,20 +9,34 @@ Letters: see `layers`; `E` experts, `k` experts of a token.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxdist.config.annotations import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    TrainingOnly,
+)
 from jaxdist.models import layers
-from jaxdist.models.transformer_config import TransformerConfig
-from jaxdist.ops.experts import Routing, experts, route
+from jaxdist.models.feed_forward import (
+    FeedForward,
+    FeedForwardConfig,
+    feed_forward_cost,
+)
+from jaxdist.models.parts import Channel
+from jaxdist.ops.costs import Cost
+from jaxdist.ops.experts import Routing, experts, experts_cost, explain, route
 from jaxdist.ops.experts.mixture import DOWN_NAMES, INPUT_NAMES
 from jaxdist.ops.matmul import project
 from jaxdist.parallel.execution import shard
-from jaxdist.protocols.model import BlockInfo, BlockOutput
+from jaxdist.protocols.model import Batch, BlockInfo, BlockOutput
 
 # field of a block's info: weights in the loss, [B, S]; absent: nothing is counted
 WEIGHTS = "token_weights"
@@ -38,26 +52,96 @@ LAYER = "expert_layer"
 LOAD_METRIC = "expert_load"  # [L, E], of a step
 
 
-class Experts(nnx.Module):
+@dataclass(frozen=True)
+class ExpertsConfig(FeedForwardConfig):
+    """Options of experts; their width is that of feed-forward parts by default."""
+
+    num_experts: NonNegativeInt = 0  # of every sparse feed-forward part; 0 = dense
+    # layers before those with experts (DeepSeek-V3: 3)
+    first_dense_layers: NonNegativeInt = 0
+    experts_per_token: PositiveInt = 2  # how many of them a token goes to
+    expert_d_ff: NonNegativeInt = 0  # width inside an expert; 0 = d_ff
+    num_shared_experts: NonNegativeInt = 0  # experts besides, that all tokens go to
+    # of the router's logits; DeepSeek-V3: sigmoid
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalise_top_k: bool = True  # a token's weights are divided by their sum
+    route_scale: PositiveFloat = 1.0  # factor of the weights
+    expert_groups: NonNegativeInt = 0  # equal groups of experts; 0 = none
+    # how many of them are open to a token, the best ones
+    expert_top_groups: NonNegativeInt = 0
+    # what keeps their load even: a bias of the choice, moved after each step
+    # (DeepSeek-V3); a loss of each sequence; a loss of the batch, by the load of the
+    # step before
+    balance: Literal["none", "bias", "sequence", "batch"] = "bias"
+    # by which a step moves a bias
+    balance_rate: Annotated[PositiveFloat, TrainingOnly()] = 1e-3
+    # of the losses, each layer's; sequence in DeepSeek-V3: 1e-4
+    balance_weight: Annotated[PositiveFloat, TrainingOnly()] = 1e-2
+    # weight of log(Z)^2 of the router's logits, e.g. 1e-3
+    router_z_loss: Annotated[NonNegativeFloat, TrainingOnly()] = 0.0
+    # in training an expert takes so many times its even share of a sequence, and drops
+    # the rest; 0 = all
+    capacity_factor: Annotated[NonNegativeFloat, TrainingOnly()] = 0.0
+
+    @property
+    def expert_width(self) -> int:
+        """The width inside an expert."""
+        return self.expert_d_ff or self.d_ff
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with experts: stats have a row for each."""
+        if not self.num_experts:
+            return ()
+        parts = self.feed_forward_pattern
+        first = self.first_dense_layers
+        return tuple(
+            layer
+            for layer in range(first, self.num_layers)
+            if parts[(layer - first) % len(parts)] == "sparse"
+        )
+
+
+# Options that a dense model leaves as they are.
+EXPERT_FIELDS = (
+    "first_dense_layers",
+    "feed_forward_pattern",
+    "experts_per_token",
+    "expert_d_ff",
+    "num_shared_experts",
+    "scores",
+    "normalise_top_k",
+    "route_scale",
+    "expert_groups",
+    "expert_top_groups",
+    "balance",
+    "balance_rate",
+    "balance_weight",
+    "router_z_loss",
+    "capacity_factor",
+)
+
+
+class Experts(Channel):
     """Experts, of which a router chooses some for each token, and shared ones that see
     all (2401.06066).
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        rngs: nnx.Rngs,
-        shared: nnx.Module | None = None,
-    ):
-        c, std = config, config.init_std
+    Config = ExpertsConfig
+    stat_names = (LOAD,)
+
+    def __init__(self, config: ExpertsConfig, rngs: nnx.Rngs):
+        c = self.config = config
+        std = c.init_std
         E, D, F = c.num_experts, c.d_model, c.expert_width
-        self.config = config
+        if c.num_shared_experts:  # several are one of their width together
+            shared = FeedForward(c, rngs, c.num_shared_experts * F)
         self.router = layers.normal(rngs, (D, E), std, ("d_model", None))
         if c.gated:
             self.gate = layers.normal(rngs, (E, D, F), std, INPUT_NAMES)
         self.up = layers.normal(rngs, (E, D, F), std, INPUT_NAMES)
         self.down = layers.normal(rngs, (E, F, D), c.output_std, DOWN_NAMES)
-        if shared is not None:
+        if c.num_shared_experts:
             self.shared = shared
         if c.balance == "bias":
             self.choice_bias = nnx.Variable(jnp.zeros(E, jnp.float32))
@@ -92,7 +176,8 @@ class Experts(nnx.Module):
             counted_BS=None if weights is None else weights > 0,
         )
         y = layers.shard_and_name(out.x, "mlp_out", "batch", "residual", None)
-        y = y + self.shared(x_BSD) if hasattr(self, "shared") else y
+        if hasattr(self, "shared"):
+            y = y + self.shared(x_BSD, info).x
         if weights is None:
             return BlockOutput(y)
         sums = out.stats
@@ -170,6 +255,158 @@ class Experts(nnx.Module):
         elif c.balance == "batch":
             shares = load / jnp.maximum(total, 1)
             self.last_load.set_value(jnp.where(total > 0, shares, self.last_load[...]))
+
+    @staticmethod
+    def stats_metrics(stats: Mapping[str, jax.Array]) -> dict[str, Any]:
+        return metrics(stats)
+
+    @staticmethod
+    def prepare(
+        config: ExpertsConfig, batch: Batch, length: int
+    ) -> dict[str, jax.Array]:
+        """Gives layers the weights of tokens, so that they count them."""
+        return {WEIGHTS: batch["weights"]} if "weights" in batch else {}
+
+    @staticmethod
+    def costs(
+        config: ExpertsConfig, kinds: Sequence[str], sequence_length: int
+    ) -> Iterator[Cost]:
+        """Yields what experts need, and what shared ones do."""
+        c = config
+        yield experts_cost(
+            experts=c.num_experts,
+            chosen=c.experts_per_token,
+            width=c.d_model,
+            hidden=c.expert_width,
+            gated=c.gated,
+            layers=len(kinds),
+        )
+        if c.num_shared_experts:
+            hidden = c.num_shared_experts * c.expert_width
+            yield feed_forward_cost(c, hidden, len(kinds))
+
+    @staticmethod
+    def choices(config: ExpertsConfig) -> list[str]:
+        """Lists which kernels experts use, and how they exchange tokens, and why."""
+        return explain(config.num_experts, config.experts_per_token)
+
+    @staticmethod
+    def tensor_parallel_dims(config: ExpertsConfig) -> tuple[str, ...]:
+        return ("d_ff", "expert_d_ff") if config.expert_d_ff else ("d_ff",)
+
+    @staticmethod
+    def tiny(config: ExpertsConfig, sequence_length: int) -> dict[str, Any]:
+        """Shrinks to eight experts or fewer: one, two or all of them a token, in groups
+        if there are any.
+        """
+        c = config
+        values = FeedForward.tiny(c, sequence_length)
+        E = min(c.num_experts, 8)
+        k = min(c.experts_per_token, 2, E)
+        if c.experts_per_token == c.num_experts:
+            k = E
+        values["num_experts"] = E
+        values["experts_per_token"] = k
+        values["first_dense_layers"] = min(c.first_dense_layers, 1)
+        values["feed_forward_pattern"] = tuple(dict.fromkeys(c.feed_forward_pattern))
+        if c.expert_d_ff:
+            values["expert_d_ff"] = 48
+        if c.num_shared_experts:
+            values["num_shared_experts"] = min(c.num_shared_experts, 2)
+        if c.expert_groups:
+            values["num_experts"] = 8 if k < E else E
+            values |= _tiny_groups(c, k)
+        return values
+
+    @staticmethod
+    def faults(config: ExpertsConfig) -> Iterator[str]:
+        """Yields what is wrong with experts, or with their options in a dense model."""
+        c = config
+        E, k = c.num_experts, c.experts_per_token
+        if not E:
+            yield from _faults_without_experts(c)
+            return
+        yield from _balance_faults(c)
+        if k > E:
+            yield (
+                f"model.experts_per_token={k} of model.num_experts={E}; set it to at "
+                f"most {E}"
+            )
+        if c.bias == "all":
+            yield (
+                "model.bias=all: experts have no biases; set model.bias to none, qkv "
+                "or attention"
+            )
+        yield from _layer_faults(c)
+        if c.expert_groups or c.expert_top_groups:
+            yield from _choice_faults(c)
+
+
+def _tiny_groups(c: ExpertsConfig, chosen: int) -> dict[str, Any]:
+    groups = 1
+    if c.expert_groups > 1:
+        groups = 4 if c.expert_groups >= 4 and chosen <= 2 else 2
+    top = groups
+    if c.expert_top_groups != c.expert_groups:
+        top = min(c.expert_top_groups, groups - 1)
+    return {"expert_groups": groups, "expert_top_groups": top}
+
+
+def _changed(c: ExpertsConfig, names: tuple[str, ...]) -> str:
+    """Finds the first of these options that is not at its default; "" for none."""
+    return next((n for n in names if getattr(c, n) != getattr(type(c), n)), "")
+
+
+def _faults_without_experts(c: ExpertsConfig) -> Iterator[str]:
+    if name := _changed(c, EXPERT_FIELDS):
+        yield (
+            f"model.{name}={getattr(c, name)} needs experts, and model.num_experts=0 "
+            f"is a dense model; set model.num_experts, or leave model.{name} as it is"
+        )
+
+
+def _balance_faults(c: ExpertsConfig) -> Iterator[str]:
+    unused: tuple[str, ...] = ()
+    if c.balance != "bias":
+        unused += ("balance_rate",)
+    if c.balance not in ("sequence", "batch"):
+        unused += ("balance_weight",)
+    if name := _changed(c, unused):
+        yield (
+            f"model.{name}={getattr(c, name)} does nothing with model.balance="
+            f"{c.balance}; leave it as it is, or set model.balance"
+        )
+
+
+def _layer_faults(c: ExpertsConfig) -> Iterator[str]:
+    L, first = c.num_layers, c.first_dense_layers
+    if first >= L:
+        yield (
+            f"model.first_dense_layers={first} of model.num_layers={L} leaves no layer "
+            f"with experts; set it to at most {L - 1}, or model.num_experts=0"
+        )
+    elif "sparse" not in c.feed_forward_pattern:
+        yield (
+            f"model.feed_forward_pattern={','.join(c.feed_forward_pattern)} has no "
+            f"layer with experts; add sparse to it, or set model.num_experts=0"
+        )
+
+
+def _choice_faults(c: ExpertsConfig) -> Iterator[str]:
+    E, k = c.num_experts, c.experts_per_token
+    groups, top = c.expert_groups, c.expert_top_groups
+    if not groups or E % groups or E // groups < 2:
+        yield (
+            f"model.expert_groups={groups} for model.num_experts={E}: groups are "
+            f"equal, of two experts or more; set a divisor of {E} up to {E // 2}, or "
+            f"expert_groups and expert_top_groups to 0"
+        )
+    elif not 1 <= top <= groups or top * (E // groups) < k:
+        yield (
+            f"model.expert_top_groups={top}: {k} experts a token from groups of "
+            f"{E // groups}; set it between {-(-k // (E // groups))} and "
+            f"model.expert_groups={groups}"
+        )
 
 
 def _given_ids(info: BlockInfo) -> jax.Array | None:

@@ -20,16 +20,22 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.config import ConfigError, extras, trees
-from jaxdist.config.annotations import NonNegativeInt, PositiveFloat, Share
+from jaxdist.config.annotations import (
+    NamesWeights,
+    NonNegativeInt,
+    PositiveFloat,
+    Share,
+)
 from jaxdist.models import layers
-from jaxdist.ops.matmul import FrozenKernel, project, project_lightly
+from jaxdist.ops.dense_matmul import FrozenKernel
+from jaxdist.ops.matmul import project, project_lightly
 from jaxdist.parallel import execution
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import BlockInfo, is_staged
@@ -51,7 +57,7 @@ class LoraConfig:
     base: Base = "none"
     dropout: Share = 0.0  # share of an adapter's inputs that are dropped while training
     # folder of an adapter that PEFT wrote, to begin with; "" = B is 0
-    from_peft: str = ""
+    from_peft: Annotated[str, NamesWeights()] = ""
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong between the values, each with its cure."""

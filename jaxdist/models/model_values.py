@@ -9,21 +9,22 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxdist.config import schema
+from jaxdist.config.annotations import TrainingOnly
 from jaxdist.models import rotary
 from jaxdist.models.transformer_config import TransformerConfig
 
-DEFAULTS = vars(TransformerConfig())
+# Options that stand in no group.
+DEFAULTS = {
+    name: value
+    for name, value in vars(TransformerConfig()).items()
+    if not dataclasses.is_dataclass(value)
+}
 # Values that change no logits.
-TRAINING = (
-    "dropout",
-    "z_loss",
-    "loss_chunk",
-    "init_std",
-    "zero_init_outputs",
-    "balance_rate",
-    "balance_weight",
-    "router_z_loss",
-    "capacity_factor",
+TRAINING = frozenset(
+    name
+    for name, field in schema.schema_of(TransformerConfig).items()
+    if field.mark(TrainingOnly)
 )
 # rope_scaling, rope_factor, ...
 STRETCH = tuple(f"rope_{field.name}" for field in dataclasses.fields(rotary.Stretch))
@@ -44,6 +45,7 @@ def differing_values(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list
     Returns:
       A line for each, "model.d_model=64, there 32".
     """
+    ours, theirs = schema.flatten(ours), schema.flatten(theirs)
     compared = ours.keys() & theirs.keys()
     if _all_sparse(ours) and _all_sparse(theirs):
         compared -= {"d_ff"}

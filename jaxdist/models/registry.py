@@ -360,13 +360,18 @@ def build_function(
         streams = {"rngs": rngs} if random else {}
         config: Any = options_class(model)
         make: Any = model
-        return (
-            make(**options, **streams)
-            if config is model
-            else make(config(**options), **streams)
-        )
+        if config is model:
+            return make(**options, **streams)
+        return make(_make_config(config, options), **streams)
 
     return build
+
+
+def _make_config(config: Any, options: Mapping[str, Any]) -> Any:
+    """Makes a model's Config; the options of a group are a mapping in `options`."""
+    if any(isinstance(value, Mapping) for value in options.values()):
+        return schema.from_config_dict(config, options)
+    return config(**options)
 
 
 def model_config(model: type[nnx.Module], options: Mapping[str, Any]) -> Any:
@@ -378,7 +383,7 @@ def model_config(model: type[nnx.Module], options: Mapping[str, Any]) -> Any:
     """
     config: Any = options_class(model)
     try:
-        return None if config is model else config(**options)
+        return None if config is model else _make_config(config, options)
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:

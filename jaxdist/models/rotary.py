@@ -7,11 +7,13 @@ computes for the `rope_type` of their name.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from jaxdist.config.annotations import NonNegativeFloat, PositiveFloat
 
 # The values of `Stretch` that each kind reads; `factor` all of them.
 READ = {
@@ -104,6 +106,59 @@ class Stretch:
                 f"model.rope_factor={self.factor} with {dims} rotary dims: {kind} needs a factor >= 1 and "
                 f"4 dims or more"
             )
+
+
+@dataclass(frozen=True)
+class RotaryConfig:
+    """Options of positions."""
+
+    positions: Literal["rotary", "learned"] = "rotary"  # how a token knows its place
+    # rows of the learned table = longest sequence; unused with rotary
+    max_positions: int = 0
+    rope_theta: PositiveFloat = 10000.0  # base of the rotary frequencies
+    # stretch of positions, but in local layers with their own base
+    rope_factor: PositiveFloat = 1.0
+    # what it stretches: long wavelengths (llama3, yarn), all, each by its own
+    # (longrope), all as needed
+    rope_scaling: Literal["llama3", "linear", "yarn", "longrope", "dynamic"] = "llama3"
+    # llama3: turns within the original length below which all is stretched
+    rope_low_factor: float = 1.0
+    rope_high_factor: float = 4.0  # llama3: turns above which nothing is
+    # not linear: sequence length before the stretch
+    rope_original_positions: int = 8192
+    # yarn: turns within the original length below which all is stretched
+    rope_beta_slow: float = 1.0
+    rope_beta_fast: float = 32.0  # yarn: turns above which nothing is
+    # yarn: the bounds between are whole dims (gpt-oss: false)
+    rope_truncate: bool = True
+    # yarn, longrope: of cos and sin; 0 = the paper's
+    rope_attention_factor: NonNegativeFloat = 0.0
+    # longrope: of each wavelength, up to that length
+    rope_short_factor: tuple[PositiveFloat, ...] = ()
+    # longrope: of each wavelength, in longer sequences
+    rope_long_factor: tuple[PositiveFloat, ...] = ()
+
+    @property
+    def stretch(self) -> Stretch:
+        """How rotary positions are stretched."""
+        names = [field.name for field in fields(Stretch)]
+        return Stretch(**{name: getattr(self, f"rope_{name}") for name in names})
+
+    def tiny_stretch(self, sequence_length: int, frequencies: int) -> dict[str, Any]:
+        """Lists the options of a tiny variant: an original length that sequences
+        exceed, and of longrope's factors evenly spaced ones.
+        """
+        depends_on_length = self.rope_scaling in ("yarn", "longrope", "dynamic")
+        if not depends_on_length or not self.stretch.changes:
+            return {}
+        values: dict[str, Any] = {
+            "rope_original_positions": max(sequence_length // 2, 2)
+        }
+        for name in ("rope_short_factor", "rope_long_factor"):
+            if factors := getattr(self, name):
+                step = len(factors) / frequencies
+                values[name] = tuple(factors[int(i * step)] for i in range(frequencies))
+        return values
 
 
 class Rotary(NamedTuple):

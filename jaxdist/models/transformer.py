@@ -1,27 +1,29 @@
 """One decoder-only transformer whose values give GPT-2, Llama, Mistral, Qwen, Gemma,
 Phi and OLMo.
 
-Single-device code: dims have logical names, no mesh axis is mentioned. Letters: see
-`layers`.
+It is an embedding, blocks of mixers and channels (see `parts`), and a head; no kind of
+part is known here. Single-device code: dims have logical names, no mesh axis is
+mentioned. Letters: see `layers`.
 """
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist.models import experts, layers
-from jaxdist.models.experts import Experts
-from jaxdist.models.rotary import rotary_frequencies
-from jaxdist.models.transformer_config import TransformerConfig
+from jaxdist.models import layers
+from jaxdist.models.block import Block
+from jaxdist.models.cache import Cache, LayerCache
+from jaxdist.models.channels import CHANNELS
+from jaxdist.models.mixers import MIXERS
+from jaxdist.models.transformer_config import TransformerConfig, all_parts
 from jaxdist.ops import cached_attention as cached
-from jaxdist.ops.attention import attention
 from jaxdist.ops.attention_reference import soft_capped
-from jaxdist.ops.cross_entropy import cross_entropy
+from jaxdist.ops.cross_entropy import cross_entropy, target_scores
 from jaxdist.ops.embedding import embed
 from jaxdist.parallel import execution
 from jaxdist.parallel.execution import shard
@@ -29,7 +31,6 @@ from jaxdist.protocols.layer_scan import scan_layers
 from jaxdist.protocols.model import (
     Batch,
     BlockInfo,
-    BlockOutput,
     LayerGroup,
     Loss,
     embedded,
@@ -42,197 +43,6 @@ from jaxdist.protocols.model import (
     stack,
     staged_loss,
 )
-
-
-class Cache(NamedTuple):
-    """Keys and values of the tokens so far.
-
-    What lies at or beyond a row's length is never attended to, and overwritten by the
-    next tokens: prompts of unequal length are padded on the right, and `length` is then
-    set back.
-    """
-
-    keys: jax.Array  # [L, B, S, K, N]
-    values: jax.Array  # [L, B, S, K, N]
-    length: jax.Array  # [B] int32: filled positions of each row
-    # [S] int32: position of a slot's token, where devices share them out
-    places: jax.Array | None = None
-
-
-class Attention(nnx.Module):
-    """Grouped-query self-attention (arXiv:2305.13245)."""
-
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        c, std = config, config.init_std
-        heads, kv = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
-        self.config = config
-        self.query = layers.normal(
-            rngs, (c.d_model, *heads), std, ("d_model", "heads", "head_dim")
-        )
-        self.key = layers.normal(
-            rngs, (c.d_model, *kv), std, ("d_model", "kv_heads", "head_dim")
-        )
-        self.value = layers.normal(
-            rngs, (c.d_model, *kv), std, ("d_model", "kv_heads", "head_dim")
-        )
-        self.out = layers.normal(
-            rngs, (*heads, c.d_model), c.output_std, ("heads", "head_dim", "d_model")
-        )
-        if c.bias != "none":
-            self.query_bias = layers.normal(rngs, heads, 0, ("heads", "head_dim"))
-            self.key_bias = layers.normal(rngs, kv, 0, ("kv_heads", "head_dim"))
-            self.value_bias = layers.normal(rngs, kv, 0, ("kv_heads", "head_dim"))
-        if c.bias in ("attention", "all"):
-            self.out_bias = layers.normal(rngs, (c.d_model,), 0, ("d_model",))
-        if c.qk_norm != "none":
-            self.query_norm = _head_norm(c, *heads, "heads")
-            self.key_norm = _head_norm(c, *kv, "kv_heads")
-
-    def heads(
-        self, x_BSD: jax.Array, context: BlockInfo
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns q [B, S, H, N] and k, v [B, S, K, N], normalised and rotated."""
-        c = self.config
-        q, k, v = layers.project_heads(self, x_BSD)
-        if c.qk_norm != "none":
-            q, k = self.query_norm(q), self.key_norm(k)
-        if c.positions == "rotary":
-            end = "_local" if context.kind == "local" and c.rope_theta_local else ""
-            cos, sin = (
-                context.fields[f"rotary_{table}{end}"] for table in ("cos", "sin")
-            )
-            q, k = (layers.rotate(y, cos, sin) for y in (q, k))
-        return q, k, v
-
-    def options(self, context: BlockInfo) -> dict[str, Any]:
-        """Returns what shapes this layer's attention: scale, soft cap and window, None
-        as usual.
-        """
-        c = self.config
-        window = c.window if context.kind == "local" else None
-        return {
-            "scale": c.attention_scale or None,
-            "softcap": c.attention_softcap or None,
-            "window": window,
-        }
-
-    def __call__(self, x_BSD: jax.Array, context: BlockInfo) -> jax.Array:
-        segment_ids = context.fields.get("segment_ids")
-        mixed = attention(
-            *self.heads(x_BSD, context),
-            segment_ids_BS=segment_ids,
-            **self.options(context),
-        )
-        return layers.merge_heads(self, mixed)
-
-
-class FeedForward(nnx.Module):
-    """Gated (arXiv:2002.05202) or plain feed-forward part."""
-
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, d_ff: int = 0):
-        c, std, d_ff = config, config.init_std, d_ff or config.d_ff
-        self.activation = c.activation
-        if c.gated:
-            self.gate = layers.normal(rngs, (c.d_model, d_ff), std, ("d_model", "d_ff"))
-        self.up = layers.normal(rngs, (c.d_model, d_ff), std, ("d_model", "d_ff"))
-        self.down = layers.normal(
-            rngs, (d_ff, c.d_model), c.output_std, ("d_ff", "d_model")
-        )
-        if c.bias == "all":
-            self.up_bias = layers.normal(rngs, (d_ff,), 0, ("d_ff",))
-            self.down_bias = layers.normal(rngs, (c.d_model,), 0, ("d_model",))
-
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        return layers.feed_forward(self, x_BSD, self.activation)
-
-
-class Block(nnx.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); or norms behind the
-    parts, or both.
-    """
-
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        c, norm = (
-            config,
-            partial(layers.Norm, config.d_model, kind=config.norm, eps=config.norm_eps),
-        )
-        self.dropout, self.position, self.layer_pattern = (
-            c.dropout,
-            c.norm_position,
-            c.layer_pattern,
-        )
-        if c.norm_position != "post":
-            self.attention_norm, self.mlp_norm = norm(), norm()
-        if c.norm_position != "pre":
-            self.attention_post_norm, self.mlp_post_norm = norm(), norm()
-        self.attention = Attention(config, rngs)
-        self.mlp = _feed_forward(config, rngs)
-
-    def __call__(self, x_BSD: jax.Array, context: BlockInfo) -> BlockOutput:
-        mixed = self.attention(self._entering("attention", x_BSD), context)
-        return self._rest(x_BSD, mixed, context)
-
-    def _rest(
-        self, x_BSD: jax.Array, mixed_BSD: jax.Array, context: BlockInfo
-    ) -> BlockOutput:
-        """Returns the layer's output from what its attention gave."""
-        x_BSD = x_BSD + layers.dropout(
-            self._leaving("attention", mixed_BSD), self.dropout, context, 1
-        )
-        entering = self._entering("mlp", x_BSD)
-        mlp = self.mlp
-        y, *sums = (
-            mlp(entering, context)
-            if isinstance(mlp, Experts)
-            else BlockOutput(mlp(entering))
-        )
-        x_BSD = x_BSD + layers.dropout(
-            self._leaving("mlp", y), self.dropout, context, 2
-        )
-        return BlockOutput(layers.residual(x_BSD), *sums)
-
-    def _entering(self, part: str, x_BSD: jax.Array) -> jax.Array:
-        x_BSD = (
-            x_BSD if self.position == "post" else getattr(self, f"{part}_norm")(x_BSD)
-        )
-        return shard(x_BSD, "batch", "sequence", None)
-
-    def _leaving(self, part: str, y_BSD: jax.Array) -> jax.Array:
-        return (
-            y_BSD
-            if self.position == "pre"
-            else getattr(self, f"{part}_post_norm")(y_BSD)
-        )
-
-    def decode(self, x_BTD: jax.Array, cache: Cache, context: BlockInfo):
-        """Returns the output for T new tokens, and the cache with this layer's part of
-        them.
-        """
-        q, k, v = self.attention.heads(self._entering("attention", x_BTD), context)
-        positions = context.fields["positions"]
-        keys = cached.written(cache.keys, k, context.layer, positions, cache.places)
-        values = cached.written(cache.values, v, context.layer, positions, cache.places)
-        own, options = (
-            (keys[context.layer], values[context.layer]),
-            self.attention.options(context),
-        )
-        mixed = cached.cached_attention(q, *own, positions, cache.places, **options)
-        x_BTD = self._rest(x_BTD, layers.merge_heads(self.attention, mixed), context).x
-        return x_BTD, cache._replace(keys=keys, values=values)
-
-    def prefill(self, x_BPD: jax.Array, cache: Cache, context: BlockInfo):
-        """Returns the output for whole prompts, and the empty cache with this layer's
-        part of them.
-        """
-        q, *new = self.attention.heads(self._entering("attention", x_BPD), context)
-        mixed = attention(q, *new, **self.attention.options(context))
-        split = cache.places is not None
-        keys, values = (
-            cached.written_prompt(old, x, context.layer, split=split)
-            for old, x in zip(cache[:2], new, strict=True)
-        )
-        x_BPD = self._rest(x_BPD, layers.merge_heads(self.attention, mixed), context).x
-        return x_BPD, cache._replace(keys=keys, values=values)
 
 
 class Transformer(nnx.Module):
@@ -253,13 +63,12 @@ class Transformer(nnx.Module):
             self.position_embedding = layers.normal(
                 rngs, dims, c.init_std, ("positions", "d_model")
             )
-        if c.first_dense_layers:
-            dense = replace(c, num_experts=0)
-            self.first_blocks = stack(
-                lambda rngs: Block(dense, rngs), c.first_dense_layers, rngs
-            )
-        groups = (c.num_layers - c.first_dense_layers) // c.group_layers
-        self.blocks = stack(partial(_repeating, c), groups, rngs)
+        first = c.first_dense_layers
+        if first:
+            self.first_blocks = _blocks(c, range(first), group=first, rngs=rngs)
+        self.blocks = _blocks(
+            c, range(first, c.num_layers), group=c.group_layers, rngs=rngs
+        )
         self.final_norm = layers.Norm(c.d_model, kind=c.norm, eps=c.norm_eps)
         if not c.tie_embeddings:
             self.output = layers.normal(
@@ -271,49 +80,33 @@ class Transformer(nnx.Module):
         return staged_loss(self, batch, key)
 
     def update(self, stats: Mapping[str, jax.Array]) -> None:
-        """Changes what keeps the load of experts even, once a step."""
-        parts = [
-            layer.mlp
-            for layer in layers_of(self.blocks)
-            if isinstance(layer.mlp, Experts)
-        ]
-        # of a group's layers each has its own place in the stats
-        for place, part in enumerate(parts):
-            several = self.config.group_layers > 1
-            part.update(
-                {name: x[:, place] for name, x in stats.items()} if several else stats
-            )
+        """Changes the state of the parts that have stats, once a step."""
+        blocks = layers_of(self.blocks)
+        before: Counter[str] = Counter()  # layers of a group that have a stat
+        for part in [part for block in blocks for part in block.parts]:
+            values = {name: stats[name] for name in part.stat_names}
+            if len(blocks) > 1:  # [groups, layers with the stat, ...]
+                values = {name: x[:, before[name]] for name, x in values.items()}
+            before.update(part.stat_names)
+            if values:
+                part.update(values)
 
     @staticmethod
     def stats_metrics(stats: Mapping[str, jax.Array]) -> dict[str, Any]:
-        """Returns what a row of metrics says of a step's stats."""
-        return experts.metrics(stats)
+        """Computes what a row of metrics says of a step's stats."""
+        for part in all_parts():
+            stats = part.stats_metrics(stats)
+        return dict(stats)
 
     def prepare(self, batch: Batch) -> dict[str, jax.Array]:
-        """Returns the rotary tables, and the weights of tokens if experts
-        count them.
-        """
-        c = self.config
-        counted = c.num_experts > 0 and "weights" in batch
-        tables = self._rotary(batch["positions"]) if c.positions == "rotary" else {}
-        return tables | ({experts.WEIGHTS: batch["weights"]} if counted else {})
+        """Computes what the parts of all blocks read (rotary tables)."""
+        return self._prepared(batch, batch["positions"].shape[1])
 
-    def _rotary(self, positions_BS: jax.Array, length: int = 0) -> dict[str, jax.Array]:
-        """Returns the tables of positions in sequences of `length` tokens, by default
-        of all these.
-        """
-        c, length = self.config, length or positions_BS.shape[1]
-
-        def tables(end: str, *args) -> dict[str, jax.Array]:
-            cos, sin = layers.rotary_tables(
-                positions_BS, *rotary_frequencies(c.rotary_dims, *args)
-            )
-            return {f"rotary_cos{end}": cos, f"rotary_sin{end}": sin}
-
-        fields = tables("", c.rope_theta, length, c.stretch)
-        return fields | (
-            tables("_local", c.rope_theta_local) if c.rope_theta_local else {}
-        )
+    def _prepared(self, batch: Batch, length: int) -> dict[str, jax.Array]:
+        fields: dict[str, jax.Array] = {}
+        for part in self.config.parts:
+            fields |= part.prepare(self.config, batch, length)
+        return fields
 
     def embed(self, batch: Batch) -> jax.Array:
         """Returns [B, S, D] in the compute dtype."""
@@ -339,6 +132,24 @@ class Transformer(nnx.Module):
         )
         return Loss(total, batch["weights"].sum(), {"z_loss": z} if c.z_loss else {})
 
+    def token_terms(self, x_BSD: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+        """Returns values of each target from the last block's output, [B, S] float32.
+
+        Returns:
+          log_probability: of the target. log_normalizer: log of the sum of exponentials
+          of all logits.
+        """
+        c = self.config
+        log_probability, log_normalizer = target_scores(
+            shard(self.final_norm(x_BSD), "batch", "sequence", None),
+            self.embedding if c.tie_embeddings else self.output,
+            batch["targets"],
+            tied=c.tie_embeddings,
+            softcap=c.logit_softcap,
+            chunk_tokens=c.loss_chunk,
+        )
+        return {"log_probability": log_probability, "log_normalizer": log_normalizer}
+
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """Returns float32 logits [B, S, V] from the last block's output (for
         generation).
@@ -363,123 +174,151 @@ class Transformer(nnx.Module):
         return self.config.max_length
 
     def init_cache(self, batch_size: int, length: int) -> Cache:
-        """Returns an empty cache for `length` tokens of each of `batch_size` sequences.
+        """Makes an empty cache for `length` tokens of each of `batch_size` sequences.
 
         Devices of `context` share its slots out if their number divides the length.
         """
-        c = self.config
-        dims = (c.num_layers, batch_size, length, c.num_kv_heads, c.head_dim)
         dtype = execution.current().compute_dtype(self.embedding[...].dtype)
-        keys, values = (
-            shard(jnp.zeros(dims, dtype), *cached.CACHE_DIMS) for _ in range(2)
-        )
-        return Cache(
-            keys, values, jnp.zeros(batch_size, jnp.int32), cached.init_places(length)
-        )
+        stacks = {}
+        for name, (blocks, _) in self._stacks().items():
+            depth = jax.tree.leaves(nnx.state(blocks))[0].shape[0]
+            stacks[name] = [
+                block.attention.init_cache(depth, batch_size, length, dtype)
+                for block in layers_of(blocks)
+            ]
+        lengths = jnp.zeros(batch_size, jnp.int32)
+        return Cache(stacks, lengths, cached.init_places(length))
 
     def prefill(self, tokens_BP: jax.Array, cache: Cache) -> Cache:
-        """Returns an empty cache with whole prompts in it: `decode` of them, computed
-        as in training.
+        """Writes whole prompts to an empty cache: `decode` of them, computed as in
+        training.
 
         No logits of a prompt's tokens to all others are in memory, and where devices
         share out the cache, each has its own part of a prompt.
         """
         P = tokens_BP.shape[1]
-        if cache.places is not None:
+        slots = len(cache.places)
+        if cached.are_shared_out(slots):
             tokens_BP = jnp.pad(tokens_BP, [(0, 0), (0, cached.whole_slots(P) - P)])
-            cache = cache._replace(
-                places=cached.places_behind(tokens_BP.shape[1], len(cache.places))
-            )
-        positions = jnp.broadcast_to(
-            jnp.arange(tokens_BP.shape[1], dtype=jnp.int32), tokens_BP.shape
-        )
-        _, cache = self._cached(
-            "prefill", {"tokens": tokens_BP, "positions": positions}, cache
-        )
+            places = cached.places_behind(tokens_BP.shape[1], slots)
+            cache = cache._replace(places=places)
+        positions = jnp.arange(tokens_BP.shape[1], dtype=jnp.int32)
+        batch = {
+            "tokens": tokens_BP,
+            "positions": jnp.broadcast_to(positions, tokens_BP.shape),
+        }
+        _, cache = self._with_cache("prefill", batch, cache)
         return cache._replace(length=cache.length + P)
 
     def decode(self, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Returns float32 logits [B, T, V] of T new tokens a row, and the cache with
-        them.
+        """Computes float32 logits [B, T, V] of T new tokens a row, and writes these to
+        the cache.
         """
         steps = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
         batch = {
             "tokens": tokens_BT,
             "positions": cache.length[:, None] + steps[None, :],
         }
-        x, cache = self._cached("decode", batch, cache)
+        x, cache = self._with_cache("decode", batch, cache)
         return self.logits(x), cache._replace(length=cache.length + tokens_BT.shape[1])
 
-    def _cached(
-        self, method: str, batch: Batch, cache: Cache
-    ) -> tuple[jax.Array, Cache]:
-        """Returns the blocks' output for a batch, and the cache with it, by a method of
-        `Block`.
+    def _stacks(self) -> dict[str, tuple[Any, int]]:
+        """Lists the stacks of blocks in order: name -> blocks, number of the first
+        layer.
         """
-        fields = shared_fields(self, batch)
-        # keys in the cache are turned: by the same for all its tokens
-        if self.config.positions == "rotary":
-            fields |= self._rotary(batch["positions"], cache.keys.shape[2])
-        x, first = self.embed(batch), layers_before(self)
-        if first:
-            x, cache = _through(method, self.first_blocks, x, cache, fields, 0)
-        return _through(method, self.blocks, x, cache, fields, first)
+        behind = {"blocks": (self.blocks, layers_before(self))}
+        if not layers_before(self):
+            return behind
+        return {"first_blocks": (self.first_blocks, 0)} | behind
+
+    def _with_cache(
+        self, step: Literal["prefill", "decode"], batch: Batch, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """Computes the blocks' output for a batch, and writes it to the cache."""
+        slots = len(cache.places)
+        places = cache.places if cached.are_shared_out(slots) else None
+        # Keys in the cache are turned by the same for all its tokens.
+        fields = {**batch, **self._prepared(batch, slots)}
+        x = self.embed(batch)
+        stacks = {}
+        for name, (blocks, first) in self._stacks().items():
+            x, stacks[name] = _run_with_cache(
+                step,
+                blocks,
+                x,
+                cache.stacks[name],
+                fields=fields,
+                places=places,
+                first=first,
+            )
+        return x, cache._replace(stacks=stacks)
 
 
-def _through(
-    method: str, blocks: nnx.Module, x: jax.Array, cache: Cache, fields, first: int
-):
-    """Returns the output of a stack by a method of its layers, and the cache with their
-    parts.
+def _run_with_cache(
+    step: Literal["prefill", "decode"],
+    blocks: nnx.Module,
+    x: jax.Array,
+    arrays: list[Any],
+    *,
+    fields: dict[str, jax.Array],
+    places: jax.Array | None,
+    first: int,
+) -> tuple[jax.Array, list[Any]]:
+    """Applies a stack of blocks in a decoder's step.
+
+    Args:
+      arrays: the caches of the layers of a block, [L, B, ...] each.
+      places: see `LayerCache`.
+      first: number of the stack's first layer.
     """
     graph, state = nnx.split(blocks)
+    depth = jax.tree.leaves(state)[0].shape[0]
 
-    def one_block(carry, layer, parameters, kind):
+    def one_block(carry, layer, item, kind):
+        x, arrays = carry
+        parameters, number = item
         block = nnx.merge(graph, parameters)
         infos = infos_of(block, BlockInfo(None, layer, fields, kind))
-        for part, info in zip(layers_of(block), infos, strict=True):
-            carry = getattr(part, method)(*carry, info)
-        return carry, None
+        written = []
+        for part, own, info in zip(layers_of(block), arrays, infos, strict=True):
+            cache = LayerCache(own, number, places)
+            x, cache = part.with_cache(step, x, cache, info)
+            written.append(cache.arrays)
+        return (x, written), None
 
-    kinds, stride = pattern_of(blocks), len(layers_of(blocks))
-    return scan_layers(one_block, (x, cache), state, kinds, first=first, stride=stride)[
-        0
-    ]
+    carry, _ = scan_layers(
+        one_block,
+        (x, arrays),
+        (state, jnp.arange(depth)),
+        pattern_of(blocks),
+        first=first,
+        stride=len(layers_of(blocks)),
+    )
+    return carry
 
 
-def _repeating(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
-    """Returns what repeats behind the first dense layers: a block, or a group of
-    unequal ones.
+def _blocks(
+    config: TransformerConfig, numbers: range, *, group: int, rngs: nnx.Rngs
+) -> nnx.Module:
+    """Makes the stack of consecutive layers.
+
+    Args:
+      group: layers that repeat as one block if their parts differ.
     """
-    c, kinds, parts = config, config.layer_pattern, config.feed_forward_pattern
-    start = c.first_dense_layers % len(kinds)
-    kinds = kinds[start:] + kinds[:start]
-    if c.group_layers == 1:
-        return Block(replace(c, layer_pattern=kinds), rngs)
-    configs, numbers = (
-        {"sparse": c, "dense": replace(c, num_experts=0)},
-        range(c.group_layers),
-    )
-    layers = [Block(configs[parts[n % len(parts)]], rngs) for n in numbers]
-    return LayerGroup(layers, [kinds[n % len(kinds)] for n in numbers])
+    c = config
+    period = len(c.layer_pattern)
+    kinds = [c.mixer_kind(numbers.start + n) for n in range(period)]
+    parts = {(MIXERS[c.mixer_kind(n)], CHANNELS[c.channel_kind(n)]) for n in numbers}
 
+    def block(layer: int, rngs: nnx.Rngs) -> Block:
+        mixer = MIXERS[c.mixer_kind(layer)]
+        channel = CHANNELS[c.channel_kind(layer)]
+        return Block(c, mixer, channel, rngs, layer_pattern=tuple(kinds))
 
-def _feed_forward(config: TransformerConfig, rngs: nnx.Rngs) -> FeedForward | Experts:
-    c, shared = config, None
-    if not c.num_experts:
-        return FeedForward(c, rngs)
-    if c.num_shared_experts:  # several are one of their width together
-        shared = FeedForward(c, rngs, c.num_shared_experts * c.expert_width)
-    return Experts(c, rngs, shared)
+    def layer_group(rngs: nnx.Rngs) -> LayerGroup:
+        blocks = [block(layer, rngs) for layer in numbers[:group]]
+        return LayerGroup(blocks, [kinds[n % period] for n in range(group)])
 
-
-def _head_norm(
-    config: TransformerConfig, heads: int, size: int, name: str
-) -> layers.Norm:
-    """Returns the norm of queries or keys: of each head, or of all heads at once."""
-    kind = "rms_plus_one" if config.norm == "rms_plus_one" else "rms"
-    if config.qk_norm == "head":
-        return layers.Norm(size, kind=kind, eps=config.norm_eps, names=("head_dim",))
-    return layers.Norm(
-        heads, size, kind=kind, eps=config.norm_eps, names=(name, "head_dim")
-    )
+    if len(parts) == 1:
+        return stack(partial(block, numbers.start), len(numbers), rngs)
+    return stack(layer_group, len(numbers) // group, rngs)

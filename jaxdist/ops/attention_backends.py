@@ -25,7 +25,7 @@ from jaxdist.ops.attention_reference import (
     reference_pieces,
 )
 from jaxdist.parallel import execution
-from jaxdist.parallel.precision import lacks_bfloat16
+from jaxdist.parallel.formats.floats import lacks_bfloat16
 
 
 @dataclass(frozen=True)

@@ -34,16 +34,15 @@ def whole_slots(length: int) -> int:
     return -(-length // size) * size
 
 
-def init_places(slots: int) -> jax.Array | None:
-    """Returns the position that each slot of an empty cache is for, [S] int32; None:
-    its own, unsplit.
-    """
-    split = execution.current().axis_size(AXIS) > 1 and whole_slots(slots) == slots
-    return (
-        execution.shard(jnp.arange(slots, dtype=jnp.int32), "sequence")
-        if split
-        else None
-    )
+def are_shared_out(slots: int) -> bool:
+    """Tells if devices share out the slots of a cache: if their number divides them."""
+    return execution.current().axis_size(AXIS) > 1 and whole_slots(slots) == slots
+
+
+def init_places(slots: int) -> jax.Array:
+    """Returns the position that each slot of an empty cache is for, [S] int32."""
+    places = jnp.arange(slots, dtype=jnp.int32)
+    return execution.shard(places, "sequence") if are_shared_out(slots) else places
 
 
 def places_behind(prompt: int, slots: int) -> jax.Array:

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.ops.matmul import sum_in_shards, waits_for_sums
+from jaxdist.ops.costs import Cost, Product
+from jaxdist.ops.dense_matmul import sum_in_shards, waits_for_sums
 from jaxdist.parallel import execution, sharding
 from jaxdist.parallel.context import AXIS
 from jaxdist.parallel.sharding import Rules
@@ -69,22 +70,97 @@ def cross_entropy(
     chex.assert_rank([x_BSD, kernel], [3, 2])
     chex.assert_shape([targets_BS, weights_BS], x_BSD.shape[:2])
     chex.assert_axis_dimension(kernel, 1 if tied else 0, x_BSD.shape[2])
-    shards, parts = _shards(x_BSD.shape)
-    x, targets, weights = (
-        _folded(a, shards, parts) for a in (x_BSD, targets_BS, weights_BS)
+    (x, targets, weights), options = _in_chunks(
+        (x_BSD, targets_BS, weights_BS),
+        head,
+        tied=tied,
+        z_loss=z_loss,
+        softcap=softcap,
+        chunk_tokens=chunk_tokens,
     )
-    group, chunk, extra = _chunking(x.shape, shards * parts, chunk_tokens)
+    return _cross_entropy(x, kernel, targets, weights, options)
+
+
+def target_scores(
+    x_BSD: jax.Array,
+    head: nnx.Variable,
+    targets_BS: jax.Array,
+    *,
+    tied: bool = False,
+    softcap: float = 0.0,
+    chunk_tokens: int = 1024,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns log p(target) and log(Z) of each token, [B, S] float32.
+
+    Unlike a sum of losses, these may enter any function: its gradients with respect to
+    them are known only once all tokens are scored. The backward pass therefore computes
+    the logits again, chunk by chunk.
+
+    Args:
+      head: see `cross_entropy`, as the others are.
+    """
+    kernel = head[...]
+    chex.assert_rank([x_BSD, kernel], [3, 2])
+    chex.assert_shape(targets_BS, x_BSD.shape[:2])
+    chex.assert_axis_dimension(kernel, 1 if tied else 0, x_BSD.shape[2])
+    (x, targets), options = _in_chunks(
+        (x_BSD, targets_BS),
+        head,
+        tied=tied,
+        z_loss=0.0,
+        softcap=softcap,
+        chunk_tokens=chunk_tokens,
+    )
+    scores = _unfolded(_target_scores(x, kernel, targets, options), x_BSD.shape)
+    return scores[..., 0], scores[..., 1]
+
+
+def _in_chunks(
+    arrays: tuple[jax.Array, ...],
+    head: nnx.Variable,
+    *,
+    tied: bool,
+    z_loss: float,
+    softcap: float,
+    chunk_tokens: int,
+) -> tuple[list[jax.Array], LossOptions]:
+    """Returns x, targets and maybe weights, folded and filled up to whole chunks, and
+    the static settings.
+    """
+    dims = arrays[0].shape
+    shards, parts = _shards(dims)
+    folded = [_folded(a, shards, parts) for a in arrays]
+    group, chunk, extra = _chunking(folded[0].shape, shards * parts, chunk_tokens)
     names = getattr(head, "logical", ())
     axis = execution.current().vocabulary_axis(names)
-    split = 1 if axis else _parts_of_vocabulary(kernel.shape[0 if tied else 1], parts)
+    vocabulary = head[...].shape[0 if tied else 1]
+    split = 1 if axis else _parts_of_vocabulary(vocabulary, parts)
     options = LossOptions(names, tied, z_loss, softcap, group, chunk, split, axis)
-    weights = weights.astype(jnp.float32)
+    if len(folded) == 3:
+        folded[2] = folded[2].astype(jnp.float32)
     if extra:  # the last chunk is filled up with tokens of weight 0
-        x = jnp.pad(x, [(0, 0), (0, extra), (0, 0)])
-        targets, weights = (
-            jnp.pad(a, [(0, 0), (0, extra)]) for a in (targets, weights)
-        )
-    return _cross_entropy(x, kernel, targets, weights, options)
+        folded = [jnp.pad(a, [(0, 0), (0, extra), (0, 0)][: a.ndim]) for a in folded]
+    return folded, options
+
+
+def cross_entropy_cost(
+    width: int,
+    vocabulary: int,
+    chunk_tokens: int,
+    edits: tuple[tuple[str, str], ...] = (),
+) -> Cost:
+    """Returns the cost of the loss: of the product with the head.
+
+    Args:
+      edits: of the config, that make the chunk smaller, each with what it costs.
+    """
+    return Cost(
+        name="cross-entropy",
+        products=(Product(width, vocabulary),),
+        in_blocks=False,
+        chunk=chunk_tokens,
+        edits=edits,
+    )
 
 
 def _shards(dims) -> tuple[int, int]:
@@ -110,6 +186,18 @@ def _folded(x, shards: int, parts: int):
     ).swapaxes(1, 2)
     x = x.reshape(-1, *x.shape[3:])
     return execution.shard(x, "tokens", *(None,) * (x.ndim - 1))
+
+
+def _unfolded(x, dims):
+    """Returns [batch * parts, S / parts (filled up), k] as [batch, S, k]: the inverse of
+    `_folded`.
+    """
+    shards, parts = _shards(dims)
+    x = x[:, : dims[1] // parts]
+    if parts > 1:
+        x = x.reshape(shards, parts, dims[0] // shards, *x.shape[1:]).swapaxes(1, 2)
+        x = x.reshape(*dims[:2], x.shape[-1])
+    return execution.shard(x, "batch", "sequence", None)
 
 
 def _chunking(dims, shards: int, chunk_tokens: int) -> tuple[tuple[int, ...], int, int]:
@@ -146,42 +234,56 @@ def _forward(x, kernel, targets, weights, options: LossOptions):
         x_part, targets_part, weights_part = part
         logits, slope = _logits(x_part, head, options)
         part_loss, part_z, dlogits = _score(logits, targets_part, weights_part, options)
-        dlogits = (dlogits if slope is None else dlogits * slope).astype(x.dtype)
-        dx = jnp.einsum(_equation("grv,dv->grd", options), dlogits, head)
-        dx = _own_rows(_over_parts(execution.sum_over, dx, options), options)
-        product = jnp.einsum(
-            _equation("grd,grv->gdv", options),
-            x_part,
-            dlogits,
-            preferred_element_type=jnp.float32,
-        )
-        return (
-            loss + part_loss,
-            z + part_z,
-            dhead + _head_named(product, options),
-        ), dx.astype(x.dtype)
+        dx, product = _pull_chunk(x_part, dlogits, slope, head, options)
+        return (loss + part_loss, z + part_z, dhead + product), dx
 
-    zeros = _head_named(
-        jnp.zeros((*_sums(options), *kernel.shape), jnp.float32), options
-    )
-    start = (jnp.float32(0), jnp.float32(0), zeros)
+    start = (jnp.float32(0), jnp.float32(0), _zero_head(kernel.shape, options))
     (loss, z, dhead), dx = _over_chunks(add, start, (x, targets, weights), options)
+    return (loss, z), _finished(dx, dhead, x, kernel, options)
+
+
+def _pull_chunk(x, dlogits, slope, head, options: LossOptions):
+    """Returns the gradients of a chunk's rows, and of the head by this chunk."""
+    dlogits = (dlogits if slope is None else dlogits * slope).astype(x.dtype)
+    dx = jnp.einsum(_equation("grv,dv->grd", options), dlogits, head)
+    dx = _own_rows(_over_parts(execution.sum_over, dx, options), options)
+    product = jnp.einsum(
+        _equation("grd,grv->gdv", options),
+        x,
+        dlogits,
+        preferred_element_type=jnp.float32,
+    )
+    return dx.astype(x.dtype), _head_named(product, options)
+
+
+def _zero_head(dims, options: LossOptions):
+    """Returns the head's gradient before the first chunk."""
+    return _head_named(jnp.zeros((*_sums(options), *dims), jnp.float32), options)
+
+
+def _from_chunks(y, x, options: LossOptions):
+    """Returns what `_over_chunks` gave of rows, [chunks, rows, k], as [batch, S, k]."""
+    y = jnp.moveaxis(y.reshape(-1, x.shape[0], options.chunk, y.shape[-1]), 0, 1)
+    return y.reshape(*x.shape[:2], y.shape[-1])
+
+
+def _finished(dx, dhead, x, kernel, options: LossOptions):
+    """Returns the gradients of x and of the head from those of all chunks."""
     gradient = _over_batch_shards(dhead, kernel.shape, options)
-    dx = jnp.moveaxis(dx.reshape(-1, x.shape[0], options.chunk, x.shape[2]), 0, 1)
-    dx, gradient = dx.reshape(x.shape), gradient.astype(kernel.dtype)
+    dx, gradient = _from_chunks(dx, x, options), gradient.astype(kernel.dtype)
     if waits_for_sums() or execution.current().axis_size(AXIS) > 1:
         # Left to the scheduler, the sum over devices comes last: a whole head stays
         # till then. On SparseCores the sum is hidden so, but sequences too long for one
         # device leave no room for it.
         dx, gradient = jax.lax.optimization_barrier((dx, gradient))
-    return (loss, z), (dx, gradient)
+    return dx, gradient
 
 
 def _backward(options, residuals, cotangents):
     dx, dkernel = residuals
     scale = cotangents[0]  # the z term's gradient is inside: see the docstring
-    # a loss scale may be out of its range where the product is not
-    if dx.dtype == jnp.float16:
+    # With a narrow range, a loss scale may be outside where the product is not.
+    if jnp.finfo(dx.dtype).maxexp < jnp.finfo(jnp.float32).maxexp:
         return (
             (dx.astype(jnp.float32) * scale).astype(dx.dtype),
             dkernel * scale,
@@ -192,6 +294,52 @@ def _backward(options, residuals, cotangents):
 
 
 _cross_entropy.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _target_scores(x, kernel, targets, options: LossOptions):
+    """Returns (log p(target), log(Z)) of each token, [batch, S, 2]."""
+    head = _gathered(kernel, x.dtype, options)
+
+    def score(carry, part):
+        x_part, targets_part = part
+        logits, _ = _logits(x_part, head, options)
+        log_z = _log_z(logits, options)
+        picked, _ = _target_logits(logits, targets_part, options)
+        scores = jnp.stack([picked - log_z, log_z], -1)
+        return carry, _own_rows(scores, options)
+
+    _, scores = _over_chunks(score, (), (x, targets), options)
+    return _from_chunks(scores, x, options)
+
+
+def _scores_forward(x, kernel, targets, options: LossOptions):
+    scores = _target_scores(x, kernel, targets, options)
+    return scores, (x, kernel, targets, scores)
+
+
+def _scores_backward(options: LossOptions, residuals, cotangents):
+    x, kernel, targets, scores = residuals
+    head = _gathered(kernel, x.dtype, options)
+
+    def add(dhead, part):
+        x_part, targets_part, scores_part, slopes = part
+        logits, slope = _logits(x_part, head, options)
+        _, hit = _target_logits(logits, targets_part, options)
+        of_target, of_log_z = slopes[..., :1], slopes[..., 1:]
+        probability = jnp.exp(logits - scores_part[..., 1:])
+        dlogits = probability * (of_log_z - of_target) + jnp.where(hit, of_target, 0)
+        dx, product = _pull_chunk(x_part, dlogits, slope, head, options)
+        return dhead + product, dx
+
+    start = _zero_head(kernel.shape, options)
+    arrays = (x, targets, scores, cotangents)
+    dhead, dx = _over_chunks(add, start, arrays, options)
+    dx, gradient = _finished(dx, dhead, x, kernel, options)
+    return dx, gradient, None
+
+
+_target_scores.defvjp(_scores_forward, _scores_backward)
 
 
 def _over_batch_shards(dhead, dims, options: LossOptions):
@@ -262,6 +410,14 @@ def _score(logits, targets, weights, options: LossOptions):
         hit, weights[..., None], 0
     )
     return loss, z, dlogits
+
+
+def _log_z(logits, options: LossOptions):
+    """Returns the logarithm of the sum of exponentials of each row, float32."""
+    top = _over_parts(jax.lax.pmax, logits.max(-1, keepdims=True), options)
+    total = jnp.exp(logits - top).sum(-1, keepdims=True)
+    total = _over_parts(execution.sum_over, total, options)
+    return (jnp.log(total) + top)[..., 0]
 
 
 def _target_logits(logits, targets, options: LossOptions):

@@ -1,34 +1,43 @@
-"""Codes and scales of products in 8-bit floats, and which kernels are multiplied so.
+"""Matmuls in 8-bit floats, as an `Fp8Recipe` says: codes, scales and gradients.
 
-The recipes are torchao's (torchao.float8, 0.18): a scale is taken anew from the largest
-value of what it scales, so there is no state, and it is a power of two, rounded down.
+A scale is taken anew from the largest value of what it scales, so there is no state,
+and it is a power of two, rounded down.
 Such a scale moves an exponent and rounds nothing: what a layout or a part of a batch
 changes of a scale, codes and products do not feel, but where values are 2**14 times
 smaller than the largest. Operands go to the product as they are multiplied, in 8 bits,
 and its result is scaled after: XLA compiles that, and not a pair of conversions, into
-8-bit products.
+8-bit products. A kernel has three products, each with codes of its own, since a scale
+belongs to what a product sums over.
 
 Letters: K the inputs of a kernel and N its outputs, each all dims of them together; M
 rows of activations.
 """
 
-import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.ops.dense_matmul import (
+    FrozenKernel,
+    kernel_gradient,
+    matrix_of,
+    rows_of,
+)
 from jaxdist.parallel import execution
-from jaxdist.parallel.precision import Matmul
+from jaxdist.parallel.formats.fp8 import Fp8Recipe
+from jaxdist.parallel.remat import FP8_PRODUCTS
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.param_names import Names
 
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+E5M2 = jnp.dtype(jnp.float8_e5m2)
 # exponent of the largest value, which is 1.75 times that power of two
 _TOP = {E4M3: 8, E5M2: 15}
-_MULTIPLE = 16  # of K and N, as the tensor cores take them
 # of float32: bits, exponent's offset, exponent of inf and NaN
 _MANTISSA, _BIAS, _SPECIAL = 23, 127, 255
 _LARGEST = 126  # exponent of a scale: it and its inverse are normal numbers
@@ -152,37 +161,163 @@ def scaled(codes: jax.Array, *inverses: jax.Array) -> jax.Array:
     return codes
 
 
-# --- which kernels --------------------------------------------------------------------
+# --- multiplying ----------------------------------------------------------------------
 
 
-def why_not(
-    names: Names, dims: Sequence[int], contract: int, recipe: Matmul, *, small: bool
-) -> str:
-    """Returns why a kernel is multiplied in the compute dtype; "" if it is in 8-bit
-    floats.
-
-    Sizes as torchao's filters for H100 have them (`_auto_filter_for_recipe`): below,
-    taking the scales costs more than the product saves.
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def multiply(
+    x: jax.Array,
+    kernels: Sequence[jax.Array | FrozenKernel],
+    names: Sequence[Names],
+    contract: int,
+    recipe: Fp8Recipe,
+) -> tuple[jax.Array, ...]:
+    """Multiplies `x` with each kernel by a recipe.
 
     Args:
-      names: its logical names; () if it has none.
-      dims: [*K, *N].
-      contract: number of dims in K.
-      small: kernels below these sizes, too.
+      x: [..., *K], its last `contract` dims are summed over.
+      kernels: [*K, *N] each, as they are stored.
+      names: logical names of each kernel.
     """
-    if "vocab" in names:
-        return "scores of the vocabulary"
-    if names and None in names:
-        return "adapter, router, patches or classes"
-    K, N = math.prod(dims[:contract]), math.prod(dims[contract:])
-    if K % _MULTIPLE or N % _MULTIPLE:
-        return f"{K} x {N}: not multiples of {_MULTIPLE}"
-    if small or not _is_small(K, N, recipe):
-        return ""
-    return f"{K} x {N}: too small to gain"
+    return _forward(x, kernels, names, contract, recipe)[0]
 
 
-def _is_small(K: int, N: int, recipe: Matmul) -> bool:
-    if recipe == "fp8_tensorwise":
-        return K <= 4096 and N <= 1024
-    return N <= 2048 or K <= 1024 or (N <= 4096 and K <= 2048)
+def _forward(x, kernels, names, contract, recipe):
+    tensorwise = recipe.scales == "tensor"
+    rows = rows_of(x, contract)
+    last = rows.ndim - 1
+    (codes,), inverse = quantise([rows], [[last]], E4M3, tensorwise=tensorwise)
+    outputs = []
+    for kernel, name in zip(_plain(kernels), names, strict=True):
+        (used,), inverse_N = gather(
+            [kernel], [name], [range(contract)], tensorwise=tensorwise
+        )
+        y = product(codes, matrix_of(used, contract), ([last], [0]), x.dtype)
+        inverse_N = inverse_N.ravel()
+        y = scaled(y, _expanded(inverse, y.ndim, 0), _expanded(inverse_N, y.ndim, last))
+        y = checkpoint_name(y, FP8_PRODUCTS)
+        outputs.append(
+            y.reshape(*x.shape[: x.ndim - contract], *kernel.shape[contract:])
+        )
+    return tuple(outputs), (x, kernels)
+
+
+def _backward(names, contract, recipe, residuals, cotangents):
+    x, kernels = residuals
+    plain = _plain(kernels)
+    columns = [
+        rows_of(dy, kernel.ndim - contract)
+        for dy, kernel in zip(cotangents, plain, strict=True)
+    ]
+    dx = _input_gradient(columns, plain, names, contract, x.dtype, recipe)
+    dx = dx.reshape(x.shape)
+    gradients: list[jax.Array | None] = []
+    for i, kernel in enumerate(kernels):
+        if isinstance(kernel, FrozenKernel):
+            gradients.append(None)
+        elif recipe.has_kernel_gradients:
+            rows = rows_of(x, contract)
+            gradients.append(
+                _kernel_gradient(rows, columns[i], kernel, names[i], contract, recipe)
+            )
+        else:
+            gradients.append(
+                kernel_gradient(x, cotangents[i], kernel, names[i], contract)
+            )
+    return dx, tuple(gradients)
+
+
+multiply.defvjp(_forward, _backward)
+
+
+def _input_gradient(
+    columns: Sequence[jax.Array],
+    kernels: Sequence[jax.Array],
+    names: Sequence[Names],
+    contract: int,
+    dtype: Any,
+    recipe: Fp8Recipe,
+) -> jax.Array:
+    """Sums dy times the kernel transposed over kernels, [rows.., K], as of one wide
+    kernel.
+
+    It is one product, so that a tensor-parallel layer sums once; for that all kernels
+    share their scales.
+    """
+    last = columns[0].ndim - 1
+    dy, inverse = quantise(
+        columns,
+        [[last]] * len(columns),
+        jnp.dtype(recipe.gradient_codes),
+        tensorwise=recipe.scales == "tensor",
+    )
+    used, inverse_K = gather(
+        kernels,
+        names,
+        [range(contract, kernel.ndim) for kernel in kernels],
+        tensorwise=recipe.kernel_scales_backward == "tensor",
+    )
+    matrices = [matrix_of(codes, contract) for codes in used]
+    # Every tensor shard stacks its own columns: nothing moves.
+    parts = execution.current().axis_size("tensor")
+    if any(kernel.shape[contract] % parts for kernel in kernels):
+        parts = 1
+    left = [x.reshape(*x.shape[:-1], parts, -1) for x in dy]
+    right = [x.reshape(*x.shape[:-1], parts, -1) for x in matrices]
+    dx = product(
+        jnp.concatenate(left, -1),
+        jnp.concatenate(right, -1),
+        ([last, last + 1], [1, 2]),
+        dtype,
+    )
+    return scaled(
+        dx, _expanded(inverse, dx.ndim, 0), _expanded(inverse_K.ravel(), dx.ndim, last)
+    )
+
+
+def _kernel_gradient(
+    x: jax.Array,
+    dy: jax.Array,
+    kernel: jax.Array,
+    names: Names,
+    contract: int,
+    recipe: Fp8Recipe,
+) -> jax.Array:
+    """Multiplies rows of a kernel's inputs and of its outputs' cotangents to its
+    gradient.
+    """
+    dtype = jnp.dtype(execution.current().reduce)
+    tensorwise = recipe.scales == "tensor"
+    codes_of_dy = jnp.dtype(recipe.gradient_codes)
+    axes = tuple(range(x.ndim - 1))
+    (x,), inverse_K = quantise([x], [axes], E4M3, tensorwise=tensorwise)
+    (dy,), inverse_N = quantise([dy], [axes], codes_of_dy, tensorwise=tensorwise)
+    # Summed over devices before it is scaled: so the sum is the product's own, and can
+    # be scattered.
+    gradient = execution.scatter(
+        product(x, dy, (axes, axes), dtype).reshape(kernel.shape), names
+    )
+    dims_K = kernel.shape[:contract]
+    dims_N = kernel.shape[contract:]
+    inverses = []
+    for inverse, dims, at in ((inverse_K, dims_K, 0), (inverse_N, dims_N, contract)):
+        if not tensorwise:
+            inverse = inverse.reshape(dims)
+        inverses.append(_expanded(inverse, gradient.ndim, at))
+    return scaled(gradient, *inverses).astype(kernel.dtype)
+
+
+def _plain(kernels: Sequence[jax.Array | FrozenKernel]) -> list[jax.Array]:
+    return [
+        kernel.parts[0] if isinstance(kernel, FrozenKernel) else kernel
+        for kernel in kernels
+    ]
+
+
+def _expanded(scales: jax.Array, ndim: int, at: int) -> jax.Array:
+    """Gives scales dims of size 1, so that theirs begin at dim `at` of `ndim`; leaves a
+    scalar as it is.
+    """
+    if not scales.ndim:
+        return scales
+    return scales.reshape((1,) * at + scales.shape + (1,) * (ndim - at - scales.ndim))

@@ -58,8 +58,7 @@ TABLE = (
 )
 
 AXES = tuple(axis.name for axis in TABLE)
-# Those that `plan` varies, and its rules of thumb set, for any model; and for one with
-# experts besides.
+# Those that `plan` varies for any model; and for one with experts besides.
 SEARCHED = tuple(
     axis.name for axis in TABLE if not {"experts", "sequence"} & set(axis.splits)
 )

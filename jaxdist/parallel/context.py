@@ -1,7 +1,9 @@
 """How devices share out sequences over the mesh axis `context`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from jaxdist.config.annotations import Searched
 
 AXIS = "context"
 # Scopes that the planner reads off programs: what moves.
@@ -18,4 +20,4 @@ class ContextConfig:
     # heads: a device gets whole sequences of some heads; gather: all keys and values
     # for its own queries; ring: those of one device after another; auto: heads if they
     # divide by context x tensor, else gather
-    attention: AttentionForm = "auto"
+    attention: Annotated[AttentionForm, Searched()] = "auto"

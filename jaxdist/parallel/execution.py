@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.hardware.chips import chip_for, platform_of
+from jaxdist.parallel.formats.format import Recipe
 from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
-from jaxdist.parallel.precision import Matmul
 from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.protocols.param_names import FSDP_NAME, Names
 
@@ -36,9 +36,7 @@ class Execution:
     compute: str | None = None
     # dtype in which kernels' gradients leave their product and cross devices
     reduce: str = "float32"
-    # products with large kernels: in `compute`, or 8-bit floats by recipe
-    matmul: Matmul = "compute"
-    fp8_small_kernels: bool = False  # and with small ones, too
+    recipe: Recipe | None = None  # of large kernels; None: multiplied in `compute`
     # mesh axes of the region: arrays are a device's part along them
     manual: tuple[str, ...] = ()
 
@@ -154,8 +152,7 @@ def activate(
     *,
     compute: str | None = None,
     reduce: str = "float32",
-    matmul: Matmul = "compute",
-    fp8_small_kernels: bool = False,
+    recipe: Recipe | None = None,
 ) -> contextlib.AbstractContextManager[None]:
     """Makes models and ops that are traced inside see the mesh, the rules and the
     dtypes.
@@ -168,7 +165,7 @@ def activate(
         and mesh.devices.flat[0].platform == jax.default_backend()
     ):
         mesh, rules = None, ONE_DEVICE
-    return _entered(Execution(mesh, rules, compute, reduce, matmul, fp8_small_kernels))
+    return _entered(Execution(mesh, rules, compute, reduce, recipe))
 
 
 def region(

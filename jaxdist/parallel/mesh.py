@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxdist.config import ConfigError
+from jaxdist.config.annotations import Searched
 from jaxdist.parallel.axes import (
     AXES,
     BATCH_AXES,
@@ -26,14 +27,17 @@ from jaxdist.parallel.axes import (
     PARAMETER_SHARDS,
 )
 
+SearchedInt = Annotated[int, Searched()]
+
 
 @dataclass(frozen=True)
 class DcnConfig:
     """How much of each axis crosses slices; the product is the number of slices."""
 
-    pipeline: int = 1  # parts of the axis that lie on different slices, >= 1
-    data: int = -1  # -1: whatever the other axes leave of the slices
-    fsdp: int = 1  # >= 1, divides mesh.fsdp
+    # parts of the axis that lie on different slices, >= 1
+    pipeline: SearchedInt = 1
+    data: SearchedInt = -1  # -1: whatever the other axes leave of the slices
+    fsdp: SearchedInt = 1  # >= 1, divides mesh.fsdp
     expert: int = 1  # >= 1, needs force
     context: int = 1  # >= 1, needs force
     tensor: int = 1  # >= 1, needs force
@@ -49,18 +53,21 @@ class DcnConfig:
 class MeshConfig:
     """Sizes of the mesh axes; their product is the number of devices."""
 
-    pipeline: int = 1  # stages of layers, >= 1
-    data: int = -1  # replicas of the parameters; -1: the devices that the others leave
+    pipeline: SearchedInt = 1  # stages of layers, >= 1
+    # replicas of the parameters; -1: the devices that the others leave
+    data: SearchedInt = -1
     # shards of parameters, gradients and optimizer state (see zero), >= 1
-    fsdp: int = 1
+    fsdp: SearchedInt = 1
     # shards of the experts, and of all else as fsdp; divides model.num_experts, >= 1
-    expert: int = 1
-    context: int = 1  # shards of the sequence, divides batch.sequence_length, >= 1
-    tensor: int = 1  # shards of heads, feed-forward and vocabulary, >= 1
+    expert: SearchedInt = 1
+    # shards of the sequence, divides batch.sequence_length, >= 1
+    context: SearchedInt = 1
+    tensor: SearchedInt = 1  # shards of heads, feed-forward and vocabulary, >= 1
     dcn: DcnConfig = field(default_factory=DcnConfig)
     # fsdp shards 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
-    zero: int = 3
-    sequence_parallel: bool = False  # residual stream's sequence over tensor as well
+    zero: SearchedInt = 3
+    # residual stream's sequence over tensor as well
+    sequence_parallel: Annotated[bool, Searched()] = False
     # how often a step sums gradients over data (at zero 0 and 1 also fsdp): with each
     # part of the batch, or once; auto: once if the model's loss is a sum over samples
     reduce: Literal["auto", "each", "once"] = "auto"

@@ -11,18 +11,20 @@ scores). `save:NAME,NAME` saves a block's input and the activations so named wit
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.config import ConfigError, suggest
-from jaxdist.config.annotations import NonNegativeInt, PositiveInt
+from jaxdist.config.annotations import NonNegativeInt, PositiveInt, Searched
 from jaxdist.protocols.model import Recompute
 
 INPUT = "block_input"  # what is always kept; naming it says where
 # what attention's backward pass reads: output and logsumexp
 RESIDUALS = "attention_residuals"
 PROJECTED = "attention_projection"
+BLOCK_OUTPUT = "mlp_out"
 # of rows with the experts' first kernels, where they are kept
 EXPERT_PRODUCTS = "expert_products"
 # of a device's rows, and their experts; always kept: sorting is done once,
@@ -30,7 +32,7 @@ EXPERT_ORDER = "expert_order"
 # and a near-tie that is computed again cannot fall the other way
 FP8_PRODUCTS = "fp8_products"  # of 8-bit floats, with their scales
 # those that sequence parallelism splits over tensor
-RESIDUAL_STREAM = (INPUT, PROJECTED, "mlp_out")
+RESIDUAL_STREAM = (INPUT, PROJECTED, BLOCK_OUTPUT)
 FIT = "fit"
 NOT_RESOLVED = (
     "remat.policy=fit: the commands `jaxdist train` and `jaxdist plan --fix` resolve it for the devices at "
@@ -47,7 +49,7 @@ NAMES = (
     PROJECTED,
     "mlp_gate",
     "mlp_up",
-    "mlp_out",
+    BLOCK_OUTPUT,
 )
 
 
@@ -56,11 +58,11 @@ class RematConfig:
     """What a block keeps for its backward pass."""
 
     # fit | none | full | dots | save:NAME,NAME | offload:NAME,NAME | save:..+offload:..
-    policy: str = "dots"
+    policy: Annotated[str, Searched()] = "dots"
     # so many at the end follow the policy, others keep their input; 0 = all
-    layers: NonNegativeInt = 0
+    layers: Annotated[NonNegativeInt, Searched()] = 0
     # layers computed again together: of them the first one's input alone is kept
-    every: PositiveInt = 1
+    every: Annotated[PositiveInt, Searched()] = 1
     # devices and layout that policy=fit was resolved for; `train` writes it
     fitted: str = ""
 

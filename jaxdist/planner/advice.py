@@ -15,10 +15,11 @@ from typing import Any
 from jaxdist.config import ConfigError, files, schema
 from jaxdist.parallel import axes, remat
 from jaxdist.parallel.mesh import MeshShape
-from jaxdist.planner import context, memory, targets
+from jaxdist.planner import layouts, memory, targets
+from jaxdist.planner.arithmetic import CONTEXT
 from jaxdist.planner.targets import Target
 from jaxdist.step.update import offload_obstacle
-from jaxdist.trainer import batching
+from jaxdist.trainer.costs import costs_of
 from jaxdist.trainer.run_config import RunConfig, from_config, full_schema
 
 MIN_SAVING = 0.01  # of the peak: what saves less is no advice
@@ -79,11 +80,11 @@ def edits(
         """Returns what an override saves; 0 if the run is then not legal."""
         try:
             edited = _edited(run, override)
-            _, rules, spec = targets.validate_for(edited, target)
+            composition = targets.validate_for(edited, target)
         except ConfigError:
             return 0
         return peak - memory.accounted_peak(
-            memory.components(edited, spec, rules, target)
+            memory.components(edited, composition.spec, composition.rules, target)
         )
 
     least = MIN_SAVING * peak
@@ -178,9 +179,8 @@ def _candidates(
         )
     yield from _smaller_parts(run, shape, best)
     yield from _stronger_remat(run, sizes["pipeline"] > 1)
-    chunk = run.model.get("loss_chunk")
-    if chunk is not None and (chunk == 0 or chunk > 256):
-        yield "model.loss_chunk=256", "same losses; smaller products in the loss"
+    for cost in costs_of(run):
+        yield from cost.edits
     yield from _split_sequences(run, shape, best)
     for axis in reversed(axes.TABLE):  # what splits least of the program first
         larger = [
@@ -221,7 +221,8 @@ def _candidates(
 
 
 def _smaller_parts(run: RunConfig, shape: MeshShape, best) -> Iterator[tuple[str, str]]:
-    flow, parts = batching.num_microbatches(run, shape), run.batch.accumulation
+    flow = run.pipeline.microbatches_for(shape.sizes["pipeline"])
+    parts = run.batch.accumulation
     factors = axes.divisors(
         run.batch.global_size // (parts * flow * shape.batch_shards)
     )[1:]
@@ -242,16 +243,14 @@ def _split_sequences(
     """Yields a larger `mesh.context` where a device has one sequence at a time, so that
     parts cannot help.
     """
-    flow, parts, own = (
-        batching.num_microbatches(run, shape),
-        run.batch.accumulation,
-        shape.sizes[context.AXIS],
-    )
+    flow = run.pipeline.microbatches_for(shape.sizes["pipeline"])
+    parts = run.batch.accumulation
+    own = shape.sizes[CONTEXT]
     if flow > 1 or run.batch.global_size != parts * shape.batch_shards:
         return
     sizes = [
         n
-        for n in context.sizes_to_try(run, shape.num_devices)
+        for n in layouts.context_sizes(run, shape.num_devices)
         if n > own and n % own == 0
     ]
     if override := best(

@@ -15,30 +15,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist.ops.experts.mixture import CALL as EXPERTS_CALL
 from jaxdist.parallel import execution, remat
-from jaxdist.parallel.axes import EXPERT_AXES
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import BlockInfo, apply_block, shared_fields
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
-from jaxdist.trainer import batching
+from jaxdist.protocols.param_names import EXPERTS, Names, has_experts
+from jaxdist.telemetry.flops import Call, declared_call
+from jaxdist.trainer import compose
 from jaxdist.trainer.run_config import RunConfig
 
 SHORT = 64  # tokens of a trace: one block of the reference attention
 # of a TPU's registers: narrower rows are padded, and kernels write a logsumexp to all
 # of them
 LANES = 128
-
-
-@dataclass(frozen=True)
-class ExpertCall:
-    """A block's call of `ops.experts`."""
-
-    experts: int  # E, of all devices
-    chosen: int  # k
-    width: int  # D
-    hidden: int  # F, a device's part
-    inputs: int  # kernels of the first products: gate and up, or up
 
 
 @dataclass(frozen=True)
@@ -56,8 +45,9 @@ class Block:
     largest: int = 0  # of the forward values that a backward pass reads
     logsumexps: int = 0  # elements of attention's logsumexp
     weights: tuple[int, ...] = ()  # elements of each weight as computed with
-    # of its values above only what goes in and comes out
-    experts: ExpertCall | None = None
+    # An op that says itself what it holds; of its values above only what goes in and
+    # comes out.
+    call: Call | None = None
 
 
 _traced: dict[str, Block] = {}
@@ -105,12 +95,7 @@ def _trace(
     # The trace sees all experts, as ids are of all; what is inside their call is not
     # traced.
     seen = [
-        tuple(
-            all_ if name == "experts" else own
-            for all_, own, name in zip(dims, part, names, strict=True)
-        )
-        if "experts" in names
-        else part
+        _with_all_experts(dims, part, names)
         for dims, part, (_, names) in zip(whole, local, named.values(), strict=True)
     ]
     try:
@@ -124,15 +109,13 @@ def _trace(
     if platform == "gpu" and remat.RESIDUALS in remat.named_in(policy)["offload"]:
         # cuDNN's have no name by which they could be moved: they are computed again.
         kept = [(name, size) for name, size in kept if name != remat.RESIDUALS]
-    call = _expert_call(forward)
-    if call and any(name == remat.EXPERT_PRODUCTS for name, _ in kept):
-        kept = [(name, size) for name, size in kept if name != remat.EXPERT_PRODUCTS]
-        kept.append(
-            (
-                remat.EXPERT_PRODUCTS,
-                _expert_products(run, rules, call, length, platform),
-            )
-        )
+    call = next(filter(None, map(declared_call, forward.eqns)), None)
+    if call:
+        itemsize = jnp.dtype(run.precision.compute).itemsize
+        own = call.kept(rules, length, itemsize, platform)
+        names = {name for name, _ in kept}
+        kept = [(name, size) for name, size in kept if name not in own]
+        kept += [(name, size) for name, size in own.items() if name in names]
     needed = _needed(forward, x, lanes)
     largest = max(needed, default=0)
     again = (Counter(needed) - Counter(size for _, size in kept)).elements()
@@ -148,31 +131,14 @@ def _trace(
     )
 
 
-def _expert_call(jaxpr) -> ExpertCall | None:
-    """Returns the sizes of the first call of `ops.experts` in a block's jaxpr, None
-    without one.
-    """
-    for eqn in jaxpr.eqns:
-        inner = eqn.params.get("call_jaxpr")
-        if inner is not None and inner.jaxpr.debug_info.func_name == EXPERTS_CALL:
-            shapes = [v.aval.shape for v in eqn.invars if v.aval.ndim >= 3]
-            _, ids, _, *kernels = shapes
-            E, D, F = kernels[0]
-            return ExpertCall(E, ids[-1], D, F, len(kernels) - 1)
-    return None
-
-
-def _expert_products(
-    run, rules: Rules, call: ExpertCall, tokens: int, platform: str
-) -> int:
-    """Returns the bytes of the products that a policy keeps for the experts' backward
-    pass, on CPUs.
-
-    The trace is one of a CPU that has all experts.
-    """
-    rows, itemsize = tokens * call.chosen, jnp.dtype(run.precision.compute).itemsize
-    local = platform == "cpu" and rules.shape.sizes[EXPERT_AXES[0]] == 1
-    return rows * local * call.inputs * call.hidden * itemsize
+def _with_all_experts(
+    dims: Sequence[int], part: Sequence[int], names: Names
+) -> tuple[int, ...]:
+    """Returns a device's part of a parameter's dims, but that of experts whole."""
+    if not has_experts(names):
+        return tuple(part)
+    place = names.index(EXPERTS)
+    return (*part[:place], dims[place], *part[place + 1 :])
 
 
 def _jaxprs(run: RunConfig, spec: ModelSpec, dims, length: int, policy: str):
@@ -193,7 +159,7 @@ def _jaxprs(run: RunConfig, spec: ModelSpec, dims, length: int, policy: str):
     model = spec.assemble(trainable, spec.model_state, frozen)
     graph, stacked = nnx.split(model.blocks)
     one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
-    batch = batching.batch_shapes(run, 1)
+    batch = compose.batch_shapes(run, 1)
     if run.data.is_text:
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((1, *[length] * (x.ndim - 1)), x.dtype),
@@ -201,12 +167,8 @@ def _jaxprs(run: RunConfig, spec: ModelSpec, dims, length: int, policy: str):
         )
 
     def block(parameters, x, fields):
-        key = (
-            jax.random.key(0) if run.model.get("dropout") or run.lora.dropout else None
-        )
-        return apply_block(
-            nnx.merge(graph, parameters), x, BlockInfo(key, jnp.int32(0), fields)
-        ).x
+        info = BlockInfo(jax.random.key(0), jnp.int32(0), fields)
+        return apply_block(nnx.merge(graph, parameters), x, info).x
 
     def residuals(parameters, x, fields):
         kept = remat.rematerialised(block, policy)

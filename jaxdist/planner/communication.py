@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import PurePath
+from typing import Any
 
 import numpy as np
 
@@ -112,6 +113,32 @@ def collectives(
         one for run in module.runs() for one in reader.of_run(run) if one.group_size > 1
     ]
     return [_with_weights(one, spanning) for one in spanning]
+
+
+def summed(
+    collectives: Sequence[Collective], moves: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Returns, as JSON, the bytes and seconds of a step's collectives, by what moves.
+
+    Args:
+      moves: scopes of the ops that send it.
+    """
+    names = {scope.replace("_", " ") for scope in moves}
+    alike: defaultdict[tuple[str, str, str], list[Collective]] = defaultdict(list)
+    for one in collectives:
+        if one.what in names:
+            alike[one.kind, one.axis, one.what].append(one)
+    return [
+        {
+            "kind": kind,
+            "axis": axis,
+            "what": what,
+            "bytes": sum(one.count * one.bytes for one in ones),
+            "wire_bytes": math.fsum(one.count * one.wire_bytes for one in ones),
+            "seconds": math.fsum(one.step_s for one in ones) or None,
+        }
+        for (kind, axis, what), ones in alike.items()
+    ]
 
 
 @dataclass

@@ -12,18 +12,18 @@ from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.parallel import precision
 from jaxdist.parallel.axes import AXES
-from jaxdist.parallel.mesh import MeshConfig, build_mesh
+from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.parallel.placement import explain
 from jaxdist.planner import memory
-from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import (
-    batching,
-    build,
+    compose,
     pipeline_report,
     product_formats,
     step_lines,
     validation,
 )
+from jaxdist.trainer.compose import Composition
+from jaxdist.trainer.costs import undeclared_lines
 from jaxdist.trainer.run_config import RunConfig
 
 MOST_EMULATED = 2**14  # devices; each takes threads and memory
@@ -38,24 +38,25 @@ def dry_run(
     Raises:
       ConfigError: every fault of the run except those of `data.*`, which are only said.
     """
-    shape, rules, spec = validation.validate(run, devices, with_data=False)
+    composition = validation.validate(run, devices, with_data=False)
     platform = devices[0].platform
-    say(f"mesh: {shape} ({len(devices)} x {devices[0].device_kind})")
-    say(step_lines.counts(run, spec))
-    say(step_lines.batch_arithmetic(run, shape))
+    say(f"mesh: {composition.shape} ({len(devices)} x {devices[0].device_kind})")
+    say(step_lines.counts(composition))
+    say(step_lines.batch_arithmetic(composition))
     for line in (
-        *step_lines.reduction_lines(run, spec, rules),
-        *step_lines.context_lines(run, rules),
+        *step_lines.reduction_lines(composition),
+        *step_lines.context_lines(run, composition.rules),
         *precision.advice(run.precision, devices[0]),
         *product_formats.lines(
-            run, spec, devices[0], partial(batching.batch_shapes, run, 1)
+            run, composition.spec, devices[0], partial(compose.batch_shapes, run, 1)
         ),
-        *pipeline_report.lines(run, spec, rules),
+        *pipeline_report.lines(composition),
+        *undeclared_lines(run),
     ):
         say(line)
     for fault in schema.faults(run.data, "data."):
         say(f"data, before training: {fault}")
-    say("\n" + explain(step_lines.placements(run, spec, rules)))
+    say("\n" + explain(composition.placements()))
     chip = chips.chip_for(devices[0].device_kind)
     say(
         "\n"
@@ -64,7 +65,7 @@ def dry_run(
         )
     )
     say("\nmemory per device, by arithmetic:")
-    components = memory.components(run, spec, rules, devices[0])
+    components = memory.components(run, composition.spec, composition.rules, devices[0])
     together = memory.accounted_peak(components)
     for name, size in (components | {"together": together}).items():
         say(f"  {name:<28} {size:>18,} bytes")
@@ -75,22 +76,24 @@ def dry_run(
         say(f"  {share:.0%} of a {chip.name}'s {chip.capacity_bytes:,} bytes")
     else:
         say(f"  {devices[0].device_kind}: memory unknown, so not compared")
-    built = build.build_step(run, spec, build_mesh(run.mesh, devices), rules)
     say(f"\ncompiling the step for {platform} ...")
     began = time.monotonic()
-    compiled = compile_step(run, built)
+    compiled = compile_step(composition, devices)
     say(f"memory per device, by the compiler ({time.monotonic() - began:.0f} s):")
     for line in _compiler_lines(compiled, platform):
         say("  " + line)
 
 
-def compile_step(run: RunConfig, built: TrainStep) -> jax.stages.Compiled:
-    """Returns the very step that training would run, compiled from abstract arguments.
+def compile_step(
+    composition: Composition, devices: Sequence[jax.Device]
+) -> jax.stages.Compiled:
+    """Compiles the very step that training would run, from abstract arguments.
 
     Raises:
       ConfigError: the compiler refuses it, as a device's memory does not hold it.
     """
-    batch = built.abstract_batch(batching.batch_shapes(run, run.batch.global_size))
+    built = composition.build_step(devices)
+    batch = built.abstract_batch(compose.batch_shapes(composition.config))
     lowered = built.step.lower(built.abstract_state, batch)
     try:
         return lowered.compile()

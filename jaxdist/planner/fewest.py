@@ -15,7 +15,7 @@ from rich.console import Console
 from jaxdist.config import ConfigError
 from jaxdist.hardware import chips
 from jaxdist.parallel.axes import divisors
-from jaxdist.planner import context, layouts, memory, targets
+from jaxdist.planner import layouts, memory, targets
 from jaxdist.planner.plan import (
     CANNOT_TELL,
     DOES_NOT_FIT,
@@ -27,6 +27,7 @@ from jaxdist.planner.plan import (
 from jaxdist.planner.show import new_table
 from jaxdist.planner.targets import Target
 from jaxdist.telemetry.units import GIB
+from jaxdist.trainer import compose
 from jaxdist.trainer.run_config import RunConfig
 
 MOST_CHIPS = 16_384
@@ -216,11 +217,15 @@ def _rows(run: RunConfig, target: Target) -> Iterator[Row]:
     error, found = ConfigError(f"{target.text}: no layout"), False
     for zero in _ZEROS if target.num_devices > 1 else (0,):
         if zero:  # fsdp within a slice
-            mesh = replace(run.mesh, data=target.num_slices, fsdp=-1, zero=zero)
+            mesh = {
+                "mesh.data": target.num_slices,
+                "mesh.fsdp": -1,
+                "mesh.zero": zero,
+            }
         else:
-            mesh = replace(run.mesh, data=-1, fsdp=1, zero=3)
+            mesh = {"mesh.data": -1, "mesh.fsdp": 1, "mesh.zero": 3}
         try:
-            yield _split(replace(run, mesh=mesh), target, zero)
+            yield _split(compose.with_overrides(run, mesh), target, zero)
             found = True
         except ConfigError as refusal:
             error = refusal
@@ -237,11 +242,11 @@ def _split(run: RunConfig, target: Target, zero: int) -> Row:
     """
     rows, error = list[Row](), ConfigError(f"{target.text}: no layout")
     own = max(run.mesh.context, 1)
-    for size in context.sizes_to_try(run, target.num_devices):
+    for size in layouts.context_sizes(run, target.num_devices):
         if size < own:
             continue
         try:
-            split = replace(run, mesh=replace(run.mesh, context=size))
+            split = compose.with_overrides(run, {"mesh.context": size})
             rows.append(_row(split, target, zero, proposed=size > own))
         except ConfigError as refusal:
             # of too few sequences for so many devices, perhaps
@@ -264,13 +269,16 @@ def _row(run: RunConfig, target: Target, zero: int, *, proposed: bool = False) -
       proposed: the mesh is not the config's, so its axes keep to fast links.
     """
     most, best = capacity(target) or 0, None
-    run = replace(run, batch=replace(run.batch, accumulation=1))
-    shape, rules, spec = targets.validate_for(run, target)
+    run = compose.with_overrides(run, {"batch.accumulation": 1})
+    composition = targets.validate_for(run, target)
+    shape = composition.shape
     if proposed and (slow := next(layouts.slow_axes(target, shape), None)):
         raise ConfigError(f"{target.text}: {slow}")
     for parts in divisors(run.batch.global_size // shape.batch_shards):
-        tried = replace(run, batch=replace(run.batch, accumulation=parts))
-        components = memory.components(tried, spec, rules, target)
+        tried = compose.with_overrides(run, {"batch.accumulation": parts})
+        components = memory.components(
+            tried, composition.spec, composition.rules, target
+        )
         peak, state = (
             memory.accounted_peak(components),
             sum(components.get(name, 0) for name in memory.STATE),

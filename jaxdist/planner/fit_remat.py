@@ -19,25 +19,20 @@ import jax
 from jaxdist.config import ConfigError
 from jaxdist.distributed import coordination
 from jaxdist.parallel.remat import FIT, INPUT, NAMES, RESIDUALS, RematConfig, named_in
-from jaxdist.planner import layouts, memory, targets
+from jaxdist.planner import arithmetic, layouts, memory, targets
+from jaxdist.planner.arithmetic import Estimate
 from jaxdist.planner.compiler import CompileOptions
-from jaxdist.planner.estimate import Estimate
 from jaxdist.planner.layouts import Candidate
+from jaxdist.planner.observed import HIDES_TRANSFERS, freely_used, observed
 from jaxdist.planner.plan import Plan, capacity, make_plan
-from jaxdist.planner.search import GPU_SHARE, Compiled
+from jaxdist.planner.search import Compiled
 from jaxdist.planner.targets import Target, validate_for
 from jaxdist.telemetry.units import gib_text, time_text
-from jaxdist.trainer import elastic, workdir
+from jaxdist.trainer import compose, elastic, workdir
 from jaxdist.trainer.run_config import RunConfig
 
 MOST_TRACED = 24  # policies whose blocks are traced: fractions of a second each
 MOST_REFUSED = 4  # compiles of steps that do not fit
-# of compute: what is taken to hide transfers to the host; all of it is optimistic
-HIDES = 0.5
-# Layers whose offloaded activations are on the device on their way: compiled peaks of
-# llama3_8b beyond the arithmetic, 7.4 layers on v6e:4x4 (libtpu 0.0.42.1) and 1.4 on
-# h100:1x8 (jax 0.10.2).
-IN_FLIGHT = {"tpu": 8, "gpu": 2}
 SAME = 0.002  # of a step: what arithmetic does not tell apart is ranked by bytes
 
 _PLAIN = tuple(map(RematConfig, layouts.REMAT))
@@ -144,7 +139,8 @@ def _seconds(one: Compiled) -> float:
 def _careful(one: Estimate) -> float:
     """Returns the seconds of a step of whose compute a part alone hides transfers."""
     return one.step_s + min(
-        max(one.host - HIDES * one.busy_s, 0.0), (1 - HIDES) * one.busy_s
+        max(one.host - HIDES_TRANSFERS * one.busy_s, 0.0),
+        (1 - HIDES_TRANSFERS) * one.busy_s,
     )
 
 
@@ -162,8 +158,11 @@ class Weigher:
     """The policies of a run on a target by arithmetic."""
 
     def __init__(self, run: RunConfig, target: Target, limit_bytes: int | None):
-        base = replace(run, remat=RematConfig("full"))
-        self.shape, self.rules, self.spec = validate_for(base, target)
+        base = compose.with_overrides(run, {"remat": RematConfig("full")})
+        composition = validate_for(base, target)
+        self.shape = composition.shape
+        self.rules = composition.rules
+        self.spec = composition.spec
         if self.shape.sizes["pipeline"] > 1:
             raise ConfigError(
                 "remat.policy=fit: stages of a pipeline recompute as pipeline.remat says; leave it at dots"
@@ -174,7 +173,7 @@ class Weigher:
                 f"compute again; set remat.policy=dots"
             )
         self.run, self.target = base, target
-        self.model = layouts.Model(base, target, self.spec, base, self.shape)
+        self.model = arithmetic.Model(base, target, self.spec, base, self.shape)
         known = capacity(target)
         # of what the compiler says
         self.hard = min(limit_bytes or known or 0, known or limit_bytes or 0)
@@ -182,10 +181,7 @@ class Weigher:
             raise ConfigError(
                 f"remat.policy=fit: nobody knows the memory of {target.text}; give a policy by hand"
             )
-        self.most = self.hard
-        # above it XLA computes values again by itself
-        if target.platform == "gpu" and target.chip:
-            self.most = min(self.most, int(GPU_SHARE * target.chip.hbm_bytes))
+        self.most = int(freely_used(target, self.hard))
         self.layers = self.spec.depth * self.spec.block_layers
         full = memory.components(base, self.spec, self.rules, target)
         # Of names alone: what is saved is no longer part of the working set.
@@ -232,33 +228,27 @@ class Weigher:
         )
 
     def _is_within(self, one: Candidate) -> bool:
-        return self.needed(one) <= self.most and self._host_bytes(one) <= self.hard
+        # A host is taken to have as much memory as its devices.
+        on_host = one.components.get(memory.HOST, 0)
+        on_host += one.components.get(memory.HOST_STATE, 0)
+        return self.needed(one) <= self.most and on_host <= self.hard
 
     def needed(self, one: Candidate) -> int:
         """Returns the bytes of a candidate with those of offloaded activations on their
         way.
         """
-        crossing = memory.components(one.run, self.spec, self.rules, self.target).get(
-            memory.HOST, 0
-        )
+        crossing = one.components.get(memory.HOST, 0)
         layers = one.run.remat.layers // self.spec.block_layers or self.spec.depth
         return one.accounted_bytes + min(crossing // layers * self._in_flight, crossing)
 
     @property
     def _in_flight(self) -> int:
-        return IN_FLIGHT.get(self.target.platform, 0)
-
-    def _host_bytes(self, one: Candidate) -> int:
-        """Returns the bytes of a device on its host, which is taken to have as much
-        memory as its devices.
-        """
-        components = memory.components(one.run, self.spec, self.rules, self.target)
-        return components.get(memory.HOST, 0) + components.get(memory.HOST_STATE, 0)
+        return observed(self.target).layers_in_flight
 
     def accounted(self, config: RematConfig) -> Candidate:
         """Returns the run's layout with a policy, its time and its bytes; kept."""
         if config not in self._seen:
-            run = replace(self.run, remat=config)
+            run = compose.with_overrides(self.run, {"remat": config})
             one = Candidate(run, self.shape, self.model.estimate(run, self.shape), 0)
             self._seen[config] = layouts.accounted(one, self.target, self.spec)
         return self._seen[config]
@@ -337,7 +327,10 @@ class Weigher:
             f"save:{','.join(name for name in NAMES if name != 'attention_out')}"
         )
         components = memory.components(
-            replace(self.run, remat=config), self.spec, self.rules, self.target
+            compose.with_overrides(self.run, {"remat": config}),
+            self.spec,
+            self.rules,
+            self.target,
         )
         kept = {name.removeprefix("saved: "): size for name, size in components.items()}
         return {name: kept[name] // self.spec.depth for name in NAMES if name in kept}
@@ -360,7 +353,7 @@ class Weigher:
         ):
             return None
         layers = count * self.spec.block_layers if count < depth else 0
-        run = replace(self.run, remat=RematConfig(policy, layers))
+        run = compose.with_overrides(self.run, {"remat": RematConfig(policy, layers)})
         return _careful(self.model.estimate(run, self.shape)), each * count, policy
 
 
@@ -426,7 +419,8 @@ def _resolve(
             f"remat.policy=fit: nothing is known of compiling for {devices[0].device_kind}; set remat.policy "
             f"to dots, or to full if that is too large"
         ) from None
-    shape = validate_for(replace(run, remat=RematConfig("full")), target)[0]
+    full = compose.with_overrides(run, {"remat": RematConfig("full")})
+    shape = validate_for(full, target).shape
     where = f"{target.text}, {shape}, accumulation {run.batch.accumulation}"
     if before:
         plain, (own, _, place) = (

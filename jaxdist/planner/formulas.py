@@ -7,7 +7,6 @@ compiler's numbers; where the two differ, it is right. The bubble of a pipeline 
 `jaxdist.parallel.pipeline.schedules.balance.bubble_fraction`.
 """
 
-import math
 from typing import NamedTuple
 
 KINDS = (
@@ -25,12 +24,6 @@ class Policy(NamedTuple):
     weights: float  # that the forward pass reads
     gradients: float
     optimizer: float  # m and v, and a float32 copy of the weights where there is one
-
-
-# 12: bfloat16 weights and gradients, float32 moments, no float32 copy
-BFLOAT16 = Policy(2, 2, 8)
-# 16: everything float32; what jaxdist keeps, casting for each product
-FLOAT32 = Policy(4, 4, 8)
 
 
 def state_bytes(
@@ -59,13 +52,6 @@ def wire_bytes(kind: str, payload: float, members: int) -> float:
     if kind == "collective-permute":
         return float(payload) if members > 1 else 0.0
     return (2 if kind == "all-reduce" else 1) * payload * (members - 1) / members
-
-
-def microbatches_for_bubble(stages: int, bubble: float) -> int:
-    """Returns the fewest microbatches with (p - 1) / (m + p - 1) <= bubble: 4 (p - 1)
-    for 20 %.
-    """
-    return max(1, math.ceil((stages - 1) * (1 / bubble - 1) - 1e-9))
 
 
 def lost_share(

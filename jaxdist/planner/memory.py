@@ -28,15 +28,16 @@ from jaxdist.parallel.offload import HOST as OFFLOADED
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.sharding import Rules
-from jaxdist.planner import experts
-from jaxdist.planner.blocks import LANES, Block, ExpertCall, sample_tokens, trace
-from jaxdist.planner.context import Attention
+from jaxdist.planner.blocks import LANES, Block, sample_tokens, trace
+from jaxdist.planner.observed import HOST_BYTES_PER_S
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
+from jaxdist.protocols.param_names import has_experts
 from jaxdist.step.layerwise import Trained
 from jaxdist.step.update import build_update_rule
 from jaxdist.telemetry.units import GIB
-from jaxdist.trainer import batching, build
+from jaxdist.trainer.compose import Composition, batch_shapes
+from jaxdist.trainer.costs import costs_of
 from jaxdist.trainer.run_config import RunConfig
 
 Components = dict[str, int]
@@ -44,8 +45,6 @@ HOST = "host memory"  # offloaded activations: not on the device, so not in its 
 HOST_STATE = "host memory: optimizer state"  # with the moving average
 # What a checkpoint holds.
 STATE = ("parameters", "optimizer state", "moving average", "model state", HOST_STATE)
-# assumed between a device and its host's memory, each way: PCIe 4 x8, 5 x4
-HOST_BYTES_PER_S = 16e9
 
 
 def components(
@@ -165,7 +164,7 @@ class _Step:
 
     Args:
       ordered: the head's gradient is reduced before the layers' backward passes: by our
-        barrier on TPUs whose compute waits for sums (`ops.matmul.waits_for_sums`), and
+        barrier on TPUs whose compute waits for sums (`ops.dense_matmul.waits_for_sums`), and
         wherever sequences are split.
       pressed: of a program that is too large otherwise. A TPU's compiler then orders it
         anew, for size: the head as above, and attention's logsumexp is taken out of its
@@ -184,13 +183,15 @@ class _Step:
     ):
         self.run, self.rules, self.platform = run, rules, platform
         self.ordered, self.pressed = ordered, pressed
-        self.cut = build.staging(run, spec, rules.shape)
-        self.flat, self.spec = spec, self.cut.staged_spec(spec) if self.cut else spec
+        composition = Composition(run, rules, spec)
+        self.cut = composition.staging
+        self.flat = spec
+        self.spec = composition.staged_spec
         self.parameters = self.spec.named_trainable()
         self.compute = jnp.dtype(run.precision.compute).itemsize
         self.stored = jnp.dtype(run.precision.params).itemsize
-        parts = run.batch.accumulation * batching.num_microbatches(run, rules.shape)
-        sequences = max(run.batch.global_size // (parts * rules.shape.batch_shards), 1)
+        parts = composition.parts * rules.shape.batch_shards
+        sequences = max(run.batch.global_size // parts, 1)
         self.policy = run.remat.policy if self.cut is None else self.cut.remat
         inner = "full" if self.policy == "layers" else self.policy
         if self.cut and self.cut.grouped:
@@ -213,8 +214,10 @@ class _Step:
         self.x_kept = self.x // (
             rules.shape.sizes["tensor"] if rules.sequence_parallel else 1
         )
+        self.costs = costs_of(run)
+        shares = [cost.share(rules, self.compute) for cost in self.costs]
         # of other devices, in a layer
-        self.keys = sequences * Attention(run, rules, spec.depth).keys
+        self.keys = sequences * max((share.held for share in shares), default=0)
         self.state = self._state()
 
     # --- moments ----------------------------------------------------------------------
@@ -227,7 +230,8 @@ class _Step:
         """A chunk of logits, their gradients, and the head, on top of what the layers
         kept.
         """
-        chunk = min(self.run.model.get("loss_chunk") or self.tokens, self.tokens)
+        chunks = [cost.chunk for cost in self.costs if cost.chunk]
+        chunk = min([*chunks, self.tokens])
         vocabulary = self._head(vocabulary=True)
         return self._around_backward(self._kept()) | {
             "gathered weights": self._head() * self.compute + self._gathered_once(),
@@ -265,8 +269,11 @@ class _Step:
         self, block: Block, sizes: Components, policy: str
     ) -> Iterator[Components]:
         sizes["keys of other devices"] = self.keys * (policy != "none")
-        if block.experts:
-            for moment in self._in_experts(block.experts):
+        if block.call:
+            moments = block.call.moments(
+                self.rules, self.tokens, self.compute, self.platform
+            )
+            for moment in moments:
                 work = (
                     sizes["working set"]
                     + self.times * (block.working - block.largest)
@@ -300,19 +307,6 @@ class _Step:
         sizes["working set"] += work
         yield sizes | {"gathered weights": gathered}
 
-    def _in_experts(self, call: ExpertCall) -> Iterator[experts.Moment]:
-        """Yields what the experts' backward passes hold."""
-        parts = self.rules.shape.sizes[experts.AXIS]
-        scattered = self.rules.shape.sizes["fsdp"] > 1 and self.rules.zero >= 2
-        return experts.moments(
-            call,
-            self.tokens,
-            parts,
-            self.compute,
-            platform=self.platform,
-            scattered=scattered,
-        )
-
     def _narrow_state(self) -> int:
         """Returns the bytes by which experts' kernels and their state are padded in
         copies on TPU.
@@ -332,7 +326,7 @@ class _Step:
         shards = [
             self.rules.shard_dims(self.rules.stored(names, x.shape), x.shape)
             for x, names in self.parameters.values()
-            if "experts" in names
+            if has_experts(names)
         ]
         narrow = (math.prod(dims) for dims in shards if dims[-1] * 2 == LANES)
         return int(sum(narrow) * (self.stored + share))
@@ -454,7 +448,7 @@ class _Step:
             * stored_dtype(x, run.precision.params).itemsize
             for x, names in self.spec.named_frozen().values()
         )
-        batch = _whole_bytes(batching.batch_shapes(run, run.batch.global_size))
+        batch = _whole_bytes(batch_shapes(run))
         return {
             "parameters": self._sum(self.rules.stored, self.stored) + sum(frozen),
             "optimizer state": moved[False],

@@ -11,13 +11,14 @@ from typing import Any
 import jax
 
 from jaxdist.config import ConfigError, schema
-from jaxdist.hardware.chips import FP8_REACHED
+from jaxdist.ops.costs import reports
+from jaxdist.ops.experts.costs import rounds
 from jaxdist.parallel.mesh import MeshShape
+from jaxdist.parallel.precision import UNITS
 from jaxdist.parallel.sharding import Rules
 from jaxdist.planner import (
     advice,
     communication,
-    experts,
     memory,
     restarts,
     show,
@@ -35,20 +36,19 @@ from jaxdist.planner.compiler import (
     compile_run,
     versions,
 )
-from jaxdist.planner.context import Attention
+from jaxdist.planner.observed import observed
 from jaxdist.planner.targets import Target
 from jaxdist.planner.timing import Time
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.telemetry import flops, hlo
 from jaxdist.telemetry.units import gib_text, percent_text
-from jaxdist.trainer import batching, pipeline_report, step_lines
-from jaxdist.trainer.model_flops import model_flops
+from jaxdist.trainer import compose, pipeline_report, step_lines
+from jaxdist.trainer.compose import Composition
+from jaxdist.trainer.costs import costs_of, itemsize_of, undeclared_lines
+from jaxdist.trainer.model_flops import active_parameters, model_flops
 from jaxdist.trainer.run_config import RunConfig
 
 FITS, DOES_NOT_FIT, CANNOT_TELL = 0, 3, 4
-# Of a GPU's memory: its compiler never refuses a step, and libraries and fragments need
-# the rest.
-GPU_USABLE_SHARE = 0.92
 _COMPILE = ("seconds", "cpu_seconds", "cached", "child_peak_bytes")
 Say = Callable[[str], None]
 
@@ -101,7 +101,7 @@ class Plan:
                 self.run, self.rules.shape, self.target, self.calibration
             ),
             "parameters": self.spec.parameter_count,
-            "active_parameters": step_lines.active_parameters(self.run, self.spec),
+            "active_parameters": active_parameters(self.run, self.spec),
             "memory": self._memory(),
             "time": asdict(self.time) | {"band_s": self.time.band_s},
             "cost": self._cost(),
@@ -121,11 +121,15 @@ class Plan:
 
     def _models_own(self) -> dict[str, Any]:
         """Returns what some models and layouts alone have."""
-        attention = Attention(self.run, self.rules, self.spec.depth)
-        return {
-            "experts": self._experts(),
-            "context": attention.describe(self.collectives),
-        }
+        sections: dict[str, Any] = {"experts": {}, "context": {}}
+        declared = costs_of(self.run)
+        itemsize = itemsize_of(self.run)
+        found = reports(declared, self.rules, itemsize, self.expert_load)
+        for name, (section, moves) in found.items():
+            if section:
+                section["exchanged"] = communication.summed(self.collectives, moves)
+            sections[name] = section
+        return sections
 
     def _memory(self) -> dict[str, Any]:
         done, capacity, peak = self.compiled, self.capacity_bytes, self.peak_bytes
@@ -141,12 +145,6 @@ class Plan:
             "accounted_bytes": memory.accounted_peak(self.components),
             "components": self.components,
         }
-
-    def _experts(self) -> dict[str, Any]:
-        mixture = experts.mixture_of(self.run, self.spec)
-        return experts.describe(
-            mixture, self.rules.shape, self.expert_load, self.collectives
-        )
 
     def _restarts(self) -> restarts.Restarts:
         return restarts.estimate(
@@ -215,9 +213,11 @@ def plan_by_arithmetic(run: RunConfig, target: Target) -> Plan:
     Raises:
       ConfigError: the run cannot be laid out on the target.
     """
-    _, rules, spec = targets.validate_for(run, target)
+    composition = targets.validate_for(run, target)
+    rules = composition.rules
+    spec = composition.spec
     components = memory.components(run, spec, rules, target)
-    pipeline = pipeline_report.describe(run, spec, rules).get("pipeline", {})
+    pipeline = pipeline_report.describe(composition).get("pipeline", {})
     tokens = run.train.steps * _tokens_per_step(run)
     return Plan(
         run, target, spec, rules, components, capacity(target), pipeline, tokens
@@ -225,7 +225,7 @@ def plan_by_arithmetic(run: RunConfig, target: Target) -> Plan:
 
 
 def _tokens_per_step(run: RunConfig) -> int:
-    return run.batch.global_size * batching.targets_per_sample(run)
+    return run.batch.global_size * compose.targets_per_sample(run)
 
 
 def capacity(target: Target) -> int | None:
@@ -242,10 +242,7 @@ def capacity(target: Target) -> int | None:
         )
     if target.chip is None:
         return None
-    return int(
-        target.chip.capacity_bytes
-        * (GPU_USABLE_SHARE if target.platform == "gpu" else 1)
-    )
+    return int(target.chip.capacity_bytes * observed(target).usable)
 
 
 def explain_shortage(run: RunConfig, devices: Sequence[jax.Device], error: str) -> str:
@@ -315,14 +312,16 @@ def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
     batch = plan.components.get("batch", 0)  # which is not given back
     if compiled.alias_bytes < 0.99 * (compiled.argument_bytes - batch):
         notes.append("the state is not wholly donated: old and new are held at once")
-    notes += step_lines.reduction_lines(run, plan.spec, plan.rules, forced=True)
+    composition = Composition(run, plan.rules, plan.spec)
+    notes += step_lines.reduction_lines(composition, forced=True)
     notes += memory.offload_lines(plan.components)
+    notes += undeclared_lines(run)
     if not compiled.hlo:
         notes.append(
             "these versions cannot print the program: no communication, no time"
         )
         return replace(plan, warnings=notes)
-    module = experts.with_load(hlo.parse(compiled.hlo), plan.expert_load)
+    module = timing.with_load(hlo.parse(compiled.hlo), plan.expert_load)
     collectives = communication.collectives(
         module, plan.rules.shape, target, compiled.mesh_ids
     )
@@ -349,9 +348,9 @@ def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
         chip=target.chip,
         step_s=time.step_s,
     )
-    notes += _fp8_lines(module)
+    notes += _unit_lines(module)
     sure = time.sure + _other_compiler(time.sure, target.platform, versions())
-    even = experts.rounds(plan.expert_load) == 1
+    even = rounds(plan.expert_load) == 1
     told = tuple(
         note for note in time.notes if even or not note.startswith(timing.EVEN_LOAD)
     )
@@ -359,18 +358,19 @@ def _with_compiled(plan: Plan, compiled: Compiled) -> Plan:
     return replace(plan, collectives=collectives, warnings=notes, time=time)
 
 
-def _fp8_lines(module: hlo.Module) -> list[str]:
-    """Returns the line that says how products of 8-bit floats are counted; none without
+def _unit_lines(module: hlo.Module) -> list[str]:
+    """Returns the lines that say how products of other units are counted; none without
     them.
     """
-    if not (counted := flops.hlo_flops(module, fp8_only=True)):
-        return []
-    share = percent_text(counted / flops.hlo_flops(module))
-    return [
-        f"{share} of the program's FLOPs are in 8-bit floats, counted at {FP8_REACHED:g} of the share of "
-        f"their peak that bfloat16's products reach of theirs; the gain over bfloat16 was compared with one "
-        f"published pair of steps: 1.26 here, 1.12 there (torchtitan, 8B on 8 H100)"
-    ]
+    lines = []
+    for units in UNITS:
+        counted = flops.hlo_flops(module, only=units.in_hlo)
+        if counted:
+            share = percent_text(counted / flops.hlo_flops(module))
+            lines.append(
+                f"{share} of the program's FLOPs are in {units.numbers}, {units.counted_at}"
+            )
+    return lines
 
 
 def _other_compiler(sure: str, platform: str, versions: Mapping[str, str]) -> str:
@@ -431,9 +431,9 @@ def _layout(
         "zero": run.mesh.zero,
         "links": _links(shape, target, measured),
         "schedule": run.pipeline.schedule if staged else None,
-        "microbatches": batching.num_microbatches(run, shape),
+        "microbatches": run.pipeline.microbatches_for(shape.sizes["pipeline"]),
         "accumulation": run.batch.accumulation,
-        "unit": batching.unit(run),  # that speeds and costs count
+        "unit": compose.unit(run),  # that speeds and costs count
         "global_size": run.batch.global_size,
         "sequence_length": run.batch.sequence_length,
         "remat": str(run.remat),

@@ -2,7 +2,6 @@
 hardware it runs on.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from jaxdist.hardware import chips
 from jaxdist.parallel.axes import AXES
 from jaxdist.storage import untrusted
 from jaxdist.trainer import reproduce, workdir
-from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_config import RunConfig, from_config
 from jaxdist.trainer.run_layout import layout_of_run
 
 
@@ -95,13 +94,10 @@ def with_layout(run: RunConfig, folder: Path, info: Mapping[str, Any]) -> RunCon
         return run
     flat = schema.flatten(schema.to_config_dict(stored))
     layout = layout_of_run(flat, info)
-    sizes = {axis: layout.mesh[axis] for axis in AXES if axis in layout.mesh}
-    mesh = schema.to_config_dict(run.mesh).to_dict() | sizes | {"zero": layout.zero}
-    batch = schema.to_config_dict(run.batch).to_dict() | {
-        "accumulation": layout.accumulation
+    overrides: dict[str, object] = {
+        f"mesh.{axis}": layout.mesh[axis] for axis in AXES if axis in layout.mesh
     }
-    return dataclasses.replace(
-        run,
-        mesh=schema.from_config_dict(type(run.mesh), mesh),
-        batch=schema.from_config_dict(type(run.batch), batch),
-    )
+    overrides["mesh.zero"] = layout.zero
+    overrides["batch.accumulation"] = layout.accumulation
+    # from_config checks what run.json says
+    return from_config(schema.flatten(schema.to_config_dict(run)) | overrides)

@@ -19,9 +19,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from jaxdist.planner import experts, layouts, rules_of_thumb
+from jaxdist.planner import layouts
+from jaxdist.planner.arithmetic import EXPERT
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.layouts import Candidate
+from jaxdist.planner.observed import freely_used
 from jaxdist.planner.plan import (
     CANNOT_TELL,
     DOES_NOT_FIT,
@@ -34,7 +36,6 @@ from jaxdist.planner.show import new_table
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.telemetry.units import GIB, gib_text, time_text
-from jaxdist.trainer import batching, step_lines
 from jaxdist.trainer.run_config import RunConfig
 
 TIE = 0.10  # estimates that differ by less do not rank two meshes,
@@ -42,9 +43,6 @@ VARIANT_TIE = 0.02  # but they do rank variants of one, which share their errors
 # finalists on the mesh axes of the fastest so far, at most; on other axes one
 MAX_OF_LEADING_AXES = 2
 MAX_FITTING_OF_AXES = 24  # of each set of axes that fit, by arithmetic
-# of a GPU's memory: to stay below it XLA computes values again, +21 % FLOPs seen on
-# H100
-GPU_SHARE = 0.8
 # times the fastest that fits: what arithmetic says is slower is not looked at further
 MAX_SLOWDOWN = 1.5
 
@@ -111,8 +109,7 @@ class Ranking:
     # the most promising that were not compiled, and why
     others: Sequence[tuple[Candidate, str]]
     # counts: candidates by what became of them; illegal: reason -> meshes; stopped: why
-    # no more compiles; rule_of_thumb: its layout, reasons and how it compares; seconds
-    # and cpu_seconds of the search.
+    # no more compiles; seconds and cpu_seconds of the search.
     summary: Mapping[str, Any]
 
     @property
@@ -178,8 +175,8 @@ def search(
     """Returns the run's layouts on a target, ranked.
 
     Args:
-      finalists: compiles at most, and one more for the rule of thumb's layout; with
-        experts another, so that layouts with and without their axis are compared.
+      finalists: compiles at most; with experts one more, so that layouts with and
+        without their axis are compared.
       minutes: of wall time; no compile begins that would probably end after them.
       expert_load: see `make_plan`.
 
@@ -196,14 +193,6 @@ def search(
         target, options or CompileOptions(), began + 60 * minutes, say, expert_load
     )
     stopped = compiler.compile_best(fitting, finalists)
-    rule = _rule_of_thumb(run, target, spec)
-    ruled = [one for one in fitting if _follows_rule(one, rule)]
-    if (
-        ruled
-        and compiler.has_time()
-        and not any(_follows_rule(one.layout, rule) for one in compiler.done)
-    ):
-        compiler.compile(ruled[0])
     if compiler.has_time() and (other := _other_kind(fitting, compiler.done)):
         compiler.compile(other)
     ranked = _ranked(compiler.done)
@@ -214,28 +203,11 @@ def search(
     summary = {
         "counts": counts,
         "illegal": illegal,
-        "rule_of_thumb": _compare_rule(rule, candidates, fitting, ranked),
         "stopped": stopped,
         "seconds": time.monotonic() - began,
         "cpu_seconds": _cpu_seconds() - cpu,
     }
     return Ranking(run, target, ranked, others[: 2 * finalists], summary)
-
-
-def _rule_of_thumb(
-    run: RunConfig, target: Target, spec: ModelSpec
-) -> rules_of_thumb.Suggestion:
-    tokens = (
-        run.batch.global_size * batching.targets_per_sample(run) / target.num_devices
-    )
-    depth, mixture = (
-        max(spec.depth, rules_of_thumb.MIN_LAYERS),
-        experts.mixture_of(run, spec),
-    )
-    active = step_lines.active_parameters(run, spec)
-    return rules_of_thumb.rule_of_thumb(
-        spec.parameter_count, target, depth, tokens, mixture, active=active
-    )
 
 
 def _other_kind(
@@ -244,15 +216,11 @@ def _other_kind(
     """Returns the best layout without experts' axis where only such with it were
     compiled, and vice versa.
     """
-    kinds = {experts.AXIS in one.layout.axes for one in done}
-    return next(
-        (
-            one
-            for one in fitting
-            if len(kinds) == 1 and (experts.AXIS in one.axes) not in kinds
-        ),
-        None,
-    )
+    kinds = {EXPERT in one.layout.axes for one in done}
+    if len(kinds) != 1:
+        return None
+    others = (one for one in fitting if (EXPERT in one.axes) not in kinds)
+    return next(others, None)
 
 
 def _cpu_seconds() -> float:
@@ -267,9 +235,8 @@ def _select_fitting(
 
     If none does: the two that come nearest.
     """
-    most, fitting = capacity(target) or math.inf, list[Candidate]()
-    if target.platform == "gpu" and target.chip:
-        most = min(most, GPU_SHARE * target.chip.hbm_bytes)
+    most = freely_used(target, capacity(target) or math.inf)
+    fitting = list[Candidate]()
     larger = late = passed = 0
     kinds = Counter[tuple[str, ...]]()
     possible = sorted(
@@ -322,13 +289,11 @@ class _Compiler:
         say: Callable[[str], None],
         load: float,
     ):
-        self.target, self.options, self.ends, self.say, self.load = (
-            target,
-            options,
-            ends,
-            say,
-            load,
-        )
+        self.target = target
+        self.options = options
+        self.ends = ends
+        self.say = say
+        self.load = load
         self.done: list[Compiled] = []
         self.longest = 0.0
 
@@ -438,44 +403,6 @@ def _why_not_compiled(one: Candidate, ranked: Sequence[Compiled]) -> str:
     )
 
 
-def _follows_rule(one: Candidate, rule: rules_of_thumb.Suggestion) -> bool:
-    same = all(
-        size == getattr(rule.mesh, axis) for axis, size in one.shape.sizes.items()
-    )
-    return same and (rule.mesh.fsdp == 1 or one.run.mesh.zero == rule.mesh.zero)
-
-
-def _compare_rule(
-    rule: rules_of_thumb.Suggestion, candidates, fitting, ranked: Sequence[Compiled]
-) -> dict[str, Any]:
-    """Returns the rule of thumb's layout and how it compares with the best."""
-    row = {
-        "overrides": list(rule.overrides),
-        "reasons": list(rule.reasons),
-        "place": None,
-    }
-    for place, one in enumerate(ranked, 1):
-        if _follows_rule(one.layout, rule):
-            return row | {
-                "verdict": f"with {one.layout.text}: {one.why(ranked[0])}",
-                "place": place,
-            }
-    alike = (
-        [one for one in group if _follows_rule(one, rule)]
-        for group in (fitting, candidates)
-    )
-    if not (best := next(filter(None, alike), None)):
-        return row | {"verdict": "not legal for this run"}
-    nearest = min(best, key=_by_arithmetic)
-    verdict = f"not compiled; by arithmetic {time_text(nearest.estimate.step_s)}"
-    verdict += (
-        f" beside {time_text(ranked[0].layout.estimate.step_s)} of the best"
-        if ranked
-        else ""
-    )
-    return row | {"verdict": f"{verdict}, {gib_text(nearest.state_bytes, 1)} of state"}
-
-
 def show(
     ranking: Mapping[str, Any], console: Console, base: str = "--config NAME"
 ) -> None:
@@ -494,7 +421,6 @@ def show(
         expected = time_text(guess["step_s"]), f"{guess['peak_bytes'] / GIB:.1f}"
         table.add_row(*measured, *expected, Text(row["why"]), style=style)
     console.print(table, highlight=False)
-    rule = ranking["rule_of_thumb"]
     if ranking["winner"]:
         words = (f"--config.{word}" for word in ranking["overrides"])
         verdict = " ".join(["python -m jaxdist.train", base, *words])
@@ -509,8 +435,6 @@ def show(
             f"not legal, {n} meshes: {reason}"
             for reason, n in ranking["illegal"].items()
         ),
-        f"rule of thumb: {' '.join(rule['overrides'])}: {rule['verdict']}",
-        *(f"  {reason}" for reason in rule["reasons"]),
         verdict,
     ]
     for line in lines:

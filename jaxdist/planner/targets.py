@@ -25,10 +25,10 @@ from jaxdist.config import ConfigError, extras, suggest
 from jaxdist.hardware import chips as hardware
 from jaxdist.parallel import mesh
 from jaxdist.parallel.mesh import MeshShape
-from jaxdist.parallel.sharding import Rules
 from jaxdist.planner.gpu_descriptions import gpu_description
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.trainer import validation
+from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.run_config import RunConfig
 
 # Google Cloud's v5p-8 has 8 TensorCores, which are 4 chips
@@ -214,9 +214,8 @@ def _axis_link(target: Target, axis: str, sizes: tuple, dcn: tuple) -> Link:
 
 def validate_for(
     run: RunConfig, target: Target, spec: ModelSpec | None = None
-) -> tuple[MeshShape, Rules, ModelSpec]:
-    """Returns `validation.validate_on` of a run, without its data, for a target's
-    devices.
+) -> Composition:
+    """Composes a run on a target's devices and checks it, without its data.
 
     Args:
       spec: of the run's model, if it is known.

@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
-from jaxdist.hardware.chips import FP8_REACHED
+from jaxdist.ops.experts.costs import rounds
+from jaxdist.parallel.precision import UNITS
 from jaxdist.planner.communication import Collective
+from jaxdist.planner.observed import GROUPED_PRODUCT, attention_share, observed
 from jaxdist.planner.targets import Target
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.flops import hlo_flops, instruction_flops
@@ -23,41 +25,16 @@ from jaxdist.telemetry.flops import hlo_flops, instruction_flops
 _ROUNDING = 1e-9  # of a sum of seconds: less is no time
 WIDENED = 0.05  # the printed band is wider than low to high by this, on both sides
 
-# Share of peak that attention kernels are assumed to reach. Matrix units 256 wide are
-# half filled by heads of 128. Heads of 256: published steps of long sequences on v5p
-# leave 0.75 to 0.81 (tpu-recipes, training/v5p/Llama3.1-8B-LongContext, 64k to 4M
-# tokens).
-_ATTENTION, _ATTENTION_NARROW, _WIDE_UNITS = 0.5, 0.25, ("v6e", "tpu7x")
-_ATTENTION_WIDE_HEADS = {"v5p": 0.8}
-
-
-def attention_share(target: Target, head_dim: int) -> float:
-    """Returns the share of peak that attention kernels reach."""
-    family = target.chip.family if target.chip else ""
-    if head_dim < 256:
-        return _ATTENTION_NARROW if family in _WIDE_UNITS else _ATTENTION
-    return _ATTENTION_WIDE_HEADS.get(family, _ATTENTION)
-
-
-# Share of peak that products of rows with their group's kernel are assumed to reach in
-# a Pallas kernel.
-_GROUPED = 0.8
-# Share of memory bandwidth that element-wise kernels are assumed to reach: that of a
-# copy of 3 GiB by the compiler's own cycles (libtpu 0.0.50.1).
-_STREAM = {"v4": 0.77, "v5e": 0.81, "v5p": 0.72, "v6e": 0.86, "tpu7x": 0.85}
-
 
 def _seconds(target: Target, kernel: "Kernel", peak: float) -> float:
     """Returns the seconds of one call of a kernel."""
     assert target.chip is not None
     if kernel.bytes:
-        return (
-            kernel.bytes / target.chip.hbm_bytes_per_s / _STREAM.get(target.family, 1.0)
-        )
+        return kernel.bytes / target.chip.hbm_bytes_per_s / observed(target).stream
     share = (
-        _GROUPED
+        GROUPED_PRODUCT
         if kernel.role == _EXPERTS
-        else attention_share(target, kernel.head_dim)
+        else attention_share(target, kernel.width)
     )
     return kernel.flops / peak / share
 
@@ -72,35 +49,11 @@ def products_peak(target: Target, compute: str) -> float | None:
     )
 
 
-# What a GPU reaches of its datasheet, (matrix products, memory). On H100 products of
-# bfloat16 reach 783 TFLOP/s at 4096^3 and 632 at 2048^3, of 989 (OpenXLA,
-# xla/service/gpu/model/matmul_interpolator_data.h); the shares of memory bandwidth are
-# assumed.
-_GPU_BEST, _GPU_WORST = (0.79, 0.92), (0.64, 0.75)
-
-# What single products reach of a TPU's peak by the compiler's own cycles: the better of
-# 8192^3 and
-# 8192 x 4096 x 14336 (libtpu 0.0.50.1). For some shapes it counts large backward
-# products with element-wise work fused into them at 2.5 times that, which published
-# steps leave no room for.
-_PRODUCT = {"v4": 0.97, "v5e": 0.98, "v5p": 0.90, "v6e": 0.92, "tpu7x": 0.85}
 _MUCH = 0.05  # of a step, from which on it is said
 
 # FLOPs of a kernel, in forward ones: those are 2 products of S x S x head; dq takes 3,
 # dk and dv 4, all three in one kernel 5.
 _KERNEL_COST = {"forward": 1.0, "dq": 1.5, "dkv": 2.0, "backward": 2.5}
-
-_OURS = "our program by libtpu 0.0.42.1 at published workloads, docs/plan.md"
-_PEERS = "the largest peer's programs by libtpu 0.0.50.1, compute and attention alone, beside published steps"
-SURE = {
-    "v5e": f"{_OURS}: the middle was off by -1, +1 and +17 % on three v5e points, all in the band",
-    "v5p": f"{_OURS}: the middle was off by +2 to +11 % on four v5p points, all in the band",
-    "v6e": f"{_PEERS} on v6e: +7 and -22 %, where attention reaches a quarter of peak as assumed here",
-    "v4": f"{_PEERS} on v4: -12 and -20 %; the step will rather be slower than this band",
-    "tpu7x": "no published step was compared on this chip, and its clock is a guess",
-    "gpu": "a roofline of what jax-cuda12-plugin 0.10.2 compiles, without launches: 26 % faster than the "
-    "published step compared (torch, slower H100s)",
-}
 
 
 @dataclass(frozen=True)
@@ -112,7 +65,7 @@ class Kernel:
     count: int  # a step
     # of one call on one device; attention's causal, experts' for an even load
     flops: float
-    head_dim: int = 0  # of attention
+    width: int = 0  # of a head of attention
     bytes: int = 0  # that an element-wise one reads and writes
     # FLOPs of one call that the program's own cost estimate says, spare rows' too
     counted: float = 0.0
@@ -206,7 +159,7 @@ def estimate(
     )
     between = "; nothing was compared between slices" if target.num_slices > 1 else ""
     return Time(
-        sure=SURE["gpu" if target.platform == "gpu" else target.family] + between,
+        sure=observed(target).sure + between,
         step_s=step,
         low_s=costs[0].compute_s - costs[0].doubtful_s + sum(kernels_s.values()),
         high_s=costs[-1].compute_s + sum(kernels_s.values()) + sync + wire,
@@ -360,6 +313,8 @@ EVEN_LOAD = "experts are counted with an even load"  # a note
 # rows of the arrays, relative to those filled
 _SPARE = re.compile(r"\beven_load_rows_x_([\d.]+)/")
 _EVEN = re.compile(r"\beven_load_trips_(\d+)/")
+# and of those that an even load leaves after so many rounds
+_ROUNDS = re.compile(r"\beven_load_trips_([1-9])\b")
 
 
 def expert_kernels(module: hlo.Module) -> list[Kernel]:
@@ -416,6 +371,26 @@ def _even_trips(module: hlo.Module) -> dict[str, int]:
     return {name: int(mark[1]) for name, mark in marked if mark}
 
 
+def with_load(module: hlo.Module, load: float) -> hlo.Module:
+    """Returns a program whose loops of rounds go round as often as a load of experts
+    needs.
+    """
+
+    def with_trips(step: hlo.Instruction) -> hlo.Instruction:
+        even = _ROUNDS.search(step.op_name) if step.opcode == "while" else None
+        if even is None:
+            return step
+        trips = rounds(load, int(even[1]))
+        count = f'{{"known_trip_count":{{"n":"{trips}"}}}}'
+        return hlo.Instruction(step.name, f"{step.text}, backend_config={count}")
+
+    computations = {
+        name: {step.name: with_trips(step) for step in steps.values()}
+        for name, steps in module.computations.items()
+    }
+    return replace(module, computations=computations)
+
+
 # --- every other instruction ----------------------------------------------------------
 
 _SLICES = ("dynamic-slice", "slice", "gather", "dynamic-update-slice")
@@ -459,9 +434,10 @@ class _Costs:
             peak * reached[0],
             target.chip.hbm_bytes_per_s * reached[1],
         )
-        self.fp8_flops_per_s = (
-            (target.chip.peak("float8") or peak) * FP8_REACHED * reached[0]
-        )
+        self.flops_per_s_of = {
+            units: (target.chip.peak(units.peak) or peak) * units.reached * reached[0]
+            for units in UNITS
+        }
         self.kernels = {k.name: _seconds(target, k, peak) for k in kernels}
         parts = {
             k.name: "experts" if k.role == _EXPERTS else "attention" for k in kernels
@@ -480,7 +456,7 @@ class _Costs:
         self.compute_s = math.fsum(
             n * self._own(steps, s) for n, steps in runs for s in steps.values()
         )
-        self.product_flops_per_s = peak * _PRODUCT.get(target.family, 1.0)
+        self.product_flops_per_s = peak * observed(target).product
         self.doubtful_s = math.fsum(
             n * self._doubtful(s) for n, steps in runs for s in steps.values()
         )
@@ -519,12 +495,15 @@ class _Costs:
             if fused
             else partial(instruction_flops, inside, step)
         )
-        flops, fp8 = count(), count(fp8_only=True)
+        rest = count()
+        products_s = 0.0
+        for units, flops_per_s in self.flops_per_s_of.items():
+            flops = count(only=units.in_hlo)
+            rest -= flops
+            products_s += flops / flops_per_s
+        products_s += rest / self.flops_per_s
         traffic = self._traffic(inside, step, self.module.computations.get(fused, {}))
-        return max(
-            (flops - fp8) / self.flops_per_s + fp8 / self.fp8_flops_per_s,
-            traffic / self.bytes_per_s,
-        )
+        return max(products_s, traffic / self.bytes_per_s)
 
     def _doubtful(self, step: hlo.Instruction) -> float:
         """Returns by how much a fused backward product's cycles are above what single
@@ -576,8 +555,10 @@ def _costs(
     """
     if (peak := products_peak(target, compute)) is None:
         return []
-    ranges = (_GPU_BEST, _GPU_WORST) if target.platform == "gpu" else ((1.0, 1.0),)
-    return [_Costs(module, target, peak, kernels, reached) for reached in ranges]
+    return [
+        _Costs(module, target, peak, kernels, reached)
+        for reached in observed(target).reached
+    ]
 
 
 def overlap(

@@ -20,13 +20,12 @@ from typing import Any
 import jax
 
 from jaxdist.config import ConfigError
-from jaxdist.parallel.mesh import build_mesh
 from jaxdist.planner import memory, targets
 from jaxdist.planner.compiler import read_entry, read_log, versions
 from jaxdist.planner.targets import Target
 from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest_bytes
-from jaxdist.trainer import batching, build, run_config, validation, workdir
+from jaxdist.trainer import compose, run_config, validation, workdir
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # 0.12 puts "E1000: CompileTimeHbmOom:" before it.
@@ -101,13 +100,13 @@ def _lower(
 ) -> tuple[jax.sharding.Mesh, Any, int]:
     """Returns the mesh over these devices, the run's step lowered for it, made from
     shapes, and the bytes of its state on each device's host."""
-    shape, rules, spec = validation.validate(run, devices, with_data=False)
-    mesh = build_mesh(run.mesh, devices)
-    built = build.build_step(run, spec, mesh, rules)
-    batch = built.abstract_batch(batching.batch_shapes(run, run.batch.global_size))
+    composition = validation.validate(run, devices, with_data=False)
+    built = composition.build_step(devices)
+    batch = built.abstract_batch(compose.batch_shapes(run))
     traced = built.step.trace(built.abstract_state, batch)
-    waiting = memory.components(run, spec, rules, target).get(memory.HOST_STATE, 0)
-    return mesh, traced.lower(lowering_platforms=(target.compiler,)), waiting
+    components = memory.components(run, composition.spec, composition.rules, target)
+    waiting = components.get(memory.HOST_STATE, 0)
+    return built.mesh, traced.lower(lowering_platforms=(target.compiler,)), waiting
 
 
 def _compile(

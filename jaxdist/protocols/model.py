@@ -23,7 +23,8 @@ stats: name -> scalar or array.
 
 A model's `Config` may say what follows from its options alone: `faults()`, what is
 wrong with them; `flops_per_token(sequence_length, convention)`, forward and backward,
-"causal" or "full"; `max_length`, the most tokens of a sequence or None;
+"causal" or "full"; `costs(sequence_length)`, what its ops need (`ops.costs`), which
+`plan` reads; `max_length`, the most tokens of a sequence or None;
 `tiny(sequence_length)`, the values that change in a tiny variant;
 `tensor_parallel_dims`, the names of sizes that the mesh axis tensor must divide;
 `layers_on(places)`, the `num_layers` with which each place of a pipeline has one block;
@@ -369,19 +370,37 @@ def pattern_of(blocks: Any) -> tuple[str, ...]:
     return getattr(blocks, "layer_pattern", ("",))
 
 
+def head_loss(model: Any, x: jax.Array, batch: Batch) -> Loss:
+    """Computes the loss of a staged model by its own head."""
+    return as_loss(model.head(x, batch), batch)
+
+
 def staged_loss(
     model: Any,
     batch: Batch,
     key: jax.Array | None,
     transform: Transform | Recompute = lambda block: block,
+    head: Callable[[Any, jax.Array, Batch], Loss] = head_loss,
 ) -> Loss:
-    """Returns the loss of a staged model."""
+    """Returns the loss of a staged model.
+
+    Args:
+      head: computes the loss from the last block's output.
+    """
+    output = staged_output(model, batch, key, transform)
+    return with_block_sums(head(model, output.x, batch), output.aux, output.stats)
+
+
+def staged_output(
+    model: Any,
+    batch: Batch,
+    key: jax.Array | None,
+    transform: Transform | Recompute = lambda block: block,
+) -> BlockOutput:
+    """Computes what enters the head of a staged model, and the sums of its blocks."""
     fields, first = shared_fields(model, batch), layers_before(model)
     x = embedded(model, batch, key, Recompute.of(transform).before)
-    output = run_blocks(model.blocks, x, key, fields, transform, first=first)
-    return with_block_sums(
-        as_loss(model.head(output.x, batch), batch), output.aux, output.stats
-    )
+    return run_blocks(model.blocks, x, key, fields, transform, first=first)
 
 
 def embedded(

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxdist.config import ConfigError, trees
 from jaxdist.protocols import param_names
 from jaxdist.protocols.model import is_staged, layers_of, pattern_of
+from jaxdist.protocols.objective import NextToken, Objective, WholeModel, token_faults
 from jaxdist.protocols.param_names import Names
 from jaxdist.protocols.sample_sums import sums_over_samples
 
@@ -47,6 +48,10 @@ class ModelSpec:
     sums_over_samples: bool = False
     # names of the blocks' stack dims, where a pipeline has cut them up
     stack: Names = ()
+    objective: Objective = NextToken()  # what the model is trained for
+    # The frozen modules that the objective prepares batches with, by name. All their
+    # arrays are in `frozen`.
+    modules: Mapping[str, "ModelSpec"] = dataclasses.field(default_factory=dict)
     # The batches (shapes, parts) that the model was looked at with, and nothing found:
     # each is traced once.
     passed: set[Any] = dataclasses.field(default_factory=set, compare=False, repr=False)
@@ -92,6 +97,50 @@ class ModelSpec:
             parts = _split(model, self.patterns)
         return parts.trainable, parts.model_state, parts.frozen
 
+    def trained_for(
+        self, objective: Objective, modules: Mapping[str, "ModelSpec"]
+    ) -> "ModelSpec":
+        """Returns the spec of this model as the policy of an objective.
+
+        Args:
+          modules: the frozen modules by the names that the objective calls them.
+
+        Raises:
+          ConfigError: a module is missing, unknown, or gives no terms of tokens.
+        """
+        name = type(objective).__name__
+        faults = [
+            f"{name}: frozen module {module!r} is "
+            + ("missing" if module in objective.modules else "unknown")
+            for module in sorted({*objective.modules} ^ modules.keys())
+        ]
+        for module, spec in modules.items():
+            user = f"frozen module {module!r}"
+            faults += token_faults(user, spec.model_class, spec.staged)
+        if faults:
+            raise ConfigError(faults)
+        frozen = {module: spec.all_frozen() for module, spec in modules.items()}
+        return dataclasses.replace(
+            self, objective=objective, modules=frozen, passed=set()
+        )
+
+    def all_frozen(self) -> "ModelSpec":
+        """Returns the spec of this model with all its arrays frozen."""
+        return dataclasses.replace(
+            self,
+            trainable={},
+            model_state={},
+            frozen=_merged(self.trainable, self.model_state, self.frozen),
+            names={},
+            frozen_names=_merged_names(self.names, self.state_names, self.frozen_names),
+        )
+
+    def init_frozen(
+        self, key: jax.Array, given: Mapping[str, jax.Array] | None = None
+    ) -> Tree:
+        """Returns all arrays of a newly initialised model, see `init_params`."""
+        return _merged(*self.init_params(key, given))
+
     def state_of(self, model: nnx.Module) -> Tree:
         """Returns the model state that a model, assembled and then used, has come to.
 
@@ -122,6 +171,14 @@ class ModelSpec:
         what is frozen.
         """
         return self.named_trainable() | self.named_frozen()
+
+    def all_parameters(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
+        """Returns path -> (abstract array, logical names), of frozen modules too."""
+        found = self.named_parameters()
+        for name, module in self.modules.items():
+            for path, parameter in module.named_frozen().items():
+                found[f"modules/{name}/{path}"] = parameter
+        return found
 
     def named_trainable(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
         """Returns path -> (abstract array, logical names) of what is trained."""
@@ -234,6 +291,7 @@ def describe(
         model_class=type(model),
         patterns=tuple(frozen),
         staged=staged,
+        objective=NextToken() if staged else WholeModel(),
         casts_itself=getattr(model, "casts_itself", False),
         sums_over_samples=sums_over_samples(model),
         **parts._asdict(),
@@ -293,6 +351,25 @@ def _split(model: nnx.Module, frozen: Sequence[str]) -> _Parts:
     graph, *states = nnx.split(model, is_frozen, nnx.Param, nnx.RngState, ...)
     held, trainable, streams, rest = map(nnx.to_pure_dict, states)
     return _Parts(graph, trainable, held, streams, rest)
+
+
+def _merged(*parts: Tree) -> Tree:
+    """Returns trees without common leaves as one."""
+    leaves: dict[str, Any] = {}
+    for part in parts:
+        leaves |= trees.flatten_names(part)
+    return trees.unflatten_names(leaves)
+
+
+def _merged_names(*parts: Tree) -> Tree:
+    """Returns trees of logical names as one."""
+    leaves: dict[str, Names] = {}
+    for part in parts:
+        named = jax.tree_util.tree_leaves_with_path(
+            part, is_leaf=lambda x: isinstance(x, tuple)
+        )
+        leaves |= {trees.join(path): names for path, names in named}
+    return trees.unflatten_names(leaves)
 
 
 def _reseeded(streams: Tree, key: jax.Array | None) -> Tree:

@@ -12,6 +12,8 @@ from jaxdist.config import suggest
 
 Names = tuple[str | None, ...]
 
+EXPERTS = "experts"  # a dim of kernels that experts have one each of
+
 # Dims split by an axis that computes on its shard. d_model is what fsdp prefers to
 # store in shards.
 PARAMETER_AXES = {
@@ -19,7 +21,7 @@ PARAMETER_AXES = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "d_ff": "tensor",
-    "experts": "expert",
+    EXPERTS: "expert",
 }
 
 # names of stack dims; "" where a model names none
@@ -31,6 +33,11 @@ STACKED = ("first_blocks", "blocks")
 FSDP_NAME = "d_model"
 
 DIM_NAMES = (*PARAMETER_AXES, FSDP_NAME, "head_dim", "layers", "positions")
+
+
+def has_experts(names: Names) -> bool:
+    """Returns whether a parameter has a dim of experts."""
+    return EXPERTS in names
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,17 @@ from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.pipeline.stage import Pipeline
 from jaxdist.parallel.pipeline.stage_params import StageParams
 from jaxdist.parallel.remat import RematConfig, recompute
-from jaxdist.protocols.model import Batch, Loss, as_loss, staged_loss
+from jaxdist.protocols.model import Batch, Loss
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.protocols.param_names import STACKED
 from jaxdist.step import loss_scale, reduction
+from jaxdist.step.batch_parts import split_batch
 from jaxdist.step.state import State
 
 # (trainable, model_state, frozen, batch, key, *, scale) -> (objective or gradient sums,
 # (Loss, model_state)), the state as the model's own code left it, objective and
 # gradients times the scale (None: as they are).
-Objective = Callable[..., tuple[Any, tuple[Loss, Tree]]]
+PartSums = Callable[..., tuple[Any, tuple[Loss, Tree]]]
 
 
 class Sums(NamedTuple):
@@ -36,7 +37,7 @@ class Sums(NamedTuple):
 
 def build_objective(
     spec: ModelSpec, *, compute: str, remat: RematConfig | str
-) -> Objective:
+) -> PartSums:
     """Returns `objective(trainable, model_state, frozen, batch, key, scale) ->
     (objective, (Loss, state))`.
 
@@ -57,10 +58,7 @@ def build_objective(
         if key is not None and spec.streams and "sample" in batch:
             own_key = jax.random.fold_in(key, batch["sample"][0])
         model = assembled(spec, compute, trainable, model_state, frozen, own_key)
-        if spec.staged:
-            loss = staged_loss(model, batch, key, recompute(remat))
-        else:
-            loss = as_loss(model.loss(batch, key), batch)
+        loss = spec.objective.batch_loss(model, batch, key, recompute(remat))
         after = spec.state_of(model) if model_state else model_state
         total = loss.sum + sum(loss.aux.values())
         return total if scale is None else total * scale, (loss, after)
@@ -75,7 +73,7 @@ def names_of(spec: ModelSpec) -> StageParams:
 
 def build_pipelined(
     spec: ModelSpec, cut: Staging, *, compute: str, backward: bool = True
-) -> Objective:
+) -> PartSums:
     """Returns `pipelined(trainable, model_state, frozen, batch, key, scale) ->
     (gradients, (Loss, state))`.
 
@@ -88,24 +86,38 @@ def build_pipelined(
     program = cut.program()
     names = names_of(spec)
 
-    def pipelined(trainable, model_state, frozen, batch, key, scale=None):
-        def assemble(part: StageParams):
-            trained, frozen = part.trained, part.frozen
-            if not spec.casts_itself:
-                trained, frozen = _with_whole_edges(trained), _with_whole_edges(frozen)
-            return assembled(spec, compute, trained, part.model_state, frozen, key)
+    def score(model, x, microbatch, number):
+        return spec.objective.head_loss(model, x, microbatch)
 
-        parts = {name: split(value, cut.microbatches) for name, value in batch.items()}
-        params, pipeline = (
-            StageParams(trainable, frozen, model_state),
-            Pipeline(cut, program, assemble),
-        )
+    def pipelined(trainable, model_state, frozen, batch, key, scale=None):
+        params = StageParams(trainable, frozen, model_state)
+        parts = split_batch(batch, cut.microbatches)
+        assemble = assembler(spec, compute, key)
+        pipeline = Pipeline(cut, program, assemble, score)
         sums, loss = pipeline_sums(
             pipeline, params, names, parts, key, scale, backward=backward
         )
         return sums, (loss, model_state)
 
     return pipelined
+
+
+def assembler(
+    spec: ModelSpec, compute: str, key: jax.Array | None
+) -> Callable[[StageParams], Any]:
+    """Returns the function that makes a stage's part of a model of its arrays.
+
+    Args:
+      key: see `ModelSpec.assemble`.
+    """
+
+    def assemble(part: StageParams):
+        trained, frozen = part.trained, part.frozen
+        if not spec.casts_itself:
+            trained, frozen = _with_whole_edges(trained), _with_whole_edges(frozen)
+        return assembled(spec, compute, trained, part.model_state, frozen, key)
+
+    return assemble
 
 
 def _with_whole_edges(tree: Tree) -> Tree:
@@ -137,7 +149,7 @@ def assembled(
 
 
 def sum_gradients(
-    gradient_of: Objective,
+    gradient_of: PartSums,
     state: State,
     batch: Batch,
     key: jax.Array,
@@ -188,7 +200,7 @@ def sum_gradients(
 
 
 def _sum_parts(
-    gradient_of: Objective, params: StageParams, batch, key, accumulation: int, names
+    gradient_of: PartSums, params: StageParams, batch, key, accumulation: int, names
 ) -> Sums:
     trainable, frozen, model_state = params
 
@@ -202,7 +214,7 @@ def _sum_parts(
 
     if accumulation == 1:
         return part_sums(batch)
-    parts = {name: split(value, accumulation) for name, value in batch.items()}
+    parts = split_batch(batch, accumulation)
     abstract = jax.eval_shape(part_sums, jax.tree.map(lambda x: x[0], parts))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
     zeros = zeros._replace(gradients=_laid_out(zeros.gradients, names))
@@ -231,16 +243,3 @@ def _laid_out(gradients: Tree, names: Tree) -> Tree:
     return jax.tree.map(
         lambda g, own: execution.scatter(g.astype(jnp.float32), own), gradients, names
     )
-
-
-def split(x: jax.Array, parts: int) -> jax.Array:
-    """Returns [batch, ...] as [parts, batch / parts, ...].
-
-    Part i takes every parts-th sample, from i on: each batch shard then cuts up its own
-    samples, and none has to move to another device.
-    """
-    rows = x.reshape(x.shape[0] // parts, parts, *x.shape[1:])
-    rows = execution.shard(
-        rows, "batch", None, *(("sequence",) if x.ndim == 2 else (None,) * (x.ndim - 1))
-    )
-    return jnp.moveaxis(rows, 1, 0)

@@ -14,17 +14,13 @@ from jaxdist.config import ConfigError, trees
 from jaxdist.protocols.model import (
     Batch,
     Loss,
-    as_loss,
     as_metrics,
     has_metrics,
-    staged_loss,
 )
 from jaxdist.protocols.model_spec import ModelSpec, Tree
+from jaxdist.step.prepare import abstract_batch
 
 METRICS = "metrics(self, batch) -> {name: sum, or (sum, count)}; rename it if it is for something else"
-REQUIRED = (
-    "loss(self, batch, key) -> a scalar mean, (sum, count), or (sum, count, aux, stats)"
-)
 
 
 def faults(spec: ModelSpec, *, stages: int = 1) -> Iterator[str]:
@@ -32,14 +28,7 @@ def faults(spec: ModelSpec, *, stages: int = 1) -> Iterator[str]:
     in a pipeline.
     """
     name = spec.model_class.__name__
-    loss: Any = getattr(spec.model_class, "loss", None)
-    if not spec.staged and not callable(loss):
-        yield f"{name} has no method `loss`; required: {REQUIRED}"
-    elif not spec.staged:
-        try:
-            inspect.signature(loss).bind("self", "batch", "key")
-        except TypeError as error:
-            yield f"{name}.loss{inspect.signature(loss)}: {error}; required: {REQUIRED}"
+    yield from spec.objective.faults(spec.model_class, spec.staged)
     if has_metrics(spec.model_class):
         metrics: Any = spec.model_class.metrics  # type: ignore[attr-defined]
         try:
@@ -76,7 +65,7 @@ def check_model(
         return causes
     part = "embed, blocks and head" if spec.staged else "loss(batch, key)"
     try:
-        stats, changed = _trace(spec, batch)
+        stats, changed = _trace(spec, abstract_batch(spec, batch))
         part = "metrics(batch)"
         _trace_metrics(spec, batch)
     except ConfigError as error:
@@ -121,11 +110,7 @@ def _trace(spec: ModelSpec, batch: Batch) -> tuple[list[str], list[str]]:
         parts: tuple[Tree, Tree, Tree], batch: Batch, key: jax.Array
     ) -> tuple[Tree, Loss]:
         model = spec.assemble(*parts, key=key)
-        loss = (
-            staged_loss(model, batch, key)
-            if spec.staged
-            else as_loss(model.loss(batch, key), batch)
-        )
+        loss = spec.objective.batch_loss(model, batch, key)
         stats.extend(loss.stats)
         return spec.arrays_of(model), loss
 

@@ -21,6 +21,8 @@ class State(NamedTuple):
     model_state: Tree
     opt_state: Tree
     ema: Tree  # None without a moving average
+    # arrays of the objective's frozen modules, by the modules' names
+    modules: Tree = {}
 
     @property
     def model_arrays(self) -> tuple[Tree, Tree, Tree]:

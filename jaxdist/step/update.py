@@ -100,6 +100,7 @@ class UpdateRule:
             where_finite(good, sums.model_state, state.model_state),
             OptState(moments, skipped, scale),
             ema,
+            state.modules,
         )
         return after, metrics
 

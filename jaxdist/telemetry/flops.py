@@ -1,18 +1,17 @@
-"""FLOPs of a model by formula, of any jaxpr, and of a compiled program.
+"""FLOPs of any jaxpr, and of a compiled program.
 
 A multiply-add is 2 FLOPs. Only matrix products and convolutions are counted, so norms,
-softmax, activations, rotary embeddings, gathers and the optimizer are left out in all
-three counts: `transformer_flops_per_token` (what a transformer needs), `jaxpr_flops`
-(what a traced function asks for; model FLOPs of any model = 3 x its forward) and
-`hlo_flops` (what the compiled program does, recomputation included: the numerator of
-HFU).
+softmax, activations, rotary embeddings, gathers and the optimizer are left out in both
+counts, as in what ops declare (`ops.costs`): `jaxpr_flops` (what a traced function asks
+for; model FLOPs of any model = 3 x its forward) and `hlo_flops` (what the compiled
+program does, recomputation included: the numerator of HFU).
 """
 
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -22,105 +21,75 @@ from jaxdist.telemetry import hlo
 Convention = Literal["causal", "full"]
 
 
-def transformer_flops_per_token(
-    *,
-    num_layers: int,
-    d_model: int,
-    d_ff: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    vocab_size: int,
-    sequence_length: int,
-    convention: Convention,
-    gated: bool = True,
-    layer_pattern: Sequence[str] = ("global",),
-    window: int = 0,
-    num_experts: int = 0,
-    dense_layers: int = 0,
-    dense_d_ff: int = 0,
-) -> float:
-    """Returns model FLOPs per token, forward and backward, of a decoder-only
-    transformer.
-
-    6 x (matmul parameters that a token uses, output head included) + 12 x H x N x span
-    of each layer, where span is the attended length: S ("full", masked or not) or S/2
-    ("causal"); W - W^2 / 2S in a "local" layer of the pattern, whose tokens see W =
-    min(window, S) of them. `gated` feed-forwards have three matrices (SwiGLU) instead
-    of two. With experts `d_ff` is the width of those that a token goes to, together,
-    and the router is a matrix more; but `dense_layers` of them have `dense_d_ff` and no
-    router. Source: Kaplan et al. 2020, PaLM appendix B (full); the causal half as in
-    nanochat, Llama.
-
-    Leaves out the embedding lookup, norms, softmax, activations, rotary embeddings,
-    biases, the loss, the optimizer and all recomputation. "causal" says S/2 where the
-    exact mean is (S+1)/2.
-    """
-    attention = 2 * d_model * (num_heads + num_kv_heads) * head_dim
-    matrices, sparse_layers = 3 if gated else 2, num_layers - dense_layers
-    width = sparse_layers * d_ff + dense_layers * dense_d_ff  # of all layers together
-    feed_forward = d_model * (matrices * width + sparse_layers * num_experts)
-    matmul_params = num_layers * attention + feed_forward + d_model * vocab_size
-    W = {"local": min(window, sequence_length)}
-    seen = [
-        W.get(layer_pattern[i % len(layer_pattern)], sequence_length)
-        for i in range(num_layers)
-    ]
-    causal = sum(w - w * w / (2 * sequence_length) for w in seen)
-    spans = causal if convention == "causal" else num_layers * sequence_length
-    return 6.0 * matmul_params + 12.0 * num_heads * head_dim * spans
-
-
 # --- jaxprs ---------------------------------------------------------------------------
 
-# By name, functions with a gradient of their own whose loops follow the data: (abstract
-# arguments) -> FLOPs.
-COSTS: dict[str, Callable[[Sequence[Any]], float]] = {}
+
+class Call(Protocol):
+    """What a call of a function needs that its program does not show."""
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the call, forward."""
+
+    def kept(
+        self, rules: Any, tokens: int, itemsize: int, platform: str
+    ) -> Mapping[str, int]:
+        """Returns bytes that remat policies keep of a device's tokens, by name."""
+
+    def moments(
+        self, rules: Any, tokens: int, itemsize: int, platform: str
+    ) -> Iterator[Any]:
+        """Yields what its backward pass holds from moment to moment: bytes of gathered
+        kernels, of whole gradients of kernels, and of rows.
+        """
 
 
-def jaxpr_flops(jaxpr: Any, *, fp8_only: bool = False) -> float:
+# By name, functions with a gradient of their own whose loops follow the data: what a
+# call with such abstract arguments needs.
+CALLS: dict[str, Callable[[Sequence[Any]], Call]] = {}
+
+
+def declared_call(equation: Any) -> Call | None:
+    """Returns what a jaxpr's equation declares; None of one that shows all it does."""
+    if equation.primitive.name != "custom_vjp_call":
+        return None
+    name = equation.params["call_jaxpr"].jaxpr.debug_info.func_name
+    if name not in CALLS:
+        return None
+    return CALLS[name]([variable.aval for variable in equation.invars])
+
+
+def jaxpr_flops(jaxpr: Any, *, only: Callable[[Any], bool] | None = None) -> float:
     """Returns the FLOPs of a jaxpr (closed or open), all devices together, loops
     multiplied out.
 
-    scan counts length x body; while once (functions in `COSTS` have their own count);
+    scan counts length x body; while once (functions in `CALLS` have their own count);
     cond its dearest branch; shard_map its body x the manual axes; pallas_call its
     kernel x the grid (blocks that the kernel skips count as done). Attention counts in
     full, as written.
 
     Args:
-      fp8_only: counts products of 8-bit floats alone.
+      only: counts just the products whose equations it accepts.
     """
-    return sum(
-        (_equation_flops(equation, fp8_only) for equation in _open(jaxpr).eqns), 0.0
-    )
+    return sum((_equation_flops(equation, only) for equation in _open(jaxpr).eqns), 0.0)
 
 
-def _equation_flops(equation: Any, fp8_only: bool) -> float:
+def _equation_flops(equation: Any, only: Callable[[Any], bool] | None) -> float:
     name, params = equation.primitive.name, equation.params
     if name in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
-        if fp8_only and any(
-            variable.aval.dtype.itemsize > 1 for variable in equation.invars[:2]
-        ):
+        if only is not None and not only(equation):
             return 0.0
         lhs, rhs = (variable.aval.shape for variable in equation.invars[:2])
         count = _convolution if name.startswith("conv") else _dot
         return count(lhs, rhs, equation.outvars[0].aval.shape, params)
-    if name == "custom_vjp_call":
-        cost = COSTS.get(params["call_jaxpr"].jaxpr.debug_info.func_name)
-        if cost is not None:
-            return (
-                0.0
-                if fp8_only
-                else cost([variable.aval for variable in equation.invars])
-            )
+    if call := declared_call(equation):
+        return 0.0 if only is not None else call.flops
     if name == "cond":
-        return max(
-            jaxpr_flops(branch, fp8_only=fp8_only) for branch in params["branches"]
-        )
+        return max(jaxpr_flops(branch, only=only) for branch in params["branches"])
     # jit, remat, scan, custom_jvp, custom_vjp, closed_call, ... hold a jaxpr among
     # their parameters
     inner = (value for value in params.values() if hasattr(_open(value), "eqns"))
-    flops = sum(jaxpr_flops(value, fp8_only=fp8_only) for value in inner)
+    flops = sum(jaxpr_flops(value, only=only) for value in inner)
     if name == "scan":
         return flops * params["length"]
     if name == "shard_map":
@@ -229,15 +198,18 @@ def _window_pairs(
 
 # --- compiled programs ----------------------------------------------------------------
 
+# Accepts a product by the dtypes of both operands and the instruction's attributes.
+HloFilter = Callable[[Sequence[str], str], bool]
+
 
 def hlo_flops(
-    program: str | hlo.Module, computation: str = "", *, fp8_only: bool = False
+    program: str | hlo.Module, computation: str = "", *, only: HloFilter | None = None
 ) -> float:
     """Returns the FLOPs of optimized HLO text, `compiled.as_text()`; of ONE device if
     partitioned.
 
-    Of its entry, or of the named computation; `fp8_only` counts products of 8-bit
-    floats alone.
+    Of its entry, or of the named computation; `only` counts just the products that it
+    accepts.
 
     Differs from `compiled.cost_analysis()["flops"]`, which counts a loop once. Counted:
     dot, convolution, ragged-dot, matmul custom calls of oneDNN and cuBLAS, and kernels
@@ -264,7 +236,7 @@ def hlo_flops(
             return sum(called) * (1 if trips is None else trips)
         if step.opcode == "conditional":
             return max(called)
-        return sum(called, instruction_flops(inside, step, fp8_only=fp8_only))
+        return sum(called, instruction_flops(inside, step, only=only))
 
     return computation_flops(computation or module.entry)
 
@@ -283,7 +255,7 @@ def instruction_flops(
     inside: Mapping[str, hlo.Instruction],
     step: hlo.Instruction,
     *,
-    fp8_only: bool = False,
+    only: HloFilter | None = None,
 ) -> float:
     """Returns the FLOPs of an instruction itself, without the computations it calls."""
     if step.opcode not in (
@@ -294,10 +266,10 @@ def instruction_flops(
         "custom-call",
     ):
         return 0.0
-    if fp8_only and not all(
-        inside[name].dtype.startswith("f8") for name in step.operands[:2]
-    ):
-        return 0.0
+    if only is not None:
+        operand_dtypes = [inside[name].dtype for name in step.operands[:2]]
+        if not only(operand_dtypes, step.attributes):
+            return 0.0
     operands = [inside[name].shape for name in step.operands]
     if step.opcode.endswith("dot"):
         weight_gradient = step.opcode == "ragged-dot" and not step.dims(
@@ -314,8 +286,10 @@ def instruction_flops(
     estimate = re.search(
         r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', step.attributes
     )
-    # of a kernel, nobody knows
-    return float(estimate.group(1)) if estimate and not fp8_only else 0.0
+    # In which numbers a kernel multiplies, nobody knows.
+    if estimate is None or only is not None:
+        return 0.0
+    return float(estimate.group(1))
 
 
 def _contracted(attributes: str) -> list[int]:

@@ -16,7 +16,7 @@ from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import ConfigError, suggest
 from jaxdist.step.train_step import TrainStep
 from jaxdist.storage.untrusted import Malformed, of_kind
-from jaxdist.trainer import batching
+from jaxdist.trainer import compose
 from jaxdist.trainer.callbacks import Callback, Run, StepView
 from jaxdist.trainer.run_config import RunConfig
 
@@ -70,9 +70,7 @@ class BestRule:
         """Raises ConfigError if the evaluations of a run's model have no such field;
         traces one.
         """
-        abstract = built.abstract_batch(
-            batching.batch_shapes(config, config.batch.global_size)
-        )
+        abstract = built.abstract_batch(compose.batch_shapes(config))
         *_, others = jax.eval_shape(built.evaluate, built.abstract_state, abstract)
         if self.name not in (
             known := ["eval_loss", *(f"eval_{name}" for name in others)]

@@ -22,12 +22,14 @@ from jaxdist.distributed import coordination
 from jaxdist.step.state import Metrics, State
 from jaxdist.telemetry import clock
 from jaxdist.trainer.progress import Progress
+from jaxdist.trainer.served import check_served
 
 if TYPE_CHECKING:
     from jaxdist.checkpoint.manager import CheckpointManager
     from jaxdist.protocols.model_spec import ModelSpec
     from jaxdist.step.train_step import TrainStep
     from jaxdist.telemetry.metrics import MetricsWriter
+    from jaxdist.trainer.compose import Composition
     from jaxdist.trainer.health import SkippingDataset
     from jaxdist.trainer.run_config import RunConfig
 
@@ -39,9 +41,8 @@ class Run:
     `writer` and `store` are None until `on_start`, `built` and `dataset` until `load`.
     """
 
-    config: RunConfig
+    composition: Composition
     folder: Path
-    spec: ModelSpec
     devices: Sequence[jax.Device]
     # prints a line for people, on the first process
     note: Callable[[str], None]
@@ -50,6 +51,8 @@ class Run:
     # asks all processes to save and stop, with a reason; from any thread
     preempt: Callable[[str], None]
     num_chips: int = 1  # that have a price; machines, where devices are CPUs
+    # code, versions and machines, as run.json has them; {} on other processes
+    origin: Mapping[str, Any] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
     writer: MetricsWriter | None = None
     store: CheckpointManager | None = None
@@ -58,6 +61,16 @@ class Run:
     dataset: SkippingDataset | None = None
     # why the run ends before its first step; "" if it does not
     stop_reason: str = field(default="", init=False)
+
+    @property
+    def config(self) -> RunConfig:
+        """The config, refitted to the devices of an elastic run."""
+        return self.composition.config
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The run's model."""
+        return self.composition.spec
 
     def stop(self, reason: str) -> None:
         """Ends the run before its first step; with "" it goes on."""
@@ -144,6 +157,18 @@ class RunEnd:
         return self.has_trained and not self.stopped
 
 
+@dataclass(frozen=True)
+class TrainResult:
+    """A run that has ended."""
+
+    composition: Composition
+    built: TrainStep
+    state: State
+    stopped: str  # by a signal, and that the run is saved; "" if none ended it
+    # why it ended before train.steps without a signal: a callback's reason, the time
+    reason: str = ""
+
+
 class Callback:
     """What a run does beside training. Every method may be left out.
 
@@ -195,7 +220,10 @@ class Callback:
         """Follows the checks of config and folder; nothing is restored or compiled."""
 
     def on_phase(self, phase: str, step: int) -> None:
-        """Says what begins: start, restore, compile, data, step, evaluate, save, end.
+        """Follows the start of a phase.
+
+        The phases are start, restore, compile, data, step, evaluate, vote (processes
+        agree on what their callbacks request), save and end.
 
         Args:
           step: the one that it is for; 0 before the first.
@@ -283,7 +311,7 @@ class CallbackList:
     """The callbacks of a run, called as one."""
 
     def __init__(self, entered: Sequence[Callback], others: Sequence[Callback]):
-        """Takes the callbacks; `open` enters those that are not entered yet.
+        """Takes the callbacks; `entered` enters those that are not entered yet.
 
         Args:
           entered: the caller's own, from before it joined the process group.
@@ -323,7 +351,12 @@ class CallbackList:
                 stack.close()
 
     def check(self, config: RunConfig) -> None:
-        """Calls `on_check`; an error on one process is raised on all."""
+        """Calls `on_check`; an error on one process is raised on all.
+
+        Raises:
+          ConfigError: a key of the config needs a callback that the run lacks.
+        """
+        check_served(config, self.keys)
         with coordination.raise_on_all():
             for callback in self._here:
                 callback.on_check(config)

@@ -1,6 +1,4 @@
-"""The command line of a run: `--config NAME --config.a.b=value ...` to a RunConfig, and
-exit codes.
-"""
+"""The command line of a run: from `--config NAME --config.a.b=value` to a RunConfig."""
 
 import argparse
 import os
@@ -23,9 +21,9 @@ from jaxdist.models import registry
 from jaxdist.storage import run_format
 from jaxdist.trainer import (
     config_json,
-    from_run,
     initial_weights,
     loggers,
+    source_run,
     workdir,
 )
 from jaxdist.trainer.default_workdir import default_workdir
@@ -40,17 +38,15 @@ from jaxdist.trainer.weight_source import WeightSource
 
 
 class ConfigParser(Parser):
-    """A parser with --config and --help, for commands that take `--config NAME
-    --config.a.b=value ...`.
-    """
+    """A parser with --config and --help TEXT, for commands that take a run's config."""
 
     def __init__(self, name: str, description: str | None):
         super().__init__(
             prog=f"jaxdist {name}", description=description, add_help=False
         )
-        listed = "list all fields of --config, or those with this text, e.g. --help optimizer"
+        help_of_help = "list all fields of --config, or those with this text, e.g. --help optimizer"
         self.add_argument(
-            "-h", "--help", nargs="?", const="", metavar="TEXT", help=listed
+            "-h", "--help", nargs="?", const="", metavar="TEXT", help=help_of_help
         )
         self.add_argument(
             "--config", help="packaged name or path, with optional :argument"
@@ -64,35 +60,31 @@ def parse(
     *,
     weight_sources: Sequence[WeightSource] = (),
 ) -> tuple[argparse.Namespace, RunConfig]:
-    """Parses a command's own flags and the RunConfig of `--config NAME
-    --config.a.b=value ...`.
+    """Parses a command's own flags, and the RunConfig that they name.
 
-    With `--config` and `--help`, lists every field with type, default and meaning. A
-    `--workdir` that holds a run needs no `--config`: it resumes with its own.
+    With `--config` and `--help` it lists every field with type, default and meaning. A
+    `--workdir` with a run needs no `--config`: the run resumes with its own.
 
     Args:
+      arguments: the words of the command line; None: those of this process.
       weight_sources: the sources of initial weights beside those of the core. A command
         passes jaxdist.interop.WEIGHT_SOURCES.
 
     Raises:
       ConfigError: everything wrong with the config, at once.
     """
-    overrides, rest, faults = _take_overrides(
-        sys.argv[1:] if arguments is None else arguments
-    )
+    if arguments is None:
+        arguments = sys.argv[1:]
+    overrides, rest, override_faults = _take_overrides(arguments)
     flags, unknown = parser.parse_known_args(rest)
-    faults = [*_unknown_faults(unknown, vars(flags)), *faults]
-    if folder := getattr(flags, "workdir", None):
-        if "://" in folder:
-            faults.append(
-                f"--workdir {folder}: must be a local folder; checkpoint.folder takes gs://"
-            )
-        elif fault := workdir.name_fault(folder):
-            faults.append(f"--workdir {fault}")
+    faults = [*_unknown_faults(unknown, vars(flags)), *override_faults]
+    folder = getattr(flags, "workdir", None)
+    if folder:
+        faults += _workdir_faults(folder)
     if flags.help == "":
         parser.print_help()
     if flags.config is None:
-        flags.config = _config_named(flags, folder, faults)
+        flags.config = _config_in(folder, flags, faults)
     if folder or hasattr(flags, "dry_run"):  # a plan keeps nothing without a workdir
         run_format.check_folder(_workdir(flags))
     config = _load(flags, overrides)
@@ -123,105 +115,110 @@ def parse(
     return flags, run
 
 
-def _print_fields(config: ConfigDict, fields: schema.Schema, words: str | None) -> None:
-    if words is not None:
-        width = shutil.get_terminal_size().columns
-        print(
-            "\n" * (not words)
-            + files.help_text(config, fields, words=words, width=width)
-        )
+def _print_fields(config: ConfigDict, fields: schema.Schema, words: str) -> None:
+    width = shutil.get_terminal_size().columns
+    text = files.help_text(config, fields, words=words, width=width)
+    if not words:
+        print()  # below the help of the flags
+    print(text)
 
 
 def _take_overrides(
     arguments: Sequence[str],
 ) -> tuple[dict[str, str], list[str], list[str]]:
-    """Returns the overrides --config.a.b=value (or --config.a.b value), the other
-    words, and faults.
+    """Takes the overrides out of a command line: --config.a.b=value or --config.a.b value.
 
-    They are taken first: to argparse a value such as -hello would be a flag.
+    argparse would read a value such as -hello as a flag, so this comes first.
+
+    Returns:
+      The overrides by path, the other words, and faults.
     """
-    overrides, rest, faults, words = {}, [], [], deque(arguments)
+    overrides = {}
+    rest = []
+    faults = []
+    words = deque(arguments)
     while words:
-        path, equals, value = (
-            (word := words.popleft()).removeprefix("--config.").partition("=")
-        )
+        word = words.popleft()
+        path, equals, value = word.removeprefix("--config.").partition("=")
         if not word.startswith("--config."):
             rest.append(word)
-        elif not equals and (not words or words[0].startswith("--")):
-            faults.append(f"{path}: has no value; write --config.{path}=VALUE")
+        elif equals:
+            overrides[path] = value
+        elif _has_value(words):
+            overrides[path] = words.popleft()
         else:
-            overrides[path] = value if equals else words.popleft()
+            faults.append(f"{path}: has no value; write --config.{path}=VALUE")
     return overrides, rest, faults
 
 
-def _config_named(
-    flags: argparse.Namespace, folder: str | None, faults: Sequence[str]
+def _has_value(words: deque[str]) -> bool:
+    """Tests whether the next word may be the value of the flag before it."""
+    return bool(words) and not words[0].startswith("--")
+
+
+def _workdir_faults(folder: str) -> Iterator[str]:
+    if "://" in folder:
+        yield f"--workdir {folder}: must be a local folder; checkpoint.folder takes gs://"
+    elif fault := workdir.name_fault(folder):
+        yield f"--workdir {fault}"
+
+
+def _config_in(
+    folder: str | None, flags: argparse.Namespace, faults: Sequence[str]
 ) -> str:
-    """Returns the --config of a command line without one: that of the run in its
-    workdir.
+    """Finds the config of the run in a workdir, for a command line without --config.
 
     Raises:
-      ConfigError: it has none; also the faults so far.
+      ConfigError: there is none. Has the faults so far, too.
+      SystemExit: the command line asks for --help, which is printed.
     """
-    if folder and (file := Path(folder) / workdir.CONFIG).is_file():
-        return str(file)
+    if folder and (Path(folder) / workdir.CONFIG).is_file():
+        return str(Path(folder) / workdir.CONFIG)
+    if flags.help:
+        fields = full_schema(registry.DEFAULT_TARGET)
+        _print_fields(default_config(), fields, flags.help)
     if flags.help is not None:
-        _print_fields(
-            default_config(), full_schema(registry.DEFAULT_TARGET), flags.help or None
-        )
         raise SystemExit(0)
+    if any(_AS_CONFIG in fault for fault in faults):
+        raise ConfigError(faults)
     where = f", and {folder} holds no run that could go on" if folder else ""
     missing = f"--config is missing{where}: name one, e.g. --config quickstart"
-    raise ConfigError(
-        faults if any(_AS_CONFIG in fault for fault in faults) else [*faults, missing]
-    )
+    raise ConfigError([*faults, missing])
 
 
 _AS_CONFIG = "Did you mean --config "
 
 
 def _unknown_faults(words: Sequence[str], flags: Iterable[str]) -> Iterator[str]:
-    """Yields a line for each word of a command line that is no flag, with what may be
-    meant.
-    """
-    names, left = ["--" + flag.replace("_", "-") for flag in flags], deque(words)
-    paths = full_schema(registry.DEFAULT_TARGET) if words else {}
-    packaged = {
-        file.stem
-        for folder in files.packaged_folders()
-        for file in folder.glob("[a-z]*.py")
-    }
+    """Yields a line for each word that is no flag, with the flag that may be meant."""
+    if not words:
+        return
+    flag_names = ["--" + flag.replace("_", "-") for flag in flags]
+    paths = full_schema(registry.DEFAULT_TARGET)
+    packaged = files.packaged_configs(files.packaged_folders())
+    left = deque(words)
     while left:
-        name, equals, value = (word := left.popleft()).partition("=")
+        word = left.popleft()
+        name, equals, value = word.partition("=")
         wanted = name.removeprefix("--").replace("-", "_")
-        meant = [path for path in paths if wanted in (path, path.rpartition(".")[2])]
-        hint = suggest(name, names)
-        if name.startswith("--") and meant:
-            taken = (
-                left.popleft()
-                if not equals and left and not left[0].startswith("--")
-                else value
-            )
-            hint = (
-                " Did you mean "
-                + " or ".join(f"--config.{p}={taken or 'VALUE'}" for p in meant[:3])
-                + "?"
-            )
+        keys = [path for path in paths if wanted in (path, path.rpartition(".")[2])]
+        hint = suggest(name, flag_names)
+        if name.startswith("--") and keys:
+            if not equals and _has_value(left):
+                value = left.popleft()
+            texts = [f"--config.{key}={value or 'VALUE'}" for key in keys[:3]]
+            hint = f" Did you mean {' or '.join(texts)}?"
         elif name.partition(":")[0] in packaged or name.endswith((".py", ".json")):
             hint = f" {_AS_CONFIG}{word}?"
         yield f"{word}: no such flag;{hint} --help lists them"
 
 
 def _load(flags: argparse.Namespace, overrides: Mapping[str, str]) -> ConfigDict:
-    """Returns the config that --config names: a Python file's, or that of a run's
-    config.json.
-    """
-    # its folder may have a colon
-    whole = flags.config.endswith(".json") and os.path.isfile(flags.config)
-    name, colon, argument = (
-        (flags.config, "", "") if whole else flags.config.partition(":")
-    )
-    if not (name.endswith(".json") and os.path.isfile(name)):
+    """Loads the config that --config names: a Python file, or a run's config.json."""
+    name, colon, argument = flags.config, "", ""
+    if not _is_json_file(name):  # whose folder may have a colon
+        name, colon, argument = flags.config.partition(":")
+    if not _is_json_file(name):
         return files.load(flags.config, folders=files.packaged_folders())
     if colon:
         raise ConfigError(
@@ -236,34 +233,41 @@ def _load(flags: argparse.Namespace, overrides: Mapping[str, str]) -> ConfigDict
     return schema.to_config_dict(run)
 
 
+def _is_json_file(name: str) -> bool:
+    return name.endswith(".json") and os.path.isfile(name)
+
+
 def _refuse_source_code(
     target: str, overrides: Mapping[str, str], config: Mapping | ConfigDict
 ) -> None:
     """Raises ConfigError if the model's file lies in the run that it begins with."""
     source = {**schema.flatten(config), **overrides}.get("init.from_run")
     if isinstance(source, str) and source:
-        from_run.refuse_code(source, target)
+        source_run.refuse_code(source, target)
 
 
 def _check_loggers(
     flags: argparse.Namespace, config: RunConfig, *, chosen: bool
 ) -> None:
-    """Refuses, for a command that trains, a logger's code in the run's folder, or named
-    by its config alone.
+    """Checks that a command that trains executes no logger's code unasked.
 
     Args:
-      chosen: whether the command line names the loggers.
+      chosen: the command line names the loggers.
 
     Raises:
-      ConfigError: it would be executed unasked.
+      ConfigError: the code is in the run's folder, or only its config names it.
     """
     trains = hasattr(flags, "dry_run")
-    for target in loggers.named_classes(config) if trains else ():
+    if not trains:
+        return
+    for target in loggers.named_classes(config):
         registry.refuse_inside(target, _workdir(flags), key=loggers.KEY)
         if flags.config.endswith(".json") and not chosen:
-            folder, trust = Path(flags.config).parent, flags.trust_code
             registry.check_stored_target(
-                target, folder, trust_code=trust, key=loggers.KEY
+                target,
+                Path(flags.config).parent,
+                trust_code=flags.trust_code,
+                key=loggers.KEY,
             )
 
 
@@ -272,15 +276,19 @@ def _workdir(flags: argparse.Namespace) -> Path:
 
 
 def _config_in_workdir(flags: argparse.Namespace, target: str) -> RunConfig | None:
-    """Returns the config of the run that lies in a command's workdir, if it has one."""
-    if (
-        not hasattr(flags, "workdir")
-        or not ((folder := _workdir(flags)) / workdir.CONFIG).is_file()
-    ):
+    """Reads the config of the run in a command's workdir, if there is one."""
+    if not hasattr(flags, "workdir"):
+        return None
+    folder = _workdir(flags)
+    if not (folder / workdir.CONFIG).is_file():
         return None
     return workdir.read_config(folder, named=target, trust_code=flags.trust_code)
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
-    trusted = "execute the model code that a stored config names (docs/security.md)"
-    parser.add_argument("--trust-code", action="store_true", help=trusted)
+    """Adds the flag --trust-code."""
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="execute the model code that a stored config names (docs/security.md)",
+    )

@@ -1,4 +1,4 @@
-"""A run's config.json, or its copy in a checkpoint: data, and maybe somebody else's."""
+"""A run's config.json, or its copy in a checkpoint. Somebody else may have written it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ def read(file: Path) -> dict[str, Any]:
     """Reads a config.json; executes nothing.
 
     Raises:
-      ConfigError: it cannot be read, is no config, or is another version's.
+      ConfigError: the file is missing, damaged, or of another version.
     """
     try:
         stored = untrusted.read_json(file, dict)
@@ -30,10 +30,10 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def target_of(stored: Mapping[str, Any]) -> str:
-    """Returns the model.target of a stored config, as `from_config` will look for it.
+    """Reads the model.target of a stored config.
 
     Raises:
-      ConfigError: it is no text.
+      ConfigError: the value is no text.
     """
     target = schema.flatten(stored).get("model.target", registry.DEFAULT_TARGET)
     if not isinstance(target, str):
@@ -48,10 +48,13 @@ def resolve(
     named: str | None = None,
     trust_code: bool | None = False,
 ) -> RunConfig:
-    """Returns the run that a config stored in `folder` describes; all stored configs
-    come through here.
+    """Makes the RunConfig of a stored config. All stored configs come through here.
 
-    Args: as `registry.check_stored_target`.
+    Args:
+      stored: the config.
+      folder: where it is stored.
+      named: as of `registry.check_stored_target`.
+      trust_code: as of `registry.check_stored_target`.
 
     Raises:
       ConfigError: unknown keys, wrong types, or a model whose code is not trusted.
@@ -63,7 +66,9 @@ def resolve(
 
 
 def tupled(value: Any) -> Any:
-    """Returns JSON with its lists as tuples, which is what configs hold."""
+    """Converts the lists of a JSON document to tuples, as configs hold them."""
     if isinstance(value, dict):
         return {key: tupled(item) for key, item in value.items()}
-    return tuple(map(tupled, value)) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(tupled(item) for item in value)
+    return value

@@ -8,25 +8,26 @@ from jaxdist.config import ConfigError
 
 
 def sized(config: ConfigDict, size: str | None) -> ConfigDict:
-    """Returns a shipped config as it is, or for size "tiny" as a CPU minute of the same
-    family.
+    """Shrinks a shipped config to a CPU minute of the same family.
+
+    Args:
+      config: is changed.
+      size: "tiny", or None, which leaves the config as it is.
 
     Raises:
       ConfigError: another size.
     """
-    if size not in (None, "tiny"):
+    if size is None:
+        return config
+    if size != "tiny":
         raise ConfigError(f"--config NAME:{size}: no such size; use NAME or NAME:tiny")
-    if size == "tiny":
-        grouped = config.model.num_kv_heads < config.model.num_heads
-        tiny = _TINY | {"model.num_kv_heads": 2 if grouped else 4}
-        if config.model.get("num_experts"):
-            tiny |= {
-                "model.num_experts": 8,
-                "model.experts_per_token": 2,
-                "model.expert_d_ff": 128,
-            }
-        with config.ignore_type():
-            config.update_from_flattened_dict(tiny)
+    tiny = dict(_TINY)
+    if config.model.num_kv_heads < config.model.num_heads:
+        tiny["model.num_kv_heads"] = 2
+    if config.model.get("num_experts"):
+        tiny |= _TINY_EXPERTS
+    with config.ignore_type():
+        config.update_from_flattened_dict(tiny)
     return config
 
 
@@ -45,5 +46,11 @@ _TINY: dict[str, Any] = {
     "model.d_model": 128,
     "model.d_ff": 384,
     "model.num_heads": 4,
+    "model.num_kv_heads": 4,
     "model.head_dim": 32,
+}
+_TINY_EXPERTS: dict[str, Any] = {
+    "model.num_experts": 8,
+    "model.experts_per_token": 2,
+    "model.expert_d_ff": 128,
 }

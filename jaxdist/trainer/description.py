@@ -6,31 +6,23 @@ import jax
 
 from jaxdist.data import Dataset
 from jaxdist.optim.schedules import ScheduleSteps
-from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import extension, model_flops
-from jaxdist.trainer.batching import unit
-from jaxdist.trainer.run_config import (
-    RunConfig,
-    run_fingerprint,
-)
-from jaxdist.trainer.step_lines import (
-    active_parameters,
-    context_lines,
-    placements,
-)
+from jaxdist.trainer import compose, extension, model_flops
+from jaxdist.trainer.compose import Composition
+from jaxdist.trainer.run_config import run_fingerprint
+from jaxdist.trainer.step_lines import context_lines
 
 
 def describe_run(
-    run: RunConfig,
-    spec: ModelSpec,
+    composition: Composition,
     built: TrainStep,
     dataset: Dataset,
     schedule: ScheduleSteps,
 ) -> dict[str, Any]:
-    """Returns what run.json says of the run itself: devices, mesh, fingerprints, sizes,
+    """Describes the run itself for run.json: devices, mesh, fingerprints, sizes,
     shardings.
     """
+    run = composition.config
     devices = built.mesh.devices
     # how attention sees sequences that devices share out
     split = context_lines(run, built.rules)
@@ -44,13 +36,13 @@ def describe_run(
         "accumulation": run.batch.accumulation,
         "fingerprints": {"config": run_fingerprint(run), "data": dataset.fingerprint},
         extension.SCHEDULE_KEY: schedule.to_json(),
-        "parameters": spec.parameter_count,
-        "active_parameters": active_parameters(run, spec),
-        "unit": unit(run),
-        "flops_per_token": model_flops.model_flops(run, spec),
+        "parameters": composition.spec.parameter_count,
+        "active_parameters": model_flops.active_parameters(run, composition.spec),
+        "unit": compose.unit(run),
+        "flops_per_token": model_flops.model_flops(run, composition.spec),
         "mfu_peak": {
             "dtype": run.precision.peak,
-            "flops_per_s": model_flops._mfu_peak(run, devices.flat[0]),
+            "flops_per_s": model_flops.mfu_peak(run, devices.flat[0]),
         },
         "sharding": [
             {
@@ -64,6 +56,6 @@ def describe_run(
                 "copies": placed.replicated_bytes,
                 "why": placed.why,
             }
-            for placed in placements(run, spec, built.rules)
+            for placed in composition.placements()
         ],
     } | ({"split_sequences": split} if split else {})

@@ -17,6 +17,11 @@ from jaxdist.distributed.coordination import PeerFailed
 
 
 def print_error(line: str | None) -> None:
+    """Prints a line to stderr, on the first process alone.
+
+    Args:
+      line: None or "" prints nothing.
+    """
     if line and jax.process_index() == 0:
         print(line, file=sys.stderr)
 

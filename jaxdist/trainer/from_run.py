@@ -2,31 +2,21 @@
 they fit.
 
 The other run is read as every checkpoint is, by manifest, checksums and fingerprints.
-Nothing is written, locked or moved there: it may be training still. Its config is data:
-no code that it names is imported.
+`source_run` finds it and reads its config.
 """
 
 import functools
-import os
-import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest, state_dict
+from jaxdist.checkpoint import state_dict
 from jaxdist.checkpoint.files import ArrayInfo, CheckpointError, StepInfo
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError, trees
-from jaxdist.config.extras import MissingExtra
-from jaxdist.data import load_tokenizer, tokenizer_config
-from jaxdist.data.sources import MADE_ELSEWHERE, NOT_TEXT
-from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.models import registry
 from jaxdist.models.model_values import (
     POSITIONS,
@@ -35,9 +25,9 @@ from jaxdist.models.model_values import (
     without_stretch,
 )
 from jaxdist.step.state import State
-from jaxdist.storage import run_format
-from jaxdist.trainer import config_json, workdir
-from jaxdist.trainer.run_config import RunConfig, model_defaults
+from jaxdist.trainer import source_run
+from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.source_run import SourceRun, group_of
 from jaxdist.trainer.weight_source import (
     ImpliedConfig,
     LoadedWeights,
@@ -54,146 +44,6 @@ _ADAPTER = f"{trees.SEPARATOR}lora_a"  # how the path of an adapter's first fact
 _LOSS_SCALE = "opt_state/loss_scale/"  # how names of its state begin
 
 
-@dataclass(frozen=True)
-class SourceRun:
-    """The run that the weights come from."""
-
-    name: str  # as the config says it
-    checkpoints: Path
-    step: int | None  # None: the newest usable one
-    workdir: Path | None  # None: nothing but checkpoints
-
-    @functools.cached_property
-    def config(self) -> dict[str, Any]:
-        """The config of its run as a checkpoint has it, unchecked; {} if it has none.
-
-        Raises:
-          ConfigError: there is no such step, or none at all.
-        """
-        return self.config_of(self._metadata())
-
-    def _metadata(self) -> Mapping[str, Any]:
-        """Returns that of the step, or of the newest one that has not changed since it
-        was sealed.
-        """
-        fault = ""
-        steps = folders.list_steps(self.checkpoints)
-        if self.step is not None and self.step not in steps:
-            known = ", ".join(map(str, steps)) or "none"
-            raise ConfigError(
-                f"init.from_run={self.name}: there is no checkpoint of step {self.step} in "
-                f"{self.checkpoints}; steps: {known}"
-            )
-        for step in (
-            folders.newest_first(self.checkpoints) if self.step is None else [self.step]
-        ):
-            try:
-                manifest.check(
-                    self.checkpoints, step, inside=f"{folders.METADATA_ITEM}/"
-                )
-                return folders.read_step(self.checkpoints, step).metadata
-            except manifest.OtherVersion as error:
-                raise CheckpointError(f"init.from_run={self.name}: {error}") from error
-            except (CheckpointError, OSError) as error:
-                fault = fault or f"step {step}: {error}"
-        if fault:
-            raise CheckpointError(
-                f"init.from_run={self.name}: no usable checkpoint there: {fault}"
-            )
-        raise ConfigError(
-            f"init.from_run={self.name}: no checkpoint in {self.checkpoints}; give the workdir of a run that "
-            f"has saved, or its folder of checkpoints"
-        )
-
-    @property
-    def small_files(self) -> Path | None:
-        """The folder of the files that came with its first weights; None: it has none."""
-        kept = self.workdir / tokenizer_config.HUGGINGFACE if self.workdir else None
-        return kept if kept is not None and kept.is_dir() else None
-
-    def config_of(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the config that a step's metadata holds, {} if it holds none."""
-        config = config_json.tupled(_group(metadata, workdir.CONFIG_KEY))
-        return config | {"model": _group(config, "model")}
-
-
-def locate(name: str) -> SourceRun:
-    """Returns what FOLDER or FOLDER@STEP means: a workdir, its checkpoints, or a step
-    in it; also gs://.
-
-    Raises:
-      ConfigError: there is no such folder.
-    """
-    parts = re.fullmatch(r"(?s)(.+)@([0-9]{1,18})", name)
-    folder, step = (parts[1], int(parts[2])) if parts else (name, None)
-    path = folder if "://" in folder else os.path.expanduser(folder)
-    try:
-        checkpoints, inside = folders.locate(path)
-    except run_format.OtherVersion as error:
-        raise run_format.OtherVersion(f"init.from_run={name}: {error}") from error
-    except ConfigError as error:
-        made = os.path.split(name)  # runs/CONFIG, unless a run was told otherwise
-        cure = (
-            f", or make it: python -m jaxdist.train --config {made[1]}"
-            if made[0] == "runs"
-            else ""
-        )
-        raise ConfigError(
-            f"init.from_run={name}: {error}; give the workdir of a run{cure}"
-        ) from error
-    around = (folders.as_path(path), checkpoints.parent)
-    # as every workdir is
-    local = [place for place in around if isinstance(place, Path)]
-    beside = next(
-        (place for place in local if (place / workdir.CONFIG).is_file()), None
-    )
-    return SourceRun(name, checkpoints, inside if step is None else step, beside)
-
-
-def refuse_code(name: str, target: str) -> None:
-    """Raises ConfigError if a model's file lies in the run that init.from_run names,
-    which is data.
-    """
-    try:
-        source = locate(name)
-    except (ConfigError, MissingExtra):
-        return  # nothing there that can be read; said where it is
-    for folder in (source.workdir, source.checkpoints):
-        if isinstance(folder, Path):
-            registry.refuse_inside(target, folder)
-
-
-def refuse_own_folder(config: RunConfig, folder: Path) -> None:
-    """Raises ConfigError where init.from_run names the run's own workdir or
-    checkpoints.
-    """
-    name = config.init.from_run
-    if not name:
-        return
-    own = workdir.checkpoints_folder(folder, config)
-    try:
-        source = locate(name)
-    except ConfigError:
-        return  # what is not there is not this run's; one that goes on needs it no more
-    same_workdir = source.workdir is not None and _resolved(
-        source.workdir
-    ) == _resolved(folder)
-    if same_workdir or _resolved(own) == _resolved(source.checkpoints):
-        raise ConfigError(
-            f"init.from_run={name} is the run's own folder: it resumes by itself; leave the key out, or "
-            f"give another --workdir (and checkpoint.folder) to branch from it"
-        )
-
-
-def _resolved(path: Path) -> str:
-    return str(path.resolve() if isinstance(path, Path) else path).rstrip("/")
-
-
-def _group(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    group = config.get(name)
-    return dict(group) if isinstance(group, dict) else {}
-
-
 # --- the source -----------------------------------------------------------------------
 
 
@@ -208,78 +58,17 @@ class AnotherRun:
     implies_config: ClassVar[bool] = True
 
     def config_of(self, config: ConfigDict, set_keys: Collection[str]) -> ImpliedConfig:
-        """Reads the config of the run; see `WeightSource.config_of`.
-
-        A run whose class is neither this config's nor of this package has no values to
-        take; its arrays may fit all the same.
-
-        Raises:
-          ConfigError: no run there; its class must be named here; its tokenizer is
-            lost.
-        """
-        name = config.init.from_run
-        source = locate(name)
-        stored = source.config["model"]
-        target = stored.get("target")
-        ours = config.model.get("target", registry.DEFAULT_TARGET)
-        nothing = ImpliedConfig({}, config.data.tokenizer)
-        if not isinstance(target, str) or target == registry.USER_TARGET:
-            return nothing
-        if target != ours:
-            if "model.target" in set_keys or ours != registry.DEFAULT_TARGET:
-                return nothing
-            if not registry.is_installed(target):
-                raise ConfigError(
-                    f"init.from_run={name}: its model is {target}, whose code a run's folder cannot make run; if "
-                    f"you trust it, name it here, too: --config.model.target={target}"
-                )
-        values = for_logits(model_defaults(target) | stored)
-        return ImpliedConfig(values, _tokenizer(source, config, set_keys, values))
+        """Reads the config of the run; see `WeightSource.config_of`."""
+        return source_run.implied_config(config, set_keys)
 
     def open(self, target: Target) -> OpenedWeights:
         """Finds the run and its checkpoints."""
         config = target.config
-        source = locate(config.init.from_run)
+        source = source_run.locate(config.init.from_run)
         source.config  # noqa: B018 (raises where there is no checkpoint)
         store = CheckpointManager(source.checkpoints, config.checkpoint, mode="read")
         load = functools.partial(_load, target, source, store)
         return OpenedWeights(f"run {store.owner()}", load)
-
-
-def _tokenizer(
-    source: SourceRun,
-    config: ConfigDict,
-    set_keys: Collection[str],
-    values: Mapping[str, Any],
-) -> str:
-    """Returns the data.tokenizer for the source's model: the file that its run keeps,
-    or its name.
-    """
-    here = config.data.tokenizer
-    data = _group(source.config, "data")
-    there = str(data.get("tokenizer", here))
-    kept = source.workdir / TOKENIZER_FILE if source.workdir else None
-    if "data.tokenizer" in set_keys:
-        return here
-    if kept and kept.is_file():
-        return str(kept)
-    # which one, nobody has said
-    made_elsewhere = there == "bytes" and data.get("source") in MADE_ELSEWHERE
-    if (
-        there == "bytes"
-        and not made_elsewhere
-        or os.path.isfile(os.path.expanduser(there))
-    ):
-        return there
-    needless = (
-        config.data.source in (*MADE_ELSEWHERE, *NOT_TEXT) or "vocab_size" not in values
-    )
-    if not needless and values["vocab_size"] != load_tokenizer("bytes").vocab_size:
-        raise ConfigError(
-            f"init.from_run={source.name}: its tokenizer ({there}) is not there, and no {TOKENIZER_FILE} "
-            f"beside its checkpoints; set data.tokenizer to the path of that file"
-        )
-    return here
 
 
 # --- the weights ----------------------------------------------------------------------
@@ -455,7 +244,7 @@ def _stretched(config: RunConfig, stored: Mapping[str, Any]) -> str:
 
 
 def _adapter_faults(config: RunConfig, stored: Mapping[str, Any]) -> list[str]:
-    there = _group(stored, "lora")
+    there = group_of(stored, "lora")
     return [
         f"lora.{name}={ours}, there {there[name]}; set lora.{name}={there[name]}"
         for name in _LORA
@@ -464,7 +253,7 @@ def _adapter_faults(config: RunConfig, stored: Mapping[str, Any]) -> list[str]:
 
 
 def _merge_fault(source: SourceRun, stored: Mapping[str, Any]) -> str:
-    lora = _group(stored, "lora")
+    lora = group_of(stored, "lora")
     like = " ".join(
         f"--config.lora.{name}={lora[name]}" for name in _LORA if name in lora
     )

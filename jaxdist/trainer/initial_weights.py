@@ -5,22 +5,25 @@ sources are passed as `weight_sources`: `jaxdist.interop.WEIGHT_SOURCES` has tho
 Hugging Face and PEFT files.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 from jaxdist.checkpoint.files import CheckpointError
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, schema, trees
+from jaxdist.config.annotations import NamesWeights
 from jaxdist.data import tokenizer_config
 from jaxdist.distributed import consistency
 from jaxdist.models.model_values import POSITIONS, differing_values, for_logits
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer.from_run import AnotherRun
-from jaxdist.trainer.run_config import Build, RunConfig, model_defaults
+from jaxdist.trainer.run_config import RunConfig, model_defaults
+from jaxdist.trainer.user_model import UserInputs
 from jaxdist.trainer.weight_source import (
     ImpliedConfig,
     LoadedWeights,
@@ -31,8 +34,12 @@ from jaxdist.trainer.weight_source import (
 )
 
 CORE_SOURCES: tuple[WeightSource, ...] = (AnotherRun(),)
-# The keys that name weights. Of each, some source can serve it.
-KEYS = ("init.from_run", "init.from_huggingface", "lora.from_peft")
+
+
+def weight_keys() -> list[str]:
+    """Lists the keys that name initial weights. For each there is a source."""
+    fields = schema.schema_of(RunConfig)
+    return [path for path, field in fields.items() if field.mark(NamesWeights)]
 
 
 def chosen_sources(
@@ -48,7 +55,7 @@ def chosen_sources(
       ConfigError: a key is set and no source serves it.
     """
     by_key = {source.key: source for source in (*CORE_SOURCES, *weight_sources)}
-    named = [key for key in KEYS if named_place(config, key)]
+    named = [key for key in weight_keys() if named_place(config, key)]
     unserved = [key for key in named if key not in by_key]
     if unserved:
         raise ConfigError(
@@ -90,7 +97,7 @@ def apply_config(
     place = named_place(config, source.key)
     ours = {
         name: value
-        for name, value in config.model.items()
+        for name, value in schema.flatten(config.model).items()
         if f"model.{name}" in set_keys
     }
     stretched: dict[str, object] = {}
@@ -127,20 +134,23 @@ def first_state(
     built: TrainStep,
     folder: Path,
     sources: Sequence[WeightSource],
-    build: Build | None = None,
+    inputs: UserInputs | None = None,
 ) -> State:
     """Makes the first state of a run. Every process makes the call.
 
     Args:
       folder: the workdir; small files that belong to the weights are copied there.
       sources: those that `chosen_sources` found; none: all values are random.
-      build: makes the model, where a caller has given one.
+      inputs: what a caller has given.
 
     Raises:
       ConfigError: the weights cannot be read, or are those of another model.
       CheckpointError: no checkpoint of init.from_run can be used.
     """
-    target = Target(config, built.views.abstract, build)
+    inputs = inputs or UserInputs()
+    if inputs.initial and not config.init.from_run:
+        return built.init(_placed(inputs.initial, built))
+    target = Target(config, built.views.abstract, inputs.build)
     opened = [_open(source, target) for source in sources]
     loaded = [weights.load() for weights in opened]
     values: dict[str, Any] = {}
@@ -153,6 +163,23 @@ def first_state(
         if weights.opt_state is not None:
             state = _with_optimizer(state, built, weights)
     return state
+
+
+def _placed(
+    initial: Mapping[str, np.ndarray], built: TrainStep
+) -> dict[str, jax.Array]:
+    """Returns the model's first values on the devices, each laid out as the
+    run has it.
+    """
+    flat = built.views.abstract
+    abstract = trees.flatten_names(flat.trainable) | trees.flatten_names(
+        flat.model_state
+    )
+    abstract |= trees.flatten_names(flat.frozen)
+    return {
+        path: jax.device_put(np.asarray(x), abstract[path].sharding)
+        for path, x in initial.items()
+    }
 
 
 def _open(source: WeightSource, target: Target) -> OpenedWeights:

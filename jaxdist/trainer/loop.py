@@ -187,7 +187,7 @@ class Trainer:
         last = self.config.train.steps
         reason = ""
         with batching.train_loader(
-            self.config, self.built.rules, self.shardings, self.dataset, first
+            self.run.composition, self.shardings, self.dataset, first
         ) as loader:
             self.log.begin(loader)
             for number in range(first + 1, last + 1):
@@ -283,6 +283,9 @@ class Trainer:
     def _vote(self, view: StepView) -> None:
         """Lets all processes do what the callbacks of any of them have asked for."""
         self._keep_for_the_vote(view)
+        # A place of its own: whoever waits here is ahead of a process that hangs in
+        # the step, and the watchdog has to tell the two apart.
+        self.callbacks.phase("vote", view.step)
         vote = None
         if self._wants_save or self._wants_stop:
             vote = [self._wants_save, self._wants_stop]

@@ -1,51 +1,86 @@
-"""Model FLOPs of a run, and the meter of its speed."""
+"""What a token of a run takes: active parameters and model FLOPs; the meter of
+speed.
+"""
 
 import jax
 from jax.sharding import Mesh
 
 from jaxdist.hardware import chips
 from jaxdist.models import lora, registry
+from jaxdist.ops import costs
 from jaxdist.optim.roles import role_of
 from jaxdist.parallel import execution
 from jaxdist.protocols.model_spec import ModelSpec
+from jaxdist.protocols.param_names import Names, has_experts
 from jaxdist.step.gradients import build_objective
-from jaxdist.telemetry.flops import jaxpr_flops
+from jaxdist.step.prepare import abstract_batch
+from jaxdist.telemetry import flops
 from jaxdist.telemetry.metrics import Throughput
-from jaxdist.trainer.batching import batch_shapes, targets_per_sample
-from jaxdist.trainer.run_config import (
-    RunConfig,
-)
-from jaxdist.trainer.step_lines import active_share
+from jaxdist.trainer.compose import Composition, batch_shapes, targets_per_sample
+from jaxdist.trainer.costs import costs_of
+from jaxdist.trainer.run_config import RunConfig
+
+
+def active_parameters(run: RunConfig, spec: ModelSpec) -> int:
+    """Counts the parameters that a token uses: of experts those that it goes to."""
+    return sum(
+        round(x.size * active_share(run, names))
+        for x, names in spec.named_parameters().values()
+    )
+
+
+def active_share(run: RunConfig, names: Names) -> float:
+    """Returns the share of a parameter that a token uses, 1 except for kernels of
+    experts.
+    """
+    if not has_experts(names):
+        return 1.0
+    return min((cost.active_share for cost in costs_of(run)), default=1.0)
+
+
+_CONVENTIONS: tuple[flops.Convention, ...] = ("causal", "full")
 
 
 def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
-    """Returns model FLOPs per target (forward and backward) by both attention
+    """Counts model FLOPs per target (forward and backward) by both attention
     conventions.
 
-    By the formula of the model's Config, where it has one; a frozen kernel has no
-    gradient of its own, so it takes two thirds. Another model's are counted from its
-    forward program, times three; there both conventions are what the program does, and
-    all counts as trained.
+    The sum of what the model's ops declare, or what its Config says of
+    `flops_per_token`; a frozen kernel has no gradient of its own, so it takes two
+    thirds. Another model's are counted from its forward program, times three; there
+    both conventions are what the program does, and all counts as trained.
     """
     length = targets_per_sample(run)
-    if formula := registry.model_hook(run.model_config, "flops_per_token"):
-        less = _frozen_flops(run, spec)
-        return {
-            convention: formula(length, convention) - less
-            for convention in ("causal", "full")
+    formula = registry.model_hook(run.model_config, "flops_per_token")
+    if declared := costs_of(run):
+        needed = {
+            convention: costs.model_flops(declared, convention)
+            for convention in _CONVENTIONS
         }
-    batch = batch_shapes(run, 1)
+    elif formula:
+        needed = {
+            convention: formula(length, convention) for convention in _CONVENTIONS
+        }
+    else:
+        counted = _counted(run, spec) / length
+        return dict.fromkeys(_CONVENTIONS, counted)
+    less = _frozen_flops(run, spec)
+    return {convention: count - less for convention, count in needed.items()}
+
+
+def _counted(run: RunConfig, spec: ModelSpec) -> float:
+    """Counts the FLOPs of a sample in the model's forward program, times three."""
+    batch = abstract_batch(spec, batch_shapes(run, 1))
     objective = build_objective(spec, compute=run.precision.compute, remat="none")
     forward = jax.make_jaxpr(lambda t, m, f, b: objective(t, m, f, b, None)[0])
     with execution.activate(compute=run.precision.compute):
         program = forward(spec.trainable, spec.model_state, spec.frozen, batch)
-    counted = 3 * jaxpr_flops(program) / length
-    return {"causal": counted, "full": counted}
+    return 3 * flops.jaxpr_flops(program)
 
 
 def _frozen_flops(run: RunConfig, spec: ModelSpec) -> float:
-    """Returns the FLOPs per token of gradients that frozen kernels don't have, less
-    what adapters take.
+    """Counts the FLOPs per token of gradients that frozen kernels don't have, less what
+    adapters take.
     """
     less = 0.0
     for path, count in lora.weights(spec.frozen, run.lora).items():
@@ -53,36 +88,32 @@ def _frozen_flops(run: RunConfig, spec: ModelSpec) -> float:
         kind = role_of(path.split("/"), x.shape, names).kind
         tied = bool(run.model.get("tie_embeddings"))
         scores = kind == "embedding" and names[:1] == ("vocab",) and tied
-        less += (
-            2
-            * count
-            * active_share(run, names)
-            * (kind in ("matrix", "head") or scores)
-        )
+        if kind in ("matrix", "head") or scores:
+            less += 2 * count * active_share(run, names)
     trained = spec.named_trainable().values() if run.lora.rank else ()
     return less - sum(6 * x.size * active_share(run, names) for x, names in trained)
 
 
 def throughput(
-    run: RunConfig, spec: ModelSpec, mesh: Mesh, step_flops: float | None = None
+    composition: Composition, mesh: Mesh, step_flops: float | None = None
 ) -> Throughput:
-    """Returns the meter that turns times into tokens/s, MFU and HFU, which are None on
+    """Makes the meter that turns times into tokens/s, MFU and HFU, which are None on
     unknown chips.
 
     Args:
       step_flops: of a step's program, all devices together; without them HFU is None.
     """
-    flops = model_flops(run, spec)
+    needed = model_flops(composition.config, composition.spec)
     return Throughput(
         num_devices=mesh.devices.size,
-        peak_flops_per_s=_mfu_peak(run, mesh.devices.flat[0]),
-        causal_flops_per_token=flops["causal"],
-        full_flops_per_token=flops["full"],
+        peak_flops_per_s=mfu_peak(composition.config, mesh.devices.flat[0]),
+        causal_flops_per_token=needed["causal"],
+        full_flops_per_token=needed["full"],
         step_flops=step_flops,
     )
 
 
-def _mfu_peak(run: RunConfig, device: jax.Device) -> float | None:
+def mfu_peak(run: RunConfig, device: jax.Device) -> float | None:
     """Returns the FLOP/s of a device that MFU is a share of; None where no such peak is
     published.
     """

@@ -12,10 +12,10 @@ from jaxdist.distributed import consistency, coordination
 from jaxdist.storage import run_format
 from jaxdist.telemetry.display import print_safe
 from jaxdist.telemetry.metrics import MetricsWriter
-from jaxdist.trainer import batching, from_run, workdir
+from jaxdist.trainer import batching, provenance, source_run, workdir
 from jaxdist.trainer.callbacks import CallbackList, Run
-from jaxdist.trainer.restore import UserInputs
 from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.user_model import UserInputs
 
 
 def is_lead() -> bool:
@@ -71,6 +71,8 @@ def open_workdir(
 ) -> None:
     """Locks the run's folder, and opens its checkpoints, rows and events.
 
+    The run then knows its origin: code, versions, machines.
+
     Args:
       requested: the config before it was refitted to the devices.
       stack: closes all.
@@ -85,7 +87,7 @@ def open_workdir(
     with coordination.raise_on_all():
         if is_lead():
             workdir.refuse_other_version(run.folder, config)
-            from_run.refuse_own_folder(config, run.folder)
+            source_run.refuse_own_folder(config, run.folder)
             stack.enter_context(workdir.workdir_lock(run.folder))
         callbacks.open(run)
         if is_lead():
@@ -98,3 +100,6 @@ def open_workdir(
     consistency.agree(
         lambda: {"the checkpoint folder's owner (all need the same folder)": owner}
     )
+    mesh = run.composition.mesh(run.devices)
+    run.origin = provenance.describe(run.spec.model_class, mesh.devices)
+    run.num_chips = run.origin.get("num_chips", 1)

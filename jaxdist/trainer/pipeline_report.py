@@ -26,12 +26,9 @@ from jaxdist.parallel.pipeline.schedules.simulator import (
 from jaxdist.parallel.pipeline.schedules.table import Schedule, build_schedule
 from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.protocols.model import embedded
-from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.telemetry.flops import jaxpr_flops
-from jaxdist.trainer.batching import batch_shapes, targets_per_sample
-from jaxdist.trainer.build import staging
+from jaxdist.trainer.compose import Composition, batch_shapes, targets_per_sample
 from jaxdist.trainer.model_flops import model_flops
-from jaxdist.trainer.run_config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -46,27 +43,25 @@ class PipelineEstimate:
     kept: int
 
 
-def estimate_pipeline(
-    run: RunConfig, spec: ModelSpec, rules: Rules
-) -> PipelineEstimate | None:
-    """Returns what the schedule comes to for a validated run; None without a pipeline.
+def estimate_pipeline(composition: Composition) -> PipelineEstimate | None:
+    """Estimates the schedule of a validated run; None without a pipeline.
 
     A backward is two forwards and those that it recomputes: from kept inputs one, and
     with pipeline.remat=full over several layers, or remat.policy=full in groups, each
     of them once more. The head's is not recomputed.
     Norms, softmax, lookups and the optimizer are left out, attention counts causally.
     """
-    cut = staging(run, spec, rules.shape)
+    cut = composition.staging
     if cut is None:
         return None
+    rules = composition.rules
     # Of a token: a block, embedding and head, and the layers that are done where the
     # embedding is.
     layer, head, first = (
-        cost / 3 for cost in _forward_and_backward(run, spec, cut.num_layers)
+        cost / 3 for cost in _forward_and_backward(composition, cut.num_layers)
     )
-    specs = (
-        rules.stored(names, x.shape) for x, names in spec.named_parameters().values()
-    )
+    parameters = composition.spec.named_parameters().values()
+    specs = (rules.stored(names, x.shape) for x, names in parameters)
     split = any("pipeline" in axes_in(entry) for stored in specs for entry in stored)
     # without a split vocabulary each stage does all of it
     edge = head / cut.stages if split else head
@@ -96,12 +91,15 @@ def estimate_pipeline(
 
 
 def _forward_and_backward(
-    run: RunConfig, spec: ModelSpec, num_layers: int
+    composition: Composition, num_layers: int
 ) -> tuple[float, float, float]:
-    """Returns FLOPs per token of a block, of embedding and head together, and of
+    """Counts FLOPs per token of a block, of embedding and head together, and of
     `first_blocks`.
     """
-    whole, batch = model_flops(run, spec)["causal"], batch_shapes(run, 1)
+    run = composition.config
+    spec = composition.spec
+    whole = model_flops(run, spec)["causal"]
+    batch = batch_shapes(run, 1)
 
     def outside(embed) -> float:
         def edges(trainable, model_state, frozen, batch):
@@ -120,12 +118,16 @@ def _forward_and_backward(
     return (whole - edges - first) / num_layers, edges, first
 
 
-def lines(run: RunConfig, spec: ModelSpec, rules: Rules) -> Iterator[str]:
+def lines(composition: Composition) -> Iterator[str]:
     """Yields what a person should know about the pipeline; nothing without one."""
-    estimate = estimate_pipeline(run, spec, rules)
+    estimate = estimate_pipeline(composition)
     if estimate is None:
         return
-    result, plan = estimate.simulation, estimate.schedule
+    run = composition.config
+    spec = composition.spec
+    rules = composition.rules
+    result = estimate.simulation
+    plan = estimate.schedule
     chunks = f" x {plan.chunks} chunks" if plan.chunks > 1 else ""
     each = run.batch.global_size // (run.batch.accumulation * rules.shape.batch_shards)
     yield (
@@ -174,14 +176,15 @@ def _edge_lines(estimate: PipelineEstimate, rules: Rules) -> Iterator[str]:
         )
 
 
-def describe(run: RunConfig, spec: ModelSpec, rules: Rules) -> dict[str, Any]:
-    """Returns what run.json says of the pipeline, its timeline included; {} without
+def describe(composition: Composition) -> dict[str, Any]:
+    """Describes the pipeline for run.json, its timeline included; {} without
     one.
     """
-    estimate = estimate_pipeline(run, spec, rules)
+    estimate = estimate_pipeline(composition)
     if estimate is None:
         return {}
-    result, plan = estimate.simulation, estimate.schedule
+    result = estimate.simulation
+    plan = estimate.schedule
     sizes = {
         "stages": plan.stages,
         "microbatches": plan.microbatches,
@@ -193,7 +196,7 @@ def describe(run: RunConfig, spec: ModelSpec, rules: Rules) -> dict[str, Any]:
         "live_inputs": max(result.live_inputs),
     }
     description: dict[str, Any] = {
-        "pipeline": {"schedule": run.pipeline.schedule} | sizes | counts
+        "pipeline": {"schedule": composition.config.pipeline.schedule} | sizes | counts
     }
     if (plan.table >= 0).sum() <= 4096:  # ops; a longer timeline shows nothing
         description["timeline_svg"] = draw_svg(plan, estimate.costs, width=1160)

@@ -1,8 +1,5 @@
 """What a run says of itself at its start: run.json, lines for people, events."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 
 from jaxdist.data import Dataset
@@ -27,40 +24,33 @@ def describe(
     run: Run,
     built: TrainStep,
     dataset: Dataset,
-    origin: Mapping[str, Any],
     schedule: SettledSchedule,
 ) -> None:
-    """Writes run.json and prints what the run will do.
-
-    Args:
-      origin: what `provenance.describe` says of the run.
-    """
-    config = run.config
-    spec = run.spec
-    rules = built.rules
+    """Writes run.json and prints what the run will do."""
+    composition = run.composition
     devices = built.mesh.devices
     if opening.is_lead():
         assert run.store is not None
-        description = dict(origin) | describe_run(
-            config, spec, built, dataset, schedule.steps
+        description = dict(run.origin) | describe_run(
+            composition, built, dataset, schedule.steps
         )
         description[workdir.IDENTITY_KEY] = run.store.run
         workdir.write_json(
             run.folder / workdir.RUN,
-            description | pipeline_report.describe(config, spec, rules),
+            description | pipeline_report.describe(composition),
         )
-    counts = step_lines.counts(config, spec)
+    counts = step_lines.counts(composition)
     opening.log(
-        f"mesh: {rules.shape} ({devices.size} x {devices.flat[0].device_kind}); {counts}"
+        f"mesh: {composition.shape} ({devices.size} x {devices.flat[0].device_kind}); {counts}"
     )
     step = [
-        *step_lines.step_lines(config, spec, built),
-        *batching.balancer(config, rules, dataset).lines(),
+        *step_lines.step_lines(composition, built),
+        *batching.balancer(composition, dataset).lines(),
     ]
     for line in (
         *step,
-        *pipeline_report.lines(config, spec, rules),
-        *schedule.lines(config),
+        *pipeline_report.lines(composition),
+        *schedule.lines(run.config),
     ):
         opening.log(line)
 

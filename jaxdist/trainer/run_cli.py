@@ -10,10 +10,7 @@ from jaxdist.config import (
 )
 from jaxdist.distributed import initialize
 from jaxdist.parallel.mesh import MeshConfig
-from jaxdist.trainer import (
-    cli,
-    exit_code,
-)
+from jaxdist.trainer import cli
 from jaxdist.trainer.exit_code import print_error
 
 
@@ -48,7 +45,7 @@ class WorkdirParser(Parser):
 
 
 def run_options(flags: argparse.Namespace) -> dict[str, Any]:
-    """Returns what the flags of a WorkdirParser say, for `trained_run.load_run`; joins
+    """Returns what the flags of a WorkdirParser say, for `loading.load_run`; joins
     its processes.
 
     Standard output is for results: all else goes to standard error.
@@ -64,7 +61,7 @@ def run_options(flags: argparse.Namespace) -> dict[str, Any]:
             for name, n in sizes.items()
         }
         mesh = schema.from_config_dict(MeshConfig, axes)
-    exit_code.print_error(initialize.prepare())
+    print_error(initialize.prepare())
     trust = {"target": flags.target, "trust_code": flags.trust_code}
     return {
         "folder": flags.workdir,

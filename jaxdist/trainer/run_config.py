@@ -1,13 +1,8 @@
-"""RunConfig: the whole of a run, composed of its components' configs, and the rules
-between them.
-
-The only place where one component's values are checked against another's. All faults
-are reported at once, before anything compiles.
-"""
+"""RunConfig: the config of a run, composed of the configs of its components."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from flax import nnx
 from ml_collections import ConfigDict
@@ -15,9 +10,13 @@ from ml_collections import ConfigDict
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config import schema
 from jaxdist.config.annotations import (
+    NamesWeights,
+    Needs,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
+    Resume,
+    Searched,
     Seed,
     Share,
 )
@@ -28,7 +27,7 @@ from jaxdist.config.groups import (
     TelemetryConfig,
     WatchdogConfig,
 )
-from jaxdist.data import DataConfig
+from jaxdist.data.config import DataConfig
 from jaxdist.models import registry
 from jaxdist.models.lora import LoraConfig
 from jaxdist.optim.config import OptimizerConfig
@@ -47,47 +46,55 @@ Build = Callable[[nnx.Rngs], nnx.Module]
 class TrainConfig:
     """How long to train and how often to look."""
 
-    steps: PositiveInt = 1000  # optimizer updates
+    # on resume, more steps extend the schedule: see `optim.schedules.extend`
+    steps: Annotated[PositiveInt, Resume("harmless")] = 1000  # optimizer updates
     # minutes of training after which the run stops; 0 = no end
-    max_minutes: NonNegativeFloat = 0.0
-    log_every: PositiveInt = 10  # steps between rows of metrics.jsonl
+    max_minutes: Annotated[NonNegativeFloat, Resume("harmless")] = 0.0
+    # steps between rows of metrics.jsonl
+    log_every: Annotated[PositiveInt, Resume("harmless")] = 10
     # steps between evaluations; 0 = never, > 0 also at the end
-    eval_every: NonNegativeInt = 0
+    eval_every: Annotated[NonNegativeInt, Resume("harmless")] = 0
     # evaluations no better than the best, by checkpoint.keep_best or eval_loss, that
     # end the run; 0 = any
-    patience: NonNegativeInt = 0
+    patience: Annotated[
+        NonNegativeInt, Resume("harmless"), Needs("jaxdist.trainer.best.KeepBest")
+    ] = 0
     ema_decay: Share = 0.0  # moving average of the parameters, e.g. 0.999; 0 = none
     # tensorboard, wandb, trackio, another package's, package.module:Class
-    loggers: tuple[str, ...] = ()
+    loggers: Annotated[
+        tuple[str, ...], Resume("harmless"), Needs("jaxdist.trainer.loggers.Loggers")
+    ] = ()
     # tokens of sample text written at the end; 0 = no sample
-    sample_tokens: NonNegativeInt = 0
-    sample_prompt: str = "\n"  # what the sample goes on from
+    sample_tokens: Annotated[
+        NonNegativeInt, Resume("harmless"), Needs("jaxdist.inference.sample.Sample")
+    ] = 0
+    # what the sample goes on from
+    sample_prompt: Annotated[str, Resume("harmless")] = "\n"
 
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """The global batch: global_size = accumulation x batch shards x sequences per
-    device.
-    """
+    """The global batch: accumulation x batch shards x sequences per device."""
 
     global_size: PositiveInt = 16  # sequences per step
     sequence_length: PositiveInt = 128  # tokens per sequence
-    accumulation: PositiveInt = 1  # sequential parts of a step, divides global_size
+    # sequential parts of a step, divides global_size
+    accumulation: Annotated[PositiveInt, Resume("harmless"), Searched()] = 1
 
 
 @dataclass(frozen=True)
 class InitConfig:
-    """What a run begins with."""
+    """The weights that a run starts from."""
 
     # folder with config.json and safetensors: its model and weights; "" = random
-    from_huggingface: str = ""
+    from_huggingface: Annotated[str, NamesWeights()] = ""
     # FOLDER[@STEP], a workdir or checkpoints of another run: its model and weights
-    from_run: str = ""
+    from_run: Annotated[str, NamesWeights()] = ""
     # with from_run: also its optimizer's state; step, schedule and data begin at 0
     optimizer: bool = False
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong between the values, each with its cure."""
+        """Yields the faults between the values."""
         if self.from_run and self.from_huggingface:
             yield (
                 f"init.from_run={self.from_run} and init.from_huggingface={self.from_huggingface}: a run "
@@ -102,26 +109,30 @@ class RunConfig:
     """A run, resolved. `model` holds the options of `model.target`'s class."""
 
     seed: Seed = 0  # of everything random: init, data order, dropout
-    train: TrainConfig = field(default_factory=TrainConfig)
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    train: TrainConfig = TrainConfig()
+    batch: BatchConfig = BatchConfig()
+    mesh: Annotated[MeshConfig, Resume("harmless")] = MeshConfig()
+    sharding: ShardingConfig = ShardingConfig()
     model: Mapping[str, Any] = field(default_factory=dict)
-    init: InitConfig = field(default_factory=InitConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    remat: RematConfig = field(default_factory=RematConfig)
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    context: ContextConfig = field(default_factory=ContextConfig)
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
-    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
-    health: HealthConfig = field(default_factory=HealthConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
-    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    init: InitConfig = InitConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    remat: Annotated[RematConfig, Resume("harmless")] = RematConfig()
+    pipeline: Annotated[PipelineConfig, Resume("harmless")] = PipelineConfig()
+    context: Annotated[ContextConfig, Resume("harmless")] = ContextConfig()
+    offload: Annotated[OffloadConfig, Resume("harmless")] = OffloadConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig = LoraConfig()
+    data: DataConfig = DataConfig()
+    checkpoint: Annotated[CheckpointConfig, Resume("harmless")] = CheckpointConfig()
+    watchdog: Annotated[
+        WatchdogConfig,
+        Resume("harmless"),
+        Needs("jaxdist.operations.watch.watchdog.Watchdog"),
+    ] = WatchdogConfig()
+    resilience: Annotated[ResilienceConfig, Resume("harmless")] = ResilienceConfig()
+    health: Annotated[HealthConfig, Resume("harmless")] = HealthConfig()
+    profile: Annotated[ProfileConfig, Resume("harmless")] = ProfileConfig()
+    telemetry: Annotated[TelemetryConfig, Resume("harmless")] = TelemetryConfig()
 
     @property
     def model_class(self) -> type:
@@ -143,50 +154,29 @@ class RunConfig:
 
 # --- what may change on resume --------------------------------------------------------
 
-HARMLESS = (  # patterns of keys whose change leaves the losses so far what they are
-    "mesh.*",
-    "remat.*",
-    "pipeline.*",
-    "context.*",
-    "offload.*",
-    "checkpoint.*",
-    "profile.*",
-    "telemetry.*",
-    "watchdog.*",
-    "resilience.*",
-    "health.*",
-    "batch.accumulation",
-    "train.steps",  # raising it extends the schedule, see `optim.schedules.extend`
-    "train.log_every",
-    "train.eval_every",
-    "train.patience",
-    "train.sample_*",
-    "train.loggers",
-    "train.max_minutes",
-    "data.balance",  # of one batch's rows, which keep their sample's randomness
-    "data.cache_dir",
-    "data.prefetch",
-    "data.validation_tokens",
-    "model.loss_chunk",
-)
+
+def keys_that_may_change(run: RunConfig) -> set[str]:
+    """Lists the keys that a run may resume with other values of."""
+    fields = full_schema(run.model.get("target", registry.DEFAULT_TARGET))
+    return {path for path, field in fields.items() if field.may_change_on_resume}
 
 
 def run_fingerprint(run: RunConfig) -> str:
-    """Returns the hash of all that determines the losses, but for how long the
-    run is.
+    """Hashes the values that determine a run's losses.
+
+    Values that may change on resume are left out, such as the number of steps.
     """
-    return schema.fingerprint(
-        schema.flatten(schema.to_config_dict(run)), ignore=HARMLESS
-    )
+    values = schema.flatten(schema.to_config_dict(run))
+    for path in keys_that_may_change(run):
+        values.pop(path, None)
+    return schema.fingerprint(values)
 
 
 # --- config files and flags -> RunConfig ----------------------------------------------
 
 
 def default_config(target: str = registry.DEFAULT_TARGET) -> ConfigDict:
-    """Returns the defaults of a run of the target's model; config files change it and
-    return it.
-    """
+    """Makes the default config of a run with the target's model, for config files."""
     config = schema.to_config_dict(RunConfig())
     with config.unlocked():
         config.model = model_defaults(target)
@@ -194,31 +184,41 @@ def default_config(target: str = registry.DEFAULT_TARGET) -> ConfigDict:
 
 
 def model_defaults(target: str) -> dict[str, Any]:
-    fields = schema.schema_of(registry.options_class(registry.find_model(target)))
-    # An option without a default is left out: setting it is then required.
-    known = {p: f.default for p, f in fields.items() if f.default is not schema.MISSING}
-    return {"target": target, **known}
+    """Makes the group `model` of the target's defaults.
+
+    Options without a default are left out: a run must set them.
+    """
+    values: dict[str, Any] = {}
+    options = registry.options_class(registry.find_model(target))
+    for name, option in schema.schema_of(options).items():
+        if option.default is not schema.MISSING:
+            values[name] = option.default
+    return {"target": target, **schema.unflatten(values)}
 
 
 def full_schema(target: str) -> schema.Schema:
-    """Returns every field of a run of this model, in order."""
-    fields = schema.schema_of(RunConfig)
-    options = registry.options_class(registry.find_model(target))
-    doc = "class, package.module:Class"
-    fields["model.target"] = schema.Field(
-        "model.target", str, registry.DEFAULT_TARGET, doc
+    """Lists every key of a run of the target's model, in order."""
+    target_key = schema.Field(
+        path="model.target",
+        type=str,
+        default=registry.DEFAULT_TARGET,
+        meaning="class, package.module:Class",
     )
-    return fields | schema.schema_of(options, "model.")
+    options = registry.options_class(registry.find_model(target))
+    return {
+        **schema.schema_of(RunConfig),
+        target_key.path: target_key,
+        **schema.schema_of(options, "model."),
+    }
 
 
 def from_config(config: ConfigDict | Mapping) -> RunConfig:
-    """Returns the RunConfig that a (possibly edited) ConfigDict describes.
+    """Makes the RunConfig of a config.
 
     Raises:
       ConfigError: unknown keys and wrong types, all at once.
     """
     flat = schema.flatten(config)
-    target = flat.get("model.target", registry.DEFAULT_TARGET)
-    return schema.from_config_dict(
-        RunConfig, schema.unflatten(schema.resolve(flat, full_schema(str(target))))
-    )
+    target = str(flat.get("model.target", registry.DEFAULT_TARGET))
+    values = schema.resolve(flat, full_schema(target))
+    return schema.from_config_dict(RunConfig, schema.unflatten(values))

@@ -13,7 +13,7 @@ from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError, schema
 from jaxdist.distributed import coordination
 from jaxdist.step.state import State
-from jaxdist.trainer import workdir
+from jaxdist.trainer import compose, workdir
 from jaxdist.trainer.run_config import RunConfig
 
 
@@ -37,11 +37,8 @@ def save(config: RunConfig, state: State, folder: Path) -> Path:
             raise ConfigError(
                 f"{folder}: something is there; give a folder that is empty or not there yet"
             )
-    train = dataclasses.replace(config.train, ema_decay=0.0)
-    checkpoint = dataclasses.replace(config.checkpoint, folder="")
-    write(
-        dataclasses.replace(config, train=train, checkpoint=checkpoint), state, folder
-    )
+    overrides = {"train.ema_decay": 0.0, "checkpoint.folder": ""}
+    write(compose.with_overrides(config, overrides), state, folder)
     return folder
 
 

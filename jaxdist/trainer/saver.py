@@ -11,7 +11,7 @@ from jaxdist.checkpoint.interval import mean_time_between_failures
 from jaxdist.checkpoint.manager import CheckpointManager, SaveResult
 from jaxdist.distributed import coordination
 from jaxdist.optim.schedules import ScheduleSteps
-from jaxdist.step.train_step import CheckpointViews
+from jaxdist.step.checkpoint_views import CheckpointViews
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import MetricsWriter

@@ -7,59 +7,32 @@ The loop is `trainer.loop`. What else a run does is a list of callbacks
 import contextlib
 import signal
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from jaxdist.checkpoint.files import CheckpointError
-from jaxdist.checkpoint.manager import NotOwner
-from jaxdist.data import Dataset, SourceError
-from jaxdist.parallel.mesh import build_mesh
-from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.state import State
-from jaxdist.step.train_step import TrainStep
-from jaxdist.telemetry.display import Display
 from jaxdist.trainer import (
-    batching,
-    build,
     elastic,
     extension,
     initial_weights,
-    model_flops,
     opening,
     preemption,
-    provenance,
     reporting,
-    restore,
+    run_loop,
     validation,
 )
-from jaxdist.trainer.callbacks import Callback, CallbackList, Run, RunEnd
-from jaxdist.trainer.extension import SettledSchedule
-from jaxdist.trainer.loop import Trainer, TrainingStopped
+from jaxdist.trainer.callbacks import Callback, CallbackList, Run, TrainResult
 from jaxdist.trainer.preemption import Interrupted, Preempted, StopSignals
-from jaxdist.trainer.restore import Start, UserInputs
 from jaxdist.trainer.run_config import RunConfig
-from jaxdist.trainer.saver import Saver, checkpoint_metadata, failure_rate
-from jaxdist.trainer.step_log import StepLog
+from jaxdist.trainer.start import init_or_restore
+from jaxdist.trainer.user_model import UserInputs
 from jaxdist.trainer.weight_source import WeightSource
 
 # Of the step in a run: to compile it ahead; by its first call, where an optimizer's own
 # first state may be weakly typed; and by the second, whose state is the step's.
 MAX_TRACES = 3
-
-
-class TrainResult(NamedTuple):
-    """A run that has ended."""
-
-    config: RunConfig
-    spec: ModelSpec
-    built: TrainStep
-    state: State
-    stopped: str  # by a signal, and that the run is saved; "" if none ended it
-    # why it ended before train.steps without a signal: a callback's reason, the time
-    reason: str = ""
 
 
 def run(config: RunConfig, folder: Path, **options: Any) -> State:
@@ -121,17 +94,15 @@ def train(
     requested = config
     config = elastic.refit(config, devices=len(devices), full_devices=full_devices)
     inputs = inputs or UserInputs()
-    _, rules, spec = validation.validate(
+    composition = validation.validate(
         config, devices, with_data=inputs.dataset is None, build=inputs.build
     )
-    validation.check_served(config, everyone.keys)
     everyone.check(config)
     signals = StopSignals()
     with contextlib.ExitStack() as stack, everyone.entered():
         current = Run(
-            config=config,
+            composition=composition,
             folder=folder,
-            spec=spec,
             devices=devices,
             note=opening.log,
             say=_lively(opening.log, everyone),
@@ -141,28 +112,26 @@ def train(
             everyone.phase("start")
             opening.open_workdir(current, requested, everyone, stack)
             assert current.store is not None
-            mesh = build_mesh(config.mesh, devices)
-            origin = provenance.describe(spec.model_class, mesh.devices)
-            current.num_chips = origin.get("num_chips", 1)
             everyone.start(current)
             schedule = extension.settle_schedule(config, folder, current.store)
             dataset = opening.open_dataset(config, folder, inputs, current.say)
-            built = build.build_step(
-                config,
-                spec,
-                mesh,
-                rules,
+            built = composition.build_step(
+                devices,
                 max_traces=MAX_TRACES,
                 optimizer=inputs.optimizer,
                 schedule_steps=schedule.steps,
             )
-            reporting.describe(current, built, dataset, origin, schedule)
+            reporting.describe(current, built, dataset, schedule)
             current.built = built
-            start = _start(current, everyone, dataset, inputs, sources, schedule)
-            with _build_display(current) as display:
+            start = init_or_restore(
+                current, dataset, everyone.phase, inputs, sources, schedule.back_to
+            )
+            with run_loop.build_display(current) as display:
                 if title:
                     display.note(title)
-                end = _train(current, everyone, signals, display, schedule, start)
+                end = run_loop.train_to_end(
+                    current, everyone, signals, display, schedule, start
+                )
                 everyone.end(end)
                 if end.error is not None:
                     raise end.error
@@ -170,7 +139,7 @@ def train(
             if isinstance(error, Exception):
                 everyone.fault(error)
             raise
-        return TrainResult(config, spec, built, end.state, end.stopped, end.reason)
+        return TrainResult(composition, built, end.state, end.stopped, end.reason)
 
 
 def _lively(
@@ -183,120 +152,3 @@ def _lively(
         say(text)
 
     return speak
-
-
-def _start(
-    run: Run,
-    callbacks: CallbackList,
-    dataset: Dataset,
-    inputs: UserInputs,
-    sources: Sequence[WeightSource],
-    schedule: SettledSchedule,
-) -> Start:
-    """Makes or restores the first state; tells the run's events what cannot be used."""
-    assert run.built is not None and run.store is not None
-    try:
-        start = restore.init_or_restore(
-            run.config,
-            run.built,
-            dataset,
-            run.store,
-            run.folder,
-            callbacks.phase,
-            inputs,
-            sources,
-            schedule.back_to,
-        )
-    except CheckpointError as error:  # the run never begins, but its events say why
-        for step, reason in error.steps.items():
-            run.event("bad_checkpoint", step, reason=reason)
-        raise
-    run.progress = start.progress
-    run.dataset = start.dataset
-    return start
-
-
-def _build_display(run: Run) -> Display:
-    """Makes what shows the run on the first process; it takes the run's notes."""
-    train = run.config.train
-    left_s = None
-    if train.max_minutes:
-        left_s = 60 * train.max_minutes - run.progress.elapsed_s
-    display = Display(
-        total_steps=train.steps,
-        first_step=run.progress.step,
-        max_seconds=left_s,
-        unit=batching.unit(run.config),
-        enabled=opening.is_lead(),
-    )
-    run.note = display.note
-    return display
-
-
-def _train(
-    run: Run,
-    callbacks: CallbackList,
-    signals: StopSignals,
-    display: Display,
-    schedule: SettledSchedule,
-    start: Start,
-) -> RunEnd:
-    """Trains to the end; an error that ends the run is an event `stop`."""
-    assert run.built is not None and run.store is not None and run.writer is not None
-    log = StepLog(
-        config=run.config,
-        progress=run.progress,
-        writer=run.writer,
-        display=display,
-        throughput=model_flops.throughput(
-            run.config, run.spec, run.built.mesh, start.step_flops
-        ),
-        samples=run.samples,
-        callbacks=callbacks,
-    )
-    run.store.milestones = extension.milestones(run.config, schedule.steps)
-    saver = Saver(
-        store=run.store,
-        views=run.built.views,
-        writer=run.writer,
-        display=display,
-        metadata=partial(checkpoint_metadata, run, schedule.steps, callbacks),
-        failures=partial(failure_rate, run),
-        on_save=callbacks.save,
-    )
-    # They may delete in a store what has expired: by now is known what is kept.
-    callbacks.load(start.callbacks)
-    trainer = Trainer(
-        run=run,
-        callbacks=callbacks,
-        signals=signals,
-        display=display,
-        log=log,
-        saver=saver,
-    )
-    end = trainer.end_without_steps(start.state)
-    if end is not None:
-        return end
-    reporting.report_start(run, callbacks, saver, schedule.steps)
-    try:
-        state, reason = trainer.train(start.state)
-    except (
-        SourceError,
-        NotOwner,
-        TrainingStopped,
-        jax.errors.JaxRuntimeError,
-    ) as error:
-        _report_stop(run, error)
-        if isinstance(error, NotOwner):
-            raise TrainingStopped(str(error), error.reason) from error
-        raise
-    return trainer.finish(state, reason)
-
-
-def _report_stop(run: Run, error: Exception) -> None:
-    """Writes the event of a run that an error ends."""
-    if isinstance(error, SourceError):
-        cause = "data"
-    else:
-        cause = getattr(error, "reason", "runtime")
-    run.event("stop", run.progress.step, reason=cause, error=str(error))

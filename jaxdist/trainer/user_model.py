@@ -1,22 +1,35 @@
-"""The model that a caller hands over, as a function of rngs: a module, a class, or what
-makes one.
+"""What a caller hands over: data, an optimizer, and a model, which becomes a function of
+rngs.
 """
 
 import functools
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 from jaxdist.config import ConfigError
+from jaxdist.data import Dataset
 from jaxdist.models import registry
 from jaxdist.trainer.run_config import Build, RunConfig
 
 Model = nnx.Module | type[nnx.Module] | Build
+
+
+class UserInputs(NamedTuple):
+    """What a caller hands over instead of what the config names; None: the config's."""
+
+    build: Build | None = None
+    dataset: Dataset | None = None
+    optimizer: optax.GradientTransformation | None = None
+    # path -> value that the model begins with
+    initial: Mapping[str, np.ndarray] | None = None
 
 
 def builder(model: Model) -> tuple[Build, dict[str, np.ndarray] | None]:

@@ -17,7 +17,7 @@ from jaxdist.config import trees
 from jaxdist.models import lora, registry
 from jaxdist.protocols.model_spec import Tree, describe, stored_dtype
 from jaxdist.step.state import State
-from jaxdist.trainer import build as run_build
+from jaxdist.trainer import compose
 from jaxdist.trainer.run_config import Build, RunConfig
 
 
@@ -92,7 +92,7 @@ class Target:
     def _kernels(self) -> dict[str, lora.LoraKernel]:
         if not self.config.lora.rank:
             return {}
-        spec = run_build.model_spec(self.config, self._build)
+        spec = compose.model_spec(self.config, self._build)
         return lora.kernels(spec.abstract_model)
 
     def store(self, path: str, kernel: jax.Array) -> Any:

@@ -1,10 +1,9 @@
-"""The folder of a run: its lock, its config, and what may change on resume."""
+"""The folder of a run: its lock, its config, and the check of a config on resume."""
 
 import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,7 @@ from jaxdist.config import ConfigError, is_text, schema
 from jaxdist.data import Dataset
 from jaxdist.storage import atomic, lock, run_format, untrusted
 from jaxdist.trainer import config_json, extension
-from jaxdist.trainer.run_config import (
-    HARMLESS,
-    RunConfig,
-)
+from jaxdist.trainer.run_config import RunConfig, keys_that_may_change
 
 CONFIG, RUN, LOCK = run_format.CONFIG, run_format.RUN, ".lock"
 SAMPLE, REPORT = "sample.txt", "report.html"
@@ -28,7 +24,7 @@ IDENTITY_KEY = "run"  # in run.json: the identity of the run, as in its checkpoi
 
 
 def checkpoints_folder(folder: Path, config: RunConfig) -> Path:
-    """Returns where the checkpoints of the run in `folder` are.
+    """Finds the folder of the checkpoints of the run in `folder`.
 
     Raises:
       ConfigError: the name cannot be a folder of checkpoints.
@@ -40,31 +36,28 @@ def checkpoints_folder(folder: Path, config: RunConfig) -> Path:
 
 
 def name_fault(folder: Path | str) -> str:
-    """Returns what is wrong with the name of a folder for checkpoints; "" if nothing
-    is.
-    """
-    whole = str(folder) if "://" in str(folder) else os.path.abspath(folder)
+    """Formats the fault of a name for a folder of checkpoints; "" if there is none."""
+    whole = str(folder)
+    if "://" not in whole:
+        whole = os.path.abspath(folder)
     if is_text(whole):
         return ""
     return f"{whole!r}: not UTF-8, so that the checkpoint library cannot write there; give another folder"
 
 
 def own_identity(folder: Path) -> str | None:
-    """Returns the identity of the run in `folder`, as its run.json has it; None if that
-    is not known.
-    """
+    """Reads the identity of the run in `folder` from its run.json, if it has one."""
     with contextlib.suppress(OSError, untrusted.Malformed, KeyError):
-        return untrusted.of_kind(
-            untrusted.read_json(folder / RUN, dict)[IDENTITY_KEY], str
-        )
+        document = untrusted.read_json(folder / RUN, dict)
+        return untrusted.of_kind(document[IDENTITY_KEY], str)
     return None
 
 
 def open_checkpoints(folder: Path, config: RunConfig) -> CheckpointManager:
-    """Returns the store of the run in `folder`, to write.
+    """Opens the checkpoints of the run in `folder`, to write.
 
     Raises:
-      ConfigError: it cannot be written, is in use, or belongs to another run.
+      ConfigError: they cannot be written, are in use, or belong to another run.
     """
     place = checkpoints_folder(folder, config)
     try:
@@ -74,19 +67,18 @@ def open_checkpoints(folder: Path, config: RunConfig) -> CheckpointManager:
             f"checkpoint.folder {place}: in use by {holder}; stop it, or give this run a folder of its own"
         ) from None
     except CheckpointError as error:
-        cure = "; give a --workdir or checkpoint.folder that can"
-        other = ", or give another --workdir and checkpoint.folder"
-        raise ConfigError(
-            f"{error}{cure if isinstance(error.__cause__, OSError) else other}"
-        ) from error
+        fix = ", or give another --workdir and checkpoint.folder"
+        if isinstance(error.__cause__, OSError):
+            fix = "; give a --workdir or checkpoint.folder that can"
+        raise ConfigError(f"{error}{fix}") from error
 
 
 @contextlib.contextmanager
 def workdir_lock(folder: Path) -> Iterator[None]:
-    """Creates the folder and holds its lock: one live run per workdir.
+    """Creates the folder and holds its lock, so that one process runs in a workdir.
 
     Raises:
-      ConfigError: it cannot be written, or another process holds it.
+      ConfigError: the folder cannot be written, or another process holds the lock.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -97,16 +89,12 @@ def workdir_lock(folder: Path) -> Iterator[None]:
                 f"--workdir {folder}: in use by {holder}; stop it or give another --workdir"
             ) from None
         except OSError as error:
-            links = [
-                path
-                for path in (folder, *folder.parents)
-                if path.is_symlink() and not path.exists()
-            ]
-            why = (
-                f"{links[0]} is a symbolic link to nowhere" if links else error.strerror
-            )
+            reason = error.strerror
+            for path in (*reversed(folder.parents), folder):
+                if path.is_symlink() and not path.exists():
+                    reason = f"{path} is a symbolic link to nowhere"
             raise ConfigError(
-                f"--workdir {folder}: cannot be written ({why}); give a folder that can"
+                f"--workdir {folder}: cannot be written ({reason}); give a folder that can"
             ) from error
         yield
 
@@ -115,7 +103,7 @@ def write_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all.
 
     Raises:
-      ConfigError: it cannot be written.
+      ConfigError: the file cannot be written.
     """
     try:
         atomic.write_text(path, text)
@@ -144,15 +132,16 @@ def refuse_other_version(folder: Path, config: RunConfig) -> None:
 
 
 def check_resume_config(folder: Path, run: RunConfig) -> None:
-    """Writes config.json; for a run that goes on, refuses changes that would alter its
-    losses.
+    """Writes config.json, after checks for a run that resumes.
 
     Raises:
-      ConfigError: one line per such change; the checkpoints are another run's.
+      ConfigError: a line for each changed key that would alter the losses; or the
+        checkpoints are another run's.
     """
     checkpoints = checkpoints_folder(folder, run)
-    exists, target = (folder / CONFIG).exists(), run.model["target"]
-    old = read_config(folder, named=target, trust_code=None) if exists else None
+    old = None
+    if (folder / CONFIG).exists():
+        old = read_config(folder, named=run.model["target"], trust_code=None)
     if has_steps(checkpoints):
         try:
             owner = manifest.identity(
@@ -163,57 +152,59 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
                 f"{error}, or give another --workdir and checkpoint.folder"
             ) from error
         metadata = manifest.newest_metadata(checkpoints, owner)
-        # no step is sound: the restore says so, or fetches one
         if old is not None and CONFIG_KEY not in metadata:
+            # No step is sound. The restore reports that, or fetches one.
             metadata |= stored_config(old)
-        check_stored_config(
-            metadata,
-            run,
-            folder if checkpoints == folder / CHECKPOINTS else checkpoints,
-        )
-    elif old is not None and has_steps(before := checkpoints_folder(folder, old)):
-        raise ConfigError(
-            f"checkpoint.folder: the run in {folder} has its checkpoints in {before}, and {checkpoints} "
-            f"has none; put it back, copy them, or start a new run with another --workdir"
-        )
+        place = folder if checkpoints == folder / CHECKPOINTS else checkpoints
+        check_stored_config(metadata, run, place)
+    elif old is not None:
+        before = checkpoints_folder(folder, old)
+        if has_steps(before):
+            raise ConfigError(
+                f"checkpoint.folder: the run in {folder} has its checkpoints in {before}, and {checkpoints} "
+                f"has none; put it back, copy them, or start a new run with another --workdir"
+            )
     write_json(folder / CONFIG, schema.to_config_dict(run).to_dict())
 
 
 def stored_config(run: RunConfig) -> dict[str, Any]:
-    """Returns what a checkpoint's metadata says of its run's config: all of it, as
-    config.json does.
-    """
+    """Makes the part of a checkpoint's metadata that holds the run's whole config."""
     return {CONFIG_KEY: schema.to_config_dict(run).to_dict()}
 
 
 def check_stored_config(
     metadata: Mapping[str, Any], run: RunConfig, place: Path
 ) -> None:
-    """Refuses to go on from a checkpoint whose run has other losses than `run`.
+    """Checks that a config leaves the losses of a checkpoint's run as they are.
 
     Args:
       metadata: of the checkpoint; {} if none is sound.
-      place: the folder to name.
+      run: the config to resume with.
+      place: the folder that errors name.
 
     Raises:
-      ConfigError: one line for each key whose change alters them.
+      ConfigError: a line for each changed key that may not change on resume.
     """
-    if not isinstance(stored := metadata.get(CONFIG_KEY), dict):
+    stored = metadata.get(CONFIG_KEY)
+    if not isinstance(stored, dict):
         return
     at = f"@{metadata['progress']['step']}" if "progress" in metadata else ""
-    cure = f"put it back, or branch with init.from_run={place}{at} in another --workdir"
+    fix = f"put it back, or branch with init.from_run={place}{at} in another --workdir"
     # Without a warm-up of its own, a config has the one that the run began with.
     same_warmup: set[int | None] = {None}
     if extension.SCHEDULE_KEY in metadata:
         same_warmup.add(extension.stored_steps(metadata).warmup_steps)
-    faults = [
-        f"{change.path}: the run in {place} has {_shown(change.old)}, now {_shown(change.new)}; {cure}"
-        for change in schema.diff(
-            config_json.tupled(stored), schema.to_config_dict(run)
+    free_keys = keys_that_may_change(run)
+    faults = []
+    for change in schema.diff(config_json.tupled(stored), schema.to_config_dict(run)):
+        if change.path in free_keys:
+            continue
+        if change.path == "optimizer.warmup_steps" and change.new in same_warmup:
+            continue
+        faults.append(
+            f"{change.path}: the run in {place} has {_shown(change.old)}, "
+            f"now {_shown(change.new)}; {fix}"
         )
-        if not any(fnmatch(change.path, pattern) for pattern in HARMLESS)
-        and not (change.path == "optimizer.warmup_steps" and change.new in same_warmup)
-    ]
     if faults:
         raise ConfigError(faults)
 
@@ -223,8 +214,11 @@ def _shown(value: object) -> str:
 
 
 def check_data(metadata: Mapping[str, Any], dataset: Dataset) -> None:
-    """Raises ConfigError if the run was trained on other data: its position means
-    nothing here.
+    """Checks that a run resumes with its own data.
+
+    Raises:
+      ConfigError: the data has changed, so that the run's position in it has no
+        meaning.
     """
     known = metadata["fingerprints"]["data"]
     if known != dataset.fingerprint:
@@ -237,13 +231,15 @@ def check_data(metadata: Mapping[str, Any], dataset: Dataset) -> None:
 def read_config(
     folder: Path, *, named: str | None = None, trust_code: bool | None = False
 ) -> RunConfig:
-    """Returns the config that a run was started with.
+    """Reads the config that a run was started with.
 
-    Args: as `registry.check_stored_target`.
+    Args:
+      named: as of `registry.check_stored_target`.
+      trust_code: as of `registry.check_stored_target`.
 
     Raises:
-      ConfigError: the folder holds no run, what is no config, or a model whose code is
-        not trusted.
+      ConfigError: the folder has no run, or none that can be read, or a model whose
+        code is not trusted.
     """
     stored = config_json.read(folder / CONFIG)
     return config_json.resolve(stored, folder, named=named, trust_code=trust_code)

@@ -18,7 +18,7 @@ from jaxdist.parallel.axes import AXES, BATCH_AXES, SEARCHED
 from jaxdist.parallel.context import ContextConfig
 from jaxdist.parallel.pipeline.partition import PipelineConfig
 from jaxdist.protocols.param_names import FSDP_NAME
-from jaxdist.trainer import run_config, validation
+from jaxdist.trainer import compose, validation
 from jaxdist.trainer.run_config import RunConfig
 
 JITTER = 0.05  # standard deviation of the step away from the initial parameters
@@ -71,17 +71,17 @@ def shrink_config(
         "remat.every": 1,
     }
     # No sample is written, and the shrunk model may be too short for one.
-    run = dataclasses.replace(
-        run, train=dataclasses.replace(run.train, sample_tokens=0)
-    )
+    run = compose.with_overrides(run, {"train.sample_tokens": 0})
     if run.data.is_text:
         new["batch.sequence_length"] = min(32, run.batch.sequence_length)
         # nothing is read
-        run = dataclasses.replace(run, data=DataConfig(packing=run.data.packing))
+        data = DataConfig(packing=run.data.packing)
+        run = compose.with_overrides(run, {"data": data})
     config = run.model_config
     if tiny := registry.model_hook(config, "tiny"):
         split = (*getattr(config, "tensor_parallel_dims", ()), FSDP_NAME, "num_experts")
-        for name, size in tiny(new["batch.sequence_length"]).items():
+        values = schema.to_config_dict(tiny(new["batch.sequence_length"]))
+        for name, size in schema.flatten(values).items():
             new[f"model.{name}"] = (
                 math.lcm(size, num_devices) if name in split else size
             )
@@ -93,27 +93,17 @@ def shrink_config(
         paths = [path for path in changed if path.startswith(group + ".")]
         moves = (f"{p.partition('.')[2]} {old[p]} -> {changed[p]}" for p in paths)
         lines += [f"{group}: {', '.join(moves)}"] if paths else []
-    return with_values(run, changed), tuple(lines)
+    return compose.with_overrides(run, changed), tuple(lines)
 
 
 def _refuse_if_large(run: RunConfig) -> None:
-    one = with_values(run, ONE_DEVICE)
-    spec = validation.validate(one, jax.devices()[:1])[2]
+    one = compose.with_overrides(run, ONE_DEVICE)
+    spec = validation.validate(one, jax.devices()[:1]).spec
     if spec.parameter_count > LARGEST_AS_IS:
         raise ConfigError(
             f"{run.model['target']} has {spec.parameter_count:,} parameters and cannot be shrunk "
             f"(its Config has no tiny()); verify a config of at most {LARGEST_AS_IS:,} parameters"
         )
-
-
-def with_values(run: RunConfig, overrides: Overrides) -> RunConfig:
-    """Returns the run with values changed by config path.
-
-    It reads field docs from source (`ast`), which Python 3.11 cannot do in two threads
-    at once.
-    """
-    flat = schema.flatten(schema.to_config_dict(run))
-    return run_config.from_config(schema.unflatten(flat | overrides))
 
 
 # --- the layouts ----------------------------------------------------------------------

@@ -10,33 +10,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxdist.parallel.precision import RECIPES
+from jaxdist.parallel.formats.format import Band
+from jaxdist.parallel.precision import FORMATS, RECIPES
 
 Arrays = dict[str, np.ndarray]  # path -> array, float64
 NOISE = 1e-5  # a leaf whose gradient is this much below the largest is rounding alone
 
 
-@dataclass(frozen=True)
-class Bands:
-    """The largest errors that still count as equal."""
-
-    loss: float  # |d loss| / |loss|
-    gradient: float  # worst leaf's max |d| / max |reference|
-    parameter: float  # worst leaf's |d|_2 / |reference|_2 after one update
-    update: float  # worst leaf's |d|_2 / |reference - start|_2
-
-
-# A step left out is an update error of 1, a wrong direction 1.4.
-# Measured: 5e-5 and 0.02.
-BANDS: dict[str, Bands] = {
-    "float32": Bands(1e-6, 1e-5, 1e-6, 1e-3),
-    "bfloat16": Bands(1e-3, 2e-2, 2e-2, 0.1),
-    "float16": Bands(2.5e-4, 5e-3, 5e-3, 2.5e-2),  # 3 more bits
-    # A sum that rounds otherwise may fall on the other side of a code's border, and
-    # codes have 4 bits: what differs is then the recipe's own error, not the layout's.
-    # One device's gradients are 0.08 to 0.17 of a leaf's largest from float32's with
-    # fp8_rowwise, and 0.006 to 0.02 in bfloat16, whose band is as large.
-    **{recipe: Bands(1e-3, 0.1, 2e-2, 0.2) for recipe in RECIPES},
+BANDS: dict[str, Band] = {
+    format.name: format.band for format in (*FORMATS.values(), *RECIPES.values())
 }
 # A model may answer to rounding by more than a band: where a ReLU is near zero for a
 # frequent input, rounding decides about its gradient. What counts then is the distance

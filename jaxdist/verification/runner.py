@@ -1,6 +1,5 @@
 """The proof itself: compile every layout in threads, run one step of each, compare."""
 
-import dataclasses
 import os
 import threading
 from collections import deque
@@ -8,26 +7,30 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 
 from jaxdist.config import ConfigError, trees
 from jaxdist.models import experts
-from jaxdist.parallel.mesh import build_mesh
-from jaxdist.parallel.precision import ComputeName, PrecisionConfig, Recipe
+from jaxdist.parallel.precision import (
+    RECIPES,
+    ComputeName,
+    PrecisionConfig,
+    RecipeName,
+)
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import build, validation
+from jaxdist.trainer import compose, validation
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.verification import cases, comparison
 from jaxdist.verification.comparison import Arrays, Observed, Report, Result
 
 Log = Callable[[str], None]
 _Variant = tuple[tuple[str, Any], ...]  # what a layout changes of the model
-# of a row: of compute, or of products in 8-bit floats (then in bfloat16)
-Precision = ComputeName | Recipe
+# of a row: a format of `precision.compute`, or a recipe of `precision.matmul`
+Precision = ComputeName | RecipeName
 PRECISIONS: tuple[ComputeName, ...] = ("float32", "bfloat16")
 # XLA may drop roundings to bfloat16 inside a fusion. Which ones depends on how it
 # fuses, so on the layout: alone this makes gradients differ by 2e-2. Here all stay
@@ -72,18 +75,18 @@ def compile_layout(
     # by dtype of the stored parameters, and if there is a loss scale
     inits: dict[tuple[str, bool], Any] = {}
     for precision in precisions:
-        this = dataclasses.replace(run, precision=_precision(run, precision))
-        start_of = this.precision.params, build.loss_scale(this) is not None
+        this = compose.with_overrides(run, {"precision": _precision(run, precision)})
+        start_of = (this.precision.params, this.precision.format.scales_loss)
         with (
             _tracing,
             jax.default_matmul_precision("highest" if precision == "float32" else None),
         ):
-            _, rules, spec = validation.validate(this, devices)
-            if spec.streams and this.batch.accumulation > 1:
+            composition = validation.validate(this, devices)
+            if composition.spec.streams and this.batch.accumulation > 1:
                 raise ConfigError(
                     "the parts of a step draw otherwise from the model's own nnx.Rngs"
                 )
-            built = build.build_step(this, spec, build_mesh(this.mesh, devices), rules)
+            built = composition.build_step(devices)
             step = built.inspect.lower(
                 built.abstract_state, built.abstract_batch(batch)
             )
@@ -98,13 +101,12 @@ def compile_layout(
 
 def precisions_of(run: RunConfig) -> tuple[Precision, ...]:
     """Returns the precisions that a run's layouts are compared in."""
-    if run.precision.compute == "float16":
-        return "float32", "float16"
-    return (
-        PRECISIONS
-        if run.precision.matmul == "compute"
-        else (*PRECISIONS, run.precision.matmul)
-    )
+    rows: tuple[Precision, ...] = PRECISIONS
+    if run.precision.compute not in PRECISIONS:
+        rows = ("float32", run.precision.compute)
+    if run.precision.matmul != "compute":
+        rows += (run.precision.matmul,)
+    return rows
 
 
 def _precision(run: RunConfig, name: Precision) -> PrecisionConfig:
@@ -113,11 +115,14 @@ def _precision(run: RunConfig, name: Precision) -> PrecisionConfig:
     """
     if name == "float32":
         return PrecisionConfig("float32", "float32")
-    if name == "bfloat16" or name == "float16":
-        return PrecisionConfig(run.precision.params, name)
+    if name not in RECIPES:
+        return PrecisionConfig(run.precision.params, cast(ComputeName, name))
     # Of all kernels: at tiny sizes every one is small.
     return PrecisionConfig(
-        run.precision.params, "bfloat16", matmul=name, fp8_small_kernels=True
+        run.precision.params,
+        cast(ComputeName, RECIPES[name].dtype),
+        matmul=cast(RecipeName, name),
+        fp8_small_kernels=True,
     )
 
 
@@ -200,7 +205,7 @@ def verify_layouts(
             precisions: Sequence[Precision],
             devices: Sequence[jax.Device],
         ) -> Future[dict[str, Program]]:
-            layout = cases.with_values(small, cases.ONE_DEVICE | overrides)
+            layout = compose.with_overrides(small, cases.ONE_DEVICE | overrides)
             return pool.submit(
                 compile_layout,
                 layout,

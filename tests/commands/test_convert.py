@@ -13,10 +13,10 @@ import pytest
 from jaxdist import convert, generate, interop, train
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import ConfigError, trees
-from jaxdist.evaluation import trained_run
+from jaxdist.evaluation import loading
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.telemetry.metrics import read_rows
-from jaxdist.trainer import exit_code, trainer, workdir
+from jaxdist.trainer import exit_code, loop, workdir
 from support.huggingface import (
     FOLDERS,
     SMOLLM,
@@ -41,7 +41,7 @@ def test_a_converted_workdir_writes_and_scores_text(converted, tmp_path):
     assert {"config.json", "checkpoints", "tokenizer.json"} <= {
         path.name for path in converted.iterdir()
     }
-    run = trained_run.load_run(converted)
+    run = loading.load_run(converted)
     assert run.config.model["tie_embeddings"] and int(run.state.step) == 0
     greedy = SamplingConfig(temperature=0.0)
     (sample,), _ = run.generate(["the in", "x"], max_tokens=5, sampling=greedy)
@@ -61,7 +61,7 @@ def test_a_converted_workdir_stops_at_each_end_that_its_folder_names(
 ):
     source = shutil.copytree(SMOLLM, tmp_path / "source")
     run, greedy = (
-        trained_run.load_run(converted, log=print),
+        loading.load_run(converted, log=print),
         SamplingConfig(temperature=0.0, end_tokens=(10**6,)),
     )
     (whole,) = run.generate(["the inn"], max_tokens=8, sampling=greedy)[0]
@@ -73,7 +73,7 @@ def test_a_converted_workdir_stops_at_each_end_that_its_folder_names(
     shutil.rmtree(source)
     # what the run keeps of its own is enough
     shutil.rmtree(tmp_path / "work" / interop.KEPT)
-    run = trained_run.load_run(tmp_path / "work")
+    run = loading.load_run(tmp_path / "work")
     assert {0, end, 259} <= set(run.tokenizer.end_ids)
     (sample,) = run.generate(
         ["the inn"], max_tokens=8, sampling=SamplingConfig(temperature=0.0)
@@ -231,13 +231,13 @@ def test_fine_tuning_begins_with_the_weights_and_never_reads_them_again(
     stage.
     """
     source, folder = shutil.copytree(SMOLLM, tmp_path / "source"), tmp_path / "run"
-    begun, real = [], trainer.Trainer.train
+    begun, real = [], loop.Trainer.train
 
     def noted(session, state):
         begun.append(jax.tree.map(np.array, session.built.views.flat(state)))
         return real(session, state)
 
-    monkeypatch.setattr(trainer.Trainer, "train", noted)
+    monkeypatch.setattr(loop.Trainer, "train", noted)
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     assert train.main([*flags(text, source, **layout), "--workdir", str(folder)]) == 0
     state = begun[0]

@@ -13,8 +13,8 @@ import pytest
 
 from jaxdist import convert, generate, train
 from jaxdist.config import ConfigError
-from jaxdist.data import chat_rows
-from jaxdist.evaluation import trained_run
+from jaxdist.data.sources import chat_rows
+from jaxdist.evaluation import loading
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.telemetry.metrics import read_rows
 from support.chats import HEADERS, rows, turn, write_rows, write_tokenizer
@@ -85,7 +85,7 @@ def test_the_config_is_followed_from_the_quickstart_to_an_answer(
     assert {"chat_template.jinja", "tokenizer_config.json"} <= set(
         os.listdir("runs/sft_lora")
     )
-    run = trained_run.load_run("runs/sft_lora")
+    run = loading.load_run("runs/sft_lora")
     assert run.tokenizer.end_ids == (3,)
     question = answer[answer.index("--prompt") + 1]
     (sample,) = run.chat(
@@ -143,7 +143,7 @@ def test_a_chat_goes_out_as_transformers_wants_it(tmp_path, monkeypatch):
         == 0
     )
     assert (out / "chat_template.jinja").read_text() == HEADERS
-    tokenizer = trained_run.load_run(work).tokenizer
+    tokenizer = loading.load_run(work).tokenizer
     names = [tokenizer._tokenizer.id_to_token(i) for i in tokenizer.end_ids]
     assert names == ["<|end_of_text|>", "<|eot_id|>"]
     ends = json.loads((out / "generation_config.json").read_text())["eos_token_id"]
@@ -182,7 +182,7 @@ def test_the_page_can_be_followed(tmp_path, monkeypatch):
 
 def test_a_model_without_a_template_cannot_chat(tmp_path):
     assert run_convert(SMOLLM, tmp_path / "work", "jaxdist") == 0
-    run = trained_run.load_run(tmp_path / "work")
+    run = loading.load_run(tmp_path / "work")
     with pytest.raises(
         ConfigError, match="no chat template; put one there as chat_template.jinja"
     ):

@@ -13,15 +13,12 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.data.balance import Balancer, StepGrid, balanced_order, imbalance
-from jaxdist.data.dataset import Dataset
 from jaxdist.data.loader import Loader, Placer
-from jaxdist.data.packing import PackedDocuments, plan_packing
-from jaxdist.data.splits import DatasetSplit
-from jaxdist.data.token_files import TokenFile, TokenStore
-from jaxdist.step.gradients import split
-from jaxdist.step.train_step import StepConfig
+from jaxdist.step.batch_parts import split
+from jaxdist.step.step_config import StepConfig
 from jaxdist.trainer.health import SkippingDataset
 from support.models import FAST_COMPILE, TINY, Layout, init_of, step_of, worst
+from support.packed_documents import dataset_of
 
 G = 16
 GRIDS = [
@@ -31,29 +28,6 @@ GRIDS = [
     StepGrid(4, 1, 4),
     StepGrid(1, 4, 1),
 ]
-
-
-def dataset_of(folder, lengths, length_S: int) -> Dataset:
-    """Returns packed documents of these lengths, with tokens of the tests' smallest
-    vocabulary.
-    """
-    ids = np.random.default_rng(0).integers(0, TINY.vocab_size, sum(lengths))
-    ids.astype("<u2").tofile(folder / "0.bin")
-    length = np.array(lengths, np.int64)
-    owner, groups = np.zeros(len(length), np.int32), np.zeros(len(length), np.uint8)
-    start, files = np.cumsum(length) - length, (TokenFile(folder / "0.bin", "<u2"),)
-    store = TokenStore(
-        "test", files, owner, start, length, groups, None, max_id=63, fingerprint="test"
-    )
-    sides = [
-        PackedDocuments(store, plan_packing(store, chosen, length_S), length_S)
-        for chosen in (np.ones(len(length), bool), np.zeros(len(length), bool))
-    ]
-    return Dataset(
-        [tuple(DatasetSplit("test", side, side.num_targets) for side in sides)],
-        seed=1,
-        fingerprint="",
-    )
 
 
 @pytest.fixture(name="dataset")

@@ -13,7 +13,7 @@ pytest.importorskip("tokenizers", reason="extra `chat` is not installed")
 
 from jaxdist.config import ConfigError  # noqa: E402
 from jaxdist.data import DataConfig, chat, chat_template, load_tokenizer, open_dataset  # noqa: E402
-from jaxdist.data.sources import Document  # noqa: E402
+from jaxdist.data.sources.documents import Document  # noqa: E402
 from support.chats import (  # noqa: E402
     HEADERS,
     MARKED,

@@ -15,9 +15,9 @@ from jaxdist.data import (
     load_tokenizer,
     open_dataset,
 )
+from jaxdist.data.config import parts_of
 from jaxdist.data.packing import PackedDocuments, Windows, best_fit, plan_packing
 from jaxdist.data.shuffle import Mixture, order_key, permute
-from jaxdist.data.sources import sources_of
 from jaxdist.data.splits import split
 from jaxdist.data.token_files import TokenFile, TokenStore, group_of
 
@@ -565,7 +565,7 @@ def test_options_read_from_the_command_line():
     assert len(fields) <= 17 and all(field.doc for field in fields.values())
     text = "0.7:stdlib:,0.3:jsonl:/x/y.jsonl,/x/z.jsonl, .5:bin:/b"
     mixture = schema.parse_value(text, fields["data.mixture"])
-    weights, sources = sources_of(DataConfig(source="mixture", mixture=mixture))
+    weights, sources = parts_of(DataConfig(source="mixture", mixture=mixture))
     assert weights == [0.7, 0.3, 0.5]
     assert [one.path for one in sources] == ["", "/x/y.jsonl,/x/z.jsonl", "/b"]
     assert json.dumps(dataclasses.asdict(DataConfig()))

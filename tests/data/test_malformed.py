@@ -24,9 +24,10 @@ from hypothesis import strategies as st
 
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig, SourceError, open_dataset
-from jaxdist.data.sources import Corpus, Document
+from jaxdist.data.sources.documents import Corpus, Document
+from jaxdist.data.sources.megatron import open_megatron
 from jaxdist.data.token_cache import TextEncoder, open_tokens
-from jaxdist.data.token_files import BLOCK_TOKENS, open_megatron
+from jaxdist.data.token_files import BLOCK_TOKENS
 
 LENGTH_S = 16
 

@@ -10,7 +10,9 @@ import pytest
 
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig, open_dataset
-from jaxdist.data.token_files import BLOCK_TOKENS, open_bin, open_megatron
+from jaxdist.data.sources.bin_files import open_bin
+from jaxdist.data.sources.megatron import open_megatron
+from jaxdist.data.token_files import BLOCK_TOKENS
 
 LENGTH_S = 32
 

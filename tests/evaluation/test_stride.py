@@ -12,7 +12,7 @@ import pytest
 
 from jaxdist import evaluate, library
 from jaxdist.config import ConfigError
-from jaxdist.evaluation import trained_run
+from jaxdist.evaluation import loading
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.trainer import exit_code
 from support.inference import (  # noqa: F401  pytest finds the fixtures here
@@ -119,7 +119,7 @@ def test_each_token_is_scored_after_its_own_window(
 
 def test_a_split_sequence_and_few_targets(trained, alone, documents):
     one = on(alone, documents[0])
-    split = trained_run.load_run(trained[0], mesh=MeshConfig(context=2, fsdp=4))
+    split = loading.load_run(trained[0], mesh=MeshConfig(context=2, fsdp=4))
     again = on(split, documents[0]).evaluate(stride=5)
     assert again.loss == pytest.approx(one.evaluate(stride=5).loss, rel=1e-5)
     assert one.evaluate(stride=5, validation_tokens=50).tokens == 50
@@ -214,13 +214,13 @@ def test_long_chats_of_a_model_with_experts(tmp_path):
     )
     library.run(config, tmp_path / "work")
     folder = tmp_path / "work"
-    runs = [trained_run.load_run(folder, devices=jax.devices()[:1])]
+    runs = [loading.load_run(folder, devices=jax.devices()[:1])]
     for axes in (
         {"fsdp": 2, "expert": 4},
         {"fsdp": 2, "expert": 2, "context": 2},
         {"tensor": 2, "expert": 4},
     ):
-        runs.append(trained_run.load_run(folder, mesh=MeshConfig(data=1, **axes)))
+        runs.append(loading.load_run(folder, mesh=MeshConfig(data=1, **axes)))
     batch = dataclasses.replace(runs[0].config.batch, sequence_length=LENGTH_S)
     short = [
         dataclasses.replace(run, config=dataclasses.replace(run.config, batch=batch))

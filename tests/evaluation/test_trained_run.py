@@ -16,7 +16,7 @@ from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError
 from jaxdist.data import bpe
-from jaxdist.evaluation import layout, trained_run
+from jaxdist.evaluation import layout, loading, trained_run
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.inference.scoring import windows
 from jaxdist.parallel.mesh import MeshConfig
@@ -99,8 +99,8 @@ def test_a_mesh_may_be_chosen_and_unfit_ones_are_replaced(trained):
     config = tiny_config(trained[0].parent)
     eight, two = jax.devices(), jax.devices()[:2]
     config = dataclasses.replace(config, mesh=MeshConfig(data=2, fsdp=2, tensor=2))
-    assert layout.fitted(config, eight, None)[0].mesh == config.mesh
-    fitted = layout.fitted(config, two, None)[0]
+    assert layout.fitted(config, eight, None).config.mesh == config.mesh
+    fitted = layout.fitted(config, two, None).config
     assert fitted.mesh == MeshConfig(data=1, fsdp=2)
     assert (fitted.batch.global_size, fitted.batch.accumulation) == (4, 1)
     staged = MeshConfig(pipeline=2, data=1, context=2, tensor=2)
@@ -108,12 +108,12 @@ def test_a_mesh_may_be_chosen_and_unfit_ones_are_replaced(trained):
     again = RematConfig("full", every=5)
     fitted = layout.fitted(
         dataclasses.replace(config, mesh=staged, remat=again), eight, None
-    )[0]
+    ).config
     assert fitted.mesh == MeshConfig(data=1, fsdp=2, context=2, tensor=2)
     odd = dataclasses.replace(config, model={**config.model, "d_model": 15})
-    assert layout.fitted(odd, two, None)[0].mesh == MeshConfig()
+    assert layout.fitted(odd, two, None).config.mesh == MeshConfig()
     with pytest.raises(ConfigError, match="mesh"):
-        trained_run.load_run(trained[0], mesh=MeshConfig(tensor=3))
+        loading.load_run(trained[0], mesh=MeshConfig(tensor=3))
 
 
 # --- how probable texts are -----------------------------------------------------------
@@ -266,7 +266,7 @@ def test_published_models_score_as_their_own_library_says(family, axes, tmp_path
         "jaxdist",
     ]
     assert convert.main([str(flag) for flag in flags]) == 0
-    run = trained_run.load_run(tmp_path / "work", mesh=MeshConfig(**axes))
+    run = loading.load_run(tmp_path / "work", mesh=MeshConfig(**axes))
     assert run.built.mesh.size == 8 and (
         "local" in run.config.model["layer_pattern"]
     ) == (family == "gemma3")
@@ -422,7 +422,7 @@ def test_a_damaged_checkpoint_is_passed_over(trained, here, tmp_path):
         if file.is_file():
             file.write_bytes(b"")
     lines = []
-    trained_run.load_run(tmp_path, log=lines.append)
+    loading.load_run(tmp_path, log=lines.append)
     assert "checkpoint 2 cannot be used" in lines[0]
 
 

@@ -199,7 +199,7 @@ def test_logits_and_tokens_are_those_of_one_device(name):
     layout = Layout(case.config, **case.axes, **case.rules)
     rows, slots, heads = case.shard
     logits, cache = layout.forced(slots * case.axes["context"])
-    for held in (cache.keys, cache.values):
+    for held in jax.tree.leaves(cache.stacks):
         assert held.addressable_shards[0].data.shape == (
             case.config.num_layers,
             rows,

@@ -9,7 +9,7 @@ import pytest
 
 from jaxdist import evaluate, interop, train
 from jaxdist.config import ConfigError, trees
-from jaxdist.evaluation import trained_run
+from jaxdist.evaluation import loading
 from jaxdist.inference.decoding import SamplingConfig
 from support.huggingface import EXPERTS, FOLDERS, load_all, run_convert
 from support.weight_sources import parsed
@@ -24,7 +24,7 @@ NAMES = [
 def test_a_converted_workdir_computes_the_same_and_goes_back(name, tmp_path):
     work, back, source = tmp_path / "work", tmp_path / "back", FOLDERS / name
     assert run_convert(source, work, "jaxdist") == 0
-    run = trained_run.load_run(work)
+    run = loading.load_run(work)
     model = run.config.model
     (load,) = trees.flatten_names(run.state.model_state).values()
     dense = model["first_dense_layers"]

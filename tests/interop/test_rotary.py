@@ -16,7 +16,7 @@ from jaxdist import interop
 from jaxdist.models.model_values import differing_values, without_stretch
 from jaxdist.models.rotary import rotary_frequencies
 from jaxdist.models.transformer import TransformerConfig
-from jaxdist.step.train_step import StepConfig
+from jaxdist.step.step_config import StepConfig
 from support.huggingface import MESH, compare
 from support.models import ONE, TINY, Layout, batch_of, model_of, step_of
 from support.paths import DATA

@@ -18,8 +18,7 @@ import datasets  # noqa: E402
 import jax  # noqa: E402
 
 from jaxdist import library  # noqa: E402
-from jaxdist.data import open_dataset  # noqa: E402
-from jaxdist.data.sources import DataConfig  # noqa: E402
+from jaxdist.data import DataConfig, open_dataset  # noqa: E402
 from jaxdist.telemetry.metrics import read_rows  # noqa: E402
 from jaxdist.trainer import run_config  # noqa: E402
 from support.chats import HEADERS, MARKED, PLAIN, rows, write_rows, write_tokenizer  # noqa: E402

@@ -31,6 +31,7 @@ from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer import trainer
+from jaxdist.trainer.loop import TrainingStopped
 from support.paths import ROOT
 
 MESH = dict(fsdp=2, tensor=2)  # and data 2
@@ -188,9 +189,7 @@ def kept(step: int, data=batches) -> dict:
 def test_a_save_that_cannot_start_is_tried_once_a_step(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
     settings = {"checkpoint.every_steps": 5, "checkpoint.patience_s": 0.0}
-    with pytest.raises(
-        trainer.TrainingStopped, match="last checkpoint could not be written"
-    ):
+    with pytest.raises(TrainingStopped, match="last checkpoint could not be written"):
         fit(folder=tmp_path, steps=10, settings=settings)
     saves = [
         event["step"] for event in read_events(tmp_path) if event["event"] == "save"
@@ -397,7 +396,7 @@ def test_what_cannot_be_is_said_before_anything_compiles(whole, monkeypatch):
     ]
     compiled = []
     monkeypatch.setattr(
-        "jaxdist.trainer.restore._compile", lambda *_: compiled.append(1)
+        "jaxdist.trainer.start.compile_step", lambda *_: compiled.append(1)
     )
     for text, options in wrong:
         with pytest.raises(ConfigError, match=re.escape(text)):
@@ -459,7 +458,7 @@ def test_a_run_that_ends_with_skipped_updates_has_failed(tmp_path):
 
     for _ in range(2):  # also where it has nothing left to do
         with pytest.raises(
-            trainer.TrainingStopped,
+            TrainingStopped,
             match="the last 2 updates were left out.* step 7 on",
         ):
             fit(sick, folder=tmp_path / "run")

@@ -24,11 +24,9 @@ from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.optimizers import build_optimizer
 from jaxdist.optim.roles import role_of
 from jaxdist.parallel import execution, sharding
-from jaxdist.parallel.mesh import build_mesh
 from jaxdist.protocols.model import BlockInfo
 from jaxdist.protocols.model_spec import describe
 from jaxdist.telemetry.flops import jaxpr_flops
-from jaxdist.trainer import build as run_build
 from jaxdist.trainer import run_config, step_lines, validation
 from jaxdist.verification import runner
 from support.models import FAST_COMPILE, TINY, model_of, worst
@@ -419,9 +417,10 @@ def test_what_an_axis_of_experts_cannot_be(changes, said):
 @pytest.mark.parametrize("zero", [3, 2, 1])
 def test_nothing_but_vectors_is_held_twice_over_fsdp_and_expert(zero):
     run = run_on(mesh__expert=4, mesh__fsdp=2, mesh__zero=zero)
-    _, rules, spec = validation.validate_on(run, 8, with_data=False)
+    composition = validation.validate_on(run, 8, with_data=False)
+    rules = composition.rules
     kinds = set()
-    for path, (x, names) in spec.named_trainable().items():
+    for path, (x, names) in composition.spec.named_trainable().items():
         stored, state = (use(names, x.shape) for use in (rules.stored, rules.state))
         if sharding.is_vector(names, x.shape):
             assert "norm" in path and not any(state)
@@ -552,9 +551,8 @@ def test_a_run_says_what_computes_its_experts_and_how_tokens_reach_them(size, ex
     config.model.update(num_experts=E, experts_per_token=K)
     config.mesh.update(data=8 // size, expert=size)
     run = run_config.from_config(config)
-    _, rules, spec = validation.validate_on(run, 8, with_data=False)
-    built = run_build.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)
-    lines = step_lines.step_lines(run, spec, built)
+    composition = validation.validate_on(run, 8, with_data=False)
+    lines = step_lines.step_lines(composition, composition.build_step())
     said = [line for line in lines if line.startswith("experts:")]
     assert len(said) == 2 and "products by" in said[0] and exchange in said[1]
 

@@ -10,9 +10,7 @@ import pytest
 
 from jaxdist.config import ConfigError, schema
 from jaxdist.data import open_dataset
-from jaxdist.parallel.mesh import build_mesh
-from jaxdist.trainer import build, run_config, validation
-from jaxdist.verification import cases
+from jaxdist.trainer import compose, run_config, validation
 from jaxdist.verification.runner import verify_layouts
 from support.models import FAST_COMPILE
 
@@ -58,8 +56,8 @@ def losses(run: run_config.RunConfig, num_devices: int) -> tuple[list[float], se
     """
     devices = jax.devices()[:num_devices]
     with jax.default_matmul_precision("highest"):
-        _, rules, spec = validation.validate(run, devices)
-        built = build.build_step(run, spec, build_mesh(run.mesh, devices), rules)
+        composition = validation.validate(run, devices)
+        built = composition.build_step(devices)
         size = run.batch.global_size
         dataset = open_dataset(
             run.data, sequence_length=run.batch.sequence_length, log=lambda _: None
@@ -86,8 +84,8 @@ def losses(run: run_config.RunConfig, num_devices: int) -> tuple[list[float], se
 def test_losses_are_those_of_one_device(name, tmp_path_factory):
     assert len(jax.devices()) == 8
     run = run_of(name, str(tmp_path_factory.getbasetemp()))
-    one, whole = losses(cases.with_values(run, ONE), 1)
-    eight, split = losses(cases.with_values(run, EIGHT), 8)
+    one, whole = losses(compose.with_overrides(run, ONE), 1)
+    eight, split = losses(compose.with_overrides(run, EIGHT), 8)
     assert whole == {1} and max(split) >= 2  # some parameters lie in pieces
     assert one[4] < one[2] < one[0] and one[5] < one[3] < one[1]  # on the same batches
     np.testing.assert_allclose(eight, one, rtol=1e-5)
@@ -97,15 +95,15 @@ def test_batch_statistics_are_refused_where_they_would_be_of_a_part(tmp_path):
     run = run_of("convolutional network", str(tmp_path))
     with pytest.raises(ConfigError, match="accumulation"):
         validation.validate(
-            cases.with_values(run, {"batch.accumulation": 2}), jax.devices()[:1]
+            compose.with_overrides(run, {"batch.accumulation": 2}), jax.devices()[:1]
         )
     with pytest.raises(ConfigError, match="pipeline"):
         validation.validate(
-            cases.with_values(run, {"mesh.pipeline": 2}), jax.devices()[:2]
+            compose.with_overrides(run, {"mesh.pipeline": 2}), jax.devices()[:2]
         )
     mixer = run_of("mixer", str(tmp_path))
     validation.validate(
-        cases.with_values(mixer, {"batch.accumulation": 2}), jax.devices()[:1]
+        compose.with_overrides(mixer, {"batch.accumulation": 2}), jax.devices()[:1]
     )
 
 

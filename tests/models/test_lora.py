@@ -20,7 +20,7 @@ from scipy.stats import norm
 
 from jaxdist import convert, interop, train
 from jaxdist.config import ConfigError, extras, trees
-from jaxdist.evaluation import trained_run
+from jaxdist.evaluation import loading
 from jaxdist.interop import peft
 from jaxdist.models import lora
 from jaxdist.models.lora import LoraConfig
@@ -30,13 +30,14 @@ from jaxdist.optim.schedules import build_schedule
 from jaxdist.parallel import mesh, sharding
 from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
 from jaxdist.protocols.model_spec import describe
-from jaxdist.step.train_step import StepConfig, build_train_step
+from jaxdist.step.step_config import StepConfig
+from jaxdist.step.train_step import build_train_step
 from jaxdist.telemetry import flops, hlo
 from jaxdist.telemetry.metrics import read_rows
 from jaxdist.trainer import (
+    loop,
     model_flops,
     run_config,
-    trainer,
     validation,
     workdir,
 )
@@ -562,7 +563,7 @@ def test_a_run_resumes_and_goes_out_merged_and_as_peft(
         )
 
     def opened(folder):
-        return trained_run.load_run(
+        return loading.load_run(
             folder, devices=jax.devices()[:2], log=lambda line: None
         )
 
@@ -603,13 +604,13 @@ def test_a_run_resumes_and_goes_out_merged_and_as_peft(
     found = peft.read(factors, family, run.config.lora, shapes_of(spec.trainable))
     for path, x in trees.flatten_names(jax.device_get(state.trainable)).items():
         np.testing.assert_array_equal(found[path], x)
-    begun, real = [], trainer.Trainer.train
+    begun, real = [], loop.Trainer.train
 
     def noted(session, state):
         begun.append(jax.device_get(session.built.views.flat(state)))
         return real(session, state)
 
-    monkeypatch.setattr(trainer.Trainer, "train", noted)
+    monkeypatch.setattr(loop.Trainer, "train", noted)
     on = flags(text, SMOLLM, **RUN | {"lora__from_peft": factors, "train__steps": 1})
     assert train.main([*on, "--workdir", str(tmp_path / "on")]) == 0
     assert bitwise_equal(begun[0].trainable, run.state.trainable)

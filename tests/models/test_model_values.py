@@ -22,7 +22,7 @@ from jaxdist.parallel import execution
 from jaxdist.parallel.remat import rematerialised
 from jaxdist.protocols.layer_scan import scan_layers
 from jaxdist.protocols.model import pattern_of, run_blocks, shared_fields
-from jaxdist.step.train_step import StepConfig
+from jaxdist.step.step_config import StepConfig
 from support.models import (
     FAST_COMPILE,
     MIXED,

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.checkpoint.state_dict import to_canonical
-from jaxdist.config import ConfigError, schema, trees
+from jaxdist.config import ConfigError, files, schema, trees
 from jaxdist.models import registry
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.schedules import build_schedule
@@ -27,8 +27,9 @@ from jaxdist.protocols.model import as_loss
 from jaxdist.protocols.model_spec import describe
 from jaxdist.step.gradients import build_objective
 from jaxdist.step.model_checks import check_model
-from jaxdist.step.train_step import StepConfig, build_train_step
-from jaxdist.trainer import run_config, step_lines, validation
+from jaxdist.step.step_config import StepConfig
+from jaxdist.step.train_step import build_train_step
+from jaxdist.trainer import run_config, validation
 from jaxdist.verification import runner
 from support import plain_flax_models
 from support.models import (
@@ -576,14 +577,14 @@ def validated(target, devices=8, **values):
     flat = schema.flatten(run_config.default_config(target)) | given
     run = run_config.from_config(schema.unflatten(flat))
     with jax.numpy_rank_promotion("allow"):
-        return run, *validation.validate(run, jax.devices()[:devices], with_data=False)
+        return validation.validate(run, jax.devices()[:devices], with_data=False)
 
 
 def test_options_are_the_parameters_of_init_or_the_fields_of_config():
     defaults = run_config.model_defaults(PLAIN)
     assert defaults == {"target": PLAIN, "hidden": 32, "vocab_size": 64, "rate": 0.0}
     assert run_config.model_defaults(COUNTING) == {"target": COUNTING, "width": 16}
-    run, *_, spec = validated(PLAIN, model__hidden=64, mesh__fsdp=8)
+    spec = validated(PLAIN, model__hidden=64, mesh__fsdp=8).spec
     assert spec.trainable["up"]["kernel"].shape == (16, 64)
     with pytest.raises(ConfigError, match="model.hidden: got 'x', required int"):
         validated(PLAIN, model__hidden="x")
@@ -598,10 +599,10 @@ def test_options_are_the_parameters_of_init_or_the_fields_of_config():
 
 def test_names_by_rule_by_flax_and_by_default_and_the_table_says_so():
     rules = (("up/kernel", "d_model d_ff"), ("blocks/0/kernel", "d_ff d_model"))
-    run, shape, table, spec = validated(
+    composition = validated(
         PLAIN, mesh__fsdp=2, mesh__tensor=2, mesh__data=2, sharding__rules=rules
     )
-    placed = {p.path: p for p in step_lines.placements(run, spec, table)}
+    placed = {p.path: p for p in composition.placements()}
     assert placed["up/kernel"].stored == P("fsdp", "tensor")
     assert placed["blocks/0/kernel"].stored == P("tensor", "fsdp")
     assert placed["head/kernel"].stored == P(None, "fsdp")
@@ -619,12 +620,10 @@ def test_the_rules_of_the_docs_are_read():
     page = (DOCS / "sharding.md").read_text()
     config = run_config.default_config(STAGED)
     exec(page.split("```python")[1].split("```")[0], {"config": config})
-    _, _, table, spec = validated(
-        STAGED, **schema.flatten(config), mesh__fsdp=4, mesh__tensor=2
-    )
+    found = validated(STAGED, **schema.flatten(config), mesh__fsdp=4, mesh__tensor=2)
     stored = {
-        path: table.stored(names, x.shape)
-        for path, (x, names) in spec.named_parameters().items()
+        path: found.rules.stored(names, x.shape)
+        for path, (x, names) in found.spec.named_parameters().items()
     }
     assert stored["blocks/up/kernel"] == P(None, "fsdp", "tensor")
     assert stored["blocks/down/kernel"] == P(None, "tensor", "fsdp")
@@ -673,12 +672,14 @@ def test_patterns_that_find_nothing_are_faults_and_frozen_is_in_the_fingerprint(
         validated(PLAIN, optimizer__groups=(("^table", 2.0, None),))
     with pytest.raises(ConfigError, match="leaves no parameter to train"):
         validated(PLAIN, optimizer__frozen=("",))
-    runs = [validated(PLAIN, optimizer__frozen=frozen)[0] for frozen in ((), ("head",))]
+    runs = [
+        validated(PLAIN, optimizer__frozen=frozen).config for frozen in ((), ("head",))
+    ]
     assert run_config.run_fingerprint(runs[0]) != run_config.run_fingerprint(runs[1])
 
 
 def test_verify_proves_a_plain_class_and_says_what_it_cannot():
-    run, *_ = validated(PLAIN, model__rate=0.2)
+    run = validated(PLAIN, model__rate=0.2).config
     with jax.numpy_rank_promotion("allow"):
         prove = partial(
             runner.verify_layouts,
@@ -691,3 +692,54 @@ def test_verify_proves_a_plain_class_and_says_what_it_cannot():
         assert report.passed and len(report.layouts) == 1
         with pytest.raises(ConfigError, match="Plain.loss changes its state"):
             prove(only="accumulation")
+
+
+GROUPED = """
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxdist.config.annotations import PositiveInt
+
+
+@dataclass(frozen=True)
+class Inner:
+    size: PositiveInt = 2  # of the vector
+    rate: float = 0.5
+
+
+@dataclass(frozen=True)
+class Outer:
+    width: PositiveInt = 3
+    inner: Inner = Inner(size=4)
+
+
+class Grouped(nnx.Module):
+    Config = Outer
+
+    def __init__(self, config: Outer, *, rngs: nnx.Rngs):
+        self.vector = nnx.Param(jnp.ones(config.inner.size))
+"""
+
+
+def test_options_of_a_group_are_keys_below_it(tmp_path):
+    file = tmp_path / "grouped.py"
+    file.write_text(GROUPED)
+    target = f"{file}:Grouped"
+    config = run_config.default_config(target)
+    assert config.model.to_dict() == {
+        "target": target,
+        "width": 3,
+        "inner": {"size": 4, "rate": 0.5},
+    }
+    files.apply_overrides(
+        config, {"model.inner.size": "7"}, run_config.full_schema(target)
+    )
+    run = run_config.from_config(config)
+    assert run.model_config.inner.size == 7
+    build = registry.build_function(run.model_class, run.model_options)
+    assert build(nnx.Rngs(0)).vector.shape == (7,)
+    wrong = {"width": 3, "inner": {"size": 0, "rate": 0.5}}
+    (fault,) = registry.option_faults(run.model_class, wrong)
+    assert fault.startswith("model.inner.size: got 0, required int >= 1")

@@ -135,7 +135,11 @@ def test_cached_logits_are_those_of_the_whole_forward_pass():
     for part in np.split(batch["tokens"][:, :12], [9, 10, 11], 1):
         logits, cache = decode(model, jnp.asarray(part), cache)
         parts.append(logits)
-    assert cache.keys.shape[0] == BOTH.num_layers
+    depths = {
+        name: [layer.keys.shape[0] for layer in layers]
+        for name, layers in cache.stacks.items()
+    }
+    assert depths == {"first_blocks": [1], "blocks": [2, 2]}
     assert worst(np.concatenate(parts, 1), forward[:, :12]) < 1e-5
 
 

@@ -17,14 +17,12 @@ from jaxdist.config import ConfigError, files
 from jaxdist.config.schema import faults
 from jaxdist.data import DataConfig, open_dataset
 from jaxdist.data.loader import Loader
-from jaxdist.evaluation import trained_run
+from jaxdist.evaluation import loading
 from jaxdist.models.vision import VisionConfig, VisionTransformer
-from jaxdist.parallel.mesh import build_mesh
 from jaxdist.protocols.model_spec import describe
 from jaxdist.telemetry.metrics import read_rows
-from jaxdist.trainer import batching, build, cli, run_config, trainer, validation
+from jaxdist.trainer import cli, compose, run_config, trainer, validation
 from jaxdist.trainer.callbacks import every
-from jaxdist.verification import cases
 
 DIGITS = DataConfig(source="digits")
 COUNT = 1797
@@ -119,11 +117,11 @@ def test_batches_reach_the_devices_that_want_them():
     run = run_config.from_config(
         files.load("vit_digits", folders=files.packaged_folders())
     )
-    run = cases.with_values(run, {"mesh.fsdp": 4, "mesh.data": 2})
-    _, rules, spec = validation.validate(run, jax.devices())
-    built = build.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)
+    run = compose.with_overrides(run, {"mesh.fsdp": 4, "mesh.data": 2})
+    composition = validation.validate(run, jax.devices())
+    built = composition.build_step(jax.devices())
     dataset, size = opened(run.data), run.batch.global_size
-    shapes = batching.batch_shapes(run, size)
+    shapes = compose.batch_shapes(run, size)
     assert {n: (x.shape, x.dtype) for n, x in shapes.items()} == {
         n: (x.shape, x.dtype) for n, x in dataset.train_batch(0, size).items()
     }
@@ -378,7 +376,7 @@ def accuracy(folder) -> tuple[float, int]:
     """Returns the share of held-out scans that the run's last checkpoint gets right, of
     how many.
     """
-    trained = trained_run.load_run(folder, log=lambda _: None)
+    trained = loading.load_run(folder, log=lambda _: None)
     dataset = opened(trained.config.data)
     batch = dataset.read("validation", np.arange(dataset.num_validation_tokens))
     model = trained.spec.assemble(trained.state.trainable, trained.state.model_state)

@@ -20,6 +20,7 @@ from jaxdist.operations.ledger.run_lives import Life
 from jaxdist.storage import run_format
 from jaxdist.telemetry import clock as core_clock
 from support.launches import assert_time_adds_up
+from support.ledgers import published
 from support.runs import command, environment, last_step, train, train_and_kill
 
 START = 1_790_000_000.0
@@ -185,7 +186,7 @@ def test_a_rollback_behind_a_lifes_first_step(book, clock):
 
 def test_a_rows_goodput_is_that_of_the_last_write(book, clock, tmp_path):
     assert book.goodput is None and book.summary() == ""
-    with book.published(tmp_path):
+    with published(book, tmp_path):
         book.enter("step", 0)
         clock.now += 3
         book.enter("save", 3)
@@ -197,10 +198,10 @@ def test_a_rows_goodput_is_that_of_the_last_write(book, clock, tmp_path):
 
 def test_a_life_says_how_it_ended(tmp_path):
     for code in (75, 0):
-        with (book := Ledger()).published(tmp_path):
+        with published(book := Ledger(), tmp_path):
             book.end_with(code)
     for error in (ValueError(), ConfigError("x"), KeyboardInterrupt()):
-        with pytest.raises(type(error)), (book := Ledger()).published(tmp_path):
+        with pytest.raises(type(error)), published(book := Ledger(), tmp_path):
             book.end_with(75)
             raise error
     lives = run_lives.read_lives(tmp_path)
@@ -315,11 +316,11 @@ def test_a_clock_that_is_set_back_takes_nothing_from_the_account():
 )
 def test_a_ledger_that_cannot_be_read_is_put_aside_not_overwritten(tmp_path, text):
     (file := tmp_path / run_lives.LEDGER_FILE).write_text(text)
-    with (book := Ledger()).published(tmp_path):
+    with published(book := Ledger(), tmp_path):
         book.enter("data", 0)
     assert len(run_lives.read_lives(tmp_path)) == 1
     assert (aside := tmp_path / f"{file.name}.unreadable").read_text() == text
-    with Ledger().published(tmp_path):
+    with published(Ledger(), tmp_path):
         pass
     assert len(run_lives.read_lives(tmp_path)) == 2 and aside.read_text() == text
 

@@ -56,10 +56,10 @@ def test_two_processes_train_as_one_and_go_on_as_one(tmp_path):
 
 FAILS = """
 import os, runpy, sys
-from jaxdist.trainer import build, workdir
+from jaxdist.trainer import batching, workdir
 def fail(*_): raise OSError(5, "Input/output error")
 if os.environ["JAXDIST_PROCESS_ID"] == os.environ["FAILING"]:
-    setattr(build if os.environ["WHERE"] == "open_data" else workdir, os.environ["WHERE"], fail)
+    setattr(batching if os.environ["WHERE"] == "open_data" else workdir, os.environ["WHERE"], fail)
 runpy.run_module("jaxdist.train", run_name="__main__", alter_sys=True)
 """
 

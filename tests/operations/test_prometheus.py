@@ -22,7 +22,9 @@ from jaxdist.operations.ledger.ledger import Ledger
 from jaxdist.operations.metrics.prometheus import RunMetrics, served
 from jaxdist.operations.metrics.serving import MetricsServer
 from jaxdist.trainer.callbacks import Run
+from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.run_config import RunConfig
+from support.ledgers import published
 from support.paths import ROOT
 from support.runs import command, environment, overrides, refused
 
@@ -78,7 +80,7 @@ def shown(tmp_path, book: Ledger) -> RunMetrics:
 def test_a_scrape_finds_the_run_as_it_is(tmp_path):
     book = Ledger()
     with (
-        book.published(tmp_path),
+        published(book, tmp_path),
         served(TelemetryConfig(), shown(tmp_path, book)) as port,
     ):
         book.enter("data", 0)
@@ -117,9 +119,8 @@ def test_a_scrape_finds_the_run_as_it_is(tmp_path):
 def run_of(config: RunConfig, folder: Path) -> Run:
     """Returns a run as callbacks see it at its start."""
     return Run(
-        config=config,
+        composition=Composition(config, rules=None, spec=None),
         folder=folder,
-        spec=None,
         devices=jax.devices(),
         note=print,
         say=print,
@@ -145,7 +146,7 @@ def test_a_port_in_use_is_one_line_before_anything_compiles(tmp_path, capsys):
             book = Ledger()
             server = MetricsServer(book)
             run = run_of(config, tmp_path)
-            with book.published(tmp_path), server:
+            with published(book, tmp_path), server:
                 if start == "trains":
                     continue
                 if start != "goes on":

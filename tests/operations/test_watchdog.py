@@ -238,6 +238,9 @@ def beats(
         (0, [], {"p0": ("step", 9, 9), "p1": ("save", 6, -60)}),
         (0, [0], {"p0": ("save", 6, 1), "p1": ("save", 6, 1)}),  # level: each speaks
         (2, [], {"p0": ("step", 9, 5), "p1": ("data", 9, 1), "p2": ("step", 9, 5)}),
+        # one that waits for a vote is ahead of one that has not come to it
+        (0, [], {"p0": ("vote", 9, 1), "p1": ("step", 9, 1)}),
+        (1, [1], {"p0": ("vote", 9, 1), "p1": ("step", 9, 1)}),
         # stuck before the others' first words
         (0, [1], {"p0": ("start", 0, 9), "p1": ("start", -1, 9)}),
         # has not come so far as to beat

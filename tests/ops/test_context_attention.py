@@ -13,9 +13,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import ConfigError
-from jaxdist.ops import context_attention, context_costs, splash
+from jaxdist.ops import context_attention, splash
 from jaxdist.ops.attention import attention
 from jaxdist.ops.attention_backends import BACKENDS
+from jaxdist.ops.attention_costs import attention_cost
 from jaxdist.ops.attention_reference import (
     Options,
     Part,
@@ -299,9 +300,10 @@ def test_heads_that_do_not_divide_are_refused_with_what_auto_takes():
 
 
 def test_the_choice_is_explained_in_bytes():
-    sizes = context_costs.Sizes(8192, 32, 8, 128, 2)  # bfloat16
-    assert not context_costs.explain(_rules("auto"), sizes)
-    (text,) = context_costs.explain(_rules("auto", context=8), sizes)
+    sizes = {"width": 4096, "head_size": 128, "length": 8192}
+    cost = attention_cost(heads=32, kv_heads=8, **sizes)
+    assert not cost.explain(_rules("auto"), 2)  # bytes of bfloat16
+    (text,) = cost.explain(_rules("auto", context=8), 2)
     # A device's 1,024 places: 32 + 32 + 8 + 8 heads of 256 bytes, 7 / 8 of them for
     # others.
     assert (
@@ -310,14 +312,13 @@ def test_the_choice_is_explained_in_bytes():
     )
     assert f"gather sends {1024 * 16 * 256 * 7 / 1e6:,.1f} MB" in text
     assert f"holds all of {8192 * 16 * 256 / 1e6:,.1f} MB" in text
-    (text,) = context_costs.explain(_rules("ring", context=8), sizes)
+    (text,) = cost.explain(_rules("ring", context=8), 2)
     # Queries, results, keys and values once to where work is equal; keys and values to
     # seven others.
     assert f"ring sends {1024 * (80 + 16 * 7) * 256 / 1e6:,.1f} MB" in text
     assert f"holds parts of {2 * 1024 * 16 * 256 / 1e6:,.1f} MB" in text
-    (text,) = context_costs.explain(
-        _rules("auto", context=8), context_costs.Sizes(8192, 12, 4, 128, 2)
-    )
+    indivisible = attention_cost(heads=12, kv_heads=4, **sizes)
+    (text,) = indivisible.explain(_rules("auto", context=8), 2)
     assert "by gather: 12 query heads are not divisible" in text
 
 

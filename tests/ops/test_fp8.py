@@ -15,6 +15,8 @@ from jax.sharding import NamedSharding
 from jaxdist.ops import fp8
 from jaxdist.ops.matmul import project
 from jaxdist.parallel import execution
+from jaxdist.parallel.formats.format import Recipe
+from jaxdist.parallel.precision import PrecisionConfig
 from support.models import ONE, Layout, rules_and_mesh
 from support.paths import DATA
 
@@ -26,6 +28,11 @@ RECIPES = {
 }
 GOLDEN = DATA / "fp8" / "torchao.npz"  # by support/fp8_torchao.py
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def of_all_kernels(recipe: str) -> Recipe | None:
+    """Returns a recipe that takes small kernels, too."""
+    return PrecisionConfig(matmul=recipe, fp8_small_kernels=True).recipe
 
 
 def bits(x: Any) -> np.ndarray:
@@ -45,7 +52,7 @@ def test_equals_torchao_bit_for_bit(recipe):
 
     @jax.jit
     def products(x, w, dy):
-        with execution.activate(matmul=recipe, fp8_small_kernels=True):
+        with execution.activate(recipe=of_all_kernels(recipe)):
             y, pull_back = jax.vjp(lambda x, w: project(x, nnx.Param(w))[0], x, w)
             return {"y": y} | dict(zip(("dx", "dw"), pull_back(dy), strict=True))
 
@@ -73,7 +80,7 @@ def gradients(
 
     def products(kernels, xs, dys):
         rows = {}
-        with execution.activate(mesh, rules, matmul=recipe, fp8_small_kernels=True):
+        with execution.activate(mesh, rules, recipe=of_all_kernels(recipe)):
             for name, w in kernels.items():
                 y, pull_back = jax.vjp(
                     lambda w, x, name=name: _product(name, w, x), w, xs[name]
@@ -155,7 +162,7 @@ def test_gradients_of_parts_of_a_batch_add_up_to_the_whole_s(recipe):
     x, dy = (jnp.asarray(normal(512, columns), jnp.bfloat16) for columns in (64, 96))
 
     def gradient(x, dy):
-        with execution.activate(matmul=recipe, fp8_small_kernels=True):
+        with execution.activate(recipe=of_all_kernels(recipe)):
             _, pull_back = jax.vjp(
                 lambda w: project(x, nnx.Param(w))[0], jnp.asarray(normal(64, 96))
             )
@@ -175,7 +182,7 @@ def test_gradients_of_parts_of_a_batch_add_up_to_the_whole_s(recipe):
 def test_what_is_not_finite_is_not_finite_after(recipe, value):
     x, w = normal(4, 32), normal(32, 48)
     x[1, 3] = value
-    with execution.activate(matmul=recipe, fp8_small_kernels=True):
+    with execution.activate(recipe=of_all_kernels(recipe)):
         y, pull_back = jax.vjp(
             lambda x, w: project(x, nnx.Param(w))[0], jnp.asarray(x), jnp.asarray(w)
         )
@@ -195,7 +202,7 @@ def test_zeros_stay_zeros_and_extremes_are_scaled(recipe):
     x, w = normal(4, 32), normal(32, 48)
     x[1], w[:, 5] = 0, 0
     x[2] *= 1e-30
-    with execution.activate(matmul=recipe, fp8_small_kernels=True):
+    with execution.activate(recipe=of_all_kernels(recipe)):
         (y,) = project(jnp.asarray(x), nnx.Param(jnp.asarray(w)))
         (large,) = project(jnp.asarray(x * 1e30), nnx.Param(jnp.asarray(w)))
     assert not y[1].any() and not y[:, 5].any() and np.isfinite(y).all()

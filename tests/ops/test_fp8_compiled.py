@@ -30,10 +30,9 @@ pytestmark = [
 
 def _compile() -> dict:
     """Returns the products and gathers of the program by dtype, runs in the child."""
-    from jaxdist.parallel.mesh import build_mesh
     from jaxdist.planner import targets
     from jaxdist.telemetry import flops, hlo
-    from jaxdist.trainer import batching, build, run_config, validation
+    from jaxdist.trainer import compose, run_config, validation
 
     devices = targets.devices(targets.parse("h100:1x4"))
     config = run_config.default_config()
@@ -50,9 +49,9 @@ def _compile() -> dict:
     values |= {"precision.compute": "bfloat16", "precision.matmul": "fp8_rowwise"}
     config.update_from_flattened_dict(values)
     run = run_config.from_config(config)
-    _, rules, spec = validation.validate(run, devices, with_data=False)
-    built = build.build_step(run, spec, build_mesh(run.mesh, devices), rules)
-    batch = built.abstract_batch(batching.batch_shapes(run, B))
+    composition = validation.validate(run, devices, with_data=False)
+    built = composition.build_step(devices)
+    batch = built.abstract_batch(compose.batch_shapes(run, B))
     lowered = built.step.trace(built.abstract_state, batch).lower(
         lowering_platforms=("cuda",)
     )

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxdist.ops.cross_entropy import cross_entropy
+from jaxdist.ops.cross_entropy import cross_entropy, target_scores
+from jaxdist.ops.dense_matmul import sum_in_shards
 from jaxdist.ops.embedding import embed
-from jaxdist.ops.matmul import project, sum_in_shards
+from jaxdist.ops.matmul import project
 from jaxdist.parallel import execution
 from jaxdist.telemetry import hlo
 from support.models import MIXED, ONE, Layout, rules_and_mesh, worst
@@ -339,6 +340,50 @@ def test_cross_entropy_equals_autodiff_of_the_formula(layout, variant):
 def test_cross_entropy_as_written_for_a_tpu(layout, variant, monkeypatch):
     monkeypatch.setattr(execution.Execution, "platform", "tpu")
     test_cross_entropy_equals_autodiff_of_the_formula(layout, variant)
+
+
+def _curved(log_probability, log_normalizer, weights):
+    """Returns a loss that is linear in neither: a sum of a row first, then more."""
+    rows = (weights * log_probability).sum(1) / 4
+    return jnp.tanh(rows).sum() + 0.1 * (weights * log_normalizer**2).sum()
+
+
+def _score_targets(head_name, options):
+    options = {name: x for name, x in options.items() if name != "z_loss"}
+
+    def ours(p, x, targets, weights):
+        scores = target_scores(x, p[head_name], targets, **options)
+        return _curved(*scores, weights), scores
+
+    def plain(p, x, targets, weights):
+        head = p[head_name].T if options.get("tied") else p[head_name]
+        logits = x @ head
+        if cap := options.get("softcap"):
+            logits = cap * jnp.tanh(logits / cap)
+        log_z = jax.nn.logsumexp(logits, -1)
+        picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+        return _curved(picked - log_z, log_z, weights), (picked - log_z, log_z)
+
+    return ours, plain
+
+
+@pytest.mark.parametrize(
+    ("layout", "variant"),
+    [("one", "chunks"), ("one", "tied"), ("mixed", "tied"), ("fsdp", "chunks")]
+    + [("split", "tied"), ("split_4", "chunks"), ("indivisible", "chunks")],
+)
+def test_scores_of_targets_equal_the_formula(layout, variant):
+    options = VARIANTS[variant]
+    head = "table" if options.get("tied") else "head"
+    inputs = (arrays()["x"], arrays()["indices"], arrays()["weights"])
+    score = _score_targets(head, options)
+    compare(*score, (LAYOUTS | SPLIT)[layout], [head], *inputs, limit=3e-6)
+
+
+@pytest.mark.parametrize(("layout", "variant"), [("mixed", "tied"), ("split", "tied")])
+def test_scores_of_targets_as_written_for_a_tpu(layout, variant, monkeypatch):
+    monkeypatch.setattr(execution.Execution, "platform", "tpu")
+    test_scores_of_targets_equal_the_formula(layout, variant)
 
 
 def test_on_a_tpu_the_heads_gradient_crosses_devices_in_shards(monkeypatch):

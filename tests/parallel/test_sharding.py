@@ -23,7 +23,8 @@ from jaxdist.parallel.mesh import MeshConfig, MeshShape, build_mesh, resolve_mes
 from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import describe
-from jaxdist.step.train_step import StepConfig, build_train_step
+from jaxdist.step.step_config import StepConfig
+from jaxdist.step.train_step import build_train_step
 from support.models import (
     FAST_COMPILE,
     FSDP,

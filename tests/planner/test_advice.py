@@ -16,12 +16,10 @@ def advised(name: str, on: str, *, capacity: int | None = None, **changes):
     with config.ignore_type():
         config.update_from_flattened_dict(changes)
     run, target = run_config.from_config(config), targets.parse(on)
-    shape, rules, spec = validation.validate_on(
-        run, target.num_devices, with_data=False
-    )
-    components = memory.components(run, spec, rules, target)
+    composition = validation.validate_on(run, target.num_devices, with_data=False)
+    components = memory.components(run, composition.spec, composition.rules, target)
     peak = memory.accounted_peak(components)
-    found = advice.edits(run, shape, target, peak, capacity_bytes=capacity)
+    found = advice.edits(run, composition.shape, target, peak, capacity_bytes=capacity)
     return run, target, components, found
 
 
@@ -45,10 +43,12 @@ def test_a_run_too_large_gets_at_least_three_edits(large):
     assert any(edit.override and edit.enough for edit in found)
     for edit in filter(lambda e: e.override, found):
         edited = typed(run, edit.override)
-        _, rules, spec = validation.validate_on(
+        composition = validation.validate_on(
             edited, target.num_devices, with_data=False
         )
-        smaller = memory.accounted_peak(memory.components(edited, spec, rules, target))
+        smaller = memory.accounted_peak(
+            memory.components(edited, composition.spec, composition.rules, target)
+        )
         assert edit.saves_bytes == memory.accounted_peak(components) - smaller > 0
         assert edit.enough == (smaller <= advice.SAFE_SHARE * 15.75 * 2**30)
 

@@ -8,16 +8,21 @@ import math
 import pytest
 
 from jaxdist.config import ConfigError, files, schema
-from jaxdist.ops import context_costs
-from jaxdist.ops.context_costs import Sizes
+from jaxdist.ops.attention_costs import (
+    AttentionCost,
+    Traffic,
+    attention_cost,
+    busiest,
+)
 from jaxdist.parallel.sharding import Rules
-from jaxdist.planner import communication, context, layouts, memory, plan, show, targets
+from jaxdist.planner import communication, layouts, memory, plan, show, targets
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.telemetry import hlo
 from jaxdist.trainer import run_config
+from jaxdist.trainer.costs import costs_of
 from support.stored_programs import mesh_shape
 
-LLAMA = Sizes(length=32_768, heads=32, kv_heads=8, head_size=128, itemsize=2)
+LLAMA = attention_cost(width=4096, heads=32, kv_heads=8, head_size=128, length=32_768)
 TINY = (
     "model.num_layers=2 model.d_model=64 model.d_ff=64 model.num_heads=8 model.num_kv_heads=2 "
     "model.head_dim=16 model.vocab_size=128 batch.global_size=4 batch.sequence_length=256 mesh.data=1"
@@ -33,9 +38,9 @@ def run_of(name: str, words: str = "") -> run_config.RunConfig:
     return run_config.from_config(config)
 
 
-def cost(form: str, sizes: Sizes = LLAMA, **axes: int) -> context_costs.Cost:
+def cost(form: str, one: AttentionCost = LLAMA, **axes: int) -> Traffic:
     rules = Rules(mesh_shape(**axes), attention=form)
-    return context_costs.cost(sizes.form(rules), sizes)
+    return one.traffic(one.form(rules), itemsize=2)
 
 
 # --- bytes ----------------------------------------------------------------------------
@@ -86,21 +91,18 @@ def test_what_is_held_of_others_grows_with_the_sequence_only_when_it_is_gathered
 
 
 def test_the_last_part_of_the_queries_has_most_to_do():
-    def busiest(form: str, words: str = "") -> float:
-        run = run_of(
-            "llama3_8b", f"batch.sequence_length=32768 context.attention={form} {words}"
-        )
-        return context.Attention(
-            run, Rules(mesh_shape(context=8), attention=form), 32
-        ).busiest
+    def most(form: str, words: str = "") -> float:
+        run = run_of("llama3_8b", f"batch.sequence_length=32768 {words}")
+        rules = Rules(mesh_shape(context=8), attention=form)
+        return busiest(costs_of(run), rules, 2)
 
-    assert [busiest(form) for form in ("heads", "ring", "gather")] == [
+    assert [most(form) for form in ("heads", "ring", "gather")] == [
         1,
         1,
         pytest.approx(2 - 1 / 8),
     ]
     # Of the layers with a window every part has equal work.
-    some = busiest("gather", "model.window=4096 model.layer_pattern=local,global")
+    some = most("gather", "model.window=4096 model.layer_pattern=local,global")
     assert 1 < some < 2 - 1 / 8
 
 
@@ -157,8 +159,8 @@ def test_a_compiled_step_sends_what_the_formula_says(form, tmp_path):
 
 def peak(words: str) -> dict[str, int]:
     run, target = run_of("llama3_8b", words), targets.parse("v5p:4x4x4")
-    _, rules, spec = targets.validate_for(run, target)
-    return memory.components(run, spec, rules, target)
+    composition = targets.validate_for(run, target)
+    return memory.components(run, composition.spec, composition.rules, target)
 
 
 def test_activations_are_those_of_a_devices_tokens():
@@ -233,10 +235,10 @@ def test_a_search_keeps_the_rules_of_a_run():
     assert any("context.attention=heads" in reason for reason in illegal)
     sizes = {shape.sizes["context"] for _, shape in meshes}
     assert sizes == {1, 2, 4, 8, 16, 32}
-    assert context.sizes_to_try(
+    assert layouts.context_sizes(
         run_of("llama3_8b", "batch.sequence_length=6144"), 64
     ) == [1, 2, 4]
-    assert context.sizes_to_try(run_of("vit_digits"), 64) == [1]
+    assert layouts.context_sizes(run_of("vit_digits"), 64) == [1]
     nodes = run_of("llama3_8b", "batch.sequence_length=131072 batch.global_size=16")
     meshes, illegal, _ = layouts.legal_meshes(nodes, targets.parse("h100:2x8"))
     assert max(shape.sizes["context"] for _, shape in meshes) == 8

@@ -8,31 +8,29 @@ import pytest
 
 import jaxdist.plan
 from jaxdist.config import ConfigError, files, schema
+from jaxdist.ops.experts import ExpertsCost, experts_cost
+from jaxdist.ops.experts.costs import rounds
 from jaxdist.ops.experts.mixture import SLACK
 from jaxdist.parallel.axes import AXES
 from jaxdist.parallel.mesh import MeshShape
+from jaxdist.parallel.sharding import Rules
 from jaxdist.planner import (
     communication,
-    experts,
     layouts,
     memory,
     plan,
-    rules_of_thumb,
     search,
     targets,
+    timing,
 )
+from jaxdist.planner.arithmetic import EXPERT
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.telemetry import hlo
 from jaxdist.trainer import exit_code, run_config
 from support.stored_programs import mesh_shape
 
-QWEN = experts.Mixture(
-    experts=128,
-    chosen=8,
-    width=2048,
-    layers=48,
-    kernels=3 * 128 * 2048 * 768,
-    computed=2,
+QWEN = experts_cost(
+    experts=128, chosen=8, width=2048, hidden=768, gated=True, layers=48
 )
 TINY = (
     "model.num_layers=2 model.d_model=64 model.d_ff=64 model.num_heads=4 model.num_kv_heads=2 "
@@ -52,27 +50,34 @@ def run_of(name: str, words: str = "") -> run_config.RunConfig:
 # --- bytes and rounds -----------------------------------------------------------------
 
 
+def sent(cost: ExpertsCost, parts: int, itemsize: int = 2) -> tuple[str, str, float]:
+    """Returns the form, the collective, and what a device sends a token and layer."""
+    rules = Rules(mesh_shape(expert=parts))
+    crossings = cost.share(rules, itemsize).crossings
+    assert all(one.axis == "expert" and one.follows_load for one in crossings)
+    (kind,) = {one.kind for one in crossings} or {""}
+    total = sum(one.forward + one.backward for one in crossings)
+    return cost.form_name(rules), kind, total
+
+
 @pytest.mark.parametrize("parts", [8, 16, 64])
 def test_rounds_send_each_row_five_times(parts):
-    kind, payload = QWEN.exchanged_bytes(parts)
-    assert kind == "all-to-all" and QWEN.exchange(parts) == "rounds"
-    sent = communication.wire_bytes(kind, payload, parts)
+    form, kind, moved = sent(QWEN, parts)
+    assert kind == "all-to-all" and form == "rounds"
     # docs/experts.md, a token
-    assert sent == pytest.approx(5 * 8 * 1.25 * (parts - 1) / parts * 2048 * 2)
+    assert moved == pytest.approx(5 * 8 * 1.25 * (parts - 1) / parts * 2048 * 2)
 
 
 def test_few_devices_gather_tokens():
-    kind, payload = QWEN.exchanged_bytes(4)
-    assert (
-        kind == "all-gather" and QWEN.exchange(4) == "gather" and QWEN.exchange(1) == ""
-    )
-    assert communication.wire_bytes(kind, payload, 4) == pytest.approx(5 * 3 * 2048 * 2)
-    assert QWEN.exchanged_bytes(1)[1] == 0
+    form, kind, moved = sent(QWEN, 4)
+    assert kind == "all-gather" and form == "gather"
+    assert moved == pytest.approx(5 * 3 * 2048 * 2)
+    assert sent(QWEN, 1) == ("", "", 0)
 
 
 def test_a_skewed_load_takes_more_rounds():
-    assert [experts.rounds(load) for load in (1, 1.25, 1.26, 2.5, 3)] == [1, 1, 2, 2, 3]
-    assert [experts.rounds(load, 2) for load in (1, 1.25, 1.26, 2.5, 3)] == [
+    assert [rounds(load) for load in (1, 1.25, 1.26, 2.5, 3)] == [1, 1, 2, 2, 3]
+    assert [rounds(load, 2) for load in (1, 1.25, 1.26, 2.5, 3)] == [
         2,
         2,
         3,
@@ -91,14 +96,18 @@ def test_a_compiled_step_sends_what_the_formula_says(tmp_path):
         ).to_json()
         for load in (1, 3)
     )
-    tokens, mixture = 8 * 64 / 4, experts.Mixture(8, 2, 64, 2, 0, computed=4)
-    sent = mixture.layers * tokens * mixture.exchanged_bytes(4)[1]
+    tokens, layers = 8 * 64 / 4, 2
+    cost = experts_cost(
+        experts=8, chosen=2, width=64, hidden=64, gated=True, layers=layers
+    )
+    # payload: each device keeps a part of it
+    rows = layers * tokens * sent(cost, 4, itemsize=4)[2] * 4 / 3
     # weights go along, and their gradient comes back
-    routers = 3 * mixture.layers * tokens * 2 * SLACK * 4
+    routers = 3 * layers * tokens * 2 * SLACK * 4
     moved = even["experts"]["exchanged"]
     assert {(one["kind"], one["axis"]) for one in moved} == {("all-to-all", "expert")}
     assert [one["what"] for one in moved] == ["rows to experts", "rows from experts"]
-    assert sent < sum(one["bytes"] for one in moved) <= sent + routers
+    assert rows < sum(one["bytes"] for one in moved) <= rows + routers
     assert (
         "even load" in even["experts"]["assumption"] and even["experts"]["rounds"] == 1
     )
@@ -134,7 +143,7 @@ ENTRY %main (p: f32[8,16]) -> f32[8,16] {
 """  # noqa: E501
     module, shape = hlo.parse(text), mesh_shape(expert=4)
     for load, count in ((1, 1), (2, 2), (4, 4)):
-        (one,) = communication.collectives(experts.with_load(module, load), shape)
+        (one,) = communication.collectives(timing.with_load(module, load), shape)
         assert (one.what, one.axis, one.count, one.bytes) == (
             "rows to experts",
             "expert",
@@ -225,34 +234,6 @@ def test_layouts_with_and_without_the_axis_are_compared():
     assert search._other_kind([plain, shared], [search.Compiled(plain, None)]) is shared
 
 
-def test_rules_of_thumb_with_experts():
-    few, many = experts.tokens_worth(QWEN) / 4, experts.tokens_worth(QWEN) * 4
-    # n large
-    assert experts.tokens_worth(QWEN) == pytest.approx(2.4 * 128 * 768 / (8 * 1.25))
-    target = targets.parse("v5p:4x4x4")
-
-    def mesh(tokens):
-        return rules_of_thumb.rule_of_thumb(
-            30e9, target, 48, tokens, QWEN, active=3.3e9
-        )
-
-    assert mesh(many).mesh.expert == 1 and mesh(many).mesh.fsdp == 64
-    found = mesh(few)
-    assert found.mesh.expert > 1 and found.mesh.expert * found.mesh.fsdp == 64
-    assert (
-        f"mesh.expert={found.mesh.expert}" in found.overrides
-        and "tokens a device" in found.reasons[-1]
-    )
-    node = rules_of_thumb.rule_of_thumb(
-        30e9, targets.parse("h100:2x8"), 48, few, QWEN, active=3.3e9
-    ).mesh
-    assert (
-        node.expert > 1
-        and node.expert * node.fsdp * node.data * node.tensor * node.pipeline == 16
-    )
-    assert rules_of_thumb.rule_of_thumb(30e9, target, 48, few).mesh.expert == 1
-
-
 # --- memory ---------------------------------------------------------------------------
 
 
@@ -261,8 +242,9 @@ def test_the_state_of_experts_is_the_compilers_arguments():
         run_of("quickstart", f"{TINY} mesh.expert=4 mesh.fsdp=2"),
         targets.parse("cpu:8"),
     )
-    _, rules, spec = targets.validate_for(run, target)
-    found = memory.components(run, spec, rules, target)
+    composition = targets.validate_for(run, target)
+    spec = composition.spec
+    found = memory.components(run, spec, composition.rules, target)
     kernels = sum(
         x.size for x, names in spec.named_parameters().values() if "experts" in names
     )
@@ -328,7 +310,7 @@ def test_a_search_compiles_layouts_with_and_without_the_axis(tmp_path):
     )
     seconds = {True: [], False: []}
     for one in found.compiled:
-        seconds[experts.AXIS in one.layout.axes].append(one.seconds)
+        seconds[EXPERT in one.layout.axes].append(one.seconds)
     assert found.winner and seconds[True] and seconds[False]
     assert found.compiled[0].seconds <= (1 + search.TIE) * min(seconds[False])
     assert found.winner.to_json()["experts"]["experts"] == 4

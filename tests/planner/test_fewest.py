@@ -123,7 +123,7 @@ def test_machines_for_a_model_with_experts(monkeypatch):
     asked = []
 
     def compiled(run, target, **options):
-        asked.append((target.text, dict(targets.validate_for(run, target)[0].sizes)))
+        asked.append((target.text, dict(targets.validate_for(run, target).shape.sizes)))
         return replace(plan_by_arithmetic(run, target), fits=True, peak_bytes=1)
 
     monkeypatch.setattr(fewest, "make_plan", compiled)

@@ -10,7 +10,7 @@ import pytest
 
 from jaxdist.parallel import remat
 from jaxdist.planner import dry_run, memory, targets
-from jaxdist.trainer import batching, build, validation
+from jaxdist.trainer import compose, validation
 from jaxdist.trainer.run_config import RunConfig
 from support.runs import run_of
 
@@ -23,8 +23,8 @@ SMALL = {
 
 def account(run: RunConfig, on: str) -> memory.Components:
     target = targets.parse(on)
-    _, rules, spec = validation.validate_on(run, target.num_devices, with_data=False)
-    return memory.components(run, spec, rules, target)
+    composition = validation.validate_on(run, target.num_devices, with_data=False)
+    return memory.components(run, composition.spec, composition.rules, target)
 
 
 @functools.cache
@@ -55,11 +55,11 @@ def small(on: str = "cpu:8", **changes) -> memory.Components:
 )
 def test_the_state_is_that_of_the_built_step(changes):
     run = run_of("llama3_8b:tiny", **SMALL | changes)
-    _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
-    state = build.build_step(
-        run, spec, dry_run.build_mesh(run.mesh, jax.devices()), rules
-    ).abstract_state
-    found = memory.components(run, spec, rules, jax.devices()[0])
+    composition = validation.validate(run, jax.devices(), with_data=False)
+    state = composition.build_step().abstract_state
+    found = memory.components(
+        run, composition.spec, composition.rules, jax.devices()[0]
+    )
 
     def held(tree) -> int:
         leaves = [
@@ -69,37 +69,44 @@ def test_the_state_is_that_of_the_built_step(changes):
         return sum(math.prod(dims) * itemsize for dims, itemsize in leaves)
 
     assert found["parameters"] == held(state.trainable)
-    assert (run.mesh.zero < 3) == (found["parameters"] == 4 * spec.parameter_count)
+    assert (run.mesh.zero < 3) == (
+        found["parameters"] == 4 * composition.spec.parameter_count
+    )
     assert found["optimizer state"] == held(state.opt_state.optimizer)
     assert found.get("moving average", 0) == held(state.ema)
     whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
-    assert 0 <= whole - memory.checkpoint_bytes(run, spec) < 100  # counters
+    assert 0 <= whole - memory.checkpoint_bytes(run, composition.spec) < 100  # counters
 
 
 def test_a_device_holds_its_own_rows_of_the_batch():
     run = run_of("llama3_8b:tiny", **SMALL | {"mesh.data": 2, "mesh.fsdp": 4})
-    _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
-    mesh = dry_run.build_mesh(run.mesh, jax.devices())
-    shapes = batching.batch_shapes(run, run.batch.global_size)
+    composition = validation.validate(run, jax.devices(), with_data=False)
+    shapes = compose.batch_shapes(run)
     whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes.values())
-    batch = build.build_step(run, spec, mesh, rules).abstract_batch(shapes)
+    batch = composition.build_step().abstract_batch(shapes)
     held = 0
     for x in batch.values():
         held += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     assert held == whole // 8
-    assert memory.components(run, spec, rules, jax.devices()[0])["batch"] == held
+    assert (
+        memory.components(run, composition.spec, composition.rules, jax.devices()[0])[
+            "batch"
+        ]
+        == held
+    )
 
 
 def test_the_state_is_what_the_compiler_calls_arguments():
     run = run_of("llama3_8b:tiny", **{"mesh.fsdp": 8})
-    _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
-    built = build.build_step(
-        run, spec, dry_run.build_mesh(run.mesh, jax.devices()), rules
+    composition = validation.validate(run, jax.devices(), with_data=False)
+    found = memory.components(
+        run, composition.spec, composition.rules, jax.devices()[0]
     )
-    found = memory.components(run, spec, rules, jax.devices()[0])
     state = found["parameters"] + found["optimizer state"]
     arguments = (
-        dry_run.compile_step(run, built).memory_analysis().argument_size_in_bytes
+        dry_run.compile_step(composition, jax.devices())
+        .memory_analysis()
+        .argument_size_in_bytes
     )
     # Besides them four counters of the step; the batch's own indices may be dropped, as
     # nobody reads them.
@@ -230,10 +237,8 @@ def test_moments_on_the_host_are_those_of_the_built_step(changes):
         | {"mesh.data": 1, "train.ema_decay": 0.9, "offload.optimizer": True}
     )
     run = run_of("llama3_8b:tiny", **changes)
-    _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
-    state = build.build_step(
-        run, spec, dry_run.build_mesh(run.mesh, jax.devices()), rules
-    ).abstract_state
+    composition = validation.validate(run, jax.devices(), with_data=False)
+    state = composition.build_step().abstract_state
     found = account(run, "v5e:2x4")
     waiting = [
         x for x in jax.tree.leaves(state) if x.sharding.memory_kind == "pinned_host"
@@ -241,7 +246,11 @@ def test_moments_on_the_host_are_those_of_the_built_step(changes):
     sizes = [
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in waiting
     ]
-    assert found[memory.HOST_STATE] == sum(sizes) > 0.95 * 12 * spec.parameter_count / 8
+    assert (
+        found[memory.HOST_STATE]
+        == sum(sizes)
+        > 0.95 * 12 * composition.spec.parameter_count / 8
+    )
     whole = account(
         run_of("llama3_8b:tiny", **changes | {"offload.optimizer": False}), "v5e:2x4"
     )

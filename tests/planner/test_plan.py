@@ -17,7 +17,7 @@ import pytest
 from jaxdist import plan, train
 from jaxdist.config import ConfigError
 from jaxdist.config.extras import MissingExtra
-from jaxdist.planner import compiler, restarts, show, targets, timing, worker
+from jaxdist.planner import compiler, observed, restarts, show, targets, worker
 from jaxdist.planner import plan as plan_module
 from jaxdist.planner.compiler import (
     CannotTell,
@@ -26,7 +26,7 @@ from jaxdist.planner.compiler import (
     compiler_flags,
 )
 from jaxdist.planner.plan import make_plan, plan_by_arithmetic
-from jaxdist.trainer import batching, cli, run_config, trainer
+from jaxdist.trainer import cli, compose, run_config, trainer
 
 needs_libtpu = pytest.mark.skipif(
     not find_spec("libtpu"), reason='pip install "jaxdist[aot]"'
@@ -87,7 +87,7 @@ def test_a_plan_holds_what_the_compiler_says(tpu_plan):
     batch = (
         sum(
             x.size * x.dtype.itemsize
-            for x in batching.batch_shapes(tpu_plan.run, 16).values()
+            for x in compose.batch_shapes(tpu_plan.run, 16).values()
         )
         / devices
     )
@@ -169,7 +169,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_do(home, capsys):
 
 
 def test_figures_name_their_compiler_and_the_plan_another():
-    figures = timing.SURE["v5e"]
+    figures = observed.TABLE["v5e"].sure
     assert "libtpu 0.0.42.1" in figures
     assert plan_module._other_compiler(figures, "tpu", {"libtpu": "0.0.42.1"}) == ""
     assert "compiled by libtpu 0.0.50.1" in plan_module._other_compiler(
@@ -177,7 +177,7 @@ def test_figures_name_their_compiler_and_the_plan_another():
     )
     cuda = {"jax-cuda13-plugin": "0.11.2"}
     assert "jax-cuda13-plugin 0.11.2" in plan_module._other_compiler(
-        timing.SURE["gpu"], "gpu", cuda
+        observed.TABLE["gpu"].sure, "gpu", cuda
     )
     assert not plan_module._other_compiler("unknown", "cpu", cuda)
 

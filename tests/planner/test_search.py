@@ -287,13 +287,11 @@ def test_a_search_on_cpu_compiles_what_it_calls_best(tmp_path):
     told = json.loads(json.dumps(found.to_json()))
     assert told["counts"]["layouts"] > 20 and told["ranking"][0]["why"] == "the best"
     text = text_of(found, "--config quickstart")
-    assert (
-        "python -m jaxdist.train --config quickstart --config." in text
-        and "rule of thumb" in text
-    )
+    assert "python -m jaxdist.train --config quickstart --config." in text
     made = overridden(run, " ".join(told["overrides"]))
     assert (
-        validation.validate_on(made, 2, with_data=False)[0] == found.winner.rules.shape
+        validation.validate_on(made, 2, with_data=False).shape
+        == found.winner.rules.shape
     )
 
 

@@ -349,7 +349,7 @@ def test_kernels_of_a_real_step_are_counted():
     expected = [("forward", 1), ("forward", 1), ("dq", 1.5), ("dkv", 2.0)]
     roles = sorted((k.role, k.flops / forward) for k in kernels)
     assert roles == sorted(expected)
-    assert {k.count for k in kernels} == {32} and {k.head_dim for k in kernels} == {128}
+    assert {k.count for k in kernels} == {32} and {k.width for k in kernels} == {128}
     assert timing.forwards_per_backward(kernels) == 2  # full remat
     attention = 32 * 5.5 * forward / (0.5 * 197e12)
     compute = module.cycles(module.entry) / 1.5e9

@@ -19,7 +19,8 @@ from jaxdist.parallel.mesh import MeshConfig, build_mesh, resolve_mesh
 from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
 from jaxdist.protocols.model import BlockOutput
 from jaxdist.protocols.model_spec import describe
-from jaxdist.step.train_step import StepConfig, build_train_step
+from jaxdist.step.step_config import StepConfig
+from jaxdist.step.train_step import build_train_step
 from support.models import FAST_COMPILE, batch_of, worst
 
 # five layers: stages hold padding

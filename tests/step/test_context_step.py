@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxdist.parallel.remat import RematConfig
-from jaxdist.step.train_step import StepConfig
+from jaxdist.step.step_config import StepConfig
 from support.models import DEEP, ONE, TINY, Layout, batch_of, program_of, step_of, worst
 from support.programs import collectives
 

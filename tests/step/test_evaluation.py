@@ -17,7 +17,8 @@ from jaxdist.parallel.mesh import MeshConfig, build_mesh, resolve_mesh
 from jaxdist.protocols.model_spec import describe
 from jaxdist.step import evaluation
 from jaxdist.step.evaluation import evaluate
-from jaxdist.step.train_step import StepConfig, build_train_step
+from jaxdist.step.step_config import StepConfig
+from jaxdist.step.train_step import build_train_step
 
 ROWS, LENGTH = 11, 8
 MODEL = TransformerConfig(

@@ -14,7 +14,8 @@ from jaxdist.models import experts
 from jaxdist.models.transformer import TransformerConfig
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.schedules import build_schedule
-from jaxdist.step.train_step import StepConfig, build_train_step
+from jaxdist.step.step_config import StepConfig
+from jaxdist.step.train_step import build_train_step
 from support.experts import rules_and_mesh
 from support.models import FAST_COMPILE, TINY, batch_of, spec_of, worst
 

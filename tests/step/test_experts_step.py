@@ -19,7 +19,8 @@ from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
 from jaxdist.parallel.remat import RematConfig
 from jaxdist.protocols.model import BlockOutput
 from jaxdist.protocols.model_spec import describe
-from jaxdist.step.train_step import StepConfig, build_train_step
+from jaxdist.step.step_config import StepConfig
+from jaxdist.step.train_step import build_train_step
 from support.experts import rules_and_mesh
 from support.models import FAST_COMPILE, batch_of, worst
 

@@ -44,10 +44,9 @@ MODEL = {
 
 def _compile(name: str) -> dict:
     """Returns the products of a case's program; runs in the child."""
-    from jaxdist.parallel.mesh import build_mesh
     from jaxdist.planner import targets
     from jaxdist.telemetry import flops, hlo
-    from jaxdist.trainer import batching, build, run_config, validation
+    from jaxdist.trainer import compose, run_config, validation
 
     platform, target, changes = CASES[name]
     devices = targets.devices(targets.parse(target))
@@ -56,9 +55,9 @@ def _compile(name: str) -> dict:
     values |= {"mesh.data": 1, "batch.global_size": B, "batch.sequence_length": S}
     config.update_from_flattened_dict(values | {"precision.compute": "bfloat16"})
     run = run_config.from_config(config)
-    _, rules, spec = validation.validate(run, devices, with_data=False)
-    built = build.build_step(run, spec, build_mesh(run.mesh, devices), rules)
-    batch = built.abstract_batch(batching.batch_shapes(run, B))
+    composition = validation.validate(run, devices, with_data=False)
+    built = composition.build_step(devices)
+    batch = built.abstract_batch(compose.batch_shapes(run, B))
     lowered = built.step.trace(built.abstract_state, batch).lower(
         lowering_platforms=("cuda" if platform == "gpu" else "tpu",)
     )

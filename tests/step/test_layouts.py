@@ -21,10 +21,11 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from jaxdist.models.transformer import Attention, FeedForward
+from jaxdist.models.attention import Attention
+from jaxdist.models.feed_forward import FeedForward
 from jaxdist.parallel import execution
 from jaxdist.protocols.model import BlockInfo
-from jaxdist.step.train_step import StepConfig
+from jaxdist.step.step_config import StepConfig
 from jaxdist.telemetry import hlo
 from support.models import (
     DEEP,
@@ -78,8 +79,7 @@ def block_program(part: type, model, *, backward: bool) -> hlo.Module:
         context = BlockInfo(None, 0, {"rotary_cos": angles, "rotary_sin": angles})
         block = nnx.merge(graph, parameters)
         x = execution.shard(x, "batch", "sequence", None)
-        y = block(x, context) if part is Attention else block(x)
-        return execution.shard(y, "batch", "residual", None)
+        return execution.shard(block(x, context).x, "batch", "residual", None)
 
     def program(parameters, x, dy):
         with execution.activate(mesh, rules):
@@ -177,7 +177,7 @@ UNCACHED = """
     import jax, numpy as np
     from jax.sharding import NamedSharding, PartitionSpec as P
     from support.models import DEEP, FSDP, MIXED, TINY, Layout, program_of, rules_and_mesh
-    from jaxdist.step.train_step import StepConfig
+    from jaxdist.step.step_config import StepConfig
     from dataclasses import replace
 
     def mark(text):

@@ -21,7 +21,8 @@ from jaxdist.parallel.precision import PrecisionConfig
 from jaxdist.protocols.model_spec import describe
 from jaxdist.step import loss_scale
 from jaxdist.step.loss_scale import DynamicLossScale, LossScale
-from jaxdist.step.train_step import StepConfig, TrainStep, build_train_step
+from jaxdist.step.step_config import StepConfig
+from jaxdist.step.train_step import TrainStep, build_train_step
 from jaxdist.telemetry.metrics import read_events, read_rows
 from jaxdist.trainer import exit_code
 from support import loss_scale_torch, pipelines, runs

@@ -26,7 +26,8 @@ from jaxdist.planner import targets
 from jaxdist.planner.compiler import CompileOptions, compile_run
 from jaxdist.protocols.model_spec import describe
 from jaxdist.step.state import State
-from jaxdist.step.train_step import StepConfig, build_train_step
+from jaxdist.step.step_config import StepConfig
+from jaxdist.step.train_step import build_train_step
 from jaxdist.step.update import offload_obstacle
 from jaxdist.trainer import exit_code, validation
 from support import pipelines, runs
@@ -249,7 +250,8 @@ def test_a_tpu_holds_eight_bytes_a_parameter_less(tmp_path):
             run, targets.parse("v5e:4x4"), CompileOptions(cache=tmp_path)
         )
     whole, moved = compiled[False], compiled[True]
-    parameters = validation.validate_on(run, 16, with_data=False)[2].parameter_count
+    spec = validation.validate_on(run, 16, with_data=False).spec
+    parameters = spec.parameter_count
     saved = whole.argument_bytes - moved.argument_bytes
     assert saved == pytest.approx(8 * parameters / 16, rel=0.01)
     # Nothing of it is fetched while layers need the memory.

@@ -24,7 +24,8 @@ from jaxdist.protocols.model import stack
 from jaxdist.protocols.model_spec import describe
 from jaxdist.protocols.sample_sums import who_sums_over_samples
 from jaxdist.step import reduction
-from jaxdist.step.train_step import StepConfig, build_train_step
+from jaxdist.step.step_config import StepConfig
+from jaxdist.step.train_step import build_train_step
 from jaxdist.telemetry import hlo
 from jaxdist.trainer import run_config, step_lines, validation
 from support.models import (
@@ -103,9 +104,9 @@ def test_a_run_says_what_it_does_and_what_both_ways_cost():
     def line(reduce: str) -> str:
         config.mesh.reduce = reduce
         run = run_config.from_config(config)
-        shape, rules, spec = validation.validate_on(run, 4, with_data=False)
-        megabytes = 4 * spec.parameter_count / 1e6
-        (found,) = step_lines.reduction_lines(run, spec, rules)
+        composition = validation.validate_on(run, 4, with_data=False)
+        megabytes = 4 * composition.spec.parameter_count / 1e6
+        (found,) = step_lines.reduction_lines(composition)
         return found.replace(f"{megabytes:.1f}", "ONCE").replace(
             f"{4 * megabytes:.1f}", "EACH"
         )

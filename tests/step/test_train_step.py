@@ -13,7 +13,8 @@ from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.schedules import build_schedule
 from jaxdist.protocols.model import Loss, as_loss
 from jaxdist.protocols.model_spec import describe
-from jaxdist.step.train_step import StepConfig, build_train_step
+from jaxdist.step.step_config import StepConfig
+from jaxdist.step.train_step import build_train_step
 from support.models import (
     MIXED,
     ONE,

@@ -14,7 +14,8 @@ from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.schedules import build_schedule
 from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
 from jaxdist.parallel.remat import RematConfig
-from jaxdist.step.train_step import StepConfig, build_train_step
+from jaxdist.step.step_config import StepConfig
+from jaxdist.step.train_step import build_train_step
 from support.experts import rules_and_mesh
 from support.models import FAST_COMPILE, TINY, spec_of, worst
 from support.pipelines import Case as Batch

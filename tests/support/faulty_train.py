@@ -28,8 +28,8 @@ import numpy as np
 from jaxdist.checkpoint import files as folders
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.models.transformer import Transformer
-from jaxdist.trainer import build as run_build
-from jaxdist.trainer import restore as resume
+from jaxdist.trainer import start as run_start
+from jaxdist.trainer.compose import Composition
 
 RANK = int(os.environ.get("JAXDIST_PROCESS_ID", "0"))
 LEDGER = Path(os.environ.get("FAULTY_LEDGER", "."))
@@ -247,10 +247,10 @@ class Recorded:
 def install() -> None:
     """Puts the ledger and the faults where a run passes."""
     orders = Orders()
-    build, begin_save = run_build.build_step, CheckpointManager._start
+    build, begin_save = Composition.build_step, CheckpointManager._start
     attempt, skipping, head = (
         CheckpointManager._attempt,
-        resume.SkippingDataset,
+        run_start.SkippingDataset,
         Transformer.head,
     )
 
@@ -274,9 +274,9 @@ def install() -> None:
         sick_B = jnp.isin(batch["sample"], jnp.asarray(SAMPLES, jnp.int32))
         return head(model, jnp.where(sick_B[:, None, None], jnp.nan, x_BSD), batch)
 
-    run_build.build_step = build_step
+    Composition.build_step = build_step
     CheckpointManager._start, CheckpointManager._attempt = start, restore
-    resume.SkippingDataset = lambda dataset, windows: skipping(
+    run_start.SkippingDataset = lambda dataset, windows: skipping(
         dataset, windows or WINDOWS
     )
     if SAMPLES:

@@ -1,5 +1,4 @@
-"""What is pinned in tests/golden: config keys, sharding tables of the shipped configs,
-rules of thumb.
+"""What is pinned in tests/golden: config keys, sharding tables of the shipped configs.
 
 `python tests/support/goldens.py` writes them anew; then read the diff.
 """
@@ -18,7 +17,7 @@ from pathlib import Path
 import yaml
 
 from jaxdist.parallel import placement
-from jaxdist.trainer import step_lines
+from jaxdist.trainer.compose import Composition
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).resolve().parents[2]  # without support.paths: also a script
@@ -31,11 +30,6 @@ from jaxdist.parallel.mesh import (  # noqa: E402
     MeshConfig,
     resolve_mesh,  # noqa: E402
 )
-from jaxdist.planner import (  # noqa: E402
-    rules_of_thumb,
-    targets,  # noqa: E402
-)
-from jaxdist.planner.experts import Mixture  # noqa: E402
 from jaxdist.protocols.model_spec import (  # noqa: E402
     ModelSpec,
     describe,  # noqa: E402
@@ -86,22 +80,7 @@ SHARDING = {
 SHARDING |= {name: (*LARGE_LAYOUTS, *EXPERT_LAYOUTS) for name in OF_EXPERTS}
 TABLES = {f"sharding/{name.replace(':', '_')}.txt": name for name in SHARDING}
 # files below tests/golden
-NAMES = ("config_keys.txt", "rules_of_thumb.txt", "jobset.json", *TABLES)
-
-MIXTURES = {  # billions of parameters, of active ones, experts
-    "mixtral 8x7b": (46.7, 12.9, Mixture(8, 2, 4096, 32, 3 * 8 * 4096 * 14_336, 2)),
-    "qwen3 30b-a3b": (30.5, 3.35, Mixture(128, 8, 2048, 48, 3 * 128 * 2048 * 768, 2)),
-}
-NUM_LAYERS = {
-    "1.3b": 24,
-    "7b": 32,
-    "13b": 40,
-    "65b": 80,
-    "70b": 80,
-    "175b": 96,
-    "405b": 126,
-    "1000b": 128,
-}
+NAMES = ("config_keys.txt", "jobset.json", *TABLES)
 
 
 @cache
@@ -109,7 +88,6 @@ def text(file: str) -> str:
     """Returns what one of NAMES should hold."""
     own = {
         "config_keys.txt": config_keys_text,
-        "rules_of_thumb.txt": rules_text,
         "jobset.json": jobset_text,
     }
     return (
@@ -131,51 +109,18 @@ def jobset_text() -> str:
     )
 
 
-def rule(
-    model: str, target: str, tokens: int | None = None
-) -> rules_of_thumb.Suggestion:
-    """Returns what the rule of thumb says of a model such as "70b"."""
-    billions = float(model.removesuffix("b"))
-    return rules_of_thumb.rule_of_thumb(
-        billions * 1e9, targets.parse(target), NUM_LAYERS[model], tokens
-    )
-
-
-def rules_text() -> str:
-    lines = []
-    for target in ("h100:1x8", "h100:8x8", "h100:384x8", "v5p:4x4x4", "v6e:16x16x2"):
-        for model in ("7b", "13b", "70b", "175b", "1000b"):
-            found = rule(model, target)
-            lines += [f"{model} on {target}: {' '.join(found.overrides)}"]
-            lines += [f"    {reason}" for reason in found.reasons]
-    for target in ("h100:1x8", "h100:8x8", "v5p:4x4x4"):
-        for model, (billions, active, mixture) in MIXTURES.items():
-            for tokens in (4096, 262_144):
-                found = rules_of_thumb.rule_of_thumb(
-                    billions * 1e9,
-                    targets.parse(target),
-                    mixture.layers,
-                    tokens,
-                    mixture,
-                    active=active * 1e9,
-                )
-                lines += [
-                    f"{model}, {tokens} tokens a device, on {target}: {' '.join(found.overrides)}"
-                ]
-                lines += [f"    {reason}" for reason in found.reasons]
-    return "\n".join(lines) + "\n"
-
-
 def config_keys_text() -> str:
-    """Returns a line for every leaf key of a run of the default model: path, type,
-    default.
+    """Lists the keys of a run of the default model: path, type, default, and whether
+    the key may change on resume.
     """
     schema = run_config.full_schema(registry.DEFAULT_TARGET)
-    rows = [
-        f"{path:<32} {annotations.describe(field.type)} = {field.default!r}"
-        for path, field in schema.items()
-    ]
-    return "\n".join([f"# {len(schema)} keys: key, type = default", *rows]) + "\n"
+    rows = [f"# {len(schema)} keys: key, type = default"]
+    for path, field in schema.items():
+        row = f"{path:<32} {annotations.describe(field.type)} = {field.default!r}"
+        if field.may_change_on_resume:
+            row += "  (may change on resume)"
+        rows.append(row)
+    return "\n".join(rows) + "\n"
 
 
 @cache
@@ -199,7 +144,7 @@ def sharding_text(name: str, layouts: Sequence[MeshConfig]) -> str:
         run = dataclasses.replace(run_of(name), mesh=mesh)
         try:
             table = placement.explain(
-                step_lines.placements(run, spec, sharding.build_rules(mesh, shape))
+                Composition(run, sharding.build_rules(mesh, shape), spec).placements()
             )
         except ConfigError as error:
             table = "refused\n" + str(error)

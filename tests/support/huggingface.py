@@ -16,10 +16,9 @@ from safetensors.numpy import load_file
 from jaxdist import convert, interop
 from jaxdist.config import trees
 from jaxdist.parallel import execution, sharding
-from jaxdist.parallel.mesh import build_mesh
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import build, run_config, validation
+from jaxdist.trainer import compose, run_config, validation
 from jaxdist.trainer.weight_source import Target
 from support.paths import DATA
 from support.weight_sources import apply_weight_source
@@ -58,14 +57,15 @@ def opened(folder, changes=None, devices=8):
     apply_weight_source(config, ("data.tokenizer",))
     run = run_config.from_config(config)
     devices = jax.devices()[: devices if changes else 1]
-    _, rules, spec = validation.validate(run, devices)
-    mesh = build_mesh(run.mesh, devices)
-    built = build.build_step(run, spec, mesh, rules)
+    composition = validation.validate(run, devices)
+    built = composition.build_step(devices)
     wanted = Target(run, built.views.abstract).parameters
     tensors = interop.open_weights(
         folder, run.model_options, {p: x.shape for p, x in wanted.items()}
     )
-    return Opened(spec, rules, mesh, built, tensors, wanted)
+    return Opened(
+        composition.spec, composition.rules, built.mesh, built, tensors, wanted
+    )
 
 
 def first_state(spec):
@@ -166,7 +166,7 @@ def loaded(folder):
     config.update_from_flattened_dict({"init.from_huggingface": str(folder)})
     apply_weight_source(config, ("data.tokenizer",))
     run = run_config.from_config(config)
-    spec = build.model_spec(run)
+    spec = compose.model_spec(run)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = shapes_of(spec.trainable)
     wanted = {

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxdist import library
-from jaxdist.evaluation import trained_run
+from jaxdist.evaluation import loading
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.trainer.run_config import default_config, from_config
 
@@ -62,12 +62,12 @@ def trained_fixture(tmp_path_factory):
 
 @pytest.fixture(scope="module", name="here")
 def here_fixture(trained):
-    return trained_run.load_run(trained[0])
+    return loading.load_run(trained[0])
 
 
 @pytest.fixture(scope="module", name="alone")
 def alone_fixture(trained):
-    return trained_run.load_run(trained[0], devices=jax.devices()[:1])
+    return loading.load_run(trained[0], devices=jax.devices()[:1])
 
 
 @pytest.fixture(name="command")

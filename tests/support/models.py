@@ -17,7 +17,8 @@ from jaxdist.parallel import mesh as meshes
 from jaxdist.parallel import sharding
 from jaxdist.protocols.model_spec import ModelSpec, describe
 from jaxdist.step.state import State
-from jaxdist.step.train_step import StepConfig, TrainStep, build_train_step
+from jaxdist.step.step_config import StepConfig
+from jaxdist.step.train_step import TrainStep, build_train_step
 from jaxdist.telemetry import hlo
 
 TINY = TransformerConfig(

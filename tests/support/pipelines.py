@@ -16,7 +16,8 @@ from jaxdist.parallel import sharding
 from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
 from jaxdist.parallel.remat import RematConfig
 from jaxdist.step.loss_scale import DynamicLossScale
-from jaxdist.step.train_step import StepConfig, TrainStep, build_train_step
+from jaxdist.step.step_config import StepConfig
+from jaxdist.step.train_step import TrainStep, build_train_step
 from support.models import TINY, batch_of, spec_of
 
 # Eight layers, and no loss of interest is left out: z-loss, grouped heads, unequal

@@ -12,8 +12,7 @@ import jax
 
 from jaxdist import interop
 from jaxdist.distributed import initialize
-from jaxdist.parallel.mesh import build_mesh
-from jaxdist.trainer import build, initial_weights, run_config, validation
+from jaxdist.trainer import initial_weights, run_config, validation
 from jaxdist.trainer.weight_source import Target
 
 
@@ -34,8 +33,8 @@ def main(folder: str, mesh: str) -> None:
     sources = initial_weights.chosen_sources(config, interop.WEIGHT_SOURCES)
     initial_weights.apply_config(config, sources)
     run = run_config.from_config(config)
-    _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
-    built = build.build_step(run, spec, build_mesh(run.mesh, jax.devices()), rules)
+    composition = validation.validate(run, jax.devices(), with_data=False)
+    built = composition.build_step(jax.devices())
     wanted = Target(run, built.views.abstract).parameters
     tensors = interop.open_weights(
         folder, run.model_options, {p: x.shape for p, x in wanted.items()}

@@ -34,13 +34,18 @@ from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.files import CheckpointError, list_steps, read_step
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError, trees
-from jaxdist.data import DataConfig, SourceError, arrays, bpe, open_dataset
+from jaxdist.data import (
+    DataConfig,
+    SourceError,
+    bpe,
+    open_dataset,
+    sample_shapes,
+)
 from jaxdist.interop import peft
 from jaxdist.interop.families import FAMILIES
 from jaxdist.models import lora
 from jaxdist.operations.launch.run_progress import ProgressReader
 from jaxdist.operations.page import html, status, summary
-from jaxdist.parallel.mesh import build_mesh
 from jaxdist.parallel.pipeline.schedules import table
 from jaxdist.planner import run_in_workdir, targets
 from jaxdist.planner.compiler import read_entry
@@ -49,7 +54,7 @@ from jaxdist.storage import run_format
 from jaxdist.storage.digest import digest
 from jaxdist.telemetry import metrics
 from jaxdist.trainer import (
-    build,
+    compose,
     elastic,
     restore,
     run_config,
@@ -271,8 +276,8 @@ def _restoring(run: Path) -> Callable[[Path], object]:
     """Returns what restores a run's newest good checkpoint."""
     config = workdir.read_config(run)
     devices = jax.devices()
-    _, rules, spec = validation.validate(config, devices, with_data=False)
-    built = build.build_step(config, spec, build_mesh(config.mesh, devices), rules)
+    composition = validation.validate(config, devices, with_data=False)
+    built = composition.build_step(devices)
     steps = list_steps(run / "checkpoints")
 
     def read(file: Path) -> object:
@@ -309,7 +314,7 @@ def _of_models(work: Path) -> dict[str, Reader]:
         return tensors.sizes(), tensors.load(wanted)
 
     for folder in (hf / "llama", hf / "smollm", hf / "gpt2"):
-        spec = build.model_spec(run := hf_config(folder / "config.json"))
+        spec = compose.model_spec(run := hf_config(folder / "config.json"))
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         shapes = {
             path: x.shape for path, x in trees.flatten_names(spec.trainable).items()
@@ -399,7 +404,7 @@ def _of_data(folder: Path) -> dict[str, Reader]:
                     **options,
                 )
                 if source == "arrays":
-                    arrays.sample_shapes(config)
+                    sample_shapes(config, 16)
                 dataset = open_dataset(
                     config, sequence_length=16, vocab_size=65536, log=lambda line: None
                 )

@@ -11,7 +11,9 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxdist.parallel.formats.fp8 import FP8
 from jaxdist.telemetry import flops, hlo
+from support.flops_formula import transformer_flops_per_token
 
 L, B, S, D, F, H, K, N, V = 3, 8, 16, 32, 48, 4, 2, 8, 96  # layers ... vocabulary
 TOKENS = B * S
@@ -63,7 +65,7 @@ def loss(params, tokens_BS, remat=False):
 
 
 def formula(convention):
-    return flops.transformer_flops_per_token(
+    return transformer_flops_per_token(
         num_layers=L,
         d_model=D,
         d_ff=F,
@@ -97,7 +99,7 @@ def test_formula_by_hand():
         vocab_size=10,
     )
     gated, plain = (
-        flops.transformer_flops_per_token(
+        transformer_flops_per_token(
             **sizes, sequence_length=64, convention="full", gated=gated
         )
         for gated in (True, False)
@@ -293,11 +295,11 @@ def test_hlo_spellings_of_other_backends():
 
 
 def test_products_of_8_bit_floats_are_told_apart():
-    assert flops.hlo_flops(TEXT, fp8_only=True) == 0
+    assert flops.hlo_flops(TEXT, only=FP8.in_hlo) == 0
     codes = TEXT.replace("%a = f32[4,8]", "%a = f8e4m3fn[4,8]")
     assert flops.hlo_flops(codes) == flops.hlo_flops(TEXT)
     # cuBLAS and oneDNN
-    assert flops.hlo_flops(codes, fp8_only=True) == 2 * 4 * 4 * 8 + 2 * 8 * 8 * 4
+    assert flops.hlo_flops(codes, only=FP8.in_hlo) == 2 * 4 * 4 * 8 + 2 * 8 * 8 * 4
 
 
 def test_a_loop_of_unknown_length_counts_once():

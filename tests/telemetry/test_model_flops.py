@@ -8,20 +8,18 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jaxdist.config import files
-from jaxdist.parallel.mesh import build_mesh
 from jaxdist.telemetry.flops import (
     hlo_flops,
     is_uncounted,
     jaxpr_flops,
-    transformer_flops_per_token,
 )
 from jaxdist.trainer import (
-    batching,
-    build,
+    compose,
     model_flops,
     run_config,
     validation,
 )
+from support.flops_formula import transformer_flops_per_token
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["swiglu", "gelu"])
@@ -45,8 +43,8 @@ def run(request) -> run_config.RunConfig:
 
 
 def test_the_formula_lies_where_the_forward_program_says(run):
-    spec = validation.validate(run, jax.devices()[:1])[2]
-    batch = batching.batch_shapes(run, 4)
+    spec = validation.validate(run, jax.devices()[:1]).spec
+    batch = compose.batch_shapes(run, 4)
 
     def loss(trainable, batch):
         return spec.assemble(trainable, spec.model_state).loss(batch, None).sum
@@ -67,16 +65,16 @@ def test_the_formula_lies_where_the_forward_program_says(run):
 
 def test_the_compiled_step_does_the_model_flops_and_what_attention_recomputes(run):
     devices = jax.devices()[:1]
-    _, rules, spec = validation.validate(run, devices)
-    built = build.build_step(run, spec, build_mesh(run.mesh, devices), rules)
+    composition = validation.validate(run, devices)
+    built = composition.build_step(devices)
     here = SingleDeviceSharding(devices[0])
     batch = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-        for name, x in batching.batch_shapes(run, 4).items()
+        for name, x in compose.batch_shapes(run, 4).items()
     }
     traced = built.step.trace(built.abstract_state, batch)
     counted = hlo_flops(traced.lower().compile().as_text())
-    formula = model_flops.model_flops(run, spec)
+    formula = model_flops.model_flops(run, composition.spec)
     matmuls = 2 * formula["causal"] - formula["full"]
     attention = formula["full"] - matmuls
     # Scores are computed again in the backward pass: 7 products for attention's 6, on
@@ -88,8 +86,8 @@ def test_the_compiled_step_does_the_model_flops_and_what_attention_recomputes(ru
     assert jaxpr_flops(traced.jaxpr) == pytest.approx(
         counted, rel=0.01
     ) and not is_uncounted(traced.jaxpr)
-    full = dataclasses.replace(run, remat=dataclasses.replace(run.remat, policy="full"))
-    built = build.build_step(full, spec, build_mesh(run.mesh, devices), rules)
+    full = compose.with_overrides(run, {"remat.policy": "full"})
+    built = validation.validate(full, devices).build_step(devices)
     again = jaxpr_flops(built.step.trace(built.abstract_state, batch).jaxpr)
     assert 1.1 * counted < again < 4 / 3 * counted, (
         "all but the head's forward products, twice"
@@ -115,12 +113,12 @@ def test_a_local_layer_counts_the_tokens_it_sees():
     def count(**changes) -> tuple[dict[str, float], float]:
         config.model.update(**changes)
         run = run_config.from_config(config)
-        spec = validation.validate(run, jax.devices()[:1])[2]
+        spec = validation.validate(run, jax.devices()[:1]).spec
 
         def loss(trainable, batch):
             return spec.assemble(trainable, spec.model_state).loss(batch, None).sum
 
-        jaxpr = jax.make_jaxpr(loss)(spec.trainable, batching.batch_shapes(run, 4))
+        jaxpr = jax.make_jaxpr(loss)(spec.trainable, compose.batch_shapes(run, 4))
         return model_flops.model_flops(run, spec), 3 * jaxpr_flops(jaxpr) / (4 * length)
 
     everywhere, program = count()

@@ -16,12 +16,18 @@ from flax import nnx
 
 from jaxdist import library, train
 from jaxdist.checkpoint.files import list_steps, read_step
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, schema
 from jaxdist.operations.ledger.ledger import Ledger
 from jaxdist.telemetry.metrics import read_events, read_rows
 from jaxdist.trainer import callbacks as callbacks_module
-from jaxdist.trainer import run_config, trainer, validation
-from jaxdist.trainer.callbacks import Callback, CallbackList, StepView, every
+from jaxdist.trainer import run_config, served, trainer
+from jaxdist.trainer.callbacks import (
+    Callback,
+    CallbackList,
+    StepView,
+    TrainResult,
+    every,
+)
 from jaxdist.trainer.health import Diverged
 
 STEPS = 4
@@ -51,7 +57,7 @@ def config_of(**changes) -> run_config.RunConfig:
     return run_config.from_config(config)
 
 
-def run(folder, *callbacks, **changes) -> trainer.TrainResult:
+def run(folder, *callbacks, **changes) -> TrainResult:
     """Trains with the core alone and these callbacks."""
     return trainer.train(
         config_of(**changes),
@@ -151,9 +157,11 @@ load None
 phase data 1
 phase step 1
 step 1
+phase vote 1
 phase data 2
 phase step 2
 step 2
+phase vote 2
 record 1
 row 1
 record 2
@@ -164,6 +172,7 @@ save 2
 phase data 3
 phase step 3
 step 3
+phase vote 3
 phase data 4
 phase step 4
 step 4
@@ -173,9 +182,11 @@ record 4
 row 4
 phase evaluate 4
 evaluate 4
+phase vote 4
 phase save 4
 state
 save 4
+phase vote 4
 phase save 4
 phase end 4
 end
@@ -475,14 +486,19 @@ def refused_keys(keys: set[str]) -> dict[str, str]:
       keys: that the run's callbacks serve.
     """
     with pytest.raises(ConfigError) as refused:
-        validation.check_served(config_of(**SET), keys)
+        served.check_served(config_of(**SET), keys)
     return {fault.partition("=")[0]: fault for fault in refused.value.faults}
 
 
 def test_each_key_in_vain_is_refused_with_the_callback_that_it_needs():
     assert refused_keys(set()).keys() == SET.keys()
-    assert len(SET) == len(validation.SERVED_BY)
-    callbacks = {path: callback_at(path) for path in validation.SERVED_BY.values()}
+    needs = {
+        field.callback
+        for field in schema.schema_of(run_config.RunConfig).values()
+        if field.callback
+    }
+    callbacks = {path: callback_at(path) for path in needs}
+    assert len(callbacks) == len(SET) - 1  # KeepBest serves two
     for path in callbacks:
         others = keys_of(kind for name, kind in callbacks.items() if name != path)
         lines = refused_keys(others)
@@ -496,9 +512,9 @@ def test_each_key_in_vain_is_refused_with_the_callback_that_it_needs():
 
 
 def test_defaults_need_no_callback_and_those_of_fit_serve_every_key(tmp_path):
-    validation.check_served(config_of(), set())
+    served.check_served(config_of(), set())
     everyone = library.run_callbacks(config_of(), tmp_path)
-    validation.check_served(config_of(**SET), keys_of(everyone))
+    served.check_served(config_of(**SET), keys_of(everyone))
     # a run without one that declares keys refuses at least one of them
     for callback in everyone:
         if callback.keys:

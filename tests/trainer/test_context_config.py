@@ -6,13 +6,12 @@ import pytest
 
 from jaxdist import train
 from jaxdist.config import EXIT_CONFIG, ConfigError, files
-from jaxdist.trainer import exit_code, run_config, step_lines, validation
-from jaxdist.verification.cases import with_values
+from jaxdist.trainer import compose, exit_code, run_config, step_lines, validation
 
 
 def run_of(name: str = "quickstart", **changes) -> run_config.RunConfig:
     run = run_config.from_config(files.load(name, folders=files.packaged_folders()))
-    return with_values(
+    return compose.with_overrides(
         run, {path.replace("__", "."): value for path, value in changes.items()}
     )
 
@@ -63,15 +62,15 @@ def test_images_have_no_sequence_to_split():
 
 def test_auto_takes_what_divides_and_says_so():
     run = run_of(mesh__context=8, model__num_heads=12, model__num_kv_heads=4)
-    _, rules, _ = validation.validate_on(run, 8)
+    rules = validation.validate_on(run, 8).rules
     (line,) = step_lines.context_lines(run, rules)
     assert line.startswith(
         "context 8: attention by gather: 12 query heads are not divisible"
     )
-    _, rules, _ = validation.validate_on(run_of(mesh__context=4), 8)
+    rules = validation.validate_on(run_of(mesh__context=4), 8).rules
     (line,) = step_lines.context_lines(run_of(mesh__context=4), rules)
     assert line.startswith("context 4: attention by heads: 4 heads divide by 4")
-    _, rules, _ = validation.validate_on(run_of(), 8)
+    rules = validation.validate_on(run_of(), 8).rules
     assert not step_lines.context_lines(run_of(), rules)
 
 

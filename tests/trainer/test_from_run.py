@@ -23,8 +23,7 @@ from jaxdist.checkpoint.files import CheckpointError, list_steps
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.checkpoint.state_dict import to_canonical
 from jaxdist.config import ConfigError, trees
-from jaxdist.parallel.mesh import build_mesh
-from jaxdist.trainer import build, cli, initial_weights, validation
+from jaxdist.trainer import cli, initial_weights, validation
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.workdir import workdir_lock
 from support.checkpoints import flip, save_and_wait
@@ -97,8 +96,8 @@ def first_state(config: RunConfig, folder: Path) -> dict[str, np.ndarray]:
     flat.
     """
     devices = jax.devices()
-    _, rules, spec = validation.validate(config, devices)
-    built = build.build_step(config, spec, build_mesh(config.mesh, devices), rules)
+    composition = validation.validate(config, devices)
+    built = composition.build_step(devices)
     sources = initial_weights.chosen_sources(config)
     first = initial_weights.first_state(config, built, folder, sources)
     state = built.views.flat(first)

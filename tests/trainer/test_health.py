@@ -26,8 +26,9 @@ from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.operations.watch import pace, replica_check
 from jaxdist.operations.watch.replica_check import compare_replicas
 from jaxdist.telemetry.metrics import read_events, read_rows
-from jaxdist.trainer import restore, run_config, trainer
+from jaxdist.trainer import restore, run_config, start, trainer
 from jaxdist.trainer.health import Diverged, Monitor, SkippingDataset
+from jaxdist.trainer.loop import TrainingStopped
 
 SIZE = 4  # sequences per step
 BAD = range(10 * SIZE, 14 * SIZE)  # samples of steps 11 to 14, which break the loss
@@ -181,12 +182,10 @@ def test_a_run_that_dies_and_begins_again_goes_the_same_way(story, tmp_path, die
 
 
 def test_without_leave_to_roll_back_the_run_stops(tmp_path):
-    with pytest.raises(
-        trainer.TrainingStopped, match="4 steps in a row with non-finite"
-    ):
+    with pytest.raises(TrainingStopped, match="4 steps in a row with non-finite"):
         run(tmp_path / "run", health__nonfinite="stop")
     assert [e["event"] for e in read_events(tmp_path / "run")][-1] == "stop"
-    with pytest.raises(trainer.TrainingStopped, match="non-finite"):
+    with pytest.raises(TrainingStopped, match="non-finite"):
         run(tmp_path / "other", health__max_rollbacks=0)
 
 
@@ -348,7 +347,7 @@ def test_a_run_whose_copies_differ_goes_back_and_repeats_its_data(
     assert back["step"] == 4 and back["left_out"] == [4, 4]
     drifted.clear()
     stops = config_of(**changes, health__nonfinite="stop")
-    with pytest.raises(trainer.TrainingStopped, match="device 3 .* replace the device"):
+    with pytest.raises(TrainingStopped, match="device 3 .* replace the device"):
         library.run(stops, tmp_path / "stopped", devices=jax.devices()[:2])
     assert read_events(tmp_path / "stopped")[-1]["reason"] == "drift"
     monkeypatch.undo()
@@ -380,7 +379,7 @@ def test_no_usable_checkpoint_is_said_before_the_step_is_compiled(
     shutil.copytree(story.then, folder)
     for step in list_steps(folder / "checkpoints"):
         (folder / "checkpoints" / str(step) / "metadata" / "metadata").unlink()
-    monkeypatch.setattr(restore, "_compile", lambda *_: release.wait(100))
+    monkeypatch.setattr(start, "compile_step", lambda *_: release.wait(100))
     try:
         with pytest.raises(CheckpointError, match="no usable checkpoint"):
             run(folder)

@@ -16,9 +16,7 @@ from ml_collections import ConfigDict
 import jaxdist
 from jaxdist import interop
 from jaxdist.config import ConfigError, trees
-from jaxdist.parallel.mesh import build_mesh
 from jaxdist.trainer import (
-    build,
     cli,
     exit_code,
     initial_weights,
@@ -54,7 +52,9 @@ def assert_says_what_to_pass(text: str, key: str, place: str) -> None:
 
 def test_each_key_has_one_source():
     sources = (*initial_weights.CORE_SOURCES, *interop.WEIGHT_SOURCES)
-    assert sorted(source.key for source in sources) == sorted(initial_weights.KEYS)
+    assert sorted(source.key for source in sources) == sorted(
+        initial_weights.weight_keys()
+    )
 
 
 @pytest.mark.parametrize("key", FOREIGN)
@@ -131,8 +131,8 @@ def test_a_source_gives_config_and_weights(tmp_path, capsys):
     initial_weights.apply_config(config, sources)
     run = run_config.from_config(config)
     assert run.model["d_model"] == 16
-    _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
-    built = build.build_step(run, spec, build_mesh(run.mesh), rules)
+    composition = validation.validate(run, jax.devices(), with_data=False)
+    built = composition.build_step()
     state = initial_weights.first_state(run, built, tmp_path, sources)
     assert "all weights are 0.5" in capsys.readouterr().out
     parameters = trees.flatten_names(state.trainable)

@@ -20,18 +20,17 @@ from support.paths import DOCS, ROOT
 
 
 def lines(*arguments: str) -> list[str]:
-    return list(pipeline_report.lines(*validated(*arguments)))
+    return list(pipeline_report.lines(validated(*arguments)))
 
 
 def validated(*arguments: str):
     words = ["--config=quickstart", "--config.batch.global_size=64", *arguments]
     run = cli.parse(cli.ConfigParser("test", None), words)[1]
-    _, rules, spec = validation.validate(run, jax.devices(), with_data=False)
-    return run, spec, rules
+    return validation.validate(run, jax.devices(), with_data=False)
 
 
 def test_without_stages_nothing_is_said():
-    assert lines() == [] and pipeline_report.describe(*validated()) == {}
+    assert lines() == [] and pipeline_report.describe(validated()) == {}
 
 
 def test_the_numbers_are_the_table_s():
@@ -47,7 +46,7 @@ def test_the_numbers_are_the_table_s():
 
 def test_the_bubble_without_a_head_is_the_closed_form():
     found = pipeline_report.estimate_pipeline(
-        *validated("--config.mesh.pipeline=4", "--config.pipeline.microbatches=8")
+        validated("--config.mesh.pipeline=4", "--config.pipeline.microbatches=8")
     )
     assert (
         found.costs.head > 0
@@ -61,11 +60,13 @@ def test_the_bubble_without_a_head_is_the_closed_form():
 
 
 def test_layers_and_head_are_the_formula_s():
-    run, spec, rules = validated("--config.mesh.pipeline=2")
+    composition = validated("--config.mesh.pipeline=2")
+    run = composition.config
     model = run.model
-    layer, head, first = pipeline_report._forward_and_backward(run, spec, 4)
+    layer, head, first = pipeline_report._forward_and_backward(composition, 4)
     assert head == 6 * model["d_model"] * model["vocab_size"] and first == 0
-    assert 4 * layer + head == pipeline_report.model_flops(run, spec)["causal"]
+    flops = pipeline_report.model_flops(run, composition.spec)
+    assert 4 * layer + head == flops["causal"]
 
 
 def test_layers_that_every_stage_does_are_told():
@@ -77,7 +78,7 @@ def test_layers_that_every_stage_does_are_told():
     }
     flags = [f"--config.model.{name}={value}" for name, value in sizes.items()]
     few = [*flags, "--config.mesh.pipeline=2", "--config.pipeline.microbatches=4"]
-    found = pipeline_report.estimate_pipeline(*validated(*few))
+    found = pipeline_report.estimate_pipeline(validated(*few))
     costs, parts = (
         found.costs,
         pipeline_report.simulate(found.schedule, found.costs).phases.sum(0),
@@ -128,7 +129,7 @@ def test_edges_that_every_stage_does_whole_have_their_cost_said():
 
 def test_places_are_filled_as_the_executor_fills_them():
     found = pipeline_report.estimate_pipeline(
-        *validated("--config.mesh.pipeline=4", "--config.model.num_layers=9")
+        validated("--config.mesh.pipeline=4", "--config.model.num_layers=9")
     )
     assert found.balance.cut == (3, 3, 3, 0)  # not 3, 2, 2, 2
     assert "9 layers divide by 1, 3, 9" in found.balance.warning()
@@ -141,12 +142,12 @@ def test_places_are_filled_as_the_executor_fills_them():
 def test_the_backward_counts_its_recomputation(stages_, remat, cost):
     """With a layer a stage, full recomputation is what a stage does anyway."""
     words = [f"--config.mesh.pipeline={stages_}", f"--config.pipeline.remat={remat}"]
-    costs = pipeline_report.estimate_pipeline(*validated(*words)).costs
+    costs = pipeline_report.estimate_pipeline(validated(*words)).costs
     assert costs.backward[0][0] == cost * costs.forward[0][0]
 
 
 def test_a_dry_run_says_it():
-    run = validated("--config.mesh.pipeline=2", "--config.model.num_layers=2")[0]
+    run = validated("--config.mesh.pipeline=2", "--config.model.num_layers=2").config
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dry_run, "compile_step", lambda *_: None)
@@ -165,7 +166,7 @@ def page(folder: Path, about: dict) -> str:
 
 def test_the_report_shows_the_timeline(tmp_path):
     about = pipeline_report.describe(
-        *validated("--config.mesh.pipeline=4", "--config.pipeline.microbatches=8")
+        validated("--config.mesh.pipeline=4", "--config.pipeline.microbatches=8")
     )
     assert about["pipeline"] | {"bubble": 0} == {
         "schedule": "1f1b",
@@ -197,7 +198,7 @@ def test_a_very_long_timeline_is_not_drawn():
         "--config.mesh.data=2",
     ]
     about = pipeline_report.describe(
-        *validated("--config.batch.global_size=2048", *many)
+        validated("--config.batch.global_size=2048", *many)
     )
     assert about["pipeline"]["microbatches"] == 1024 and "timeline_svg" not in about
 

@@ -10,9 +10,10 @@ import pytest
 
 from jaxdist.config import ConfigError, schema
 from jaxdist.hardware.chips import CHIPS
-from jaxdist.parallel.precision import RECIPES
-from jaxdist.step.train_step import StepConfig
-from jaxdist.trainer import batching, build, product_formats, run_config
+from jaxdist.parallel.formats.fp8 import FP8
+from jaxdist.parallel.precision import PrecisionConfig
+from jaxdist.step.step_config import StepConfig
+from jaxdist.trainer import compose, product_formats, run_config
 from support.models import TINY, batch_of, step_of
 
 LARGE = {
@@ -40,14 +41,14 @@ H100 = device("NVIDIA H100 80GB HBM3", "gpu")
 
 
 def faults(run: run_config.RunConfig, on: SimpleNamespace) -> list[str]:
-    sample = partial(batching.batch_shapes, run, 1)
-    return list(product_formats.faults(run, build.model_spec(run), on, sample))
+    sample = partial(compose.batch_shapes, run, 1)
+    return list(product_formats.faults(run, compose.model_spec(run), on, sample))
 
 
 def test_a_table_says_which_kernels_and_why_not_the_others():
     run = run_of()
-    spec = build.model_spec(run)
-    table = product_formats.table(run, spec)
+    spec = compose.model_spec(run)
+    table = product_formats.table(run.precision.recipe, spec)
     parts = {path.removeprefix("blocks/"): why for path, why in table.items()}
     taken = {"attention/query", "attention/out", "mlp/gate", "mlp/up", "mlp/down"}
     assert {path for path, why in parts.items() if not why} == taken
@@ -59,7 +60,7 @@ def test_a_table_says_which_kernels_and_why_not_the_others():
     assert parts["embedding"] == "rows of a table are looked up"
     assert parts["output"] == "scores of the vocabulary"
     first, speed = product_formats.lines(
-        run, spec, H100, partial(batching.batch_shapes, run, 1)
+        run, spec, H100, partial(compose.batch_shapes, run, 1)
     )
     assert (
         "% of the forward products' FLOPs" in first
@@ -68,7 +69,7 @@ def test_a_table_says_which_kernels_and_why_not_the_others():
     assert "1978.9 TFLOP/s" in speed and "989.4" in speed
     # 2 of the 4096 x 1024 kernels, the output layer of 256 and the attention itself are
     # all that is left.
-    share = product_formats.share(run, spec, partial(batching.batch_shapes, run, 1))
+    share = product_formats.share(run, spec, partial(compose.batch_shapes, run, 1))
     kernels = 2 * 4096 * 4096 + 3 * 4096 * 14336
     rest = 2 * 4096 * 1024 + 4096 * 256 / 2 + 2 * 4096 * run.batch.sequence_length
     assert share == pytest.approx(kernels / (kernels + rest), rel=1e-2)
@@ -98,7 +99,7 @@ def test_chips_that_gain_nothing_are_refused_with_the_number(kind, said):
 
 
 def test_chips_that_gain():
-    assert {chip.name for chip in CHIPS if chip.fp8_gains} == {
+    assert {chip.name for chip in CHIPS if FP8.gain(chip)} == {
         "H100 SXM",
         "H100 PCIe",
         "H100 NVL",
@@ -134,7 +135,8 @@ def test_activations_between_them_are_bfloat16():
 
 def test_off_or_for_small_kernels_the_program_is_what_it_was():
     def lowered(**changes) -> str:
-        built = step_of(model=TINY, step=StepConfig(compute="bfloat16", **changes))
+        step = StepConfig(compute="bfloat16", recipe=PrecisionConfig(**changes).recipe)
+        built = step_of(model=TINY, step=step)
         return built.step.lower(
             built.abstract_state, built.abstract_batch(batch_of())
         ).as_text()
@@ -143,12 +145,13 @@ def test_off_or_for_small_kernels_the_program_is_what_it_was():
     assert "f8E4M3" not in default
     assert default == lowered(matmul="fp8_rowwise")  # none is large enough
     eight = lowered(matmul="fp8_rowwise", fp8_small_kernels=True)
-    assert "f8E4M3" in eight and RECIPES
+    assert "f8E4M3" in eight
 
 
 def test_remat_keeps_products_with_their_scales():
     def products(**changes) -> int:
-        built = step_of(model=TINY, step=StepConfig(compute="bfloat16", **changes))
+        step = StepConfig(compute="bfloat16", recipe=PrecisionConfig(**changes).recipe)
+        built = step_of(model=TINY, step=step)
         arguments = built.abstract_state, built.abstract_batch(batch_of())
         return str(jax.make_jaxpr(built.inspect)(*arguments)).count("dot_general[")
 

@@ -8,6 +8,7 @@ import pytest
 
 from jaxdist.checkpoint.files import CheckpointError, StepInfo
 from jaxdist.trainer import restore
+from jaxdist.trainer.progress import Progress
 
 SOUND = {
     "progress": {"step": 8, "tokens_seen": 1024, "elapsed_s": 1},
@@ -27,7 +28,7 @@ def checked(**changes: Any) -> str:
 
 def test_sound_metadata_is_believed():
     assert checked() == "" == checked(progress={"step": 8}, more=[1])
-    assert restore.progress_of(SOUND) == restore.Progress(8, 1024, 1)
+    assert restore.progress_of(SOUND) == Progress(8, 1024, 1)
 
 
 @pytest.mark.parametrize(

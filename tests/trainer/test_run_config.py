@@ -1,6 +1,5 @@
 """RunConfig: parsing, what may change on resume, batch arithmetic, what a step gets."""
 
-import fnmatch
 from pathlib import Path
 
 import jax
@@ -8,10 +7,10 @@ import pytest
 
 from jaxdist.config import ConfigError, schema
 from jaxdist.data import open_dataset
-from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
+from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.trainer import (
-    batching,
     cli,
+    compose,
     run_config,
     step_lines,
     validation,
@@ -176,10 +175,31 @@ def test_edges_that_are_replicated_are_refused():
         parse("--config", "quickstart", "--config.pipeline.edges=replicated")
 
 
-def test_harmless_keys_exist():
-    fields = run_config.full_schema(run_config.registry.DEFAULT_TARGET)
-    for pattern in run_config.HARMLESS:
-        assert fnmatch.filter(fields, pattern), pattern
+def test_a_model_of_ones_own_says_which_options_may_change(tmp_path, monkeypatch):
+    source = """
+from typing import Annotated
+from flax import nnx
+from jaxdist.config.annotations import Resume
+
+class Net(nnx.Module):
+    def __init__(
+        self, width: int = 8, block: Annotated[int, Resume("harmless")] = 4, *, rngs
+    ):
+        pass
+"""
+    (tmp_path / "net_with_marks.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    target = "net_with_marks:Net"
+    fields = run_config.full_schema(target)
+    assert fields["model.block"].type is int
+
+    def fingerprint(**options):
+        run = run_config.RunConfig(model={"target": target, **options})
+        return run_config.run_fingerprint(run)
+
+    stored = fingerprint(width=8, block=4)
+    assert fingerprint(width=8, block=16) == stored
+    assert fingerprint(width=16, block=4) != stored
 
 
 # --- batch, mesh ----------------------------------------------------------------------
@@ -187,8 +207,9 @@ def test_harmless_keys_exist():
 
 def test_batch_arithmetic_says_the_numbers():
     run = parse("--config", "quickstart", "--config.batch.accumulation=2")
-    shape = resolve_mesh(MeshConfig(data=2, fsdp=2, tensor=2), 8)
-    assert step_lines.batch_arithmetic(run, shape) == (
+    run = compose.with_overrides(run, {"mesh": MeshConfig(data=2, fsdp=2, tensor=2)})
+    composition = validation.validate_on(run, 8)
+    assert step_lines.batch_arithmetic(composition) == (
         "batch: 16 sequences a step = 2 accumulation x 4 batch shards x 2 per device; "
         "x 128 tokens = 2,048 tokens a step"
     )
@@ -232,7 +253,7 @@ def test_a_shipped_config_may_be_tried_for_a_few_steps(name):
 
 def test_emulated_devices_have_the_slices_that_the_mesh_asks_for():
     run = parse("--config", "quickstart", "--config.mesh.dcn.data=2")
-    shape, _, _ = validation.validate(run, jax.devices())
+    shape = validation.validate(run, jax.devices()).shape
     assert shape.dcn["data"] == 2 and shape.sizes["data"] == 8
 
 
@@ -251,7 +272,7 @@ def test_text_batches_are_what_the_dataset_makes(tmp_path):
         dataset = open_dataset(run.data, sequence_length=length, log=lambda line: None)
         real = {n: (x.shape, x.dtype) for n, x in dataset.train_batch(0, 4).items()}
         assert {
-            n: (x.shape, x.dtype) for n, x in batching.batch_shapes(run, 4).items()
+            n: (x.shape, x.dtype) for n, x in compose.batch_shapes(run, 4).items()
         } == real
 
 

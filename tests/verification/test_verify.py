@@ -15,7 +15,7 @@ from jaxdist import verify
 from jaxdist.config import EXIT_CONFIG, ConfigError, files, schema
 from jaxdist.models import experts
 from jaxdist.ops.experts import route
-from jaxdist.trainer import exit_code, run_config, validation
+from jaxdist.trainer import compose, exit_code, run_config, validation
 from jaxdist.verification import cases, comparison, runner
 from jaxdist.verification.comparison import BANDS, Observed, compare, rounding_alone
 
@@ -59,7 +59,7 @@ def quickstart(**changes) -> run_config.RunConfig:
     run = run_config.from_config(
         files.load("quickstart", folders=files.packaged_folders())
     )
-    return cases.with_values(run, changes)
+    return compose.with_overrides(run, changes)
 
 
 def command(capsys, *words: str) -> tuple[int, str, str]:
@@ -101,7 +101,7 @@ def test_shrinking_keeps_the_variants():
         quickstart(**{"model.positions": "learned", "model.max_positions": 128}), 8
     )
     # a sample would be too long
-    validation.validate_on(cases.with_values(learned, cases.ONE_DEVICE), 1)
+    validation.validate_on(compose.with_overrides(learned, cases.ONE_DEVICE), 1)
 
 
 @pytest.mark.parametrize(
@@ -465,11 +465,11 @@ def test_programs_are_let_go_after_their_row():
 
 def test_a_wrong_kernel_of_one_layout_is_found_out(monkeypatch):
     """A sum over tensor shards that is left out, planted in the head's place."""
-    original = runner.build.build_step
+    original = compose.Composition.build_step
 
-    def planted(run, spec, mesh, rules):
-        built = original(run, spec, mesh, rules)
-        if mesh.size == 1:
+    def planted(composition, devices):
+        built = original(composition, devices)
+        if built.mesh.size == 1:
             return built
 
         def inspect(state, batch):
@@ -479,7 +479,7 @@ def test_a_wrong_kernel_of_one_layout_is_found_out(monkeypatch):
 
         return dataclasses.replace(built, inspect=jax.jit(inspect))
 
-    monkeypatch.setattr(runner.build, "build_step", planted)
+    monkeypatch.setattr(compose.Composition, "build_step", planted)
     run = quickstart(**{"optimizer.name": "sgd"})
     report = runner.verify_layouts(
         run,

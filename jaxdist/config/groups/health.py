@@ -1,9 +1,9 @@
 """Config group `health.*`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt
+from jaxdist.config.annotations import Needs, NonNegativeFloat, NonNegativeInt
 
 
 @dataclass(frozen=True)
@@ -17,4 +17,6 @@ class HealthConfig:
     spike_sigmas: NonNegativeFloat = 10.0
     max_rollbacks: NonNegativeInt = 5  # of a run in all; then it stops
     # steps between comparisons of replicated values; 0 = never
-    compare_every: NonNegativeInt = 1000
+    compare_every: Annotated[
+        NonNegativeInt, Needs("jaxdist.operations.watch.replica_check.ReplicaCheck")
+    ] = 1000

@@ -1,8 +1,9 @@
 """Config group `profile.*`."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from jaxdist.config.annotations import NonNegativeInt, PositiveInt
+from jaxdist.config.annotations import Needs, NonNegativeInt, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -10,5 +11,7 @@ class ProfileConfig:
     """Steps to profile."""
 
     # first profiled step, >= 2 to leave compilation out; 0 = no profile
-    start_step: NonNegativeInt = 0
+    start_step: Annotated[
+        NonNegativeInt, Needs("jaxdist.trainer.profiling.Profile")
+    ] = 0
     num_steps: PositiveInt = 3  # profiled steps

@@ -1,7 +1,9 @@
 """Config group `resilience.*`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from jaxdist.config.annotations import Needs
 
 
 @dataclass(frozen=True)
@@ -10,4 +12,7 @@ class ResilienceConfig:
 
     # what cloud's word that it takes a machine back is listened for; auto: that of the
     # machine's firmware
-    preemption_notice: Literal["none", "auto", "aws", "gcp", "azure"] = "none"
+    preemption_notice: Annotated[
+        Literal["none", "auto", "aws", "gcp", "azure"],
+        Needs("jaxdist.operations.watch.notices.PreemptionNotices"),
+    ] = "none"

@@ -1,4 +1,4 @@
-"""What copies a run's finished steps to a store while it trains: a thread that nothing
+"""Copies a run's finished steps to a store while it trains, in a thread that nothing
 waits for.
 """
 
@@ -32,9 +32,9 @@ class CopyResult(NamedTuple):
 class Copier:
     """Copies the steps of a store of checkpoints in a thread of its own, newest first.
 
-    Nothing waits for it but `finish`. What a step lacks is tried again with the next
-    one. A call of the store that shows no sign for `checkpoint.timeout_s` is given up,
-    and so is its step until the next start: another thread goes on with the others.
+    Only `finish` waits for it. A step that could not be copied is tried again with the
+    next one. A call of the store that shows no sign for `checkpoint.timeout_s` is given
+    up, and so is its step until the next start. Another thread copies the other steps.
     """
 
     def __init__(
@@ -45,22 +45,27 @@ class Copier:
         Args:
           beside: files that are copied with every step.
         """
-        self.url, self._store, self._beside = copies.url, store, beside
+        self.url = copies.url
+        self._store = store
+        self._beside = beside
         self._results = queue.SimpleQueue[CopyResult]()
         # (step, its manifest's time) of what is copied
         self._known: set[tuple[int, int]] | None = None
         self._seen: set[int] = set()  # steps that were here in this process's time
         self._stuck: set[int] = set()  # steps in a call that did not return
         self._threads: list[threading.Thread] = []
-        self._state, self._asked, self._idle = threading.Condition(), True, False
+        self._state = threading.Condition()
+        self._requested = True
+        self._idle = False
         # of the thread at work; None: too many are stuck
         self._copies: Copies | None = None
         self._begin(copies)
 
     def wake(self) -> None:
-        """Says that a step is finished."""
+        """Requests a copy: a step is finished."""
         with self._state:
-            self._asked, self._idle = True, False
+            self._requested = True
+            self._idle = False
             self._state.notify_all()
         if self._copies is None:
             self._begin(Copies(self.url))
@@ -76,8 +81,10 @@ class Copier:
         return [self._results.get() for _ in range(self._results.qsize())]
 
     def finish(self, seconds: float) -> bool:
-        """Waits for what is under way or due, so long at most; returns whether it has
-        ended.
+        """Waits for copies under way and due; returns True if they have ended in time.
+
+        Args:
+          seconds: to wait at most.
         """
         until = time.monotonic() + seconds
         while True:
@@ -92,23 +99,28 @@ class Copier:
                 return False
 
     def _give_up_silent(self) -> None:
-        """Goes on with other steps where the call under way has shown no sign for too
-        long.
+        """Abandons a call that has shown no sign for too long; another thread copies
+        the other steps.
         """
-        copies, limit_s = self._copies, self._store.config.timeout_s
-        if copies and (silent_s := copies.silent_s()) > limit_s:
-            copies.abandoned = True
-            self._stuck |= self._store.held
-            step = max(self._store.held, default=self._store.newest)
-            self._store.held = frozenset()
-            error = (
-                f"the store has shown no sign for {silent_s:.0f} s (checkpoint.timeout_s); other steps are "
-                f"copied meanwhile, this one by the next start"
-            )
-            self._report(None, step, error, time.monotonic() - silent_s, 0)
-            with self._state:
-                self._asked, self._idle = True, False
-            self._begin(Copies(self.url))
+        copies = self._copies
+        if copies is None:
+            return
+        silent_s = copies.silent_s()
+        if silent_s <= self._store.config.timeout_s:
+            return
+        copies.abandoned = True
+        self._stuck |= self._store.held
+        step = max(self._store.held, default=self._store.newest)
+        self._store.held = frozenset()
+        error = (
+            f"the store has shown no sign for {silent_s:.0f} s (checkpoint.timeout_s); other steps are "
+            f"copied meanwhile, this one by the next start"
+        )
+        self._report(None, step, error, time.monotonic() - silent_s, 0)
+        with self._state:
+            self._requested = True
+            self._idle = False
+        self._begin(Copies(self.url))
 
     def _begin(self, copies: Copies) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -128,15 +140,17 @@ class Copier:
             with self._state:
                 if copies.abandoned:
                     return
-                self._idle = not self._asked
+                self._idle = not self._requested
                 self._state.notify_all()
-                self._state.wait_for(lambda: self._asked)
-                self._asked = False
+                self._state.wait_for(lambda: self._requested)
+                self._requested = False
             self._round(copies)
 
     def _round(self, copies: Copies) -> None:
         """Copies all that the store lacks, and deletes there what has expired."""
-        began, local, failed = time.monotonic(), list[int](), set[int]()
+        began = time.monotonic()
+        local: list[int] = []
+        failed: set[int] = set()
         try:
             local = self._store.steps()
             there = self._listed(copies)
@@ -165,11 +179,13 @@ class Copier:
                 self._store.held = frozenset()
 
     def _listed(self, copies: Copies) -> dict[int, dict[str, int]]:
-        """Returns what the store has; raises CheckpointError if it is another run's, to
-        be left alone.
+        """Lists the store's steps.
+
+        Raises:
+          CheckpointError: they are another run's, and left alone.
         """
         there = copies.steps()
-        # after it: who puts a file there has claimed it before
+        # afterwards: a run claims the store before it puts a file there
         copies.is_claimed(self._store.folder)
         return there
 
@@ -188,7 +204,9 @@ class Copier:
     def _copy(self, copies: Copies, step: int, failed: set[int]) -> None:
         if copies.abandoned:
             raise Abandoned(self.url)
-        began, is_sound, self._store.held = time.monotonic(), False, frozenset({step})
+        began = time.monotonic()
+        is_sound = False
+        self._store.held = frozenset({step})
         assert self._known is not None
         try:
             key = self._key(step)
@@ -216,26 +234,25 @@ class Copier:
         Other steps that are newer than all here stay: what is here may be old, from a
         machine that had the run before. They are replaced once the run comes to them.
         """
-        config, local, there = (
-            self._store.config,
-            self._store.steps(),
-            self._listed(copies),
-        )
+        local = self._store.steps()
+        there = self._listed(copies)
         if not local:
             return
         good = [
             n for n in there if MANIFEST in there[n] and n not in self._store.milestones
         ]
-        last, every, best = config.keep_last, config.keep_every, self._store.best
         gone = folders.expired(
-            good, newest=local[-1], keep_last=last, keep_every=every, best=best
+            good,
+            newest=local[-1],
+            keep_last=self._store.config.keep_last,
+            keep_every=self._store.config.keep_every,
+            best=self._store.best,
         )
-        newer = [n for n in there if n > local[-1]]
-        gone += [
-            n
-            for n in newer
-            if n in self._seen or copies.is_undone(self._store.folder, n)
-        ]
+        for step in there:
+            if step > local[-1] and (
+                step in self._seen or copies.is_undone(self._store.folder, step)
+            ):
+                gone.append(step)
         for step in gone:
             if step not in local:
                 copies.remove(step, there[step])

@@ -30,13 +30,14 @@ from jaxdist.config import ConfigError, extras
 from jaxdist.storage import atomic, untrusted
 
 DELAYS_S = (1.0, 4.0, 16.0)  # before a call of the store is tried again
-_STEPS, _FETCHING = "checkpoints", ".fetching"
+_STEPS = "checkpoints"
+_FETCHING = ".fetching"
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 _NO_FILE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 
 
 class Abandoned(Exception):
-    """Nothing waits for this work any more: it took too long."""
+    """The work took too long; nothing waits for it any more."""
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -54,70 +55,74 @@ class Copies:
           ConfigError: fsspec does not know such a store.
           extras.MissingExtra: what reads it is not installed.
         """
-        self.url, protocol = url, url.partition("://")[0]
-        if package := _PACKAGES.get(protocol):
-            extras.require(package)
+        self.url = url
+        protocol = url.partition("://")[0]
+        if protocol in _PACKAGES:
+            extras.require(_PACKAGES[protocol])
+        options = {}
+        if protocol in ("file", "local"):
+            options["auto_mkdir"] = True
         try:
-            options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
             self._fs, root = fsspec.url_to_fs(url, **options)
         except (ImportError, ValueError) as error:
             raise ConfigError(
                 f"checkpoint.copy_to={url}: {error}; give e.g. s3://bucket/run"
             ) from error
         self._root = root.rstrip("/")
-        # set by who waits no more; the next call of the store is refused then
+        # set when nothing waits any more; the next call of the store then fails
         self.abandoned = False
         # the last sign of the call under way, monotonic seconds
         self._called_at: float | None = None
 
     def is_at(self, place: Path) -> bool:
-        """Returns whether its steps would be those of a folder themselves."""
-        is_local = isinstance(self._fs, LocalFileSystem)
-        return is_local and os.path.realpath(
-            f"{self._root}/{_STEPS}"
-        ) == os.path.realpath(place)
+        """Checks whether the store's steps would be those in a folder themselves."""
+        if not isinstance(self._fs, LocalFileSystem):
+            return False
+        steps = os.path.realpath(f"{self._root}/{_STEPS}")
+        return steps == os.path.realpath(place)
 
     def silent_s(self) -> float:
-        """Returns for how long the call under way has shown no sign; 0 between
+        """Returns the seconds for which the call under way has shown no sign; 0 between
         calls.
         """
-        return 0.0 if (since := self._called_at) is None else time.monotonic() - since
+        since = self._called_at  # another thread may set it to None meanwhile
+        if since is None:
+            return 0.0
+        return time.monotonic() - since
 
     def steps(self) -> dict[int, dict[str, int]]:
-        """Returns {step: {file: bytes}} of all that is there, whole or not,
-        ascending.
-        """
-        folder, found = f"{self._root}/{_STEPS}", dict[int, dict[str, int]]()
+        """Lists all steps, whole or not, ascending: {step: {file: bytes}}."""
+        folder = f"{self._root}/{_STEPS}"
+        found: dict[int, dict[str, int]] = {}
         self._fs.invalidate_cache()
-        for path, info in self._call(
-            lambda: self._fs.find(folder, detail=True)
-        ).items():
+        listed = self._call(lambda: self._fs.find(folder, detail=True))
+        for path, info in listed.items():
             step, _, name = path.removeprefix(f"{folder}/").partition("/")
-            if (
-                step.isdecimal()
-                and str(int(step)) == step
-                and int(step) <= folders.LAST_STEP
-                and name
-            ):
+            if name and _is_step(step):
                 found.setdefault(int(step), {})[name] = info["size"]
         return dict(sorted(found.items()))
 
+    def whole_steps(self) -> list[int]:
+        """Lists the steps that have a manifest, newest first."""
+        steps = [step for step, names in self.steps().items() if MANIFEST in names]
+        return steps[::-1]
+
     def holds(self, folder: Path, step: int) -> bool:
-        """Returns whether the store's manifest of a step is the one in `folder`."""
+        """Checks whether the store's manifest of a step is the one in `folder`."""
         with contextlib.suppress(FileNotFoundError):
             return self.manifest(step) == (folder / str(step) / MANIFEST).read_bytes()
         return False
 
     def manifest(self, step: int) -> bytes:
-        """Returns the manifest of a step, unchecked; raises FileNotFoundError if there
-        is none.
+        """Reads the manifest of a step, unchecked.
+
+        Raises:
+          FileNotFoundError: there is none.
         """
         return self._call(lambda: self._fs.cat_file(self._path(step, MANIFEST)))
 
     def is_undone(self, folder: Path, step: int) -> bool:
-        """Returns whether a step is one that the run in `folder` has gone back
-        behind.
-        """
+        """Checks whether the run in `folder` has gone back behind a step."""
         undone = folders.undone_manifests(folder, step)
         with contextlib.suppress(FileNotFoundError):
             return bool(undone) and self.manifest(step) in undone
@@ -127,7 +132,7 @@ class Copies:
         """Copies a step, its manifest last, and the files beside it; returns the step's
         bytes.
 
-        Another step that has its place in the store is deleted before.
+        Another step in its place in the store is deleted first.
 
         Raises:
           CheckpointError: its manifest is damaged; the store has another run's; a file
@@ -141,7 +146,7 @@ class Copies:
         there = self.steps().get(step, {})
         # it may even be this one, by another path
         if MANIFEST in there and self.holds(folder, step):
-            return sum(size for size, _ in manifest.files.values())
+            return _size(manifest)
         if there:
             self.remove(step, there)
         for name in sorted(manifest.files):
@@ -151,7 +156,7 @@ class Copies:
                 self._put(file, f"{self._root}/{file.name}")
         self._check_files(manifest, self.steps().get(step, {}))
         self._put(folder / str(step) / MANIFEST, self._path(step, MANIFEST))
-        return sum(size for size, _ in manifest.files.values())
+        return _size(manifest)
 
     def remove(self, step: int, names: Iterable[str]) -> None:
         """Deletes a step, its manifest first."""
@@ -165,10 +170,10 @@ class Copies:
     def fetch(
         self, step: int, folder: Path, *, run: str | None, say: Callable[[str], object]
     ) -> int:
-        """Puts a step into `folder`, once all its files are there and are what was
+        """Fetches a step into `folder`, once all its files are there and are what was
         sealed; returns its bytes.
 
-        What has its place there goes to quarantine. Args and errors: as `download`.
+        A step in its place goes to quarantine. Args and errors: as `download`.
         """
         source, size = self.download(step, folder, run=run, say=say)
         self.place(source, folder)
@@ -177,15 +182,17 @@ class Copies:
     def download(
         self, step: int, folder: Path, *, run: str | None, say: Callable[[str], object]
     ) -> tuple[Path, int]:
-        """Gets a step's files, compares them with what was sealed; returns where they
-        are, and their bytes.
+        """Downloads a step's files, and compares them with what was sealed.
 
         Args:
-          run: the identity that it must have; None: any.
-          say: is told of every file.
+          run: the identity that the step must have; None: any.
+          say: takes a line for every file.
+
+        Returns:
+          The folder with the files, and their bytes.
 
         Raises:
-          CheckpointError: it is not what was sealed, or another run's.
+          CheckpointError: the step is not what was sealed, or another run's.
           ConfigError: the disk has no room for it.
           Exception: any of the store's client, or of the disk.
         """
@@ -223,8 +230,9 @@ class Copies:
                 f"it belongs to another run ({manifest.run}; this one is {run})"
             )
         self._check_files(manifest, there)
-        size = sum(size for size, _ in manifest.files.values())
-        if (free := shutil.disk_usage(folder).free) < size:
+        size = _size(manifest)
+        free = shutil.disk_usage(folder).free
+        if free < size:
             raise ConfigError(
                 f"{folder}: step {step} of {self.url} has {size:,} bytes, {free:,} are free"
             )
@@ -247,7 +255,7 @@ class Copies:
         _remove_partial(source)
 
     def fetch_beside(self, files: Iterable[Path]) -> None:
-        """Gets those of the files beside the steps that are not here and that the store
+        """Downloads the files beside the steps that are not here and that the store
         has.
         """
         for file in files:
@@ -259,11 +267,10 @@ class Copies:
                     self._get(f"{self._root}/{file.name}", partial)
 
     def is_claimed(self, folder: Path) -> bool:
-        """Returns whether the store says whose copies it has; they are then those of
-        the run in `folder`.
+        """Checks whether the store names the run in `folder`; False if it names none.
 
         Raises:
-          CheckpointError: they are another run's.
+          CheckpointError: it names another run.
         """
         try:
             there = self._call(lambda: self._fs.cat_file(self._identity))
@@ -312,11 +319,10 @@ class Copies:
         self._called_at = time.monotonic()
 
     def _call(self, call: Callable[[], Any]) -> Any:
-        """Returns what a call of the store's client returns; where it fails, after up
-        to three more tries.
+        """Calls the store's client; if that fails, up to three more times.
 
         Raises:
-          Abandoned: nobody waits for this work any more.
+          Abandoned: nothing waits for this work any more.
         """
         for delay_s in (*DELAYS_S, math.inf):
             if self.abandoned:
@@ -331,6 +337,18 @@ class Copies:
             finally:
                 self._called_at = None
             time.sleep(delay_s)
+
+
+def _is_step(name: str) -> bool:
+    """Checks whether a folder's name is that of a step."""
+    if not name.isdecimal() or str(int(name)) != name:
+        return False
+    return int(name) <= folders.LAST_STEP
+
+
+def _size(manifest: integrity.Manifest) -> int:
+    """Adds up the bytes of a step's files."""
+    return sum(size for size, _ in manifest.files.values())
 
 
 def _remove_partial(step: Path) -> None:
@@ -360,14 +378,16 @@ def fetch_newest(
     wanted: Callable[[int], bool] = lambda step: True,
     say: Callable[[str], object] = lambda _: None,
 ) -> tuple[int, int, dict[int, str]]:
-    """Returns (step, its bytes) of the newest step that could be fetched, and {step:
-    reason} of newer ones.
-
-    The step is 0 if the store has none that is whole and wanted.
+    """Fetches the newest step that is whole, wanted and sound.
 
     Args:
-      beside: files that are fetched, too, where they are not here.
+      beside: files that are fetched too if they are not here.
+      wanted: tells whether a step may be fetched.
       run, say: as `Copies.download`.
+
+    Returns:
+      The step, 0 if there is none; its bytes; {step: reason} of newer ones that are not
+      sound.
 
     Raises:
       OtherVersion: another version has written the store.
@@ -376,12 +396,7 @@ def fetch_newest(
     """
     bad: dict[int, str] = {}
     try:
-        whole = [
-            step
-            for step, names in copies.steps().items()
-            if MANIFEST in names and wanted(step)
-        ]
-        for step in reversed(whole):
+        for step in [step for step in copies.whole_steps() if wanted(step)]:
             try:
                 size = copies.fetch(step, folder, run=run, say=say)
                 copies.fetch_beside(beside)

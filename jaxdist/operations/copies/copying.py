@@ -1,6 +1,5 @@
 """Copies the checkpoints of a run while it trains."""
 
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -46,7 +45,7 @@ class CheckpointCopies(Callback):
             )
 
     def load(self, state: Any) -> None:
-        """Begins to copy: by now is known which steps are kept."""
+        """Begins to copy; from now on it is known which steps are kept."""
         run = self._run
         assert run is not None and run.store is not None
         if self._copier is None:
@@ -69,20 +68,15 @@ class CheckpointCopies(Callback):
         if self._run is not None and self._run.config.checkpoint.copy_to:
             coordination.barrier()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Waits for a short time where an error has ended the run."""
         self._finish(hurry=True)
 
     def _finish(self, *, hurry: bool) -> None:
-        """Waits for copies under way and due, and reports what is missing then.
+        """Waits for copies under way and due, and reports those that are missing then.
 
         Args:
-          hurry: who stops a run does not wait for long.
+          hurry: whether to wait for a short time only: the run was stopped.
         """
         if self._copier is None or self._run is None:
             return

@@ -1,6 +1,4 @@
-"""The copies of a run's checkpoints in a store: made beside the steps, fetched where
-they are needed.
-"""
+"""The copies of a run's checkpoints in a store: fetches them where they are needed."""
 
 import contextlib
 import queue
@@ -35,12 +33,12 @@ def fetch_missing(
     place: Path,
     say: Callable[[str], object],
 ) -> None:
-    """Gets the newest sound step from `checkpoint.copy_to` if the run in `folder` has
-    none as new.
+    """Fetches the newest sound step from `checkpoint.copy_to` if the run in `folder`
+    has none as new.
 
     A step here is sound by its manifest and the names and sizes of its files; the
-    restore hashes them. Where there is one, a store that does not answer, or has
-    nothing sound that is newer, holds up nothing.
+    restore hashes them. If there is one, the run starts even if the store does not
+    answer, or has nothing sound that is newer.
 
     Args:
       config: says where the copies are.
@@ -56,7 +54,7 @@ def fetch_missing(
         return
     try:
         try:
-            own = manifest.identity(
+            run = manifest.identity(
                 place, create=False, own=workdir.own_identity(folder)
             )
         except CheckpointError:  # another run's folder: opening it says so
@@ -68,7 +66,7 @@ def fetch_missing(
             )
         place.mkdir(parents=True, exist_ok=True)
         with _locked(place) as is_ours:
-            here = _newest_sound(place, own)
+            here = _newest_sound(place, run)
             if here and is_ours:
                 _Fetcher(config, folder, place, here.run, say).fetch_newer(here.step)
             if here:
@@ -78,8 +76,8 @@ def fetch_missing(
                 copies,
                 place,
                 beside,
-                run=own,
-                wanted=lambda n: not copies.is_undone(place, n),
+                run=run,
+                wanted=lambda step: not copies.is_undone(place, step),
                 say=say,
             )
     except lock.Locked:  # opening it says by whom
@@ -141,11 +139,11 @@ def _newest_sound(place: Path, run: str | None) -> manifest.Manifest | None:
 
 
 class _Fetcher:
-    """Fetches copies for a run that has steps here; says what fails, and raises
+    """Fetches copies for a run that has steps here. It reports what fails, and raises
     nothing.
 
-    A store that does not answer is asked no more: what is here may do, or says itself
-    that it does not.
+    A store that does not answer is asked no more. The steps here may suffice; else the
+    restore fails with its own message.
     """
 
     def __init__(
@@ -159,62 +157,55 @@ class _Fetcher:
         self._config = config
         self._folder = folder
         self._place = place
-        self._run, self._say = run, say
-        self._url, self._silent, self._tried = (
-            config.copy_to,
-            False,
-            set[int](),
-        )
+        self._run = run
+        self._say = say
+        self._url = config.copy_to
+        self._silent = False
+        self._tried: set[int] = set()
 
     def fetch_newer(self, here: int) -> int:
         """Fetches the newest sound copy after a step, unless the run has gone back
         behind it.
         """
-
-        why = f"those in {self._place} are older"
         return self._fetch_first(
-            lambda copies: [n for n in self._led_here(copies) if n > here], why
+            lambda copies: [n for n in self._led_here(copies) if n > here],
+            why=f"those in {self._place} are older",
         )
 
     def __call__(self, step: int | None, reason: str) -> int:
-        """Does what `CheckpointManager.fetch` is for."""
+        """Fetches a step, or the newest: see `CheckpointManager.fetch`."""
         if step is None:
-            # The steps here say how far the run has come: from what is newer, it may
-            # have gone back.
+            # The steps here show how far the run has come: it may have gone back from
+            # newer ones.
             last = max(folders.all_steps(self._place), default=folders.LAST_STEP)
-            why = f"none in {self._place} is sound"
             return self._fetch_first(
-                lambda copies: [n for n in self._led_here(copies) if n <= last], why
+                lambda copies: [n for n in self._led_here(copies) if n <= last],
+                why=f"none in {self._place} is sound",
             )
         fetched = self._fetch_first(
             lambda copies: [step] if copies.holds(self._place, step) else [],
-            f"that in {self._place} is damaged ({reason})",
+            why=f"that in {self._place} is damaged ({reason})",
         )
         if fetched:
             _write_events(self._folder, self._url, {step: reason})
         return fetched
 
     def _led_here(self, copies: Copies) -> list[int]:
-        """Returns a store's whole steps, newest first, without those that the run has
+        """Lists a store's whole steps, newest first, without those that the run has
         gone back behind.
         """
-        whole = [
-            step for step, names in copies.steps().items() if folders.MANIFEST in names
-        ]
-        return [
-            step for step in reversed(whole) if not copies.is_undone(self._place, step)
-        ]
+        whole = copies.whole_steps()
+        return [step for step in whole if not copies.is_undone(self._place, step)]
 
-    def _fetch_first(self, choose: Callable[[Copies], list[int]], why: str) -> int:
-        """Puts the first of the chosen steps here that is sound, and returns it; 0 if
+    def _fetch_first(self, choose: Callable[[Copies], list[int]], *, why: str) -> int:
+        """Fetches the first of the chosen steps that is sound, and returns it; 0 if
         none is.
         """
         if self._silent:
             return 0
         try:
-            steps = self._answer(choose, patience_s=self._config.patience_s)
-            for step in [step for step in steps if step not in self._tried]:
-                if self._fetch(step, why):
+            for step in self._answer(choose, patience_s=self._config.patience_s):
+                if step not in self._tried and self._fetch(step, why):
                     return step
         except Exception as error:  # of the store's client, or of the disk
             self._silent = True
@@ -242,19 +233,18 @@ class _Fetcher:
     def _answer(
         self, call: Callable[[Copies], Any], patience_s: float | None = None
     ) -> Any:
-        """Returns what a call of the store returns.
+        """Calls the store in a thread, and waits for the result.
 
         Args:
-          patience_s: seconds that it may take; None: any, as long as it shows signs.
+          patience_s: seconds that the call may take; None: any, as long as it shows
+            signs.
 
         Raises:
           TimeoutError: it took longer, or has shown no sign for `checkpoint.timeout_s`.
           Exception: the call's.
         """
-        copies, outcome = (
-            Copies(self._url),
-            queue.SimpleQueue[tuple[Any, Exception | None]](),
-        )
+        copies = Copies(self._url)
+        outcome: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
         def work() -> None:
             try:
@@ -263,14 +253,14 @@ class _Fetcher:
                 outcome.put((None, error))
 
         threading.Thread(target=work, name="fetch of a checkpoint", daemon=True).start()
-        began, limit_s = (
-            time.monotonic(),
-            self._config.timeout_s if patience_s is None else patience_s,
-        )
+        began = time.monotonic()
         while True:
-            waited_s = (
-                copies.silent_s() if patience_s is None else time.monotonic() - began
-            )
+            if patience_s is None:
+                limit_s: float = self._config.timeout_s
+                waited_s = copies.silent_s()
+            else:
+                limit_s = patience_s
+                waited_s = time.monotonic() - began
             if waited_s > limit_s:
                 copies.abandoned = True
                 raise TimeoutError(f"no answer for {waited_s:.0f} s")
@@ -287,7 +277,7 @@ def fetcher(
     store: CheckpointManager,
     say: Callable[[str], object],
 ) -> Fetch:
-    """Returns what fetches a copy where a restore finds a step damaged."""
+    """Returns the function that fetches a copy when a restore finds a step damaged."""
     if not config.copy_to:
         return store.fetch
     return _Fetcher(config, folder, store.folder, store.run, say)
@@ -296,8 +286,8 @@ def fetcher(
 def copier(
     config: CheckpointConfig, folder: Path, store: CheckpointManager
 ) -> Copier | None:
-    """Returns what copies the steps of `store`, on process 0 alone; None where nothing
-    is copied.
+    """Starts to copy the steps of `store`, on process 0 alone; None if nothing is
+    copied.
     """
     if not config.copy_to or jax.process_index():
         return None

@@ -1,5 +1,5 @@
-"""When a group that is smaller than it could be stops, to start again with more
-processes. No jax.
+"""Decides when a group of processes that is smaller than it could be stops, to restart
+with more. No jax.
 """
 
 import math
@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable
 
 LOOK_S = 2.0  # between looks at the capacity
-# that all looks must have found room: a capacity that is back for a moment costs
+# for which all looks must find room, so that a capacity that is back for a moment costs
 # nothing
 STEADY_S = 10.0
 
 
 class GrowthTimer:
-    """Says when to look for room, and when there has been room for long enough.
+    """Decides when to look for room, and when there has been room for long enough.
 
-    Growing costs a save and a start. So a group runs for the wait first, which doubles
+    Growing costs a save and a start. So a group runs for a wait first, which doubles
     with each growth that failed.
     """
 
@@ -25,18 +25,21 @@ class GrowthTimer:
         Args:
           wait_s: seconds that a group runs before it may grow; 0: none grows.
         """
-        self.wait_s = self._wait_s = wait_s
+        self.wait_s = wait_s
+        self._first_wait_s = wait_s
         self._clock = clock
         self.begin()
 
     def begin(self) -> None:
-        """A group starts: the wait begins."""
-        self._next_look = self._clock() + self.wait_s if self.wait_s else math.inf
+        """Begins the wait: a group starts."""
+        self._next_look = math.inf
+        if self.wait_s:
+            self._next_look = self._clock() + self.wait_s
         self._room_since: float | None = None
 
     def due(self, larger: Callable[[], int]) -> int:
-        """Returns the size to grow to now, or 0. A look every few seconds costs
-        something, the rest nothing.
+        """Returns the size to grow to now, or 0. Calls cost nothing but for a look
+        every few seconds.
 
         Args:
           larger: looks for room; returns a larger size that can run, or 0.
@@ -45,16 +48,20 @@ class GrowthTimer:
         if now < self._next_look:
             return 0
         self._next_look = now + LOOK_S
-        if not (size := larger()):
+        size = larger()
+        if not size:
             self._room_since = None
             return 0
-        self._room_since = now if self._room_since is None else self._room_since
-        return size if now - self._room_since >= STEADY_S else 0
+        if self._room_since is None:
+            self._room_since = now
+        if now - self._room_since >= STEADY_S:
+            return size
+        return 0
 
     def failed(self) -> None:
-        """The last growth made no progress."""
+        """Doubles the wait: the last growth made no progress."""
         self.wait_s *= 2
 
     def succeeded(self) -> None:
-        """The last growth made progress."""
-        self.wait_s = self._wait_s
+        """Resets the wait: the last growth made progress."""
+        self.wait_s = self._first_wait_s

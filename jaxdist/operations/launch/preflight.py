@@ -1,8 +1,8 @@
-"""Before a long run: each device's matmul rate, the all-reduces inside and between
-hosts, the clocks.
+"""Measures before a long run: each device's matmul rate, the all-reduces inside and
+between hosts, the clocks.
 
-What is measured is held against the hardware table and against the other devices; what
-is slow is said, with what to check. `python -m jaxdist.operations.launch.preflight`, on the
+Each rate is compared with the hardware table and with the other devices. What is slow
+is printed, with what to check. `python -m jaxdist.operations.launch.preflight`, on the
 processes of a run; `launch --preflight` starts it.
 """
 
@@ -29,17 +29,20 @@ from jaxdist.distributed.coordination import ClockOffset
 from jaxdist.hardware import chips
 from jaxdist.hardware.chips import NETWORKS, Chip
 
-# measurements, of which the best counts; what runs in each
-_TRIES, _MATMULS, _REDUCES = 5, 16, 4
+_TRIES = 5  # measurements, of which the best counts
+_MATMULS = 16  # in each
+_REDUCES = 4
 _TIMEOUT_S = 600  # of a measurement, with its compilation
 
-# Shares of the table's rate, and of the others' median, from which on nothing is said.
-# Of the table: a healthy 8192^3 matmul reaches 65 to 85 % of the peak, less on cards
-# with a low power limit, and a ring all-reduce of 256 MiB 70 to 90 % of its links. What
-# is broken is far below: NCCL over TCP reaches a tenth of InfiniBand, a throttled chip
-# a third of its peak. The others: no healthy chip is a fifth slower than its
-# neighbours; an all-reduce also has in its time by how much the processes were late.
-OF_TABLE, OF_DEVICES, OF_REDUCES = 0.5, 0.8, 0.5
+# Share of the table's rate below which a rate is slow. A healthy 8192^3 matmul reaches
+# 65 to 85 % of the peak, less on cards with a low power limit, and a ring all-reduce of
+# 256 MiB 70 to 90 % of its links. What is broken is far below: NCCL over TCP reaches a
+# tenth of InfiniBand, a throttled chip a third of its peak.
+OF_TABLE = 0.5
+# Share of the devices' median. No healthy chip is a fifth slower than its neighbours.
+OF_DEVICES = 0.8
+# The same for all-reduces, whose times include how late the processes were.
+OF_REDUCES = 0.5
 # The watchdog gives others 3 s to speak for a process that hangs, by their clocks;
 # `down` of the ledger and the order of events are read in seconds.
 MAX_CLOCK_OFFSET_S = 1.0
@@ -72,22 +75,17 @@ class Row(NamedTuple):
     rate: float  # bytes/s, or FLOP/s of matmuls
 
     def share(self, rate: float) -> str:
-        """Returns which share of the row a rate is."""
+        """Formats a rate as a share of the row."""
         return f"{rate / self.rate:.0%} of the {self._table()}"
 
     def below(self, rate: float) -> str:
-        """Returns how far below the row a rate is."""
+        """Formats how far a rate is below the row."""
         return f"{self.rate / rate:.1f} x below the {self._table()} row ({self.chip})"
 
     def _table(self) -> str:
-        number = (
-            f"{self.rate / 1e9:.3g} GB/s"
-            if self.link
-            else f"{self.rate / 1e12:.3g} TFLOP/s"
-        )
-        return f"{number} of the table's {self.link}".rstrip() + (
-            "" if self.link else " matmul"
-        )
+        if self.link:
+            return f"{self.rate / 1e9:.3g} GB/s of the table's {self.link}"
+        return f"{self.rate / 1e12:.3g} TFLOP/s of the table's matmul"
 
 
 class Span(NamedTuple):
@@ -107,23 +105,30 @@ class Reduced(NamedTuple):
 
 
 def main() -> int:
-    """Prints what was measured on process 0; returns 0, also where something is slow;
-    hangs end with 76.
+    """Measures, and prints the rates on process 0.
+
+    Returns 0, also if something is slow. A hang ends the process with 76.
     """
     initialize.prepare()
-    kind, is_cpu = jax.devices()[0].device_kind, jax.devices()[0].platform == "cpu"
+    kind = jax.devices()[0].device_kind
     chip = chips.chip_for(kind)
-    half = "float16" if chip and not chip.peak("bfloat16") else "bfloat16"
-    size, num_bytes, dtype = (
-        (512, 1 << 20, "float32") if is_cpu else (8192, 1 << 28, half)
-    )
+    size = 8192
+    num_bytes = 1 << 28
+    dtype = "bfloat16"
+    if chip and not chip.peak("bfloat16"):
+        dtype = "float16"
+    if jax.devices()[0].platform == "cpu":
+        size = 512
+        num_bytes = 1 << 20
+        dtype = "float32"
     with hang_limit("matmuls"):
-        mine = {
-            str(d.id): matmul_rate(d, size, jnp.dtype(dtype))
-            for d in jax.local_devices()
+        local_rates = {
+            str(device.id): matmul_rate(device, size, jnp.dtype(dtype))
+            for device in jax.local_devices()
         }
     patience_s = 2 * _TIMEOUT_S  # a process that hangs is to say so first
-    rates, reduced = coordination.gather(mine, patience_s), []
+    rates = coordination.gather(local_rates, patience_s)
+    reduced = []
     for where, groups, row in spans(jax.devices(), chip):
         with hang_limit(f"the all-reduce {where}", row.link if row else ""):
             rate = all_reduce_rate(groups, num_bytes)
@@ -131,12 +136,11 @@ def main() -> int:
     clocks = coordination.clock_offsets(timeout_s=patience_s)
     hosts = coordination.gather(socket.gethostname(), patience_s)
     if jax.process_index() == 0:
-        table, faults = device_lines(rates, f"{kind}, {dtype} {size}^3", chip, dtype)
-        for found in (
-            *(reduce_lines(each) for each in reduced),
-            clock_lines(clocks, hosts),
-        ):
-            table, faults = table + found[0], faults + found[1]
+        reports = [device_lines(rates, f"{kind}, {dtype} {size}^3", chip, dtype)]
+        reports += map(reduce_lines, reduced)
+        reports.append(clock_lines(clocks, hosts))
+        table = [line for lines, _ in reports for line in lines]
+        faults = [line for _, lines in reports for line in lines]
         print("\n".join([*table, *(faults or ["  nothing is slow"])]), flush=True)
     return 0
 
@@ -150,8 +154,8 @@ def hang_limit(what: str, link: str = "") -> Iterator[None]:
     never returns.
 
     Args:
-      what: is measured, for people.
-      link: what joins the devices; "": none, or it is not known.
+      what: names the measurement.
+      link: what joins the devices; "": none, or unknown.
     """
 
     def give_up() -> None:
@@ -174,14 +178,14 @@ def hang_limit(what: str, link: str = "") -> Iterator[None]:
 
 
 def matmul_rate(device: jax.Device, size: int, dtype: jnp.dtype) -> float:
-    """Returns the FLOP/s of square matmuls on a device."""
+    """Measures the FLOP/s of square matmuls on a device."""
     x = jax.device_put(np.full((size, size), 1 / size, dtype), device)
     chain = jax.jit(lambda a, b: lax.fori_loop(0, _MATMULS, lambda _, y: y @ b, a))
     return 2 * size**3 * _MATMULS / _best_s(lambda: chain(x, x))
 
 
 def all_reduce_rate(groups: Sequence[Sequence[jax.Device]], num_bytes: int) -> float:
-    """Returns the bytes/s that each device of this process sends in all-reduces of its
+    """Measures the bytes/s that each device of this process sends in all-reduces of its
     group, as a ring.
 
     Args:
@@ -199,10 +203,13 @@ def all_reduce_rate(groups: Sequence[Sequence[jax.Device]], num_bytes: int) -> f
 def reduces_of(
     groups: Sequence[Sequence[jax.Device]], num_bytes: int
 ) -> tuple[jax.stages.Wrapped, jax.ShapeDtypeStruct]:
-    """Returns a program of all-reduces, each of the result of the last, and what it
-    takes.
+    """Builds a program of all-reduces, each of the last one's result.
+
+    Returns:
+      The program, and the shape and sharding of its argument.
     """
-    mesh, n = Mesh(np.asarray(groups), ("group", "member")), len(groups[0])
+    mesh = Mesh(np.asarray(groups), ("group", "member"))
+    n = len(groups[0])
     each = P(("group", "member"))
     array = jax.ShapeDtypeStruct(
         (len(groups) * n, num_bytes // 4),
@@ -213,9 +220,10 @@ def reduces_of(
     def mean(x: jax.Array) -> jax.Array:
         return lax.fori_loop(0, _REDUCES, lambda _, y: lax.psum(y, "member") / n, x)
 
-    return jax.jit(
-        jax.shard_map(mean, mesh=mesh, in_specs=each, out_specs=each, check_vma=False)
-    ), array
+    program = jax.shard_map(
+        mean, mesh=mesh, in_specs=each, out_specs=each, check_vma=False
+    )
+    return jax.jit(program), array
 
 
 def _best_s(run: Callable[[], jax.Array]) -> float:
@@ -231,11 +239,11 @@ def _best_s(run: Callable[[], jax.Array]) -> float:
 
 
 def spans(devices: Sequence[Any], chip: Chip | None) -> list[Span]:
-    """Returns the all-reduces to measure: inside slices (TPU), hosts (GPU) or
-    processes, and between them.
+    """Lists the all-reduces to measure: inside slices (TPU), hosts (GPU) or processes,
+    and between them.
 
-    Between them the first devices of all reduce, the second ones, and so on. Places of
-    different sizes reduce all at once, which no row of the table describes.
+    Between them the first devices of all places reduce, the second ones, and so on.
+    Places of different sizes reduce all at once, which no row of the table describes.
     """
     name = {"tpu": "slice", "gpu": "host"}.get(devices[0].platform, "process")
     places: dict[int, list[Any]] = {}
@@ -260,38 +268,34 @@ def spans(devices: Sequence[Any], chip: Chip | None) -> list[Span]:
 
 
 def _place(device: Any) -> int:
-    """Returns the number of a device's slice (TPU: 0 where there is one alone), host
-    (GPU) or process.
+    """Returns the number of a device's slice (TPU; 0 of a lone one), host (GPU) or
+    process.
     """
-    if device.platform not in ("tpu", "gpu"):
-        return device.process_index
-    index = getattr(device, "slice_index", None)  # jax counts the hosts of GPUs so, too
-    return (
-        index
-        if index is not None
-        else device.process_index
-        if device.platform == "gpu"
-        else 0
-    )
+    if device.platform in ("tpu", "gpu"):
+        # jax counts the hosts of GPUs so, too
+        index = getattr(device, "slice_index", None)
+        if index is not None:
+            return index
+    if device.platform == "tpu":
+        return 0
+    return device.process_index
 
 
 def _inside(chip: Chip, devices: Sequence[Any]) -> Row | None:
-    """Returns what the table has of the links inside a slice or host; None for a single
-    chip.
-    """
+    """Looks up the links inside a slice or host in the table; None for a single chip."""
     links = float(chip.num_links)
     if chip.torus_dims:
         coords = np.array([device.coords for device in devices])
         shape = tuple(int(n) for n in np.ptp(coords, axis=0) + 1)[: chip.torus_dims]
         rings = zip(shape, chip.wraps(shape), strict=True)
-        links = (
-            sum(2 if is_ring else 1 for n, is_ring in rings if n > 1)
-            / chip.devices_per_chip
-        )
-    return Row(chip.name, chip.link, links * chip.link_bytes_per_s) if links else None
+        of_chip = sum(2 if is_ring else 1 for n, is_ring in rings if n > 1)
+        links = of_chip / chip.devices_per_chip
+    if not links:
+        return None
+    return Row(chip.name, chip.link, links * chip.link_bytes_per_s)
 
 
-# --- what is said ---------------------------------------------------------------------
+# --- reports --------------------------------------------------------------------------
 
 Lines = tuple[list[str], list[str]]  # the table's, and those of faults
 
@@ -299,90 +303,98 @@ Lines = tuple[list[str], list[str]]  # the table's, and those of faults
 def device_lines(
     rates: Mapping[int, Mapping[str, float]], what: str, chip: Chip | None, dtype: str
 ) -> Lines:
-    """Returns a line for each device, and one for each that is slow.
+    """Lists a line for each device, and one for each that is slow.
 
     Args:
       rates: FLOP/s by process and device.
-      what: was measured, in `dtype`.
+      what: names the measurement, in `dtype`.
     """
-    peak = chip.peak(dtype) if chip else None
-    row = Row(chip.name, "", peak) if chip and peak else None
     median = statistics.median(
         rate for devices in rates.values() for rate in devices.values()
     )
-    cure = f": check {_CHECK_TPU if chip.torus_dims else _CHECK_GPU}" if chip else ""
-    out, slow = [f"preflight: {what}, median {median / 1e12:.3g} TFLOP/s"], []
+    table = [f"preflight: {what}, median {median / 1e12:.3g} TFLOP/s"]
+    slow = []
+    fix = ""
+    peak = None
+    if chip:
+        fix = f": check {_CHECK_TPU if chip.torus_dims else _CHECK_GPU}"
+        peak = chip.peak(dtype)
+    row = Row(chip.name, "", peak) if chip and peak else None
+    all_are = row is not None and median < OF_TABLE * row.rate
     if row is None:
-        out.append(
+        table.append(
             "  the hardware table has no row for it: devices are compared with each other alone"
         )
-    all_are = row is not None and median < OF_TABLE * row.rate
-    if row and all_are:
+    elif all_are:
         text = f"at least half of the devices: {median / 1e12:.3g} TFLOP/s"
-        slow.append(f"slow: {text}, {row.below(median)}{cure}")
+        slow.append(f"slow: {text}, {row.below(median)}{fix}")
     for process, devices in sorted(rates.items()):
         for device, rate in devices.items():
             text = f"process {process} device {device}: {rate / 1e12:.3g} TFLOP/s"
-            out.append(f"  {text}" + (f", {row.share(rate)}" if row else ""))
-            is_below = row is not None and rate < OF_TABLE * row.rate
+            beside_table, is_below = _beside_table(row, rate)
+            table.append(f"  {text}{f', {row.share(rate)}' if row else ''}")
             if rate < OF_DEVICES * median or (is_below and not all_are):
-                table = (
-                    f", {row.below(rate) if is_below else row.share(rate)}"
-                    if row
-                    else ""
-                )
-                slow.append(
-                    f"slow: {text}{table}, {rate / median:.0%} of the median{cure}"
-                )
-    return out, slow
+                share = f"{rate / median:.0%} of the median"
+                slow.append(f"slow: {text}{beside_table}, {share}{fix}")
+    return table, slow
+
+
+def _beside_table(row: Row | None, rate: float) -> tuple[str, bool]:
+    """Compares a rate with the table; returns the text, and whether it is slow."""
+    if row is None:
+        return "", False
+    if rate < OF_TABLE * row.rate:
+        return f", {row.below(rate)}", True
+    return f", {row.share(rate)}", False
 
 
 def reduce_lines(reduced: Reduced) -> Lines:
-    """Returns the line of an all-reduce, and one if it is slow; without a row of the
+    """Lists the line of an all-reduce, and one if it is slow; without a row of the
     table none is.
     """
     where, rates, row = reduced
     process = min(rates, key=rates.__getitem__)
-    rate, median = rates[process], statistics.median(rates.values())
+    rate = rates[process]
+    median = statistics.median(rates.values())
     text = f"all-reduce {where}: {rate / 1e9:.3g} GB/s a device"
     if row is None:
         return [f"  {text}"], []
-    # What all GPUs of a host reach over PCIe at once is up to its CPUs, often below
-    # half of their links.
-    is_below, one_is = (
-        row.link != "PCIe" and rate < OF_TABLE * row.rate,
-        rate < OF_REDUCES * median,
-    )
-    who = f", {rate / median:.0%} of the median, in process {process}" if one_is else ""
-    said = f"{text}, {row.below(rate) if is_below else row.share(rate)}{who}"
-    slow = (
-        [f"slow: {said}: check {_check(row.link, rate)}"] if is_below or one_is else []
-    )
+    # All GPUs of a host together are bound by its CPUs over PCIe, often below half of
+    # their links.
+    is_below = row.link != "PCIe" and rate < OF_TABLE * row.rate
+    is_behind = rate < OF_REDUCES * median
+    report = f"slow: {text}, {row.below(rate) if is_below else row.share(rate)}"
+    if is_behind:
+        report += f", {rate / median:.0%} of the median, in process {process}"
+    slow = []
+    if is_below or is_behind:
+        slow.append(f"{report}: check {_check(row.link, rate)}")
     return [f"  {text}, {row.share(rate)}"], slow
 
 
 def _check(link: str, rate: float) -> str:
-    """Returns what to look at where a link is slow; of hosts, also the networks on
-    which it would not be.
+    """Names what to check if a link is slow; between hosts, also the networks for which
+    its rate is healthy.
     """
     if link in _CHECKS:
         return _CHECKS[link]
-    others = [
+    slower = [
         name
         for name, network in NETWORKS.items()
         if rate >= OF_TABLE * network.bytes_per_s
     ]
-    return _CHECK_NETWORK + (
-        f"; it would be healthy on {', '.join(others)}" if others else ""
-    )
+    text = _CHECK_NETWORK
+    if slower:
+        text += f"; it would be healthy on {', '.join(slower)}"
+    return text
 
 
 def clock_lines(clocks: Mapping[int, ClockOffset], hosts: Mapping[int, str]) -> Lines:
-    """Returns the line of the clocks, and one for each that is certainly too far from
+    """Lists the line of the clocks, and one for each that is certainly too far from
     process 0's.
 
     Args:
-      clocks: of the other processes; with none there is nothing to say.
+      clocks: of the other processes; a lone process has none, and no lines.
       hosts: names of machines, by process.
     """
     if not clocks:

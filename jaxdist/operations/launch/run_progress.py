@@ -1,5 +1,5 @@
-"""The workdir of a run, as its supervisor sees it: where it is, how far it has come. No
-jax.
+"""The workdir of a run for its supervisor: where it is, and how far the run has come.
+No jax.
 """
 
 import contextlib
@@ -18,20 +18,22 @@ _STEP = re.compile("[0-9]{1,9}")  # a folder of a checkpoint: longer names are n
 
 
 def run_folder(command: Sequence[str]) -> Path | None:
-    """Returns the workdir that a train command names; None if none can be seen here."""
+    """Finds the workdir that a train command names; None if it names none."""
     flags: dict[str, str] = {}
     for item, after in zip(command, [*command[1:], ""], strict=True):
         name, equals, value = item.partition("=")
         if name in ("--workdir", "--config"):
             flags[name] = value if equals else after
-    folder = flags.get("--workdir") or (
-        "--config" in flags and default_workdir(flags["--config"])
-    )
-    return Path(folder) if folder and "://" not in folder else None
+    folder = flags.get("--workdir")
+    if not folder and "--config" in flags:
+        folder = default_workdir(flags["--config"])
+    if not folder or "://" in folder:
+        return None
+    return Path(folder)
 
 
 class ProgressReader:
-    """How far the run of a workdir has come, read from its files."""
+    """Reads from a workdir's files how far its run has come."""
 
     def __init__(self, folder: Path | None):
         self.folder = folder
@@ -53,16 +55,14 @@ class ProgressReader:
                 int, re.findall(rb'^{"step": (\d{1,9})[,}]', file.read(), re.M)
             )
         with contextlib.suppress(OSError):
-            names = [
-                path.parent.name
-                for path in (self.folder / "checkpoints").glob("*/manifest.json")
-            ]
-            steps += [int(name) for name in names if _STEP.fullmatch(name)]
+            for path in (self.folder / "checkpoints").glob("*/manifest.json"):
+                if _STEP.fullmatch(path.parent.name):
+                    steps.append(int(path.parent.name))
         self._newest = max(steps)
         return self._newest
 
     def starts(self) -> int:
-        """Returns how often the run has begun to train."""
+        """Counts the starts of the run that began to train."""
         if self.folder is not None:
             with (
                 contextlib.suppress(OSError, Malformed),
@@ -72,30 +72,26 @@ class ProgressReader:
         return 0
 
     def event(self, name: str, step: int, **fields: object) -> None:
-        """Appends an event; makes the workdir, should the run have had no time to."""
+        """Appends an event; creates the workdir if the run had no time to."""
         if self.folder is not None:
             with contextlib.suppress(OSError, ConfigError):
                 with contextlib.closing(MetricsWriter(self.folder)) as writer:
                     writer.event(name, step, **fields)
 
     def devices_per_process(self) -> int | None:
-        """Returns what the last start had, or None."""
+        """Returns the devices of each process of the last start; None if unknown."""
         run = self.read_json("run.json") or {}
-        devices, processes = run.get("num_devices"), run.get("num_processes")
-        if (
-            isinstance(devices, int)
-            and isinstance(processes, int)
-            and 0 < processes <= devices
-        ):
-            return devices // processes
-        return None
+        devices = run.get("num_devices")
+        processes = run.get("num_processes")
+        if not isinstance(devices, int) or not isinstance(processes, int):
+            return None
+        if not 0 < processes <= devices:
+            return None
+        return devices // processes
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Returns the object in a file of the workdir, or None if there is none that
-        can be read.
-        """
-        with contextlib.suppress(FileNotFoundError, Malformed):
-            return (
-                read_json(self.folder / name, dict) if self.folder is not None else None
-            )
+        """Reads the object in a file of the workdir; None if it cannot be read."""
+        if self.folder is not None:
+            with contextlib.suppress(FileNotFoundError, Malformed):
+                return read_json(self.folder / name, dict)
         return None

@@ -1,11 +1,11 @@
 """The agent of a node: starts a run's processes, and restarts all of them when one is
 lost.
 
-The others cannot go on without it: they wait in a collective for ever, and cannot save.
-So they are killed at once, and all restart from the newest good checkpoint, on the
-slots that are left. A group that could be larger is asked to save and stop, and starts
-larger. With several agents the scheduler restarts: an agent then only ends its own
-processes.
+The others cannot continue without the lost one: they wait in a collective for ever, and
+cannot save. So they are killed at once, and all restart from the newest good
+checkpoint, on the slots that are left. A group that could be larger is asked to save
+and stop, and restarts larger. With several agents the scheduler restarts; an agent then
+only ends its own processes.
 """
 
 import contextlib
@@ -41,14 +41,15 @@ _NOT_AT_FAULT = {-signal.SIGABRT: 1, EXIT_PEER_LOST: 2}
 # after the end of such a process, for the one at fault to say why it ends
 _CAUSE_S = 5.0
 _UNSTARTED = -signal.SIGTERM  # asked to stop before it could listen
-_BACKOFF_S, _MOST_BACKOFF_S = 0.5, 30.0
+_BACKOFF_S = 0.5
+_MOST_BACKOFF_S = 30.0
 _WAIT_S = 600.0  # for enough capacity
 _MOST_BYTES = 4096  # of a capacity file
 
 
 @dataclasses.dataclass(frozen=True)
 class SupervisorOptions:
-    """What `launch` was asked for."""
+    """The options of `launch`."""
 
     command: Sequence[str]
     processes: int  # of this agent
@@ -72,7 +73,9 @@ class Supervisor:
         *,
         say: Callable[[str], None],
     ):
-        self.options, self.agents, self.say = options, agents, say
+        self.options = options
+        self.agents = agents
+        self.say = say
         self._least = options.min_processes or options.processes
         self.progress = ProgressReader(run_folder(options.command))
         # those not given up, e.g. for a broken GPU
@@ -80,7 +83,8 @@ class Supervisor:
         # sizes of which the command itself said that they cannot be
         self._refused: set[int] = set()
         # signals so far; SIGINTs among them: the second ends all
-        self.stop_requests = self._interrupts = 0
+        self.stop_requests = 0
+        self._interrupts = 0
         self._failures: list[str] = []  # since the last progress
         self._last_slot: int | None = None  # which was lost last
         may_grow = options.capacity_file is not None and agents.number == 1
@@ -93,31 +97,25 @@ class Supervisor:
         self._most: int | None = None
 
     def run(self) -> int:
-        """Returns the exit code of the run."""
+        """Runs the command until it ends for good; returns the exit code of the run."""
         with self._listening():
             while (size := self._await_size()) is not None:
-                began, before, starts = (
-                    time.monotonic(),
-                    self.progress.newest(),
-                    self.progress.starts(),
-                )
+                began = time.monotonic()
+                before = self.progress.newest()
+                starts = self.progress.starts()
                 workers = self._start(size)
                 try:
                     self._attend(workers, before)
                     early = workers.codes()
                 finally:
                     workers.kill()
-                # Processes that ran for ten minutes made progress, where no workdir can
-                # tell.
-                ran_long = (
-                    self.progress.folder is None and time.monotonic() - began > 600
-                )
-                moved = self.progress.newest() > before or ran_long
-                stepped = (
-                    moved
-                    or self.progress.folder is None
-                    or self.progress.starts() > starts
-                )
+                if self.progress.folder is None:
+                    # no workdir can tell: ten minutes count as progress
+                    moved = time.monotonic() - began > 600
+                    stepped = True
+                else:
+                    moved = self.progress.newest() > before
+                    stepped = moved or self.progress.starts() > starts
                 code = self._verdict(early, size, stepped)
                 if moved and self._grown_from:
                     self._grown_from = 0
@@ -131,9 +129,9 @@ class Supervisor:
                 ):
                     self._after_growth(size)
                     continue
-                if code is not None and not (
-                    code == EXIT_CONFIG and self._fewer_may_do(size)
-                ):
+                if code == EXIT_CONFIG and self._fewer_may_do(size):
+                    continue
+                if code is not None:
                     return code
             return EXIT_PREEMPTED if self.stop_requests else EXIT_PEER_LOST
 
@@ -143,11 +141,9 @@ class Supervisor:
         """Starts the processes of the first `size` slots, with a port that no start had
         before.
         """
-        options, total, first = (
-            self.options,
-            size * self.agents.number,
-            size * self.agents.index,
-        )
+        options = self.options
+        total = size * self.agents.number
+        first = size * self.agents.index
         shared = {**os.environ, "PYTHONUNBUFFERED": "1"}
         shared["JAXDIST_NUM_PROCESSES"] = str(total)
         if total > 1:
@@ -155,43 +151,50 @@ class Supervisor:
                 f"{self.agents.host}:{self.agents.port or free_port()}"
             )
         if options.min_processes is not None:
-            shared[elastic.FULL_PROCESSES] = str(
-                options.processes if self.agents.number == 1 else 0
-            )
+            full = options.processes if self.agents.number == 1 else 0
+            shared[elastic.FULL_PROCESSES] = str(full)
         environments = []
         for rank, slot in enumerate(self.slots[:size], first):
-            number = {"JAXDIST_PROCESS_ID": str(rank)} if total > 1 else {}
-            devices = device_environment(
+            environment = dict(shared)
+            if total > 1:
+                environment["JAXDIST_PROCESS_ID"] = str(rank)
+            environment |= device_environment(
                 os.environ, slot, options.processes, options.devices_per_process
             )
-            environments.append(shared | number | devices)
-        self.say(
-            f"starting {size} processes" + (f" of {total}" if total > size else "")
-        )
-        self._growing_to, self._most = 0, None
-        self._grown_from = self._grown_from if size > self._grown_from else 0
+            environments.append(environment)
+        text = f"starting {size} processes"
+        if total > size:
+            text += f" of {total}"
+        self.say(text)
+        self._growing_to = 0
+        self._most = None
+        if size <= self._grown_from:
+            self._grown_from = 0
         self._growth.begin()
         return WorkerGroup(
             options.command, environments, first=first, wakeup=self._wakeup
         )
 
     def _attend(self, workers: WorkerGroup, before: int) -> None:
-        """Returns when the processes have ended, have lost a process, or have had their
+        """Waits until the processes have ended, have lost a process, or have had their
         time to stop.
 
         Args:
           before: the newest step when they started.
         """
-        size, fine = len(workers.processes), {0, EXIT_PREEMPTED}
-        deadline = until = math.inf
+        size = len(workers.processes)
+        fine = {0, EXIT_PREEMPTED}
+        deadline = math.inf
+        until = math.inf
         while time.monotonic() <= deadline and self._interrupts <= 1:
             codes = workers.codes()
             # who asks from outside gives a time of his own
             if self.stop_requests and self._growing_to:
-                self._growing_to, deadline = 0, math.inf
-            asked = self.stop_requests or EXIT_PREEMPTED in codes.values()
+                self._growing_to = 0
+                deadline = math.inf
+            is_stopping = self.stop_requests or EXIT_PREEMPTED in codes.values()
             if deadline == math.inf and (
-                asked or not codes and self._should_grow(size, before)
+                is_stopping or not codes and self._should_grow(size, before)
             ):
                 deadline = time.monotonic() + self.options.grace_s
                 fine.add(_UNSTARTED)
@@ -216,13 +219,15 @@ class Supervisor:
           stepped: whether there may be steps since this start.
         """
         endings = set(early.values())
-        if final := endings & _FINAL:
+        final = endings & _FINAL
+        if final:
             return min(final)
         if endings == {0} and len(early) == size:
             return 0
         # One that ends with 75 says that all is saved; those that it leaves may hear of
         # its end first.
-        preempted, left = EXIT_PREEMPTED in endings, endings & _NOT_AT_FAULT.keys()
+        preempted = EXIT_PREEMPTED in endings
+        left = endings & _NOT_AT_FAULT.keys()
         orderly = endings - left <= {0, EXIT_PREEMPTED, _UNSTARTED}
         saved = orderly and (preempted if left else len(early) == size)
         if (preempted or self.stop_requests) and (saved or not stepped):
@@ -230,11 +235,9 @@ class Supervisor:
         if not self.stop_requests:
             return None
         number = lost_process(early)
-        why = (
-            "not all ended in time"
-            if number is None
-            else f"process {number} {describe_exit(early[number])}"
-        )
+        why = "not all ended in time"
+        if number is not None:
+            why = f"process {number} {describe_exit(early[number])}"
         self.say(f"asked to stop, but {why}: what was not saved before is lost")
         return EXIT_PEER_LOST
 
@@ -246,8 +249,8 @@ class Supervisor:
         """Records a lost process; returns the exit code of the run if it ends here,
         else waits a little.
         """
-        # those that were killed, too
-        number, codes = lost_process(early), workers.codes()
+        number = lost_process(early)
+        codes = workers.codes()  # those that were killed, too
         if number is not None:
             why = f"process {number} {describe_exit(early[number])}"
         elif self._growing_to:
@@ -265,12 +268,14 @@ class Supervisor:
             return EXIT_PEER_LOST
         # the agent's own doing: it does not count
         if self._grown_from or self._growing_to:
-            self._undo_growth() if self._grown_from else self._after_growth(
-                len(codes), saved=False
-            )
+            if self._grown_from:
+                self._undo_growth()
+            else:
+                self._after_growth(len(codes), saved=False)
             return None
         self._failures = [why] if moved else [*self._failures, why]
-        failures, lost = len(self._failures), self.slots[number]
+        failures = len(self._failures)
+        lost = self.slots[number]
         if moved:
             # what failed then may be well by now
             self.slots = list(range(self.options.processes))
@@ -305,32 +310,32 @@ class Supervisor:
         failures = "; ".join(
             f"{count} x {why}" for why, count in Counter(self._failures).items()
         )
-        said = (
-            "\n".join(f"    {line}" for line in workers.last_lines[number])
-            or "    (nothing)"
-        )
+        lines = workers.last_lines[number] or ["(nothing)"]
+        output = "\n".join(f"    {line}" for line in lines)
         return (
             f"stopping: {len(self._failures)} failures without progress beyond step {step}, "
-            f"--max-restarts {self.options.max_restarts}: {failures}. Process {number} said last:\n{said}"
+            f"--max-restarts {self.options.max_restarts}: {failures}. Process {number} said last:\n{output}"
         )
 
     # --- growth -----------------------------------------------------------------------
 
     def _should_grow(self, size: int, before: int) -> bool:
-        """Returns whether the group that runs is to stop, since a larger one can run;
-        says so.
+        """Decides whether the group that runs stops because a larger one can run; says
+        so.
         """
 
         def larger() -> int:
             # gone, or being written: no room that is known of
             with contextlib.suppress(OSError, ValueError):
                 found = self._largest_legal(self._read_capacity())
-                return found if found > size else 0
+                if found > size:
+                    return found
             return 0
 
+        found = self._growth.due(larger)
         # Without progress the start would have been for nothing; were all starts, the
-        # run would not go on.
-        if not (found := self._growth.due(larger)) or self.progress.newest() <= before:
+        # run would never advance.
+        if not found or self.progress.newest() <= before:
             return False
         self.say(
             f"{found} processes can run: the {size} that run are asked to save, and start again as {found}"
@@ -347,14 +352,16 @@ class Supervisor:
             self.progress.event(
                 "grow", step, processes_before=size, processes=self._growing_to
             )
-        self._grown_from, self._failures = size, []
+        self._grown_from = size
+        self._failures = []
 
     def _undo_growth(self) -> None:
         """Has the size that ran before start next: a larger one was lost before it made
         progress.
         """
         self._growth.failed()
-        self._most, self._grown_from = self._grown_from, 0
+        self._most = self._grown_from
+        self._grown_from = 0
         wait = f"the next growth is tried after {self._growth.wait_s / 60:g} minutes"
         self.say(
             f"no progress since the growth: back to {self._most} processes; {wait}"
@@ -363,20 +370,19 @@ class Supervisor:
     # --- how many ---------------------------------------------------------------------
 
     def _await_size(self) -> int | None:
-        """Returns how many processes to start; None if there are too few, or a signal
-        came first.
+        """Waits for enough capacity; returns the number of processes to start. None if
+        there are too few, or a signal came first.
         """
-        until, reported = time.monotonic() + _WAIT_S, None
+        until = time.monotonic() + _WAIT_S
+        reported = None
         while not self.stop_requests:
             capacity = self._capacity()
             size = self._largest_legal(capacity)
             if size >= (1 if self.agents.number > 1 else self._least):
                 if size < capacity:
-                    why = (
-                        "ended with 78"
-                        if capacity in self._refused
-                        else "no legal mesh has them"
-                    )
+                    why = "no legal mesh has them"
+                    if capacity in self._refused:
+                        why = "ended with 78"
                     self.say(
                         f"{capacity} processes could run, but {why}; taking {size}"
                     )
@@ -392,15 +398,14 @@ class Supervisor:
         return None
 
     def _largest_legal(self, capacity: int) -> int:
-        sizes = (
-            n
-            for n in range(capacity, 0, -1)
-            if n not in self._refused and self._is_legal(n)
-        )
-        return next(sizes, 0)
+        for size in range(capacity, 0, -1):
+            if size not in self._refused and self._is_legal(size):
+                return size
+        return 0
 
     def _capacity(self) -> int:
-        slots, most = len(self.slots), self._most or len(self.slots)
+        slots = len(self.slots)
+        most = self._most or slots
         try:
             try:
                 return min(self._read_capacity(), most)
@@ -415,21 +420,22 @@ class Supervisor:
             return min(slots, most)
 
     def _read_capacity(self) -> int:
-        """Returns how many processes can run now; raises OSError, ValueError if the
-        file does not say it.
+        """Counts the processes that can run now.
+
+        Raises:
+          OSError, ValueError: the capacity file has no whole number.
         """
-        file, slots = self.options.capacity_file, len(self.slots)
+        file = self.options.capacity_file
+        slots = len(self.slots)
         if file is None:
             return slots
-        return max(
-            0, min(int(untrusted.read_bytes(file, max_bytes=_MOST_BYTES)), slots)
-        )
+        capacity = int(untrusted.read_bytes(file, max_bytes=_MOST_BYTES))
+        return max(0, min(capacity, slots))
 
     def _is_legal(self, size: int) -> bool:
-        """Returns whether the run's batch and mesh can be laid out on `size` processes.
+        """Checks whether the run's batch and mesh can be laid out on `size` processes.
 
-        True where that is not known: before the first start, or for a command that is
-        not ours.
+        True if unknown: before the first start, or for a command that is not ours.
         """
         processes = self.options.processes
         config = self.progress.read_json("config.json")
@@ -438,18 +444,16 @@ class Supervisor:
         each = self.options.devices_per_process or self.progress.devices_per_process()
         if each is None:
             return True
-        return (
-            elastic.fit_config(
-                config, devices=size * each, full_devices=processes * each
-            )
-            is not None
+        fitted = elastic.fit_config(
+            config, devices=size * each, full_devices=processes * each
         )
+        return fitted is not None
 
     def _fewer_may_do(self, size: int) -> bool:
-        """Records a size that ended with 78; returns whether to try a smaller one.
+        """Records a size that ended with 78; returns True if a smaller one is tried.
 
-        Only of a reduced start before the first step, when no file tells yet which
-        sizes are legal, and of one that has grown.
+        A smaller one is tried after a growth, and after a reduced start before the
+        first step, when no file tells yet which sizes are legal.
         """
         self._refused.add(size)
         if self._grown_from:
@@ -463,8 +467,8 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """Takes the signals that ask to stop, and wakes `listen` at them and at each
-        child's end.
+        """Handles the signals that ask to stop; they, and the end of a child, wake
+        `listen`.
         """
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
@@ -496,15 +500,15 @@ class Supervisor:
 
 
 def lost_process(codes: Mapping[int, int]) -> int | None:
-    """Returns the process that was lost: one that did not end because of another, if
-    there is one.
+    """Finds the process that was lost: if possible one that did not end because of
+    another.
     """
     lost = {n: code for n, code in codes.items() if code not in (0, EXIT_PREEMPTED)}
     return min(lost, key=lambda n: (_NOT_AT_FAULT.get(lost[n], 0), n), default=None)
 
 
 def describe_exit(code: int) -> str:
-    """Returns what an exit code says: `killed by SIGKILL`, `ended with exit code 1`."""
+    """Describes an exit code: `killed by SIGKILL`, `ended with exit code 1`."""
     if code >= 0:
         return f"ended with exit code {code}"
     known = {int(number): number.name for number in signal.Signals}

@@ -24,8 +24,8 @@ _GUARD = 'p=; while read g; do p="$p -$g"; done; [ -z "$p" ] || kill -9 $p'
 
 
 def _die_with_parent(parent: int) -> None:
-    """Runs in the child: the kernel kills it when the agent is gone, even by
-    kill -9.
+    """Makes the kernel kill the child when the agent is gone, even by kill -9. Runs in
+    the child.
     """
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -93,8 +93,8 @@ class WorkerGroup:
         self._selector.register(process.stdout, selectors.EVENT_READ, number)
 
     def listen(self, timeout_s: float) -> None:
-        """Prints what the processes say; returns after the first words, a wake-up or
-        the time.
+        """Prints the output of the processes; returns after the first lines, a wake-up
+        or the time.
         """
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
@@ -103,7 +103,7 @@ class WorkerGroup:
                 self._hear(key.data, key.fd)
 
     def _hear(self, number: int, descriptor: int) -> bool:
-        """Prints whole lines; returns whether there may be more to read."""
+        """Prints whole lines; returns True if there may be more to read."""
         try:
             data = os.read(descriptor, 1 << 16)
         except BlockingIOError:
@@ -123,23 +123,26 @@ class WorkerGroup:
             print(f"[{number}] {text}", flush=True)
 
     def codes(self) -> dict[int, int]:
-        """Returns the exit codes of the processes that have ended, -N for signal N, 76
+        """Collects the exit codes of the processes that have ended: -N for signal N, 76
         for a hang.
         """
-        return {
-            number: EXIT_HANG if code == -HANG_SIGNAL else code
-            for number, process in self.processes.items()
-            if (code := process.poll()) is not None
-        }
+        codes = {}
+        for number, process in self.processes.items():
+            code = process.poll()
+            if code == -HANG_SIGNAL:
+                code = EXIT_HANG
+            if code is not None:
+                codes[number] = code
+        return codes
 
     def signal(self, number: int) -> None:
-        """Signals the processes that still run, not what they have started."""
+        """Signals the processes that still run, but not those that they started."""
         for process in self.processes.values():
             process.send_signal(number)
 
     def kill(self) -> None:
-        """Ends the processes and all that they have started, at once; prints what they
-        still said.
+        """Kills the processes and all that they started, at once; prints the rest of
+        their output.
         """
         for process in self.processes.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -45,8 +45,8 @@ _COMPILE_EVENTS = "/jax/core/compile/"
 class Ledger(Clock, Callback):
     """Books the time of this life. `enter` costs a microsecond; a thread writes.
 
-    What belongs to no phase of its own (`timed`, `compiled`, `move`) counts in the
-    thread that made this. The first process alone writes the file.
+    `timed`, `compiled` and `move` book time that has no phase of its own. They count
+    in the thread that made the ledger only. The first process alone writes the file.
     """
 
     goodput: float | None = None  # of all lives, when they were last written
@@ -110,7 +110,13 @@ class Ledger(Clock, Callback):
             self._open(run.folder)
 
     def on_phase(self, phase: str, step: int) -> None:
-        """Closes the bucket of the phase before."""
+        """Closes the bucket of the phase before.
+
+        A vote is no phase here: the time that a process waits for others is booked to
+        a bucket of its own (`clock.WAIT`).
+        """
+        if phase == "vote":
+            return
         self.enter(phase, self._run.progress.step if self._run else 0)
 
     def on_row(self, row: RowView) -> None:
@@ -138,7 +144,7 @@ class Ledger(Clock, Callback):
 
     @contextlib.contextmanager
     def timed(self, bucket: str) -> Iterator[None]:
-        """Books what the body takes to a bucket of its own."""
+        """Books the time of the body to a bucket of its own."""
         if threading.get_ident() != self._thread:
             yield
             return
@@ -154,7 +160,7 @@ class Ledger(Clock, Callback):
 
     @contextlib.contextmanager
     def _listening_to_compilers(self) -> Iterator[None]:
-        """Books what jax compiles in this thread; costs steps nothing."""
+        """Books the compilations of this thread; costs steps nothing."""
 
         def listen(event: str, duration_secs: float, **_: str | int) -> None:
             if event.startswith(_COMPILE_EVENTS):
@@ -191,7 +197,8 @@ class Ledger(Clock, Callback):
                 # A rollback may go behind this life's first step: what lies before was
                 # another life's.
                 life.undone += max(0, life.step - max(done, life.first))
-                life.first, life.step = min(life.first, done), done
+                life.first = min(life.first, done)
+                life.step = done
 
     def _turn(self, bucket: str) -> str:
         """Books the time so far; what follows goes to the bucket, or with "" to the
@@ -199,7 +206,8 @@ class Ledger(Clock, Callback):
         """
         with self._lock:
             self._book()
-            before, self._aside = self._aside, bucket
+            before = self._aside
+            self._aside = bucket
         return before
 
     def compiled(self, seconds: float) -> None:
@@ -213,7 +221,8 @@ class Ledger(Clock, Callback):
             # beside the work of this thread, which may wait for it in the phase
             # `compile`
             return
-        now, known = self._clock(), self._compiled
+        now = self._clock()
+        known = self._compiled
         begin = now - seconds
         while known and known[-1][0] >= begin:
             first, last = known.pop()
@@ -240,11 +249,9 @@ class Ledger(Clock, Callback):
             buckets[target] = buckets.get(target, 0.0) + seconds
 
     def _book(self) -> None:
-        now, buckets, bucket = (
-            self._clock(),
-            self._life.buckets,
-            self._aside or self._life.phase,
-        )
+        now = self._clock()
+        buckets = self._life.buckets
+        bucket = self._aside or self._life.phase
         buckets[bucket] = buckets.get(bucket, 0.0) + now - self._entered
         self._entered = now
 
@@ -279,32 +286,21 @@ class Ledger(Clock, Callback):
         self._writer.join(CLOSE_S)  # a disk that hangs holds nobody up
         self._writer = None
 
-    @contextlib.contextmanager
-    def published(self, folder: Path) -> Iterator[None]:
-        """Writes the life to a folder's ledger until the body ends."""
-        self._open(folder)
-        try:
-            yield
-        except BaseException as error:
-            self._close(error)
-            raise
-        self._close(None)
-
     def end_with(self, exit_code: int) -> None:
-        """Says how the life ends, unless an exception ends it."""
+        """Sets the exit code of the life, unless an exception ends it."""
         self._life.exit_code = exit_code
 
     def summary(self) -> str:
-        """Returns `goodput_line` of all lives; "" where this one is not written, or
-        counts for nothing.
+        """Formats the goodput of all lives; "" if this one is not written, or
+        withdrawn.
         """
-        return (
-            "" if self._file is None or self._withdrawn else goodput_line(self.lives())
-        )
+        if self._file is None or self._withdrawn:
+            return ""
+        return goodput_line(self.lives())
 
     def withdraw(self) -> None:
-        """Takes the life out of the ledger as it ends: the run had been finished, and
-        nothing was done.
+        """Removes the life from the ledger as it ends: the run had been finished
+        before, and nothing was done.
         """
         self._withdrawn = True
 
@@ -332,30 +328,27 @@ class Ledger(Clock, Callback):
             self._put(lives)
 
     def _put(self, lives: Sequence[Life]) -> None:
-        document = run_format.marked(
-            {"lives": [asdict(life) for life in lives[-_MOST_LIVES:]]}
-        )
+        stored = [asdict(life) for life in lives[-_MOST_LIVES:]]
+        document = run_format.marked({"lives": stored})
         if self._file is not None:
             with contextlib.suppress(OSError):  # a full disk: the run goes on
                 atomic.write_text(self._file, json.dumps(document) + "\n")
 
 
 def command_age_s() -> float:
-    """Returns how long ago this process began, 0 if it is no command's own."""
+    """Returns the seconds since this process began; 0 if it is no command's own."""
     process = preemption.PROCESS
-    return process_age_s() if process.is_ours and not process.is_script else 0.0
+    if not process.is_ours or process.is_script:
+        return 0.0
+    return process_age_s()
 
 
 def process_age_s() -> float:
-    """Returns how long ago this process began, to a hundredth of a second; 0 where that
-    is not known.
-    """
+    """Measures the seconds since this process began, to a hundredth; 0 if unknown."""
     try:
-        # field starttime
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf(
-            "SC_CLK_TCK"
-        )
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # starttime
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - began_s
     except (OSError, ValueError, IndexError, AttributeError):  # no Linux
         return 0.0
     return max(0.0, age_s)

@@ -20,7 +20,6 @@ LEDGER_FILE = "ledger.json"
 BEAT_S = 10.0  # between two writes of what has not changed
 DOWN = "down"
 LOST = "lost"
-OTHER = "other"
 
 
 @dataclass
@@ -70,47 +69,39 @@ class Life:
 
 
 def read_lives(folder: Path | str) -> list[Life]:
-    """Returns the lives in a workdir's ledger, in order; [] where there is none that
-    can be read.
-    """
+    """Reads the lives in a workdir's ledger, in order; [] if none can be read."""
     try:
         file = Path(os.fspath(folder)) / LEDGER_FILE
         stored = run_format.unmarked(untrusted.read_json(file, dict), file)
-        return [
-            _life(entry)
-            for entry in untrusted.of_kind(stored.get("lives"), list, "lives")
-        ]
+        entries = untrusted.of_kind(stored.get("lives"), list, "lives")
+        return [_life(entry) for entry in entries]
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return []
 
 
 def _life(entry: dict) -> Life:
-    """Returns a life as it was written; raises what `read_lives` catches if it is
-    another thing.
-    """
+    """Reads a life. If it is malformed, it raises an error that `read_lives` catches."""
     life = Life(**{name: entry[name] for name in Life.__dataclass_fields__})
-    numbers = (life.began, life.written, life.since, *life.buckets.values())
-    if not all(map(is_time, numbers)):
+    times = (life.began, life.written, life.since, *life.buckets.values())
+    if not all(map(is_time, times)):
         raise untrusted.Malformed("a time is no number")
-    counts = (
-        life.step,
-        life.undone,
-        life.exit_code,
-        0 if life.first is None else life.first,
-    )
-    if not all(type(n) is int and 0 <= n < 2**53 for n in counts) or not isinstance(
-        life.phase, str
-    ):
+    counts = [life.step, life.undone, life.exit_code]
+    if life.first is not None:
+        counts.append(life.first)
+    if not all(_is_count(count, below=2**53) for count in counts):
         raise untrusted.Malformed("a step or an exit code is no number")
-    if life.chips is not None and not (
-        type(life.chips) is int and 0 < life.chips < 2**31
-    ):
+    untrusted.of_kind(life.phase, str, "phase")
+    if life.chips is not None and not (life.chips and _is_count(life.chips, 2**31)):
         raise untrusted.Malformed("chips are no number")
     return life
 
 
+def _is_count(value: object, below: int) -> bool:
+    return type(value) is int and 0 <= value < below
+
+
 def is_time(value: object) -> bool:
-    """Returns whether a value of a file is a time, or seconds."""
+    """Checks whether a value of a file is a time, or seconds."""
     return type(value) in (int, float) and 0 <= value < 1e12  # type: ignore[operator]
 
 
@@ -118,8 +109,8 @@ def is_time(value: object) -> bool:
 class Account:
     """All lives of a run together: {bucket: seconds}, which add up to `wall_s`.
 
-    That is the time since the first start, without what passed between a run's end and
-    its extension.
+    `wall_s` is the time since the first start. The time between a run's end and its
+    extension is not in it.
     """
 
     buckets: dict[str, float]
@@ -133,21 +124,21 @@ class Account:
         """The share of the wall time in steps that counted; None before any time has
         passed.
         """
-        return self.buckets.get(STEP, 0.0) / self.wall_s if self.wall_s else None
+        if not self.wall_s:
+            return None
+        return self.buckets.get(STEP, 0.0) / self.wall_s
 
 
 def account(lives: Sequence[Life], now: float | None = None) -> Account:
-    """Returns the account of a run's lives, to the end of the last one.
+    """Adds up the lives of a run, to the end of the last one.
 
     Args:
-      now: seconds since 1970, if the last life goes on: what it does since it was
-        written is added.
+      now: seconds since 1970 if the last life goes on; the time since it was written is
+        added to its phase.
     """
     lost = lost_s(lives)
-    buckets: dict[str, float] = {
-        DOWN: sum(map(_gap_s, lives, lives[1:])),
-        LOST: sum(lost),
-    }
+    down_s = sum(map(_gap_s, lives, lives[1:]))
+    buckets = {DOWN: down_s, LOST: sum(lost)}
     for life, wasted in zip(lives, lost, strict=True):
         for name, seconds in life.buckets.items():
             buckets[name] = buckets.get(name, 0.0) + seconds
@@ -155,9 +146,8 @@ def account(lives: Sequence[Life], now: float | None = None) -> Account:
             buckets[STEP] -= wasted
     if lives and now is not None:
         last = lives[-1]
-        buckets[last.phase] = buckets.get(last.phase, 0.0) + max(
-            0.0, now - last.written
-        )
+        since_s = max(0.0, now - last.written)
+        buckets[last.phase] = buckets.get(last.phase, 0.0) + since_s
     return Account(buckets)
 
 
@@ -174,32 +164,33 @@ def count_failures(lives: Sequence[Life]) -> tuple[int, float]:
 
 
 def lost_s(lives: Sequence[Life]) -> list[float]:
-    """Returns the seconds of each life's steps that were done again."""
-    shares = map(_lost_share, lives, _later_firsts(lives))
+    """Computes the seconds of each life's steps that were done again."""
     return [
-        life.buckets.get(STEP, 0.0) * share
-        for life, share in zip(lives, shares, strict=True)
+        life.buckets.get(STEP, 0.0) * _lost_share(life, later_first)
+        for life, later_first in zip(lives, _later_firsts(lives), strict=True)
     ]
 
 
 def _later_firsts(lives: Sequence[Life]) -> list[float]:
-    """Returns for each life the lowest step from which a later one went on; infinite if
+    """Finds for each life the lowest step from which a later one resumed; infinite if
     none did.
     """
-    lowest, found = math.inf, []
+    lowest = math.inf
+    found = []
     for life in reversed(lives):
         found.append(lowest)
-        lowest = min(lowest, math.inf if life.first is None else life.first)
+        if life.first is not None:
+            lowest = min(lowest, life.first)
     return found[::-1]
 
 
 def _gap_s(life: Life, following: Life) -> float:
-    """Returns how long a run was down between two lives: not at all once it
-    was done.
+    """Computes the seconds that a run was down between two lives; 0 once it was
+    done.
     """
     if life.done:
         return 0.0
-    # A clock on the wall that was set back during the life: what it showed last counts.
+    # If the wall clock was set back during the life, its last time counts.
     return max(
         0.0,
         following.began - life.began - life.seconds,
@@ -208,23 +199,24 @@ def _gap_s(life: Life, following: Life) -> float:
 
 
 def goodput_line(lives: Sequence[Life]) -> str:
-    """Returns one line: goodput, and where the rest of the time went; "" before any
-    time has passed.
+    """Formats goodput, and where the rest of the time went; "" before any time has
+    passed.
 
     "goodput 93 %: 3 % compile, 2 % lost to a restart at step 600"
     """
     found = account(lives)
     if found.goodput is None:
         return ""
-    rest = sorted(
-        ((s, name) for name, s in found.buckets.items() if name != STEP), reverse=True
-    )
-    parts = [
-        f"{_whole_percent(seconds / found.wall_s)} {_spoken(name, lives)}"
-        for seconds, name in rest
-    ]
-    shown = ", ".join(part for part in parts[:_SPOKEN] if not part.startswith("0 "))
-    return f"goodput {_whole_percent(found.goodput)}{f': {shown}' if shown else ''}"
+    rest = [(s, name) for name, s in found.buckets.items() if name != STEP]
+    parts = []
+    for seconds, name in sorted(rest, reverse=True)[:_SPOKEN]:
+        percent = _whole_percent(seconds / found.wall_s)
+        if not percent.startswith("0 "):
+            parts.append(f"{percent} {_spoken(name, lives)}")
+    line = f"goodput {_whole_percent(found.goodput)}"
+    if parts:
+        line += f": {', '.join(parts)}"
+    return line
 
 
 _SPOKEN = 5  # buckets in a line
@@ -239,22 +231,27 @@ def _spoken(name: str, lives: Sequence[Life]) -> str:
         return "waiting for other processes"
     if name != LOST:
         return name
-    pairs = zip(lives, _later_firsts(lives), strict=True)
-    back = [
-        first for life, first in pairs if _lost_share(life, first) and life.undone == 0
+    restarted_at = [
+        first
+        for life, first in zip(lives, _later_firsts(lives), strict=True)
+        if _lost_share(life, first) and life.undone == 0
     ]
-    undone = sum(life.undone > 0 for life in lives)
-    if len(back) == 1 and not undone:
-        return f"lost to a restart at step {back[0]}"
-    causes = [f"{len(back)} restarts"] * bool(back) + ["rollbacks"] * bool(undone)
+    has_rollbacks = any(life.undone > 0 for life in lives)
+    if len(restarted_at) == 1 and not has_rollbacks:
+        return f"lost to a restart at step {restarted_at[0]}"
+    causes = []
+    if restarted_at:
+        causes.append(f"{len(restarted_at)} restarts")
+    if has_rollbacks:
+        causes.append("rollbacks")
     return f"lost to {' and '.join(causes)}"
 
 
 def _lost_share(life: Life, later_first: float) -> float:
-    """Returns the share of a life's steps that were done again.
+    """Computes the share of a life's steps that were done again.
 
     Args:
-      later_first: the lowest step from which a later life went on.
+      later_first: the lowest step from which a later life resumed.
     """
     if life.first is None:
         return 0.0

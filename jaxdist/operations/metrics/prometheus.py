@@ -1,8 +1,7 @@
-"""A run's numbers for Prometheus: `/metrics` of process 0, read from what the run keeps
-anyway.
+"""A run's metrics for Prometheus: `/metrics` of process 0.
 
-Steps cost nothing more: rows and events come as to a logger, the rest is read when
-somebody asks.
+Steps cost nothing more. Rows and events come as to a logger, and the rest is read at a
+scrape.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ from jaxdist.config.groups.telemetry import TelemetryConfig
 from jaxdist.operations.ledger.ledger import Ledger
 from jaxdist.operations.ledger.run_lives import account
 
-# Field of a row -> the gauge's name, and what it is.
+# Field of a row -> the gauge's name and help.
 _GAUGES = {
     "loss": ("jaxdist_loss", "Data loss of the last row, nats per weighted target."),
     "eval_loss": ("jaxdist_eval_loss", "Loss of the last evaluation."),
@@ -51,7 +50,7 @@ _GAUGES = {
         "FLOPs of the program over the peak, recomputation included.",
     ),
 }
-# Key of a device's `memory_stats` -> the gauge's name, and what it is.
+# Key of a device's `memory_stats` -> the gauge's name and help.
 _MEMORY = {
     "bytes_in_use": ("jaxdist_device_memory_used_bytes", "Bytes of the device in use."),
     "peak_bytes_in_use": (
@@ -64,14 +63,13 @@ _MEMORY = {
     ),
 }
 
-ChipMetrics = Callable[
-    [], Iterable[tuple[str, str, list[float]]]
-]  # (name, what it is, a value for each chip)
+# Yields (name, help, a value for each chip).
+ChipMetrics = Callable[[], Iterable[tuple[str, str, list[float]]]]
 
 
 class RunMetrics(Collector):
-    """What a run shows: a view of its rows and events, and its ledger and devices as
-    they are when asked.
+    """The metrics of a run. It takes rows and events as a logger, and reads the ledger
+    and the devices at each scrape.
     """
 
     def __init__(
@@ -79,13 +77,15 @@ class RunMetrics(Collector):
         ledger: Ledger,
         devices: Sequence[Any] = (),
         *,
-        chips: ChipMetrics | None = None,
+        chips: ChipMetrics = lambda: (),
     ) -> None:
         """Args:
         devices: jax's, of this process.
-        chips: further metrics of its chips.
+        chips: reads further metrics of its chips.
         """
-        self._ledger, self._devices, self._chips = ledger, devices, chips
+        self._ledger = ledger
+        self._devices = devices
+        self._chips = chips
         self._row: dict[str, float] = {}
         self._events: Counter[str] = Counter()
         self._saved_s: float | None = None  # seconds since 1970
@@ -107,12 +107,14 @@ class RunMetrics(Collector):
                 self._saved_s = time.time()
 
     def close(self) -> None:
-        """Nothing: the last numbers stay until the run ends."""
+        """Does nothing: the last numbers stay until the run ends."""
 
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics as they are now."""
         with self._lock:
-            row, events, saved_s = dict(self._row), dict(self._events), self._saved_s
+            row = dict(self._row)
+            events = dict(self._events)
+            saved_s = self._saved_s
         yield CounterMetricFamily(
             "jaxdist_steps", "Updates finished.", value=self._ledger.step
         )
@@ -123,9 +125,8 @@ class RunMetrics(Collector):
             if field in row:
                 yield GaugeMetricFamily(name, text, value=row[field])
         if saved_s is not None:
-            name = "jaxdist_checkpoint_last_success_timestamp_seconds"
             yield GaugeMetricFamily(
-                name,
+                "jaxdist_checkpoint_last_success_timestamp_seconds",
                 "When the last save had succeeded, seconds since 1970.",
                 value=saved_s,
             )
@@ -136,39 +137,39 @@ class RunMetrics(Collector):
             counted.add_metric([name], count)
         yield counted
         yield from self._time()
-        yield from self._of_devices()
+        yield from self._memory()
+        for name, text, values in self._chips():
+            yield _labelled(name, text, "chip", dict(enumerate(values)))
 
     def _time(self) -> Iterator[Metric]:
         spent = account(self._ledger.lives())
-        # A gauge: time that turns out to have been another bucket's leaves the one, and
+        # A gauge: time that turns out to belong to another bucket leaves this one, and
         # no counter may fall.
         text = "Wall time since the first start of the run, by what it was spent on."
-        seconds = GaugeMetricFamily("jaxdist_wall_seconds", text, labels=["bucket"])
-        for name, value in spent.buckets.items():
-            seconds.add_metric([name], value)
-        yield seconds
+        yield _labelled("jaxdist_wall_seconds", text, "bucket", spent.buckets)
         if spent.goodput is not None:
             text = "Share of the wall time in steps that counted."
             yield GaugeMetricFamily("jaxdist_goodput_ratio", text, value=spent.goodput)
 
-    def _of_devices(self) -> Iterator[Metric]:
-        stats: dict[str, Mapping[str, int]] = {}
+    def _memory(self) -> Iterator[Metric]:
+        stats: dict[int, Mapping[str, int]] = {}
         for device in self._devices:
-            # a plugin without them: the rest is still told
-            with contextlib.suppress(RuntimeError):
-                stats[str(device.id)] = device.memory_stats() or {}
+            with contextlib.suppress(RuntimeError):  # a plugin without them
+                stats[device.id] = device.memory_stats() or {}
         for key, (name, text) in _MEMORY.items():
-            family = GaugeMetricFamily(name, text, labels=["device"])
-            for device, values in stats.items():
-                if key in values:
-                    family.add_metric([device], values[key])
-            if family.samples:
-                yield family
-        for name, text, each in self._chips() if self._chips else ():
-            family = GaugeMetricFamily(name, text, labels=["chip"])
-            for chip, value in enumerate(each):
-                family.add_metric([str(chip)], value)
-            yield family
+            values = {id_: found[key] for id_, found in stats.items() if key in found}
+            if values:
+                yield _labelled(name, text, "device", values)
+
+
+def _labelled(
+    name: str, text: str, label: str, values: Mapping[Any, float]
+) -> GaugeMetricFamily:
+    """Makes a gauge with a value for each value of its label."""
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([str(key)], value)
+    return family
 
 
 @contextlib.contextmanager

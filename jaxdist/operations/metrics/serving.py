@@ -1,7 +1,6 @@
 """Serves the metrics of a run to Prometheus while it trains."""
 
 import contextlib
-from types import TracebackType
 
 import jax
 
@@ -37,11 +36,11 @@ class MetricsServer(Callback):
             return
         process = jax.process_index()
         devices = [item for item in run.devices if item.process_index == process]
-        chips = None
+        view = prometheus.RunMetrics(self._ledger, devices)
         if devices[0].platform == "tpu":
             with contextlib.suppress(ImportError):  # a libtpu without that module
                 chips = extras.load("jaxdist.operations.metrics.tpu_metrics").read
-        view = prometheus.RunMetrics(self._ledger, devices, chips=chips)
+                view = prometheus.RunMetrics(self._ledger, devices, chips=chips)
         config = run.config.telemetry
         try:
             port = self._serving.enter_context(prometheus.served(config, view))
@@ -58,11 +57,6 @@ class MetricsServer(Callback):
         assert run.writer is not None
         run.writer.attach(view)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stops listening."""
         self._serving.close()

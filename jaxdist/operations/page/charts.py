@@ -1,30 +1,33 @@
 """Line charts as SVG text: readable ticks, runs overlaid. No dependency.
 
 Colours and strokes come from CSS classes of the page (`run-0`, `dashed`), so that one
-drawing suits light and dark. Each curve carries its points as JSON, for the hover
-script of the page; without the script the picture is complete all the same.
+drawing suits light and dark. Each curve carries its points as JSON for the page's hover
+script. The drawing is complete without that script.
 """
 
-import html
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from itertools import accumulate
 from typing import Literal
 
 from jaxdist.telemetry.units import count_text
 
-# per curve; a chart is no wider than this many pixels that an eye can tell apart
+# per curve; no eye tells more apart in the width of a chart
 MAX_POINTS = 500
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 30
+_LEFT = 58  # margins, in pixels
+_RIGHT = 14
+_TOP = 12
+_BOTTOM = 30
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of one curve; x ascending. Non-finite y leave a gap and a red tick on the
-    x axis.
+    """Points of one curve, by ascending x. A y that is not finite leaves a gap, and a
+    red tick on the x axis.
     """
 
     name: str  # legend and hover text
@@ -45,77 +48,89 @@ def chart(
     bands: Sequence[tuple[Curve, Curve]] = (),
     size: tuple[int, int] = (560, 230),
 ) -> str:
-    """Returns one <svg> of the curves.
+    """Draws curves as one <svg>.
 
     Args:
       label: what a screen reader says.
       unit: of the values, for the hover text.
-      from_zero: the y axis includes 0 and ignores the farthest 1 % of the values (a
-        slow first step): for speeds, where height means something.
+      from_zero: whether the y axis includes 0 and ignores the farthest 1 % of the
+        values (a slow first step). For speeds, whose height has a meaning.
       marks: (step, text) of vertical lines: events.
-      bands: (lower, upper) curves, of those above, with the area between them filled.
+      bands: (lower, upper) of `curves`; the area between them is filled.
       size: width and height in pixels.
     """
     thin = [_thinned(curve) for curve in curves]
-    xs = [x for curve in thin for x in curve.x] or [0.0]
-    ys = [y for curve in thin for y in curve.y if math.isfinite(y)] or [0.0]
-    frame = _Frame(size, min(xs), max(max(xs), min(xs) + 1), *_y_range(ys, from_zero))
-    shapes = [frame.band(*map(_thinned, pair)) for pair in bands]
+    steps = [x for curve in thin for x in curve.x] or [0.0]
+    values = [y for curve in thin for y in curve.y if math.isfinite(y)] or [0.0]
+    low, high = _y_range(values, from_zero)
+    frame = _Frame(
+        right=size[0] - _RIGHT,
+        bottom=size[1] - _BOTTOM,
+        x0=min(steps),
+        x1=max(max(steps), min(steps) + 1),
+        y0=low,
+        y1=high,
+    )
+    shapes = [frame.grid()]
     shapes += [
-        frame.curve(curve) for curve in sorted(thin, key=lambda c: c.style != "raw")
-    ]
-    lines = [
         frame.mark(step, text) for step, text in marks if frame.x0 <= step <= frame.x1
     ]
-    ends = "; ".join(
-        f"{c.name}: from {c.y[0]:.4g} to {c.y[-1]:.4g} {unit}".strip()
-        for c in thin
-        if c.y
-    )
+    shapes += [frame.band(_thinned(lower), _thinned(upper)) for lower, upper in bands]
+    shapes += [frame.curve(curve) for curve in thin if curve.style == "raw"]
+    shapes += [frame.curve(curve) for curve in thin if curve.style != "raw"]
+    ends = [
+        f"{curve.name}: from {curve.y[0]:.4g} to {curve.y[-1]:.4g} {unit}".strip()
+        for curve in thin
+        if curve.y
+    ]
+    spoken = escape(f"{label}. {'; '.join(ends)}")
+    span = [frame.x0, frame.x1, frame.y0, frame.y1]
+    box = [_LEFT, _TOP, frame.right, frame.bottom]
     return (
         f'<svg class="chart" viewBox="0 0 {size[0]} {size[1]}" role="img" tabindex="0" '
-        f'aria-label="{html.escape(f"{label}. {ends}")}" data-unit="{html.escape(unit)}" '
-        f'data-span="{json.dumps([frame.x0, frame.x1, frame.y0, frame.y1])}" '
-        f'data-box="{json.dumps([_LEFT, _TOP, size[0] - _RIGHT, size[1] - _BOTTOM])}">'
-        f'{frame.grid()}{"".join(lines)}{"".join(shapes)}<line class="cross" y1="0" y2="0"/></svg>'
+        f'aria-label="{spoken}" data-unit="{escape(unit)}" '
+        f'data-span="{json.dumps(span)}" data-box="{json.dumps(box)}">'
+        f'{"".join(shapes)}<line class="cross" y1="0" y2="0"/></svg>'
     )
 
 
 def smooth(values: Sequence[float], half_width: int) -> list[float]:
-    """Returns the mean of the finite values within `half_width` rows of each row.
+    """Averages the finite values within `half_width` rows of each row.
 
-    Near the start the window narrows to a tenth of the row's index: a loss falls fast
-    there, and a wide mean (or an exponential one, which lags) would lie above the
-    curve.
+    Near the start the window narrows to a tenth of the row's index. A loss falls fast
+    there, and a wide mean would lie above the curve.
     """
-    totals = [
-        0.0,
-        *accumulate(value if math.isfinite(value) else 0.0 for value in values),
-    ]
+    finite = [value if math.isfinite(value) else 0.0 for value in values]
+    totals = [0.0, *accumulate(finite)]
     counts = [0, *accumulate(map(math.isfinite, values))]
     means = []
     for index in range(len(values)):
         width = min(half_width, index // 10)
-        low, high = index - width, min(len(values), index + width + 1)
+        low = index - width
+        high = min(len(values), index + width + 1)
         count = counts[high] - counts[low]
-        means.append((totals[high] - totals[low]) / count if count else math.nan)
+        mean = math.nan
+        if count:
+            mean = (totals[high] - totals[low]) / count
+        means.append(mean)
     return means
 
 
 def linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Returns round numbers (1, 2, 5 x 10^k apart) within [low, high], about `count` of
-    them.
-    """
+    """Chooses about `count` round numbers in [low, high], 1, 2 or 5 x 10^k apart."""
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
 
 
 def tick_text(value: float, step: float) -> str:
-    """Returns a short label; `step` is the distance of the ticks and sets the
-    digits.
+    """Labels a tick briefly.
+
+    Args:
+      step: the distance of the ticks, which sets the digits.
     """
     if value == 0:
         return "0"
@@ -123,14 +138,21 @@ def tick_text(value: float, step: float) -> str:
         return count_text(value, digits=4)
     if abs(value) < 1e-3:
         return f"{value:.1e}".replace("e-0", "e-").replace(".0e", "e")
-    return f"{value:.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    return f"{value:.{digits}f}"
+
+
+def compact_json(value: object) -> str:
+    """Writes JSON without spaces, for an attribute of a drawing."""
+    return json.dumps(value, separators=(",", ":"))
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """The plot area: maps values to pixels and draws axes, marks and curves."""
+    """The plot area. It maps values to pixels, and draws axes, marks and curves."""
 
-    size: tuple[int, int]
+    right: int  # edges, in pixels
+    bottom: int
     x0: float
     x1: float
     y0: float
@@ -138,118 +160,125 @@ class _Frame:
 
     def px(self, x: float) -> float:
         """Returns the horizontal pixel of a step."""
-        return _LEFT + (self.size[0] - _LEFT - _RIGHT) * (x - self.x0) / (
-            self.x1 - self.x0
-        )
+        return _LEFT + (self.right - _LEFT) * (x - self.x0) / (self.x1 - self.x0)
 
     def py(self, y: float) -> float:
         """Returns the vertical pixel of a value; values beyond the range stay just
         outside it.
         """
         share = min(1.02, max(-0.02, (y - self.y0) / (self.y1 - self.y0)))
-        return _TOP + (self.size[1] - _TOP - _BOTTOM) * (1 - share)
+        return _TOP + (self.bottom - _TOP) * (1 - share)
 
     def grid(self) -> str:
-        """Returns the grid lines with their numbers."""
-        right, bottom = self.size[0] - _RIGHT, self.size[1] - _BOTTOM
+        """Draws the grid lines with their numbers."""
         ticks = linear_ticks(self.y0, self.y1)
-        parts = [
-            f'<line class="base" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>'
-        ]
+        parts = [self._horizontal("base", f"{self.bottom}")]
         for tick in ticks:
-            y, label = f"{self.py(tick):.1f}", tick_text(tick, ticks[1] - ticks[0])
-            parts.append(
-                f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
-            )
+            y = f"{self.py(tick):.1f}"
+            label = tick_text(tick, ticks[1] - ticks[0])
+            parts.append(self._horizontal("grid", y))
             parts.append(
                 f'<text class="tick end" x="{_LEFT - 8}" y="{y}" dy="4">{label}</text>'
             )
-        parts.append(
-            f'<text class="tick end" x="{_LEFT - 8}" y="{bottom + 18}">step</text>'
-        )
-        for tick in linear_ticks(self.x0, self.x1, self.size[0] // 110):
+        below = self.bottom + 18
+        parts.append(f'<text class="tick end" x="{_LEFT - 8}" y="{below}">step</text>')
+        for tick in linear_ticks(self.x0, self.x1, (self.right + _RIGHT) // 110):
             if tick == int(tick):
-                place = f'x="{self.px(tick):.1f}" y="{bottom + 18}"'
                 parts.append(
-                    f'<text class="tick middle" {place}>{tick_text(tick, 1)}</text>'
+                    f'<text class="tick middle" x="{self.px(tick):.1f}" y="{below}">'
+                    f"{tick_text(tick, 1)}</text>"
                 )
         return "".join(parts)
 
+    def _horizontal(self, style: str, y: str) -> str:
+        return (
+            f'<line class="{style}" x1="{_LEFT}" x2="{self.right}" y1="{y}" y2="{y}"/>'
+        )
+
     def mark(self, step: float, text: str, style: str = "mark", top: int = _TOP) -> str:
-        """Returns a vertical line with a tooltip, from the bottom of the plot up to
+        """Draws a vertical line with a tooltip, from the bottom of the plot up to
         `top`.
         """
-        place = f'x1="{self.px(step):.1f}" x2="{self.px(step):.1f}"'
-        span = f'y1="{top}" y2="{self.size[1] - _BOTTOM}"'
-        return f'<line class="{style}" {place} {span}><title>{html.escape(text)}</title></line>'
+        x = f"{self.px(step):.1f}"
+        return (
+            f'<line class="{style}" x1="{x}" x2="{x}" y1="{top}" y2="{self.bottom}">'
+            f"<title>{escape(text)}</title></line>"
+        )
 
     def band(self, low: Curve, high: Curve) -> str:
-        """Returns the area between two curves."""
+        """Draws the area between two curves."""
+        edge = list(zip(high.x, high.y, strict=True))
+        edge += reversed(list(zip(low.x, low.y, strict=True)))
         points = [
-            *zip(high.x, high.y, strict=True),
-            *reversed([*zip(low.x, low.y, strict=True)]),
+            f"{self.px(x):.1f} {self.py(y):.1f}" for x, y in edge if math.isfinite(y)
         ]
-        path = "L".join(
-            f"{self.px(x):.1f} {self.py(y):.1f}" for x, y in points if math.isfinite(y)
-        )
-        return f'<path class="band {low.run}" d="M{path}z"/>' if path else ""
+        if not points:
+            return ""
+        return f'<path class="band {low.run}" d="M{"L".join(points)}z"/>'
 
     def curve(self, curve: Curve) -> str:
-        """Returns one curve with its points as JSON for the hover script."""
-        path, dots, bad, values = "", "", "", []
+        """Draws one curve, with its points as JSON for the hover script."""
+        path = ""
+        dots = ""
+        bad = ""
+        values = []
+        has_dots = curve.style == "points" or len(curve.x) == 1
         pen = "M"  # lifted at the start and behind a gap
         for x, y in zip(curve.x, curve.y, strict=True):
             if not math.isfinite(y):
                 pen = "M"
-                bad += self.mark(
-                    x, f"step {x:g}: {y}", "bad", self.size[1] - _BOTTOM - 8
-                )
+                bad += self.mark(x, f"step {x:g}: {y}", "bad", self.bottom - 8)
                 continue
-            px, py = f"{self.px(x):.1f}", f"{self.py(y):.1f}"
+            px = f"{self.px(x):.1f}"
+            py = f"{self.py(y):.1f}"
             path += f"{pen}{px} {py}"
             pen = "L"
             values.append([x, float(f"{y:.6g}")])
-            if curve.style == "points" or len(curve.x) == 1:
+            if has_dots:
                 dots += f'<circle cx="{px}" cy="{py}" r="3.2"/>'
         return (
-            f'<g class="curve {curve.style} {curve.run}" data-name="{html.escape(curve.name)}" '
-            f'data-points="{json.dumps(values, separators=(",", ":"))}">'
-            f'<path d="{path}"/>{dots}{bad}</g>'
+            f'<g class="curve {curve.style} {curve.run}" data-name="{escape(curve.name)}" '
+            f'data-points="{compact_json(values)}"><path d="{path}"/>{dots}{bad}</g>'
         )
 
 
-def _y_range(ys: Sequence[float], from_zero: bool) -> tuple[float, float]:
-    """Returns the range of the y axis with a little room; never empty."""
-    ordered = sorted(ys)
+def _y_range(values: Sequence[float], from_zero: bool) -> tuple[float, float]:
+    """Computes the range of the y axis, with a little room; never empty."""
+    ordered = sorted(values)
+    low = ordered[0]
+    high = ordered[-1]
     if from_zero:
-        cut = -(-len(ordered) // 100) if len(ordered) >= 20 else 0
-        return min(0.0, ordered[cut]), max(0.0, ordered[-1 - cut] * 1.08) or 1.0
-    low, high = ordered[0], ordered[-1]
+        if len(ordered) >= 20:
+            cut = math.ceil(len(ordered) / 100)
+            low = ordered[cut]
+            high = ordered[-1 - cut]
+        return min(0.0, low), max(0.0, high * 1.08) or 1.0
     if low == high == 0:
         return 0.0, 1.0
     room = 0.04 * (high - low)
     if room < 1e-9 * abs(high):
         room = 0.1 * abs(high)
-    return low - (room or 1.0), high + (room or 1.0)
+    room = room or 1.0
+    return low - room, high + room
 
 
 def _thinned(curve: Curve) -> Curve:
-    """Returns at most about MAX_POINTS points: the lowest and highest of each bucket,
-    and all bad.
+    """Thins a curve to about MAX_POINTS points: the lowest and highest of each bucket,
+    and all that are not finite.
 
     Peaks stay visible, unlike with every n-th point.
     """
-    count, buckets = len(curve.x), MAX_POINTS // 2
+    count = len(curve.x)
+    buckets = MAX_POINTS // 2
     if count <= MAX_POINTS:
         return curve
     bad = [i for i, y in enumerate(curve.y) if not math.isfinite(y)]
     keep = {0, count - 1, *bad[:MAX_POINTS]}
     for bucket in range(buckets):
         indices = range(bucket * count // buckets, (bucket + 1) * count // buckets)
-        if finite := [i for i in indices if math.isfinite(curve.y[i])]:
-            keep |= {
-                min(finite, key=curve.y.__getitem__),
-                max(finite, key=curve.y.__getitem__),
-            }
+        finite = [i for i in indices if math.isfinite(curve.y[i])]
+        if finite:
+            keep.add(min(finite, key=curve.y.__getitem__))
+            keep.add(max(finite, key=curve.y.__getitem__))
     order = sorted(keep)
     return replace(curve, x=[curve.x[i] for i in order], y=[curve.y[i] for i in order])

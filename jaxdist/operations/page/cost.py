@@ -7,8 +7,8 @@ from typing import Any
 from jaxdist.operations.ledger import run_lives
 
 PRICE = "telemetry.price_per_chip_hour"
-# buckets of which a restart has more
-_OF_A_START = ("start", "join", "restore", "compile")
+# buckets that a restart adds to
+_RESTART = ("start", "join", "restore", "compile")
 
 
 def cost(
@@ -18,61 +18,69 @@ def cost(
     spent: run_lives.Account,
     tokens_seen: float | None,
 ) -> dict[str, float] | None:
-    """Returns what a run has cost, in the money of its price; None without a price, a
-    number of chips or a ledger.
+    """Computes what a run has cost, in the currency of its price.
 
-    Counted are the hours in which the run was alive, each life's at its chips (if its
-    ledger does not say, at those of the last start): a machine that waits for a restart
-    is not in it.
+    The hours in which the run was alive count, each life's with its chips. A machine
+    that waits for a restart does not count. A life whose ledger has no chips had those
+    of the last start.
 
     Args:
       config: flat.
       info: run.json.
-      tokens_seen: or samples; None: not known.
+      tokens_seen: or samples; None: unknown.
+
+    Returns:
+      None without a price, a number of chips or a ledger.
     """
-    price, chips = config.get(PRICE), info.get("num_chips")
-    if (
-        isinstance(price, bool)
-        or not isinstance(price, int | float)
-        or not 0 < price < 1e9
-    ):
+    price = config.get(PRICE)
+    if isinstance(price, bool) or not isinstance(price, int | float):
         return None
-    if not isinstance(chips, int) or not 0 < chips < 2**31 or not lives:
+    chips = info.get("num_chips")
+    if not isinstance(chips, int) or not lives:
         return None
-    of_lives = [life.chips or chips for life in lives]
-    alive_s, wasted_s = _seconds(lives, spent)
-    chip_s, wasted_chip_s = (
-        sum(n * s for n, s in zip(of_lives, seconds, strict=True))
-        for seconds in (alive_s, wasted_s)
-    )
+    if not 0 < price < 1e9 or not 0 < chips < 2**31:
+        return None
+    chip_s = 0.0
+    wasted_chip_s = 0.0
+    alive_s = _alive_s(lives, spent)
+    for life, alive, wasted in zip(lives, alive_s, _wasted_s(lives), strict=True):
+        life_chips = life.chips or chips
+        chip_s += life_chips * alive
+        wasted_chip_s += life_chips * wasted
     so_far = price / 3600 * chip_s
-    known = {"so_far": so_far, "lost_to_restarts": price / 3600 * wasted_chip_s}
-    per_token = (
-        {"per_token": so_far / tokens_seen} if tokens_seen and tokens_seen >= 1 else {}
-    )
-    return {"chips": chips, "price_per_chip_hour": price, **known, **per_token}
+    found = {
+        "chips": chips,
+        "price_per_chip_hour": price,
+        "so_far": so_far,
+        "lost_to_restarts": price / 3600 * wasted_chip_s,
+    }
+    if tokens_seen and tokens_seen >= 1:
+        found["per_token"] = so_far / tokens_seen
+    return found
 
 
-def _seconds(
-    lives: Sequence[run_lives.Life], spent: run_lives.Account
-) -> tuple[list[float], list[float]]:
-    """Returns how long each life was alive, and how much of it was lost: steps done
-    again, and the start.
+def _alive_s(lives: Sequence[run_lives.Life], spent: run_lives.Account) -> list[float]:
+    """Computes the seconds of each life; the last one may still be alive."""
+    seconds = [life.seconds for life in lives]
+    in_all = spent.wall_s - spent.buckets.get(run_lives.DOWN, 0.0)
+    seconds[-1] = max(seconds[-1], in_all - sum(seconds[:-1]))
+    return seconds
 
-    The first start is not lost, nor is one that extends a run which was done.
+
+def _wasted_s(lives: Sequence[run_lives.Life]) -> list[float]:
+    """Computes the seconds that each life lost: steps done again, and its start.
+
+    The first start is not lost, nor one that extends a finished run.
     """
-    alive_s = spent.wall_s - spent.buckets.get(run_lives.DOWN, 0.0)
-    *earlier, last = lives
-    known = [life.seconds for life in earlier]
     wasted = run_lives.lost_s(lives)
     for index, (before, life) in enumerate(itertools.pairwise(lives), 1):
         if not before.done:
-            wasted[index] += sum(life.buckets.get(name, 0.0) for name in _OF_A_START)
-    return [*known, max(last.seconds, alive_s - sum(known))], wasted
+            wasted[index] += sum(life.buckets.get(name, 0.0) for name in _RESTART)
+    return wasted
 
 
 def as_texts(cost: Mapping[str, float] | None, unit: str) -> dict[str, str]:
-    """Returns a cost for people, by name; {} if it is not known.
+    """Formats a cost for people, by name; {} if it is unknown.
 
     Args:
       unit: what the run counts, "tokens" or "samples".

@@ -1,192 +1,203 @@
-"""What the page, and the status, say of a run's experts: how even their load is, layer
-by layer.
+"""How even the load of a run's experts is, layer by layer: for the page, the status and
+the end of a run.
 """
 
-import math
-from collections.abc import Mapping
-from html import escape
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxdist.operations.page.curves import Field, card
 from jaxdist.operations.page.heat_map import heat_map, legend
-from jaxdist.operations.page.summary import RunSummary, number, sizes
+from jaxdist.operations.page.run_files import finite, number
+from jaxdist.operations.page.summary import RunSummary, sizes
 from jaxdist.telemetry.metrics import Row
 from jaxdist.telemetry.units import count_text
 
 LOAD = "stats/expert_load"  # of rows of arrays.jsonl, [L, E]
-# Field of metrics.jsonl with /mean, /min and /max of the layers, title, remark, factor,
-# unit.
+# fields with /mean, /min and /max of the layers
 FIELDS = (
-    (
+    Field(
         "stats/load_max_over_mean",
         "Fullest expert",
         "load relative to the mean of its layer",
-        1.0,
-        "×",
+        unit="×",
     ),
-    ("stats/load_entropy", "Entropy of the load", "1: even", 1.0, ""),
-    (
+    Field("stats/load_entropy", "Entropy of the load", "1: even"),
+    Field(
         "stats/dead_experts",
         "Dead experts",
         "of a layer, chosen by no token of the step",
-        1.0,
-        "",
     ),
-    ("stats/dropped", "Dropped", "% of choices, by model.capacity_factor", 100.0, "%"),
-    (
+    Field(
+        "stats/dropped",
+        "Dropped",
+        "% of choices, by model.capacity_factor",
+        factor=100.0,
+        unit="%",
+    ),
+    Field(
         "stats/exchange_rounds",
         "Exchange rounds",
         "1: no device waited for a fuller one",
-        1.0,
-        "",
     ),
 )
-NOT_CHARTED = (LOAD, "stats/fullest_layer")
-
-
+_PLACED = (*(field.name for field in FIELDS), LOAD, "stats/fullest_layer")
 _MOST_STEPS = 200  # of a map; a run writes some 50
 _MOST_CELLS = 1 << 16  # more than a step writes
 
+# Each layer's load relative to its mean; a dense layer has None.
+Loads = list[list[float] | None]
 
-def is_of_experts(field: str) -> bool:
-    """Returns whether a field of metrics.jsonl has its place in the charts of experts,
-    or in none.
+
+def has_place(field: str) -> bool:
+    """Checks whether a field of metrics.jsonl is among the charts of experts, or is
+    never charted.
     """
-    return any(
-        field.startswith(name) for name in (*(row[0] for row in FIELDS), *NOT_CHARTED)
-    )
+    return field.startswith(_PLACED)
 
 
 def heat_maps(run: RunSummary) -> str:
-    """Returns the load of all experts in the last step that was kept, and of the
-    fullest ones over time.
+    """Draws the load of all experts in the last step that was kept, and of the fullest
+    ones over time.
     """
-    steps = [
-        (row["step"], shares)
-        for row in run.arrays
-        if (shares := relative_load(row)) is not None
-    ]
-    steps = [item for item in steps if len(item[1]) == len(steps[-1][1])]
+    steps = []
+    for row in run.arrays:
+        loads = relative_load(row)
+        if loads is not None:
+            steps.append((row["step"], loads))
     if not steps:
         return ""
-    step, last = steps[-1]
-    steps = steps[:: -(-len(steps) // _MOST_STEPS)]
-    cells = [
-        (x, layer, expert)
-        for layer, row in enumerate(last)
-        for expert, x in enumerate(row or ())
-    ]
-    most, layer, expert = max(cells)
-    wide, high = len(cells) // sum(row is not None for row in last), len(last)
-    label = f"Load of {wide} experts in {high} layers at step {step}, relative to the mean. "
-    label += f"The fullest: expert {expert} of layer {layer}, {most:.3g} times the mean"
-    remark = f"at step {step:,}, relative to the mean of the layer"
-    drawing = heat_map(
-        label, [row or [None] * wide for row in last], rows="layer", columns="expert"
-    )
-    cards = _card("Load of each expert", remark, drawing)
+    step, loads = steps[-1]
+    cards = _last_map(step, loads)
+    steps = [item for item in steps if len(item[1]) == len(loads)]
     if len(steps) > 1:
-        rows = [
-            [max(row) if (row := shares[y]) else None for _, shares in steps]
-            for y in range(high)
-        ]
-        label = f"Load of the fullest expert in {high} layers over {len(steps)} steps"
-        drawing = heat_map(
-            label,
-            rows,
-            rows="layer",
-            columns="step",
-            places=[step for step, _ in steps],
-        )
-        cards += _card(
-            "Fullest expert of each layer",
-            "over the steps, relative to the mean",
-            drawing,
-        )
+        stride = -(-len(steps) // _MOST_STEPS)
+        cards += _map_over_time(steps[::stride])
     return f'<section class="charts" aria-label="Load of experts">{cards}</section>'
 
 
-def _card(title: str, remark: str, drawing: str) -> str:
-    return (
-        f'<div class="card wide"><div class="top"><h3>{escape(title)}</h3>'
-        f'<span class="soft">{escape(remark)}</span><span class="push">{legend()}</span></div>'
-        f"{drawing}</div>"
+def _last_map(step: int, loads: Loads) -> str:
+    cells = [
+        (load, layer, expert)
+        for layer, row in enumerate(loads)
+        for expert, load in enumerate(row or ())
+    ]
+    most, layer, expert = max(cells)
+    wide = next(len(row) for row in loads if row is not None)
+    label = (
+        f"Load of {wide} experts in {len(loads)} layers at step {step}, relative to "
+        f"the mean. The fullest: expert {expert} of layer {layer}, {most:.3g} times "
+        f"the mean"
     )
+    absent: list[float | None] = [None] * wide
+    values = [row or absent for row in loads]
+    drawing = heat_map(label, values, rows="layer", columns="expert")
+    remark = f"at step {step:,}, relative to the mean of the layer"
+    return _card("Load of each expert", remark, drawing)
 
 
-def relative_load(row: Row) -> list[list[float] | None] | None:
-    """Returns each layer's load relative to its mean, from a row of arrays.jsonl; None
-    if it has none.
+def _map_over_time(steps: Sequence[tuple[int, Loads]]) -> str:
+    layers = zip(*(loads for _, loads in steps), strict=True)
+    fullest = [[max(row) if row else None for row in layer] for layer in layers]
+    drawing = heat_map(
+        f"Load of the fullest expert in {len(fullest)} layers over {len(steps)} steps",
+        fullest,
+        rows="layer",
+        columns="step",
+        places=[step for step, _ in steps],
+    )
+    remark = "over the steps, relative to the mean"
+    return _card("Fullest expert of each layer", remark, drawing)
 
-    A layer without any load is None: it is dense.
+
+def _card(title: str, remark: str, drawing: str) -> str:
+    scale = f'<span class="push">{legend()}</span>'
+    return card(title, remark, scale, drawing, is_wide=True)
+
+
+def relative_load(row: Row) -> Loads | None:
+    """Computes each layer's load relative to its mean, from a row of arrays.jsonl; None
+    if the row has none.
     """
     layers = row.get(LOAD)
-    if not isinstance(layers, list) or not all(
-        isinstance(layer, list) for layer in layers
-    ):
+    if not isinstance(layers, list) or not layers:
         return None
-    if (
-        not 0 < sum(map(len, layers)) <= _MOST_CELLS
-        or len({len(layer) for layer in layers}) != 1
-    ):
-        return None
-    numbers = [number(x) for layer in layers for x in layer]
-    loads = [x for x in numbers if x is not None and 0 <= x < 2**53]
-    if len(loads) < len(numbers) or not any(loads):
+    if not all(isinstance(layer, list) for layer in layers):
         return None
     wide = len(layers[0])
-    rows = [loads[i : i + wide] for i in range(0, len(loads), wide)]
-    return [[x * wide / sum(row) for x in row] if any(row) else None for row in rows]
+    if any(len(layer) != wide for layer in layers):
+        return None
+    if not 0 < wide * len(layers) <= _MOST_CELLS:
+        return None
+    if not all(_is_load(x) for layer in layers for x in layer):
+        return None
+    relative = [
+        [x * wide / sum(layer) for x in layer] if any(layer) else None
+        for layer in layers
+    ]
+    if not any(relative):
+        return None
+    return relative
+
+
+def _is_load(value: object) -> bool:
+    load = number(value)
+    return load is not None and 0 <= load < 2**53
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, float] | None:
-    """Returns how even the load of a row of metrics.jsonl is; None where there are no
-    experts.
-    """
-    fields = {
-        "max_over_mean": "stats/load_max_over_mean/max",
-        "layer": "stats/fullest_layer",
-        "dead": "stats/dead_experts/max",
-        "entropy": "stats/load_entropy/mean",
-        "dropped": "stats/dropped/mean",
-        "rounds": "stats/exchange_rounds/mean",
-    }
-    values = {name: number(row.get(field)) for name, field in fields.items()}
+    """Reads how even the load is from a row of metrics.jsonl; None without experts."""
     known = {
-        name: x for name, x in values.items() if x is not None and math.isfinite(x)
+        "max_over_mean": finite(row.get("stats/load_max_over_mean/max")),
+        "layer": finite(row.get("stats/fullest_layer")),
+        "dead": finite(row.get("stats/dead_experts/max")),
+        "entropy": finite(row.get("stats/load_entropy/mean")),
+        "dropped": finite(row.get("stats/dropped/mean")),
+        "rounds": finite(row.get("stats/exchange_rounds/mean")),
     }
-    if len(known) < len(fields):
+    found = {name: x for name, x in known.items() if x is not None}
+    if len(found) < len(known):
         return None
-    return known | {name: int(known[name]) for name in ("layer", "dead")}
+    for name in ("layer", "dead"):
+        found[name] = int(found[name])
+    return found
 
 
 def closing_lines(run: RunSummary) -> list[str]:
-    """Returns what is said of a run's experts at its end."""
-    known = [said for row in run.rows.train[-1:] if (said := figures(row))]
-    return [f"experts: {as_line(said)}" for said in known] + [
-        f"model: {t}" for t in size_text(sizes(run.info))
-    ]
+    """Lists what a run prints of its experts at its end."""
+    lines = []
+    found = figures(run.last_row)
+    if found:
+        lines.append(f"experts: {as_line(found)}")
+    return lines + [f"model: {text}" for text in size_text(sizes(run.info))]
 
 
-def size_text(of: Mapping[str, float | None]) -> list[str]:
-    """Returns how much of a model a token uses (`summary.sizes`); [] where that is all
-    of it.
+def size_text(sizes: Mapping[str, Any]) -> list[str]:
+    """Tells how much of a model a token uses; [] if that is all of it.
+
+    Args:
+      sizes: with the keys of `summary.sizes`.
     """
-    total, active, flops = (
-        of[name] for name in ("parameters", "active_parameters", "flops_per_token")
-    )
+    total = sizes["parameters"]
+    active = sizes["active_parameters"]
+    flops = sizes["flops_per_token"]
     if total is None or active is None or active >= total:
         return []
-    by = f"; MFU by {count_text(flops)} FLOPs a token" if flops is not None else ""
-    return [
-        f"{count_text(total)} parameters, {count_text(active)} active for a token{by}"
-    ]
+    text = f"{count_text(total)} parameters, {count_text(active)} active for a token"
+    if flops is not None:
+        text += f"; MFU by {count_text(flops)} FLOPs a token"
+    return [text]
 
 
-def as_line(of: Mapping[str, float]) -> str:
-    """Returns the figures in words."""
-    dropped = f"{100 * of['dropped']:.2g} %" if of["dropped"] else "0"
-    dead = f"up to {of['dead']:.0f} of a layer" if of["dead"] else "0"
+def as_line(figures: Mapping[str, float]) -> str:
+    """Formats the figures for people."""
+    dropped = "0"
+    if figures["dropped"]:
+        dropped = f"{100 * figures['dropped']:.2g} %"
+    dead = "0"
+    if figures["dead"]:
+        dead = f"up to {figures['dead']:.0f} of a layer"
     return (
-        f"fullest {of['max_over_mean']:.2f}x the mean (layer {of['layer']:.0f}), {dead} dead, "
-        f"{dropped} dropped, {of['rounds']:.2f} rounds"
+        f"fullest {figures['max_over_mean']:.2f}x the mean (layer "
+        f"{figures['layer']:.0f}), {dead} dead, {dropped} dropped, "
+        f"{figures['rounds']:.2f} rounds"
     )

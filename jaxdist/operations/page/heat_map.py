@@ -1,25 +1,31 @@
-"""Heat maps as SVG text: a cell for each row and column, coloured in steps by its
-relation to the mean.
+"""Heat maps as SVG text: a cell for each row and column, coloured by its relation to
+the mean.
 
 Cells of one colour are one path, and colours are CSS classes of the page (`heat-0` and
-on), so that maps of thousands of cells stay small, and one drawing suits light and
-dark. Values are there as JSON for the page's script, which tells those under the
-pointer; without it the picture and its legend are complete.
+on). So maps of thousands of cells stay small, and one drawing suits light and dark. The
+values are there as JSON for the page's hover script. The drawing and its legend are
+complete without that script.
 """
 
 import bisect
-import html
 import json
+from collections import defaultdict
 from collections.abc import Sequence
+from html import escape
 
-from jaxdist.operations.page.charts import linear_ticks, tick_text
+from jaxdist.operations.page.charts import compact_json, linear_ticks, tick_text
 
-# of the colours; 0 has one of its own
+# of the colours from 1 on; 0 is that of the value 0
 EDGES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)
 NAMES = ("none", "< 0.25", "0.25", "0.5", "0.75", "1", "1.25", "1.5", "2", "≥ 4")
 
-_WIDTH, _LEFT, _TOP, _BOTTOM = 1160, 58, 6, 34
-_LARGEST, _HEIGHT = 26.0, 520.0  # of a cell, and of all rows together
+_WIDTH = 1160  # in pixels
+_LEFT = 58
+_RIGHT = 10
+_TOP = 6
+_BOTTOM = 34
+_LARGEST = 26.0  # of a cell
+_HEIGHT = 520.0  # at most, of all rows together
 
 
 def heat_map(
@@ -30,79 +36,82 @@ def heat_map(
     columns: str,
     places: Sequence[float] | None = None,
 ) -> str:
-    """Returns one <svg>.
+    """Draws a heat map as one <svg>.
 
     Args:
       label: what a screen reader says.
       values: rows of equal length, each value relative to a mean, 0 or more; None:
-        there is none, no cell.
+        without a cell.
       rows, columns: what one is called: "layer", "expert".
-      places: what columns stand for; None: their numbers, from 0 on.
+      places: the labels of the columns; by default their numbers, from 0 on.
     """
-    wide, high = len(values[0]), len(values)
-    places = list(range(wide)) if places is None else places
-    cell_w = min(_LARGEST, (_WIDTH - _LEFT - 10) / wide)
+    wide = len(values[0])
+    high = len(values)
+    if places is None:
+        places = list(range(wide))
+    cell_w = min(_LARGEST, (_WIDTH - _LEFT - _RIGHT) / wide)
     cell_h = min(_LARGEST, _HEIGHT / high)
-    cells: dict[int, str] = {}
+    paths: dict[int, str] = defaultdict(str)
     for y, row in enumerate(values):
+        top = _TOP + y * cell_h
         for x, value in enumerate(row):
-            if value is None:
-                continue
-            corner = f"M{_LEFT + x * cell_w:.4g} {_TOP + y * cell_h:.4g}"
-            cells[colour(value)] = (
-                cells.get(colour(value), "") + f"{corner}h{cell_w:.3g}v{cell_h:.3g}H"
-            )
-            cells[colour(value)] += f"{_LEFT + x * cell_w:.4g}z"
-    paths = "".join(f'<path class="heat-{n}" d="{cells[n]}"/>' for n in sorted(cells))
+            if value is not None:
+                left = f"{_LEFT + x * cell_w:.4g}"
+                paths[colour(value)] += (
+                    f"M{left} {top:.4g}h{cell_w:.3g}v{cell_h:.3g}H{left}z"
+                )
+    shapes = [f'<path class="heat-{n}" d="{paths[n]}"/>' for n in sorted(paths)]
     bottom = _TOP + high * cell_h
-    marks = ""
     for y in _ticks(high, most=bottom / 18):
-        place = f'x="{_LEFT - 8}" y="{_TOP + (y + 0.5) * cell_h:.1f}" dy="4"'
-        marks += (
-            f'<text class="end" {place}>{y if y else f"{html.escape(rows)} 0"}</text>'
+        text = y or f"{escape(rows)} 0"
+        middle = _TOP + (y + 0.5) * cell_h
+        shapes.append(
+            f'<text class="end" x="{_LEFT - 8}" y="{middle:.1f}" dy="4">{text}</text>'
         )
+    below = f"{bottom + 16:.1f}"
     longest = max(len(tick_text(place, 1)) for place in places)
     for x in _ticks(wide, most=wide * cell_w / (8 * longest + 14)):
-        place = f'x="{_LEFT + (x + 0.5) * cell_w:.1f}" y="{bottom + 16:.1f}"'
-        marks += f'<text class="middle" {place}>{tick_text(places[x], 1)}</text>'
-    marks += f'<text class="end" x="{_LEFT - 8}" y="{bottom + 16:.1f}">{html.escape(columns)}</text>'
+        middle = _LEFT + (x + 0.5) * cell_w
+        text = tick_text(places[x], 1)
+        shapes.append(
+            f'<text class="middle" x="{middle:.1f}" y="{below}">{text}</text>'
+        )
+    shapes.append(
+        f'<text class="end" x="{_LEFT - 8}" y="{below}">{escape(columns)}</text>'
+    )
     shown = [
         [None if value is None else float(f"{value:.3g}") for value in row]
         for row in values
     ]
+    names = escape(json.dumps([rows, columns]))
+    box = json.dumps([_LEFT, _TOP, cell_w, cell_h])
     return (
         f'<svg class="heat" viewBox="0 0 {_WIDTH} {bottom + _BOTTOM:.0f}" role="img" tabindex="0" '
-        f'aria-label="{html.escape(label)}" data-names="{html.escape(json.dumps([rows, columns]))}" '
-        f'data-box="{json.dumps([_LEFT, _TOP, cell_w, cell_h])}" data-places="{_json(places)}" '
-        f'data-values="{_json(shown)}">{paths}{marks}<rect class="cross" width="{cell_w:.3g}" '
-        f'height="{cell_h:.3g}"/></svg>'
+        f'aria-label="{escape(label)}" data-names="{names}" '
+        f'data-box="{box}" data-places="{compact_json(places)}" '
+        f'data-values="{compact_json(shown)}">{"".join(shapes)}<rect class="cross" '
+        f'width="{cell_w:.3g}" height="{cell_h:.3g}"/></svg>'
     )
 
 
 def legend() -> str:
-    """Returns the colours with the values from which on they are taken."""
-    swatches = (
-        f'<span class="heat-{n}">{html.escape(name)}</span>'
-        for n, name in enumerate(NAMES)
-    )
+    """Draws the colours with the values from which on they are used."""
+    swatches = [
+        f'<span class="heat-{n}">{escape(name)}</span>' for n, name in enumerate(NAMES)
+    ]
     return f'<span class="legend scale">{"".join(swatches)}</span>'
 
 
 def colour(value: float) -> int:
-    """Returns the number of a value's colour: 0 for 0, else 1 and on."""
-    return 0 if value <= 0 else 1 + bisect.bisect_right(EDGES, value)
+    """Returns the number of a value's colour: 0 for 0, else from 1 on."""
+    if value <= 0:
+        return 0
+    return 1 + bisect.bisect_right(EDGES, value)
 
 
 def _ticks(count: int, most: float) -> list[int]:
-    """Returns which of so many rows or columns are named."""
+    """Chooses the rows or columns that get a label."""
     if count <= most:
         return list(range(count))
-    return [
-        int(tick)
-        for tick in linear_ticks(0, count, max(1, int(most)))
-        if tick == int(tick) < count
-    ]
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))
+    ticks = linear_ticks(0, count, max(1, int(most)))
+    return [int(tick) for tick in ticks if tick == int(tick) < count]

@@ -1,5 +1,5 @@
-"""What a run is doing, from the files of its workdir: read in milliseconds, also while
-it trains. No jax.
+"""What a run is doing, from the files of its workdir. Reading takes milliseconds, also
+while the run trains. No jax.
 """
 
 import math
@@ -11,19 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config import ConfigError, schema
+from jaxdist.config import ConfigError
 from jaxdist.operations.ledger import run_lives
-from jaxdist.operations.page import cost, experts, planned
-from jaxdist.operations.page.step_parts import step_parts
-from jaxdist.operations.page.summary import is_failure, number, sizes, unit_of
+from jaxdist.operations.page import cost, experts, planned, step_parts
+from jaxdist.operations.page.run_files import RunFiles, WorkdirReader, number
+from jaxdist.operations.page.summary import is_failure, sizes
 from jaxdist.storage import lock, run_format, untrusted
 from jaxdist.telemetry import metrics
 from jaxdist.telemetry.units import count_text, duration_text, percent_text, time_text
 from jaxdist.trainer import reproduce
 
-_OPS = "profile/top_ops.json"
 # one of them is in the folder of any run
-RUN_FILES = (metrics.METRICS_FILE, metrics.EVENTS_FILE, run_format.RUN)
+RUN_FILES = (
+    metrics.METRICS_FILE,
+    metrics.EVENTS_FILE,
+    run_format.RUN,
+    run_lives.LEDGER_FILE,
+)
 ACTIVITIES = {
     "start": "starting",
     "restore": "reading a checkpoint",
@@ -38,131 +42,145 @@ ACTIVITIES = {
 ENDS = ("start", "stop", "preempted", "peer_lost", "hang")
 OTHER_VERSION = "other version"
 _QUIET_S = 3 * run_lives.BEAT_S  # after which a run on another machine counts as ended
+_FROM_ROW = ("loss", "tokens_per_s", "mfu", "hfu", "tokens_seen", "step_time_s")
 
 
-@dataclass(frozen=True)
-class RunStatus:
-    """The files of a workdir as they are now."""
+@dataclass(frozen=True, kw_only=True)
+class RunStatus(RunFiles):
+    """The files of a workdir as they are now; of its rows the last ones."""
 
-    folder: Path
-    config: Mapping[str, Any]  # flat
-    info: Mapping[str, Any]  # run.json
-    rows: metrics.MetricRows  # the last ones
-    events: list[metrics.Row]
-    lives: list[run_lives.Life]
-    ops: list[dict[str, Any]]  # of a profile
     now: float  # seconds since 1970
-    other_version: str = ""  # of jaxdist, whose run it is; then nothing else is read
-
-    @property
-    def unit(self) -> str:
-        """What the run counts: "tokens" or "samples"."""
-        return unit_of(self.info)
+    other_version: str = ""  # why nothing else is read; "": this version's run
 
     @property
     def running(self) -> bool:
-        """Whether a process trains it: it holds the lock, or has written its ledger a
-        moment ago.
+        """Whether a process trains it: one holds the lock, or has just written the
+        ledger.
         """
         held = lock.is_held(self.folder / ".lock")
-        if held is None:
-            life = self.lives[-1] if self.lives else None
-            return (
-                life is not None
-                and not life.ended
-                and self.now - life.written < _QUIET_S
-            )
-        return held
+        if held is not None:
+            return held
+        life = self._last_life()
+        return life is not None and not life.ended and not self._is_quiet(life)
 
-    def _life(self) -> run_lives.Life | None:
-        """Returns the life that goes on; None if there is none, or it has not written
+    def _last_life(self) -> run_lives.Life | None:
+        if not self.lives:
+            return None
+        return self.lives[-1]
+
+    def _is_quiet(self, life: run_lives.Life) -> bool:
+        return self.now - life.written >= _QUIET_S
+
+    def _current_life(self) -> run_lives.Life | None:
+        """Finds the life that goes on; None if there is none, or it has not written
         yet.
 
-        Who holds the lock has taken it after the last word of a life that was killed.
+        A process takes the lock after the last word of a life that was killed.
         """
-        life = self.lives[-1] if self.lives and self.running else None
-        if life is None or life.ended:
+        life = self._last_life()
+        if life is None or life.ended or not self.running:
             return None
-        old = self.now - life.written > _QUIET_S
-        return None if old and (self._lock_time() or 0.0) > life.written else life
+        is_older_than_lock = (self._lock_time() or 0.0) > life.written
+        if self._is_quiet(life) and is_older_than_lock:
+            return None
+        return life
 
     def _lock_time(self) -> float | None:
-        """Returns when the lock was taken, seconds since 1970; None if that cannot be
-        told.
-        """
+        """Tells when the lock was taken, in seconds since 1970; None if unknown."""
         try:
             return os.stat(self.folder / ".lock").st_mtime
         except OSError:
             return None
 
     def document(self) -> dict[str, Any]:
-        """Returns what `jaxdist status --json` prints."""
-        row = self.rows.train[-1] if self.rows.train else {}
-        evaluated = self.rows.evaluation[-1] if self.rows.evaluation else {}
+        """Collects what `jaxdist status --json` prints."""
+        row = self.last_row
         state, reason = self._state()
-        running, life = state == "running", self._life()
-        phase = life.phase if life else "start"
-        # a start that has not written yet
-        is_new = running and bool(self.lives) and life is None
-        steps, step = _whole(self.config.get("train.steps")), self._step()
+        running = state == "running"
+        step = self._step()
+        steps = _whole(self.config.get("train.steps"))
         step_s = number(row.get("step_time_s"))
-        spent = self._account()
-        plan = planned.read_plan(self.folder, self.config, self.info, self.events, row)
-        parts = step_parts(row, self.info, self.ops, plan)
-        document = {
+        account = run_lives.account(
+            self.lives, self.now if self._current_life() else None
+        )
+        document: dict[str, Any] = {
             "workdir": str(self.folder),
             "state": state,
             "reason": reason,
-            "doing": ACTIVITIES.get(phase, phase) if running and self.lives else None,
-            "since": life.since
-            if running and life
-            else (is_new and self._lock_time()) or self._last_time(),
+            "doing": self._activity() if running else None,
+            "since": self._since(running),
             "step": step,
             "steps": steps,
-            "eta_s": step_s * (steps - step)
-            if running and steps and step_s is not None
-            else None,
+            "eta_s": None,
             "next_save": self._next_save(step, steps, step_s) if running else None,
-            **{
-                name: row.get(name)
-                for name in (
-                    "loss",
-                    "tokens_per_s",
-                    "mfu",
-                    "hfu",
-                    "tokens_seen",
-                    "step_time_s",
-                )
-            },
-            "unit": self.unit,  # of tokens_per_s and tokens_seen
-            "eval_loss": evaluated.get("eval_loss"),
-            "experts": experts.figures(row),
-            **sizes(self.info),
-            "started": next(
-                (event["time"] for event in self.events if event["event"] == "start"),
-                None,
-            ),
-            "starts": sum(event["event"] == "start" for event in self.events),
-            "step_parts": parts and dict(parts.shares),  # shares of a step, estimated
-            "verdict": parts and parts.verdict(planned.command(self.folder, self.info)),
-            "step_parts_source": parts and parts.source,
-            "plan": plan
-            and plan.document(parts.measured_to_planned if parts else None),
-            "goodput": spent.goodput,
-            "ledger": {"buckets": spent.buckets, "wall_s": spent.wall_s},
-            "cost": cost.cost(
-                self.config,
-                self.info,
-                self.lives,
-                spent,
-                number(row.get("tokens_seen")),
-            ),
-            "repeat": reproduce.repeat(self.folder, self.info, self.config),
         }
-        return {name: _finite(value) for name, value in document.items()}
+        if running and steps and step_s is not None:
+            document["eta_s"] = step_s * (steps - step)
+        document |= {name: row.get(name) for name in _FROM_ROW}
+        document["unit"] = self.unit  # of tokens_per_s and tokens_seen
+        document["eval_loss"] = None
+        if self.rows.evaluation:
+            document["eval_loss"] = self.rows.evaluation[-1].get("eval_loss")
+        document["experts"] = experts.figures(row)
+        document |= sizes(self.info)
+        starts = [event["time"] for event in self.events if event["event"] == "start"]
+        document["started"] = starts[0] if starts else None
+        document["starts"] = len(starts)
+        document |= self._step_parts()
+        document["goodput"] = account.goodput
+        document["ledger"] = {"buckets": account.buckets, "wall_s": account.wall_s}
+        document["cost"] = cost.cost(
+            self.config,
+            self.info,
+            self.lives,
+            account,
+            number(row.get("tokens_seen")),
+        )
+        document["repeat"] = reproduce.repeat(self.folder, self.info, self.config)
+        return {name: _json_value(value) for name, value in document.items()}
+
+    def _step_parts(self) -> dict[str, Any]:
+        parts, plan = step_parts.of_run(self)
+        shown: dict[str, Any] = {
+            "step_parts": None,
+            "verdict": None,
+            "step_parts_source": None,
+            "plan": None,
+        }
+        ratio = None
+        if parts is not None:
+            ratio = parts.measured_to_planned
+            command = planned.command(self.folder, self.info)
+            shown["step_parts"] = dict(parts.shares)  # of a step, estimated
+            shown["verdict"] = parts.verdict(command)
+            shown["step_parts_source"] = parts.source
+        if plan is not None:
+            shown["plan"] = plan.document(ratio)
+        return shown
+
+    def _activity(self) -> str | None:
+        """Names what a running run does; None without a ledger."""
+        if not self.lives:
+            return None
+        life = self._current_life()
+        phase = life.phase if life else "start"
+        return ACTIVITIES.get(phase, phase)
+
+    def _since(self, running: bool) -> float | None:
+        """Tells since when the state lasts, in seconds since 1970."""
+        if running and self.lives:
+            life = self._current_life()
+            if life is not None:
+                return life.since
+            if lock_time := self._lock_time():  # a start that has not written yet
+                return lock_time
+        times = [event["time"] for event in self.events[-1:]]
+        if run_lives.is_time(self.last_row.get("time")):
+            times.append(self.last_row["time"])
+        return max(times, default=None)
 
     def _state(self) -> tuple[str, str | None]:
-        """Returns the state, and why: running, finished, stopped, failed, preempted,
+        """Tells the state, and why: running, finished, stopped, failed, preempted,
         died, not started, or another version's.
         """
         if self.other_version:
@@ -170,79 +188,70 @@ class RunStatus:
         if self.running:
             return "running", None
         ends = [event for event in self.events if event["event"] in ENDS]
-        last = ends[-1] if ends else None
-        if last is None:
-            return (
-                ("died", "before its first step")
-                if self.lives
-                else ("not started", None)
-            )
-        name, reason = last["event"], str(last.get("reason"))
+        if not ends and self.lives:
+            return "died", "before its first step"
+        if not ends:
+            return "not started", None
+        name = ends[-1]["event"]
         if name == "stop":
-            bad = is_failure(last)
-            return (
-                "failed" if bad else "finished" if reason == "finished" else "stopped",
-                reason,
-            )
+            return _stopped(ends[-1])
         if name == "start":
             return "died", "its process ended without a word"
-        return ("preempted", None) if name == "preempted" else ("failed", name)
+        if name == "preempted":
+            return "preempted", None
+        return "failed", name
 
     def _step(self) -> int:
-        """Returns the updates finished: of the last life, as its ledger or, once it is
+        """Tells the updates finished: of the last life, as its ledger or, once it is
         over, its rows say.
         """
-        row, life = (
-            (self.rows.train or [{}])[-1],
-            self.lives[-1] if self.lives else None,
-        )
+        row = self.last_row
+        life = self._last_life()
         if life is None or life.first is None:
             return row.get("step", 0)
-        is_own = not self.running and (number(row.get("time")) or 0.0) >= life.began
-        return max(life.step, row.get("step", 0)) if is_own else life.step
-
-    def _last_time(self) -> float | None:
-        times = [event["time"] for event in self.events[-1:]]
-        times += [
-            row["time"]
-            for row in self.rows.train[-1:]
-            if run_lives.is_time(row.get("time"))
-        ]
-        return max(times, default=None)
+        row_time = number(row.get("time")) or 0.0
+        if self.running or row_time < life.began:
+            return life.step
+        return max(life.step, row.get("step", 0))
 
     def _next_save(
         self, step: int, steps: int, step_s: float | None
     ) -> dict[str, Any] | None:
-        """Returns the step of the next save, or the time to it, as far as
-        `checkpoint.*` says.
+        """Predicts the next save, its step or the seconds to it, from `checkpoint.*`;
+        None if no save comes.
         """
-        auto = self.config.get("checkpoint.interval") == "auto"
-        every = 0 if auto else _whole(self.config.get("checkpoint.every_steps"))
-        at_end = (
-            steps if self.config.get("checkpoint.save_at_end") and steps > step else 0
-        )
-        if every and (not at_end or (step // every + 1) * every < at_end):
-            at_end = (step // every + 1) * every
-        in_s = [step_s * (at_end - step)] if at_end and step_s is not None else []
-        minutes = number(self.config.get("checkpoint.every_minutes")) or 0.0
-        if interval_s := self._chosen_interval_s() if auto else 60 * minutes:
-            saves = [
-                event["time"]
-                for event in self.events
-                if event["event"] in ("save", "start")
-            ]
-            in_s.append(
-                max(0.0, saves[-1] + interval_s - self.now) if saves else interval_s
-            )
-        return (
-            {"step": at_end or None, "in_s": min(in_s, default=None)}
-            if at_end or in_s
-            else None
-        )
+        is_auto = self.config.get("checkpoint.interval") == "auto"
+        next_step = None
+        if self.config.get("checkpoint.save_at_end") and steps > step:
+            next_step = steps
+        every = _whole(self.config.get("checkpoint.every_steps"))
+        if every and not is_auto:
+            regular = (step // every + 1) * every
+            next_step = min(regular, next_step or regular)
+        in_s = []
+        if next_step is not None and step_s is not None:
+            in_s.append(step_s * (next_step - step))
+        if is_auto:
+            interval_s = self._chosen_interval_s()
+        else:
+            minutes = number(self.config.get("checkpoint.every_minutes"))
+            interval_s = 60 * (minutes or 0.0)
+        if interval_s:
+            in_s.append(self._until_save_s(interval_s))
+        if next_step is None and not in_s:
+            return None
+        return {"step": next_step, "in_s": min(in_s, default=None)}
+
+    def _until_save_s(self, interval_s: float) -> float:
+        """Computes the seconds to a save that comes so long after the last one."""
+        for event in reversed(self.events):
+            if event["event"] in ("save", "start"):
+                return max(0.0, event["time"] + interval_s - self.now)
+        return interval_s
 
     def _chosen_interval_s(self) -> float:
-        """Returns the seconds between saves that interval=auto has chosen since the
-        start; 0: none.
+        """Finds the seconds between saves that interval=auto chose since the start; 0:
+        none yet.
         """
         for event in reversed(self.events):
             if event["event"] == "save_interval":
@@ -251,81 +260,72 @@ class RunStatus:
                 break
         return 0.0
 
-    def _account(self) -> run_lives.Account:
-        return run_lives.account(self.lives, self.now if self._life() else None)
+
+def _stopped(stop: metrics.Row) -> tuple[str, str]:
+    """Tells the state after an event `stop`, and its reason."""
+    reason = str(stop.get("reason"))
+    if is_failure(stop):
+        return "failed", reason
+    if reason == "finished":
+        return "finished", reason
+    return "stopped", reason
 
 
 def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
-    """Returns the status of the run in a folder.
+    """Reads the status of the run in a folder.
+
+    Args:
+      now: seconds since 1970; by default the clock's.
 
     Raises:
-      ConfigError: it holds no run.
+      ConfigError: the folder holds no run.
       run_format.OtherVersion: another version has written it.
     """
     folder = Path(workdir)
     if not is_run(folder):
-        known = ", ".join((*RUN_FILES, run_lives.LEDGER_FILE))
+        known = ", ".join(RUN_FILES)
         raise ConfigError(
             f"{folder}: holds no run (none of {known}); give the --workdir of train"
         )
     run_format.check_folder(folder)
-    config = schema.flatten(_fields(folder / run_format.CONFIG))
-    info = _fields(folder / run_format.RUN)
-    rows, events = metrics.read_last_rows(folder), metrics.read_events(folder)
-    now = time.time() if now is None else now
+    files = WorkdirReader(folder)
     return RunStatus(
-        folder,
-        config,
-        info,
-        rows,
-        events,
-        run_lives.read_lives(folder),
-        _ops(folder),
-        now,
+        folder=folder,
+        config=files.config(),
+        info=files.info(),
+        rows=metrics.read_last_rows(folder),
+        events=metrics.read_events(folder),
+        lives=run_lives.read_lives(folder),
+        operations=files.operations(),
+        now=time.time() if now is None else now,
     )
 
 
 def read_any_status(workdir: Path) -> RunStatus:
-    """Returns the status of the run in a folder, which may be another version's.
+    """Reads the status of the run in a folder, which may be another version's.
 
     Raises:
-      ConfigError: it holds no run.
+      ConfigError: the folder holds no run.
     """
     try:
         return read_status(workdir)
     except run_format.OtherVersion as error:
-        rows = metrics.MetricRows([], [])
-        now = time.time()
-        return RunStatus(workdir, {}, {}, rows, [], [], [], now, str(error))
-
-
-def _fields(file: Path) -> Mapping[str, Any]:
-    """Returns what a JSON file says beside its format; nothing, if it cannot be read:
-    the others say enough.
-    """
-    try:
-        return run_format.unmarked(untrusted.read_json(file, dict), file)
-    except (OSError, ValueError):  # OtherVersion is one: profile/ of another folder
-        return {}
-
-
-def _ops(folder: Path) -> list[dict[str, Any]]:
-    """Returns the operations of a run's profile; [] without one that can be read."""
-    rows = _fields(folder / _OPS).get("ops")
-    if not isinstance(rows, list):
-        return []
-    return [
-        row
-        for row in rows
-        if isinstance(row, dict) and isinstance(row.get("share"), int | float)
-    ]
+        return RunStatus(
+            folder=workdir,
+            config={},
+            info={},
+            rows=metrics.MetricRows([], []),
+            events=[],
+            lives=[],
+            operations=[],
+            now=time.time(),
+            other_version=str(error),
+        )
 
 
 def is_run(folder: Path) -> bool:
-    """Returns whether a folder is the workdir of a run."""
-    return any(
-        (folder / file).is_file() for file in (*RUN_FILES, run_lives.LEDGER_FILE)
-    )
+    """Checks whether a folder is the workdir of a run."""
+    return any((folder / file).is_file() for file in RUN_FILES)
 
 
 _NUMBERS: tuple[tuple[str, Callable[[float], str]], ...] = (
@@ -339,83 +339,114 @@ _NUMBERS: tuple[tuple[str, Callable[[float], str]], ...] = (
 
 
 def as_text(document: Mapping[str, Any]) -> str:
-    """Returns a status for people, a line for each thing."""
-    doing, since = document["doing"] or document["reason"], document["since"]
-    passed = duration_text(max(0.0, time.time() - since)) if since else ""
-    how_long = f" for {passed}" if document["doing"] else f", {passed} ago"
-    said = f"{document['state']}{f': {doing}' if doing else ''}{how_long if passed else ''}"
-    steps = f" of {document['steps']:,}" if document["steps"] else ""
+    """Formats a status for people, a line for each fact."""
     lines = [
         document["workdir"],
-        f"state     {said}",
-        f"step      {document['step']:,}{steps}",
+        f"state     {_state_text(document)}",
+        f"step      {_step_text(document)}",
     ]
-    if document["eta_s"] is not None:
-        lines[-1] += f", done in {duration_text(document['eta_s'])}"
-    if save := document["next_save"]:
-        at = f"at step {save['step']:,}" if save["step"] else ""
-        within = f"in {duration_text(save['in_s'])}" if save["in_s"] is not None else ""
-        lines.append(f"next save {', '.join(filter(None, (at, within)))}")
-    known = ((name, number(document[name]), show) for name, show in _NUMBERS)
-    names = {"tokens_per_s": f"{document['unit']}_per_s"}
-    shown = [
-        f"{names.get(name, name)} {show(value)}"
-        for name, value, show in known
-        if value is not None
-    ]
-    lines += [f"now       {', '.join(shown)}"] * bool(shown)
+    if document["next_save"]:
+        lines.append(f"next save {_save_text(document['next_save'])}")
+    if numbers := _numbers_text(document):
+        lines.append(f"now       {numbers}")
     if document["experts"]:
         lines.append(f"experts   {experts.as_line(document['experts'])}")
     lines += [f"model     {text}" for text in experts.size_text(document)]
-    plan = planned.as_line(document["plan"]) if document["plan"] else ""
-    for name, text in (("verdict", document["verdict"] or ""), ("plan", plan)):
-        wrapped = textwrap.wrap(
-            text, 70, break_long_words=False, break_on_hyphens=False
-        )
-        lines += [
-            f"{'' if index else name:<10}{line}" for index, line in enumerate(wrapped)
-        ]
+    if document["verdict"]:
+        lines += _wrapped("verdict", document["verdict"])
+    if document["plan"]:
+        lines += _wrapped("plan", planned.as_line(document["plan"]))
     lines += _ledger_lines(document)
-    named = cost.as_texts(document["cost"], document["unit"]).items()
-    lines += [
-        f"cost      {', '.join(f'{name} {text}' for name, text in named)}"
-    ] * bool(named)
-    heads = ("repeat    ", " " * 10)
-    lines += [
-        head + line
-        for head, line in zip(
-            heads, reproduce.as_lines(document["repeat"]), strict=False
-        )
-    ]
+    costs = cost.as_texts(document["cost"], document["unit"])
+    if costs:
+        text = ", ".join(f"{name} {value}" for name, value in costs.items())
+        lines.append(f"cost      {text}")
+    lines += _headed("repeat", reproduce.as_lines(document["repeat"]))
     # reasons and names are text of the run's folder
     return "\n".join(map(untrusted.printable, lines))
 
 
+def _state_text(document: Mapping[str, Any]) -> str:
+    doing = document["doing"]
+    text = document["state"]
+    if doing or document["reason"]:
+        text += f": {doing or document['reason']}"
+    if not document["since"]:
+        return text
+    passed = duration_text(max(0.0, time.time() - document["since"]))
+    if doing:
+        return f"{text} for {passed}"
+    return f"{text}, {passed} ago"
+
+
+def _step_text(document: Mapping[str, Any]) -> str:
+    text = f"{document['step']:,}"
+    if document["steps"]:
+        text += f" of {document['steps']:,}"
+    if document["eta_s"] is not None:
+        text += f", done in {duration_text(document['eta_s'])}"
+    return text
+
+
+def _save_text(save: Mapping[str, Any]) -> str:
+    texts = []
+    if save["step"]:
+        texts.append(f"at step {save['step']:,}")
+    if save["in_s"] is not None:
+        texts.append(f"in {duration_text(save['in_s'])}")
+    return ", ".join(texts)
+
+
+def _numbers_text(document: Mapping[str, Any]) -> str:
+    texts = []
+    for field, show in _NUMBERS:
+        value = number(document[field])
+        name = field
+        if field == "tokens_per_s":
+            name = f"{document['unit']}_per_s"
+        if value is not None:
+            texts.append(f"{name} {show(value)}")
+    return ", ".join(texts)
+
+
+def _wrapped(name: str, text: str) -> list[str]:
+    lines = textwrap.wrap(text, 70, break_long_words=False, break_on_hyphens=False)
+    return _headed(name, lines)
+
+
+def _headed(name: str, lines: list[str]) -> list[str]:
+    """Sets a name before the first line, and indents the others as far."""
+    heads = [name, *[""] * len(lines)]
+    return [f"{head:<10}{line}" for head, line in zip(heads, lines, strict=False)]
+
+
 def _ledger_lines(document: Mapping[str, Any]) -> list[str]:
-    spent = document["ledger"]
-    if not spent["wall_s"]:
+    ledger = document["ledger"]
+    if not ledger["wall_s"]:
         return []
-    goodput = (
-        percent_text(document["goodput"]) if document["goodput"] is not None else "-"
-    )
-    starts = f"{document['starts']} start{'s' * (document['starts'] != 1)}"
-    lines = [f"goodput   {goodput} of {duration_text(spent['wall_s'])} in {starts}"]
-    for name, seconds in sorted(spent["buckets"].items(), key=lambda item: -item[1]):
+    goodput = "-"
+    if document["goodput"] is not None:
+        goodput = percent_text(document["goodput"])
+    starts = f"{document['starts']} starts"
+    if document["starts"] == 1:
+        starts = "1 start"
+    lines = [f"goodput   {goodput} of {duration_text(ledger['wall_s'])} in {starts}"]
+    for name, seconds in sorted(ledger["buckets"].items(), key=lambda item: -item[1]):
         if seconds > 0:
-            lines.append(
-                f"  {name:<10}{duration_text(seconds):>9}  {percent_text(seconds / spent['wall_s']):>7}"
-            )
+            share = percent_text(seconds / ledger["wall_s"])
+            lines.append(f"  {name:<10}{duration_text(seconds):>9}  {share:>7}")
     return lines
 
 
 def _whole(value: object) -> int:
-    return value if type(value) is int and 0 < value < 2**53 else 0
+    """Converts a value of a file to a positive integer; 0 if it is none."""
+    if type(value) is int and 0 < value < 2**53:
+        return value
+    return 0
 
 
-def _finite(value: Any) -> Any:
-    """Returns a value that JSON has: NaN and infinities as text, as in
-    metrics.jsonl.
-    """
-    return (
-        str(value) if isinstance(value, float) and not math.isfinite(value) else value
-    )
+def _json_value(value: Any) -> Any:
+    """Converts NaN and infinities, which JSON lacks, to text, as in metrics.jsonl."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

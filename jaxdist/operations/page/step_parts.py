@@ -1,22 +1,21 @@
-"""What the time of a step goes to, as an estimate: from a row, and the profile's
-operations or the plan.
+"""Parts of a step's time, estimated from a row and from the profile's operations or the
+plan.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxdist.operations.page.planned import Planned
-from jaxdist.operations.page.summary import number
+from jaxdist.operations.page.planned import Planned, read_plan
+from jaxdist.operations.page.run_files import RunFiles, fields, finite, number
 from jaxdist.telemetry.units import percent_text
 
-AT_PEAK, COMPUTE = "model FLOPs at the chip's peak", "compute below the peak"
-DATA, COMMUNICATION, BUBBLE, AGAIN = (
-    "waiting for data",
-    "exposed communication",
-    "bubble",
-    "recomputation",
-)
+AT_PEAK = "model FLOPs at the chip's peak"
+COMPUTE = "compute below the peak"
+DATA = "waiting for data"
+COMMUNICATION = "exposed communication"
+BUBBLE = "bubble"
+AGAIN = "recomputation"
 _WHOLE = "compute"  # where the peak is not known
 _COLLECTIVES = (
     "all-reduce",
@@ -47,99 +46,108 @@ class StepParts:
     shares: Mapping[str, float]
     mfu: float | None
     has_profile: bool
-    is_mixed: bool  # communication is not told from compute
+    is_mixed: bool  # compute and communication are not told apart
     planned: Planned | None = None  # of the run as it is
     measured_to_planned: float | None = None  # step times
 
     def verdict(self, plan_command: str = "") -> str:
-        """Returns what to look at first: "MFU 22 %; the largest part is bubble, 31 % of
-        a step; try ...".
+        """Names the largest part and its fix: "MFU 22 %; the largest part is bubble, 31
+        % of a step; try ...".
 
         Args:
-          plan_command: that would tell communication from compute, where nothing does;
-            "": none would.
+          plan_command: tells communication from compute where nothing else does; "":
+            there is none.
         """
-        share, name = max(
-            (share, name) for name, share in self.shares.items() if name != AT_PEAK
+        share, part = max(
+            (share, part) for part, share in self.shares.items() if part != AT_PEAK
         )
-        mfu = (
-            "unknown (this device's peak is)"
-            if self.mfu is None
-            else percent_text(self.mfu)
+        mfu = "unknown (this device's peak is)"
+        if self.mfu is not None:
+            mfu = percent_text(self.mfu)
+        advice = _CURES[part]
+        if self.is_mixed and part in (COMPUTE, _WHOLE):
+            part += ", with communication"
+            if plan_command:
+                advice = f"{plan_command}, which tells them apart, or {advice}"
+        text = (
+            f"MFU {mfu}; the largest part is {part}, {percent_text(share)} of a step; "
+            f"try {advice}"
         )
-        said = (
-            f"{name}, with communication"
-            if name in (COMPUTE, _WHOLE) and self.is_mixed
-            else name
-        )
-        plan_first = (
-            f"{plan_command}, which tells them apart, or "
-            if said != name and plan_command
-            else ""
-        )
-        line = (
-            f"MFU {mfu}; the largest part is {said}, {percent_text(share)} of a step; "
-        )
-        line += f"try {plan_first}{_CURES[name]}"
-        ratio = self.measured_to_planned
-        return (
-            line
-            if ratio is None
-            else f"{line}; the step takes {ratio:.2f} x what plan expects"
-        )
+        if self.measured_to_planned is not None:
+            ratio = self.measured_to_planned
+            text += f"; the step takes {ratio:.2f} x what plan expects"
+        return text
 
     @property
     def source(self) -> str:
-        """Says where the shares come from."""
-        if self.planned and not self.has_profile:
-            return f"an estimate from the last row; {COMMUNICATION} and {BUBBLE} {self.planned.source}"
-        profile = (
-            "operations of the profiled steps" if self.has_profile else "no profile"
-        )
-        return f"an estimate from the last row, {profile} and the pipeline's schedule"
+        """Where the shares come from."""
+        if self.has_profile:
+            found = "operations of the profiled steps"
+        elif self.planned:
+            return (
+                f"an estimate from the last row; {COMMUNICATION} and {BUBBLE} "
+                f"{self.planned.source}"
+            )
+        else:
+            found = "no profile"
+        return f"an estimate from the last row, {found} and the pipeline's schedule"
+
+
+def of_run(run: RunFiles) -> tuple[StepParts | None, Planned | None]:
+    """Estimates the parts of a run's last step, and reads the plan in its folder."""
+    plan = read_plan(run)
+    return step_parts(run.last_row, run.info, run.operations, plan), plan
 
 
 def step_parts(
     row: Mapping[str, Any],
     info: Mapping[str, Any],
-    ops: Sequence[Mapping[str, Any]],
+    operations: Sequence[Mapping[str, Any]],
     planned: Planned | None = None,
 ) -> StepParts | None:
-    """Returns the parts of a step; None before the first row.
+    """Estimates the parts of a step; None before the first row.
 
-    Waiting for data is measured. Exposed communication is the share of collectives
-    among the device's operations (on GPUs also where compute hides it); bubble the idle
-    share of the schedule; without a profile both are the shares of the planned step, if
-    there is a plan, in what is not waiting for data. Recomputation is what the program
+    The wait for data is measured. Exposed communication is the share of collectives
+    among the device's operations; on GPUs this includes what compute hides. The bubble
+    is the idle share of the schedule. Without a profile, both come from the plan, as
+    shares of the time that is no wait for data. Recomputation is what the program
     computes beyond the model's FLOPs, at the speed of the rest.
 
     Args:
       row: the last of metrics.jsonl.
       info: run.json.
-      ops: of profile/top_ops.json; [] without a profile.
-      planned: plan.json; it counts only if it has no fault.
+      operations: of profile/top_ops.json; [] without a profile.
+      planned: plan.json; used only if it has no fault.
     """
-    planned = None if planned is None or planned.fault else planned
-    step_s = number(row.get("step_time_s"))
-    if not step_s or not 0 < step_s < float("inf"):
+    if planned is not None and planned.fault:
+        planned = None
+    step_s = finite(row.get("step_time_s"))
+    if step_s is None or step_s <= 0:
         return None
-    left, shares = 1.0, {}
+    left = 1.0
+    shares: dict[str, float] = {}
 
-    def take(name: str, share_of_rest: float | None) -> None:
+    def take(part: str, share_of_rest: float | None) -> None:
         nonlocal left
         if share_of_rest and share_of_rest > 0:
             # sums of rounded shares may exceed 1
-            shares[name] = left * min(1.0, share_of_rest)
-            left -= shares[name]
+            shares[part] = left * min(1.0, share_of_rest)
+            left -= shares[part]
 
-    # Batches that lead the row's steps are waited for, too.
-    take(DATA, min(1.0, (number(row.get("data_wait_s")) or 0.0) / step_s))
-    communication, bubble = (
-        _of_profile(info, ops) if ops or planned is None else _of_plan(planned)
-    )
-    take(COMMUNICATION, communication)
-    take(BUBBLE, bubble)
-    mfu, full, hfu = (_share(row.get(name)) for name in ("mfu", "mfu_full", "hfu"))
+    # may exceed the step: batches that lead the row's steps are waited for, too
+    take(DATA, (number(row.get("data_wait_s")) or 0.0) / step_s)
+    if operations or planned is None:
+        collectives = [x for x in operations if is_collective(str(x.get("kind")))]
+        take(COMMUNICATION, sum(number(x["share"]) or 0.0 for x in collectives))
+        take(BUBBLE, number(fields(info, "pipeline").get("bubble")))
+    else:
+        exposed = planned.share(COMMUNICATION)
+        take(COMMUNICATION, exposed)
+        if exposed < 1:
+            take(BUBBLE, planned.share(BUBBLE) / (1 - exposed))
+    mfu = _share(row.get("mfu"))
+    full = _share(row.get("mfu_full"))
+    hfu = _share(row.get("hfu"))
     if full and hfu and hfu > full:
         take(AGAIN, 1 - full / hfu)
     if mfu is None:
@@ -147,38 +155,28 @@ def step_parts(
     else:
         shares[AT_PEAK] = min(mfu, left)
         shares[COMPUTE] = left - shares[AT_PEAK]
-    is_mixed = (
-        not ops and planned is None and (number(info.get("num_devices")) or 1) > 1
+    ratio = None
+    if planned is not None and row.get("step") != 1:  # the first has what a start does
+        ratio = step_s / planned.step_s
+    is_told_apart = bool(operations) or planned is not None
+    has_several_devices = (number(info.get("num_devices")) or 1) > 1
+    return StepParts(
+        shares=shares,
+        mfu=mfu,
+        has_profile=bool(operations),
+        is_mixed=has_several_devices and not is_told_apart,
+        planned=planned,
+        measured_to_planned=ratio,
     )
-    # The first row has what a start does once.
-    ratio = None if planned is None or row.get("step") == 1 else step_s / planned.step_s
-    return StepParts(shares, mfu, bool(ops), is_mixed, planned, ratio)
-
-
-def _of_profile(
-    info: Mapping[str, Any], ops: Sequence[Mapping[str, Any]]
-) -> tuple[float | None, float | None]:
-    """Returns the share of exposed communication, and of the bubble in what is left."""
-    moved = sum(
-        number(op["share"]) or 0.0 for op in ops if is_collective(str(op.get("kind")))
-    )
-    pipeline = info.get("pipeline")
-    return moved, number(pipeline.get("bubble")) if isinstance(
-        pipeline, Mapping
-    ) else None
-
-
-def _of_plan(planned: Planned) -> tuple[float, float]:
-    """Returns as `_of_profile` does what of a planned step is in the open, and idle."""
-    exposed = planned.share(COMMUNICATION)
-    return exposed, planned.share(BUBBLE) / (1 - exposed) if exposed < 1 else 0.0
 
 
 def is_collective(kind: str) -> bool:
-    """Returns whether operations of this kind move data between devices."""
+    """Checks whether operations of this kind move data between devices."""
     return kind.removesuffix("-start").removesuffix("-done") in _COLLECTIVES
 
 
 def _share(value: object) -> float | None:
-    found = number(value)
-    return found if found is not None and 0 < found < 10 else None
+    share = number(value)
+    if share is None or not 0 < share < 10:
+        return None
+    return share

@@ -1,7 +1,6 @@
 """Hears when a cloud takes this machine back, and has the run saved."""
 
 import contextlib
-from types import TracebackType
 
 from jaxdist.operations.watch import preemption_notice
 from jaxdist.telemetry.display import print_safe
@@ -30,11 +29,6 @@ class PreemptionNotices(Callback):
         heard = preemption_notice.heard(run.config.resilience, stop, say=print_safe)
         self._listening.enter_context(heard)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ends the thread."""
         self._listening.close()

@@ -1,8 +1,8 @@
-"""Hears a cloud's notice that this machine will be taken back, and has the run saved
-before.
+"""Listens for a cloud's notice that this machine will be taken back, and has the run
+saved before.
 
 A thread asks the machine's metadata server every two seconds; the standard library's
-HTTP is enough. What a notice then does is what a signal does: see `preemption`.
+HTTP is enough. A notice does what a signal does: see `preemption`.
 
 Sources: Amazon EC2 User Guide, "Spot Instance interruption notices" (two minutes
 before) and IMDSv2; Google Cloud, "Preemptible VM instances" and "Host maintenance
@@ -29,13 +29,14 @@ from typing import Any, Literal
 from jaxdist.config.groups.resilience import ResilienceConfig
 from jaxdist.storage import untrusted
 
-# variable: where the metadata server is, if not at the usual place
+# environment variable with the metadata server's address, if it is not the usual one
 ADDRESS = "JAXDIST_METADATA_AT"
-_USUAL = "http://169.254.169.254"  # of all three
-_ASK_S, _ANSWER_S = 2.0, 2.0  # between two questions; that one may take
+_USUAL = "http://169.254.169.254"  # of all three clouds
+_ASK_S = 2.0  # between two questions
+_ANSWER_S = 2.0  # at most, for an answer
 _MOST_BYTES = 1 << 20  # of an answer
-_TOKEN_S = 21_600  # that a token of EC2 may be used
-_TELL_S = 3_600.0  # after a fault was told of, and an answer
+_TOKEN_S = 21_600  # for which a token of EC2 is valid
+_TELL_S = 3_600.0  # between two reports of a fault, with an answer between them
 _TOKEN = re.compile("[!-~]{1,4096}")  # what can stand in a header
 _NAME = re.compile(r"[\w.-]{1,256}")  # of a machine of Azure
 
@@ -43,8 +44,8 @@ Cloud = Literal["aws", "gcp", "azure"]
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):
-    """Makes an error of what points elsewhere: a metadata server does not, and a token
-    goes nowhere else.
+    """Turns a redirection into an error. A metadata server sends none, and a token must
+    go nowhere else.
     """
 
     def redirect_request(self, *_: object, **__: object) -> None:
@@ -52,7 +53,7 @@ class _NoRedirection(urllib.request.HTTPRedirectHandler):
 
 
 class _Server:
-    """The metadata server of this machine; proxies of the environment are not asked."""
+    """The metadata server of this machine, asked without the environment's proxies."""
 
     def __init__(self, address: str):
         self.address = address.rstrip("/")
@@ -62,11 +63,11 @@ class _Server:
     def ask(
         self, path: str, headers: Mapping[str, str], method: str = "GET"
     ) -> str | None:
-        """Returns the answer; None for 404, which says that there is nothing.
+        """Asks, and returns the answer; None for 404, which means that there is
+        nothing.
 
         Raises:
-          OSError: there is no answer, or another error; it is too long, or takes too
-            long.
+          OSError: no answer, or an error; the answer is too long, or takes too long.
         """
         request = urllib.request.Request(
             self.address + path, headers=dict(headers), method=method
@@ -83,8 +84,9 @@ class _Server:
             raise OSError(f"no HTTP: {error}") from error
 
     def _read(self, answer: http.client.HTTPResponse) -> bytes:
-        # that of the connection is for each part alone
-        body, until = b"", time.monotonic() + _ANSWER_S
+        body = b""
+        # the connection's timeout is for each part alone
+        until = time.monotonic() + _ANSWER_S
         while part := answer.read1(_MOST_BYTES):
             body += part
             if len(body) > _MOST_BYTES:
@@ -95,25 +97,26 @@ class _Server:
 
 
 class _Aws:
-    """EC2's spot/instance-action, which does not exist until there is a notice. With a
-    token (IMDSv2).
+    """EC2's spot/instance-action, which does not exist until there is a notice. Asked
+    with a token (IMDSv2).
     """
 
     def __init__(self, server: _Server):
-        self._server, self._token = server, ""
+        self._server = server
+        self._token = ""
 
     def notice(self) -> str | None:
         has_token = bool(self._token)
         try:
-            said = self._action()
+            answer = self._action()
         except urllib.error.HTTPError as error:
             self._token = ""
             if error.code != 401 or not has_token:
                 raise
-            said = self._action()  # the token had run out
-        if said is None:
+            answer = self._action()  # the token had expired
+        if answer is None:
             return None
-        action = untrusted.parse_json(said, dict)
+        action = untrusted.parse_json(answer, dict)
         what = untrusted.of_kind(action.get("action"), str, "action")
         return f"{what} at {action.get('time', 'an unknown time')}"
 
@@ -121,11 +124,14 @@ class _Aws:
         if not self._token:
             lasts = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
             token = self._server.ask("/latest/api/token", lasts, "PUT")
-            if token is not None and not _TOKEN.fullmatch(token := token.strip()):
-                raise OSError(f"no token: {token[:80]!r}")
-            self._token = token or ""
-        # Without one where the server has no second version.
-        proof = {"X-aws-ec2-metadata-token": self._token} if self._token else {}
+            if token is not None:
+                token = token.strip()
+                if not _TOKEN.fullmatch(token):
+                    raise OSError(f"no token: {token[:80]!r}")
+                self._token = token
+        proof = {}  # none for a server that has no IMDSv2
+        if self._token:
+            proof["X-aws-ec2-metadata-token"] = self._token
         return self._server.ask("/latest/meta-data/spot/instance-action", proof)
 
 
@@ -138,11 +144,16 @@ class _Gcp:
         self._server = server
 
     def notice(self) -> str | None:
-        flavour, place = {"Metadata-Flavor": "Google"}, "/computeMetadata/v1/instance/"
-        if (self._server.ask(f"{place}preempted", flavour) or "").strip() == "TRUE":
+        if self._ask("preempted") == "TRUE":
             return "preempted"
-        event = (self._server.ask(f"{place}maintenance-event", flavour) or "").strip()
-        return event if event.startswith("TERMINATE") else None
+        event = self._ask("maintenance-event")
+        if event.startswith("TERMINATE"):
+            return event
+        return None
+
+    def _ask(self, name: str) -> str:
+        path = f"/computeMetadata/v1/instance/{name}"
+        return (self._server.ask(path, {"Metadata-Flavor": "Google"}) or "").strip()
 
 
 class _Azure:
@@ -151,38 +162,37 @@ class _Azure:
     _ENDS = ("Preempt", "Terminate", "Reboot", "Redeploy")
 
     def __init__(self, server: _Server):
-        self._server, self._name = server, ""
+        self._server = server
+        self._name = ""
 
     def notice(self) -> str | None:
-        true = {"Metadata": "true"}
-        if not self._name:  # events are told to all machines of a set
-            text = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-            name = (self._server.ask(text, true) or "").strip()
+        if not self._name:  # events go to all machines of a set
+            name = self._ask("instance/compute/name?api-version=2021-02-01&format=text")
+            name = name.strip()
             if not _NAME.fullmatch(name):
                 raise OSError(
                     f"no name of this machine, which events are for: {name[:80]!r}"
                 )
             self._name = name.casefold()
-        said = self._server.ask(
-            "/metadata/scheduledevents?api-version=2020-07-01", true
-        )
-        events = untrusted.parse_json(said or "{}", dict).get("Events", [])
+        answer = self._ask("scheduledevents?api-version=2020-07-01")
+        events = untrusted.parse_json(answer or "{}", dict).get("Events", [])
         for event in untrusted.of_kind(events, list, "Events"):
-            if (
-                isinstance(event, dict)
-                and event.get("EventType") in self._ENDS
-                and self._is_meant(event)
-            ):
-                return (
-                    f"{event['EventType']} not before {event.get('NotBefore') or 'now'}"
-                )
+            if isinstance(event, dict) and self._is_meant(event):
+                start = event.get("NotBefore") or "now"
+                return f"{event['EventType']} not before {start}"
         return None
 
+    def _ask(self, path: str) -> str:
+        return self._server.ask(f"/metadata/{path}", {"Metadata": "true"}) or ""
+
     def _is_meant(self, event: Mapping[str, Any]) -> bool:
-        meant = event.get("Resources") or []
-        return isinstance(meant, list) and (
-            not meant or self._name in {str(x).casefold() for x in meant}
-        )
+        """Checks whether an event ends this machine."""
+        if event.get("EventType") not in self._ENDS:
+            return False
+        machines = event.get("Resources") or []
+        if not isinstance(machines, list):
+            return False
+        return not machines or self._name in {str(x).casefold() for x in machines}
 
 
 _CLOUDS: Mapping[str, Callable[[_Server], _Aws | _Gcp | _Azure]] = {
@@ -193,9 +203,7 @@ _CLOUDS: Mapping[str, Callable[[_Server], _Aws | _Gcp | _Azure]] = {
 
 
 def detect_cloud(firmware: Path = Path("/sys/class/dmi/id")) -> Cloud | None:
-    """Returns whose machine this is, as its firmware says; None: no cloud's that is
-    known here.
-    """
+    """Reads from the firmware whose machine this is; None: no known cloud's."""
 
     def read(name: str) -> str:
         try:
@@ -224,11 +232,11 @@ def heard(
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
     environ: Mapping[str, str] = os.environ,
 ) -> Iterator[None]:
-    """Listens while entered; at a notice calls `stop` once, from a thread, with what
-    was said.
+    """Listens while entered. At a notice it calls `stop` once, from a thread, with the
+    notice's text.
 
     Each process asks for its own machine. A server that does not answer is asked again,
-    and told of once; if it has answered since, again an hour later.
+    and reported once; if it has answered since, again an hour later.
     """
     chosen = config.preemption_notice
     cloud = detect_cloud() if chosen == "auto" else chosen
@@ -239,10 +247,19 @@ def heard(
     if cloud in (None, "none"):
         yield
         return
-    server, over = _Server(environ.get(ADDRESS, _USUAL)), threading.Event()
-    arguments = (_CLOUDS[cloud](server), f"{cloud} ({server.address})", stop, say, over)
+    server = _Server(environ.get(ADDRESS, _USUAL))
+    over = threading.Event()
     thread = threading.Thread(
-        target=_listen, args=arguments, name="preemption-notice", daemon=True
+        target=_listen,
+        kwargs={
+            "source": _CLOUDS[cloud](server),
+            "name": f"{cloud} ({server.address})",
+            "stop": stop,
+            "say": say,
+            "over": over,
+        },
+        name="preemption-notice",
+        daemon=True,
     )
     thread.start()
     try:
@@ -258,7 +275,7 @@ def _listen(
     say: Callable[[str], None],
     over: threading.Event,
 ) -> None:
-    tell_at = 0.0  # monotonic seconds; from then on the next fault is told of
+    tell_at = 0.0  # monotonic seconds; from then on a fault is reported
     while not over.is_set():
         try:
             # an answer may come after the run

@@ -1,8 +1,7 @@
-"""Whether devices that should hold the same values do: a checksum of each one's part,
-compared.
+"""Checks that devices which should hold the same values do, by checksums.
 
 Data parallelism keeps copies of the parameters and adds up gradients once for all of
-them. A chip that computes wrongly lets its copy drift, and nothing else would say so.
+them. A chip that computes wrongly lets its copy drift, and nothing else would show it.
 """
 
 import functools
@@ -22,7 +21,7 @@ from jaxdist.trainer.health import Diverged
 
 
 class ReplicaCheck(Callback):
-    """Compares what devices hold copies of, each `health.compare_every` steps."""
+    """Compares the copies on devices, each `health.compare_every` steps."""
 
     keys = ("health.compare_every",)
     bucket = ""  # a part of the step
@@ -65,15 +64,13 @@ class ReplicaCheck(Callback):
 
 
 class Comparison(NamedTuple):
-    """Checksums under way of what several devices hold copies of."""
+    """Checksums, under way, of arrays that several devices hold copies of."""
 
     sums: jax.Array  # uint32 [devices, arrays], whole on every process
     shardings: dict[str, NamedSharding]  # by the array's name, in order
 
     def differing(self) -> list[str]:
-        """Returns a text for each device whose copy is not that of most; waits for the
-        devices.
-        """
+        """Names each device whose copy is not that of most; waits for the devices."""
         mesh = next(iter(self.shardings.values())).mesh
         sums = np.asarray(self.sums).reshape(*mesh.devices.shape, -1)
         differing: dict[Any, list[str]] = {}
@@ -91,18 +88,20 @@ class Comparison(NamedTuple):
                 # a tie names all
                 for device in holders[(column != most[0]) | (len(most) > 1)]:
                     differing.setdefault(device, []).append(name)
-        return [
-            f"device {device.id} of process {device.process_index}: {names[0]}"
-            f"{f' and {len(names) - 1} more' if names[1:] else ''}"
-            for device, names in differing.items()
-        ]
+        texts = []
+        for device, names in differing.items():
+            text = f"device {device.id} of process {device.process_index}: {names[0]}"
+            if len(names) > 1:
+                text += f" and {len(names) - 1} more"
+            texts.append(text)
+        return texts
 
 
 def compare_replicas(state: Any) -> Comparison | None:
-    """Returns checksums of each device's part of a state; None if nothing is
+    """Computes checksums of each device's part of a state; None if nothing is
     replicated.
 
-    Every process makes the call. Does not wait for the devices.
+    Every process makes the call. It does not wait for the devices.
     """
     copied = {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
@@ -116,12 +115,10 @@ def compare_replicas(state: Any) -> Comparison | None:
 
 
 def _free_axes(sharding: NamedSharding) -> list[int]:
-    """Returns the mesh dims along which devices hold the same."""
-    used = {
-        axis
-        for entry in sharding.spec
-        for axis in (entry if isinstance(entry, tuple) else (entry,))
-    }
+    """Lists the dims of the mesh along which devices hold the same values."""
+    used: set[Any] = set()
+    for entry in sharding.spec:
+        used |= set(entry) if isinstance(entry, tuple) else {entry}
     sizes = sharding.mesh.shape
     return [d for d, axis in enumerate(sizes) if axis not in used and sizes[axis] > 1]
 

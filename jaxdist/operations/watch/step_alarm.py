@@ -1,26 +1,27 @@
-"""When steps have become slow, and why."""
+"""Finds when steps have become slow, and why."""
 
 import contextlib
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import jax
 
 from jaxdist.distributed import coordination
 from jaxdist.trainer.callbacks import Callback, Run, StepView
 
-_WINDOW, _EVERY = 16, 4  # steps whose median is the pace; steps between two looks at it
-_LOOKS, _LEARNT = 64, 4  # looks at paces that tell what is usual; how many are enough
-_SLOW, _USUAL = 1.5, 1.25  # times the usual pace: an event from here on, and its end
-_LONG_S = 0.5  # that a window must have lasted: shorter pauses are the machine's own
-# steps that other processes have to say what they see, where nothing explains a
-# slowdown
+_WINDOW = 16  # steps whose median is the pace
+_EVERY = 4  # steps between two looks at the pace
+_LOOKS = 64  # at paces, whose median is the usual one
+_LEARNT = 4  # looks before a pace is usual
+_SLOW = 1.5  # times the usual pace: an event
+_USUAL = 1.25  # times the usual pace: the end of a slowdown
+_LONG_S = 0.5  # the least length of a window: shorter pauses are the machine's
+# steps in which other processes report, if nothing explains a slowdown
 _ANSWER = 8
-# steps that what they have said holds: the one that is slow sees it first, by its
-# queues
+# steps for which a report holds: the slow process sees the slowdown first, by its queues
 _RECENT = 48
 _KEPT = 512  # slow steps after which their pace is the usual one
 
@@ -53,14 +54,14 @@ class Parts:
 
 
 class StepAlarm:
-    """Learns how long a step takes; a lasting slowdown is an event `slow_steps` that
+    """Learns how long a step takes. A lasting slowdown makes an event `slow_steps` that
     names its cause.
 
-    The pace is a median of 16 steps, so one slow step is none. Steps are timed twice,
-    where they are started and where they are recorded, and the slower pace counts:
-    after a pause of the loop some are started at once, before one some are recorded at
-    once. With several processes each says what it sees; the first blames the one whose
-    own work grew most, or, where no process's did, devices.
+    The pace is a median of 16 steps, so one slow step makes no event. Steps are timed
+    twice, as they are started and as they are recorded, and the slower pace counts:
+    after a pause of the loop several start at once, before one several are recorded at
+    once. Each process reports what it sees. The first blames the process whose own work
+    grew most, or the devices if no process's did.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class StepAlarm:
         event: takes an event's name, step and fields.
         note: takes a line for people.
         """
-        self._event, self._note, self._clock = event, note, clock
+        self._event = event
+        self._note = note
+        self._clock = clock
         self._board = coordination.Board("slow steps")
         self._looks: deque[Parts] = deque(maxlen=_LOOKS)  # of paces that were usual
         self._slow_since: int | None = None
@@ -83,22 +86,23 @@ class StepAlarm:
         self.begin()
 
     def begin(self) -> None:
-        """Says that the loop begins, or begins anew: what is usual stays."""
-        self._started, self._recorded = _Laps(), _Laps()
+        """Begins the loop, or begins it anew; the usual pace stays."""
+        self._started = _Laps()
+        self._recorded = _Laps()
         self._waits: deque[tuple[float, float]] = deque(maxlen=_WINDOW + 1)
 
     def skip(self, seconds: float) -> None:
-        """Leaves out a pause that has just ended."""
+        """Excludes a pause that has just ended."""
         for laps in (self._started, self._recorded):
             if laps.last is not None:
                 laps.last += seconds
 
     def record(self) -> None:
-        """Says that a step was seen to be done."""
+        """Times a step that was seen to be done."""
         self._recorded.lap(self._clock())
 
     def start(self, step: int, *, data_s: float, devices_s: float) -> None:
-        """Says that a step has just been started. All processes make the same calls.
+        """Times a step that has just been started. All processes make the same calls.
 
         Args:
           data_s, devices_s: that this process has waited for batches and for devices,
@@ -111,7 +115,8 @@ class StepAlarm:
             self._look(step)
 
     def _look(self, step: int) -> None:
-        now, usual = self._parts(), self._usual()
+        now = self._parts()
+        usual = self._usual()
         if self._slow_since is None:
             lasted = sum(self._started.recent) >= _LONG_S
             if usual and lasted and now.step > _SLOW * usual.step:
@@ -131,32 +136,30 @@ class StepAlarm:
             self._name_cause(step, now, usual)
 
     def _parts(self) -> Parts:
-        (data, devices), (data_then, devices_then) = self._waits[-1], self._waits[0]
         paces = [
             statistics.median(laps.recent)
             for laps in (self._started, self._recorded)
             if laps.recent
         ]
-        waited = (data - data_then) / _WINDOW, (devices - devices_then) / _WINDOW
-        host = max(0.0, statistics.fmean(self._started.recent) - sum(waited))
-        return Parts(max(paces), waited[0], host, waited[1])
+        data_then, devices_then = self._waits[0]
+        data_now, devices_now = self._waits[-1]
+        data = (data_now - data_then) / _WINDOW
+        devices = (devices_now - devices_then) / _WINDOW
+        host = statistics.fmean(self._started.recent) - (data + devices)
+        return Parts(step=max(paces), data=data, host=max(0.0, host), devices=devices)
 
     def _usual(self) -> Parts | None:
         if len(self._looks) < _LEARNT:
             return None
-        names = ("step", *_PARTS)
-        return Parts(
-            *(
-                statistics.median(getattr(look, name) for look in self._looks)
-                for name in names
-            )
-        )
+        columns = zip(*map(astuple, self._looks), strict=True)
+        return Parts(*map(statistics.median, columns))
 
     def _share(self, step: int, now: Parts, usual: Parts) -> None:
-        """Tells the first process what has grown in this one, and again while it lasts.
+        """Tells the first process which parts have grown in this one, and again while
+        the slowdown lasts.
 
-        The first steps that are slow are few of a window: what came before them may
-        have grown as much.
+        The first slow steps are few of a window. The steps before them may have grown
+        as much.
         """
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if not self._is_alone():
@@ -167,37 +170,35 @@ class StepAlarm:
 
     def _name_cause(self, step: int, now: Parts, usual: Parts) -> None:
         """Writes the event once a process's own work explains the slowdown, or all had
-        time to tell of it.
+        time to report.
         """
         assert self._report_by is not None
         grown: dict[int, Mapping[str, float]] = {0: _grown(now, usual)}
         if not self._is_alone():
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                told = self._board.values()
-                grown |= {
-                    n: said
-                    for n, said in told.items()
-                    if n and said["step"] >= step - _RECENT
-                }
+                for number, report in self._board.values().items():
+                    if number and report["step"] >= step - _RECENT:
+                        grown[number] = report
         process, phase = blamed(grown, alone=self._is_alone())
         if phase == "devices" and step < self._report_by:
             return
         self._report_by = None
-        times = {"step_s": now.step, "usual_step_s": usual.step}
-        self._event("slow_steps", step, process=process, phase=phase, **times)
-        who = (
-            ""
-            if process is None
-            else "its "
-            if self._is_alone()
-            else f"process {process}'s "
+        self._event(
+            "slow_steps",
+            step,
+            process=process,
+            phase=phase,
+            step_s=now.step,
+            usual_step_s=usual.step,
         )
-        what = {"data": "data", "host": "own work, beside data and devices"}.get(
-            phase, "devices"
-        )
+        cause = "own work, beside data and devices" if phase == "host" else phase
+        if self._is_alone():
+            cause = f"its {cause}"
+        elif process is not None:
+            cause = f"process {process}'s {cause}"
         self._note(
             f"step {step}: steps take {1e3 * now.step:.0f} ms, usual are {1e3 * usual.step:.0f} ms; "
-            f"what takes longer: {who}{what}"
+            f"what takes longer: {cause}"
         )
 
 
@@ -208,21 +209,23 @@ def _grown(now: Parts, usual: Parts) -> dict[str, float]:
 def blamed(
     grown: Mapping[int, Mapping[str, float]], *, alone: bool
 ) -> tuple[int | None, str]:
-    """Returns which process holds up a step, and what it does: "data", "host" or
+    """Finds the process that holds up a step, and its slow part: "data", "host" or
     "devices".
 
+    If no process's own work is most of the slowdown, devices are slow. Of several
+    processes nobody knows whose; the process is then None.
+
     Args:
-      grown: by process, by how many seconds a step each of `_PARTS` takes longer than
-        usual. Where no process's own work is the most of it, devices are slow: of
-        several processes nobody knows whose.
+      grown: by process, the seconds of a step that each of `_PARTS` takes longer than
+        usual.
       alone: whether there is one process only.
     """
 
-    def own(process: int) -> float:
+    def own_work(process: int) -> float:
         return grown[process]["data"] + grown[process]["host"]
 
-    process = max(grown, key=own)
-    if own(process) <= max(0.0, grown[process]["devices"]):
+    process = max(grown, key=own_work)
+    if own_work(process) <= max(0.0, grown[process]["devices"]):
         return (process if alone else None), "devices"
     return process, max(("data", "host"), key=lambda name: grown[process][name])
 

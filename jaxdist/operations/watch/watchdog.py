@@ -1,9 +1,9 @@
 """Ends a process that hangs, with exit code 76, so that the run can restart.
 
-The process beats: it says what it begins, and each phase has its limit. A process
-beside it (`watchdog_process`) reads the beats, so that an interpreter lock that is
-never released, a stopped process and a loop in C are detected, too. A process that
-holds the lock for ever can set no exit code: a signal kills it (`HANG_SIGNAL`), which
+The process beats: it writes which phase it begins, and each phase has a limit. A
+process beside it (`watchdog_process`) reads the beats. So an interpreter lock that is
+never released, a stopped process and a loop in C are detected too. A process that holds
+the lock for ever can set no exit code: a signal kills it (`HANG_SIGNAL`), which
 `launch` reports as 76. Only a process of ours (a command) is watched, never a notebook.
 """
 
@@ -60,9 +60,10 @@ class Watchdog(Callback):
         """
         self._config = config
         self._folder = folder
-        wanted = preemption.PROCESS.is_ours if enabled is None else enabled
-        # they are reported with those of the whole run
-        self._enabled = wanted and not faults(config)
+        if enabled is None:
+            enabled = preemption.PROCESS.is_ours
+        # a config's faults are reported with those of the whole run
+        self._enabled = enabled and not faults(config)
         self._run: Run | None = None
         self._place = ("start", -1)  # phase and step of the last beat
         self._times: deque[float] = deque(maxlen=31)  # seconds between the last steps
@@ -80,7 +81,8 @@ class Watchdog(Callback):
                 "start it by `jaxdist launch`, or with an init process (docker run --init)",
                 file=sys.stderr,
             )
-        memory, dump = _memory_file(), _memory_file()
+        memory = _memory_file()
+        dump = _memory_file()
         memory.truncate(mmap.PAGESIZE)
         self._memory = mmap.mmap(memory.fileno(), mmap.PAGESIZE)
         self.at("start", -1)
@@ -93,10 +95,15 @@ class Watchdog(Callback):
             "dump": dump.fileno(),
             "leave": _exit_pipe(),
         }
-        arguments = {"pid": os.getpid(), "folder": str(self._folder.absolute())} | files
+        arguments = {
+            "pid": os.getpid(),
+            "folder": str(self._folder.absolute()),
+            **files,
+            **_membership(os.environ),
+        }
         command = [sys.executable, "-S", "-s", watchdog_process.__file__]
         self._watcher = subprocess.Popen(
-            [*command, json.dumps(arguments | _membership(os.environ))],
+            [*command, json.dumps(arguments)],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": str(Path(jaxdist.__file__).parent.parent)},
             pass_fds=list(files.values()),
@@ -125,8 +132,9 @@ class Watchdog(Callback):
         if phase == "evaluate" and self._place == (phase, step):
             # the first batch may compile, each other one is data and a step
             config = self._config
-            both = config.data_s > 0 and config.step_s > 0
-            limit_s = config.data_s + config.step_s if both else 0.0
+            limit_s = 0.0
+            if config.data_s > 0 and config.step_s > 0:
+                limit_s = config.data_s + config.step_s
         self._beat(phase, step, limit_s)
 
     def on_progress(self, text: str) -> None:
@@ -151,14 +159,14 @@ class Watchdog(Callback):
         sample: int = 0,
         limit_s: float | None = None,
     ) -> None:
-        """Says what begins now; `PHASES` has the names.
+        """Beats: a phase begins; `PHASES` has the names.
 
         Args:
-          step: the one that it is for; below 0: before this process has all that it
+          step: that the phase is for; below 0: before this process has all that it
             needs to begin.
           done: updates known to be finished.
           sample: first global sample index of the step's batch.
-          limit_s: instead of the phase's; 0: none.
+          limit_s: seconds that the phase may take, instead of its own limit; 0: none.
         """
         if self._memory is None:
             return
@@ -168,8 +176,10 @@ class Watchdog(Callback):
             if self._last_step:
                 self._times.append(now - self._last_step)
             self._last_step = now
-        limit = (self._limit_s(phase) if limit_s is None else limit_s) or math.inf
-        beat = BEAT.pack(PHASES.index(phase), step, done, sample, now, now + limit)
+        if limit_s is None:
+            limit_s = self._limit_s(phase)
+        deadline = now + (limit_s or math.inf)
+        beat = BEAT.pack(PHASES.index(phase), step, done, sample, now, deadline)
         self._memory[BEAT_AT : BEAT_AT + BEAT.size] = beat
         if self._memory[ENDING_AT]:
             # the watchdog is about to end this process, once it has reported why
@@ -180,6 +190,8 @@ class Watchdog(Callback):
         config = self._config
         if phase in ("evaluate", "end"):
             return config.compile_s
+        if phase == "vote":  # as if the others were waited for in the next step
+            phase = "step"
         limit = getattr(config, f"{phase}_s")
         if limit and phase in ("data", "step"):
             if not self._times:  # the first step may compile
@@ -190,17 +202,17 @@ class Watchdog(Callback):
 
 
 def _membership(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Returns this process's number, how many there are, and a name of their start,
-    before jax is asked.
+    """Reads this process's number, how many there are, and a name of their start, from
+    the environment.
     """
-    if group := environ.get("JAXDIST_COORDINATOR"):
-        number, processes = (
-            int(environ["JAXDIST_PROCESS_ID"]),
-            int(environ["JAXDIST_NUM_PROCESSES"]),
-        )
-        return {"process": number, "processes": processes, "group": group}
-    agents = ClusterInfo()
-    # it is not known: each process has only its own limits
+    group = environ.get("JAXDIST_COORDINATOR")
+    if group:
+        return {
+            "process": int(environ["JAXDIST_PROCESS_ID"]),
+            "processes": int(environ["JAXDIST_NUM_PROCESSES"]),
+            "group": group,
+        }
+    agents = ClusterInfo()  # if unknown: each process has only its own limits
     with contextlib.suppress(ConfigError):
         agents = find_cluster(environ)
     return {
@@ -211,8 +223,8 @@ def _membership(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _memory_file() -> IO[bytes]:
-    """Returns a file that another process can share; in memory, so that no full disk
-    stands in the way.
+    """Opens a file that another process can share. It is in memory, so that a full disk
+    does not matter.
     """
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("jaxdist-watchdog"), "r+b")
@@ -220,8 +232,8 @@ def _memory_file() -> IO[bytes]:
 
 
 def _exit_pipe() -> int:
-    """Returns a pipe; a byte in it ends this process with 76, while its interpreter
-    lock is free.
+    """Opens a pipe; a byte in it ends this process with 76, while its interpreter lock
+    is free.
     """
     # both stay open: its end of file would be read as a byte
     reader, writer = os.pipe()

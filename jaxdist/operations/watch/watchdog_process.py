@@ -1,10 +1,10 @@
-"""The process beside each process of a run: sees when it hangs, says where, and ends
-it.
+"""The process beside each process of a run. It sees when the process hangs, reports
+where, and ends it.
 
 It shares no interpreter lock with the process it watches, and needs neither jax nor
-site-packages. Among several, only one that is behind the others can hang: those ahead
-wait for it in a collective, and its own limit counts. They know of each other through
-small files, `WORKDIR/.beats/PROCESS`.
+site-packages. Among several processes, only one that is behind the others can hang:
+those ahead wait for it in a collective, and its own limit counts. The watchers know of
+each other through small files, `WORKDIR/.beats/PROCESS`.
 """
 
 import contextlib
@@ -28,8 +28,19 @@ DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 1) - 1  # no library 
 # kills a process that can no longer set its exit code; launch reports 76
 HANG_SIGNAL = DUMP_SIGNAL - 1
 # as they come in a step
-PHASES = ("start", "restore", "compile", "data", "step", "evaluate", "save", "end")
-ENDING_AT, BEAT_AT = 0, 8  # offsets in the memory shared with the process
+PHASES = (
+    "start",
+    "restore",
+    "compile",
+    "data",
+    "step",
+    "evaluate",
+    "vote",
+    "save",
+    "end",
+)
+ENDING_AT = 0  # offsets in the memory shared with the process
+BEAT_AT = 8
 BEAT = struct.Struct("=qqqqdd")  # a Beat
 
 _POLL_S = 0.25
@@ -48,7 +59,9 @@ _WAITS = (
 _RESULT = "jax/_src/array.py"
 # for those that are level to speak, before the end of this one ends them
 _LEVEL_S = 1.0
-_DUMP_S, _PART_S, _LEAVE_S = 1.5, 1.0, 1.0  # at most, for each part of an end
+_DUMP_S = 1.5  # at most, for the stacks
+_PART_S = 1.0  # at most, for work on the disk or a terminal
+_LEAVE_S = 1.0  # at most, for the process to leave by itself
 _ASLEEP_S = 2.0  # a look so late says that this watcher, or the machine, was suspended
 
 
@@ -108,19 +121,22 @@ class WatchdogProcess:
         return set(range(self.processes)) - {self.process}
 
     def run(self) -> None:
-        """Returns when the process has ended."""
-        looked, guilty = time.monotonic(), dict[int, Beat]()
+        """Watches until the process has ended."""
+        looked = time.monotonic()
+        guilty: dict[int, Beat] = {}
         while not self._ended(_POLL_S):
             now = time.monotonic()
             if now - looked > _ASLEEP_S:
                 self._allowance_s += now - looked
-            looked, beat = now, _read(self.memory)
+            looked = now
+            beat = _read(self.memory)
             if beat.since > now - _POLL_S:
                 self._allowance_s = 0.0
             self._publish(beat, now)
             if now < beat.deadline + self._allowance_s:
                 continue
-            before, guilty = guilty, self._guilty(beat, now)
+            before = guilty
+            guilty = self._guilty(beat, now)
             # Seen twice, as what is read of others while they write it may be nothing.
             if guilty and guilty.keys() == before.keys() and _read(self.memory) == beat:
                 self._end(beat, now, guilty)
@@ -142,17 +158,17 @@ class WatchdogProcess:
     # --- the others -------------------------------------------------------------------
 
     def _publish(self, beat: Beat, now: float) -> None:
-        """Tells the other watchers where this process is; once a second, and if it has
+        """Writes where this process is for the other watchers, once a second if it has
         moved.
         """
-        if (
-            self.processes == 1
-            or now - self._published_s < _PUBLISH_S + self.processes / 64
-        ):
+        if self.processes == 1:
             return
-        deadline = round(time.time() + beat.deadline + self._allowance_s - now, 1)
-        row = beat._asdict() | {
-            "deadline": deadline,
+        if now - self._published_s < _PUBLISH_S + self.processes / 64:
+            return
+        deadline = time.time() + beat.deadline + self._allowance_s - now
+        row = {
+            **beat._asdict(),
+            "deadline": round(deadline, 1),
             "group": self.group,
             "process": self.process,
         }
@@ -176,13 +192,15 @@ class WatchdogProcess:
         self._published_row = data
 
     def _others(self) -> dict[int, Beat]:
-        """Returns the other processes' beats; a deadline is in seconds since 1970.
+        """Reads the other processes' beats; a deadline is in seconds since 1970.
 
-        None are known while the workdir's file system does not answer: each has its own
-        limits then.
+        None are known while the workdir's file system does not answer. Each process
+        then has only its own limits.
         """
         beats: dict[int, Beat] = {}
-        return dict(beats) if self._ask_disk(lambda: self._read_others(beats)) else {}
+        if not self._ask_disk(lambda: self._read_others(beats)):
+            return {}
+        return dict(beats)
 
     def _read_others(self, beats: dict[int, Beat]) -> None:
         for number in self._peers:
@@ -192,62 +210,65 @@ class WatchdogProcess:
                     beats[number] = Beat(*(row[field] for field in Beat._fields))
 
     def _guilty(self, beat: Beat, now: float) -> dict[int, Beat]:
-        """Returns who hangs, this process or those that it waits for; {} while there is
+        """Finds who hangs, this process or those that it waits for; {} while there is
         still hope.
         """
-        others, wall = self._others(), time.time()
+        if self._is_stopped():
+            # Others may be behind for its sake: the first process serves their votes.
+            return {self.process: beat}
+        others = self._others()
+        wall = time.time()
         if any(o.place <= beat.place and wall < o.deadline for o in others.values()):
             return {}
         behind = {n: o for n, o in others.items() if o.place < beat.place}
-        # none goes on before all have begun; who is gone later has ended
+        # none advances before all have begun; who is gone later has ended
         if PHASES[beat.phase] == "start":
             behind |= dict.fromkeys(self._peers - others.keys(), _ABSENT)
         if not behind:
             return {self.process: beat}
         late = max(o.deadline for o in behind.values()) + _GRACE_S
-        return behind if wall > late and now > beat.deadline + _GRACE_S else {}
+        if wall > late and now > beat.deadline + _GRACE_S:
+            return behind
+        return {}
 
     # --- the end ----------------------------------------------------------------------
 
     def _end(self, beat: Beat, now: float, guilty: dict[int, Beat]) -> None:
         os.pwrite(self.memory, b"\1", ENDING_AT)  # should it wake up: it is too late
         stopped = self._is_stopped()
+        if stopped:
+            os.kill(self.pid, signal.SIGCONT)  # so that it writes its stacks
         stacks = self._stacks()
         main = stacks.rpartition("\n\n")[2]  # thread: written last
         waits = self.processes > 1 and any(name in main for name in _WAITS)
         level = any(other.place == beat.place for other in self._others().values())
-        patient = level and not stopped and (waits or _RESULT in main)
-        # The guilty one speaks, and ends, first: if it holds the interpreter lock,
-        # _LEAVE_S later.
-        time.sleep((3 * _LEVEL_S + _LEAVE_S) * patient)
-        told: list[tuple[int, dict[str, Any]]] = []
+        patient = not stopped and (waits or (level and _RESULT in main))
+        if patient:
+            # The guilty process reports, and ends, first; _LEAVE_S later if it holds
+            # the interpreter lock.
+            time.sleep(3 * _LEVEL_S + _LEAVE_S)
+        reports: list[tuple[int, dict[str, Any]]] = []
         for number, where in sorted(guilty.items()):
             fields: dict[str, Any] = {
                 "phase": PHASES[where.phase],
                 "at_step": max(where.at_step, 0),
-            }
-            fields |= {
                 "sample": where.sample,
                 "process": number,
                 "reported_by": self.process,
             }
             if number == self.process:
                 fields["waited_s"] = round(now - beat.since, 1)
-                fields |= {
-                    "stopped_by_signal": stopped,
-                    "waits_for_others": waits,
-                    "stacks": stacks,
-                }
-            told.append((where.done, fields))
-        self._ask_disk(lambda: self._write_events(told))
-        for done, fields in told:
-            text = (
-                _text(fields["process"], self.processes, fields, done).rstrip() + "\n"
-            )
-            _started(
-                functools.partial(os.write, 2, text.encode(errors="backslashreplace"))
-            ).join(_PART_S)
-        time.sleep(_LEVEL_S * level)
+                fields["stopped_by_signal"] = stopped
+                fields["waits_for_others"] = waits
+                fields["stacks"] = stacks
+            reports.append((where.done, fields))
+        self._ask_disk(lambda: self._write_events(reports))
+        for done, fields in reports:
+            text = _text(fields["process"], self.processes, fields, done)
+            line = f"{text.rstrip()}\n".encode(errors="backslashreplace")
+            _started(functools.partial(os.write, 2, line)).join(_PART_S)
+        if level:
+            time.sleep(_LEVEL_S)
         with contextlib.suppress(BrokenPipeError):  # it has ended since
             os.write(self.leave, b"\1")
         # the interpreter lock is held, or it leaves in vain
@@ -257,62 +278,61 @@ class WatchdogProcess:
             os.kill(self.pid, number)
 
     def _ask_disk(self, work: Callable[[], object]) -> bool:
-        """Does work on the workdir, unless its file system is stuck; returns whether it
-        has ended.
+        """Does work on the workdir, unless its file system is stuck; returns True if
+        the work has ended.
         """
-        if self._disk is None or not self._disk.is_alive():
-            self._disk = _started(work)
-            self._disk.join(_PART_S)
-            return not self._disk.is_alive()
-        return False
+        if self._disk is not None and self._disk.is_alive():
+            return False
+        self._disk = _started(work)
+        self._disk.join(_PART_S)
+        return not self._disk.is_alive()
 
-    def _write_events(self, told: list[tuple[int, dict[str, Any]]]) -> None:
+    def _write_events(self, reports: list[tuple[int, dict[str, Any]]]) -> None:
         with contextlib.closing(MetricsWriter(Path(self.folder))) as events:
-            for done, fields in told:
+            for done, fields in reports:
                 events.event("hang", done, **fields)
 
     def _is_stopped(self) -> bool:
-        """Returns whether a signal has stopped the process; it runs again, to write its
-        stacks.
-        """
-        with contextlib.suppress(OSError):
-            if (
-                Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-                == "T"
-            ):
-                os.kill(self.pid, signal.SIGCONT)
-                return True
-        return False
+        """Checks whether a signal has stopped the process."""
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        state, *_ = status.rpartition(")")[2].split()
+        return state == "T"
 
     def _stacks(self) -> str:
-        """Returns what all threads of the process do."""
+        """Dumps the stacks of all threads of the process."""
         os.kill(self.pid, DUMP_SIGNAL)
-        size, until = 0, time.monotonic() + _DUMP_S
+        size = 0
+        until = time.monotonic() + _DUMP_S
         while time.monotonic() < until:
             time.sleep(0.1)
-            before, size = size, os.fstat(self.dump).st_size
+            before = size
+            size = os.fstat(self.dump).st_size
             if size and size == before:
                 break
         return os.pread(self.dump, size, 0).decode(errors="replace")
 
 
 def _text(process: int, processes: int, fields: dict[str, Any], done: int) -> str:
-    waited = (
-        f"no progress for {fields['waited_s']:g} s"
-        if "waited_s" in fields
-        else "not heard of any more"
-    )
-    stopped = "; a signal had stopped it" if fields.get("stopped_by_signal") else ""
-    stopped += "; it waits for the others" if fields.get("waits_for_others") else ""
+    waited = "not heard of any more"
+    if "waited_s" in fields:
+        waited = f"no progress for {fields['waited_s']:g} s"
+    cause = ""
+    if fields.get("stopped_by_signal"):
+        cause += "; a signal had stopped it"
+    if fields.get("waits_for_others"):
+        cause += "; it waits for the others"
     return (
         f"hang: process {process} of {processes}, {waited} in phase {fields['phase']} of step "
-        f"{fields['at_step']} (last finished step {done}, data from sample {fields['sample']}){stopped}\n"
+        f"{fields['at_step']} (last finished step {done}, data from sample {fields['sample']}){cause}\n"
         f"{fields.get('stacks', '')}"
     )
 
 
 def _started(work: Callable[[], object]) -> threading.Thread:
-    """Starts what a terminal or a file system may keep waiting."""
+    """Starts work that a terminal or a file system may keep waiting."""
 
     def try_it() -> None:
         with contextlib.suppress(Exception):  # none ends this process

@@ -2,7 +2,17 @@
 mesh.
 """
 
+from jaxdist.ops.experts.costs import ExpertsCost, experts_cost
 from jaxdist.ops.experts.mixture import Output, Stats, experts, explain
 from jaxdist.ops.experts.routing import Routing, route
 
-__all__ = ["Output", "Routing", "Stats", "experts", "explain", "route"]
+__all__ = [
+    "ExpertsCost",
+    "Output",
+    "Routing",
+    "Stats",
+    "experts",
+    "experts_cost",
+    "explain",
+    "route",
+]

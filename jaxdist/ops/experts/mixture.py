@@ -30,7 +30,6 @@ from jaxdist.parallel import execution
 from jaxdist.parallel.remat import EXPERT_ORDER, EXPERT_PRODUCTS
 from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.protocols.param_names import Names
-from jaxdist.telemetry import flops
 
 INPUT_NAMES, DOWN_NAMES = ("experts", "d_model", "d_ff"), ("experts", "d_ff", "d_model")
 Kind = Literal["auto", "rounds", "gather"]
@@ -456,19 +455,6 @@ def _backward(options: _Options, residuals, cotangents):
 
 
 jaxdist_experts.defvjp(_forward, _backward)
-
-
-def _flops(arguments: Sequence[Any]) -> float:
-    """Returns the forward FLOPs of the chosen experts: no program says how long its
-    loops are.
-    """
-    # masks have two dims
-    ids, kernels = arguments[1], [a for a in arguments[3:] if a.ndim == 3]
-    return 2.0 * ids.size * sum(math.prod(kernel.shape[1:]) for kernel in kernels)
-
-
-CALL = "jaxdist_experts"  # its name in a jaxpr
-flops.COSTS[CALL] = _flops
 
 
 def _local_backward(

@@ -10,13 +10,13 @@ order, so a view is a reshape.
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxdist.config import ConfigError
-from jaxdist.config.annotations import NonNegativeInt, PositiveInt
+from jaxdist.config.annotations import NonNegativeInt, PositiveInt, Searched
 from jaxdist.parallel import remat
 from jaxdist.parallel.pipeline.schedules.program import Program, compile_schedule
 from jaxdist.parallel.pipeline.schedules.table import build_schedule
@@ -30,17 +30,23 @@ class PipelineConfig:
     """How microbatches flow through the stages of mesh.pipeline."""
 
     # gpipe, 1f1b, interleaved (with chunks), or the path of a .json table
-    schedule: str = "1f1b"
+    schedule: Annotated[str, Searched()] = "1f1b"
     # parts of each accumulation step; 0 = 4 x mesh.pipeline
-    microbatches: NonNegativeInt = 0
+    microbatches: Annotated[NonNegativeInt, Searched()] = 0
     # groups of layers on a stage (virtual stages); > 1 with interleaved only
-    chunks: PositiveInt = 1
+    chunks: Annotated[PositiveInt, Searched()] = 1
     # split over stages; last: whole on each (was: replicated)
     edges: Literal["sharded", "last"] = "sharded"
     # gather a stage's fsdp shards once a step, not in each tick (memory!)
     gather_once: bool = False
     # F keeps layer inputs; else that of the stage, and B's remat.policy
     remat: str = "layers"
+
+    def microbatches_for(self, stages: int) -> int:
+        """Returns the microbatches of an accumulation step; 1 without a pipeline."""
+        if stages == 1:
+            return 1
+        return self.microbatches or 4 * stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Staging:
 
     @property
     def microbatches(self) -> int:
-        return self.config.microbatches or 4 * self.stages
+        return self.config.microbatches_for(self.stages)
 
     @property
     def dims(self) -> tuple[int, int, int]:
@@ -162,12 +168,36 @@ class Staging:
         return _map_blocks(join, tree, lambda dims: dims[:3] == self.dims)
 
     def staged_spec(self, spec: ModelSpec) -> ModelSpec:
-        """Returns the spec of the model with its blocks by stage."""
+        """Returns the spec of the model, and of frozen modules, with blocks by
+        stage.
+        """
         trees = ("trainable", "frozen", "model_state")
         cut = {tree: jax.eval_shape(self.staged, getattr(spec, tree)) for tree in trees}
         names, frozen_names = map(_with_stack, (spec.names, spec.frozen_names))
+        modules = {
+            name: self.for_model(module).staged_spec(module)
+            for name, module in spec.modules.items()
+        }
         return dataclasses.replace(
-            spec, **cut, names=names, frozen_names=frozen_names, stack=NAMES
+            spec,
+            **cut,
+            names=names,
+            frozen_names=frozen_names,
+            stack=NAMES,
+            modules=modules,
+        )
+
+    def for_model(self, spec: ModelSpec) -> "Staging":
+        """Returns how the same pipeline cuts up another model.
+
+        Args:
+          spec: of the other model, with flat blocks.
+        """
+        return dataclasses.replace(
+            self,
+            num_layers=spec.depth,
+            period=spec.period,
+            block_layers=spec.block_layers,
         )
 
 

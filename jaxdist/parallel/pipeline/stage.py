@@ -23,7 +23,6 @@ from jaxdist.protocols.model import (
     BlockInfo,
     BlockOutput,
     Loss,
-    as_loss,
     embedded,
     layers_before,
     layers_of,
@@ -36,13 +35,15 @@ AXIS = "pipeline"
 
 
 class Pipeline(NamedTuple):
-    """How layers lie on stages, the compiled schedule, and what makes a stage's
-    parameters a model.
+    """How layers lie on stages, the compiled schedule, what makes a stage's parameters
+    a model, and what scores the last stage's output.
     """
 
     cut: Staging
     program: Program
     assemble: Callable[[StageParams], Any]  # blocks are those of one chunk
+    # (model, x, microbatch, its number) -> sums
+    score: Callable[[Any, jax.Array, Batch, jax.Array], Loss]
 
 
 class Stage:
@@ -58,7 +59,7 @@ class Stage:
         backward,
         scale=None,
     ):
-        self.cut, self.program, self.assemble = pipeline
+        self.cut, self.program, self.assemble, self.score = pipeline
         self.names, self.batch, self.key, self.backward, self.scale = (
             names,
             batch,
@@ -111,8 +112,7 @@ class Stage:
         return embedded(self.model(rest), self.microbatch(number), self.key, transform)
 
     def head(self, rest: StageParams, y: jax.Array, number) -> Loss:
-        batch = self.microbatch(number)
-        return as_loss(self.model(rest).head(y, batch), batch)
+        return self.score(self.model(rest), y, self.microbatch(number), number)
 
     def forward(self, blocks: StageParams, x: jax.Array, number, chunk) -> BlockOutput:
         """Returns the stage's chunk applied to x; layers of padding pass it on."""

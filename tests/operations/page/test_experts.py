@@ -91,8 +91,8 @@ def test_curves_are_bands_over_the_layers(tmp_path):
     assert report.main([str(make_run(tmp_path))]) == 0
     page = (tmp_path / "report.html").read_text()
     titles = re.findall(r"<h3>(.*?)</h3>", page)
-    assert [row[1] for row in experts.FIELDS] == [
-        t for t in titles if t in {f[1] for f in experts.FIELDS}
+    assert [field.title for field in experts.FIELDS] == [
+        t for t in titles if t in {field.title for field in experts.FIELDS}
     ]
     assert page.count('class="band run-0"') == len(experts.FIELDS)
     assert not [title for title in titles if title.startswith("stats/")]

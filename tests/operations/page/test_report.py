@@ -376,10 +376,22 @@ def test_a_report_leaves_out_what_has_another_shape_and_says_so(tmp_path):
         "profile/top_ops.json: 2 of 3 rows could not be read",
         "plan.txt: no regular file",
     ]
-    assert len(run.rows.train) == 61 and len(run.events) == 3 and len(run.ops) == 1
+    assert len(run.rows.train) == 61 and len(run.events) == 3
+    assert len(run.operations) == 1
     page = html.render([run])
     assert page.encode() and all(fault in page for fault in run.unreadable)
     assert Page(page).count("h1") == 1
+
+
+def test_a_profile_of_another_version_is_named_and_skipped(tmp_path):
+    workdir = make_run(tmp_path / "run")
+    (workdir / "profile").mkdir()
+    row = {"op": "dot", "share": 0.5, "seconds": 1, "count": 2}
+    (workdir / "profile" / "top_ops.json").write_text(json.dumps({"ops": [row]}))
+    run = summary.read_run(workdir)
+    assert not run.operations
+    (fault,) = run.unreadable
+    assert fault.startswith("profile/top_ops.json was written by another version")
 
 
 @pytest.mark.parametrize("value", [-5.0, 0.0, 1e308, -1e308, 10**39, math.nan])

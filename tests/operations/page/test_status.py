@@ -18,6 +18,7 @@ from jaxdist.operations.ledger.ledger import Ledger
 from jaxdist.operations.page.status import read_status
 from jaxdist.storage import lock, run_format
 from jaxdist.telemetry import metrics
+from support.ledgers import published
 from support.paths import ROOT
 
 START = 1_790_000_000.0
@@ -92,7 +93,7 @@ def test_buckets_are_the_wall_time_through_kills_restarts_and_rollbacks(tmp_path
 
     def live(phases, *, ends=True):
         book = Ledger(clock=clock, wall_clock=clock)
-        with book.published(tmp_path):
+        with published(book, tmp_path):
             for phase, done, seconds in phases:
                 book.enter(phase, done)
                 clock.now += seconds
@@ -141,11 +142,11 @@ def test_buckets_are_the_wall_time_through_kills_restarts_and_rollbacks(tmp_path
 
 def test_a_life_that_did_nothing_is_withdrawn(tmp_path):
     for lives in (0, 1):
-        with (book := Ledger()).published(tmp_path):
+        with published(book := Ledger(), tmp_path):
             book.enter("compile")
             book.withdraw()
         assert len(run_lives.read_lives(tmp_path)) == lives
-        with (book := Ledger()).published(tmp_path):
+        with published(book := Ledger(), tmp_path):
             book.enter("data", 0)
         assert run_lives.read_lives(tmp_path)[-1].ended
 
@@ -164,7 +165,7 @@ def test_a_life_that_did_nothing_is_withdrawn(tmp_path):
     ],
 )
 def test_a_ledger_that_is_none_is_left_out(tmp_path, change):
-    with (book := Ledger()).published(tmp_path):
+    with published(book := Ledger(), tmp_path):
         book.enter("data", 0)
     file = tmp_path / run_lives.LEDGER_FILE
     document = json.loads(file.read_text())
@@ -182,7 +183,7 @@ def test_a_ledger_that_is_none_is_left_out(tmp_path, change):
 
 def test_what_a_run_that_trains_is_doing(tmp_path, capsys):
     make_run(tmp_path, steps=10, stop="")
-    with lock.exclusive(tmp_path / ".lock"), (book := Ledger()).published(tmp_path):
+    with lock.exclusive(tmp_path / ".lock"), published(book := Ledger(), tmp_path):
         book.enter("data", 0)
         book.enter("step", 10)
         book._write()
@@ -357,7 +358,7 @@ def test_a_run_on_another_machine_is_known_by_its_ledger(tmp_path):
     make_run(tmp_path, steps=3, stop="")
     (tmp_path / ".lock").write_text("process 1 on some-other-host")
     clock = Clock()
-    with (book := Ledger(clock=clock, wall_clock=clock)).published(tmp_path):
+    with published(book := Ledger(clock=clock, wall_clock=clock), tmp_path):
         book.enter("evaluate", 3)
         book._write()
         assert read_status(tmp_path, now=START + 5).document()["doing"] == "evaluating"

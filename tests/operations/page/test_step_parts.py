@@ -9,6 +9,7 @@ from jaxdist.operations.ledger.ledger import Ledger
 from jaxdist.operations.page import html, status, step_parts, summary
 from jaxdist.storage import run_format
 from jaxdist.telemetry.metrics import MetricsWriter
+from support.ledgers import published
 
 ROW = {
     "step_time_s": 2.0,
@@ -120,7 +121,7 @@ def test_what_a_folder_says_that_is_no_number_is_left_out():
 
 
 def test_status_and_report_show_both(tmp_path):
-    with Ledger().published(tmp_path):
+    with published(Ledger(), tmp_path):
         writer = MetricsWriter(tmp_path)
         writer.event("start", 0)
         writer.write(1, {"loss": 1.0, "goodput": 0.5} | ROW)

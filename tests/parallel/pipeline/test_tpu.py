@@ -68,7 +68,8 @@ def _compile(name: str) -> dict:
     from jaxdist.parallel import sharding
     from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
     from jaxdist.protocols.model_spec import describe
-    from jaxdist.step.train_step import StepConfig, build_train_step
+    from jaxdist.step.step_config import StepConfig
+    from jaxdist.step.train_step import build_train_step
     from support.programs import stage_dependent_predicates
 
     size, schedule, number, *settings = name.split()

@@ -1,0 +1,215 @@
+"""The options `data.*`, and the rules between them."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from annotated_types import Interval
+
+from jaxdist.config import ConfigError
+from jaxdist.config.annotations import Resume
+from jaxdist.data.reading import expanded
+from jaxdist.data.sources.source import Mixture, SampleSource
+from jaxdist.data.sources.table import (
+    SOURCES,
+    guess_source,
+    parts_of_mixtures,
+    sources_of_chats,
+)
+from jaxdist.data.tokenizer_config import SpecialTokens
+
+if TYPE_CHECKING:
+    SourceName = str
+else:
+    SourceName = Literal[tuple(SOURCES)]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where the tokens come from, how they are cut into samples, and what is
+    held out.
+    """
+
+    # kind of corpus; stdlib = the sources of the running Python
+    source: SourceName = "stdlib"
+    # files, folders or globs, comma separated; huggingface: NAME[:CONFIG[:SPLIT]]
+    path: str = ""
+    # for source=mixture: "weight:source:path", weight > 0
+    mixture: tuple[str, ...] = ()
+    # name of the text field or column (jsonl, huggingface, parquet)
+    text_field: str = "text"
+    # what a record is: a text in text_field, or messages, or prompt and completion
+    # (extra chat)
+    format: Literal["text", "chat"] = "text"
+    # file of a jinja template, for format=chat; "" = the tokenizer's own
+    chat_template: str = ""
+    # bytes | bpe:SIZE (trained once, saved) | path of a tokenizer.json
+    tokenizer: str = "bytes"
+    # what a text encodes to that spells a special token: tokens = its id, text = its
+    # characters
+    special_tokens: SpecialTokens = "tokens"
+    # documents: the loss crosses no border
+    packing: Literal["window", "documents"] = "window"
+    # documents longer than a sequence: split = the rest goes on in other rows, truncate
+    # = it is left out, auto = split, but truncate for format=chat
+    long_documents: Literal["auto", "split", "truncate"] = "auto"
+    # of packed rows to the microbatches and devices of a step; attention = so that
+    # these have equal work
+    balance: Annotated[Literal["none", "attention"], Resume("harmless")] = "none"
+    # of headerless .bin files (source=bin)
+    bin_dtype: Literal["uint16", "uint32"] = "uint16"
+    # documents held out of every 256, chosen by hash of id
+    validation_share: Annotated[int, Interval(ge=0, le=255)] = 13
+    # separate held-out corpus of the same source; then no hash split
+    validation_path: str = ""
+    # targets scored per evaluation and source; 0 = all
+    validation_tokens: Annotated[int, Interval(ge=0, le=2**62), Resume("harmless")] = 0
+    # folder for tokenised corpora, trained BPE, packings
+    cache_dir: Annotated[str, Resume("harmless")] = "~/.cache/jaxdist"
+    # batches prepared ahead by a thread; 0 = none
+    prefetch: Annotated[int, Interval(ge=0, le=64), Resume("harmless")] = 2
+
+    def cache_folder(self) -> Path:
+        """Resolves `~` in `cache_dir`."""
+        return expanded(self.cache_dir)
+
+    @property
+    def name(self) -> str:
+        """Source and path as logs and errors show them, also a path that is not
+        UTF-8.
+        """
+        text = self.source
+        if self.path:
+            text = f"{self.source} {self.path}"
+        return text.encode("utf-8", "backslashreplace").decode()
+
+    @property
+    def is_text(self) -> bool:
+        """Whether samples are sequences of tokens."""
+        return not isinstance(SOURCES.get(self.source), SampleSource)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether documents longer than a sequence are cut off there."""
+        if self.long_documents == "auto":
+            return self.format == "chat"
+        return self.long_documents == "truncate"
+
+    @property
+    def cut(self) -> str:
+        """How documents become samples, as the data's fingerprint has it."""
+        is_usual = self.truncates == (self.format == "chat")
+        return self.packing if is_usual else f"{self.packing} {self.long_documents}"
+
+    def faults(self) -> list[str]:
+        """Lists the contradictions between the options, a line each."""
+        if self.source not in SOURCES:  # the range of the key is checked elsewhere
+            return []
+        return [*self._source_faults(), *self._cut_faults(), *self._chat_faults()]
+
+    def _source_faults(self) -> Iterator[str]:
+        source = SOURCES[self.source]
+        if source.takes_path and not self.path:
+            yield (
+                f"data.source={self.source} needs data.path; it is empty. "
+                "Set data.path."
+            )
+        if self.path and not source.takes_path:
+            yield (
+                f"data.path={self.path} is not read by data.source={self.source}: "
+                f"set data.source={guess_source(self.path)} to read it, "
+                "or clear data.path."
+            )
+        if isinstance(source, Mixture) != bool(self.mixture):
+            yield (
+                f"data.source={self.source} with {len(self.mixture)} entries in "
+                "data.mixture: set data.source=mixture and "
+                'data.mixture=("0.7:stdlib:", "0.3:jsonl:FILE") together.'
+            )
+        if self.validation_path and not source.takes_path:
+            yield (
+                f"data.validation_path is not used by data.source={self.source}: "
+                "clear it."
+            )
+        if source.from_caller:
+            yield (
+                f"data.source={self.source} is what jaxdist.fit writes: "
+                "only there batches are given."
+            )
+
+    def _cut_faults(self) -> Iterator[str]:
+        if self.packing == "documents" and not SOURCES[self.source].has_documents:
+            yield (
+                "data.packing=documents needs documents, and "
+                f"data.source={self.source} has none: "
+                "set data.packing=window or use data.source=megatron."
+            )
+        if self.packing == "window" and self.long_documents == "truncate":
+            yield (
+                "data.long_documents=truncate: windows cut nothing off; "
+                "set data.packing=documents."
+            )
+        if self.packing == "window" and self.balance != "none":
+            yield (
+                f"data.balance={self.balance}: windows all have the same work; "
+                "set data.packing=documents."
+            )
+
+    def _chat_faults(self) -> Iterator[str]:
+        if self.format == "text":
+            if self.chat_template:
+                yield (
+                    f"data.chat_template={self.chat_template}: nothing is a chat; "
+                    "set data.format=chat."
+                )
+            return
+        if not SOURCES[self.source].has_chats:
+            yield (
+                f"data.format=chat: data.source={self.source} has no chats; "
+                f"required: {', '.join(sources_of_chats())}."
+            )
+        if self.packing == "window":
+            yield (
+                "data.format=chat: windows would mix examples; "
+                "set data.packing=documents."
+            )
+        if self.special_tokens == "text":
+            yield (
+                "data.format=chat: chats need their special tokens; "
+                "set data.special_tokens=tokens."
+            )
+
+
+def parts_of(config: DataConfig) -> tuple[list[float], list[DataConfig]]:
+    """Splits a config into its parts, one source each, and their weights.
+
+    A config that is no mixture is its only part.
+
+    Raises:
+      ConfigError: with all faults of all entries.
+    """
+    if not isinstance(SOURCES[config.source], Mixture):
+        return [1.0], [config]
+    weights = []
+    parts = []
+    faults = []
+    kinds = parts_of_mixtures()
+    # One text may hold several entries, as the command line gives them; a path may hold
+    # commas too.
+    for entry in re.split(r",\s*(?=[\d.]+:)", ",".join(config.mixture)):
+        match = re.fullmatch(r"(\d+\.?\d*|\.\d+):(\w+):?(.*)", entry)
+        if not match or float(match[1]) == 0 or match[2] not in kinds:
+            faults.append(
+                f"data.mixture entry {entry!r}: required weight:source:path with a "
+                f"weight > 0 and a source of {', '.join(kinds)}."
+            )
+            continue
+        part = dataclasses.replace(config, source=match[2], path=match[3], mixture=())
+        weights.append(float(match[1]))
+        parts.append(part)
+        faults += part.faults()
+    if faults:
+        raise ConfigError(faults)
+    return weights, parts

@@ -1,0 +1,62 @@
+"""Reading files that somebody else wrote: one kind of error, which names the file."""
+
+import contextlib
+import os
+import struct
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxdist.config import ConfigError
+
+# What Python's readers raise for files that are cut off, damaged, of another format, or
+# made to do harm.
+READ_ERRORS = (
+    OSError,
+    EOFError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    ArithmeticError,
+    LookupError,
+    MemoryError,
+    SyntaxError,
+    tokenize.TokenError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+@contextlib.contextmanager
+def reading(what: object, *others: type[Exception]) -> Iterator[None]:
+    """Turns every error of reading a file into a ConfigError that names it.
+
+    Args:
+      what: the file, for the message.
+      others: kinds of errors beside READ_ERRORS.
+
+    Raises:
+      ConfigError: the body failed on the file.
+    """
+    kinds: tuple[type[Exception], ...] = (*READ_ERRORS, *others)
+    try:
+        yield
+    except ConfigError:
+        raise
+    except kinds as error:
+        raise ConfigError(
+            f"{what}: cannot be read ({one_line(error)}). Mend or replace it."
+        ) from error
+
+
+def one_line(text: object) -> str:
+    """Shortens a text or an error of another program to a line for a message."""
+    return " ".join(str(text)[:1000].split())[:300] or type(text).__name__
+
+
+def expanded(path: str) -> Path:
+    """Resolves `~` in a path; that of an unknown user stays."""
+    return Path(os.path.expanduser(path))

@@ -1,0 +1,225 @@
+"""Samples that are rows of named arrays: images and labels, or what a user's model
+reads.
+
+Row i of the arrays [N, ...] is sample i. A batch has the same names and [B, ...]:
+floats as float32, integers as int32, an `image` of uint8 as float32 in [0, 1]. The
+arrays stay in memory. What is held out is chosen by sample number, whatever the seed.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from jaxdist.config import ConfigError
+from jaxdist.data.shuffle import order_key, permute
+from jaxdist.data.sources.source import SampleShape, SampleShapes, SampleSource
+from jaxdist.storage.digest import digest
+
+INDEX = "sample"  # the batch entry that jaxdist adds: the global sample index
+_INT32 = np.iinfo(np.int32)
+
+Arrays = Mapping[str, np.ndarray]  # [N, ...] by name
+
+
+class ArrayHeader(Protocol):
+    """The shape and dtype of an array, also of one that is not read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[N, ...]."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """As it is stored."""
+
+
+class SampleRows:
+    """Some rows of arrays as samples; each counts as one target."""
+
+    def __init__(self, arrays: Arrays, rows: np.ndarray):
+        self._arrays = arrays
+        self._rows = rows
+        self.num_rows = len(rows)
+        self.num_targets = len(rows)
+
+    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Reads the samples [B] into new arrays."""
+        chosen = self._rows[rows]
+        return {
+            name: to_batch_values(name, values[chosen])
+            for name, values in self._arrays.items()
+        }
+
+
+def all_rows(arrays: Arrays) -> SampleRows:
+    """Makes a sample of every row."""
+    return SampleRows(arrays, np.arange(count_samples(arrays)))
+
+
+def count_samples(arrays: Arrays) -> int:
+    """Counts the samples of arrays [N, ...]."""
+    for values in arrays.values():
+        return len(values)
+    return 0
+
+
+# --- what a sample holds --------------------------------------------------------------
+
+
+def shapes_of(arrays: Mapping[str, ArrayHeader]) -> SampleShapes:
+    """Lists what one sample of arrays [N, ...] holds, as batches have it."""
+    return {
+        name: SampleShape(array.shape[1:], _batch_dtype(name, array.dtype))
+        for name, array in arrays.items()
+    }
+
+
+def describe_samples(arrays: Arrays) -> str:
+    """Writes what one sample holds: "image=float32[8,8,1] label=int32[]"."""
+    words = []
+    for name, shape in shapes_of(arrays).items():
+        dims = ",".join(map(str, shape.dims))
+        words.append(f"{name}={shape.dtype}[{dims}]")
+    return " ".join(words)
+
+
+def parse_shapes(text: str) -> SampleShapes:
+    """Reads what `describe_samples` has written."""
+    shapes = {}
+    for name, dtype, dims in re.findall(r"(\S+)=(\w+)\[([\d,]*)\]", text):
+        sizes = [int(size) for size in dims.split(",") if size]
+        shapes[name] = SampleShape(tuple(sizes), dtype)
+    return shapes
+
+
+def _batch_dtype(name: str, dtype: np.dtype) -> str:
+    if dtype.kind == "f" or _is_image_of_bytes(name, dtype):
+        return "float32"
+    return "int32"
+
+
+def _is_image_of_bytes(name: str, dtype: np.dtype) -> bool:
+    return name == "image" and dtype == np.uint8
+
+
+def to_batch_values(name: str, values: np.ndarray) -> np.ndarray:
+    """Converts values to float32 or int32; bytes of `image` become 0 to 1."""
+    converted = values.astype(_batch_dtype(name, values.dtype))
+    if _is_image_of_bytes(name, values.dtype):
+        return converted / np.float32(255)
+    return converted
+
+
+# --- what cannot be samples -----------------------------------------------------------
+
+
+def faults_of(arrays: Mapping[str, ArrayHeader]) -> list[str]:
+    """Lists what is wrong with arrays of such shapes and dtypes as samples."""
+    faults = []
+    for name, array in arrays.items():
+        if array.dtype.kind not in "biuf":
+            faults.append(
+                f"{name} has dtype {array.dtype}; "
+                "give numbers (floats, integers or booleans)"
+            )
+    if INDEX in arrays:
+        faults.append(
+            f"{INDEX!r} is the global sample index, which every batch has; "
+            "rename the array"
+        )
+    counts = {
+        name: array.shape[0] if array.shape else 0 for name, array in arrays.items()
+    }
+    if len(set(counts.values())) != 1 or min(counts.values()) < 1:
+        faults.append(
+            f"arrays must be [N, ...] with one N >= 1, the samples; there are {counts}"
+        )
+    return faults
+
+
+def beyond_int32(arrays: Arrays) -> list[str]:
+    """Names the integer arrays with values that no batch can hold."""
+    names = []
+    for name, values in arrays.items():
+        is_wide = values.dtype.kind in "iu" and values.dtype.itemsize >= 4
+        if is_wide and values.size:
+            if values.min() < _INT32.min or values.max() > _INT32.max:
+                names.append(name)
+    return names
+
+
+# --- sources of samples ---------------------------------------------------------------
+
+
+class OpenedSamples(NamedTuple):
+    """The samples of a source."""
+
+    train: SampleRows
+    held_out: SampleRows
+    fingerprint: str  # of the contents and the split
+
+
+def open_samples(
+    source: SampleSource,
+    path: str,
+    *,
+    name: str,
+    validation_path: str = "",
+    validation_share: int = 0,
+    limit: int = 0,
+) -> OpenedSamples:
+    """Reads the samples of a source, and splits them.
+
+    Args:
+      path: `data.path`.
+      name: of the source, for errors.
+      validation_path: of samples that are all held out; "" = some of `path` are.
+      validation_share: samples held out of every 256.
+      limit: samples held out at most; 0 = all.
+
+    Raises:
+      ConfigError: the file is not what it must be, with all faults; or nothing is left
+        for training.
+      ImportError: names the extra that the source needs.
+    """
+    assert source.read
+    arrays, stamp = source.read(path)
+    count = count_samples(arrays)
+    if validation_path:
+        others, other_stamp = source.read(validation_path)
+        _check_alike(arrays, others, validation_path)
+        train = np.arange(count)
+        held_out = np.arange(count_samples(others))
+        fingerprint = digest(stamp, other_stamp)
+    else:
+        others = arrays
+        shuffled = permute(np.arange(count), count, order_key(0, "held out"))
+        num_held_out = math.ceil(count * validation_share / 256)
+        train = np.sort(shuffled[num_held_out:])
+        held_out = np.sort(shuffled[:num_held_out])
+        fingerprint = digest(stamp, validation_share)
+    if not len(train):
+        raise ConfigError(
+            f"data source {name}: all {count} samples are held out; give more of them"
+        )
+    if limit:
+        held_out = held_out[:limit]
+    return OpenedSamples(
+        train=SampleRows(arrays, train),
+        held_out=SampleRows(others, held_out),
+        fingerprint=fingerprint,
+    )
+
+
+def _check_alike(arrays: Arrays, others: Arrays, validation_path: str) -> None:
+    """Raises ConfigError if held-out samples have other entries or dims."""
+    expected = {name: list(values.shape[1:]) for name, values in arrays.items()}
+    found = {name: list(values.shape[1:]) for name, values in others.items()}
+    if found != expected:
+        raise ConfigError(
+            f"data.validation_path={validation_path}: "
+            f"a sample has {found}, in data.path {expected}"
+        )

@@ -1,0 +1,132 @@
+"""The files that `data.path` names, and corpora made of files.
+
+A document's id is its path below the folder or glob that found it, so that a corpus can
+be moved without changing what is held out.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxdist.config import ConfigError
+from jaxdist.data.reading import expanded, one_line, reading
+from jaxdist.data.sources.documents import Corpus, Document, SourceOptions
+from jaxdist.storage.digest import digest
+
+
+class File(NamedTuple):
+    """A file and its path below the pattern that found it."""
+
+    path: Path
+    id: str
+
+
+def entries_of(path: str) -> list[str]:
+    """Splits a comma separated `data.path`; empty entries are dropped."""
+    entries = [entry.strip() for entry in path.split(",")]
+    return [entry for entry in entries if entry]
+
+
+def find_files(options: SourceOptions, *suffixes: str) -> list[File]:
+    """Finds the files of `data.path`: entries in the given order, each sorted by id.
+
+    A folder contributes the files below it that end in one of `suffixes` (all, if there
+    are none), without hidden ones. A file or a glob is taken as it is.
+
+    Raises:
+      ConfigError: names every entry that finds nothing.
+    """
+    files = []
+    faults = []
+    for entry in entries_of(options.path):
+        shown = one_line(entry)
+        try:
+            matches = _find(expanded(entry), suffixes)
+        except (OSError, ValueError, RecursionError) as error:
+            faults.append(f"data.path={shown}: no path or glob ({one_line(error)}).")
+            continue
+        if not matches:
+            kinds = " or ".join(suffixes) or "text"
+            faults.append(
+                f"data.path={shown}: no {options.source} file there "
+                f"(looked from {Path.cwd()}); "
+                f"give a {kinds} file, a folder of them, or a glob."
+            )
+        files += matches
+    if not files and not faults:
+        faults.append(f"data.path={options.path!r}: empty. Set data.path.")
+    if faults:
+        raise ConfigError(faults)
+    return files
+
+
+def _find(entry: Path, suffixes: tuple[str, ...]) -> list[File]:
+    if entry.is_file():
+        return [File(entry, entry.name)]
+    if entry.is_dir():
+        files = [
+            file
+            for file in _glob(entry, "**/*")
+            if not re.search(r"(^|/)\.", file.id)
+            and (not suffixes or file.id.endswith(suffixes))
+        ]
+    else:
+        files = _find_pattern(entry)
+    return sorted(files, key=lambda file: file.id)
+
+
+def _find_pattern(entry: Path) -> list[File]:
+    """Finds the files of a glob; none if the path has no wildcard."""
+    for place, part in enumerate(entry.parts):
+        if set("*?[") & set(part):
+            pattern = "/".join(entry.parts[place:])
+            # `**` again and again multiplies the time.
+            pattern = re.sub(r"(?<![^/])(\*\*/)+(?=\*\*(/|$))", "", pattern)
+            return _glob(Path(*entry.parts[:place]), pattern)
+    return []
+
+
+def _glob(root: Path, pattern: str) -> list[File]:
+    return [
+        File(path, path.relative_to(root).as_posix())
+        for path in root.glob(pattern)
+        if path.is_file()
+    ]
+
+
+def corpus_of(
+    name: str, files: list[File], read: Callable[[File], Iterator[Document]]
+) -> Corpus:
+    """Makes a corpus of the documents in files, stamped with their sizes and times.
+
+    Args:
+      name: see Corpus.
+      read: yields the documents of one file.
+
+    Raises:
+      ConfigError: a file cannot be read.
+    """
+    stamps = []
+    num_bytes = 0
+    with reading(name):
+        for file in files:
+            about = os.stat(file.path)
+            stamps.append((file.id, about.st_size, about.st_mtime_ns))
+            num_bytes += about.st_size
+    return Corpus(
+        name=name,
+        stamp=digest(*stamps),
+        summary=f"{len(files)} files, {num_bytes / 1e6:.2f} MB",
+        documents=lambda: chain.from_iterable(map(read, files)),
+    )
+
+
+def read_text(file: File) -> Iterator[Document]:
+    """Yields a file as UTF-8 (other bytes become U+FFFD); nothing if it is binary."""
+    with reading(file.path):
+        content = file.path.read_bytes()
+    if b"\0" not in content[:8192]:
+        yield Document(file.id, content.decode("utf-8", "replace"))

@@ -1,0 +1,142 @@
+"""Megatron's pairs PREFIX.bin and PREFIX.idx (`data.source=megatron`).
+
+They are read as Megatron-LM does (megatron/core/datasets/indexed_dataset.py); the tests
+have a writer of their own.
+"""
+
+import glob
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxdist.config import ConfigError
+from jaxdist.data.reading import expanded, one_line, reading
+from jaxdist.data.sources.documents import SourceOptions
+from jaxdist.data.sources.files import entries_of
+from jaxdist.data.token_files import DocumentTable, TokenFile, TokenStore, store_of
+from jaxdist.storage.untrusted import open_regular
+
+_MAGIC = b"MMIDIDX\0\0"
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type, sequences, borders
+# by the code of the type; 6 and 7 are floats
+_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+class _Index(NamedTuple):
+    """What an .idx file holds."""
+
+    dtype: str
+    lengths: np.ndarray  # [sequences] int32, tokens
+    offsets: np.ndarray  # [sequences] int64, bytes
+    borders: np.ndarray  # [documents + 1] int64, numbers of sequences
+
+
+def open_megatron(options: SourceOptions) -> TokenStore:
+    """Opens the pairs of `data.path`: prefixes, .bin or .idx files, or globs of them.
+
+    Raises:
+      ConfigError: a pair is incomplete, or its index is not Megatron's, or
+        inconsistent.
+    """
+    indexes = _find_indexes(options.path)
+    with reading(options.name):
+        tables = [_open_pair(Path(index)) for index in indexes]
+        return store_of(options.name, tables)
+
+
+def _find_indexes(path: str) -> list[str]:
+    indexes: list[str] = []
+    for entry in entries_of(path):
+        prefix = str(expanded(entry)).removesuffix(".idx").removesuffix(".bin")
+        shown = one_line(entry)
+        with reading(f"data.path={shown}"):
+            found = sorted(glob.glob(f"{prefix}.idx", recursive=True))
+        if not found:
+            missing = one_line(f"{prefix}.idx")
+            raise ConfigError(
+                f"data.path={shown}: no file {missing}; give the PREFIX of both."
+            )
+        indexes += found
+    if not indexes:
+        raise ConfigError(f"data.path={path!r}: empty. Set data.path.")
+    return indexes
+
+
+def _open_pair(path: Path) -> DocumentTable:
+    data = path.with_suffix(".bin")
+    if not data.is_file():
+        raise ConfigError(f"{data}: missing beside {path}; a Megatron corpus is both.")
+    with reading(path):
+        index = _read_index(path)
+    with reading(data):
+        file = TokenFile(data, index.dtype)
+    lengths = index.lengths
+    if len(lengths) and lengths.min() < 0:
+        place = int(np.argmax(lengths < 0))
+        raise ConfigError(
+            f"{path}: sequence {place} has {lengths[place]} tokens; "
+            "write the pair again."
+        )
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    # Ends within the file first: then bytes cannot exceed 64 bits.
+    if ends[-1] > file.count or not np.array_equal(
+        index.offsets, ends[:-1] * np.dtype(index.dtype).itemsize
+    ):
+        raise ConfigError(
+            f"{path}: {len(lengths)} sequences do not follow each other within the "
+            f"{file.count} tokens of {data.name}; write the pair again."
+        )
+    edges = ends[index.borders]
+    return DocumentTable(
+        file=file, id=path.stem, start=edges[:-1], length=np.diff(edges)
+    )
+
+
+def _read_index(path: Path) -> _Index:
+    """Reads an .idx file; raises ConfigError naming the byte that is wrong."""
+    with open_regular(path) as file:
+        content = file.read()
+    if len(content) < _HEADER.size:
+        raise _fault(
+            path, f"it has {len(content)} bytes, its header alone {_HEADER.size}"
+        )
+    magic, version, code, sequences, borders = _HEADER.unpack_from(content)
+    needed = _HEADER.size + 12 * sequences + 8 * borders
+    if magic != _MAGIC:
+        raise _fault(path, f"byte 0: {magic!r}, required {_MAGIC!r}")
+    if version != 1:
+        raise _fault(path, f"byte 9: version {version}, required 1")
+    if code not in _DTYPES:
+        raise _fault(path, f"byte 17: type {code} of tokens, required one of integers")
+    if borders < 1:
+        raise _fault(path, "byte 26: no border of documents")
+    if len(content) < needed:
+        raise _fault(
+            path,
+            f"byte 18: {sequences} sequences and {borders} borders need {needed} "
+            f"bytes, and the file has {len(content)}",
+        )
+    at_offsets = _HEADER.size + 4 * sequences
+    at_borders = at_offsets + 8 * sequences
+    index = _Index(
+        dtype=_DTYPES[code],
+        lengths=np.frombuffer(content, "<i4", sequences, _HEADER.size),
+        offsets=np.frombuffer(content, "<i8", sequences, at_offsets),
+        borders=np.frombuffer(content, "<i8", borders, at_borders),
+    )
+    # Compared, not subtracted: differences wrap.
+    falls = np.flatnonzero(index.borders[1:] < index.borders[:-1])
+    if falls.size or index.borders[0] != 0 or index.borders[-1] != sequences:
+        place = int(falls[0]) + 1 if falls.size else 0
+        raise _fault(
+            path,
+            f"byte {at_borders + 8 * place}: "
+            f"borders of documents do not rise from 0 to {sequences}",
+        )
+    return index
+
+
+def _fault(path: Path, what: str) -> ConfigError:
+    return ConfigError(f"{path}: not a Megatron index; {what}. Write the pair again.")

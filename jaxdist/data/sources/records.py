@@ -1,0 +1,115 @@
+"""Records, the rows of jsonl files and tables, as documents.
+
+A record is a text in the field `data.text_field`, or a chat (`data.format=chat`). Its
+own `id`, if it has one, is the document's.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from jaxdist.config import ConfigError
+from jaxdist.data.reading import one_line
+from jaxdist.data.sources import chat_rows
+from jaxdist.data.sources.documents import Corpus, Document, SourceOptions
+from jaxdist.data.sources.files import File, corpus_of
+from jaxdist.storage.digest import digest
+from jaxdist.storage.untrusted import Malformed
+
+
+def corpus_of_records(
+    options: SourceOptions,
+    files: list[File],
+    read: Callable[[File, SourceOptions], Iterator[Document]],
+) -> Corpus:
+    """Makes a corpus of the records in files; its stamp covers the fields read.
+
+    Args:
+      read: yields the documents of one file.
+
+    Raises:
+      ConfigError: a file cannot be read.
+    """
+    corpus = corpus_of(options.name, files, lambda file: read(file, options))
+    stamp = digest(corpus.stamp, *fields_of(options))
+    return dataclasses.replace(corpus, stamp=stamp)
+
+
+def fields_of(options: SourceOptions) -> tuple[str, ...]:
+    """Lists the fields or columns that are read of a record, beside its `id`."""
+    if options.format == "text":
+        return (options.text_field,)
+    return chat_rows.FIELDS
+
+
+def columns_of(
+    options: SourceOptions, names: Sequence[str], where: object
+) -> list[str]:
+    """Chooses the columns to read of a table.
+
+    Raises:
+      ConfigError: the table lacks a column that is needed.
+    """
+    check_fields(options, names, where)
+    wanted = (*fields_of(options), "id")
+    return [name for name in names if name in wanted]
+
+
+def check_fields(options: SourceOptions, names: Iterable[str], where: object) -> None:
+    """Checks that fields or columns of these names make up a record.
+
+    Args:
+      where: file and line or row, for errors.
+
+    Raises:
+      ConfigError: they do not, in the config's format.
+    """
+    known = set(names)
+    has_chats = "messages" in known or {"prompt", "completion"} <= known
+    present = f"(has: {one_line(', '.join(sorted(known)))})"
+    if options.format == "chat" and not has_chats:
+        raise ConfigError(
+            f"{where}: no {chat_rows.NEEDED} {present}. "
+            "Rename the fields, or set data.format=text."
+        )
+    if options.format == "text" and options.text_field not in known:
+        cure = "Set data.format=chat" if has_chats else "Set data.text_field"
+        raise ConfigError(
+            f"{where}: no text in field {options.text_field!r} {present}. {cure}."
+        )
+
+
+def record_document(
+    record: object, options: SourceOptions, *, where: str, default_id: str
+) -> Document:
+    """Makes a document of one record.
+
+    Args:
+      where: file and line or row, for errors.
+      default_id: of a record without an `id`.
+
+    Raises:
+      ConfigError: the record is not what `data.format` says.
+    """
+    if not isinstance(record, dict):
+        raise ConfigError(
+            f"{where}: it is {type(record).__name__}; required: an object with fields."
+        )
+    check_fields(options, record, where)
+    name = default_id
+    if record.get("id") is not None:
+        name = str(record["id"])
+    if options.format == "chat":
+        try:
+            return Document(name, chat_rows.chat_row(record))
+        except Malformed as error:
+            raise ConfigError(f"{where}: {error}. Mend or remove the row.") from error
+    text = record[options.text_field]
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"{where}: field {options.text_field!r} is {type(text).__name__}; "
+            "required: a text. Mend the row, or set data.text_field."
+        )
+    # JSON may spell half a surrogate pair, which no tokenizer takes.
+    if not text.isascii():
+        text = text.encode("utf-8", "replace").decode()
+    return Document(name, text)

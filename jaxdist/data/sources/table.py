@@ -1,0 +1,117 @@
+"""The list of data sources: what each value of `data.source` reads at `data.path`.
+
+stdlib       nothing: the sources of the running Python
+text         files, globs (`docs/**/*.md`) or folders (all text files below), comma
+             separated
+jsonl        the same, `.jsonl`, `.json` or `.jsonl.gz`: one object per line
+bin          the same, `.bin`: nanoGPT's raw ids, or with Karpathy's header
+megatron     pairs PREFIX.bin and PREFIX.idx, by prefix or glob
+huggingface  NAME[:CONFIG[:SPLIT]] of a dataset, or a folder of one (extra hf)
+parquet      as jsonl, `.parquet` (extra hf)
+mixture      nothing: `data.mixture` lists parts with sources and paths of their own
+digits       nothing: scikit-learn's handwritten digits (extra vision)
+arrays       a file of named arrays, `.npz`
+given        what a sample of the caller's batches holds; `jaxdist.fit` writes it
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxdist.config import extras
+from jaxdist.data import samples
+from jaxdist.data.sources import jsonl, npz, stdlib, text
+from jaxdist.data.sources.bin_files import open_bin
+from jaxdist.data.sources.documents import Corpus, SourceOptions
+from jaxdist.data.sources.megatron import open_megatron
+from jaxdist.data.sources.source import (
+    Mixture,
+    SampleShape,
+    SampleShapes,
+    SampleSource,
+    Source,
+    TextSource,
+    TokenSource,
+)
+
+
+def _late_corpus(module: str) -> Callable[[SourceOptions], Corpus]:
+    """Makes an opener that imports `module`, which needs an optional package."""
+
+    def open_corpus(options: SourceOptions) -> Corpus:
+        return extras.load(module).open_corpus(options)
+
+    return open_corpus
+
+
+def _digits_shapes(path: str) -> SampleShapes:
+    return {
+        "image": SampleShape((8, 8, 1), "float32"),
+        "label": SampleShape((), "int32"),
+    }
+
+
+def _read_digits(path: str) -> tuple[dict[str, np.ndarray], str]:
+    return extras.load("jaxdist.data.sources.digits").read(path)
+
+
+SOURCES: dict[str, Source] = {
+    "stdlib": TextSource(open=stdlib.open_corpus, takes_path=False),
+    "text": TextSource(open=text.open_corpus),
+    "jsonl": TextSource(
+        open=jsonl.open_corpus,
+        endings=(".jsonl", ".jsonl.gz", ".json"),
+        has_chats=True,
+    ),
+    "bin": TokenSource(open=open_bin, endings=(".bin",), has_documents=False),
+    "megatron": TokenSource(open=open_megatron, endings=(".idx",)),
+    "huggingface": TextSource(
+        open=_late_corpus("jaxdist.data.sources.huggingface"), has_chats=True
+    ),
+    "parquet": TextSource(
+        open=_late_corpus("jaxdist.data.sources.parquet"),
+        endings=(".parquet",),
+        has_chats=True,
+    ),
+    "mixture": Mixture(takes_path=False, has_chats=True),
+    "digits": SampleSource(shapes=_digits_shapes, read=_read_digits, takes_path=False),
+    "arrays": SampleSource(shapes=npz.shapes, read=npz.read, endings=(".npz",)),
+    "given": SampleSource(shapes=samples.parse_shapes, from_caller=True),
+}
+
+
+def guess_source(path: str) -> str:
+    """Guesses a path's source by its ending; "text" if no source claims it."""
+    for name, source in SOURCES.items():
+        if path.endswith(source.endings):
+            return name
+    return "text"
+
+
+def parts_of_mixtures() -> list[str]:
+    """Names the sources that an entry of `data.mixture` may have."""
+    return [
+        name
+        for name, source in SOURCES.items()
+        if isinstance(source, TextSource | TokenSource)
+    ]
+
+
+def sources_of_chats() -> list[str]:
+    """Names the sources whose records may be chats, sources of files first."""
+    names = [
+        name
+        for name, source in SOURCES.items()
+        if source.has_chats and isinstance(source, TextSource)
+    ]
+    return sorted(names, key=lambda name: not SOURCES[name].endings)
+
+
+def has_ids(name: str) -> bool:
+    """Checks whether a source reads token ids that somebody else made."""
+    return isinstance(SOURCES.get(name), TokenSource)
+
+
+def has_samples(name: str) -> bool:
+    """Checks whether a source reads samples without tokens."""
+    return isinstance(SOURCES.get(name), SampleSource)

@@ -1,0 +1,131 @@
+"""A run's checkpoint written as a Hugging Face folder, whole or as PEFT adapters."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config import ConfigError, trees
+from jaxdist.data import tokenizer_config
+from jaxdist.data.tokenizer import TOKENIZER_FILE
+from jaxdist.interop import hf_config, hf_writer, peft
+from jaxdist.interop.families import Family
+from jaxdist.interop.hf_writer import KEPT, CheckpointWeights
+from jaxdist.models import lora
+from jaxdist.models.lora import LoraConfig
+from jaxdist.protocols.model_spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Source:
+    """The run whose weights are written, and what its config says of them."""
+
+    workdir: Path
+    checkpoints: Path
+    spec: ModelSpec
+    model_options: Mapping[str, Any]
+    lora: LoraConfig
+    base_model: str  # folder that the adapters' model came from; "" = none
+    params_dtype: str
+    sequence_length: int
+    has_chats: bool  # whether it was trained on chats
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What `jaxdist convert --format huggingface` is asked for."""
+
+    step: int | None = None  # checkpoint to read; None: the newest
+    adapters: bool = False  # writes a run's adapters alone, as PEFT does
+    drop_choice_bias: bool = False  # leaves out biases of the choice of experts
+    dtype: str | None = None  # of what is written; None: that of the run
+    max_shard_bytes: int = 5_000_000_000  # of a safetensors file
+
+
+def export_folder(source: Source, target: Path, options: ExportOptions) -> str:
+    """Writes the weights of a run as a folder for `from_pretrained`.
+
+    Args:
+      source: the run.
+      target: an empty folder.
+      options: what is written.
+
+    Returns:
+      A line that tells what was written.
+
+    Raises:
+      ConfigError: no Hugging Face model is like the run's, or it has no adapters.
+      CheckpointError: no usable checkpoint.
+    """
+    if options.adapters and not source.lora.rank:
+        raise ConfigError(
+            f"--adapters: {source.workdir} was trained without adapters; leave the flag out"
+        )
+    kept = source.workdir / KEPT
+    origin: dict[str, Any] = hf_config.read_config(kept) if kept.is_dir() else {}
+    if not origin and source.model_options["positions"] == "rotary":
+        origin["max_position_embeddings"] = source.sequence_length
+    family, fields = hf_config.fields_of(source.model_options, origin)
+    weights = CheckpointWeights(source.checkpoints, options.step)
+    if not options.drop_choice_bias:
+        weights.check_choices(family)
+    shapes, read = lora.unadapted(
+        source.spec.abstract_model, weights.shapes, weights.read
+    )
+    if options.adapters:
+        dtype = "float32"
+        written = _write_adapters(source, target, family, weights, shapes)
+        what = ", the adapters for"
+    else:
+        dtype = options.dtype or source.params_dtype
+        fields |= _write_tokenizer(source, target)
+        written = hf_writer.export(
+            target,
+            family,
+            fields,
+            shapes,
+            read,
+            dtype=dtype,
+            max_shard_bytes=options.max_shard_bytes,
+        )
+        what = " as"
+    weights.close()
+    return (
+        f"step {weights.step}{what} {family.architecture}, {written:,} bytes of {dtype}"
+    )
+
+
+def _write_adapters(
+    source: Source,
+    target: Path,
+    family: Family,
+    weights: CheckpointWeights,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> int:
+    """Writes a run's adapters as PEFT does; returns the bytes written."""
+    for path, (_, names) in source.spec.named_trainable().items():
+        if "experts" in names:
+            raise ConfigError(
+                f"--adapters: {path} is of experts, and PEFT's adapters of linear layers have no "
+                f"place for it; leave the flag out, and the adapters are merged into the model"
+            )
+    factors = {
+        path: weights.read(path) for path in trees.flatten_names(source.spec.trainable)
+    }
+    return peft.write(
+        target, family, source.lora, factors, shapes, base=source.base_model
+    )
+
+
+def _write_tokenizer(source: Source, target: Path) -> dict[str, Any]:
+    """Copies the run's tokenizer and chat files; returns what config.json tells of
+    them.
+    """
+    fields: dict[str, Any] = {}
+    tokenizer_config.copy_small_files(source.workdir / KEPT, target)
+    trained_tokenizer = source.workdir / TOKENIZER_FILE
+    if trained_tokenizer.is_file() and not (target / TOKENIZER_FILE).is_file():
+        fields = hf_writer.copy_own_tokenizer(trained_tokenizer, target)
+    if source.has_chats:
+        hf_writer.write_chat_files(tokenizer_config.read(source.workdir), target)
+    return fields

@@ -1,0 +1,269 @@
+"""Grouped-query self-attention, the mixer of layers of the kinds "global" and "local".
+
+Letters: see `layers`.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from annotated_types import Interval
+from flax import nnx
+
+from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt
+from jaxdist.models import layers
+from jaxdist.models.cache import LayerCache
+from jaxdist.models.parts import BlockConfig, Mixer
+from jaxdist.models.rotary import RotaryConfig, rotary_frequencies
+from jaxdist.ops.attention import attention
+from jaxdist.ops.attention_costs import attention_cost
+from jaxdist.ops.cached_attention import CACHE_DIMS, cached_attention
+from jaxdist.ops.costs import Cost
+from jaxdist.parallel.execution import shard
+from jaxdist.protocols.model import Batch, BlockInfo, BlockOutput
+
+
+@dataclass(frozen=True)
+class AttentionConfig(RotaryConfig, BlockConfig):
+    """Options of attention."""
+
+    num_heads: PositiveInt = 4  # query heads
+    num_kv_heads: PositiveInt = 4  # key and value heads, divides num_heads
+    head_dim: PositiveInt = 32  # size of a head, even with rotary positions
+    # share of head_dim that turns, its first dims; 1 = whole heads (Phi: 0.4)
+    rotary_fraction: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    # base in local layers (Gemma 3); 0 = rope_theta
+    rope_theta_local: NonNegativeFloat = 0.0
+    # of q and k; Qwen 3: head; OLMo 2: projection
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    # factor of the logits, e.g. 256 ** -0.5; 0 = head_dim ** -0.5
+    attention_scale: NonNegativeFloat = 0.0
+    # logits = cap * tanh(logits / cap); 0 = none (Gemma 2: 50)
+    attention_softcap: NonNegativeFloat = 0.0
+    # tokens that a local layer sees, its own included; 0 = no local layers
+    window: NonNegativeInt = 0
+
+    @property
+    def rotary_dims(self) -> int:
+        """How many dims of a head turn."""
+        return round(self.rotary_fraction * self.head_dim)
+
+
+class KeysValues(NamedTuple):
+    """What attention keeps of the tokens so far."""
+
+    keys: jax.Array  # [L, B, S, K, N]
+    values: jax.Array  # [L, B, S, K, N]
+
+
+class Attention(Mixer):
+    """Grouped-query self-attention (arXiv:2305.13245)."""
+
+    Config = AttentionConfig
+
+    def __init__(self, config: AttentionConfig, rngs: nnx.Rngs):
+        c = self.config = config
+        heads = (c.num_heads, c.head_dim)
+        kv = (c.num_kv_heads, c.head_dim)
+        names = ("heads", "head_dim")
+        kv_names = ("kv_heads", "head_dim")
+        self.query = layers.normal(
+            rngs, (c.d_model, *heads), c.init_std, ("d_model", *names)
+        )
+        self.key = layers.normal(
+            rngs, (c.d_model, *kv), c.init_std, ("d_model", *kv_names)
+        )
+        self.value = layers.normal(
+            rngs, (c.d_model, *kv), c.init_std, ("d_model", *kv_names)
+        )
+        self.out = layers.normal(
+            rngs, (*heads, c.d_model), c.output_std, (*names, "d_model")
+        )
+        if c.bias != "none":
+            self.query_bias = layers.normal(rngs, heads, 0, names)
+            self.key_bias = layers.normal(rngs, kv, 0, kv_names)
+            self.value_bias = layers.normal(rngs, kv, 0, kv_names)
+        if c.bias in ("attention", "all"):
+            self.out_bias = layers.normal(rngs, (c.d_model,), 0, ("d_model",))
+        if c.qk_norm != "none":
+            self.query_norm = _head_norm(c, *heads, "heads")
+            self.key_norm = _head_norm(c, *kv, "kv_heads")
+
+    def heads(
+        self, x_BSD: jax.Array, info: BlockInfo
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Computes q [B, S, H, N] and k, v [B, S, K, N], normalised and rotated."""
+        c = self.config
+        q, k, v = layers.project_heads(self, x_BSD)
+        if c.qk_norm != "none":
+            q = self.query_norm(q)
+            k = self.key_norm(k)
+        if c.positions == "rotary":
+            end = "_local" if info.kind == "local" and c.rope_theta_local else ""
+            cos = info.fields[f"rotary_cos{end}"]
+            sin = info.fields[f"rotary_sin{end}"]
+            q = layers.rotate(q, cos, sin)
+            k = layers.rotate(k, cos, sin)
+        return q, k, v
+
+    def options(self, info: BlockInfo) -> dict[str, Any]:
+        """Lists scale, soft cap and window of this layer's attention; None as usual."""
+        c = self.config
+        return {
+            "scale": c.attention_scale or None,
+            "softcap": c.attention_softcap or None,
+            "window": c.window if info.kind == "local" else None,
+        }
+
+    def __call__(self, x_BSD: jax.Array, info: BlockInfo) -> BlockOutput:
+        q, k, v = self.heads(x_BSD, info)
+        segment_ids = info.fields.get("segment_ids")
+        mixed = attention(q, k, v, segment_ids_BS=segment_ids, **self.options(info))
+        return BlockOutput(layers.merge_heads(self, mixed))
+
+    def init_cache(
+        self, depth: int, batch_size: int, length: int, dtype: Any
+    ) -> KeysValues:
+        """Makes empty keys and values; devices of `context` share out their slots if
+        their number divides the length.
+        """
+        c = self.config
+        dims = (depth, batch_size, length, c.num_kv_heads, c.head_dim)
+        keys = shard(jnp.zeros(dims, dtype), *CACHE_DIMS)
+        values = shard(jnp.zeros(dims, dtype), *CACHE_DIMS)
+        return KeysValues(keys, values)
+
+    def prefill(
+        self, x_BPD: jax.Array, cache: LayerCache, info: BlockInfo
+    ) -> tuple[jax.Array, LayerCache]:
+        q, k, v = self.heads(x_BPD, info)
+        mixed = attention(q, k, v, **self.options(info))
+        cache = cache.with_prompt(KeysValues(k, v))
+        return layers.merge_heads(self, mixed), cache
+
+    def decode(
+        self, x_BTD: jax.Array, cache: LayerCache, info: BlockInfo
+    ) -> tuple[jax.Array, LayerCache]:
+        q, k, v = self.heads(x_BTD, info)
+        positions = info.fields["positions"]
+        cache = cache.with_tokens(KeysValues(k, v), positions)
+        own = cache.own()
+        mixed = cached_attention(
+            q, own.keys, own.values, positions, cache.places, **self.options(info)
+        )
+        return layers.merge_heads(self, mixed), cache
+
+    @staticmethod
+    def prepare(
+        config: AttentionConfig, batch: Batch, length: int
+    ) -> dict[str, jax.Array]:
+        """Computes the rotary tables of all layers, and those of local ones."""
+        c = config
+        if c.positions != "rotary":
+            return {}
+        positions = batch["positions"]
+        tables = rotary_frequencies(c.rotary_dims, c.rope_theta, length, c.stretch)
+        cos, sin = layers.rotary_tables(positions, *tables)
+        fields = {"rotary_cos": cos, "rotary_sin": sin}
+        if c.rope_theta_local:
+            tables = rotary_frequencies(c.rotary_dims, c.rope_theta_local)
+            cos, sin = layers.rotary_tables(positions, *tables)
+            fields |= {"rotary_cos_local": cos, "rotary_sin_local": sin}
+        return fields
+
+    @staticmethod
+    def costs(
+        config: AttentionConfig, kinds: Sequence[str], sequence_length: int
+    ) -> Iterator[Cost]:
+        """Yields the attention of the layers of each kind."""
+        c = config
+        for kind, count in Counter(kinds).items():
+            yield attention_cost(
+                width=c.d_model,
+                heads=c.num_heads,
+                kv_heads=c.num_kv_heads,
+                head_size=c.head_dim,
+                length=sequence_length,
+                window=c.window if kind == "local" else 0,
+                layers=count,
+            )
+
+    @staticmethod
+    def tensor_parallel_dims(config: AttentionConfig) -> tuple[str, ...]:
+        """Names heads; fewer kv heads than query heads are copied, as one is."""
+        if 1 < config.num_kv_heads == config.num_heads:
+            return ("num_heads", "num_kv_heads")
+        return ("num_heads",)
+
+    @staticmethod
+    def tiny(config: AttentionConfig, sequence_length: int) -> dict[str, Any]:
+        """Shrinks heads; they keep their kind: as many kv heads, one, or groups (8 and
+        4).
+        """
+        c = config
+        values: dict[str, Any] = {"num_heads": 8, "head_dim": 8}
+        values["num_kv_heads"] = {c.num_heads: 8, 1: 1}.get(c.num_kv_heads, 4)
+        if c.window:
+            values["window"] = min(c.window, max(sequence_length // 4, 1))
+        if c.rotary_fraction < 1:
+            values["rotary_fraction"] = 0.5  # an even number of dims
+        dims = replace(c, **values).rotary_dims
+        return values | c.tiny_stretch(sequence_length, dims // 2)
+
+    @staticmethod
+    def faults(config: AttentionConfig) -> Iterator[str]:
+        """Yields what is wrong with heads, positions and windows."""
+        c = config
+        if min(c.num_heads, c.num_kv_heads) > 0 and c.num_heads % c.num_kv_heads:
+            yield (
+                f"model.num_kv_heads={c.num_kv_heads} does not divide "
+                f"model.num_heads={c.num_heads}; set it to a divisor"
+            )
+        yield from _rotary_faults(c)
+        yield from _window_faults(c)
+
+
+def _rotary_faults(c: AttentionConfig) -> Iterator[str]:
+    if c.positions != "rotary" or not 0 < c.rotary_fraction <= 1:
+        return
+    if c.rotary_dims >= 2 and c.rotary_dims % 2 == 0:
+        yield from c.stretch.faults(c.rotary_dims, c.rope_theta)
+        return
+    size = f"model.head_dim={c.head_dim}"
+    cure = "change it"
+    if c.rotary_fraction < 1:
+        size = f"model.rotary_fraction={c.rotary_fraction} of {size}"
+        cure = "change either"
+    yield (f"{size}: rotary positions need an even size, here {c.rotary_dims}; {cure}")
+
+
+def _window_faults(c: AttentionConfig) -> Iterator[str]:
+    pattern = f"model.layer_pattern={','.join(c.layer_pattern)}"
+    if "local" in c.layer_pattern:
+        if not c.window:
+            yield (
+                f"{pattern}: local layers need model.window, the tokens that they see "
+                f"(>= 1)"
+            )
+        return
+    for name in ("window", "rope_theta_local"):
+        if value := getattr(c, name):
+            yield (
+                f"model.{name}={value}: {pattern} has no local layers; set "
+                f"model.layer_pattern (local, or local,global) or model.{name}=0"
+            )
+
+
+def _head_norm(
+    config: AttentionConfig, heads: int, size: int, name: str
+) -> layers.Norm:
+    """Makes the norm of queries or keys: of each head, or of all heads at once."""
+    kind = "rms_plus_one" if config.norm == "rms_plus_one" else "rms"
+    if config.qk_norm == "head":
+        return layers.Norm(size, kind=kind, eps=config.norm_eps, names=("head_dim",))
+    return layers.Norm(
+        heads, size, kind=kind, eps=config.norm_eps, names=(name, "head_dim")
+    )

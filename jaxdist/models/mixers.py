@@ -1,0 +1,18 @@
+"""The mixers by the kinds of layers that have them, the words of `model.layer_pattern`.
+
+Kinds of one class have the same parameters, and a layer reads its kind in `info.kind`.
+Layers of several classes repeat as a `LayerGroup`.
+"""
+
+from typing import Literal
+
+from jaxdist.models.attention import Attention
+from jaxdist.models.parts import Mixer
+
+# global: attention to all tokens before; local: to the last `window` of them
+MixerKind = Literal["global", "local"]
+
+MIXERS: dict[str, type[Mixer]] = {
+    "global": Attention,
+    "local": Attention,
+}

@@ -1,0 +1,222 @@
+"""Cards with the curves of a page: the loss, and the other fields of metrics.jsonl."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Literal, NamedTuple
+
+from jaxdist.operations.page.charts import Curve, chart, smooth
+from jaxdist.operations.page.run_files import number
+from jaxdist.operations.page.summary import ALERTS, RunSummary
+from jaxdist.operations.page.tables import brief
+
+_COLOURS = 8  # in page.css; the ninth run has the first one's, dashed
+_DASHES = ("", " dashed", " dotted")
+_FIGURES = ("mean", "min", "max")  # of a field with several values
+_SMOOTHED_FROM = 40  # points of a curve
+_MARKED = ("restore", "resize", *ALERTS)  # events
+
+
+class Field(NamedTuple):
+    """A field of metrics.jsonl, as a chart shows it."""
+
+    name: str
+    title: str
+    remark: str = ""
+    factor: float = 1.0  # from the file's unit to the shown one
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """A run among those of a page."""
+
+    run: RunSummary
+    style: str  # CSS classes: its colour, and how its lines are dashed
+    key: str  # HTML that shows the colour; "" for a lone run
+    prefix: str  # of the names of its curves; "" for a lone run
+
+    def named(self, figure: str) -> str:
+        """Returns the name of a curve."""
+        return f"{self.prefix}{figure}"
+
+
+def overlays(runs: Sequence[RunSummary]) -> list[Overlay]:
+    """Gives each run its colour."""
+    found = []
+    for index, run in enumerate(runs):
+        dash = _DASHES[index // _COLOURS % len(_DASHES)]
+        style = f"run-{index % _COLOURS}{dash}"
+        overlay = Overlay(run, style, key="", prefix="")
+        if len(runs) > 1:
+            key = f'<span class="key {style}"></span>'
+            overlay = Overlay(run, style, key=key, prefix=f"{run.name} ")
+        found.append(overlay)
+    return found
+
+
+def card(
+    title: str, remark: str, aside: str, drawing: str, *, is_wide: bool = False
+) -> str:
+    """Draws a card.
+
+    Args:
+      aside: HTML on the right of the title.
+      drawing: HTML below the title.
+    """
+    style = "card wide" if is_wide else "card"
+    return (
+        f'<div class="{style}"><div class="top"><h3>{escape(title)}</h3>'
+        f'<span class="soft">{escape(remark)}</span>{aside}</div>{drawing}</div>'
+    )
+
+
+def loss_card(shown: Sequence[Overlay]) -> str:
+    """Draws the losses in two views: all steps, and the last 80 % of them."""
+    curves = []
+    marks = []
+    for overlay in shown:
+        curves += _lines(overlay, overlay.named("loss"), overlay.run.column("loss"))
+        evaluated = overlay.run.column("eval_loss")
+        if evaluated:
+            name = overlay.named("evaluation")
+            curves.append(_curve(overlay, name, evaluated, "points"))
+        for event in overlay.run.events:
+            step = number(event.get("step"))
+            if event["event"] in _MARKED and step is not None:
+                text = overlay.named(f"{event['event']} at step {step:g}")
+                marks.append((step, text))
+    end = max((curve.x[-1] for curve in curves), default=0)
+    late = [_after(curve, 0.2 * end) for curve in curves]
+    picks = ""
+    labels = ""
+    views = ""
+    for index, (name, view) in enumerate((("all", curves), ("last 80 %", late)), 1):
+        checked = " checked" if index == 1 else ""
+        picks += (
+            f'<input class="pick" type="radio" name="view" id="pick-{index}"{checked}>'
+        )
+        labels += f'<label for="pick-{index}">{name}</label>'
+        drawing = chart("Loss by step", view, marks=marks, size=(1160, 330))
+        views += f'<div class="view view-{index}">{drawing}</div>'
+    return (
+        f'<div class="card wide">{picks}<div class="top"><h3>Loss</h3>'
+        f'<span class="soft">nats per target</span>{_legend(shown, curves)}'
+        f'<span class="push switch">{labels}</span></div>{views}</div>'
+    )
+
+
+def _legend(shown: Sequence[Overlay], curves: Sequence[Curve]) -> str:
+    """Draws the names of curves; of more than two runs, those of the runs."""
+    named = [(f"{curve.run} {curve.style}", curve.name) for curve in curves]
+    if len(shown) > 2:
+        named = [(f"{overlay.style} line", overlay.run.name) for overlay in shown]
+    return "".join(
+        f'<span class="legend"><i class="{style}"></i>{escape(name)}</span>'
+        for style, name in named
+    )
+
+
+def field_card(shown: Sequence[Overlay], field: Field) -> str:
+    """Draws a field of the rows; "" if no row has it."""
+    curves = []
+    last = ""
+    for overlay in shown:
+        points = _scaled(overlay.run.column(field.name), field.factor)
+        curves += _lines(overlay, overlay.run.name, points)
+        if points:
+            last += _last(overlay, brief(points[-1][1]))
+    if not curves:
+        return ""
+    drawing = chart(
+        f"{field.title} by step",
+        curves,
+        unit=field.unit,
+        from_zero="/" not in field.name,
+    )
+    return card(field.title, field.remark, _lasts(last), drawing)
+
+
+def band_card(shown: Sequence[Overlay], field: Field) -> str:
+    """Draws a field with /mean, /min and /max (of layers); "" if no run has it."""
+    curves = []
+    bands = []
+    last = ""
+    for overlay in shown:
+        columns = [overlay.run.column(f"{field.name}/{name}") for name in _FIGURES]
+        if not all(columns):
+            continue
+        mean, low, high = (_scaled(column, field.factor) for column in columns)
+        edges = (
+            _curve(overlay, overlay.named("min"), low, "raw"),
+            _curve(overlay, overlay.named("max"), high, "raw"),
+        )
+        curves += [_curve(overlay, overlay.named("mean"), mean), *edges]
+        bands.append(edges)
+        span = f"{low[-1][1]:.4g} to {high[-1][1]:.4g}"
+        last += _last(overlay, f"{mean[-1][1]:.4g} ({span})")
+    if not curves:
+        return ""
+    drawing = chart(f"{field.title} by step", curves, unit=field.unit, bands=bands)
+    return card(field.title, field.remark, _lasts(last), drawing)
+
+
+def other_cards(shown: Sequence[Overlay], names: set[str]) -> str:
+    """Draws fields of these names that have no place of their own."""
+    singles = set(names)
+    several = []
+    for base in sorted({name.removesuffix("/mean") for name in names}):
+        spread = {f"{base}/{figure}" for figure in _FIGURES}
+        if spread <= names:
+            several.append(Field(base, base, "mean, least and most"))
+            singles -= spread
+    cards = [field_card(shown, Field(name, name)) for name in sorted(singles)]
+    cards += [band_card(shown, field) for field in several]
+    return "".join(cards)
+
+
+def _last(overlay: Overlay, text: str) -> str:
+    return f'<span class="last">{overlay.key}{text}</span> '
+
+
+def _lasts(last: str) -> str:
+    return f'<span class="soft push">last {last}</span>'
+
+
+def _scaled(
+    points: Sequence[tuple[float, float]], factor: float
+) -> list[tuple[float, float]]:
+    return [(step, factor * value) for step, value in points]
+
+
+def _curve(
+    overlay: Overlay,
+    name: str,
+    points: Sequence[tuple[float, float]],
+    style: Literal["raw", "line", "points"] = "line",
+) -> Curve:
+    x, y = zip(*points, strict=True)
+    return Curve(name, overlay.style, x, y, style)
+
+
+def _lines(
+    overlay: Overlay, name: str, points: Sequence[tuple[float, float]]
+) -> list[Curve]:
+    """Makes the curve of some points; of many points a faint one with a smoothed one on
+    it.
+    """
+    if not points:
+        return []
+    curve = _curve(overlay, name, points)
+    if len(points) < _SMOOTHED_FROM:
+        return [curve]
+    smoothed = smooth(curve.y, max(1, len(points) // 100))
+    return [
+        replace(curve, style="raw"),
+        replace(curve, name=f"{name}, smoothed", y=smoothed),
+    ]
+
+
+def _after(curve: Curve, step: float) -> Curve:
+    first = sum(x < step for x in curve.x)
+    return replace(curve, x=curve.x[first:], y=curve.y[first:])

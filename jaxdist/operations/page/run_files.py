@@ -1,0 +1,166 @@
+"""The files of a run's workdir. Anybody may have written them, so what cannot be read
+is skipped. No jax.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config import schema
+from jaxdist.operations.ledger import run_lives
+from jaxdist.storage import run_format, untrusted
+from jaxdist.telemetry import metrics
+
+_PROFILE = "profile/top_ops.json"
+# Fields that are read of a file, with their types.
+_INFO_TYPES: Mapping[str, type] = {
+    "mesh": dict,
+    "pipeline": dict,
+    "sharding": list,
+    "device_kind": str,
+    "timeline_svg": str,
+    "split_sequences": list,
+}
+_OPERATION_TYPES: Mapping[str, Any] = {
+    "op": str,
+    "share": int | float,
+    "seconds": int | float,
+    "count": int,
+}
+_LARGEST = 1e250  # its product with a unit's factor is finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """Contents of a workdir; those of absent files are empty."""
+
+    folder: Path
+    config: Mapping[str, Any]  # flat: dotted path -> value
+    info: Mapping[str, Any]  # run.json
+    rows: metrics.MetricRows
+    events: Sequence[metrics.Row]
+    lives: Sequence[run_lives.Life]  # ledger.json
+    operations: Sequence[Mapping[str, Any]]  # of a profile
+
+    @property
+    def unit(self) -> str:
+        """What the run counts: "tokens", or "samples" of a model without tokens."""
+        if self.info.get("unit") == "samples":
+            return "samples"
+        return "tokens"
+
+    @property
+    def last_row(self) -> metrics.Row:
+        """The newest training row; {} before the first."""
+        if not self.rows.train:
+            return {}
+        return self.rows.train[-1]
+
+
+class WorkdirReader:
+    """Reads the small files of a workdir, and notes in `faults` what it cannot read."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.faults: list[str] = []
+
+    def config(self) -> dict[str, Any]:
+        """Reads config.json, flat."""
+        return schema.flatten(self.document(run_format.CONFIG))
+
+    def info(self) -> dict[str, Any]:
+        """Reads run.json, without fields of a wrong type."""
+        info = self.document(run_format.RUN)
+        for name, kind in _INFO_TYPES.items():
+            if name in info and not isinstance(info[name], kind):
+                value = info.pop(name)
+                self.faults.append(f"{run_format.RUN}: {name} is {_type_of(value)}")
+        return info
+
+    def operations(self) -> list[dict[str, Any]]:
+        """Reads the operations of a profile, longest first; [] without a profile."""
+        stored = self.document(_PROFILE).get("ops", [])
+        if not isinstance(stored, list):
+            self.faults.append(f"{_PROFILE}: ops is {_type_of(stored)}")
+            return []
+        operations = [row for row in stored if _is_operation(row)]
+        bad = len(stored) - len(operations)
+        if bad:
+            self.faults.append(
+                f"{_PROFILE}: {bad} of {len(stored)} rows could not be read"
+            )
+        return operations
+
+    def text(self, name: str) -> str:
+        """Reads a text file; "" if it is absent."""
+        with self._noting(name):
+            return untrusted.read_bytes(self.folder / name).decode(errors="replace")
+        return ""
+
+    def document(self, name: str) -> dict[str, Any]:
+        """Reads a JSON object of this version; {} if it is absent."""
+        with self._noting(name):
+            stored = untrusted.read_json(self.folder / name, dict)
+            return run_format.unmarked(stored, name)
+        return {}
+
+    def note_lines(self, name: str, count: int) -> None:
+        """Notes how many lines of a file could not be read."""
+        if count == 1:
+            self.faults.append(f"{name}: 1 line could not be read")
+        elif count:
+            self.faults.append(f"{name}: {count} lines could not be read")
+
+    @contextlib.contextmanager
+    def _noting(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            pass
+        except run_format.OtherVersion as error:
+            self.faults.append(str(error))
+        except untrusted.Malformed as error:
+            self.faults.append(f"{name}: {error}")
+
+
+def number(value: object) -> float | None:
+    """Converts a value of a file to a float; None if it is no number.
+
+    A number that no chart could show becomes infinite.
+    """
+    if not isinstance(value, int | float):
+        return None
+    if abs(value) > _LARGEST:
+        return math.copysign(math.inf, value)
+    return float(value)
+
+
+def finite(value: object) -> float | None:
+    """Converts a value of a file to a finite float; None if it is none."""
+    converted = number(value)
+    if converted is None or not math.isfinite(converted):
+        return None
+    return converted
+
+
+def fields(document: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Reads an object inside another; {} if it is absent or no object."""
+    value = document.get(name)
+    if not isinstance(value, dict):
+        return {}
+    return value
+
+
+def _is_operation(row: object) -> bool:
+    if not isinstance(row, dict):
+        return False
+    return all(
+        isinstance(row.get(name), kind) for name, kind in _OPERATION_TYPES.items()
+    )
+
+
+def _type_of(value: object) -> str:
+    return type(value).__name__

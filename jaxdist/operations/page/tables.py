@@ -1,0 +1,89 @@
+"""Tables and texts of a page, as HTML. All text is escaped."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+
+_NUMBER = re.compile(r"(-?[\d.,]+(e[-+]\d+)?( %)?|–)?")
+ABSENT = "–"
+
+
+def titled(title: str, body: str) -> str:
+    """Sets a heading above a body; "" without a body."""
+    if not body:
+        return ""
+    return f"<h2>{escape(title)}</h2>{body}"
+
+
+def text_card(text: str) -> str:
+    """Draws a card with text as it is; "" without text."""
+    if not text:
+        return ""
+    return f'<div class="card scroll"><pre>{escape(text)}</pre></div>'
+
+
+def table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    keys: Sequence[str] = (),
+    row_styles: Sequence[str] = (),
+) -> str:
+    """Draws a scrolling card with a table; "" without rows.
+
+    Columns of numbers are aligned right.
+
+    Args:
+      keys: HTML before the first cell of each row; by default none.
+      row_styles: a CSS class for each row, "" for none; by default none.
+    """
+    if not rows:
+        return ""
+    styles = []
+    for column in zip(*rows, strict=True):
+        is_numbers = all(map(_NUMBER.fullmatch, column))
+        styles.append(" class=number" if is_numbers else "")
+    body = ""
+    for index, row in enumerate(rows):
+        cells = [escape(text) for text in row]
+        if keys:
+            cells[0] = f"{keys[index]} {cells[0]}"
+        row_style = ""
+        if row_styles and row_styles[index]:
+            row_style = f" class={row_styles[index]}"
+        body += f"<tr{row_style}>{_cells('td', cells, styles)}</tr>"
+    names = _cells("th", [escape(name) for name in head], styles)
+    return (
+        '<div class="card scroll" tabindex="0"><table><thead><tr>'
+        f"{names}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _cells(tag: str, contents: Sequence[str], styles: Sequence[str]) -> str:
+    return "".join(
+        f"<{tag}{style}>{content}</{tag}>"
+        for content, style in zip(contents, styles, strict=True)
+    )
+
+
+def side_by_side(tables: Sequence[Mapping[str, object]]) -> list[list[str]]:
+    """Lists rows of (key, its value in each table), by key."""
+    keys = sorted({key for table in tables for key in table})
+    return [[key, *(exact(table.get(key, ABSENT)) for table in tables)] for key in keys]
+
+
+def exact(value: object) -> str:
+    """Formats a value without loss: text as it is, the rest as JSON."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def brief(value: object) -> str:
+    """Formats a value for people: floats with six digits, integers grouped."""
+    if isinstance(value, float):
+        return f"{value:.6g}" if abs(value) < 1e6 else f"{value:,.0f}"
+    if type(value) is int:
+        return f"{value:,}"
+    return exact(value)

@@ -1,0 +1,225 @@
+"""What a policy is trained for.
+
+The policy is the model that a run trains. Its objective turns what the policy computes
+for a batch into sums (`Loss`). It has three parts, so that the head can score in
+chunks, a pipeline can cut up the policy, and gradients can cross devices once a step:
+
+1. `prepare` adds float fields to a batch: what frozen modules say of its tokens. It is
+   a forward program of its own, which runs before the policy's.
+2. `token_terms`, a method of the policy, gives values for each target: its
+   log-probability, for example.
+3. `sample_loss` makes a loss of the terms of one row.
+
+Letters: B samples, S sequence length, k values of a token, D model.
+"""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.config import ConfigError
+from jaxdist.protocols.model import (
+    Batch,
+    Loss,
+    Recompute,
+    Transform,
+    as_loss,
+    head_loss,
+    staged_loss,
+    staged_output,
+)
+
+REQUIRED = (
+    "loss(self, batch, key) -> a scalar mean, (sum, count), or (sum, count, aux, stats)"
+)
+Terms = dict[str, jax.Array]  # float32 [B, S] or [B, S, k] by name
+# A frozen module as `prepare` sees it: gives its `token_terms` for a batch.
+FrozenModule = Callable[[Batch], Terms]
+
+
+class Objective(ABC):
+    """The base of all objectives.
+
+    Attributes:
+      modules: names of the frozen modules that `prepare` calls.
+      sums_over_samples: whether the loss is a sum of terms of one sample each, if that
+        of the policy's own code is (see `jaxdist.protocols.model`).
+    """
+
+    modules: ClassVar[tuple[str, ...]] = ()
+    sums_over_samples: ClassVar[bool] = True
+
+    @property
+    def prepares(self) -> bool:
+        """Whether batches get further fields."""
+        return type(self).prepare is not Objective.prepare
+
+    def prepare(self, modules: Mapping[str, FrozenModule], batch: Batch) -> Terms:
+        """Computes further fields of a batch. Nothing is differentiated here.
+
+        Args:
+          modules: the frozen modules by name.
+
+        Returns:
+          float fields [B, S] or [B, S, k], by names that the batch does not have.
+        """
+        return {}
+
+    def batch_loss(
+        self,
+        policy: Any,
+        batch: Batch,
+        key: jax.Array | None,
+        transform: Transform | Recompute = lambda block: block,
+    ) -> Loss:
+        """Computes the loss of a whole batch with all layers.
+
+        Args:
+          key: the step's; None: deterministic.
+          transform: wraps the policy's blocks, for rematerialisation.
+        """
+        return staged_loss(policy, batch, key, transform, head=self.head_loss)
+
+    @abstractmethod
+    def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
+        """Computes the loss from the last block's output [B, S, D]."""
+
+    @abstractmethod
+    def faults(self, model_class: type, staged: bool) -> Iterator[str]:
+        """Yields why a model of this class cannot be the policy."""
+
+
+@dataclass(frozen=True)
+class NextToken(Objective):
+    """The loss of the policy's own `head`, which scores and differentiates at once.
+
+    For the transformer that is next-token cross-entropy.
+    """
+
+    def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
+        return head_loss(policy, x, batch)
+
+    def faults(self, model_class: type, staged: bool) -> Iterator[str]:
+        yield from ()
+
+
+class TokenObjective(Objective):
+    """An objective in three parts. Subclasses write `sample_loss`, and maybe `prepare`.
+
+    The policy has a method `token_terms(x, batch) -> Terms`: what its head gives for
+    each target, from the last block's output.
+    """
+
+    @abstractmethod
+    def sample_loss(self, terms: Terms, sample: Batch) -> Loss:
+        """Computes the loss of one sample.
+
+        Sum terms over the sequence before anything that is not linear: devices may
+        share out the sequence.
+
+        Args:
+          terms: of the policy, each [S] or [S, k].
+          sample: the row of each field of the batch, prepared ones too.
+        """
+
+    def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
+        terms = policy.token_terms(x, batch)
+        losses = jax.vmap(self._as_sums)(terms, dict(batch))
+        return jax.tree.map(lambda each: each.sum(0), losses)
+
+    def _as_sums(self, terms: Terms, sample: Batch) -> Loss:
+        return as_loss(self.sample_loss(terms, sample), sample)
+
+    def faults(self, model_class: type, staged: bool) -> Iterator[str]:
+        yield from token_faults(type(self).__name__, model_class, staged)
+
+
+@dataclass(frozen=True)
+class WholeModel(Objective):
+    """The loss that a model of a user computes by itself, `loss(batch, key)`."""
+
+    def batch_loss(
+        self,
+        policy: Any,
+        batch: Batch,
+        key: jax.Array | None,
+        transform: Transform | Recompute = lambda block: block,
+    ) -> Loss:
+        return as_loss(policy.loss(batch, key), batch)
+
+    def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
+        raise TypeError(f"{type(policy).__name__} has no head of its own")
+
+    def faults(self, model_class: type, staged: bool) -> Iterator[str]:
+        yield from _loss_faults(model_class)
+
+
+def token_faults(user: str, model_class: type, staged: bool) -> Iterator[str]:
+    """Yields why a model cannot give values for each target.
+
+    Args:
+      user: who asks for them.
+    """
+    name = model_class.__name__
+    if not staged:
+        yield f"{user}: {name} needs embed, a stack of blocks, and head"
+    elif not callable(getattr(model_class, "token_terms", None)):
+        yield (
+            f"{user}: {name} has no method `token_terms`; required: "
+            f"token_terms(self, x, batch) -> {{name: [B, S] or [B, S, k]}}"
+        )
+
+
+def module_terms(module: Any, batch: Batch) -> Terms:
+    """Computes what the head of a frozen module gives for each target of a batch."""
+    x = staged_output(module, batch, None).x
+    return as_terms(module.token_terms(x, batch), batch)
+
+
+def as_terms(terms: Mapping[str, Any], batch: Batch) -> Terms:
+    """Returns terms as float32.
+
+    Raises:
+      ConfigError: one is not [B, S] or [B, S, k], or no float.
+    """
+    dims = batch_dims(batch)
+    faults = [
+        f"{name} {x.dtype}{list(x.shape)}: required float {list(dims)} or "
+        f"{[*dims, 'k']}"
+        for name, x in terms.items()
+        if x.shape[:2] != dims
+        or x.ndim > 3
+        or not jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    if faults:
+        raise ConfigError(faults)
+    return {name: x.astype(jnp.float32) for name, x in terms.items()}
+
+
+def batch_dims(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Finds [B, S] of a batch.
+
+    Raises:
+      ConfigError: no field is [B, S].
+    """
+    for x in batch.values():
+        if x.ndim == 2:
+            return x.shape
+    raise ConfigError("the batch has no field [B, S], which terms of tokens need")
+
+
+def _loss_faults(model_class: type) -> Iterator[str]:
+    name = model_class.__name__
+    loss: Any = getattr(model_class, "loss", None)
+    if not callable(loss):
+        yield f"{name} has no method `loss`; required: {REQUIRED}"
+        return
+    try:
+        inspect.signature(loss).bind("self", "batch", "key")
+    except TypeError as error:
+        yield f"{name}.loss{inspect.signature(loss)}: {error}; required: {REQUIRED}"

@@ -1,0 +1,133 @@
+"""The rules between a run's model, its batch and the axes of its mesh."""
+
+from collections.abc import Iterable, Iterator
+
+from jaxdist.config import ConfigError
+from jaxdist.ops import context_attention
+from jaxdist.optim import optimizers
+from jaxdist.parallel.placement import place
+from jaxdist.step import reduction
+from jaxdist.trainer.compose import Composition
+
+
+def layout_faults(composition: Composition) -> list[str]:
+    """Lists what is wrong with a run's layout, each fault with its cure."""
+    run = composition.config
+    spec = composition.spec
+    rules = composition.rules
+    faults = [
+        *_batch_faults(composition),
+        *optimizers.group_faults(run.optimizer, spec.named_trainable()),
+    ]
+    if run.mesh.reduce == "once" and (why := reduction.obstacle(spec, rules)):
+        faults.append(reduction.refusal(why))
+    misfits = [*_axis_faults(composition)]
+    try:
+        if misfits:  # the model may have no stages to place
+            place(spec.named_parameters(), rules)
+        else:
+            composition.placements()
+    except ConfigError as error:
+        misfits += _merged(error.faults)
+    return faults + misfits
+
+
+def _batch_faults(composition: Composition) -> Iterator[str]:
+    batch = composition.config.batch
+    flow = composition.microbatches
+    shards = composition.shape.batch_shards
+    unit = composition.parts * shards
+    if min(unit, batch.global_size) < 1 or batch.global_size % unit == 0:
+        return
+    below = batch.global_size // unit * unit
+    above = below + unit
+    legal = f"{below} or {above}" if below else f"{above}"
+    microbatches = f"microbatches {flow} x " if flow > 1 else ""
+    yield (
+        f"batch.global_size={batch.global_size} is not divisible by accumulation {batch.accumulation} x "
+        f"{microbatches}batch shards {shards} "
+        f"(data x fsdp x expert) = {unit}; nearest legal sizes: {legal}"
+    )
+
+
+def _axis_faults(composition: Composition) -> Iterator[str]:
+    """Yields which mesh axes the model or the batch is not made for."""
+    yield from _pipeline_faults(composition)
+    yield from _remat_faults(composition)
+    yield from _expert_faults(composition)
+    yield from _context_faults(composition)
+
+
+def _pipeline_faults(composition: Composition) -> Iterator[str]:
+    cut = composition.staging
+    if cut is None:
+        return
+    if composition.spec.staged:
+        yield from cut.faults()
+        return
+    model = composition.config.model
+    name = model.get("name", model["target"])
+    yield (
+        f"mesh.pipeline={cut.stages}: {name} has no stages (embed, blocks, head); "
+        f"write it so, or set mesh.pipeline=1"
+    )
+
+
+def _remat_faults(composition: Composition) -> Iterator[str]:
+    """Yields why the stack's layers cannot be computed again in such parts; of a
+    pipeline's see `Staging`.
+    """
+    if composition.staging is not None:
+        return
+    remat = composition.config.remat
+    spec = composition.spec
+    layers = 0
+    if spec.staged:
+        layers = spec.depth * spec.block_layers
+    elif remat.layers or remat.every > 1:
+        yield f"remat.layers, remat.every: {spec.model_class.__name__} has no blocks; leave them out"
+        return
+    if remat.layers > layers or remat.layers % spec.block_layers:
+        groups = ""
+        if spec.block_layers > 1:
+            groups = f", in groups of {spec.block_layers}"
+        yield f"remat.layers={remat.layers}: the stack has {layers} layers{groups}; set it to a part of them"
+    yield from remat.stack_faults(layers, "the stack", spec.period * spec.block_layers)
+
+
+def _expert_faults(composition: Composition) -> Iterator[str]:
+    size = composition.shape.sizes["expert"]
+    spec = composition.spec
+    parameters = spec.named_parameters().values()
+    if size > 1 and not any("experts" in names for _, names in parameters):
+        yield (
+            f"mesh.expert={size}: {spec.model_class.__name__} has no experts (parameters with a dim of that "
+            f"name); set mesh.expert=1, and mesh.fsdp or mesh.data to {size} times its size"
+        )
+
+
+def _context_faults(composition: Composition) -> Iterator[str]:
+    run = composition.config
+    size = composition.shape.sizes["context"]
+    if size == 1:
+        return
+    if not run.data.is_text:
+        yield f"mesh.context={size}: data.source={run.data.source} has no sequences; set mesh.context=1"
+        return
+    heads = getattr(run.model_config, "num_heads", None)
+    yield from context_attention.faults(
+        composition.rules, run.batch.sequence_length, heads
+    )
+
+
+def _merged(faults: Iterable[str]) -> list[str]:
+    """Merges faults of the form `parameter: text`: one for all parameters of a text."""
+    parameters: dict[str, list[str]] = {}
+    for fault in faults:
+        parameter, _, text = fault.partition(": ")
+        parameters.setdefault(text, []).append(parameter)
+    merged = []
+    for text, (first, *more) in parameters.items():
+        others = f" and {len(more)} more" if more else ""
+        merged.append(f"{first}{others}: {text}")
+    return merged

@@ -1,0 +1,116 @@
+"""The loop of a run with what it needs: display, log of steps, saver."""
+
+from functools import partial
+
+import jax
+
+from jaxdist.checkpoint.manager import NotOwner
+from jaxdist.data import SourceError
+from jaxdist.telemetry.display import Display
+from jaxdist.trainer import compose, extension, model_flops, opening, reporting
+from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd
+from jaxdist.trainer.extension import SettledSchedule
+from jaxdist.trainer.loop import Trainer, TrainingStopped
+from jaxdist.trainer.preemption import StopSignals
+from jaxdist.trainer.saver import Saver, checkpoint_metadata, failure_rate
+from jaxdist.trainer.start import Start
+from jaxdist.trainer.step_log import StepLog
+
+
+def build_display(run: Run) -> Display:
+    """Makes what shows the run on the first process; it takes the run's notes."""
+    train = run.config.train
+    left_s = None
+    if train.max_minutes:
+        left_s = 60 * train.max_minutes - run.progress.elapsed_s
+    display = Display(
+        total_steps=train.steps,
+        first_step=run.progress.step,
+        max_seconds=left_s,
+        unit=compose.unit(run.config),
+        enabled=opening.is_lead(),
+    )
+    run.note = display.note
+    return display
+
+
+def train_to_end(
+    run: Run,
+    callbacks: CallbackList,
+    signals: StopSignals,
+    display: Display,
+    schedule: SettledSchedule,
+    start: Start,
+) -> RunEnd:
+    """Trains from a start to the end; an error that ends the run is an event `stop`.
+
+    Args:
+      run: with its step built and its checkpoints and files open.
+      callbacks: of the run, started.
+      signals: that stop it.
+      display: shows the run.
+      schedule: of the learning rate.
+      start: the first state.
+
+    Raises:
+      TrainingStopped: losses stayed non-finite, or a checkpoint could not be written.
+      SourceError: the data cannot be read.
+    """
+    assert run.built is not None and run.store is not None and run.writer is not None
+    log = StepLog(
+        config=run.config,
+        progress=run.progress,
+        writer=run.writer,
+        display=display,
+        throughput=model_flops.throughput(
+            run.composition, run.built.mesh, start.step_flops
+        ),
+        samples=run.samples,
+        callbacks=callbacks,
+    )
+    run.store.milestones = extension.milestones(run.config, schedule.steps)
+    saver = Saver(
+        store=run.store,
+        views=run.built.views,
+        writer=run.writer,
+        display=display,
+        metadata=partial(checkpoint_metadata, run, schedule.steps, callbacks),
+        failures=partial(failure_rate, run),
+        on_save=callbacks.save,
+    )
+    # They may delete in a store what has expired: by now is known what is kept.
+    callbacks.load(start.callbacks)
+    trainer = Trainer(
+        run=run,
+        callbacks=callbacks,
+        signals=signals,
+        display=display,
+        log=log,
+        saver=saver,
+    )
+    end = trainer.end_without_steps(start.state)
+    if end is not None:
+        return end
+    reporting.report_start(run, callbacks, saver, schedule.steps)
+    try:
+        state, reason = trainer.train(start.state)
+    except (
+        SourceError,
+        NotOwner,
+        TrainingStopped,
+        jax.errors.JaxRuntimeError,
+    ) as error:
+        _report_stop(run, error)
+        if isinstance(error, NotOwner):
+            raise TrainingStopped(str(error), error.reason) from error
+        raise
+    return trainer.finish(state, reason)
+
+
+def _report_stop(run: Run, error: Exception) -> None:
+    """Writes the event of a run that an error ends."""
+    if isinstance(error, SourceError):
+        cause = "data"
+    else:
+        cause = getattr(error, "reason", "runtime")
+    run.event("stop", run.progress.step, reason=cause, error=str(error))

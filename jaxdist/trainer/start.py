@@ -1,0 +1,98 @@
+"""Where a run starts: fresh, or from a checkpoint; its step compiles meanwhile."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxdist.checkpoint import manager as checkpoints
+from jaxdist.data import Dataset
+from jaxdist.distributed import consistency, coordination
+from jaxdist.step.state import State
+from jaxdist.trainer import initial_weights, restore
+from jaxdist.trainer.callbacks import Run
+from jaxdist.trainer.compile_ahead import compile_step
+from jaxdist.trainer.health import SkippingDataset
+from jaxdist.trainer.progress import Progress, progress_of
+from jaxdist.trainer.user_model import UserInputs
+from jaxdist.trainer.weight_source import WeightSource
+
+
+class Start(NamedTuple):
+    """Where a run starts."""
+
+    state: State
+    # of the step's program, all devices together; None: not all of it counts
+    step_flops: float | None
+    callbacks: dict[str, Any]  # what the checkpoint keeps of callbacks, by name
+
+
+def init_or_restore(
+    run: Run,
+    dataset: Dataset,
+    phase: Callable[[str, int], None],
+    inputs: UserInputs,
+    sources: Sequence[WeightSource],
+    back_to: int | None = None,
+) -> Start:
+    """Makes the first state or reads it; the step is compiled.
+
+    The step compiles in one thread, and to restore, the checkpoint library is imported
+    in another, while the state is made or read here: a start takes the longest of the
+    three, not their sum.
+
+    Args:
+      run: with its step built and its checkpoints open; takes progress and data.
+      dataset: the run's, without anything left out.
+      phase: told of "restore" and "compile", each with the step reached.
+      inputs: what a caller has given.
+      sources: of the initial weights; none: they are random.
+      back_to: a step to go on from; what was saved after it goes to quarantine. None:
+        the newest.
+    """
+    built = run.built
+    store = run.store
+    assert built is not None
+    assert store is not None
+    pool = ThreadPoolExecutor(3)
+    try:
+        compiled = pool.submit(compile_step, run.composition, built)
+        if not restore.has_checkpoint(run):
+            if sources:
+                phase("restore", 0)
+            state = initial_weights.first_state(
+                run.config, built, run.folder, sources, inputs
+            )
+            progress = Progress()
+            windows: list[list[int]] = []
+            reader = None
+            kept: dict[str, Any] = {}
+        else:
+            phase("restore", 0)
+            library = pool.submit(checkpoints.preload)
+            prepared = pool.submit(store.prepare, built.views.abstract)
+            library.result()
+            restored = restore.restore_checkpoint(run, dataset, back_to)
+            state = built.views.staged(restored.state)
+            progress = progress_of(restored.metadata)
+            windows = coordination.broadcast(
+                restore.skipped_windows(run.folder, restored.metadata)
+            )
+            reader = restored.metadata.get(restore.READER)
+            kept = restored.metadata.get(restore.CALLBACKS, {})
+            prepared.result()
+        phase("compile", progress.step)
+        flops = compiled.result()
+        consistency.agree(lambda: {"data left out": windows})
+        skipping = SkippingDataset(dataset, windows)
+        if 0 < progress.step < run.config.train.steps:
+            line = skipping.go_to(progress.step, reader)
+            if line and jax.process_index() == 0:
+                print(line)
+        run.progress = progress
+        run.dataset = skipping
+        return Start(state, flops, kept)
+    finally:
+        # an error does not wait for the compiler
+        pool.shutdown(wait=False, cancel_futures=True)

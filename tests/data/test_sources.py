@@ -1,0 +1,178 @@
+"""The table of data sources: each row's facts are rules of the config, and each source
+keeps the promises of all.
+"""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxdist.config import ConfigError
+from jaxdist.data import DataConfig, open_dataset, sample_shapes
+from jaxdist.data.config import parts_of
+from jaxdist.data.sources.source import Mixture, SampleSource, TextSource
+from jaxdist.data.sources.table import SOURCES, guess_source
+
+TEXTS = [f"<{number}>" + "abcdefghij"[number % 10] * 40 for number in range(60)]
+
+
+def write_text(folder: Path) -> str:
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number}.txt").write_text(text)
+    return str(folder)
+
+
+def write_jsonl(folder: Path) -> str:
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    return str(folder / "rows.jsonl")
+
+
+def write_bin(folder: Path) -> str:
+    np.arange(60_000, dtype="<u2").tofile(folder / "tokens.bin")
+    return str(folder / "tokens.bin")
+
+
+def write_megatron(folder: Path) -> str:
+    np.arange(6000, dtype="<u2").tofile(folder / "pair.bin")
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 60, 61)
+    lengths = np.full(60, 100, "<i4")
+    offsets = 200 * np.arange(60, dtype="<i8")
+    borders = np.arange(61, dtype="<i8")
+    parts = [header, lengths.tobytes(), offsets.tobytes(), borders.tobytes()]
+    (folder / "pair.idx").write_bytes(b"".join(parts))
+    return str(folder / "pair")
+
+
+def write_parquet(folder: Path) -> str:
+    pyarrow = pytest.importorskip("pyarrow", reason="extra `hf` is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": TEXTS}), folder / "rows.parquet")
+    return str(folder / "rows.parquet")
+
+
+def write_huggingface(folder: Path) -> str:
+    datasets = pytest.importorskip("datasets", reason="extra `hf` is not installed")
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(folder / "rows"))
+    return str(folder / "rows")
+
+
+def write_arrays(folder: Path) -> str:
+    np.savez(folder / "rows.npz", x=np.arange(120.0).reshape(60, 2))
+    return str(folder / "rows.npz")
+
+
+# How to write a small corpus of each source that reads a path.
+WRITERS = {
+    "text": write_text,
+    "jsonl": write_jsonl,
+    "bin": write_bin,
+    "megatron": write_megatron,
+    "huggingface": write_huggingface,
+    "parquet": write_parquet,
+    "arrays": write_arrays,
+}
+
+
+def written(name: str, folder: Path) -> DataConfig:
+    """Writes a corpus of a source, and gives the config that reads it."""
+    folder.mkdir(parents=True)
+    path = WRITERS[name](folder)
+    cache = str(folder.parent / "cache")
+    return DataConfig(source=name, path=path, validation_share=60, cache_dir=cache)
+
+
+def opened(config: DataConfig, lines: list[str] | None = None, seed: int = 3):
+    log = (lines if lines is not None else []).append
+    return open_dataset(config, sequence_length=16, seed=seed, log=log)
+
+
+def faults(**options) -> str:
+    return "\n".join(DataConfig(**options).faults())
+
+
+def test_each_source_with_a_path_is_tested():
+    names = {
+        name
+        for name, source in SOURCES.items()
+        if source.takes_path and not source.from_caller
+    }
+    assert names == set(WRITERS)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_source_is_the_same_wherever_it_is_stored(name, tmp_path):
+    lines: list[str] = []
+    config = written(name, tmp_path / "here")
+    dataset = opened(config, lines)
+    is_text = isinstance(SOURCES[name], TextSource)
+    assert any("tokenised" in line for line in lines) == is_text
+    steps = 2 * dataset.num_train_samples // 4 + 1  # more than two epochs
+    batches = [dataset.train_batch(step, 4) for step in range(steps)]
+    again = opened(config, later := [])
+    assert not any("tokenised" in line for line in later)
+    for step in reversed(range(steps)):  # resume at every step
+        for entry, values in again.train_batch(step, 4).items():
+            np.testing.assert_array_equal(values, batches[step][entry])
+    moved = opened(written(name, tmp_path / "some" / "where" / "else"))
+    if name != "huggingface":  # its cached files have times
+        assert moved.fingerprint == dataset.fingerprint
+    shapes = sample_shapes(config, 16)
+    assert {entry: (x.shape[1:], x.dtype.name) for entry, x in batches[0].items()} == {
+        entry: tuple(shape) for entry, shape in shapes.items()
+    }
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_is_held_out_is_not_trained_on(name, tmp_path):
+    config = written(name, tmp_path / "here")
+    dataset = opened(config)
+    entry = "tokens" if config.is_text else "x"
+    train = dataset.read("train", np.arange(dataset.num_train_samples))[entry]
+    held_out = dataset.read("validation", np.arange(1))[entry]
+    assert dataset.num_validation_tokens > 0
+    seen = {row.tobytes() for row in train}
+    assert held_out[0].tobytes() not in seen
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_facts_of_a_source_are_rules_of_the_config(name):
+    source = SOURCES[name]
+    needs_path = f"data.source={name} needs data.path"
+    assert (needs_path in faults(source=name)) == source.takes_path
+    not_read = f"data.path=x is not read by data.source={name}"
+    assert (not_read in faults(source=name, path="x")) != source.takes_path
+    packed = faults(source=name, path="x", packing="documents")
+    assert (f"data.source={name} has none" in packed) != source.has_documents
+    chats = faults(source=name, path="x", packing="documents", format="chat")
+    assert (f"data.source={name} has no chats" in chats) != source.has_chats
+    assert ("only there batches are given" in faults(source=name)) == (
+        source.from_caller
+    )
+    assert DataConfig(source=name).is_text != isinstance(source, SampleSource)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_mixtures_have_parts_of_tokens(name):
+    config = DataConfig(source="mixture", mixture=(f"1:{name}:x",))
+    source = SOURCES[name]
+    is_part = source.is_text and not isinstance(source, Mixture)
+    if is_part and source.takes_path:
+        weights, parts = parts_of(config)
+        assert weights == [1.0]
+        assert (parts[0].source, parts[0].path) == (name, "x")
+        return
+    fault = "is not read by" if is_part else "a source of stdlib, text"
+    with pytest.raises(ConfigError, match=fault):
+        parts_of(config)
+
+
+def test_an_ending_belongs_to_one_source():
+    endings = [ending for source in SOURCES.values() for ending in source.endings]
+    assert len(set(endings)) == len(endings) > 5
+    for name, source in SOURCES.items():
+        for ending in source.endings:
+            assert guess_source(f"folder/file{ending}") == name
+    assert guess_source("notes.md") == "text"

@@ -1,0 +1,63 @@
+"""Number formats: the tables hold all that the config names, and each format says what
+it needs.
+"""
+
+import typing
+
+import jax.numpy as jnp
+import pytest
+
+from jaxdist.hardware.chips import CHIPS
+from jaxdist.ops import matmul
+from jaxdist.parallel.precision import (
+    FORMATS,
+    RECIPES,
+    UNITS,
+    ComputeName,
+    PrecisionConfig,
+    RecipeName,
+)
+from jaxdist.verification.comparison import BANDS
+
+PEAKS = {dtype for chip in CHIPS for dtype in chip.peak_flops_per_s}
+
+
+def test_the_config_s_names_are_those_of_the_tables():
+    assert typing.get_args(ComputeName) == tuple(FORMATS)
+    assert typing.get_args(RecipeName) == tuple(RECIPES)
+    assert tuple(BANDS) == (*FORMATS, *RECIPES)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_a_dtype_with_a_peak(name):
+    assert PrecisionConfig(compute=name).format is FORMATS[name]
+    assert FORMATS[name].peak in PEAKS
+    # A scale is for ranges narrower than float32's.
+    narrow = jnp.finfo(FORMATS[name].dtype).maxexp < jnp.finfo(jnp.float32).maxexp
+    assert FORMATS[name].scales_loss == narrow
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_needs_a_format_and_units_and_has_code(name):
+    recipe = RECIPES[name]
+    assert recipe.dtype in FORMATS and recipe.units in UNITS and recipe.peak in PEAKS
+    assert type(recipe) in matmul._MULTIPLY
+    assert 1 <= recipe.matmuls <= 3 and 0 < recipe.units.reached <= 1
+    band = FORMATS[recipe.dtype].band
+    assert recipe.band.gradient >= band.gradient and recipe.band.update >= band.update
+    fits = PrecisionConfig(compute=recipe.dtype, matmul=name)
+    assert fits.recipe == recipe and fits.peak == recipe.peak and not [*fits.faults()]
+    for other in FORMATS.keys() - {recipe.dtype}:
+        (fault,) = PrecisionConfig(compute=other, matmul=name).faults()
+        assert f"set precision.compute={recipe.dtype}" in fault
+
+
+def test_small_kernels_are_taken_where_the_config_says_so():
+    (name, *_) = RECIPES
+    few, all_kernels = (
+        PrecisionConfig(matmul=name, fp8_small_kernels=small).recipe
+        for small in (False, True)
+    )
+    assert few.why_not((), (64, 64), 1) == "64 x 64: too small to gain"
+    assert all_kernels.why_not((), (64, 64), 1) == ""
+    assert "multiples of 16" in all_kernels.why_not((), (64, 24), 1)

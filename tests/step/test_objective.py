@@ -1,0 +1,204 @@
+"""Objectives: three parts, a frozen reference, the same numbers on every layout."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxdist.checkpoint.state_dict import to_canonical
+from jaxdist.config import ConfigError
+from jaxdist.models.transformer import Transformer
+from jaxdist.protocols.model import Loss
+from jaxdist.protocols.model_spec import describe
+from jaxdist.protocols.objective import NextToken, TokenObjective, WholeModel
+from jaxdist.step import reduction
+from support.models import TINY, Layout, rules_and_mesh, worst
+from support.objectives import (
+    MODEL,
+    REFERENCE,
+    Preference,
+    Result,
+    SumObjective,
+    batch_of_pairs,
+    build,
+    case,
+    run,
+    spec_for,
+)
+
+CASES = {
+    "accumulation": case({"data": 2, "fsdp": 2}, accumulation=2),
+    "once": case({"data": 2, "tensor": 2}, accumulation=2, reduce="once"),
+    "two stages": case({"pipeline": 2, "fsdp": 2}, accumulation=2),
+    "four stages": case({"pipeline": 4, "data": 2}, reduce="once"),
+    "last edges": case({"pipeline": 2, "tensor": 2}, edges="last"),
+    "ring": case({"context": 4, "fsdp": 2}, attention="ring"),
+}
+
+
+@lru_cache
+def one_device() -> Result:
+    return run(spec_for(Preference()), case(), batch_of_pairs())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_reference_gives_the_same_on_every_layout(name):
+    found, wanted = (
+        run(spec_for(Preference()), CASES[name], batch_of_pairs()),
+        (one_device()),
+    )
+    for metric in ("loss", "aux/reference", "aux/spread", "grad_norm"):
+        assert found.metrics[metric] == pytest.approx(wanted.metrics[metric], rel=2e-5)
+    assert worst(found.gradients, wanted.gradients) < 1e-4
+    assert worst(found.trainable, wanted.trainable) < 1e-5
+    assert found.evaluated[1] == wanted.evaluated[1] == 16
+    np.testing.assert_allclose(found.evaluated[0], wanted.evaluated[0], rtol=1e-5)
+
+
+def test_the_loss_of_pairs_is_that_of_a_plain_program():
+    """The reference, the rows and the gradient are written out here, without ours."""
+    spec, batch = spec_for(Preference()), batch_of_pairs()
+    state = jax.device_get(build(spec, case()).init())
+    frozen = describe(lambda rngs: Transformer(REFERENCE, rngs=rngs))
+
+    def log_probability(model):
+        logits = model.forward(batch)
+        log_p = jax.nn.log_softmax(logits)
+        return jnp.take_along_axis(log_p, batch["targets"][..., None], -1)[..., 0]
+
+    reference = log_probability(frozen.assemble({}, {}, {**state.modules["reference"]}))
+
+    def loss(trainable):
+        policy = log_probability(spec.assemble(trainable, {}, {}))
+        gain = (policy - reference) * batch["weights"]
+        first = (gain * (batch["segment_ids"] == 1)).sum(1)
+        second = (gain * (batch["segment_ids"] == 2)).sum(1)
+        return jax.nn.softplus(-0.5 * (first - second)).mean()
+
+    with jax.default_matmul_precision("float32"):
+        wanted = loss(state.trainable)
+    assert one_device().metrics["loss"] == pytest.approx(float(wanted), rel=1e-5)
+    assert abs(float(wanted) - np.log(2)) > 0.1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_cross_entropy_in_three_parts_is_the_default(tied):
+    """Chunks that are filled up and a soft cap: the other backward pass is the same."""
+    model = replace(MODEL, tie_embeddings=tied, loss_chunk=5, logit_softcap=3.0)
+    batch = batch_of_pairs()
+    place = case({"data": 2, "context": 2})
+    ours, three = (
+        run(spec_for(objective, model), place, batch)
+        for objective in (NextToken(), SumObjective())
+    )
+    assert three.metrics["loss"] == pytest.approx(float(ours.metrics["loss"]), rel=1e-6)
+    assert worst(three.gradients, ours.gradients) < 1e-5
+    np.testing.assert_allclose(three.evaluated[:2], ours.evaluated[:2], rtol=1e-6)
+
+
+def test_a_frozen_module_lies_in_the_state_and_stays():
+    on = CASES["two stages"]
+    spec, batch = spec_for(Preference()), batch_of_pairs()
+    built = build(spec, on)
+    state = built.init()
+    flat = built.views.flat(state)
+    names = to_canonical(flat)
+    path = "modules/reference/blocks/mlp/up"
+    assert names[path].shape == (6, 16, 48)
+    assert {*names} - {*to_canonical(flat._replace(modules={}))} == {
+        f"modules/reference/{name}" for name in spec.modules["reference"].named_frozen()
+    }
+    stored = state.modules["reference"]["blocks"]["mlp"]["up"]
+    assert stored.addressable_shards[0].data.size == stored.size // 4
+    before = jax.device_get(flat.modules)
+    again = built.views.staged(flat)
+    placed = jax.device_put(batch, built.batch_shardings(batch))
+    after, _ = built.step(again, placed)
+    kept = jax.device_get(built.views.flat(after).modules)
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, kept))
+
+
+def test_a_reference_begins_as_the_policy_or_as_given():
+    spec = spec_for(Preference(), MODEL, MODEL)
+    state = jax.device_get(build(spec, case()).init())
+    assert jax.tree.all(
+        jax.tree.map(np.array_equal, state.modules["reference"], state.trainable)
+    )
+    norm = jnp.full(32, 3.0)
+    given = {"modules/reference/final_norm/scale": norm}
+    state = jax.device_get(build(spec, case()).init(given))
+    assert (state.modules["reference"]["final_norm"]["scale"] == 3).all()
+    assert (state.trainable["final_norm"]["scale"] == 1).all()
+
+
+class Coupled(SumObjective):
+    """An objective that does not say that its loss is a sum over samples."""
+
+    sums_over_samples = False
+
+
+def test_once_is_refused_for_an_objective_that_does_not_say_so():
+    rules, _ = rules_and_mesh(Layout(2, data=2))
+    why = reduction.obstacle(spec_for(Coupled()), rules)
+    assert "Coupled" in why and "sums_over_samples" in why
+    assert not reduction.obstacle(spec_for(SumObjective()), rules)
+
+
+class Headless(nnx.Module):
+    """A model of a user with a loss of its own."""
+
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
+
+    def loss(self, batch, key):
+        return self.dense(batch["x"]).mean()
+
+
+def test_a_user_model_is_an_objective_as_a_whole():
+    spec = describe(lambda rngs: Headless(rngs))
+    assert spec.objective == WholeModel()
+    with pytest.raises(ConfigError, match="Headless needs embed"):
+        build(spec.trained_for(SumObjective(), {}), case())
+
+
+def test_modules_are_those_that_the_objective_names():
+    spec = describe(lambda rngs: Transformer(TINY, rngs=rngs))
+    with pytest.raises(ConfigError, match="'reference' is missing"):
+        spec.trained_for(Preference(), {})
+    with pytest.raises(ConfigError, match="'teacher' is unknown"):
+        spec.trained_for(SumObjective(), {"teacher": spec})
+    other = describe(lambda rngs: Headless(rngs))
+    with pytest.raises(ConfigError, match="frozen module 'reference': Headless"):
+        spec.trained_for(Preference(), {"reference": other})
+
+
+class Misnamed(TokenObjective):
+    """Prepares what the batch has already, or what is no field of tokens."""
+
+    def __init__(self, name, dims):
+        self.name = name
+        self.dims = dims
+
+    def prepare(self, modules, batch):
+        return {self.name: jnp.zeros(self.dims)}
+
+    def sample_loss(self, terms, sample):
+        return Loss(terms["log_probability"].sum(), jnp.float32(1))
+
+
+@pytest.mark.parametrize(
+    "name, dims, text",
+    [
+        ("weights", (16, 16), "prepare returned weights"),
+        ("margin", (16, 4), r"margin float32\[16, 4\]"),
+        ("margin", (16, 16, 2, 2), "required float"),
+    ],
+)
+def test_prepared_fields_that_do_not_fit_are_refused(name, dims, text):
+    built = build(spec_for(Misnamed(name, dims)), case())
+    with pytest.raises(ConfigError, match=text):
+        built.step.lower(built.abstract_state, built.abstract_batch(batch_of_pairs()))

@@ -1,0 +1,31 @@
+"""A dataset of packed documents in a token file."""
+
+import numpy as np
+
+from jaxdist.data.dataset import Dataset, DatasetSplit
+from jaxdist.data.packing import PackedDocuments, plan_packing
+from jaxdist.data.token_files import TokenFile, TokenStore
+from support.models import TINY
+
+
+def dataset_of(folder, lengths, length_S: int) -> Dataset:
+    """Returns packed documents of these lengths, with tokens of the tests' smallest
+    vocabulary.
+    """
+    ids = np.random.default_rng(0).integers(0, TINY.vocab_size, sum(lengths))
+    ids.astype("<u2").tofile(folder / "0.bin")
+    length = np.array(lengths, np.int64)
+    owner, groups = np.zeros(len(length), np.int32), np.zeros(len(length), np.uint8)
+    start, files = np.cumsum(length) - length, (TokenFile(folder / "0.bin", "<u2"),)
+    store = TokenStore(
+        "test", files, owner, start, length, groups, None, max_id=63, fingerprint="test"
+    )
+    sides = [
+        PackedDocuments(store, plan_packing(store, chosen, length_S), length_S)
+        for chosen in (np.ones(len(length), bool), np.zeros(len(length), bool))
+    ]
+    return Dataset(
+        [tuple(DatasetSplit("test", side, side.num_targets) for side in sides)],
+        seed=1,
+        fingerprint="",
+    )

@@ -1,0 +1,69 @@
+"""What ops declare, beside what a traced block keeps and what MFU counts."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from jaxdist.ops.costs import Cost, Product
+from jaxdist.parallel import remat
+from jaxdist.planner import memory, targets
+from jaxdist.trainer import costs, model_flops
+from support.runs import run_of
+
+KEPT = ("query", "key", "value", remat.PROJECTED, "mlp_gate", "mlp_up")
+
+
+@pytest.mark.parametrize("name", ["llama3_8b:tiny", "gpt2_124m:tiny"])
+def test_a_block_keeps_what_its_ops_declare(name):
+    changes = {"mesh.data": 1, "remat.policy": f"save:{','.join(KEPT)}"}
+    run, target = run_of(name, **changes), targets.parse("cpu:1")
+    composed = targets.validate_for(run, target)
+    found = memory.components(run, composed.spec, composed.rules, target)
+    tokens = run.batch.global_size * run.batch.sequence_length
+    tokens //= run.batch.accumulation
+    declared = {}
+    for cost in costs.costs_of(run):
+        for product in cost.products:
+            size = cost.layers * product.size * tokens * costs.itemsize_of(run)
+            declared[product.makes] = declared.get(product.makes, 0) + size
+    kept = [made for made in KEPT if made in declared]
+    assert len(kept) >= 5
+    for made in kept:
+        assert found[f"saved: {made}"] == declared[made], made
+
+
+def test_experts_declare_what_one_token_uses():
+    run = run_of("mixtral_8x7b:tiny")
+    (experts,) = (one for one in costs.costs_of(run) if one.active_share < 1)
+    config = run.model_config
+    assert experts.active_share == config.experts_per_token / config.num_experts
+    again = [product for product in experts.products if product.always_again]
+    assert {product.makes for product in again} == {remat.EXPERT_PRODUCTS}
+    assert experts.spare_rows("gpu") > 0 == experts.spare_rows("tpu")
+
+
+def test_a_model_that_declares_nothing_is_listed_and_counted():
+    assert not costs.undeclared_lines(run_of("quickstart"))
+    run = run_of("vit_digits")
+    (line,) = costs.undeclared_lines(run)
+    assert "VisionTransformer declares none" in line and costs.costs_of(run) == []
+    spec = targets.validate_for(run, targets.parse("cpu:1")).spec
+    found = model_flops.model_flops(run, spec)
+    assert found["causal"] == found["full"] > 0
+
+
+def test_mfu_sums_what_a_config_declares(monkeypatch):
+    @dataclass(frozen=True)
+    class Fused(Cost):
+        def fused_flops(self, convention):
+            return {"causal": 1.0, "full": 2.0}[convention]
+
+    declared = [
+        Cost(name="a", layers=2, products=(Product(3, 5), Product(5, 7))),
+        Fused(name="b"),
+    ]
+    run = run_of("quickstart")
+    spec = targets.validate_for(run, targets.parse("cpu:1")).spec
+    monkeypatch.setattr(model_flops, "costs_of", lambda run: declared)
+    found = model_flops.model_flops(run, spec)
+    assert found == {"causal": 6 * 2 * 50 + 1, "full": 6 * 2 * 50 + 2}
