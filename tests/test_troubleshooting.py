@@ -130,7 +130,8 @@ def test_every_reason_of_a_stop_is_told():
     """Those that the code names; a hook's own text is another's."""
     told = " ".join(rows("Why a run stopped"))
     trainer = ROOT / "jaxdist/trainer"
-    source = (trainer / "trainer.py").read_text() + (trainer / "loop.py").read_text()
+    files = ("trainer.py", "loop.py", "run_loop.py")
+    source = "".join((trainer / name).read_text() for name in files)
     replicas = ROOT / "jaxdist/operations/watch/replica_check.py"
     health = (trainer / "health.py").read_text() + replicas.read_text()
     stops = re.findall(r'event\(\s*"stop"[^)]*', source)

@@ -443,7 +443,7 @@ def test_a_callback_of_the_first_process_is_called_there_alone(monkeypatch):
         # the loop pauses on all, so that all vote
         assert everyone.due(2) == [lead] and everyone.keys == {"train.patience"}
         with everyone.entered():
-            everyone.check(None)
+            everyone.check(config_of())
             everyone.start(None)
             everyone.paused_step(lead, empty_view())
             everyone.end(None)
