@@ -1,8 +1,12 @@
 """The training and the held-out part of a source: which documents are in which, as
 which samples.
+
+Whether a document is held out depends on its id alone. Which samples of arrays are held
+out depends on their number alone, whatever the seed.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,9 +16,80 @@ from jaxdist.config import ConfigError
 from jaxdist.data import packing, sliding, token_files
 from jaxdist.data.config import DataConfig
 from jaxdist.data.dataset import DatasetSplit, Samples
-from jaxdist.data.samples import SampleRows
+from jaxdist.data.samples import Arrays, SampleRows, count_samples
+from jaxdist.data.shuffle import order_key, permute
+from jaxdist.data.sources.source import SampleSource
 from jaxdist.data.token_cache import Log
 from jaxdist.data.token_files import TokenStore
+from jaxdist.storage.digest import digest
+
+Sides = tuple[DatasetSplit, DatasetSplit]  # training, held out
+
+
+# --- Samples of arrays ----------------------------------------------------------------
+
+
+def sample_sides(name: str, train: SampleRows, held_out: SampleRows) -> Sides:
+    """Makes the parts of a source of arrays; each sample counts as one token."""
+    return (
+        DatasetSplit(name, train, train.num_rows, pads=False),
+        DatasetSplit(name, held_out, held_out.num_rows, pads=False),
+    )
+
+
+def split_samples(source: SampleSource, config: DataConfig) -> tuple[Sides, str]:
+    """Reads the samples of a source, and splits them.
+
+    Returns:
+      The parts, and a fingerprint of the contents and the split.
+
+    Raises:
+      ConfigError: the file is not what it must be, with all faults; or nothing is left
+        for training.
+      ImportError: names the extra that the source needs.
+    """
+    assert source.read
+    arrays, stamp = source.read(config.path)
+    count = count_samples(arrays)
+    others = arrays
+    if config.validation_path:
+        others, other_stamp = source.read(config.validation_path)
+        _check_alike(arrays, others, config.validation_path)
+        train = np.arange(count)
+        held_out = np.arange(count_samples(others))
+        fingerprint = digest(stamp, other_stamp)
+    else:
+        share = config.validation_share
+        shuffled = permute(np.arange(count), count, order_key(0, "held out"))
+        num_held_out = math.ceil(count * share / 256)
+        train = np.sort(shuffled[num_held_out:])
+        held_out = np.sort(shuffled[:num_held_out])
+        fingerprint = digest(stamp, share)
+    if not len(train):
+        raise ConfigError(
+            f"data source {config.name}: all {count} samples are held out; "
+            "give more of them"
+        )
+    if config.validation_tokens:
+        held_out = held_out[: config.validation_tokens]
+    sides = sample_sides(
+        config.name, SampleRows(arrays, train), SampleRows(others, held_out)
+    )
+    return sides, fingerprint
+
+
+def _check_alike(arrays: Arrays, others: Arrays, validation_path: str) -> None:
+    """Raises ConfigError if held-out samples have other entries or dims."""
+    expected = {name: list(values.shape[1:]) for name, values in arrays.items()}
+    found = {name: list(values.shape[1:]) for name, values in others.items()}
+    if found != expected:
+        raise ConfigError(
+            f"data.validation_path={validation_path}: "
+            f"a sample has {found}, in data.path {expected}"
+        )
+
+
+# --- Documents ------------------------------------------------------------------------
 
 
 class ChosenDocuments(NamedTuple):
@@ -22,16 +97,6 @@ class ChosenDocuments(NamedTuple):
 
     store: TokenStore
     chosen: np.ndarray  # [documents] bool
-
-
-def sample_splits(
-    name: str, train: SampleRows, held_out: SampleRows
-) -> tuple[DatasetSplit, DatasetSplit]:
-    """Makes the parts of a source of arrays; each sample counts as one token."""
-    return (
-        DatasetSplit(name, train, train.num_rows, pads=False),
-        DatasetSplit(name, held_out, held_out.num_rows, pads=False),
-    )
 
 
 def split_all(
@@ -221,10 +286,13 @@ def _count_examples(
     Raises:
       ConfigError: training has none.
     """
-    store, chosen = documents
-    length = store.length[chosen]
-    learned = packing.learned_targets(store, chosen, sequence_length)
-    whole = packing.learned_targets(store, chosen, int(length.max(initial=0)))
+    store = documents.store
+    examples = packing.documents_of(store, documents.chosen)
+    length = examples.length
+    predictions = packing.count_predictions(examples)
+    kept = np.minimum(predictions, sequence_length)
+    learned = packing.count_learned(store, examples._replace(length=kept))
+    whole = packing.count_learned(store, examples._replace(length=predictions))
     longer = int((length > sequence_length + 1).sum())
     empty = int((learned == 0).sum())
     log(
