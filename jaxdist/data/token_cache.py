@@ -3,9 +3,8 @@ was made of.
 
 `<cache_dir>/tokens-<key>/` holds `tokens.bin` (ids of all documents, one after the
 other), of chats `weights.bin` (a byte for each of them, 1: learned),
-`documents.npy` ([documents, 3] int64: length in tokens, UTF-8 bytes, hash group),
-`ids.txt` (their ids, a JSON text per line) and `meta.json`, which has checksums of what
-is read. The folder appears whole or not at all. A damaged one is made again; where the
+`documents.npy` ([documents, 3] int64: length in tokens, UTF-8 bytes, hash group) and
+`meta.json`, which has checksums of the others. The folder appears whole or not at all. A damaged one is made again; where the
 damage shows only while a run reads (large corpora are checked in the background), the
 run stops, and its next start makes the folder again.
 """
@@ -38,7 +37,6 @@ _BATCH_CHARACTERS = 4_000_000  # tokenised at once: enough for all cores, little
 _TOKENS = "tokens.bin"
 _WEIGHTS = "weights.bin"
 _DOCUMENTS = "documents.npy"
-_IDS = "ids.txt"
 _PROGRESS_S = 5.0  # between two lines of progress
 # of one checksum; up to so many are checked at the start (0.04 s), more behind it
 _CHECKED_BYTES = 64 << 20
@@ -292,7 +290,6 @@ class _CacheWriter:
         self._dtype = _smallest_dtype(encoder.vocab_size)
         self._tokens = (folder / _TOKENS).open("wb")
         self._weights: IO[bytes] | None = None  # opened with the first that come
-        self._ids = (folder / _IDS).open("w")
         self._counts: Counter[str] = Counter()
         self._content = hashlib.sha256()
         self._max_id = 0
@@ -301,9 +298,9 @@ class _CacheWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in (self._tokens, self._weights, self._ids):
-            if file:
-                file.close()
+        self._tokens.close()
+        if self._weights:
+            self._weights.close()
 
     def add(self, batch: list[Document]) -> None:
         """Encodes documents and writes their tokens.
@@ -329,7 +326,6 @@ class _CacheWriter:
         for document, tokens_of, group in zip(batch, ids, groups.tolist(), strict=True):
             num_bytes = len(document.text.encode("utf-8", "replace"))
             self.rows.append((len(tokens_of), num_bytes, group))
-            self._ids.write(json.dumps(document.id) + "\n")
 
     def _check_vocabulary(self, ids: np.ndarray) -> None:
         """Raises ConfigError if an id is outside the vocabulary: it might wrap."""
