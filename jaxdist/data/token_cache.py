@@ -149,38 +149,34 @@ def _load(target: Path, name: str, log: Log) -> TokenStore | None:
 
     Large files are checked in the background.
     """
-    large = []
     try:
         meta = run_format.unmarked(read_json(target / "meta.json", dict), target)
         if meta.pop("digest") != _digest_of(meta):
             return None
         expected = meta["checksums"]
-        notes = meta["notes"]
         if list(_checksums(target / _DOCUMENTS)) != expected[_DOCUMENTS]:
             return None
         with open_regular(target / _DOCUMENTS) as content:
             documents = np.load(content, allow_pickle=False)
         dtypes = {_TOKENS: meta["dtype"], _WEIGHTS: "<u1"}
-        files = []
-        for file_name, dtype in dtypes.items():
-            if file_name not in expected:
-                continue
-            file = TokenFile(target / file_name, dtype, count=meta["tokens"])
-            files.append(file)
-            if len(expected[file_name]) > 1:
-                large.append(file)
-            elif list(_checksums(file.path)) != expected[file_name]:
-                return None
+        files = [
+            TokenFile(target / file_name, dtype, count=meta["tokens"])
+            for file_name, dtype in dtypes.items()
+            if file_name in expected
+        ]
+        if any(_is_damaged(file, expected[file.path.name]) for file in files):
+            return None
     except (OSError, ValueError, KeyError):
         return None
-    for file in large:
-        threading.Thread(
-            target=_check_slowly,
-            args=(file, expected[file.path.name], target / "meta.json"),
-            name="jaxdist-token-check",
-            daemon=True,
-        ).start()
-    for note in notes:
+    for file in files:
+        if _is_large(expected[file.path.name]):
+            threading.Thread(
+                target=_check_slowly,
+                args=(file, expected[file.path.name], target / "meta.json"),
+                name="jaxdist-token-check",
+                daemon=True,
+            ).start()
+    for note in meta["notes"]:
         log(f"data: {name}: {note}")
     length, num_bytes, group = documents.T
     weights = tuple(files[1:])
@@ -197,6 +193,15 @@ def _load(target: Path, name: str, log: Log) -> TokenStore | None:
         fingerprint=meta["fingerprint"],
         weights=weights,
     )
+
+
+def _is_large(checksums: list[int]) -> bool:
+    return len(checksums) > 1
+
+
+def _is_damaged(file: TokenFile, expected: list[int]) -> bool:
+    """Compares a file with its checksums, unless it is large."""
+    return not _is_large(expected) and list(_checksums(file.path)) != expected
 
 
 def _digest_of(meta: dict[str, Any]) -> str:
