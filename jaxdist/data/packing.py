@@ -11,55 +11,20 @@ past the end gives an empty row, weights
 import functools
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxdist.data.token_cache import Log, one_builder
-from jaxdist.data.token_files import TokenFile, TokenStore
+from jaxdist.data.token_files import Pieces, TokenStore
 from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest
 from jaxdist.storage.untrusted import open_regular
 
 Batch = dict[str, np.ndarray]
 
-_VERSION = 2  # of rule and file, in the key: a cache of another is made anew
-
-
-class Pieces(NamedTuple):
-    """Runs of tokens in the files of a store."""
-
-    owner: np.ndarray  # [P] int32, number of the file; -1 = padding, of no file
-    start: np.ndarray  # [P] int64, offset of the first token in the file
-    length: np.ndarray  # [P] int64, tokens; of pieces to learn from: predictions
-
-    def take(self, chosen: np.ndarray) -> "Pieces":
-        """Selects pieces, by a mask or by number."""
-        return Pieces(*(values[chosen] for values in self))
-
-    def tokens(self, files: Sequence[TokenFile]) -> np.ndarray:
-        """Reads the pieces, one after the other; padding is 0."""
-        contents = {
-            number: files[number].tokens
-            for number in set(self.owner.tolist())
-            if number >= 0
-        }
-        tokens = np.zeros(self.length.sum(), np.int32)
-        begin = 0
-        rows = (values.tolist() for values in self)
-        for number, first, count in zip(*rows, strict=True):
-            if number >= 0:
-                piece = contents[number][first : first + count]
-                tokens[begin : begin + count] = piece
-            begin += count
-        return tokens
-
-
-def documents_of(store: TokenStore, chosen: np.ndarray) -> Pieces:
-    """Makes a piece of each of the documents `chosen` ([documents] bool)."""
-    return Pieces(store.file, store.start, store.length).take(chosen)
+_VERSION = 3  # of rule and file, in the key: a cache of another is made anew
 
 
 class Windows:
@@ -73,7 +38,6 @@ class Windows:
     def __init__(
         self,
         store: TokenStore,
-        chosen: np.ndarray,
         sequence_length: int,
         *,
         limit: int = 0,
@@ -82,14 +46,13 @@ class Windows:
         """Cuts documents into windows.
 
         Args:
-          chosen: [documents] bool.
           limit: targets at most, 0 = all.
           partial: keep a last window that is not full (held-out data), or leave it out
             (training).
         """
         self._files = store.files
         self._length_S = sequence_length
-        runs = _joined(documents_of(store, chosen))
+        runs = _joined(store.documents)
         # Padding follows: enough for the window after the last.
         self._owner = np.append(runs.owner, -1)
         self._start = np.append(runs.start, 0)
@@ -282,7 +245,6 @@ class PackedDocuments:
 
 def open_packing(
     store: TokenStore,
-    chosen: np.ndarray,
     sequence_length: int,
     *,
     limit: int,
@@ -293,20 +255,14 @@ def open_packing(
     """Reads the result of `plan_packing` from the cache folder, or makes and keeps
     it.
     """
-    kind = ["examples"] if store.weights else []
-    # The usual choice is no part of the name.
-    if truncate != bool(store.weights):
-        kind.append("truncated" if truncate else "split")
-    documents = (chosen.tobytes(), store.start.tobytes(), store.length.tobytes())
-    choice = digest(*documents, *kind)
-    key = digest(_VERSION, store.fingerprint, choice, sequence_length, limit)[:16]
+    documents = digest(*(values.tobytes() for values in store.documents))
+    rule = (sequence_length, limit, truncate, bool(store.weights))
+    key = digest(_VERSION, store.fingerprint, documents, *rule)[:16]
     target = folder / f"packing-{key}.npz"
     with one_builder(target, log):
         plan = _read_plan(target)
         if plan is None or not _fits(plan, store, sequence_length):
-            plan = plan_packing(
-                store, chosen, sequence_length, limit=limit, truncate=truncate
-            )
+            plan = plan_packing(store, sequence_length, limit=limit, truncate=truncate)
             with atomic.replacing(target) as partial, partial.open("wb") as file:
                 np.savez(file, **plan._asdict())
     return plan
@@ -345,24 +301,21 @@ def _filled(plan: PackingPlan) -> np.ndarray:
 
 def plan_packing(
     store: TokenStore,
-    chosen: np.ndarray,
     sequence_length: int,
     *,
     limit: int = 0,
     truncate: bool = False,
 ) -> PackingPlan:
-    """Packs the documents `chosen` ([documents] bool) into rows.
+    """Packs documents into rows.
 
     Args:
       limit: predictions at most, in the order of documents; 0 = all.
       truncate: of a document its first S predictions alone; else the rest are pieces of
         their own.
     """
-    documents = documents_of(store, chosen)
-    predictions = count_predictions(documents)
-    if truncate:
-        predictions = np.minimum(predictions, sequence_length)
-    predictions = limited(store, documents, predictions, limit)
+    documents = store.documents
+    longest = sequence_length if truncate else None
+    predictions = count_predictions(store, longest=longest, limit=limit)
     counts = -(-predictions // sequence_length)
     document = np.repeat(np.arange(len(counts)), counts)
     offset = count_up(counts) * sequence_length
@@ -387,28 +340,24 @@ def plan_rows(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return order, np.searchsorted(row[order], np.arange(row.max(initial=-1) + 2))
 
 
-def count_predictions(documents: Pieces) -> np.ndarray:
-    """Counts the predictions of each document: all tokens but its first, [documents]
-    int64.
-    """
-    return np.maximum(documents.length - 1, 0)
-
-
-def limited(
-    store: TokenStore, documents: Pieces, predictions: np.ndarray, limit: int
+def count_predictions(
+    store: TokenStore, *, longest: int | None = None, limit: int = 0
 ) -> np.ndarray:
-    """Lowers each document's predictions, so that all are within a limit.
+    """Counts the predictions of each document: all tokens but its first.
 
     Args:
-      limit: in the order of documents, of examples whole ones alone; 0 = none.
+      longest: of a document at most; None: all.
+      limit: of all documents at most, in their order, of examples whole ones alone;
+        0 = all.
 
     Returns:
       [documents] int64.
     """
+    predictions = np.clip(store.length - 1, 0, longest)
     if not limit:
         return predictions
     if store.weights:
-        learned = count_learned(store, documents._replace(length=predictions))
+        learned = count_learned(store, store.documents._replace(length=predictions))
         return predictions * (np.cumsum(learned) <= limit)
     before = np.cumsum(predictions) - predictions
     return np.clip(limit - before, 0, predictions)

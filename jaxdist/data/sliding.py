@@ -18,16 +18,13 @@ from jaxdist.data.packing import (
     Batch,
     PackedDocuments,
     PackingPlan,
-    Pieces,
     best_fit,
     count_learned,
     count_predictions,
     count_up,
-    documents_of,
-    limited,
     plan_rows,
 )
-from jaxdist.data.token_files import TokenStore
+from jaxdist.data.token_files import Pieces, TokenStore
 
 
 class SlidingCounts(NamedTuple):
@@ -49,7 +46,6 @@ class SlidingWindows(PackedDocuments):
     def __init__(
         self,
         store: TokenStore,
-        chosen: np.ndarray,
         sequence_length: int,
         *,
         stride: int,
@@ -59,15 +55,13 @@ class SlidingWindows(PackedDocuments):
         """Cuts documents into windows.
 
         Args:
-          chosen: [documents] bool.
           stride: N, 1 to S.
           limit: targets at most, in the order of documents, of examples whole ones
             alone; 0 = all.
           packed: whether models tell segments apart.
         """
-        documents = documents_of(store, chosen)
-        predictions = count_predictions(documents)
-        predictions = limited(store, documents, predictions, limit)
+        documents = store.documents
+        predictions = count_predictions(store, limit=limit)
         # windows after a document's first
         more = -(-np.maximum(predictions - sequence_length, 0) // stride)
         counts = (predictions > 0) * (1 + more)

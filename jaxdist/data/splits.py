@@ -8,7 +8,6 @@ out depends on their number alone, whatever the seed.
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -92,28 +91,17 @@ def _check_alike(arrays: Arrays, others: Arrays, validation_path: str) -> None:
 # --- Documents ------------------------------------------------------------------------
 
 
-class ChosenDocuments(NamedTuple):
-    """Some documents of a store."""
-
-    store: TokenStore
-    chosen: np.ndarray  # [documents] bool
-
-
 def split_all(
     stores: list[TokenStore], config: DataConfig, log: Log
-) -> Iterator[tuple[ChosenDocuments, ChosenDocuments]]:
+) -> Iterator[tuple[TokenStore, TokenStore]]:
     """Yields the documents of training and those held out, of each source."""
     if config.validation_path:
         train, held_out = stores
-        yield _all_documents(train), _all_documents(held_out)
+        yield train, held_out
         return
     for whole in stores:
         store, held = split(whole, config.validation_share, log)
-        yield ChosenDocuments(store, ~held), ChosenDocuments(store, held)
-
-
-def _all_documents(store: TokenStore) -> ChosenDocuments:
-    return ChosenDocuments(store, np.ones(len(store.length), bool))
+        yield store.take(~held), store.take(held)
 
 
 def split(store: TokenStore, share: int, log: Log) -> tuple[TokenStore, np.ndarray]:
@@ -172,7 +160,7 @@ def _cut_into_blocks(store: TokenStore) -> TokenStore:
 
 def cut(
     config: DataConfig,
-    documents: ChosenDocuments,
+    store: TokenStore,
     *,
     sequence_length: int,
     log: Log,
@@ -188,15 +176,14 @@ def cut(
     Raises:
       ConfigError: training has too little.
     """
-    store = documents.store
-    length = store.length[documents.chosen]
+    length = store.length
     truncates = stride is None and config.truncates
     kept = length
     if truncates and not store.weights:
         kept = np.minimum(length, sequence_length + 1)
     if store.weights:
         longest = sequence_length if truncates else int(length.max(initial=0))
-        num_tokens = _count_examples(documents, longest, log, held_out)
+        num_tokens = _count_examples(store, longest, log, held_out)
     else:
         num_tokens = int(kept.sum())
         if not held_out and num_tokens <= sequence_length:
@@ -210,23 +197,19 @@ def cut(
     if stride is not None:
         samples = sliding.SlidingWindows(
             store,
-            documents.chosen,
             sequence_length,
             stride=stride,
             limit=limit,
             packed=config.packing == "documents",
         )
     elif config.packing == "window":
-        samples = packing.Windows(
-            store, documents.chosen, sequence_length, limit=limit, partial=held_out
-        )
+        samples = packing.Windows(store, sequence_length, limit=limit, partial=held_out)
     else:
         if not store.weights:
             side = _side(held_out)
             _log_longer(store.name, side, length, kept, sequence_length, log)
         plan = packing.open_packing(
             store,
-            documents.chosen,
             sequence_length,
             limit=limit,
             truncate=truncates,
@@ -237,7 +220,7 @@ def cut(
     num_bytes = None
     if store.num_bytes is not None:
         share = kept / np.maximum(length, 1)
-        num_bytes = float((store.num_bytes[documents.chosen] * share).sum())
+        num_bytes = float((store.num_bytes * share).sum())
     return DatasetSplit(
         name=store.name,
         samples=samples,
@@ -279,20 +262,18 @@ def _log_longer(
 
 
 def _count_examples(
-    documents: ChosenDocuments, sequence_length: int, log: Log, held_out: bool
+    store: TokenStore, sequence_length: int, log: Log, held_out: bool
 ) -> int:
     """Counts the learned tokens of examples, and logs which are cut off or skipped.
 
     Raises:
       ConfigError: training has none.
     """
-    store = documents.store
-    examples = packing.documents_of(store, documents.chosen)
-    length = examples.length
-    predictions = packing.count_predictions(examples)
-    kept = np.minimum(predictions, sequence_length)
-    learned = packing.count_learned(store, examples._replace(length=kept))
-    whole = packing.count_learned(store, examples._replace(length=predictions))
+    length = store.length
+    predictions = packing.count_predictions(store)
+    whole = packing.count_learned(store, store.documents._replace(length=predictions))
+    kept = packing.count_predictions(store, longest=sequence_length)
+    learned = packing.count_learned(store, store.documents._replace(length=kept))
     longer = int((length > sequence_length + 1).sum())
     empty = int((learned == 0).sum())
     log(
