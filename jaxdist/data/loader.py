@@ -149,7 +149,7 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
         return self._placer(self._read(step, self._size, rows))
 
     def __next__(self) -> DeviceBatch:
-        """Returns the next batch.
+        """Gives the next batch.
 
         Raises:
           StopIteration: after the last held-out batch.

@@ -4,8 +4,8 @@ packed.
 Shapes: B rows asked for, S sequence length, P pieces. Either kind has `num_rows`,
 `num_targets` (predictions of all rows) and `read(rows) -> Batch`: tokens, targets,
 positions int32 and weights float32, all [B, S], of rows [B] in any order; a row number
-past the end gives an empty row, weights
-0. Every token but a stream's or document's first is a target of exactly one row.
+past the end gives an empty row, with weights 0. Every token but a stream's or
+document's first is a target of exactly one row.
 """
 
 import functools

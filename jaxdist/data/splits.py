@@ -141,17 +141,16 @@ def _cut_into_blocks(store: TokenStore) -> TokenStore:
     blocks = -(-store.length // size)
     document = np.repeat(np.arange(len(blocks)), blocks)
     number = packing.count_up(blocks)
-    whole = store.length[document]
+    whole = store.take(document)
     offset = number * size
-    length = np.minimum(size, whole - offset)
+    length = np.minimum(size, whole.length - offset)
     num_bytes = None
-    if store.num_bytes is not None:
-        num_bytes = store.num_bytes[document] * (length / np.maximum(whole, 1))
+    if whole.num_bytes is not None:
+        num_bytes = whole.num_bytes * (length / np.maximum(whole.length, 1))
     pairs = zip(document.tolist(), number.tolist(), strict=True)
     return dataclasses.replace(
-        store,
-        file=store.file[document],
-        start=store.start[document] + offset,
+        whole,
+        start=whole.start + offset,
         length=length,
         group=token_files.group_of(f"{d}#{n}" for d, n in pairs),
         num_bytes=num_bytes,
