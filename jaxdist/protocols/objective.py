@@ -125,6 +125,9 @@ class TokenObjective(Objective):
         Args:
           terms: of the policy, each [S] or [S, k].
           sample: the row of each field of the batch, prepared ones too.
+
+        Returns:
+          A Loss of sums; or a scalar, which counts the sample once.
         """
 
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
@@ -133,7 +136,9 @@ class TokenObjective(Objective):
         return jax.tree.map(lambda each: each.sum(0), losses)
 
     def _as_sums(self, terms: Terms, sample: Batch) -> Loss:
-        return as_loss(self.sample_loss(terms, sample), sample)
+        # Fields of a sample have no dim of samples: a scalar loss is that of one.
+        one_sample = {"sample": jnp.zeros(1)}
+        return as_loss(self.sample_loss(terms, sample), one_sample)
 
     def faults(self, model_class: type, staged: bool) -> Iterator[str]:
         yield from token_faults(type(self).__name__, model_class, staged)

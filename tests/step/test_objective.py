@@ -135,6 +135,22 @@ def test_a_reference_begins_as_the_policy_or_as_given():
     assert (state.trainable["final_norm"]["scale"] == 1).all()
 
 
+class Advantage(TokenObjective):
+    """A scalar loss, of rows whose first field by name is one number."""
+
+    def sample_loss(self, terms, sample):
+        return -sample["advantage"] * terms["log_probability"].mean()
+
+
+def test_a_scalar_loss_of_a_row_counts_the_row_once():
+    batch = batch_of_pairs() | {"advantage": np.ones(16, np.float32)}
+    total, count, _ = run(spec_for(Advantage()), case(), batch).evaluated
+    assert count == 16
+    plain = {**batch_of_pairs(), "weights": np.ones((16, 16), np.float32)}
+    nats, tokens, _ = run(spec_for(NextToken()), case(), plain).evaluated
+    assert total / count == pytest.approx(float(nats / tokens), rel=1e-6)
+
+
 class Coupled(SumObjective):
     """An objective that does not say that its loss is a sum over samples."""
 
