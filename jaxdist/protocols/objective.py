@@ -131,7 +131,7 @@ class TokenObjective(Objective):
         """
 
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
-        terms = policy.token_terms(x, batch)
+        terms = as_terms(policy.token_terms(x, batch), batch)
         losses = jax.vmap(self._as_sums)(terms, dict(batch))
         return jax.tree.map(lambda each: each.sum(0), losses)
 
@@ -192,12 +192,13 @@ def as_terms(terms: Mapping[str, Any], batch: Batch) -> Terms:
     Raises:
       ConfigError: one is not [B, S] or [B, S, k], or no float.
     """
-    dims = batch_dims(batch)
+    known = token_dims(batch)
+    allowed = [f"{[*dims]} or {[*dims, 'k']}" for dims in known]
+    required = f"required float {' or '.join(allowed)}"
     faults = [
-        f"{name} {x.dtype}{list(x.shape)}: required float {list(dims)} or "
-        f"{[*dims, 'k']}"
+        f"{name} {x.dtype}{list(x.shape)}: {required}"
         for name, x in terms.items()
-        if x.shape[:2] != dims
+        if x.shape[:2] not in known
         or x.ndim > 3
         or not jnp.issubdtype(x.dtype, jnp.floating)
     ]
@@ -206,16 +207,16 @@ def as_terms(terms: Mapping[str, Any], batch: Batch) -> Terms:
     return {name: x.astype(jnp.float32) for name, x in terms.items()}
 
 
-def batch_dims(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Finds [B, S] of a batch.
+def token_dims(batch: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """Lists the dims of a batch's fields [B, S], each once: there may be several S.
 
     Raises:
       ConfigError: no field is [B, S].
     """
-    for x in batch.values():
-        if x.ndim == 2:
-            return x.shape
-    raise ConfigError("the batch has no field [B, S], which terms of tokens need")
+    found = dict.fromkeys(x.shape for x in batch.values() if x.ndim == 2)
+    if not found:
+        raise ConfigError("the batch has no field [B, S], which terms of tokens need")
+    return [*found]
 
 
 def _loss_faults(model_class: type) -> Iterator[str]:

@@ -206,6 +206,63 @@ class Misnamed(TokenObjective):
         return Loss(terms["log_probability"].sum(), jnp.float32(1))
 
 
+class Narrow(Transformer):
+    """Gives terms in another dtype, or of rows where terms are of tokens."""
+
+    def __init__(self, config, rngs, *, of_rows):
+        super().__init__(config, rngs=rngs)
+        self.of_rows = of_rows
+
+    def token_terms(self, x, batch):
+        terms = super().token_terms(x, batch)
+        if self.of_rows:
+            return {name: term.sum(1) for name, term in terms.items()}
+        return {name: term.astype("bfloat16") for name, term in terms.items()}
+
+
+def trace_step(spec, batch):
+    built = build(spec, case())
+    built.step.trace(built.abstract_state, built.abstract_batch(batch))
+
+
+def test_terms_of_the_policy_are_float32_and_checked_as_those_of_a_module():
+    seen = []
+
+    class Seeing(SumObjective):
+        def sample_loss(self, terms, sample):
+            seen.append(terms["log_probability"].dtype)
+            return super().sample_loss(terms, sample)
+
+    policies = [
+        describe(lambda rngs, of_rows=of_rows: Narrow(MODEL, rngs, of_rows=of_rows))
+        for of_rows in (False, True)
+    ]
+    trace_step(policies[0].trained_for(Seeing(), {}), batch_of_pairs())
+    assert {*seen} == {jnp.dtype("float32")}
+    with pytest.raises(ConfigError, match=r"log_probability float32\[16\]: required"):
+        trace_step(policies[1].trained_for(Seeing(), {}), batch_of_pairs())
+
+
+def test_a_field_of_samples_before_the_tokens_is_not_taken_for_them():
+    batch = batch_of_pairs() | {"answers": np.ones((16, 3), np.float32)}
+    trace_step(spec_for(Preference()), batch)
+
+
+class Measured(Transformer):
+    """Has metrics that read a prepared field."""
+
+    def metrics(self, batch):
+        return {"reference": (batch["reference"] * batch["weights"]).sum()}
+
+
+def test_metrics_may_read_prepared_fields():
+    spec, batch = spec_for(Preference(), model_class=Measured), batch_of_pairs()
+    trace_step(spec, batch)
+    built = build(spec, case())
+    found = built.evaluate.eval_shape(built.abstract_state, batch)
+    assert "reference" in found[2]
+
+
 @pytest.mark.parametrize(
     "name, dims, text",
     [
