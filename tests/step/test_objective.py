@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxdist.checkpoint.state_dict import to_canonical
 from jaxdist.config import ConfigError
+from jaxdist.models import lora
 from jaxdist.models.transformer import Transformer
 from jaxdist.protocols.model import Loss
 from jaxdist.protocols.model_spec import describe
@@ -133,6 +134,45 @@ def test_a_reference_begins_as_the_policy_or_as_given():
     state = jax.device_get(build(spec, case()).init(given))
     assert (state.modules["reference"]["final_norm"]["scale"] == 3).all()
     assert (state.trainable["final_norm"]["scale"] == 1).all()
+
+
+def test_a_reference_with_adapters_begins_as_the_kernels_that_are_given():
+    build_adapted = lora.adapted(
+        lambda rngs: Transformer(MODEL, rngs=rngs), lora.LoraConfig(rank=2)
+    )
+    policy = describe(build_adapted)
+    spec = policy.trained_for(Preference(), {"reference": policy})
+    given = {"blocks/mlp/up": jnp.full((4, 32, 48), 0.5)}
+    state = build(spec, case()).init(given)
+    for tree in (state.frozen, state.modules["reference"]):
+        assert (tree["blocks"]["mlp"]["up"]["base"] == 0.5).all()
+
+
+@pytest.mark.parametrize(
+    "path", ["modules/refrence/final_norm/scale", "modules/reference/scale"]
+)
+def test_a_first_value_of_no_module_is_refused(path):
+    built = build(spec_for(Preference()), case())
+    with pytest.raises(ConfigError, match=f"no frozen module has .* {path}"):
+        jax.eval_shape(built.init, {path: jnp.ones(16)})
+
+
+class WithModules(nnx.Module):
+    """A model of a user that calls its layers `modules`."""
+
+    def __init__(self, rngs):
+        self.modules = nnx.List([nnx.Linear(4, 4, rngs=rngs)])
+
+    def loss(self, batch, key):
+        return self.modules[0](batch["x"]).mean()
+
+
+def test_a_model_that_has_modules_of_its_own_begins_as_given():
+    spec = describe(WithModules)
+    (path,) = [name for name in spec.named_parameters() if name.endswith("kernel")]
+    assert path.startswith("modules/")
+    state = build(spec, case()).init({path: jnp.full((4, 4), 2.0)})
+    assert (state.trainable["modules"][0]["kernel"] == 2).all()
 
 
 class Advantage(TokenObjective):
