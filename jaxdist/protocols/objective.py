@@ -48,11 +48,22 @@ class Objective(ABC):
     Attributes:
       modules: names of the frozen modules that `prepare` calls.
       sums_over_samples: whether the loss is a sum of terms of one sample each, if that
-        of the policy's own code is (see `jaxdist.protocols.model`).
+        of the policy's own code is (see `jaxdist.protocols.model`). A subclass that
+        replaces how the loss of a batch is made says it again.
     """
 
     modules: ClassVar[tuple[str, ...]] = ()
-    sums_over_samples: ClassVar[bool] = True
+    sums_over_samples: ClassVar[bool] = False
+
+    @classmethod
+    def adds_up_samples(cls) -> bool:
+        """Checks whether a class says `sums_over_samples` of the code that it has."""
+        for owner in cls.__mro__:
+            if "sums_over_samples" in vars(owner):
+                return bool(vars(owner)["sums_over_samples"])
+            if {"batch_loss", "head_loss"} & vars(owner).keys():
+                return False
+        return False
 
     @property
     def prepares(self) -> bool:
@@ -101,6 +112,8 @@ class NextToken(Objective):
     For the transformer that is next-token cross-entropy.
     """
 
+    sums_over_samples: ClassVar[bool] = True
+
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
         return head_loss(policy, x, batch)
 
@@ -114,6 +127,8 @@ class TokenObjective(Objective):
     The policy has a method `token_terms(x, batch) -> Terms`: what its head gives for
     each target, from the last block's output.
     """
+
+    sums_over_samples: ClassVar[bool] = True
 
     @abstractmethod
     def sample_loss(self, terms: Terms, sample: Batch) -> Loss:
@@ -147,6 +162,8 @@ class TokenObjective(Objective):
 @dataclass(frozen=True)
 class WholeModel(Objective):
     """The loss that a model of a user computes by itself, `loss(batch, key)`."""
+
+    sums_over_samples: ClassVar[bool] = True
 
     def batch_loss(
         self,

@@ -15,7 +15,12 @@ from jaxdist.models import lora
 from jaxdist.models.transformer import Transformer
 from jaxdist.protocols.model import Loss
 from jaxdist.protocols.model_spec import describe
-from jaxdist.protocols.objective import NextToken, TokenObjective, WholeModel
+from jaxdist.protocols.objective import (
+    NextToken,
+    Objective,
+    TokenObjective,
+    WholeModel,
+)
 from jaxdist.step import reduction
 from support.models import TINY, Layout, rules_and_mesh, worst
 from support.objectives import (
@@ -197,10 +202,37 @@ class Coupled(SumObjective):
     sums_over_samples = False
 
 
-def test_once_is_refused_for_an_objective_that_does_not_say_so():
+class Contrastive(SumObjective):
+    """Replaces the sum over rows, and does not say again that it is one."""
+
+    def head_loss(self, policy, x, batch):
+        scores = policy.token_terms(x, batch)["log_probability"].sum(1)
+        return Loss(jax.nn.logsumexp(scores), jnp.float32(1))
+
+
+class Said(Contrastive):
+    """Says it again."""
+
+    sums_over_samples = True
+
+
+class Bare(Objective):
+    """An objective of a user that says nothing."""
+
+    def head_loss(self, policy, x, batch):
+        return Loss(x.sum(), jnp.float32(1))
+
+    def faults(self, model_class, staged):
+        yield from ()
+
+
+@pytest.mark.parametrize("objective", [Coupled(), Contrastive(), Bare()])
+def test_once_is_refused_for_an_objective_that_does_not_say_so(objective):
     rules, _ = rules_and_mesh(Layout(2, data=2))
-    why = reduction.obstacle(spec_for(Coupled()), rules)
-    assert "Coupled" in why and "sums_over_samples" in why
+    name = type(objective).__name__
+    why = reduction.obstacle(spec_for(objective), rules)
+    assert name in why and "sums_over_samples" in why
+    assert not reduction.obstacle(spec_for(Said()), rules)
     assert not reduction.obstacle(spec_for(SumObjective()), rules)
 
 
