@@ -132,8 +132,20 @@ class ModelSpec:
             model_state={},
             frozen=_merged(self.trainable, self.model_state, self.frozen),
             names={},
-            frozen_names=_merged_names(self.names, self.state_names, self.frozen_names),
+            frozen_names=_merged_names(
+                self.names, self._state_as_parameters, self.frozen_names
+            ),
         )
+
+    @property
+    def _state_as_parameters(self) -> Tree:
+        """The names of the model state as parameters have theirs: without stack dims."""
+
+        def name(path, leaf) -> Names:
+            stacked = self.staged and path[0].key in param_names.STACKED
+            return (None,) * (leaf.ndim - stacked)
+
+        return jax.tree_util.tree_map_with_path(name, self.model_state)
 
     def init_frozen(
         self, key: jax.Array, given: Mapping[str, jax.Array] | None = None

@@ -65,6 +65,18 @@ def test_a_reference_gives_the_same_on_every_layout(name):
     np.testing.assert_allclose(found.evaluated[0], wanted.evaluated[0], rtol=1e-5)
 
 
+def test_a_reference_with_a_state_of_its_layers_is_pipelined():
+    model = replace(MODEL, num_experts=4, experts_per_token=2)  # with biases of choice
+    spec = spec_for(Preference(), model, model)
+    assert spec.modules["reference"].named_frozen()["blocks/mlp/choice_bias"]
+    built = build(spec, case({"pipeline": 2, "expert": 2}))
+    state = built.abstract_state.modules["reference"]["blocks"]
+    for bias in (state["mlp"]["choice_bias"], state["mlp_norm"]["scale"]):
+        assert bias.shape[:3] == (1, 2, 2)
+        assert bias.sharding.spec[:3] == (None, "pipeline", None)
+    built.evaluate.trace(built.abstract_state, built.abstract_batch(batch_of_pairs()))
+
+
 def test_the_loss_of_pairs_is_that_of_a_plain_program():
     """The reference, the rows and the gradient are written out here, without ours."""
     spec, batch = spec_for(Preference()), batch_of_pairs()
