@@ -135,7 +135,8 @@ class TokenObjective(Objective):
         """Computes the loss of one sample.
 
         Sum terms over the sequence before anything that is not linear: devices may
-        share out the sequence.
+        share out the sequence. Where held-out rows are no whole batch, the last is
+        filled up with rows whose weights are all 0: their sum and count must be 0.
 
         Args:
           terms: of the policy, each [S] or [S, k].

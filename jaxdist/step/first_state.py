@@ -40,15 +40,17 @@ def first_state(
     for name, module in spec.modules.items():
         known = _places(module)
         values = {path: x for path, x in policy.items() if path in known}
-        modules[name] = module.init_frozen(start, values | of_modules[name])
+        modules[name] = module.init_frozen(
+            start, values | of_modules[name], params=config.params
+        )
     if cut:
         trainable, model_state, frozen = map(
             cut.policy.staged, (trainable, model_state, frozen)
         )
         modules = cut.staged_modules(modules)
-    trainable, frozen, modules = (
+    trainable, frozen = (
         jax.tree.map(lambda x: x.astype(stored_dtype(x, config.params)), tree)
-        for tree in (trainable, frozen, modules)
+        for tree in (trainable, frozen)
     )
     ema = (
         jax.tree.map(lambda x: x.astype(jnp.float32), trainable)

@@ -6,6 +6,7 @@ from functools import lru_cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -22,6 +23,8 @@ from jaxdist.protocols.objective import (
     WholeModel,
 )
 from jaxdist.step import reduction
+from jaxdist.step.first_state import first_state
+from jaxdist.step.step_config import StepConfig
 from support.models import TINY, Layout, rules_and_mesh, worst
 from support.objectives import (
     MODEL,
@@ -190,6 +193,19 @@ def test_a_model_that_has_modules_of_its_own_begins_as_given():
     assert path.startswith("modules/")
     state = build(spec, case()).init({path: jnp.full((4, 4), 2.0)})
     assert (state.trainable["modules"][0]["kernel"] == 2).all()
+
+
+def test_the_state_of_a_frozen_module_keeps_its_dtype_as_the_policys_does():
+    model = replace(MODEL, num_experts=4, experts_per_token=2)
+    spec = spec_for(Preference(), model, model)
+    config = StepConfig(params="bfloat16")
+    state = jax.eval_shape(
+        lambda: first_state(spec, None, optax.sgd(0.1), config, None)
+    )
+    reference = state.modules["reference"]["blocks"]["mlp"]
+    assert reference["router"].dtype == jnp.bfloat16
+    bias = state.model_state["blocks"]["mlp"]["choice_bias"]
+    assert reference["choice_bias"].dtype == bias.dtype == jnp.float32
 
 
 class Advantage(TokenObjective):
