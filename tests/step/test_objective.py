@@ -208,6 +208,31 @@ def test_the_state_of_a_frozen_module_keeps_its_dtype_as_the_policys_does():
     assert reference["choice_bias"].dtype == bias.dtype == jnp.float32
 
 
+def test_all_that_the_policy_computes_with_waits_for_the_prepared_fields():
+    """Adapters' base and a moving average, too: their gathers are collectives."""
+    adapted = lora.adapted(
+        lambda rngs: Transformer(MODEL, rngs=rngs), lora.LoraConfig(rank=2)
+    )
+    reference = describe(lambda rngs: Transformer(REFERENCE, rngs=rngs))
+    spec = describe(adapted).trained_for(Preference(), {"reference": reference})
+    batch = batch_of_pairs()
+    fields = len(batch) + 2
+    frozen = len(jax.tree.leaves(spec.frozen))
+    built = build(spec, case(), ema_decay=0.9)
+    state = built.abstract_state
+    assert frozen > 0
+    for program, weights in (
+        (built.step, state.trainable),
+        (built.evaluate, state.ema),
+    ):
+        jaxpr = program.trace(state, built.abstract_batch(batch)).jaxpr
+        barriers = [
+            eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"
+        ]
+        held = len(jax.tree.leaves(weights)) + frozen + fields
+        assert held in [len(eqn.invars) for eqn in barriers]
+
+
 class Advantage(TokenObjective):
     """A scalar loss, of rows whose first field by name is one number."""
 
