@@ -79,6 +79,18 @@ def of_kind(value: object, kind: type[Kind], name: str = "it") -> Kind:
     return value
 
 
+def is_count(value: object, below: int = 2**53) -> bool:
+    """Checks whether a value is a whole number >= 0, by default one that a float
+    holds.
+    """
+    return type(value) is int and 0 <= value < below
+
+
+def is_amount(value: object, below: float) -> bool:
+    """Checks whether a value is a number >= 0; a bool is none."""
+    return type(value) in (int, float) and 0 <= value < below  # type: ignore[operator]
+
+
 def named(error: Exception) -> str:
     """Returns the text of an error, with its type where the text alone says little."""
     return str(error) if isinstance(error, Malformed) else repr(error)

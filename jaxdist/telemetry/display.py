@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxdist.telemetry.notebook import NotebookBlock, output_of_cell
-from jaxdist.telemetry.units import count_text, duration_text, percent_text, time_text
+from jaxdist.telemetry.units import duration_text, field_text
 
 REFRESH_PER_S = 2  # a redraw takes 1-2 ms: under 0.5 % of a core
 _GAP = 3  # characters between two numbers of the live block
@@ -238,38 +238,34 @@ class Display:
         """Formats the fields that a reader follows as (label, text with unit), in
         reading order.
         """
-        of_model = [
-            (name, name.replace("eval_", "eval ", 1), _number)
+        of_model = {
+            name: name.replace("eval_", "eval ", 1)
             for name in values
-            if name.startswith(_OWN) and name not in _KNOWN
-        ]
+            if name.startswith(_OWN) and name not in _SHOWN
+        }
+        labels = list(_SHOWN.items())
+        labels[2:2] = of_model.items()
         shown = []
-        for field, label, show in (*_SHOWN[:2], *of_model, *_SHOWN[2:]):
+        for field, label in labels:
             value = values.get(field)
             if isinstance(value, SupportsFloat):  # None: unknown
-                shown.append((label.replace("tokens", self._unit), show(float(value))))
+                text = field_text(field, float(value))
+                shown.append((label.replace("tokens", self._unit), text))
         return shown
 
 
-def _number(value: float) -> str:
-    if value == 0 or 1e-3 <= abs(value) < 1e6:
-        return f"{value:.4f}"
-    return f"{value:.3e}"
-
-
-_SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("loss", "loss", "{:.4f}".format),
-    ("eval_loss", "eval loss", "{:.4f}".format),
-    ("learning_rate", "lr", "{:.2e}".format),
-    ("grad_norm", "grad norm", "{:.3f}".format),
-    ("loss_scale", "loss scale", "{:g}".format),
-    ("tokens_per_s", "tokens/s", count_text),
-    ("mfu_causal", "MFU (causal)", percent_text),
-    ("step_time_s", "step", time_text),
-    ("data_wait_s", "data wait", time_text),
-    ("tokens_seen", "tokens", count_text),
-    ("eval_tokens", "eval tokens", count_text),
-)
+_SHOWN = {  # field of a row: label
+    "loss": "loss",
+    "eval_loss": "eval loss",
+    "learning_rate": "lr",
+    "grad_norm": "grad norm",
+    "loss_scale": "loss scale",
+    "tokens_per_s": "tokens/s",
+    "mfu_causal": "MFU (causal)",
+    "step_time_s": "step",
+    "data_wait_s": "data wait",
+    "tokens_seen": "tokens",
+    "eval_tokens": "eval tokens",
+}
 # how the names begin of what a model itself says, beside its loss
 _OWN = ("aux/", "eval_")
-_KNOWN = {field for field, *_ in _SHOWN}

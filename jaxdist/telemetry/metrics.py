@@ -258,7 +258,7 @@ def _last_of_steps(rows: list[Row]) -> tuple[dict[int, Row], dict[int, Row]]:
 
 
 def _is_metrics(row: Row) -> bool:
-    return _is_step(row.get("step"))
+    return untrusted.is_count(row.get("step"))
 
 
 def read_events(path: str | os.PathLike[str]) -> list[Row]:
@@ -276,16 +276,12 @@ def scan_events(path: str | os.PathLike[str]) -> tuple[list[Row], int]:
 
 
 def _is_event(row: Row) -> bool:
-    time_s, step = row.get("time"), row.get("step", "")
-    known = isinstance(time_s, int | float) and 0 <= time_s < _END_OF_TIME_S
+    step = row.get("step", "")
     return (
-        known and isinstance(row.get("event"), str) and (step is None or _is_step(step))
+        untrusted.is_amount(row.get("time"), _END_OF_TIME_S)
+        and isinstance(row.get("event"), str)
+        and (step is None or untrusted.is_count(step))
     )
-
-
-def _is_step(value: object) -> bool:
-    # whole numbers of a float, as charts have them
-    return type(value) is int and 0 <= value < 2**53
 
 
 @dataclass(frozen=True)

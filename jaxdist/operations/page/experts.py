@@ -7,8 +7,9 @@ from typing import Any
 
 from jaxdist.operations.page.curves import Field, card
 from jaxdist.operations.page.heat_map import heat_map, legend
-from jaxdist.operations.page.run_files import finite, number
+from jaxdist.operations.page.run_files import finite
 from jaxdist.operations.page.summary import RunSummary, sizes
+from jaxdist.storage import untrusted
 from jaxdist.telemetry.metrics import Row
 from jaxdist.telemetry.units import count_text
 
@@ -128,7 +129,7 @@ def relative_load(row: Row) -> Loads | None:
         return None
     if not 0 < wide * len(layers) <= _MOST_CELLS:
         return None
-    if not all(_is_load(x) for layer in layers for x in layer):
+    if not all(untrusted.is_amount(x, 2**53) for layer in layers for x in layer):
         return None
     relative = [
         [x * wide / sum(layer) for x in layer] if any(layer) else None
@@ -137,11 +138,6 @@ def relative_load(row: Row) -> Loads | None:
     if not any(relative):
         return None
     return relative
-
-
-def _is_load(value: object) -> bool:
-    load = number(value)
-    return load is not None and 0 <= load < 2**53
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, float] | None:

@@ -235,17 +235,15 @@ def _time_fault(plan: Mapping[str, Any]) -> str:
     if not isinstance(band_s, list) or len(band_s) != 2:
         return unsound
     parts = fields(time, "waterfall").values()
-    if not all(map(_is_seconds, (step_s, *band_s, *parts))):
+    if not all(
+        untrusted.is_amount(time_s, 1e9) for time_s in (step_s, *band_s, *parts)
+    ):
         return unsound
     if min(step_s, *band_s) <= _MIN_STEP_S:
         return unsound
     if abs(sum(parts) - step_s) > _ROUNDING * step_s:
         return unsound
     return ""
-
-
-def _is_seconds(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1e9  # type: ignore[operator]
 
 
 def _mesh_text(mesh: object) -> str:

@@ -6,7 +6,7 @@ import math
 import os
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from jaxdist.operations.page.run_files import RunFiles, WorkdirReader, number
 from jaxdist.operations.page.summary import is_failure, sizes
 from jaxdist.storage import lock, run_format, untrusted
 from jaxdist.telemetry import metrics
-from jaxdist.telemetry.units import count_text, duration_text, percent_text, time_text
+from jaxdist.telemetry.units import duration_text, field_text, percent_text
 from jaxdist.trainer import reproduce
 
 # one of them is in the folder of any run
@@ -175,8 +175,9 @@ class RunStatus(RunFiles):
             if lock_time := self._lock_time():  # a start that has not written yet
                 return lock_time
         times = [event["time"] for event in self.events[-1:]]
-        if run_lives.is_time(self.last_row.get("time")):
-            times.append(self.last_row["time"])
+        row_time = self.last_row.get("time")
+        if untrusted.is_amount(row_time, below=1e12):
+            times.append(row_time)
         return max(times, default=None)
 
     def _state(self) -> tuple[str, str | None]:
@@ -328,14 +329,7 @@ def is_run(folder: Path) -> bool:
     return any((folder / file).is_file() for file in RUN_FILES)
 
 
-_NUMBERS: tuple[tuple[str, Callable[[float], str]], ...] = (
-    ("loss", "{:.4f}".format),
-    ("eval_loss", "{:.4f}".format),
-    ("tokens_per_s", count_text),
-    ("mfu", percent_text),
-    ("hfu", percent_text),
-    ("step_time_s", time_text),
-)
+_NUMBERS = ("loss", "eval_loss", "tokens_per_s", "mfu", "hfu", "step_time_s")
 
 
 def as_text(document: Mapping[str, Any]) -> str:
@@ -399,13 +393,11 @@ def _save_text(save: Mapping[str, Any]) -> str:
 
 def _numbers_text(document: Mapping[str, Any]) -> str:
     texts = []
-    for field, show in _NUMBERS:
+    for field in _NUMBERS:
         value = number(document[field])
-        name = field
-        if field == "tokens_per_s":
-            name = f"{document['unit']}_per_s"
         if value is not None:
-            texts.append(f"{name} {show(value)}")
+            name = field.replace("tokens", document["unit"])
+            texts.append(f"{name} {field_text(field, value)}")
     return ", ".join(texts)
 
 
@@ -438,11 +430,9 @@ def _ledger_lines(document: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _whole(value: object) -> int:
+def _whole(value: Any) -> int:
     """Converts a value of a file to a positive integer; 0 if it is none."""
-    if type(value) is int and 0 < value < 2**53:
-        return value
-    return 0
+    return value if untrusted.is_count(value) else 0
 
 
 def _json_value(value: Any) -> Any:
