@@ -1259,12 +1259,8 @@ if normalise:
         name="mfu_is_the_full_one",
         room="telemetry",
         function="Throughput.fields",
-        old="""
-causal, full = (None if peak is None else rate * flops / peak for flops in needed)
-""",
-        new="""
-full, causal = (None if peak is None else rate * flops / peak for flops in needed)
-""",
+        old="rate * self.causal_flops_per_token / self.peak_flops_per_s",
+        new="rate * self.full_flops_per_token / self.peak_flops_per_s",
         tests=("telemetry/test_metrics.py::test_throughput_fields",),
     ),
     Fault(

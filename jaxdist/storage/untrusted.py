@@ -9,6 +9,7 @@ and, where a number of 4,000 digits is used, `OverflowError`. Here each is a
 import json
 import os
 import stat
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -54,17 +55,16 @@ def _parse_int(digits: str) -> int:
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
-    """Returns whether containers nest deeper than that; a level at a time, since
+    """Checks whether containers nest deeper than that; a level at a time, since
     recursion would fail.
     """
     level = [value]
     for _ in range(depth + 1):
-        level = [x for x in level if isinstance(x, dict | list)]
-        if not level:
+        lists = [x for x in level if isinstance(x, list)]
+        lists += [list(x.values()) for x in level if isinstance(x, dict)]
+        if not lists:
             return False
-        level = [
-            item for x in level for item in (x.values() if isinstance(x, dict) else x)
-        ]
+        level = list(chain.from_iterable(lists))
     return True
 
 

@@ -110,7 +110,8 @@ class Instruction:
         match = _OPCODE.search(self.text)
         if not match:
             return self.text, "", "", ""
-        depth, end = 1, match.end()
+        depth = 1
+        end = match.end()
         while depth:  # up to the parenthesis that closes the operands
             depth += {"(": 1, ")": -1}.get(self.text[end], 0)
             end += 1
@@ -227,7 +228,7 @@ class Module:
     tables: dict[str, dict[int, str]] = field(default_factory=dict)
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """Returns how often a `while` runs, or None if that is unknown.
+        """Counts the iterations of a `while`; None if that is unknown.
 
         Source: known_trip_count of its backend_config; TPU programs have none, there
         the largest integer constant of the condition is the limit of the loop that jax
@@ -272,26 +273,22 @@ class Module:
         yield run
         for step in self.computations[run.computation].values():
             if step.opcode == "while":
-                trips = self.trip_count(step)
-                times, certain = (
-                    run.times * (trips or 1),
-                    run.certain and trips is not None,
-                )
-                yield from self.runs(
-                    LoopRun(
-                        step.called("body")[0], times, (*run.loops, step.name), certain
-                    )
-                )
+                yield from self.runs(self._body_run(step, run))
             elif step.opcode == "conditional":
-                yield from self.runs(
-                    replace(
-                        run, computation=max(step.called(*BRANCHES), key=self.cycles)
-                    )
-                )
+                branch = max(step.called(*BRANCHES), key=self.cycles)
+                yield from self.runs(replace(run, computation=branch))
             elif step.opcode == "call":
-                yield from self.runs(
-                    replace(run, computation=step.called("to_apply")[0])
-                )
+                target = step.called("to_apply")[0]
+                yield from self.runs(replace(run, computation=target))
+
+    def _body_run(self, loop: Instruction, around: LoopRun) -> LoopRun:
+        trips = self.trip_count(loop)
+        return LoopRun(
+            loop.called("body")[0],
+            times=around.times * (trips or 1),
+            loops=(*around.loops, loop.name),
+            certain=around.certain and trips is not None,
+        )
 
     def cycles(self, computation: str) -> int:
         """Returns the estimated cycles of a computation, loops and the dearest branches
@@ -312,11 +309,9 @@ class Module:
         while row := self.tables.get("StackFrames", {}).get(frame):
             place, parent = _numbers(row)
             file, function, line = _numbers(self.tables["FileLocations"][place])[:3]
-            names = (
-                self.tables["FunctionNames"][function],
-                self.tables["FileNames"][file],
-            )
-            frames.append(Frame(names[0].strip('"'), names[1].strip('"'), line))
+            function_name = self.tables["FunctionNames"][function].strip('"')
+            file_name = self.tables["FileNames"][file].strip('"')
+            frames.append(Frame(function_name, file_name, line))
             frame = parent - 1  # 1 is "none"
         return frames
 
@@ -337,13 +332,15 @@ class Module:
         apart, or None.
         """
         steps = self.computations[computation]
-        step, index = steps.get(name), None
+        step = steps.get(name)
+        index = None
         if step is None or depth == 0:
             return None
         if step.opcode == "parameter":
             return step if computation == self.entry else None
         if step.opcode == "get-tuple-element":
-            index, step = int(step.value("index")), steps[step.operands[0]]
+            index = int(step.value("index"))
+            step = steps[step.operands[0]]
             if step.opcode == "parameter" and computation in self._callers:
                 computation, loop = self._callers[computation]
                 step = self.computations[computation][loop.operands[0]]
@@ -371,14 +368,8 @@ class Module:
             source = self._handed_on(inner, None)
             # by scales, which are spread over it
             if coded and inner.opcode == "multiply":
-                source = next(
-                    (
-                        name
-                        for name in inner.operands
-                        if inside[name].opcode != "broadcast"
-                    ),
-                    "",
-                )
+                factors = [x for x in inner.operands if inside[x].opcode != "broadcast"]
+                source = factors[0] if factors else ""
             if source not in inside:
                 return ""
             inner = inside[source]
@@ -398,12 +389,12 @@ def uses(
     name that it reads.
     """
     for step in computation.values():
-        if name in step.operands:
-            yield from (
-                uses(computation, step.name)
-                if step.opcode == "bitcast"
-                else [(name, step)]
-            )
+        if name not in step.operands:
+            continue
+        if step.opcode == "bitcast":
+            yield from uses(computation, step.name)
+        else:
+            yield name, step
 
 
 def parse(text: str) -> Module:
@@ -414,7 +405,9 @@ def parse(text: str) -> Module:
     """
     computations: dict[str, dict[str, Instruction]] = {}
     tables: dict[str, dict[int, str]] = {}
-    entry, current, table = "", None, None
+    entry = ""
+    current = None
+    table = None
     last = ""  # the instruction that a line which is none goes on with
     for line in text.splitlines():
         if (
@@ -425,7 +418,8 @@ def parse(text: str) -> Module:
             last = match.group(1)
             current[last] = Instruction(last, match.group(2))
         elif _END.match(line):
-            current, last = None, ""
+            current = None
+            last = ""
         elif current is not None and last:
             current[last] = Instruction(last, f"{current[last].text} {line}")
         elif table is not None and (match := _ROW.match(line)):
@@ -462,11 +456,9 @@ def _first_group(text: str) -> tuple[int, ...]:
     sizes = {
         axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", match["mesh"])
     }
-    order = (
-        _order(match["order"])
-        if match["order"]
-        else np.arange(math.prod(sizes.values()))
-    )
+    order = np.arange(math.prod(sizes.values()))
+    if match["order"]:
+        order = _order(match["order"])
     # "axis":(before)size is a part of an axis: that many are before it, the rest behind
     chosen = {
         axis: part
@@ -475,8 +467,9 @@ def _first_group(text: str) -> tuple[int, ...]:
     dims: list[int] = []
     for axis, size in sizes.items():
         before, part = chosen.get(axis, (1, 1))
-        before, part = int(before or 1), int(part or size)
-        dims += [before, part, size // before // part]
+        outer = int(before or 1)
+        inner = int(part or size)
+        dims += [outer, inner, size // outer // inner]
     grid = order.reshape(dims)[(0, slice(None), 0) * len(sizes)]
     return tuple(map(int, grid.ravel()))
 

@@ -79,7 +79,8 @@ class ProfileWindow:
             # Python frames slow the steps and swell the trace
             options.python_tracer_level = 0
             jax.profiler.start_trace(str(self._folder), profiler_options=options)
-            self._wanted, self._running = False, True
+            self._wanted = False
+            self._running = True
         return None
 
     def close(self) -> list[OpTime] | None:
