@@ -73,10 +73,8 @@ def _sparse_core(
 
 # A sum over 64 chips of a 4x4x4 torus stays a reduce-scatter only with
 # nd_reduce_scatter, and a gather of them is asynchronous only with 3d_all_gather.
-_OFFLOAD, _ITS_USERS = (
-    "xla_tpu_enable_sparse_core_collective_offload_",
-    "as its published users run it",
-)
+_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
+_ITS_USERS = "as its published users run it"
 _OFFLOADED = {
     "all_gather": "gathers run beside compute",
     "2d_all_gather": "over two dims of the torus as well",
@@ -188,8 +186,7 @@ def flag_environment(
 def left_to_the_user(
     platform: Platform, environ: Mapping[str, str], *, family: str = ""
 ) -> list[str]:
-    """Returns a line for each group of flags that is not set, since the user has set
-    one of it.
+    """Lists each group of flags that is not set, since the user has set one of it.
 
     What we have set before (a parent process did) is the whole group, so it gets none.
     """
@@ -215,11 +212,9 @@ def _users(
     platform: Platform, environ: Mapping[str, str], family: str
 ) -> Iterator[Flag]:
     """Yields the flags that the environment already holds."""
-    return (
-        f
-        for f in flags_for(platform, family)
-        if f.name and f.name in _names(environ.get(f.variable))
-    )
+    for flag in flags_for(platform, family):
+        if flag.name and flag.name in _names(environ.get(flag.variable)):
+            yield flag
 
 
 def _names(words: str | None) -> set[str]:
@@ -241,15 +236,12 @@ def detect_platform(
     JAX_PLATFORMS decides if set (its first entry); else a device file does. /dev/vfio
     alone also exists on machines without a TPU, so it counts only with a group in it.
     """
-    if named := environ.get("JAX_PLATFORMS", "").partition(",")[0].strip():
+    named = environ.get("JAX_PLATFORMS", "").partition(",")[0].strip()
+    if named:
         return platform_of(named)
     if any(map(exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd"))):
         return "gpu"
-    if any(
-        exists(f"{folder}{i}")
-        for folder in ("/dev/accel", "/dev/vfio/")
-        for i in range(8)
-    ):
+    if any(exists(f"/dev/accel{i}") or exists(f"/dev/vfio/{i}") for i in range(8)):
         return "tpu"
     return "cpu"
 
@@ -270,14 +262,13 @@ def detect_family(
     if detect_platform(environ) != "tpu":
         return ""
     named = environ.get("TPU_ACCELERATOR_TYPE", "").lower().partition("-")[0]
-    if (named := FAMILY_ALIASES.get(named, named)) in FAMILIES:
+    named = FAMILY_ALIASES.get(named, named)
+    if named in FAMILIES:
         return named
     families = {chip.pci_device_id: chip.family for chip in CHIPS if chip.pci_device_id}
     for vendor in sorted(pci_devices.glob("*/vendor")):
         with contextlib.suppress(OSError):
-            if vendor.read_text().strip() == _GOOGLE:
-                if family := families.get(
-                    (vendor.parent / "device").read_text().strip()
-                ):
-                    return family
+            device = (vendor.parent / "device").read_text().strip()
+            if vendor.read_text().strip() == _GOOGLE and device in families:
+                return families[device]
     return ""
