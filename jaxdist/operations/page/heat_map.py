@@ -51,34 +51,24 @@ def heat_map(
         places = list(range(wide))
     cell_w = min(_LARGEST, (_WIDTH - _LEFT - _RIGHT) / wide)
     cell_h = min(_LARGEST, _HEIGHT / high)
-    paths: dict[int, str] = defaultdict(str)
+    cells: dict[int, str] = defaultdict(str)
     for y, row in enumerate(values):
-        top = _TOP + y * cell_h
         for x, value in enumerate(row):
             if value is not None:
-                left = f"{_LEFT + x * cell_w:.4g}"
-                paths[colour(value)] += (
-                    f"M{left} {top:.4g}h{cell_w:.3g}v{cell_h:.3g}H{left}z"
-                )
-    shapes = [f'<path class="heat-{n}" d="{paths[n]}"/>' for n in sorted(paths)]
+                cells[colour(value)] += f"M{x} {y}h1v1h-1z"
+    shapes = [f'<path class="heat-{n}" d="{cells[n]}"/>' for n in sorted(cells)]
+    scale = f"translate({_LEFT} {_TOP}) scale({cell_w:.4g} {cell_h:.4g})"
+    shapes = [f'<g transform="{scale}">{"".join(shapes)}</g>']
     bottom = _TOP + high * cell_h
     for y in _ticks(high, most=bottom / 18):
-        text = y or f"{escape(rows)} 0"
         middle = _TOP + (y + 0.5) * cell_h
-        shapes.append(
-            f'<text class="end" x="{_LEFT - 8}" y="{middle:.1f}" dy="4">{text}</text>'
-        )
-    below = f"{bottom + 16:.1f}"
+        shapes.append(_label("end", _LEFT - 8, middle + 4, y or f"{rows} 0"))
+    below = bottom + 16
+    shapes.append(_label("end", _LEFT - 8, below, columns))
     longest = max(len(tick_text(place, 1)) for place in places)
     for x in _ticks(wide, most=wide * cell_w / (8 * longest + 14)):
         middle = _LEFT + (x + 0.5) * cell_w
-        text = tick_text(places[x], 1)
-        shapes.append(
-            f'<text class="middle" x="{middle:.1f}" y="{below}">{text}</text>'
-        )
-    shapes.append(
-        f'<text class="end" x="{_LEFT - 8}" y="{below}">{escape(columns)}</text>'
-    )
+        shapes.append(_label("middle", middle, below, tick_text(places[x], 1)))
     shown = [
         [None if value is None else float(f"{value:.3g}") for value in row]
         for row in values
@@ -92,6 +82,10 @@ def heat_map(
         f'data-values="{compact_json(shown)}">{"".join(shapes)}<rect class="cross" '
         f'width="{cell_w:.3g}" height="{cell_h:.3g}"/></svg>'
     )
+
+
+def _label(anchor: str, x: float, y: float, text: object) -> str:
+    return f'<text class="{anchor}" x="{x:.1f}" y="{y:.1f}">{escape(str(text))}</text>'
 
 
 def legend() -> str:

@@ -172,7 +172,8 @@ class RunStatus(RunFiles):
             life = self._current_life()
             if life is not None:
                 return life.since
-            if lock_time := self._lock_time():  # a start that has not written yet
+            lock_time = self._lock_time()
+            if lock_time:  # a start that has not written yet
                 return lock_time
         times = [event["time"] for event in self.events[-1:]]
         row_time = self.last_row.get("time")
@@ -289,17 +290,8 @@ def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
             f"{folder}: holds no run (none of {known}); give the --workdir of train"
         )
     run_format.check_folder(folder)
-    files = WorkdirReader(folder)
-    return RunStatus(
-        folder=folder,
-        config=files.config(),
-        info=files.info(),
-        rows=metrics.read_last_rows(folder),
-        events=metrics.read_events(folder),
-        lives=run_lives.read_lives(folder),
-        operations=files.operations(),
-        now=time.time() if now is None else now,
-    )
+    found = WorkdirReader(folder).read(metrics.read_last_rows(folder))
+    return RunStatus(now=time.time() if now is None else now, **found)
 
 
 def read_any_status(workdir: Path) -> RunStatus:
@@ -311,17 +303,7 @@ def read_any_status(workdir: Path) -> RunStatus:
     try:
         return read_status(workdir)
     except run_format.OtherVersion as error:
-        return RunStatus(
-            folder=workdir,
-            config={},
-            info={},
-            rows=metrics.MetricRows([], []),
-            events=[],
-            lives=[],
-            operations=[],
-            now=time.time(),
-            other_version=str(error),
-        )
+        return RunStatus(folder=workdir, now=time.time(), other_version=str(error))
 
 
 def is_run(folder: Path) -> bool:
@@ -341,7 +323,8 @@ def as_text(document: Mapping[str, Any]) -> str:
     ]
     if document["next_save"]:
         lines.append(f"next save {_save_text(document['next_save'])}")
-    if numbers := _numbers_text(document):
+    numbers = _numbers_text(document)
+    if numbers:
         lines.append(f"now       {numbers}")
     if document["experts"]:
         lines.append(f"experts   {experts.as_line(document['experts'])}")

@@ -73,25 +73,16 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
         )
     run_format.check_folder(folder)
     files = WorkdirReader(folder)
-    rows = metrics.read_rows(folder)
-    files.note_lines(metrics.METRICS_FILE, rows.unreadable)
-    events, unreadable = metrics.scan_events(folder)
-    files.note_lines(metrics.EVENTS_FILE, unreadable)
+    found = files.read(metrics.read_rows(folder))
     arrays, unreadable = metrics.read_arrays(folder)
     files.note_lines(metrics.ARRAYS_FILE, unreadable)
     return RunSummary(
         name=name or folder.resolve().name,
-        folder=folder,
-        config=files.config(),
-        info=files.info(),
-        rows=rows,
-        events=events,
         sample=files.text("sample.txt"),
-        operations=files.operations(),
-        lives=run_lives.read_lives(folder),
         plan=files.text("plan.txt"),
         arrays=arrays,
         unreadable=files.faults,
+        **found,
     )
 
 
