@@ -110,6 +110,11 @@ class Account:
     def wall_s(self) -> float:
         return sum(self.buckets.values())
 
+    def largest(self) -> list[tuple[str, float]]:
+        """Lists the buckets that have any time, the largest first."""
+        spent = [item for item in self.buckets.items() if item[1] > 0]
+        return sorted(spent, key=lambda item: -item[1])
+
     @property
     def goodput(self) -> float | None:
         """The share of the wall time in steps that counted; None before any time has
@@ -248,4 +253,6 @@ def _lost_share(life: Life, later_first: float) -> float:
         return 0.0
     done = life.step - life.first + life.undone
     kept = max(life.first, min(life.step, later_first))
-    return (life.step - kept + life.undone) / done if done else 0.0
+    if not done:
+        return 0.0
+    return (life.step - kept + life.undone) / done

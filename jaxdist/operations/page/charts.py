@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import accumulate
+from operator import itemgetter
 from typing import Literal
 
 from jaxdist.telemetry.units import count_text
@@ -32,8 +33,7 @@ class Curve:
 
     name: str  # legend and hover text
     run: str  # CSS classes: run-0 to run-7, dashed, dotted
-    x: Sequence[float]
-    y: Sequence[float]
+    points: Sequence[tuple[float, float]]
     # raw: thin and faint, below the others
     style: Literal["raw", "line", "points"] = "line"
 
@@ -60,8 +60,9 @@ def chart(
       size: width and height in pixels.
     """
     thin = [_thinned(curve) for curve in curves]
-    steps = [x for curve in thin for x in curve.x] or [0.0]
-    values = [y for curve in thin for y in curve.y if math.isfinite(y)] or [0.0]
+    points = [point for curve in thin for point in curve.points]
+    steps = [x for x, _ in points] or [0.0]
+    values = [y for _, y in points if math.isfinite(y)] or [0.0]
     low, high = _y_range(values, from_zero)
     frame = _Frame(
         right=size[0] - _RIGHT,
@@ -76,13 +77,14 @@ def chart(
         frame.mark(step, text) for step, text in marks if frame.x0 <= step <= frame.x1
     ]
     shapes += [frame.band(_thinned(lower), _thinned(upper)) for lower, upper in bands]
-    shapes += [frame.curve(curve) for curve in thin if curve.style == "raw"]
-    shapes += [frame.curve(curve) for curve in thin if curve.style != "raw"]
-    ends = [
-        f"{curve.name}: from {curve.y[0]:.4g} to {curve.y[-1]:.4g} {unit}".strip()
-        for curve in thin
-        if curve.y
-    ]
+    # raw curves lie below the others
+    shapes += map(frame.curve, sorted(thin, key=lambda curve: curve.style != "raw"))
+    ends = []
+    for curve in thin:
+        if curve.points:
+            first = curve.points[0][1]
+            last = curve.points[-1][1]
+            ends.append(f"{curve.name}: from {first:.4g} to {last:.4g} {unit}".strip())
     spoken = escape(f"{label}. {'; '.join(ends)}")
     span = [frame.x0, frame.x1, frame.y0, frame.y1]
     box = [_LEFT, _TOP, frame.right, frame.bottom]
@@ -207,10 +209,10 @@ class _Frame:
 
     def band(self, low: Curve, high: Curve) -> str:
         """Draws the area between two curves."""
-        edge = list(zip(high.x, high.y, strict=True))
-        edge += reversed(list(zip(low.x, low.y, strict=True)))
         points = [
-            f"{self.px(x):.1f} {self.py(y):.1f}" for x, y in edge if math.isfinite(y)
+            f"{self.px(x):.1f} {self.py(y):.1f}"
+            for x, y in (*high.points, *reversed(low.points))
+            if math.isfinite(y)
         ]
         if not points:
             return ""
@@ -222,9 +224,9 @@ class _Frame:
         dots = ""
         bad = ""
         values = []
-        has_dots = curve.style == "points" or len(curve.x) == 1
+        has_dots = curve.style == "points" or len(curve.points) == 1
         pen = "M"  # lifted at the start and behind a gap
-        for x, y in zip(curve.x, curve.y, strict=True):
+        for x, y in curve.points:
             if not math.isfinite(y):
                 pen = "M"
                 bad += self.mark(x, f"step {x:g}: {y}", "bad", self.bottom - 8)
@@ -268,17 +270,17 @@ def _thinned(curve: Curve) -> Curve:
 
     Peaks stay visible, unlike with every n-th point.
     """
-    count = len(curve.x)
-    buckets = MAX_POINTS // 2
-    if count <= MAX_POINTS:
+    points = curve.points
+    if len(points) <= MAX_POINTS:
         return curve
-    bad = [i for i, y in enumerate(curve.y) if not math.isfinite(y)]
-    keep = {0, count - 1, *bad[:MAX_POINTS]}
-    for bucket in range(buckets):
-        indices = range(bucket * count // buckets, (bucket + 1) * count // buckets)
-        finite = [i for i in indices if math.isfinite(curve.y[i])]
-        if finite:
-            keep.add(min(finite, key=curve.y.__getitem__))
-            keep.add(max(finite, key=curve.y.__getitem__))
-    order = sorted(keep)
-    return replace(curve, x=[curve.x[i] for i in order], y=[curve.y[i] for i in order])
+    bad = [point for point in points if not math.isfinite(point[1])]
+    keep = {points[0], points[-1], *bad[:MAX_POINTS]}
+    size = math.ceil(2 * len(points) / MAX_POINTS)
+    for start in range(0, len(points), size):
+        bucket = [x for x in points[start : start + size] if math.isfinite(x[1])]
+        if bucket:
+            keep |= {min(bucket, key=_value), max(bucket, key=_value)}
+    return replace(curve, points=sorted(keep))
+
+
+_value = itemgetter(1)

@@ -229,8 +229,7 @@ def _wall_time(run: RunSummary) -> str:
         return ""
     rows = [
         [name, duration_text(seconds), percent_text(seconds / account.wall_s)]
-        for name, seconds in sorted(account.buckets.items(), key=lambda item: -item[1])
-        if seconds > 0
+        for name, seconds in account.largest()
     ]
     line = _remark(run_lives.goodput_line(run.lives))
     return line + table(["spent on", "time", "share"], rows)

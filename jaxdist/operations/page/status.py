@@ -396,8 +396,8 @@ def _headed(name: str, lines: list[str]) -> list[str]:
 
 
 def _ledger_lines(document: Mapping[str, Any]) -> list[str]:
-    ledger = document["ledger"]
-    if not ledger["wall_s"]:
+    account = run_lives.Account(document["ledger"]["buckets"])
+    if not account.wall_s:
         return []
     goodput = "-"
     if document["goodput"] is not None:
@@ -405,11 +405,10 @@ def _ledger_lines(document: Mapping[str, Any]) -> list[str]:
     starts = f"{document['starts']} starts"
     if document["starts"] == 1:
         starts = "1 start"
-    lines = [f"goodput   {goodput} of {duration_text(ledger['wall_s'])} in {starts}"]
-    for name, seconds in sorted(ledger["buckets"].items(), key=lambda item: -item[1]):
-        if seconds > 0:
-            share = percent_text(seconds / ledger["wall_s"])
-            lines.append(f"  {name:<10}{duration_text(seconds):>9}  {share:>7}")
+    lines = [f"goodput   {goodput} of {duration_text(account.wall_s)} in {starts}"]
+    for name, seconds in account.largest():
+        share = percent_text(seconds / account.wall_s)
+        lines.append(f"  {name:<10}{duration_text(seconds):>9}  {share:>7}")
     return lines
 
 
