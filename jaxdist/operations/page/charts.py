@@ -39,7 +39,7 @@ class Curve:
 
 
 def chart(
-    label: str,
+    title: str,
     curves: Sequence[Curve],
     *,
     unit: str = "",
@@ -51,7 +51,7 @@ def chart(
     """Draws curves as one <svg>.
 
     Args:
-      label: what a screen reader says.
+      title: what a screen reader says.
       unit: of the values, for the hover text.
       from_zero: whether the y axis includes 0 and ignores the farthest 1 % of the
         values (a slow first step). For speeds, whose height has a meaning.
@@ -85,7 +85,7 @@ def chart(
             first = curve.points[0][1]
             last = curve.points[-1][1]
             ends.append(f"{curve.name}: from {first:.4g} to {last:.4g} {unit}".strip())
-    spoken = escape(f"{label}. {'; '.join(ends)}")
+    spoken = escape(f"{title}. {'; '.join(ends)}")
     span = [frame.x0, frame.x1, frame.y0, frame.y1]
     box = [_LEFT, _TOP, frame.right, frame.bottom]
     return (
@@ -144,6 +144,11 @@ def tick_text(value: float, step: float) -> str:
     return f"{value:.{digits}f}"
 
 
+def label(anchor: str, x: float, y: float, text: object) -> str:
+    """Draws a text whose middle or end is at x."""
+    return f'<text class="{anchor}" x="{x:.1f}" y="{y:.1f}">{escape(str(text))}</text>'
+
+
 def compact_json(value: object) -> str:
     """Writes JSON without spaces, for an attribute of a drawing."""
     return json.dumps(value, separators=(",", ":"))
@@ -173,29 +178,23 @@ class _Frame:
 
     def grid(self) -> str:
         """Draws the grid lines with their numbers."""
+        parts = [self._horizontal("base", self.bottom)]
         ticks = linear_ticks(self.y0, self.y1)
-        parts = [self._horizontal("base", f"{self.bottom}")]
         for tick in ticks:
-            y = f"{self.py(tick):.1f}"
-            label = tick_text(tick, ticks[1] - ticks[0])
+            y = self.py(tick)
             parts.append(self._horizontal("grid", y))
-            parts.append(
-                f'<text class="tick end" x="{_LEFT - 8}" y="{y}" dy="4">{label}</text>'
-            )
+            text = tick_text(tick, ticks[1] - ticks[0])
+            parts.append(label("end", _LEFT - 8, y + 4, text))
         below = self.bottom + 18
-        parts.append(f'<text class="tick end" x="{_LEFT - 8}" y="{below}">step</text>')
+        parts.append(label("end", _LEFT - 8, below, "step"))
         for tick in linear_ticks(self.x0, self.x1, (self.right + _RIGHT) // 110):
             if tick == int(tick):
-                parts.append(
-                    f'<text class="tick middle" x="{self.px(tick):.1f}" y="{below}">'
-                    f"{tick_text(tick, 1)}</text>"
-                )
+                parts.append(label("middle", self.px(tick), below, tick_text(tick, 1)))
         return "".join(parts)
 
-    def _horizontal(self, style: str, y: str) -> str:
-        return (
-            f'<line class="{style}" x1="{_LEFT}" x2="{self.right}" y1="{y}" y2="{y}"/>'
-        )
+    def _horizontal(self, style: str, y: float) -> str:
+        place = f'x1="{_LEFT}" x2="{self.right}" y1="{y:.1f}" y2="{y:.1f}"'
+        return f'<line class="{style}" {place}/>'
 
     def mark(self, step: float, text: str, style: str = "mark", top: int = _TOP) -> str:
         """Draws a vertical line with a tooltip, from the bottom of the plot up to

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
 
-from jaxdist.operations.page.charts import compact_json, linear_ticks, tick_text
+from jaxdist.operations.page.charts import compact_json, label, linear_ticks, tick_text
 
 # of the colours from 1 on; 0 is that of the value 0
 EDGES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)
@@ -29,7 +29,7 @@ _HEIGHT = 520.0  # at most, of all rows together
 
 
 def heat_map(
-    label: str,
+    title: str,
     values: Sequence[Sequence[float | None]],
     *,
     rows: str,
@@ -39,7 +39,7 @@ def heat_map(
     """Draws a heat map as one <svg>.
 
     Args:
-      label: what a screen reader says.
+      title: what a screen reader says.
       values: rows of equal length, each value relative to a mean, 0 or more; None:
         without a cell.
       rows, columns: what one is called: "layer", "expert".
@@ -62,13 +62,13 @@ def heat_map(
     bottom = _TOP + high * cell_h
     for y in _ticks(high, most=bottom / 18):
         middle = _TOP + (y + 0.5) * cell_h
-        shapes.append(_label("end", _LEFT - 8, middle + 4, y or f"{rows} 0"))
+        shapes.append(label("end", _LEFT - 8, middle + 4, y or f"{rows} 0"))
     below = bottom + 16
-    shapes.append(_label("end", _LEFT - 8, below, columns))
+    shapes.append(label("end", _LEFT - 8, below, columns))
     longest = max(len(tick_text(place, 1)) for place in places)
     for x in _ticks(wide, most=wide * cell_w / (8 * longest + 14)):
         middle = _LEFT + (x + 0.5) * cell_w
-        shapes.append(_label("middle", middle, below, tick_text(places[x], 1)))
+        shapes.append(label("middle", middle, below, tick_text(places[x], 1)))
     shown = [
         [None if value is None else float(f"{value:.3g}") for value in row]
         for row in values
@@ -77,15 +77,11 @@ def heat_map(
     box = json.dumps([_LEFT, _TOP, cell_w, cell_h])
     return (
         f'<svg class="heat" viewBox="0 0 {_WIDTH} {bottom + _BOTTOM:.0f}" role="img" tabindex="0" '
-        f'aria-label="{escape(label)}" data-names="{names}" '
+        f'aria-label="{escape(title)}" data-names="{names}" '
         f'data-box="{box}" data-places="{compact_json(places)}" '
         f'data-values="{compact_json(shown)}">{"".join(shapes)}<rect class="cross" '
         f'width="{cell_w:.3g}" height="{cell_h:.3g}"/></svg>'
     )
-
-
-def _label(anchor: str, x: float, y: float, text: object) -> str:
-    return f'<text class="{anchor}" x="{x:.1f}" y="{y:.1f}">{escape(str(text))}</text>'
 
 
 def legend() -> str:
