@@ -14,7 +14,7 @@ import json
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from jaxdist.telemetry import clock
 _FOREVER_S = 7 * 24 * 3_600  # the watchdog knows what is too long
 _SHOWN_CHARS = 60  # of a value that differs
 _LINE_CHARS = 500  # of an error
+_CLOCK_TRIES = 5
 _MOST_CALLS = 1_000  # of this module, in the body of `raise_on_all`
 
 # the same on all processes: they make the same calls in order
@@ -118,14 +119,12 @@ class ClockOffset(NamedTuple):
     within_s: float
 
 
-def clock_offsets(
-    now: Callable[[], float] = time.time, tries: int = 5, timeout_s: int = 600
-) -> dict[int, ClockOffset]:
-    """Returns {process: its clock's offset} of all but the first on the first process,
-    {} on the others.
+def clock_offsets(timeout_s: int = 600) -> dict[int, ClockOffset]:
+    """Measures {process: its clock's offset} of all but the first, for the first
+    process; {} on the others.
 
     The first asks the others one by one and notes its own time before and after each
-    answer; of `tries` answers the quickest counts.
+    answer; of several answers the quickest counts.
 
     Raises:
       jax.errors.JaxRuntimeError: a process was lost, or did not answer in time.
@@ -135,26 +134,26 @@ def clock_offsets(
     timeout_ms = 1000 * timeout_s
     if client is None:
         return {}
-    if process := jax.process_index():
-        for turn in range(tries):
-            client.blocking_key_value_get(f"{place}/{process}/{turn}/asked", timeout_ms)
-            client.key_value_set(f"{place}/{process}/{turn}/answer", repr(now()))
+    process = jax.process_index()
+    if process:
+        for turn in range(_CLOCK_TRIES):
+            key = f"{place}/{process}/{turn}"
+            client.blocking_key_value_get(f"{key}/asked", timeout_ms)
+            client.key_value_set(f"{key}/answer", repr(time.time()))
         return {}
 
     def ask(key: str) -> ClockOffset:
-        began = now()
+        began = time.time()
         client.key_value_set(f"{key}/asked", "")
         answer = float(client.blocking_key_value_get(f"{key}/answer", timeout_ms))
-        ended = now()
+        ended = time.time()
         return ClockOffset(answer - (began + ended) / 2, (ended - began) / 2)
 
-    return {
-        other: min(
-            (ask(f"{place}/{other}/{turn}") for turn in range(tries)),
-            key=lambda o: o.within_s,
-        )
-        for other in range(1, jax.process_count())
-    }
+    offsets = {}
+    for other in range(1, jax.process_count()):
+        answers = [ask(f"{place}/{other}/{turn}") for turn in range(_CLOCK_TRIES)]
+        offsets[other] = min(answers, key=lambda offset: offset.within_s)
+    return offsets
 
 
 def first_error(error: str) -> str:

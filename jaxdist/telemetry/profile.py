@@ -45,8 +45,6 @@ class ProfileWindow:
         workdir: str | os.PathLike[str],
         first_step: int,
         num_steps: int,
-        *,
-        enabled: bool = True,
     ) -> None:
         """Does nothing yet.
 
@@ -54,12 +52,11 @@ class ProfileWindow:
           workdir: folder of the run; writes workdir/profile.
           first_step: first profiled step, counted from 1; 0 = never.
           num_steps: profiled steps, >= 1.
-          enabled: True on the processes that profile (usually process 0).
         """
         self._folder = Path(workdir) / FOLDER
         self._begin = first_step - 1
         self._end = first_step - 1 + num_steps
-        self._wanted = enabled and first_step > 0
+        self._wanted = first_step > 0
         self._running = False
 
     def step(self, finished: int, outputs: object = None) -> list[OpTime] | None:

@@ -13,9 +13,9 @@ def count_text(value: float, digits: int = 3) -> str:
     return f"{value:.{digits}g}"
 
 
-def gib_text(num_bytes: float, digits: int = 2) -> str:
+def gib_text(num_bytes: float) -> str:
     """Formats a size in GiB: "1.35 GiB"."""
-    return f"{num_bytes / GIB:.{digits}f} GiB"
+    return f"{num_bytes / GIB:.2f} GiB"
 
 
 def time_text(seconds: float) -> str:
