@@ -27,7 +27,7 @@ _GIB = 2**30
 
 
 def platform_of(name: str) -> Platform:
-    """Returns the platform of a name that jax has for it, e.g. "gpu" of "cuda"; what is
+    """Finds the platform of a name that jax has for it, e.g. "gpu" of "cuda"; what is
     unknown is a CPU.
     """
     return _PLATFORMS.get(name.lower(), "cpu")
@@ -177,7 +177,7 @@ def _chip(
     gpus_per_host: int = 8,
     **more: Any,
 ) -> Chip:
-    """Returns a row from a chip's TFLOP/s by dtype, and GB/s of memory, of each link,
+    """Makes a row from a chip's TFLOP/s by dtype, and GB/s of memory, of each link,
     network and PCIe.
 
     `usable_gib` is of one of its `devices`; `network` GB/s of DCN, or a name in
@@ -215,7 +215,7 @@ def _chip(
 def _tensor_cores(
     half: float, tf32: float, single: float, byte: float, **others: float
 ) -> dict[str, float]:
-    """Returns TFLOP/s by dtype; `others` has what is not as fast as the other dtypes of
+    """Lists TFLOP/s by dtype; `others` has what is not as fast as the other dtypes of
     its size.
     """
     rates = {"bfloat16": half, "float16": half, "tfloat32": tf32, "float32": single}
@@ -329,14 +329,14 @@ FAMILY_ALIASES = {
 
 
 def chip_for(device_kind: str) -> Chip | None:
-    """Returns the chip of a `jax.Device.device_kind`, or None when it is not in the
+    """Finds the chip of a `jax.Device.device_kind`, or None when it is not in the
     table.
     """
     return _BY_KIND.get(device_kind)
 
 
 def count_chips(device_kind: str, devices: int) -> int:
-    """Returns the chips that so many JAX devices are; those of an unknown kind are one
+    """Counts the chips that so many JAX devices are; those of an unknown kind are one
     each.
     """
     chip = chip_for(device_kind)
@@ -344,7 +344,7 @@ def count_chips(device_kind: str, devices: int) -> int:
 
 
 def slice_shape(chip: Chip, devices: Sequence[Any]) -> tuple[tuple[int, ...], int]:
-    """Returns the chips along each ICI dim of a slice, and how many slices, that TPU
+    """Counts the chips along each ICI dim of a slice, and how many slices, that TPU
     devices are.
     """
     places = zip(*(device.coords for device in devices), strict=True)

@@ -53,7 +53,7 @@ _SPARSE_CORE = "collectives on the SparseCore"
 def _sparse_core(
     name: str, value: str, why: str, source: str, *, compile_option: bool = True
 ) -> Flag:
-    """Returns one of the flags that move collectives from the TensorCore, which they
+    """Makes one of the flags that move collectives from the TensorCore, which they
     would stop.
 
     v5p and v6e only: 7x does it by itself, v4 and v5e keep their collectives on the
@@ -156,7 +156,7 @@ FLAGS: Mapping[Platform, tuple[Flag, ...]] = {
 
 
 def flags_for(platform: Platform, family: str = "") -> tuple[Flag, ...]:
-    """Returns the flags of a platform's chip family; of an unknown family (""), those
+    """Lists the flags of a platform's chip family; of an unknown family (""), those
     of all.
     """
     return tuple(f for f in FLAGS[platform] if not f.families or family in f.families)
@@ -165,7 +165,7 @@ def flags_for(platform: Platform, family: str = "") -> tuple[Flag, ...]:
 def flag_environment(
     platform: Platform, environ: Mapping[str, str], *, family: str = ""
 ) -> dict[str, str]:
-    """Returns the variables to set: only those that change, each with its full new
+    """Lists the variables to set: only those that change, each with its full new
     value.
 
     A setting that `environ` already holds, as a variable or as a flag inside one, is
@@ -222,7 +222,7 @@ def _names(words: str | None) -> set[str]:
 
 
 def flag_table(platform: Platform, family: str = "") -> str:
-    """Returns the flags as text: a line for the setting, one for reason and source."""
+    """Formats the flags as text: a line for the setting, one for reason and source."""
     flags = flags_for(platform, family)
     lines = (f"{f.setting}={f.value}\n    {f.why} [{f.source}]" for f in flags)
     return "\n".join(lines) or f"{platform}: no flags are set"
@@ -231,7 +231,7 @@ def flag_table(platform: Platform, family: str = "") -> str:
 def detect_platform(
     environ: Mapping[str, str], *, exists: Callable[[str], bool] = os.path.exists
 ) -> Platform:
-    """Returns the platform that jax will choose, without importing it.
+    """Predicts the platform that jax will choose, without importing it.
 
     JAX_PLATFORMS decides if set (its first entry); else a device file does. /dev/vfio
     alone also exists on machines without a TPU, so it counts only with a group in it.
@@ -253,7 +253,7 @@ _GOOGLE = "0x1ae0"  # its PCI vendor id
 def detect_family(
     environ: Mapping[str, str], *, pci_devices: Path = _PCI_DEVICES
 ) -> str:
-    """Returns the family of this machine's TPUs ("v5p"), or "" without them, or if it
+    """Finds the family of this machine's TPUs ("v5p"), or "" without them, or if it
     is not known.
 
     Cloud's name of the machine type (TPU_ACCELERATOR_TYPE=v5p-128) decides if set; else

@@ -28,7 +28,7 @@ class Malformed(ValueError):
 
 
 def parse_json(text: str | bytes, kind: type[Kind]) -> Kind:
-    """Returns the value of a JSON text.
+    """Parses the value of a JSON text.
 
     Args:
       kind: what the value must be: dict, list, ...
@@ -69,7 +69,7 @@ def _is_deeper(value: Any, depth: int) -> bool:
 
 
 def of_kind(value: object, kind: type[Kind], name: str = "it") -> Kind:
-    """Returns `value` if it is of that kind (a bool is no int).
+    """Checks that a value is of a kind (a bool is no int), and returns it.
 
     Raises:
       Malformed: it is not; says what it is.
@@ -92,12 +92,12 @@ def is_amount(value: object, below: float) -> bool:
 
 
 def named(error: Exception) -> str:
-    """Returns the text of an error, with its type where the text alone says little."""
+    """Formats an error, with its type where the text alone says little."""
     return str(error) if isinstance(error, Malformed) else repr(error)
 
 
 def read_json(path: Path, kind: type[Kind], *, max_bytes: int = MAX_BYTES) -> Kind:
-    """Returns the value of a JSON file, here or in an object store.
+    """Reads the value of a JSON file, here or in an object store.
 
     Raises:
       Malformed: as `parse_json` and `read_bytes`; the message does not name the file.
@@ -107,7 +107,7 @@ def read_json(path: Path, kind: type[Kind], *, max_bytes: int = MAX_BYTES) -> Ki
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """Returns the bytes of a file, here or in an object store.
+    """Reads the bytes of a file, here or in an object store.
 
     Raises:
       Malformed: it is larger, no regular file, or cannot be read.
@@ -126,7 +126,7 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Returns a file, opened to read.
+    """Opens a file to read.
 
     Raises:
       Malformed: it is a folder, a pipe, which would hold us for ever, or a device; an
@@ -155,5 +155,5 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def printable(text: str) -> str:
-    """Returns a line without what could move a terminal's cursor."""
+    """Replaces what could move a terminal's cursor in a line."""
     return "".join(character if character.isprintable() else "?" for character in text)

@@ -35,7 +35,7 @@ class Call(Protocol):
     def kept(
         self, rules: Any, tokens: int, itemsize: int, platform: str
     ) -> Mapping[str, int]:
-        """Returns bytes that remat policies keep of a device's tokens, by name."""
+        """Counts bytes that remat policies keep of a device's tokens, by name."""
 
     def moments(
         self, rules: Any, tokens: int, itemsize: int, platform: str
@@ -61,7 +61,7 @@ def declared_call(equation: Any) -> Call | None:
 
 
 def jaxpr_flops(jaxpr: Any, *, only: Callable[[Any], bool] | None = None) -> float:
-    """Returns the FLOPs of a jaxpr (closed or open), all devices together, loops
+    """Counts the FLOPs of a jaxpr (closed or open), all devices together, loops
     multiplied out.
 
     scan counts length x body; while once (functions in `CALLS` have their own count);
@@ -144,7 +144,7 @@ def _dot(lhs: hlo.Shape, rhs: hlo.Shape, out: hlo.Shape, params: Any) -> float:
 def _product(
     lhs: hlo.Shape, out: hlo.Shape, contracting: Sequence[int], groups: int = 1
 ) -> float:
-    """Returns the FLOPs of a product: 2 x result x contracted dims of the left side.
+    """Counts the FLOPs of a product: 2 x result x contracted dims of the left side.
 
     `groups` > 1 is a product ragged over its contracted dim, as a weight gradient is:
     the result has one slice per group, and each row of the operands goes into one of
@@ -203,7 +203,7 @@ HloFilter = Callable[[Sequence[str], str], bool]
 def hlo_flops(
     program: str | hlo.Module, computation: str = "", *, only: HloFilter | None = None
 ) -> float:
-    """Returns the FLOPs of optimized HLO text, `compiled.as_text()`; of ONE device if
+    """Counts the FLOPs of optimized HLO text, `compiled.as_text()`; of ONE device if
     partitioned.
 
     Of its entry, or of the named computation; `only` counts just the products that it
@@ -255,7 +255,7 @@ def instruction_flops(
     *,
     only: HloFilter | None = None,
 ) -> float:
-    """Returns the FLOPs of an instruction itself, without the computations it calls."""
+    """Counts the FLOPs of an instruction itself, without the computations it calls."""
     if step.opcode not in (
         "dot",
         "scaled-dot",
@@ -291,7 +291,7 @@ def instruction_flops(
 
 
 def _contracted(attributes: str) -> list[int]:
-    """Returns the contracted dims of the left side of a oneDNN or cuBLAS product."""
+    """Reads the contracted dims of the left side of a oneDNN or cuBLAS product."""
     dims = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', attributes)
     if dims:
         return [int(dim) for dim in re.findall(r"\d+", dims.group(1))]
@@ -301,7 +301,7 @@ def _contracted(attributes: str) -> list[int]:
 def _windowed(
     step: hlo.Instruction, lhs: hlo.Shape, rhs: hlo.Shape, out: hlo.Shape
 ) -> float:
-    """Returns the FLOPs of a convolution from its dim_labels (b01f_01io->b01f) and
+    """Counts the FLOPs of a convolution from its dim_labels (b01f_01io->b01f) and
     window.
     """
     of_lhs, of_rhs, of_out = re.split("_|->", step.value("dim_labels"))

@@ -60,7 +60,7 @@ Shape = tuple[int, ...]
 
 
 def num_bytes(types: Iterable[tuple[str, Shape]]) -> int:
-    """Returns the bytes of arrays of these dtypes and shapes, unpadded."""
+    """Counts the bytes of arrays of these dtypes and shapes, unpadded."""
     bits = 0
     for dtype, shape in types:
         width = _integers("u8" if dtype == "pred" else dtype) or [0]  # tokens have none
@@ -69,7 +69,7 @@ def num_bytes(types: Iterable[tuple[str, Shape]]) -> int:
 
 
 def _first(pattern: re.Pattern, text: str) -> str:
-    """Returns the first group of a pattern where it is first found, or ""."""
+    """Finds the first group of a pattern where it is first found, or ""."""
     match = pattern.search(text)
     return match.group(1) if match else ""
 
@@ -190,7 +190,7 @@ class Instruction:
         return _first_group(match.group()) if match else ()
 
     def value(self, name: str) -> str:
-        """Returns the text of an attribute such as dim_labels=bf_io->bf, or "" if
+        """Reads the text of an attribute such as dim_labels=bf_io->bf, or "" if
         absent.
         """
         match = re.search(
@@ -199,13 +199,13 @@ class Instruction:
         return next((group for group in match.groups() if group), "") if match else ""
 
     def dims(self, name: str) -> list[int]:
-        """Returns the integers of an attribute such as lhs_contracting_dims={1}; [] if
+        """Reads the integers of an attribute such as lhs_contracting_dims={1}; [] if
         absent.
         """
         return [int(dim) for dim in self.value(name).split(",") if dim]
 
     def called(self, *names: str) -> list[str]:
-        """Returns the computations named by the given attributes (calls=%f,
+        """Lists the computations named by the given attributes (calls=%f,
         branches={%a, %b}).
         """
         return [
@@ -245,7 +245,7 @@ class Module:
         return max(0, max(limits) - self._start(loop, condition)) if limits else None
 
     def _start(self, loop: Instruction, condition: str) -> int:
-        """Returns the number that a loop counts from; 0 if that cannot be seen."""
+        """Finds the number that a loop counts from; 0 if that cannot be seen."""
         around = self.computations[self._callers[loop.called("body")[0]][0]]
         counters = [
             s
@@ -291,7 +291,7 @@ class Module:
         )
 
     def cycles(self, computation: str) -> int:
-        """Returns the estimated cycles of a computation, loops and the dearest branches
+        """Adds up the estimated cycles of a computation, loops and the dearest branches
         included.
         """
         return sum(
@@ -301,7 +301,7 @@ class Module:
         )
 
     def stack(self, instruction: Instruction) -> list[Frame]:
-        """Returns the Python stack that traced it, innermost first; [] if none is
+        """Reads the Python stack that traced it, innermost first; [] if none is
         recorded.
         """
         frames: list[Frame] = []
@@ -328,7 +328,7 @@ class Module:
     def origin(
         self, computation: str, name: str, depth: int = 64
     ) -> Instruction | None:
-        """Returns the parameter of the program that an array is, slices and casts
+        """Finds the parameter of the program that an array is, slices and casts
         apart, or None.
         """
         steps = self.computations[computation]
@@ -351,7 +351,7 @@ class Module:
         return self.origin(computation, self._handed_on(step, index), depth - 1)
 
     def _handed_on(self, step: Instruction, index: int | None) -> str:
-        """Returns the operand that (the index-th part of) a result is, or ""."""
+        """Finds the operand that (the index-th part of) a result is, or ""."""
         if step.opcode in _MOVES or 'custom_call_target="ConcatBitcast"' in step.text:
             return next(iter(step.operands), "")
         # a shard into zeros: so all-reduce can gather
@@ -398,7 +398,7 @@ def uses(
 
 
 def parse(text: str) -> Module:
-    """Returns the module of an HLO text.
+    """Reads the module of an HLO text.
 
     Raises:
       ValueError: the text has no ENTRY computation.
@@ -437,13 +437,13 @@ def parse(text: str) -> Module:
 
 
 def _numbers(row: str) -> list[int]:
-    """Returns the numbers of a row {file_location_id=1 parent_frame_id=1}, in order."""
+    """Reads the numbers of a row {file_location_id=1 parent_frame_id=1}, in order."""
     return [int(number) for number in re.findall(r"=(\d+)", row)]
 
 
 @lru_cache(maxsize=4096)
 def _first_group(text: str) -> tuple[int, ...]:
-    """Returns the first of the groups that replica_groups lists in one of its forms; ()
+    """Reads the first of the groups that replica_groups lists in one of its forms; ()
     for all.
     """
     match = _GROUPS.match(text)
@@ -475,7 +475,7 @@ def _first_group(text: str) -> tuple[int, ...]:
 
 
 def _order(text: str) -> np.ndarray:
-    """Returns the numbers of [16,4]T(1,0) (an iota, transposed) or of a plain list."""
+    """Reads the numbers of [16,4]T(1,0) (an iota, transposed) or of a plain list."""
     dims, _, permutation = text.partition("T")
     numbers = _integers(dims)
     if "[" not in dims:
@@ -486,7 +486,7 @@ def _order(text: str) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def _first_route(text: str) -> tuple[int, ...]:
-    """Returns a device and where it sends to, of {0,4},{4,8}; one pair of different
+    """Finds a device and where it sends to, of {0,4},{4,8}; one pair of different
     devices.
     """
     numbers = _integers(text)

@@ -197,7 +197,7 @@ class MetricRows:
 
 
 def read_rows(path: str | os.PathLike[str]) -> MetricRows:
-    """Returns the rows of a metrics.jsonl (or of the one in a workdir); empty if there
+    """Reads the rows of a metrics.jsonl (or of the one in a workdir); empty if there
     is none.
 
     Lines that hold no JSON object with an integer `step` are skipped (a torn line) and
@@ -206,15 +206,16 @@ def read_rows(path: str | os.PathLike[str]) -> MetricRows:
     another schedule (`EXTENDED`) are left out.
     """
     rows, unreadable = _read_lines(Path(path), METRICS_FILE, _is_metrics)
-    train, evaluation = (
-        [part[step] for step in sorted(part)] for part in _last_of_steps(rows)
+    train, evaluation = _last_of_steps(rows)
+    return MetricRows(
+        [row for _, row in sorted(train.items())],
+        [row for _, row in sorted(evaluation.items())],
+        unreadable,
     )
-    return MetricRows(train, evaluation, unreadable)
 
 
 def read_last_rows(path: str | os.PathLike[str]) -> MetricRows:
-    """Returns `read_rows` of the end of a metrics.jsonl alone, in milliseconds however
-    long it is.
+    """Reads the end of a metrics.jsonl alone, in milliseconds however long it is.
 
     The rows are in the order in which they were written, so that the last tells of now.
     """
@@ -224,7 +225,7 @@ def read_last_rows(path: str | os.PathLike[str]) -> MetricRows:
 
 
 def read_arrays(path: str | os.PathLike[str]) -> tuple[list[Row], int]:
-    """Returns the rows of an arrays.jsonl (or of the one in a workdir) by step, and how
+    """Reads the rows of an arrays.jsonl (or of the one in a workdir) by step, and how
     many cannot be read.
 
     A run that goes back writes its steps again: of the rows before, those from that
@@ -263,15 +264,15 @@ def _is_metrics(row: Row) -> bool:
 
 
 def read_events(path: str | os.PathLike[str]) -> list[Row]:
-    """Returns the events of an events.jsonl (or of the one in a workdir), in file
+    """Reads the events of an events.jsonl (or of the one in a workdir), in file
     order.
     """
     return scan_events(path)[0]
 
 
 def scan_events(path: str | os.PathLike[str]) -> tuple[list[Row], int]:
-    """Returns `read_events` and how many lines are no event with `time`, `event` and
-    `step`.
+    """Reads as `read_events`, and counts the lines that are no event with `time`,
+    `event` and `step`.
     """
     return _read_lines(Path(path), EVENTS_FILE, _is_event)
 
@@ -307,7 +308,7 @@ class Throughput:
     def fields(
         self, *, seconds: float, steps: int, tokens: float
     ) -> dict[str, float | None]:
-        """Returns step_time_s, tokens_per_s, tokens_per_s_per_device, mfu_causal,
+        """Computes step_time_s, tokens_per_s, tokens_per_s_per_device, mfu_causal,
         mfu_full, mfu, hfu.
 
         Args:
@@ -337,7 +338,7 @@ class Throughput:
 
 
 def _to_json(value: object) -> object:
-    """Returns `value` as what JSON can hold: see the module's head for floats; tuples
+    """Converts a value to what JSON can hold: see the module's head for floats; tuples
     are lists.
     """
     if isinstance(value, float) and not math.isfinite(value):
@@ -354,7 +355,7 @@ def _to_json(value: object) -> object:
 
 
 def _rounded(values: Any) -> Any:
-    """Returns nested lists with six digits of each number, whole ones as integers."""
+    """Rounds the numbers of nested lists to six digits; whole ones become integers."""
     if isinstance(values, list):
         return [_rounded(value) for value in values]
     if not isinstance(values, float) or not math.isfinite(values):
@@ -365,7 +366,7 @@ def _rounded(values: Any) -> Any:
 
 
 def _open_append(path: Path) -> int:
-    """Returns a descriptor at the end of `path`; a torn last line gets its newline
+    """Opens a descriptor at the end of `path`; a torn last line gets its newline
     first.
 
     Raises:
@@ -391,7 +392,7 @@ def _open_append(path: Path) -> int:
 def _read_lines(
     path: Path, name: str, is_row: Callable[[Row], bool], *, last: int = 0
 ) -> tuple[list[Row], int]:
-    """Returns the objects of a file's lines that are such rows, and the number of other
+    """Reads the objects of a file's lines that are such rows, and the number of other
     lines.
 
     Args:
@@ -423,7 +424,7 @@ def _read_lines(
 
 
 def _end_of(path: Path, most: int) -> bytes:
-    """Returns the last lines of a file, of at most so many bytes."""
+    """Reads the last lines of a file, of at most so many bytes."""
     with untrusted.open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - most))

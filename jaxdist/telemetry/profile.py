@@ -94,7 +94,7 @@ class ProfileWindow:
 
 
 def top_ops(folder: Path) -> list[OpTime]:
-    """Returns the ops of the newest trace below `folder`, the longest first.
+    """Lists the ops of the newest trace below `folder`, the longest first.
 
     Ops that only contain others (while, conditional, call) are left out, or time would
     count twice.

@@ -82,8 +82,8 @@ class Copies:
         return steps == os.path.realpath(place)
 
     def silent_s(self) -> float:
-        """Returns the seconds for which the call under way has shown no sign; 0 between
-        calls.
+        """Measures the seconds for which the call under way has shown no sign; 0
+        between calls.
         """
         since = self._called_at  # another thread may set it to None meanwhile
         if since is None:

@@ -272,7 +272,7 @@ def spans(devices: Sequence[Any], chip: Chip | None) -> list[Span]:
 
 
 def _place(device: Any) -> int:
-    """Returns the number of a device's slice (TPU; 0 of a lone one), host (GPU) or
+    """Finds the number of a device's slice (TPU; 0 of a lone one), host (GPU) or
     process.
     """
     if device.platform in ("tpu", "gpu"):

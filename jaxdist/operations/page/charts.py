@@ -166,11 +166,11 @@ class _Frame:
     y1: float
 
     def px(self, x: float) -> float:
-        """Returns the horizontal pixel of a step."""
+        """Computes the horizontal pixel of a step."""
         return _LEFT + (self.right - _LEFT) * (x - self.x0) / (self.x1 - self.x0)
 
     def py(self, y: float) -> float:
-        """Returns the vertical pixel of a value; values beyond the range stay just
+        """Computes the vertical pixel of a value; values beyond the range stay just
         outside it.
         """
         share = min(1.02, max(-0.02, (y - self.y0) / (self.y1 - self.y0)))

@@ -93,7 +93,7 @@ def legend() -> str:
 
 
 def colour(value: float) -> int:
-    """Returns the number of a value's colour: 0 for 0, else from 1 on."""
+    """Finds the number of a value's colour: 0 for 0, else from 1 on."""
     if value <= 0:
         return 0
     return 1 + bisect.bisect_right(EDGES, value)

@@ -65,7 +65,7 @@ class Planned:
     waterfall: Mapping[str, float] = field(default_factory=dict)  # parts of step_s
 
     def share(self, part: str) -> float:
-        """Returns the share of a part in the planned step."""
+        """Computes the share of a part in the planned step."""
         return self.waterfall.get(part, 0.0) / self.step_s
 
     @property
@@ -109,7 +109,7 @@ def as_line(document: Mapping[str, Any]) -> str:
 
 
 def command(folder: Path, info: Mapping[str, Any]) -> str:
-    """Returns the command that makes the plan of a run; "" where a plan says nothing of
+    """Makes the command that makes the plan of a run; "" where a plan says nothing of
     the time.
 
     Args:
@@ -153,7 +153,7 @@ def read_plan(run: RunFiles) -> Planned | None:
 
 
 def _date(value: object) -> str:
-    """Returns the day of a plan; "" if the value is no time."""
+    """Reads the day of a plan; "" if the value is no time."""
     try:
         return f"{datetime.fromisoformat(str(value)):%Y-%m-%d}"
     except ValueError:
