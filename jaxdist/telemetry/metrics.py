@@ -407,7 +407,7 @@ def _read_lines(
             content = untrusted.read_bytes(path, max_bytes=_MAX_FILE_BYTES)
     except FileNotFoundError:
         return [], 0
-    except untrusted.Malformed:
+    except (OSError, untrusted.Malformed):
         return [], 1
     lines = [line for line in content.splitlines() if line.strip()]
     rows: list[Row] = []
