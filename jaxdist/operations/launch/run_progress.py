@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError
-from jaxdist.storage.untrusted import Malformed, is_count, read_json
+from jaxdist.storage.untrusted import Malformed, is_count, open_regular, read_json
 from jaxdist.telemetry import metrics
 from jaxdist.trainer.default_workdir import default_workdir
 
@@ -55,10 +55,13 @@ class ProgressReader:
 
     def starts(self) -> int:
         """Counts the starts of the run that began to train."""
-        if self.folder is None:
-            return 0
-        events = metrics.read_events(self.folder)
-        return sum(event["event"] == "start" for event in events)
+        if self.folder is not None:
+            with (
+                contextlib.suppress(OSError, Malformed),
+                open_regular(self.folder / metrics.EVENTS_FILE) as file,
+            ):
+                return sum(b'"event": "start"' in line for line in file)
+        return 0
 
     def event(self, name: str, step: int, **fields: object) -> None:
         """Appends an event; creates the workdir if the run had no time to."""
