@@ -1259,12 +1259,8 @@ if normalise:
         name="mfu_is_the_full_one",
         room="telemetry",
         function="Throughput.fields",
-        old="""
-causal, full = (None if peak is None else rate * flops / peak for flops in needed)
-""",
-        new="""
-full, causal = (None if peak is None else rate * flops / peak for flops in needed)
-""",
+        old="rate * self.causal_flops_per_token / self.peak_flops_per_s",
+        new="rate * self.full_flops_per_token / self.peak_flops_per_s",
         tests=("telemetry/test_metrics.py::test_throughput_fields",),
     ),
     Fault(
@@ -1402,7 +1398,7 @@ full, causal = (None if peak is None else rate * flops / peak for flops in neede
         name="slow_device_not_said",
         room="operations",
         function="device_lines",
-        old="rate < OF_DEVICES * median or (is_below and not all_are)",
+        old="rate < OF_DEVICES * median or (is_below and not most_are_slow)",
         new="False",
         tests=(
             "operations/test_preflight.py::test_a_slow_device_is_named_beside_the_others_and_the_table",

@@ -43,16 +43,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def examine(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, Any]:
-    """Returns everything that the doctor looks at, as plain JSON values, by section.
+    """Collects everything that the doctor looks at, as plain JSON values, by section.
 
     Args:
       root: below which the files of `network` lie.
     """
+    devices = []
+    trouble = None
     try:
-        devices, trouble = jax.devices(), None
+        devices = jax.devices()
     except Exception as error:
         # plugins fail in many ways, and this is what one asks the doctor
-        devices, trouble = [], " ".join(f"{type(error).__name__}: {error}".split())
+        trouble = " ".join(f"{type(error).__name__}: {error}".split())
     kind = devices[0].device_kind if devices else "no device"
     chip = chips.chip_for(kind)
     known: dict[str, str | None] = {
@@ -63,6 +65,9 @@ def examine(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, Any
     programs = initialize.compile_cache_folder(environ) or environ.get(
         "JAX_COMPILATION_CACHE_DIR"
     )
+    advice = None
+    if devices and lacks_bfloat16(devices[0]):
+        advice = f"{kind} {NO_BFLOAT16}"
     return {
         "devices": {
             "platform": devices[0].platform if devices else None,
@@ -71,9 +76,7 @@ def examine(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, Any
             "slices": count_slices(devices) if devices else 0,
             "processes": jax.process_count() if devices else 0,
             "launcher": initialize.detect_launcher(environ) or "none: one process",
-            "advice": f"{kind} {NO_BFLOAT16}"
-            if devices and lacks_bfloat16(devices[0])
-            else None,
+            "advice": advice,
             "trouble": trouble,
         },
         "versions": known | {"faults": version_faults(known)},
@@ -92,9 +95,7 @@ def examine(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, Any
             for fault in network_faults(root, environ, read_limits(root))
         ],
         "extras": {
-            module: "present"
-            if find_spec(module)
-            else f"missing: {extras.install_command(extra)}"
+            module: _presence(module, extra)
             for module, extra in sorted(extras.EXTRAS.items())
         },
         "flags": _flags(environ),
@@ -110,15 +111,22 @@ def _chip(chip: chips.Chip, device: jax.Device) -> dict[str, Any]:
     }
 
 
+def _presence(module: str, extra: str) -> str:
+    if find_spec(module):
+        return "present"
+    return f"missing: {extras.install_command(extra)}"
+
+
 def _disk(folder: Path | str | None) -> dict[str, Any]:
-    """Returns what is known of the file system that holds a folder, or would
-    hold it.
-    """
+    """Describes the file system that holds a folder, or would hold it."""
     if not folder:
         return {"folder": "off"}
     existing = next(f for f in (Path(folder), *Path(folder).parents) if f.exists())
-    free, writable = shutil.disk_usage(existing).free, os.access(existing, os.W_OK)
-    return {"folder": str(folder), "free_bytes": free, "writable": writable}
+    return {
+        "folder": str(folder),
+        "free_bytes": shutil.disk_usage(existing).free,
+        "writable": os.access(existing, os.W_OK),
+    }
 
 
 def _flags(environ: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -138,7 +146,7 @@ def _flags(environ: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def mfu_meaning(device_kind: str, chip: chips.Chip | None) -> str:
-    """Returns what `mfu` in metrics.jsonl will be on this device."""
+    """Explains the `mfu` of metrics.jsonl on this device."""
     if chip is None:
         return f"{device_kind}: peak unknown, so mfu will be null; it is never guessed"
     peak = chip.peak("bfloat16")
@@ -160,37 +168,36 @@ def mfu_meaning(device_kind: str, chip: chips.Chip | None) -> str:
 
 
 def as_text(report: Mapping[str, Any]) -> str:
-    """Returns the report for people, section by section; what is None is left out."""
+    """Formats the report for people, section by section; without what is None."""
     lines = []
     for name, section in report.items():
         lines.append(name)
         if isinstance(section, dict):
-            known = {key: value for key, value in section.items() if value is not None}
-            lines += [
-                f"  {key}: {_text(f'{name}.{key}', value)}"
-                for key, value in known.items()
-            ]
-        else:
-            items = section if isinstance(section, list) else [section]
-            lines += [f"  {_text(name, item)}" for item in items or ["none"]]
+            for key, value in section.items():
+                if value is not None:
+                    lines.append(f"  {key}: {_text(f'{name}.{key}', value)}")
+            continue
+        items = section if isinstance(section, list) else [section]
+        lines += [f"  {_text(name, item)}" for item in items or ["none"]]
     return "\n".join(lines)
 
 
 def _text(path: str, value: Any) -> str:
-    """Returns a value with the unit that its name tells."""
+    """Formats a value with the unit that its name tells."""
     if isinstance(value, Mapping):
         if "cure" in value:
             return f"{value['check']}: {value['fault']}; cure: {value['cure']}"
-        return ", ".join(
-            f"{key} {_text(f'{path}.{key}', item)}" for key, item in value.items()
-        )
+        pairs = [f"{key} {_text(f'{path}.{key}', x)}" for key, x in value.items()]
+        return ", ".join(pairs)
     if isinstance(value, list | tuple):
         return "; ".join(_text(path, item) for item in value) or "none"
     if "flops_per_s" in path:
         return f"{value / 1e12:g} TFLOP/s"
     if "bytes_per_s" in path:
         return f"{value / 1e9:g} GB/s"
-    return gib_text(value) if "bytes" in path else str(value)
+    if "bytes" in path:
+        return gib_text(value)
+    return str(value)
 
 
 if __name__ == "__main__":

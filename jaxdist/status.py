@@ -35,15 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(flags: argparse.Namespace) -> None:
-    clear = (
-        "\x1b[H\x1b[2J"
-        if flags.watch and sys.stdout.isatty() and not flags.json
-        else ""
-    )
+    format_status = json.dumps if flags.json else status.as_text
+    clear = ""
+    if flags.watch and sys.stdout.isatty() and not flags.json:
+        clear = "\x1b[H\x1b[2J"
     while True:
         document = status.read_status(flags.workdir).document()
-        text = json.dumps(document) if flags.json else status.as_text(document)
-        print(clear + text, flush=True)
+        print(clear + format_status(document), flush=True)
         if flags.watch is None or document["state"] == "finished":
             return
         time.sleep(flags.watch)

@@ -12,7 +12,8 @@ from jaxdist.config import ConfigError
 
 LOOPBACK = "127.0.0.1"
 TORCHRUN = "torchrun"
-_FIRST_PORT, _NUM_PORTS = 61440, 4096  # above Linux's ephemeral ports
+_FIRST_PORT = 61440  # above Linux's ephemeral ports
+_NUM_PORTS = 4096
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class ClusterInfo:
 
 
 def find_cluster(environ: Mapping[str, str]) -> ClusterInfo:
-    """Returns this agent's place among those that a scheduler started; ClusterInfo() if
+    """Finds this agent's place among those that a scheduler started; ClusterInfo() if
     it is alone.
 
     Raises:
@@ -55,8 +56,8 @@ def _in_range(cluster: ClusterInfo) -> ClusterInfo:
 
 
 def _port(*names: str | None) -> int:
-    """Returns a port that all agents of one start compute, and hardly those of the
-    next.
+    """Computes a port that is the same for all agents of one start, and hardly that
+    of the next.
     """
     return _FIRST_PORT + zlib.crc32("/".join(map(str, names)).encode()) % _NUM_PORTS
 
@@ -69,8 +70,13 @@ def _from_variables(environ: Mapping[str, str]) -> ClusterInfo | None:
         return None
     try:
         host, _, port = environ["JAXDIST_AGENTS_AT"].rpartition(":")
-        number, index = int(environ["JAXDIST_AGENTS"]), int(environ["JAXDIST_AGENT"])
-        return ClusterInfo("its environment", number, index, host, int(port))
+        return ClusterInfo(
+            "its environment",
+            int(environ["JAXDIST_AGENTS"]),
+            int(environ["JAXDIST_AGENT"]),
+            host,
+            int(port),
+        )
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"JAXDIST_AGENTS is set, but {error}: set JAXDIST_AGENT=NUMBER, JAXDIST_AGENTS_AT=HOST:PORT too"
@@ -78,7 +84,7 @@ def _from_variables(environ: Mapping[str, str]) -> ClusterInfo | None:
 
 
 def find_torchrun(environ: Mapping[str, str]) -> ClusterInfo | None:
-    """Returns the place that torchrun's variables give a process; None without them, or
+    """Finds the place that torchrun's variables give a process; None without them, or
     by a scheduler's.
 
     They are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which others set for
@@ -93,19 +99,17 @@ def find_torchrun(environ: Mapping[str, str]) -> ClusterInfo | None:
     # without it the others mean nothing: Kubernetes has a MASTER_PORT, too
     if number is None or number <= 1:
         return None
-    index, local, port = (
-        _number(environ, name) for name in ("RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    )
-    elastic, said = (
-        environ.get("TORCHELASTIC_RUN_ID"),
-        f"WORLD_SIZE={number}, RANK={index}",
-    )
-    if elastic is None and (other := _scheduled(environ)):  # what has started it
+    index = _number(environ, "RANK")
+    port = _number(environ, "MASTER_PORT")
+    elastic = environ.get("TORCHELASTIC_RUN_ID")
+    other = None if elastic else _scheduled(environ)
+    if other is not None:  # what has started it
         if index is None or (other.number, other.index) == (number, index):
             return None
         raise ConfigError(
-            f"{said}, but this is process {other.index} of {other.number} of {other.launcher}; unset RANK "
-            f"and WORLD_SIZE, or start the processes by torchrun alone"
+            f"WORLD_SIZE={number}, RANK={index}, but this is process {other.index} of "
+            f"{other.number} of {other.launcher}; unset RANK and WORLD_SIZE, or start "
+            f"the processes by torchrun alone"
         )
     missing = [
         name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)
@@ -114,7 +118,9 @@ def find_torchrun(environ: Mapping[str, str]) -> ClusterInfo | None:
         raise ConfigError(
             f"WORLD_SIZE={number}, but {', '.join(missing)} not set; unset it to run alone"
         )
-    host = LOOPBACK if local == number else environ["MASTER_ADDR"]
+    host = environ["MASTER_ADDR"]
+    if _number(environ, "LOCAL_WORLD_SIZE") == number:
+        host = LOOPBACK
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port = _port(
             "torchrun", elastic, str(port), environ.get("TORCHELASTIC_RESTART_COUNT")
@@ -123,7 +129,7 @@ def find_torchrun(environ: Mapping[str, str]) -> ClusterInfo | None:
 
 
 def count_ray_workers() -> int:
-    """Returns how many workers Ray Train has started as this one; 1 outside of it.
+    """Counts the workers that Ray Train has started as this one; 1 outside of it.
     Imports nothing.
     """
     try:
@@ -143,7 +149,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def _scheduled(environ: Mapping[str, str]) -> ClusterInfo | None:
-    """Returns this process's place among those that a scheduler started, if there are
+    """Finds this process's place among those that a scheduler started, if there are
     several.
     """
     found = (find(environ) for find in _SCHEDULERS)
@@ -154,20 +160,18 @@ def _slurm(environ: Mapping[str, str]) -> ClusterInfo | None:
     # a batch script's own process is in no step
     if "SLURM_STEP_NODELIST" not in environ:
         return None
-    port = _port(
-        *(
-            environ.get(f"SLURM_{name}")
-            for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")
-        )
-    )
-    number, index = int(environ["SLURM_NTASKS"]), int(environ["SLURM_PROCID"])
+    start = map(environ.get, ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
     return ClusterInfo(
-        "Slurm", number, index, first_host(environ["SLURM_STEP_NODELIST"]), port
+        "Slurm",
+        int(environ["SLURM_NTASKS"]),
+        int(environ["SLURM_PROCID"]),
+        first_host(environ["SLURM_STEP_NODELIST"]),
+        _port(*start),
     )
 
 
 def first_host(nodes: str) -> str:
-    """Returns the first host of a Slurm list: `gpu[017-020,33],login` is gpu017."""
+    """Finds the first host of a Slurm list: `gpu[017-020,33],login` is gpu017."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
     return "".join(filter(None, match.groups())) if match else nodes
 
@@ -175,7 +179,8 @@ def first_host(nodes: str) -> str:
 def _open_mpi(environ: Mapping[str, str]) -> ClusterInfo | None:
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
-    number, host = int(environ["OMPI_COMM_WORLD_SIZE"]), LOOPBACK
+    number = int(environ["OMPI_COMM_WORLD_SIZE"])
+    host = LOOPBACK
     start = map(
         environ.get,
         ("PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_ess_base_jobid"),
@@ -197,30 +202,27 @@ def _kubernetes(environ: Mapping[str, str]) -> ClusterInfo | None:
     """An Indexed Job of a JobSet; the names come through deploy/jobset.yaml's downward
     API.
     """
-    names = [
-        environ.get(name)
-        for name in ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOBSET_RESTART_ATTEMPT")
-    ]
-    if "JOB_COMPLETION_INDEX" not in environ or None in names[:2]:
+    jobset = environ.get("JOBSET_NAME")
+    job = environ.get("REPLICATED_JOB_NAME")
+    if "JOB_COMPLETION_INDEX" not in environ or jobset is None or job is None:
         return None
     if "JAXDIST_NUM_PODS" not in environ:
         raise ConfigError(
             "JAXDIST_NUM_PODS is not set: write the job's parallelism into the environment"
         )
-    # job 0, pod 0, of the JobSet's headless service
-    host = f"{names[0]}-{names[1]}-0-0.{names[0]}"
-    number, index = (
+    return ClusterInfo(
+        "Kubernetes",
         int(environ["JAXDIST_NUM_PODS"]),
         int(environ["JOB_COMPLETION_INDEX"]),
+        # job 0, pod 0, of the JobSet's headless service
+        f"{jobset}-{job}-0-0.{jobset}",
+        _port(jobset, job, environ.get("JOBSET_RESTART_ATTEMPT")),
     )
-    return ClusterInfo("Kubernetes", number, index, host, _port(*names))
 
 
 def _tpu(environ: Mapping[str, str]) -> ClusterInfo | None:
     """The hosts of one TPU slice."""
-    hosts = [
-        host for host in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host
-    ]
+    hosts = list(filter(None, environ.get("TPU_WORKER_HOSTNAMES", "").split(",")))
     if "TPU_WORKER_ID" not in environ or not hosts:
         return None
     return ClusterInfo(

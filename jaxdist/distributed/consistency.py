@@ -12,8 +12,8 @@ from jaxdist.storage.digest import digest, digest_file
 
 
 def code(model: type) -> dict[str, str]:
-    """Returns hashes of this package's and of the model's source, and the versions that
-    matter.
+    """Computes hashes of this package's and of the model's source, and lists the
+    versions that matter.
     """
     root = Path(jaxdist.__file__).parent
     ours = (
@@ -25,11 +25,10 @@ def code(model: type) -> dict[str, str]:
         f"version of {name}": version(name)
         for name in ("jax", "jaxlib", "flax", "optax")
     }
+    model_digest = digest_file(Path(source))[:16] if source else "(none)"
     return versions | {
         "source of jaxdist": digest(*ours)[:16],
-        f"source of {model.__module__}": digest_file(Path(source))[:16]
-        if source
-        else "(none)",
+        f"source of {model.__module__}": model_digest,
         "version of Python": ".".join(map(str, sys.version_info[:3])),
     }
 
@@ -40,5 +39,8 @@ def agree(facts: Callable[[], Mapping[str, object]]) -> None:
     Raises:
       ConfigError: on all of them, naming the process and the fact that differ.
     """
-    if coordination.kv_client() and (faults := coordination.all_equal(facts())):
+    if coordination.kv_client() is None:
+        return
+    faults = coordination.all_equal(facts())
+    if faults:
         raise ConfigError(faults)

@@ -14,7 +14,7 @@ import json
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from jaxdist.telemetry import clock
 _FOREVER_S = 7 * 24 * 3_600  # the watchdog knows what is too long
 _SHOWN_CHARS = 60  # of a value that differs
 _LINE_CHARS = 500  # of an error
+_CLOCK_TRIES = 5
 _MOST_CALLS = 1_000  # of this module, in the body of `raise_on_all`
 
 # the same on all processes: they make the same calls in order
@@ -50,8 +51,8 @@ class PeerFailed(RuntimeError):
 
 
 def kv_client() -> Any:
-    """Returns the client of the coordination service, or None for a lone process. It
-    needs no device.
+    """Finds the client of the coordination service; None for a lone process. It needs
+    no device.
     """
     return distributed.global_state.client
 
@@ -60,7 +61,8 @@ def broadcast(value: Any) -> Any:
     """Returns the first process's JSON value on all: its clock and files may differ
     from the others'.
     """
-    client, key = kv_client(), f"jaxdist/broadcast/{next(_numbers)}"
+    client = kv_client()
+    key = f"jaxdist/broadcast/{next(_numbers)}"
     if client is None:
         return value
     if jax.process_index() == 0:
@@ -71,7 +73,7 @@ def broadcast(value: Any) -> Any:
 
 
 def barrier(timeout_s: int = _FOREVER_S) -> None:
-    """Returns once all processes have come here.
+    """Waits until all processes have come here.
 
     Raises:
       jax.errors.JaxRuntimeError: one was lost, or did not come in time.
@@ -86,15 +88,25 @@ def _barrier(number: int, timeout_s: int = _FOREVER_S) -> None:
 
 
 def gather(value: Any, timeout_s: int = 1_800) -> dict[int, Any]:
-    """Returns {process: its JSON value} on the first process, {} on the others, once
+    """Collects {process: its JSON value} on the first process, {} on the others, once
     all have given one.
     """
-    board = Board("gather")
+    return _exchange("gather", value, timeout_s, only_first=True)
+
+
+def _exchange(
+    name: str, value: Any, timeout_s: int = _FOREVER_S, *, only_first: bool = False
+) -> dict[int, Any]:
+    """Collects the values of all processes that have one; None is no value."""
+    board = Board(name)
     if board.client is None:
-        return {0: value}
-    board.put(value)
+        return {} if value is None else {0: value}
+    if value is not None:
+        board.put(value)
     barrier(timeout_s)
-    return board.values() if jax.process_index() == 0 else {}
+    if only_first and jax.process_index():
+        return {}
+    return board.values()
 
 
 class ClockOffset(NamedTuple):
@@ -107,87 +119,67 @@ class ClockOffset(NamedTuple):
     within_s: float
 
 
-def clock_offsets(
-    now: Callable[[], float] = time.time, tries: int = 5, timeout_s: int = 600
-) -> dict[int, ClockOffset]:
-    """Returns {process: its clock's offset} of all but the first on the first process,
-    {} on the others.
+def clock_offsets(timeout_s: int = 600) -> dict[int, ClockOffset]:
+    """Measures {process: its clock's offset} of all but the first, for the first
+    process; {} on the others.
 
     The first asks the others one by one and notes its own time before and after each
-    answer; of `tries` answers the quickest counts.
+    answer; of several answers the quickest counts.
 
     Raises:
       jax.errors.JaxRuntimeError: a process was lost, or did not answer in time.
     """
-    client, place, timeout_ms = (
-        kv_client(),
-        f"jaxdist/clocks/{next(_numbers)}",
-        1000 * timeout_s,
-    )
+    client = kv_client()
+    place = f"jaxdist/clocks/{next(_numbers)}"
+    timeout_ms = 1000 * timeout_s
     if client is None:
         return {}
-    if process := jax.process_index():
-        for turn in range(tries):
-            client.blocking_key_value_get(f"{place}/{process}/{turn}/asked", timeout_ms)
-            client.key_value_set(f"{place}/{process}/{turn}/answer", repr(now()))
+    process = jax.process_index()
+    if process:
+        for turn in range(_CLOCK_TRIES):
+            key = f"{place}/{process}/{turn}"
+            client.blocking_key_value_get(f"{key}/asked", timeout_ms)
+            client.key_value_set(f"{key}/answer", repr(time.time()))
         return {}
 
     def ask(key: str) -> ClockOffset:
-        began = now()
+        began = time.time()
         client.key_value_set(f"{key}/asked", "")
-        answer, ended = (
-            float(client.blocking_key_value_get(f"{key}/answer", timeout_ms)),
-            now(),
-        )
+        answer = float(client.blocking_key_value_get(f"{key}/answer", timeout_ms))
+        ended = time.time()
         return ClockOffset(answer - (began + ended) / 2, (ended - began) / 2)
 
-    return {
-        other: min(
-            (ask(f"{place}/{other}/{turn}") for turn in range(tries)),
-            key=lambda o: o.within_s,
-        )
-        for other in range(1, jax.process_count())
-    }
+    offsets = {}
+    for other in range(1, jax.process_count()):
+        answers = [ask(f"{place}/{other}/{turn}") for turn in range(_CLOCK_TRIES)]
+        offsets[other] = min(answers, key=lambda offset: offset.within_s)
+    return offsets
 
 
 def first_error(error: str) -> str:
-    """Returns the error of the first process that has one, on all of them; "" if none
-    has.
-    """
-    board = Board("error")
-    if board.client is None:
-        return error
-    if error:
-        board.put(error)
-    barrier()
-    errors = board.values()
+    """Tells all processes the error of the first that has one; "" if none has."""
+    errors = _exchange("error", error or None)
     process = min(errors, default=0)
-    return f"process {process}: {errors[process]}" if process else errors.get(0, "")
+    if process:
+        return f"process {process}: {errors[process]}"
+    return errors.get(0, "")
 
 
 def votes(vote: Any) -> list[Any]:
-    """Returns the JSON values of all processes that have one, on all of them.
+    """Tells all processes the JSON values of those that have one.
 
     Args:
       vote: this process's; None: it has none.
     """
-    board = Board("vote")
-    if board.client is None:
-        return [] if vote is None else [vote]
-    if vote is not None:
-        board.put(vote)
-    barrier()
-    values = board.values()
-    return [values[process] for process in sorted(values)]
+    return [value for _, value in sorted(_exchange("vote", vote).items())]
 
 
 def all_equal(facts: Mapping[str, Any]) -> list[str]:
-    """Returns, on all processes, a line for each fact in which one differs; [] if all
-    say the same.
+    """Lists, on all processes, each fact in which one differs; [] if all say the
+    same.
     """
-    lines = broadcast(
-        disagreements(gather({key: str(value) for key, value in facts.items()}))
-    )
+    texts = gather({key: str(value) for key, value in facts.items()})
+    lines = broadcast(disagreements(texts))
     if lines:
         # the first process, which is the service, must not end before all have heard
         barrier()
@@ -195,9 +187,7 @@ def all_equal(facts: Mapping[str, Any]) -> list[str]:
 
 
 def disagreements(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """Returns a line for each process and fact that differs from what most processes
-    say.
-    """
+    """Lists each process and fact that differs from what most processes say."""
     lines = []
     for key in sorted({key for each in facts.values() for key in each}):
         values = {
@@ -227,7 +217,8 @@ def raise_on_all() -> Iterator[None]:
     if kv_client() is None:
         yield
         return
-    board, number = Board("raised"), next(_numbers)
+    board = Board("raised")
+    number = next(_numbers)
     own: Exception | SystemExit | None = None
     try:
         yield
@@ -253,7 +244,7 @@ def raise_on_all() -> Iterator[None]:
 
 
 def _line(error: BaseException) -> str:
-    """Returns the first line of an error; with its type and place, unless it is the
+    """Takes the first line of an error, with its type and place, unless it is the
     user's.
     """
     try:
@@ -263,18 +254,20 @@ def _line(error: BaseException) -> str:
         first = "(its text cannot be had)"
     if exit_code_of(error) != EXIT_CONFIG:
         frames = traceback.extract_tb(error.__traceback__)
-        place = (
-            f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-        )
-        first = f"{type(error).__name__}: {first}{place}"
+        first = f"{type(error).__name__}: {first}"
+        if frames:
+            first += f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
     return first[:_LINE_CHARS]
 
 
 def _of_peer(process: int, error: Mapping[str, Any]) -> Exception:
-    text, code = f"process {process}: {error['line']}", error["exit_code"]
+    text = f"process {process}: {error['line']}"
+    code = error["exit_code"]
     if code == EXIT_CONFIG:
         return ConfigError(text)
-    return PeerFailed(text, code if code == EXIT_NO_CHECKPOINT else EXIT_PEER_LOST)
+    if code == EXIT_NO_CHECKPOINT:
+        return PeerFailed(text, code)
+    return PeerFailed(text)
 
 
 class Board:
@@ -283,7 +276,8 @@ class Board:
     """
 
     def __init__(self, name: str):
-        self.client, self._name = kv_client(), f"jaxdist/{name}/{next(_numbers)}/"
+        self.client = kv_client()
+        self._name = f"jaxdist/{name}/{next(_numbers)}/"
 
     def put(self, value: Any) -> None:
         """Replaces this process's value."""
@@ -292,7 +286,7 @@ class Board:
         )
 
     def values(self) -> dict[int, Any]:
-        """Returns {process: value} of those that have one."""
+        """Collects {process: value} of those that have one."""
         rows = self.client.key_value_dir_get(self._name)
         return {int(key.rpartition("/")[2]): json.loads(value) for key, value in rows}
 
@@ -305,11 +299,9 @@ class FailableBarrier:
     """
 
     def __init__(self, name: str):
-        self._client, self._name, self._round = (
-            kv_client(),
-            f"jaxdist/{name}/{next(_numbers)}",
-            0,
-        )
+        self._client = kv_client()
+        self._name = f"jaxdist/{name}/{next(_numbers)}"
+        self._round = 0
 
     def begin(self) -> None:
         """Starts a new round; the one before the last is over for all."""
@@ -326,17 +318,15 @@ class FailableBarrier:
         )
 
     def wait(self, *, key: str, timeout_ms: int) -> None:
-        """Returns once all processes wait for the key: the first waits for each, the
-        others for it.
+        """Waits until all processes wait for the key: the first for each, the others
+        for it.
 
         Raises:
           RuntimeError: another process has failed. TimeoutError: one did not come in
             time.
         """
-        place, deadline = (
-            f"{self._name}/{self._round}/{key}",
-            time.monotonic() + timeout_ms / 1000,
-        )
+        place = f"{self._name}/{self._round}/{key}"
+        deadline = time.monotonic() + timeout_ms / 1000
         if process := jax.process_index():
             self._client.key_value_set(f"{place}/{process}", "", True)
             self._wait_for(f"{place}/all", deadline)

@@ -40,16 +40,21 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> str | None:
     set and which launcher was found; None if neither.
     """
     add_threads(environ)
-    platform, family = flags.detect_platform(environ), flags.detect_family(environ)
-    notes = flags.left_to_the_user(platform, environ, family=family)
+    platform = flags.detect_platform(environ)
+    family = flags.detect_family(environ)
+    lines = flags.left_to_the_user(platform, environ, family=family)
     changed = flags.flag_environment(platform, environ, family=family)
     environ.update(changed)
     skip_absent_tpu(environ)
-    if folder := compile_cache_folder(environ):
+    folder = compile_cache_folder(environ)
+    if folder:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    lines = [f"flags: {name}={value}" for name, value in changed.items()] + notes
-    return "\n".join([*lines, *filter(None, [join_processes(environ)])]) or None
+    lines = [f"flags: {name}={value}" for name, value in changed.items()] + lines
+    joined = join_processes(environ)
+    if joined:
+        lines.append(joined)
+    return "\n".join(lines) or None
 
 
 def skip_absent_tpu(environ: Mapping[str, str]) -> None:
@@ -77,8 +82,8 @@ def add_threads(environ: MutableMapping[str, str]) -> None:
 
 
 def compile_cache_folder(environ: Mapping[str, str]) -> Path | None:
-    """Returns where compiled programs are kept; None where the user has said where, or
-    has no home.
+    """Finds the folder of compiled programs; None if the user has named one, or has no
+    home.
     """
     # no HOME, and a container's uid that passwd does not know
     with contextlib.suppress(RuntimeError):
@@ -105,25 +110,18 @@ def join_processes(environ: MutableMapping[str, str] = os.environ) -> str | None
     # handler.
     jax.config.update("jax_enable_preemption_service", False)
     _pass_proxies_by(environ)
-    if group := _group(environ):
+    group = _group(environ)
+    if group:
         address, number, rank = group
-        bind_address = address if _is_one_machine(environ) else None
-        if bind_address:
+        # launch has chosen the devices: under Slurm, jax would choose again among them.
+        options = TIMEOUTS | {"cluster_detection_method": "deactivate"}
+        if _is_one_machine(environ):
+            options["coordinator_bind_address"] = address
             _listen_on_loopback()
             _share_compiled_programs()
-        # launch has chosen the devices: under Slurm, jax would choose again among them.
-        options = {
-            "cluster_detection_method": "deactivate",
-            "coordinator_bind_address": bind_address,
-        }
-        share: dict[str, Any] = (
-            {"local_device_ids": _share_of_gpus(environ)}
-            if launcher == TORCHRUN
-            else {}
-        )
-        jax.distributed.initialize(
-            address, number, rank, **(TIMEOUTS | options | share)
-        )
+        if launcher == TORCHRUN:
+            options["local_device_ids"] = _share_of_gpus(environ)
+        jax.distributed.initialize(address, number, rank, **options)
         return f"process {rank} of {number}, joined through {launcher}"
     try:
         jax.distributed.initialize(**TIMEOUTS)
@@ -136,16 +134,15 @@ def join_processes(environ: MutableMapping[str, str] = os.environ) -> str | None
 
 
 def _group(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
-    """Returns (address of process 0, number of processes, this one's) that `launch` or
+    """Finds (address of process 0, number of processes, this one's) that `launch` or
     torchrun has set.
     """
-    if address := environ.get("JAXDIST_COORDINATOR"):
-        return (
-            address,
-            int(environ["JAXDIST_NUM_PROCESSES"]),
-            int(environ["JAXDIST_PROCESS_ID"]),
-        )
-    if cluster := find_torchrun(environ):
+    address = environ.get("JAXDIST_COORDINATOR")
+    if address:
+        number = int(environ["JAXDIST_NUM_PROCESSES"])
+        return address, number, int(environ["JAXDIST_PROCESS_ID"])
+    cluster = find_torchrun(environ)
+    if cluster:
         return f"{cluster.host}:{cluster.port}", cluster.number, cluster.index
     return None
 
@@ -159,7 +156,8 @@ def _pass_proxies_by(environ: MutableMapping[str, str]) -> None:
     """
     if not environ.keys() & {"grpc_proxy", "https_proxy", "http_proxy"}:
         return
-    group, host = _group(environ), LOOPBACK
+    group = _group(environ)
+    host = LOOPBACK
     with contextlib.suppress(ConfigError, KeyError, ValueError):  # said by what joins
         host = group[0].rpartition(":")[0] if group else find_cluster(environ).host
     others = environ.get("no_grpc_proxy", environ.get("no_proxy", ""))
@@ -167,23 +165,21 @@ def _pass_proxies_by(environ: MutableMapping[str, str]) -> None:
 
 
 def _share_of_gpus(environ: Mapping[str, str]) -> list[int] | None:
-    """Returns which of the visible GPUs are a process's of torchrun; None: all that it
+    """Lists which of the visible GPUs are a process's of torchrun; None: all that it
     sees.
 
     Raises:
       ConfigError: several processes of a machine would share TPUs.
     """
-    local, platform = (
-        int(environ.get("LOCAL_WORLD_SIZE", "1")),
-        flags.detect_platform(environ),
-    )
+    local = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    platform = flags.detect_platform(environ)
     if platform == "tpu" and local > 1:
         raise ConfigError(
             f"torchrun --nproc-per-node={local}: one process has all TPUs of a host; give 1"
         )
-    share = (
-        len(visible_gpus(environ)) // local if platform == "gpu" and local > 1 else 0
-    )
+    if platform != "gpu" or local <= 1:
+        return None
+    share = len(visible_gpus(environ)) // local
     first = share * int(environ.get("LOCAL_RANK", "0"))
     return list(range(first, first + share)) or None  # none: each sees its own already
 
@@ -195,7 +191,8 @@ def _listen_on_loopback() -> None:
     jax 0.10 to 0.12 has no setting for that: its flag names gloo or mpi, but no
     address.
     """
-    if make := getattr(_jax, "make_gloo_tcp_collectives", None):
+    make = getattr(_jax, "make_gloo_tcp_collectives", None)
+    if make:
         _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=LOOPBACK)
 
 
@@ -219,7 +216,9 @@ def _share_compiled_programs() -> None:
 
 @functools.cache
 def _instruction_set() -> str:
-    """Returns what this machine's processor can do: elsewhere a program may not run."""
+    """Names the instructions of this machine's processor: others may not run its
+    programs.
+    """
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
@@ -237,15 +236,13 @@ def lead_first(what: str) -> Iterator[None]:
     """
     client = kv_client()
     settings: Any = jax.config
-    cached = (
-        settings.jax_enable_compilation_cache and settings.jax_compilation_cache_dir
-    )
-    local = (
+    shared = (
         client is not None
         and _is_one_machine(os.environ)
         and jax.default_backend() == "cpu"
+        and settings.jax_enable_compilation_cache
+        and settings.jax_compilation_cache_dir
     )
-    shared = local and cached
     if shared and jax.process_index() > 0:
         client.blocking_key_value_get(f"jaxdist/compiled/{what}", 1000 * _FOREVER_S)
     try:
@@ -261,7 +258,7 @@ def _is_one_machine(environ: Mapping[str, str]) -> bool:
 
 
 def detect_launcher(environ: Mapping[str, str]) -> str | None:
-    """Returns what started this process as one of several, or None.
+    """Finds the launcher that started this process as one of several, or None.
 
     Raises:
       ConfigError: torchrun's variables are not whole, or say something else than a
@@ -271,16 +268,14 @@ def detect_launcher(environ: Mapping[str, str]) -> str | None:
         return LAUNCH
     if find_torchrun(environ):
         return TORCHRUN
-    launchers = {
-        # srun sets the step's variables; a batch script on its own is one process of no
-        # group.
-        "Slurm": int(environ.get("SLURM_NTASKS", "1")) > 1
-        and "SLURM_STEP_NODELIST" in environ,
-        "Open MPI": int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1,
-        "Kubernetes": "JOB_COMPLETION_INDEX" in environ
-        and "KUBERNETES_SERVICE_HOST" in environ,
-        "a multi-host TPU": "," in environ.get("TPU_WORKER_HOSTNAMES", ""),
-    }
-    return next(
-        (launcher for launcher, is_found in launchers.items() if is_found), None
-    )
+    # srun sets the step's variables; a batch script on its own is one process of no
+    # group.
+    if int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_NODELIST" in environ:
+        return "Slurm"
+    if int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        return "Open MPI"
+    if {"JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST"} <= environ.keys():
+        return "Kubernetes"
+    if "," in environ.get("TPU_WORKER_HOSTNAMES", ""):
+        return "a multi-host TPU"
+    return None

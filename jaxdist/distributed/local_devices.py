@@ -13,7 +13,7 @@ from jaxdist.hardware import flags as platform_flags
 
 
 def free_port() -> int:
-    """Returns a port of loopback that nothing uses."""
+    """Finds a port of loopback that nothing uses."""
     with socket.socket() as free:
         free.bind((LOOPBACK, 0))
         return free.getsockname()[1]
@@ -22,7 +22,7 @@ def free_port() -> int:
 def device_environment(
     environ: Mapping[str, str], slot: int, slots: int, devices: int | None
 ) -> dict[str, str]:
-    """Returns the variables that give a process its part of the node's devices.
+    """Makes the variables that give a process its part of the node's devices.
 
     CPUs are emulated, `devices` for each process (None: as the environment says). Of
     the visible GPUs slot s has the s-th part: `devices` of them, or an equal share of
@@ -64,13 +64,10 @@ def device_environment(
 def visible_gpus(
     environ: Mapping[str, str], folder: Path = Path("/proc/driver/nvidia/gpus")
 ) -> list[str]:
-    """Returns the names of the GPUs that a process here would see:
-    CUDA_VISIBLE_DEVICES, or all.
+    """Lists the names of the GPUs that a process here would see: CUDA_VISIBLE_DEVICES,
+    or all.
     """
     if "CUDA_VISIBLE_DEVICES" in environ:
-        return [
-            name.strip()
-            for name in environ["CUDA_VISIBLE_DEVICES"].split(",")
-            if name.strip()
-        ]
+        names = map(str.strip, environ["CUDA_VISIBLE_DEVICES"].split(","))
+        return [name for name in names if name]
     return [str(number) for number, _ in enumerate(folder.glob("*"))]

@@ -12,7 +12,7 @@ STOP_SIGNALS = "JAXDIST_STOP_SIGNALS"
 
 
 def stop_signals(environ: Mapping[str, str]) -> list[signal.Signals]:
-    """Returns the signals that ask a run to stop: SIGINT, SIGTERM, SIGHUP and those of
+    """Lists the signals that ask a run to stop: SIGINT, SIGTERM, SIGHUP and those of
     JAXDIST_STOP_SIGNALS.
 
     SIGHUP (a closed terminal) only where it is not ignored, as `nohup` has it.

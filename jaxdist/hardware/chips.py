@@ -21,11 +21,13 @@ _PLATFORMS: dict[str, Platform] = {
     "cuda": "gpu",
     "rocm": "gpu",
 }
-_T, _G, _GIB = 1e12, 1e9, 2**30
+_T = 1e12
+_G = 1e9
+_GIB = 2**30
 
 
 def platform_of(name: str) -> Platform:
-    """Returns the platform of a name that jax has for it, e.g. "gpu" of "cuda"; what is
+    """Finds the platform of a name that jax has for it, e.g. "gpu" of "cuda"; what is
     unknown is a CPU.
     """
     return _PLATFORMS.get(name.lower(), "cpu")
@@ -87,17 +89,15 @@ class Chip:
         return shape in self.slices or (cubes and fits)
 
     def wraps(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
-        """Returns whether each ICI dim of a slice is a ring.
+        """Tells for each ICI dim of a slice whether it is a ring.
 
         "How to Think About TPUs", and MaxText's map of topologies: a slice of whole
         4x4x4 cubes has a ring along every dim, a 2D slice along a dim that spans the
         pod's 16 chips.
         """
-        return (
-            (all(n % 4 == 0 for n in shape),) * 3
-            if len(shape) == 3
-            else tuple(n == 16 for n in shape)
-        )
+        if len(shape) == 3:
+            return (all(n % 4 == 0 for n in shape),) * 3
+        return tuple(n == 16 for n in shape)
 
     def peak(self, dtype: str) -> float | None:
         """Returns the peak FLOP/s of one device for a dtype name, or None if none is
@@ -177,7 +177,7 @@ def _chip(
     gpus_per_host: int = 8,
     **more: Any,
 ) -> Chip:
-    """Returns a row from a chip's TFLOP/s by dtype, and GB/s of memory, of each link,
+    """Makes a row from a chip's TFLOP/s by dtype, and GB/s of memory, of each link,
     network and PCIe.
 
     `usable_gib` is of one of its `devices`; `network` GB/s of DCN, or a name in
@@ -187,12 +187,10 @@ def _chip(
     is_tpu = link == "ICI"
     pcie = link_rate if link == "PCIe" else pcie
     net = Network("DCN" if is_tpu else "", 0, source)
-    if network is not None:
-        net = (
-            NETWORKS[network]
-            if isinstance(network, str)
-            else Network("DCN", network * _G, source)
-        )
+    if isinstance(network, str):
+        net = NETWORKS[network]
+    elif network is not None:
+        net = Network("DCN", network * _G, source)
     return Chip(
         name=name,
         device_kinds=kinds,
@@ -217,7 +215,7 @@ def _chip(
 def _tensor_cores(
     half: float, tf32: float, single: float, byte: float, **others: float
 ) -> dict[str, float]:
-    """Returns TFLOP/s by dtype; `others` has what is not as fast as the other dtypes of
+    """Lists TFLOP/s by dtype; `others` has what is not as fast as the other dtypes of
     its size.
     """
     rates = {"bfloat16": half, "float16": half, "tfloat32": tf32, "float32": single}
@@ -331,14 +329,14 @@ FAMILY_ALIASES = {
 
 
 def chip_for(device_kind: str) -> Chip | None:
-    """Returns the chip of a `jax.Device.device_kind`, or None when it is not in the
+    """Finds the chip of a `jax.Device.device_kind`, or None when it is not in the
     table.
     """
     return _BY_KIND.get(device_kind)
 
 
 def count_chips(device_kind: str, devices: int) -> int:
-    """Returns the chips that so many JAX devices are; those of an unknown kind are one
+    """Counts the chips that so many JAX devices are; those of an unknown kind are one
     each.
     """
     chip = chip_for(device_kind)
@@ -346,15 +344,13 @@ def count_chips(device_kind: str, devices: int) -> int:
 
 
 def slice_shape(chip: Chip, devices: Sequence[Any]) -> tuple[tuple[int, ...], int]:
-    """Returns the chips along each ICI dim of a slice, and how many slices, that TPU
+    """Counts the chips along each ICI dim of a slice, and how many slices, that TPU
     devices are.
     """
     places = zip(*(device.coords for device in devices), strict=True)
-    shape = sorted(max(along) - min(along) + 1 for along in places)[
-        3 - chip.torus_dims :
-    ]
+    sizes = sorted(max(along) - min(along) + 1 for along in places)
+    shape = sizes[3 - chip.torus_dims :]
     if chip.torus_dims == 3 and shape == [1, 2, 2]:
         shape.reverse()  # the one slice that is not written in ascending order
-    return tuple(int(n) for n in shape), len(
-        {getattr(device, "slice_index", 0) for device in devices}
-    )
+    slices = {getattr(device, "slice_index", 0) for device in devices}
+    return tuple(int(n) for n in shape), len(slices)

@@ -53,7 +53,7 @@ _SPARSE_CORE = "collectives on the SparseCore"
 def _sparse_core(
     name: str, value: str, why: str, source: str, *, compile_option: bool = True
 ) -> Flag:
-    """Returns one of the flags that move collectives from the TensorCore, which they
+    """Makes one of the flags that move collectives from the TensorCore, which they
     would stop.
 
     v5p and v6e only: 7x does it by itself, v4 and v5e keep their collectives on the
@@ -73,10 +73,8 @@ def _sparse_core(
 
 # A sum over 64 chips of a 4x4x4 torus stays a reduce-scatter only with
 # nd_reduce_scatter, and a gather of them is asynchronous only with 3d_all_gather.
-_OFFLOAD, _ITS_USERS = (
-    "xla_tpu_enable_sparse_core_collective_offload_",
-    "as its published users run it",
-)
+_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
+_ITS_USERS = "as its published users run it"
 _OFFLOADED = {
     "all_gather": "gathers run beside compute",
     "2d_all_gather": "over two dims of the torus as well",
@@ -158,7 +156,7 @@ FLAGS: Mapping[Platform, tuple[Flag, ...]] = {
 
 
 def flags_for(platform: Platform, family: str = "") -> tuple[Flag, ...]:
-    """Returns the flags of a platform's chip family; of an unknown family (""), those
+    """Lists the flags of a platform's chip family; of an unknown family (""), those
     of all.
     """
     return tuple(f for f in FLAGS[platform] if not f.families or family in f.families)
@@ -167,7 +165,7 @@ def flags_for(platform: Platform, family: str = "") -> tuple[Flag, ...]:
 def flag_environment(
     platform: Platform, environ: Mapping[str, str], *, family: str = ""
 ) -> dict[str, str]:
-    """Returns the variables to set: only those that change, each with its full new
+    """Lists the variables to set: only those that change, each with its full new
     value.
 
     A setting that `environ` already holds, as a variable or as a flag inside one, is
@@ -188,8 +186,7 @@ def flag_environment(
 def left_to_the_user(
     platform: Platform, environ: Mapping[str, str], *, family: str = ""
 ) -> list[str]:
-    """Returns a line for each group of flags that is not set, since the user has set
-    one of it.
+    """Lists each group of flags that is not set, since the user has set one of it.
 
     What we have set before (a parent process did) is the whole group, so it gets none.
     """
@@ -215,11 +212,9 @@ def _users(
     platform: Platform, environ: Mapping[str, str], family: str
 ) -> Iterator[Flag]:
     """Yields the flags that the environment already holds."""
-    return (
-        f
-        for f in flags_for(platform, family)
-        if f.name and f.name in _names(environ.get(f.variable))
-    )
+    for flag in flags_for(platform, family):
+        if flag.name and flag.name in _names(environ.get(flag.variable)):
+            yield flag
 
 
 def _names(words: str | None) -> set[str]:
@@ -227,7 +222,7 @@ def _names(words: str | None) -> set[str]:
 
 
 def flag_table(platform: Platform, family: str = "") -> str:
-    """Returns the flags as text: a line for the setting, one for reason and source."""
+    """Formats the flags as text: a line for the setting, one for reason and source."""
     flags = flags_for(platform, family)
     lines = (f"{f.setting}={f.value}\n    {f.why} [{f.source}]" for f in flags)
     return "\n".join(lines) or f"{platform}: no flags are set"
@@ -236,20 +231,17 @@ def flag_table(platform: Platform, family: str = "") -> str:
 def detect_platform(
     environ: Mapping[str, str], *, exists: Callable[[str], bool] = os.path.exists
 ) -> Platform:
-    """Returns the platform that jax will choose, without importing it.
+    """Predicts the platform that jax will choose, without importing it.
 
     JAX_PLATFORMS decides if set (its first entry); else a device file does. /dev/vfio
     alone also exists on machines without a TPU, so it counts only with a group in it.
     """
-    if named := environ.get("JAX_PLATFORMS", "").partition(",")[0].strip():
+    named = environ.get("JAX_PLATFORMS", "").partition(",")[0].strip()
+    if named:
         return platform_of(named)
     if any(map(exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd"))):
         return "gpu"
-    if any(
-        exists(f"{folder}{i}")
-        for folder in ("/dev/accel", "/dev/vfio/")
-        for i in range(8)
-    ):
+    if any(exists(f"/dev/accel{i}") or exists(f"/dev/vfio/{i}") for i in range(8)):
         return "tpu"
     return "cpu"
 
@@ -261,7 +253,7 @@ _GOOGLE = "0x1ae0"  # its PCI vendor id
 def detect_family(
     environ: Mapping[str, str], *, pci_devices: Path = _PCI_DEVICES
 ) -> str:
-    """Returns the family of this machine's TPUs ("v5p"), or "" without them, or if it
+    """Finds the family of this machine's TPUs ("v5p"), or "" without them, or if it
     is not known.
 
     Cloud's name of the machine type (TPU_ACCELERATOR_TYPE=v5p-128) decides if set; else
@@ -270,14 +262,13 @@ def detect_family(
     if detect_platform(environ) != "tpu":
         return ""
     named = environ.get("TPU_ACCELERATOR_TYPE", "").lower().partition("-")[0]
-    if (named := FAMILY_ALIASES.get(named, named)) in FAMILIES:
+    named = FAMILY_ALIASES.get(named, named)
+    if named in FAMILIES:
         return named
     families = {chip.pci_device_id: chip.family for chip in CHIPS if chip.pci_device_id}
     for vendor in sorted(pci_devices.glob("*/vendor")):
         with contextlib.suppress(OSError):
-            if vendor.read_text().strip() == _GOOGLE:
-                if family := families.get(
-                    (vendor.parent / "device").read_text().strip()
-                ):
-                    return family
+            device = (vendor.parent / "device").read_text().strip()
+            if vendor.read_text().strip() == _GOOGLE and device in families:
+                return families[device]
     return ""

@@ -44,7 +44,7 @@ class Limits:
 
 
 def read_limits(root: Path = Path("/")) -> Limits:
-    """Returns the limits of this process, and of the /dev/shm below `root`."""
+    """Reads the limits of this process, and of the /dev/shm below `root`."""
     files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     size = None
@@ -108,7 +108,7 @@ class Machine:
     environ: Mapping[str, str]
 
     def read(self, path: str) -> str:
-        """Returns the text of a file without surrounding space; "" if it cannot be
+        """Reads the text of a file without surrounding space; "" if it cannot be
         read. Reads 64 KiB at most, and does not wait at a pipe.
         """
         with contextlib.suppress(OSError, ValueError):
@@ -120,7 +120,7 @@ class Machine:
         return ""
 
     def names(self, path: str) -> list[str]:
-        """Returns the sorted entries of a folder; [] if it cannot be read."""
+        """Lists the sorted entries of a folder; [] if it cannot be read."""
         with contextlib.suppress(OSError, ValueError):
             return sorted(os.listdir(self.at(path)))
         return []

@@ -7,17 +7,17 @@ from pathlib import Path
 
 
 def digest(*parts: object) -> str:
-    """Returns the digest of the parts' texts, with a NUL between them."""
+    """Computes the digest of the parts' texts, with a NUL between them."""
     # Names of files that are not UTF-8 hold surrogates, which would be refused.
     return digest_bytes("\0".join(map(str, parts)).encode("utf-8", "surrogatepass"))
 
 
 def digest_bytes(data: bytes) -> str:
-    """Returns the digest of bytes."""
+    """Computes the digest of bytes."""
     return hashlib.sha256(data).hexdigest()
 
 
 def digest_file(path: Path) -> str:
-    """Returns the digest of a file's content, as `sha256sum` prints it."""
+    """Computes the digest of a file's content, as `sha256sum` prints it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -75,16 +75,14 @@ def exclusive(
 
 
 def is_held(path: Path) -> bool | None:
-    """Returns whether a process of this machine holds the lock of a file; None if that
-    cannot be told.
+    """Checks whether a process of this machine holds the lock of a file; None if that
+    is unknown.
 
     Nothing is locked for that: who starts meanwhile is not refused.
     """
     try:
-        inode, text = (
-            os.stat(path).st_ino,
-            untrusted.read_bytes(path).decode(errors="replace"),
-        )
+        inode = os.stat(path).st_ino
+        text = untrusted.read_bytes(path).decode(errors="replace")
     except FileNotFoundError:
         return False
     except (OSError, untrusted.Malformed):
@@ -93,11 +91,9 @@ def is_held(path: Path) -> bool | None:
     if holder is None or holder[2] != socket.gethostname():
         return None
     with contextlib.suppress(OSError):  # a system that does not say who has locked what
-        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
-        return any(
-            holder[1] in words and any(w.endswith(f":{inode}") for w in words)
-            for words in locks
-        )
+        # "1: FLOCK ADVISORY WRITE <pid> <device>:<inode> 0 EOF"
+        held = rf"^.* {holder[1]} \S*:{inode} "
+        return bool(re.search(held, Path("/proc/locks").read_text(), re.MULTILINE))
     return _is_alive(int(holder[1]))
 
 
@@ -115,16 +111,16 @@ def _opened(path: Path, mode: str) -> IO[str]:
         )
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(
-                error.errno, f"{path.name} is a symbolic link; remove it", str(path)
-            ) from error
+            raise _refusal(path, errno.ELOOP, "a symbolic link") from error
         raise
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(
-            errno.EINVAL, f"{path.name} is no regular file; remove it", str(path)
-        )
+        raise _refusal(path, errno.EINVAL, "no regular file")
     return file
+
+
+def _refusal(path: Path, number: int, kind: str) -> OSError:
+    return OSError(number, f"{path.name} is {kind}; remove it", str(path))
 
 
 def _take(file: IO[str], before_wait: Callable[[], None] | None) -> None:
@@ -161,8 +157,13 @@ def lease(path: Path, run: str, *, resumes: bool) -> Iterator[IsHeld]:
       Locked: another process has renewed its lease less than `TAKEOVER_S` ago.
       OSError: the record cannot be read or written.
     """
-    host, ended = socket.gethostname(), threading.Event()
-    mine = {"run": run, "host": host, "pid": os.getpid(), "start": time.time()}
+    mine = {
+        "run": run,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "start": time.time(),
+    }
+    ended = threading.Event()
 
     def is_held() -> bool:
         try:
@@ -205,15 +206,16 @@ def lease(path: Path, run: str, *, resumes: bool) -> Iterator[IsHeld]:
 
 
 def _wait_for_the_other(path: Path, run: str, resumes: bool) -> None:
-    """Returns once the lease of a record, if there is one, is over; raises Locked where
-    that takes long.
+    """Waits until the lease of a record, if there is one, is over.
+
+    Raises:
+      Locked: its owner renews it, or that takes long to see.
     """
-    if (other := _read_record(path)) is None:
+    other = _read_record(path)
+    if other is None:
         return
-    left_s, ours = (
-        other["time"] + TAKEOVER_S - time.time(),
-        resumes and other["run"] == run,
-    )
+    left_s = other["time"] + TAKEOVER_S - time.time()
+    ours = resumes and other["run"] == run
     if ours and other["host"] == socket.gethostname() and not _is_alive(other["pid"]):
         return
     if ours or not 0 < left_s < 2 * TAKEOVER_S:  # over, or a clock is wrong
@@ -231,7 +233,7 @@ def _name(record: dict[str, Any]) -> str:
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
-    """Returns what a record says; None if there is none, or none of ours.
+    """Reads a record; None if there is none, or none of ours.
 
     Raises:
       OSError: it cannot be read.

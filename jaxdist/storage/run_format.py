@@ -15,7 +15,9 @@ from jaxdist.storage import untrusted
 
 FORMAT = "jaxdist-1"
 KEY = "format"
-CONFIG, RUN = "config.json", "run.json"  # they decide for the folder of a run
+# they decide for the folder of a run
+CONFIG = "config.json"
+RUN = "run.json"
 
 
 class OtherVersion(ConfigError):
@@ -51,7 +53,8 @@ def check(document: Mapping[str, Any], place: object) -> None:
     Raises:
       OtherVersion: it has another one, or none.
     """
-    if text := fault(document, place):
+    text = fault(document, place)
+    if text:
         raise OtherVersion(text)
 
 

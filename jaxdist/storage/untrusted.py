@@ -9,6 +9,7 @@ and, where a number of 4,000 digits is used, `OverflowError`. Here each is a
 import json
 import os
 import stat
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -27,7 +28,7 @@ class Malformed(ValueError):
 
 
 def parse_json(text: str | bytes, kind: type[Kind]) -> Kind:
-    """Returns the value of a JSON text.
+    """Parses the value of a JSON text.
 
     Args:
       kind: what the value must be: dict, list, ...
@@ -54,22 +55,21 @@ def _parse_int(digits: str) -> int:
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
-    """Returns whether containers nest deeper than that; a level at a time, since
+    """Checks whether containers nest deeper than that; a level at a time, since
     recursion would fail.
     """
     level = [value]
     for _ in range(depth + 1):
-        level = [x for x in level if isinstance(x, dict | list)]
-        if not level:
+        lists = [x for x in level if isinstance(x, list)]
+        lists += [list(x.values()) for x in level if isinstance(x, dict)]
+        if not lists:
             return False
-        level = [
-            item for x in level for item in (x.values() if isinstance(x, dict) else x)
-        ]
+        level = list(chain.from_iterable(lists))
     return True
 
 
 def of_kind(value: object, kind: type[Kind], name: str = "it") -> Kind:
-    """Returns `value` if it is of that kind (a bool is no int).
+    """Checks that a value is of a kind (a bool is no int), and returns it.
 
     Raises:
       Malformed: it is not; says what it is.
@@ -79,13 +79,25 @@ def of_kind(value: object, kind: type[Kind], name: str = "it") -> Kind:
     return value
 
 
+def is_count(value: object, below: int = 2**53) -> bool:
+    """Checks whether a value is a whole number >= 0, by default one that a float
+    holds.
+    """
+    return type(value) is int and 0 <= value < below
+
+
+def is_amount(value: object, below: float) -> bool:
+    """Checks whether a value is a number >= 0; a bool is none."""
+    return type(value) in (int, float) and 0 <= value < below  # type: ignore[operator]
+
+
 def named(error: Exception) -> str:
-    """Returns the text of an error, with its type where the text alone says little."""
+    """Formats an error, with its type where the text alone says little."""
     return str(error) if isinstance(error, Malformed) else repr(error)
 
 
 def read_json(path: Path, kind: type[Kind], *, max_bytes: int = MAX_BYTES) -> Kind:
-    """Returns the value of a JSON file, here or in an object store.
+    """Reads the value of a JSON file, here or in an object store.
 
     Raises:
       Malformed: as `parse_json` and `read_bytes`; the message does not name the file.
@@ -95,7 +107,7 @@ def read_json(path: Path, kind: type[Kind], *, max_bytes: int = MAX_BYTES) -> Ki
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """Returns the bytes of a file, here or in an object store.
+    """Reads the bytes of a file, here or in an object store.
 
     Raises:
       Malformed: it is larger, no regular file, or cannot be read.
@@ -114,7 +126,7 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Returns a file, opened to read.
+    """Opens a file to read.
 
     Raises:
       Malformed: it is a folder, a pipe, which would hold us for ever, or a device; an
@@ -143,5 +155,5 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def printable(text: str) -> str:
-    """Returns a line without what could move a terminal's cursor."""
+    """Replaces what could move a terminal's cursor in a line."""
     return "".join(character if character.isprintable() else "?" for character in text)

@@ -10,9 +10,10 @@ microsecond.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import SupportsFloat
 
+from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -21,10 +22,12 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxdist.telemetry.notebook import NotebookBlock, output_of_cell
-from jaxdist.telemetry.units import count_text, duration_text, percent_text, time_text
+from jaxdist.telemetry.units import duration_text, field_text
 
 REFRESH_PER_S = 2  # a redraw takes 1-2 ms: under 0.5 % of a core
 _GAP = 3  # characters between two numbers of the live block
+_BAR = 16
+_WIDE = 80  # terminals that have room for the bar
 # off a terminal, at least this long between two lines, but for first and last
 LINE_EVERY_S = 1.0
 
@@ -72,14 +75,17 @@ class Display:
           clock: monotonic seconds.
           wall_clock: seconds since 1970; each line begins with it, in local time.
         """
-        self._total, self._unit = total_steps, unit
+        self._total = total_steps
+        self._unit = unit
         self._step = first_step
         self._max_seconds = max_seconds
-        cell = None if console or not enabled else output_of_cell()
-        self._block = NotebookBlock(cell, clock) if cell else None
+        self._block: NotebookBlock | None = None
+        if console is None and enabled and (cell := output_of_cell()):
+            self._block = NotebookBlock(cell, clock)
         self._console = console or Console(highlight=False, force_jupyter=False)
         self._console.quiet = not enabled
-        self._clock, self._wall_clock = clock, wall_clock
+        self._clock = clock
+        self._wall_clock = wall_clock
         self._begin = clock()
         self._status = "starting"
         self._row: Mapping[str, object] = {}
@@ -115,9 +121,7 @@ class Display:
             self.note(self._held_back)
 
     def status(self, text: str) -> None:
-        """Shows what the run waits for (restoring, evaluating); the next step
-        ends it.
-        """
+        """Shows what the run waits for, until the next step: restoring, evaluating."""
         self._status = text
 
     def step(self, step: int) -> None:
@@ -141,7 +145,8 @@ class Display:
         self._held_back = "  ".join([head, *parts, self._eta_text()])
         if self._clock() >= self._line_due or step >= self._total:
             self.note(self._held_back)
-            self._held_back, self._line_due = "", self._clock() + LINE_EVERY_S
+            self._held_back = ""
+            self._line_due = self._clock() + LINE_EVERY_S
 
     def evaluation(self, step: int, values: Mapping[str, object]) -> None:
         """Shows an evaluation row; always prints a line, so that it stays on the
@@ -157,18 +162,16 @@ class Display:
             self._block.add(step, values.get("eval_loss"), evaluation=True)
             self._draw()
         else:
-            self.note(
-                "  ".join([f"step {step}", *(f"{name} {text}" for name, text in shown)])
-            )
+            parts = [f"{name} {text}" for name, text in shown]
+            self.note("  ".join([f"step {step}", *parts]))
 
     def _draw(self, *, last: bool = False) -> None:
         """Redraws a notebook's block."""
         head = f"step {self._step:,} / {self._total:,} ({100 * self._fraction():.1f} %)"
-        head += "" if last else f" · {self._eta_text()}"
+        if not last:
+            head += f" · {self._eta_text()}"
         assert self._block is not None
-        self._block.draw(
-            head, self._metrics_text(self._row) + self._evaluation, last=last
-        )
+        self._block.draw(head, self._shown(), last=last)
 
     def note(self, text: str) -> None:
         """Prints one line (above the live block); a log's full disk does not stop the
@@ -181,114 +184,88 @@ class Display:
             )
 
     def _eta_text(self) -> str:
-        """Returns when the run ends: by the speed of the last row, or by the time
+        """Formats when the run ends: by the speed of the last row, or by the time
         limit.
         """
-        per_step = self._row.get("step_time_s")
-        left = (
-            (self._total - self._step) * per_step
-            if isinstance(per_step, float)
-            else math.inf
-        )
+        ends_in_s = []
+        step_s = self._row.get("step_time_s")
+        if isinstance(step_s, float):
+            ends_in_s.append((self._total - self._step) * step_s)
         if self._max_seconds is not None:
-            left = min(
-                left, max(0.0, self._max_seconds - (self._clock() - self._begin))
-            )
-        return f"ETA {duration_text(left)}" if left < math.inf else "ETA -"
+            ends_in_s.append(max(0.0, self._max_seconds - self._elapsed_s()))
+        left_s = min(ends_in_s, default=math.inf)
+        return f"ETA {duration_text(left_s)}" if left_s < math.inf else "ETA -"
+
+    def _elapsed_s(self) -> float:
+        return self._clock() - self._begin
 
     def _fraction(self) -> float:
-        """Returns how much of the run is done: by steps or by the time limit, the
+        """Computes how much of the run is done: by steps or by the time limit, the
         larger.
         """
         done = self._step / self._total
         if self._max_seconds:
-            done = max(done, (self._clock() - self._begin) / self._max_seconds)
+            done = max(done, self._elapsed_s() / self._max_seconds)
         return min(1.0, done)
 
     def _render(self) -> Group:
-        """Returns the live block, a progress line and the numbers; rich's thread calls
+        """Draws the live block, a progress line and the numbers; rich's thread calls
         it.
         """
-        width = self._console.width
-        texts = [
+        done = self._fraction()
+        times = f"{duration_text(self._elapsed_s())} elapsed · {self._eta_text()}"
+        cells = [
+            self._spinner if self._status else Text("●", style="green"),
             Text(self._status or f"step {self._step:,} / {self._total:,}"),
-            Text(f"{100 * self._fraction():5.1f} %"),
-            Text(
-                f"{duration_text(self._clock() - self._begin)} elapsed · {self._eta_text()}",
-                style="dim",
-            ),
+            ProgressBar(1.0, done, width=_BAR, complete_style="cyan"),
+            Text(f"{100 * done:5.1f} %"),
+            Text(times, style="dim"),
         ]
-        room = width - 2 - sum(len(text) + 1 for text in texts) - 1
-        bar = ProgressBar(
-            total=1.0,
-            completed=self._fraction(),
-            width=max(1, min(room, 28)),
-            complete_style="cyan",
-        )
+        if self._console.width < _WIDE:
+            del cells[2]
         progress = Table.grid(padding=(0, 1))
-        mark = self._spinner if self._status else Text("●", style="green")
-        progress.add_row(mark, texts[0], *([bar] if room > 3 else []), *texts[1:])
-        shown = self._metrics_text(self._row) + self._evaluation
-        return Group(progress, *(_numbers(line) for line in _lines_of(shown, width)))
+        progress.add_row(*cells)
+        numbers = [
+            Text.assemble((name, "dim"), "\n", (text, "bold"))
+            for name, text in self._shown()
+        ]
+        return Group(progress, Columns(numbers, padding=(0, _GAP)))
+
+    def _shown(self) -> list[tuple[str, str]]:
+        return self._metrics_text(self._row) + self._evaluation
 
     def _metrics_text(self, values: Mapping[str, object]) -> list[tuple[str, str]]:
-        """Returns (label, text with unit) for the fields that a reader follows, in
+        """Formats the fields that a reader follows as (label, text with unit), in
         reading order.
         """
-        own = [
-            (n, n.replace("eval_", "eval ", 1), _number)
-            for n in values
-            if n.startswith(_OWN)
-        ]
-        of_model = [row for row in own if row[0] not in _KNOWN]
-        return [
-            (label.replace("tokens", self._unit), show(float(value)))
-            for field, label, show in (*_SHOWN[:2], *of_model, *_SHOWN[2:])
-            # None: unknown, left out
-            if isinstance(value := values.get(field), SupportsFloat)
-        ]
+        of_model = {
+            name: name.replace("eval_", "eval ", 1)
+            for name in values
+            if name.startswith(_OWN) and name not in _SHOWN
+        }
+        labels = list(_SHOWN.items())
+        labels[2:2] = of_model.items()
+        shown = []
+        for field, label in labels:
+            value = values.get(field)
+            if isinstance(value, SupportsFloat):  # None: unknown
+                text = field_text(field, float(value))
+                shown.append((label.replace("tokens", self._unit), text))
+        return shown
 
 
-def _numbers(shown: Sequence[tuple[str, str]]) -> Table:
-    numbers = Table.grid(padding=(0, _GAP))
-    numbers.add_row(*(Text(name, style="dim") for name, _ in shown))
-    numbers.add_row(*(Text(text, style="bold") for _, text in shown))
-    return numbers
-
-
-def _lines_of(
-    shown: Sequence[tuple[str, str]], width: int
-) -> list[list[tuple[str, str]]]:
-    """Returns the numbers in as many lines as show each of them whole."""
-    lines: list[list[tuple[str, str]]] = []
-    left = 0
-    for pair in shown:
-        needed = max(map(len, pair)) + _GAP
-        if needed > left:
-            lines.append([])
-            left = width + _GAP
-        lines[-1].append(pair)
-        left -= needed
-    return lines
-
-
-def _number(value: float) -> str:
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 or value == 0 else f"{value:.3e}"
-
-
-_SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("loss", "loss", "{:.4f}".format),
-    ("eval_loss", "eval loss", "{:.4f}".format),
-    ("learning_rate", "lr", "{:.2e}".format),
-    ("grad_norm", "grad norm", "{:.3f}".format),
-    ("loss_scale", "loss scale", "{:g}".format),
-    ("tokens_per_s", "tokens/s", count_text),
-    ("mfu_causal", "MFU (causal)", percent_text),
-    ("step_time_s", "step", time_text),
-    ("data_wait_s", "data wait", time_text),
-    ("tokens_seen", "tokens", count_text),
-    ("eval_tokens", "eval tokens", count_text),
-)
+_SHOWN = {  # field of a row: label
+    "loss": "loss",
+    "eval_loss": "eval loss",
+    "learning_rate": "lr",
+    "grad_norm": "grad norm",
+    "loss_scale": "loss scale",
+    "tokens_per_s": "tokens/s",
+    "mfu_causal": "MFU (causal)",
+    "step_time_s": "step",
+    "data_wait_s": "data wait",
+    "tokens_seen": "tokens",
+    "eval_tokens": "eval tokens",
+}
 # how the names begin of what a model itself says, beside its loss
 _OWN = ("aux/", "eval_")
-_KNOWN = {field for field, *_ in _SHOWN}

@@ -11,6 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import starmap
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -34,7 +35,7 @@ class Call(Protocol):
     def kept(
         self, rules: Any, tokens: int, itemsize: int, platform: str
     ) -> Mapping[str, int]:
-        """Returns bytes that remat policies keep of a device's tokens, by name."""
+        """Counts bytes that remat policies keep of a device's tokens, by name."""
 
     def moments(
         self, rules: Any, tokens: int, itemsize: int, platform: str
@@ -50,7 +51,7 @@ CALLS: dict[str, Callable[[Sequence[Any]], Call]] = {}
 
 
 def declared_call(equation: Any) -> Call | None:
-    """Returns what a jaxpr's equation declares; None of one that shows all it does."""
+    """Makes the call that a jaxpr's equation declares; None: it shows all it does."""
     if equation.primitive.name != "custom_vjp_call":
         return None
     name = equation.params["call_jaxpr"].jaxpr.debug_info.func_name
@@ -60,7 +61,7 @@ def declared_call(equation: Any) -> Call | None:
 
 
 def jaxpr_flops(jaxpr: Any, *, only: Callable[[Any], bool] | None = None) -> float:
-    """Returns the FLOPs of a jaxpr (closed or open), all devices together, loops
+    """Counts the FLOPs of a jaxpr (closed or open), all devices together, loops
     multiplied out.
 
     scan counts length x body; while once (functions in `CALLS` have their own count);
@@ -75,14 +76,16 @@ def jaxpr_flops(jaxpr: Any, *, only: Callable[[Any], bool] | None = None) -> flo
 
 
 def _equation_flops(equation: Any, only: Callable[[Any], bool] | None) -> float:
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
+    params = equation.params
     if name in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
         if only is not None and not only(equation):
             return 0.0
         lhs, rhs = (variable.aval.shape for variable in equation.invars[:2])
         count = _convolution if name.startswith("conv") else _dot
         return count(lhs, rhs, equation.outvars[0].aval.shape, params)
-    if call := declared_call(equation):
+    call = declared_call(equation)
+    if call is not None:
         return 0.0 if only is not None else call.flops
     if name == "cond":
         return max(jaxpr_flops(branch, only=only) for branch in params["branches"])
@@ -104,21 +107,20 @@ def _equation_flops(equation: Any, only: Callable[[Any], bool] | None) -> float:
 
 
 def is_uncounted(jaxpr: Any) -> bool:
-    """Returns whether `jaxpr_flops` misses work: products in loops that follow data,
+    """Checks whether `jaxpr_flops` misses work: products in loops that follow data,
     cuDNN's attention.
     """
-    for equation in _open(jaxpr).eqns:
-        inner = [
-            value for param in equation.params.values() for value in _jaxprs(param)
-        ]
-        name = equation.primitive.name
-        if "dot_product_attention" in name or (
-            name == "while" and any(map(jaxpr_flops, inner))
-        ):
-            return True
-        if any(map(is_uncounted, inner)):
-            return True
-    return False
+    return any(map(_is_uncounted, _open(jaxpr).eqns))
+
+
+def _is_uncounted(equation: Any) -> bool:
+    inner = [value for param in equation.params.values() for value in _jaxprs(param)]
+    name = equation.primitive.name
+    if "dot_product_attention" in name:
+        return True
+    if name == "while" and any(map(jaxpr_flops, inner)):
+        return True
+    return any(map(is_uncounted, inner))
 
 
 def _jaxprs(param: Any) -> list[Any]:
@@ -142,7 +144,7 @@ def _dot(lhs: hlo.Shape, rhs: hlo.Shape, out: hlo.Shape, params: Any) -> float:
 def _product(
     lhs: hlo.Shape, out: hlo.Shape, contracting: Sequence[int], groups: int = 1
 ) -> float:
-    """Returns the FLOPs of a product: 2 x result x contracted dims of the left side.
+    """Counts the FLOPs of a product: 2 x result x contracted dims of the left side.
 
     `groups` > 1 is a product ragged over its contracted dim, as a weight gradient is:
     the result has one slice per group, and each row of the operands goes into one of
@@ -153,24 +155,20 @@ def _product(
 
 def _convolution(lhs: hlo.Shape, rhs: hlo.Shape, out: hlo.Shape, params: Any) -> float:
     numbers = params["dimension_numbers"]
-    pairs = 1
-    for i in range(len(lhs) - 2):  # the first two dims of each are batch and features
-        pairs *= _window_pairs(
-            lhs[numbers.lhs_spec[i + 2]],
-            rhs[numbers.rhs_spec[i + 2]],
-            out[numbers.out_spec[i + 2]],
-            params["padding"][i][0],
-            params["window_strides"][i],
-            params["lhs_dilation"][i],
-            params["rhs_dilation"][i],
-        )
-    return (
-        2
-        * out[numbers.out_spec[0]]
-        * out[numbers.out_spec[1]]
-        * rhs[numbers.rhs_spec[1]]
-        * pairs
+    # the first two dims of each are batch and features
+    windows = zip(
+        [lhs[dim] for dim in numbers.lhs_spec[2:]],
+        [rhs[dim] for dim in numbers.rhs_spec[2:]],
+        [out[dim] for dim in numbers.out_spec[2:]],
+        [low for low, _ in params["padding"]],
+        params["window_strides"],
+        params["lhs_dilation"],
+        params["rhs_dilation"],
+        strict=True,
     )
+    batch, features = numbers.out_spec[:2]
+    channels = out[batch] * out[features] * rhs[numbers.rhs_spec[1]]
+    return 2 * channels * math.prod(starmap(_window_pairs, windows))
 
 
 def _window_pairs(
@@ -182,7 +180,7 @@ def _window_pairs(
     dilation: int,
     kernel_dilation: int,
 ) -> int:
-    """Returns how many (output, kernel) positions of one spatial dim meet a real input
+    """Counts the (output, kernel) positions of one spatial dim that meet a real input
     element.
 
     Padding and the holes of a dilated input are no work: XLA's own convention, and
@@ -205,7 +203,7 @@ HloFilter = Callable[[Sequence[str], str], bool]
 def hlo_flops(
     program: str | hlo.Module, computation: str = "", *, only: HloFilter | None = None
 ) -> float:
-    """Returns the FLOPs of optimized HLO text, `compiled.as_text()`; of ONE device if
+    """Counts the FLOPs of optimized HLO text, `compiled.as_text()`; of ONE device if
     partitioned.
 
     Of its entry, or of the named computation; `only` counts just the products that it
@@ -257,7 +255,7 @@ def instruction_flops(
     *,
     only: HloFilter | None = None,
 ) -> float:
-    """Returns the FLOPs of an instruction itself, without the computations it calls."""
+    """Counts the FLOPs of an instruction itself, without the computations it calls."""
     if step.opcode not in (
         "dot",
         "scaled-dot",
@@ -293,8 +291,9 @@ def instruction_flops(
 
 
 def _contracted(attributes: str) -> list[int]:
-    """Returns the contracted dims of the left side of a oneDNN or cuBLAS product."""
-    if dims := re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', attributes):
+    """Reads the contracted dims of the left side of a oneDNN or cuBLAS product."""
+    dims = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', attributes)
+    if dims:
         return [int(dim) for dim in re.findall(r"\d+", dims.group(1))]
     return [-2 if re.search(r'"transpose_a":\s*true', attributes) else -1]
 
@@ -302,34 +301,27 @@ def _contracted(attributes: str) -> list[int]:
 def _windowed(
     step: hlo.Instruction, lhs: hlo.Shape, rhs: hlo.Shape, out: hlo.Shape
 ) -> float:
-    """Returns the FLOPs of a convolution from its dim_labels (b01f_01io->b01f) and
+    """Counts the FLOPs of a convolution from its dim_labels (b01f_01io->b01f) and
     window.
     """
     of_lhs, of_rhs, of_out = re.split("_|->", step.value("dim_labels"))
     window = dict(part.split("=", 1) for part in step.value("window").split())
+
+    def along(key: str, default: int, position: int) -> int:
+        if key not in window:
+            return default
+        return int(window[key].split("x")[position].split("_")[0])
+
     pairs = 1
-    for position, dim in enumerate(
-        sorted(label for label in of_rhs if label.isdigit())
-    ):
-        sizes = [
-            s[of.index(dim)] for s, of in ((lhs, of_lhs), (rhs, of_rhs), (out, of_out))
-        ]
-        steps = [
-            int(window[key].split("x")[position].split("_")[0])
-            if key in window
-            else default
-            for key, default in (
-                ("pad", 0),
-                ("stride", 1),
-                ("lhs_dilate", 1),
-                ("rhs_dilate", 1),
-            )
-        ]
-        pairs *= _window_pairs(*sizes, *steps)
-    return (
-        2
-        * out[of_out.index("b")]
-        * out[of_out.index("f")]
-        * rhs[of_rhs.index("i")]
-        * pairs
-    )
+    for position, dim in enumerate(sorted(filter(str.isdigit, of_rhs))):
+        pairs *= _window_pairs(
+            lhs[of_lhs.index(dim)],
+            rhs[of_rhs.index(dim)],
+            out[of_out.index(dim)],
+            along("pad", 0, position),
+            along("stride", 1, position),
+            along("lhs_dilate", 1, position),
+            along("rhs_dilate", 1, position),
+        )
+    channels = out[of_out.index("b")] * out[of_out.index("f")] * rhs[of_rhs.index("i")]
+    return 2 * channels * pairs

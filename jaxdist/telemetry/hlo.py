@@ -60,7 +60,7 @@ Shape = tuple[int, ...]
 
 
 def num_bytes(types: Iterable[tuple[str, Shape]]) -> int:
-    """Returns the bytes of arrays of these dtypes and shapes, unpadded."""
+    """Counts the bytes of arrays of these dtypes and shapes, unpadded."""
     bits = 0
     for dtype, shape in types:
         width = _integers("u8" if dtype == "pred" else dtype) or [0]  # tokens have none
@@ -69,7 +69,7 @@ def num_bytes(types: Iterable[tuple[str, Shape]]) -> int:
 
 
 def _first(pattern: re.Pattern, text: str) -> str:
-    """Returns the first group of a pattern where it is first found, or ""."""
+    """Finds the first group of a pattern where it is first found, or ""."""
     match = pattern.search(text)
     return match.group(1) if match else ""
 
@@ -110,7 +110,8 @@ class Instruction:
         match = _OPCODE.search(self.text)
         if not match:
             return self.text, "", "", ""
-        depth, end = 1, match.end()
+        depth = 1
+        end = match.end()
         while depth:  # up to the parenthesis that closes the operands
             depth += {"(": 1, ")": -1}.get(self.text[end], 0)
             end += 1
@@ -189,7 +190,7 @@ class Instruction:
         return _first_group(match.group()) if match else ()
 
     def value(self, name: str) -> str:
-        """Returns the text of an attribute such as dim_labels=bf_io->bf, or "" if
+        """Reads the text of an attribute such as dim_labels=bf_io->bf, or "" if
         absent.
         """
         match = re.search(
@@ -198,13 +199,13 @@ class Instruction:
         return next((group for group in match.groups() if group), "") if match else ""
 
     def dims(self, name: str) -> list[int]:
-        """Returns the integers of an attribute such as lhs_contracting_dims={1}; [] if
+        """Reads the integers of an attribute such as lhs_contracting_dims={1}; [] if
         absent.
         """
         return [int(dim) for dim in self.value(name).split(",") if dim]
 
     def called(self, *names: str) -> list[str]:
-        """Returns the computations named by the given attributes (calls=%f,
+        """Lists the computations named by the given attributes (calls=%f,
         branches={%a, %b}).
         """
         return [
@@ -227,7 +228,7 @@ class Module:
     tables: dict[str, dict[int, str]] = field(default_factory=dict)
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """Returns how often a `while` runs, or None if that is unknown.
+        """Counts the iterations of a `while`; None if that is unknown.
 
         Source: known_trip_count of its backend_config; TPU programs have none, there
         the largest integer constant of the condition is the limit of the loop that jax
@@ -244,7 +245,7 @@ class Module:
         return max(0, max(limits) - self._start(loop, condition)) if limits else None
 
     def _start(self, loop: Instruction, condition: str) -> int:
-        """Returns the number that a loop counts from; 0 if that cannot be seen."""
+        """Finds the number that a loop counts from; 0 if that cannot be seen."""
         around = self.computations[self._callers[loop.called("body")[0]][0]]
         counters = [
             s
@@ -272,29 +273,25 @@ class Module:
         yield run
         for step in self.computations[run.computation].values():
             if step.opcode == "while":
-                trips = self.trip_count(step)
-                times, certain = (
-                    run.times * (trips or 1),
-                    run.certain and trips is not None,
-                )
-                yield from self.runs(
-                    LoopRun(
-                        step.called("body")[0], times, (*run.loops, step.name), certain
-                    )
-                )
+                yield from self.runs(self._body_run(step, run))
             elif step.opcode == "conditional":
-                yield from self.runs(
-                    replace(
-                        run, computation=max(step.called(*BRANCHES), key=self.cycles)
-                    )
-                )
+                branch = max(step.called(*BRANCHES), key=self.cycles)
+                yield from self.runs(replace(run, computation=branch))
             elif step.opcode == "call":
-                yield from self.runs(
-                    replace(run, computation=step.called("to_apply")[0])
-                )
+                target = step.called("to_apply")[0]
+                yield from self.runs(replace(run, computation=target))
+
+    def _body_run(self, loop: Instruction, around: LoopRun) -> LoopRun:
+        trips = self.trip_count(loop)
+        return LoopRun(
+            loop.called("body")[0],
+            times=around.times * (trips or 1),
+            loops=(*around.loops, loop.name),
+            certain=around.certain and trips is not None,
+        )
 
     def cycles(self, computation: str) -> int:
-        """Returns the estimated cycles of a computation, loops and the dearest branches
+        """Adds up the estimated cycles of a computation, loops and the dearest branches
         included.
         """
         return sum(
@@ -304,7 +301,7 @@ class Module:
         )
 
     def stack(self, instruction: Instruction) -> list[Frame]:
-        """Returns the Python stack that traced it, innermost first; [] if none is
+        """Reads the Python stack that traced it, innermost first; [] if none is
         recorded.
         """
         frames: list[Frame] = []
@@ -312,11 +309,9 @@ class Module:
         while row := self.tables.get("StackFrames", {}).get(frame):
             place, parent = _numbers(row)
             file, function, line = _numbers(self.tables["FileLocations"][place])[:3]
-            names = (
-                self.tables["FunctionNames"][function],
-                self.tables["FileNames"][file],
-            )
-            frames.append(Frame(names[0].strip('"'), names[1].strip('"'), line))
+            function_name = self.tables["FunctionNames"][function].strip('"')
+            file_name = self.tables["FileNames"][file].strip('"')
+            frames.append(Frame(function_name, file_name, line))
             frame = parent - 1  # 1 is "none"
         return frames
 
@@ -333,17 +328,19 @@ class Module:
     def origin(
         self, computation: str, name: str, depth: int = 64
     ) -> Instruction | None:
-        """Returns the parameter of the program that an array is, slices and casts
+        """Finds the parameter of the program that an array is, slices and casts
         apart, or None.
         """
         steps = self.computations[computation]
-        step, index = steps.get(name), None
+        step = steps.get(name)
+        index = None
         if step is None or depth == 0:
             return None
         if step.opcode == "parameter":
             return step if computation == self.entry else None
         if step.opcode == "get-tuple-element":
-            index, step = int(step.value("index")), steps[step.operands[0]]
+            index = int(step.value("index"))
+            step = steps[step.operands[0]]
             if step.opcode == "parameter" and computation in self._callers:
                 computation, loop = self._callers[computation]
                 step = self.computations[computation][loop.operands[0]]
@@ -354,7 +351,7 @@ class Module:
         return self.origin(computation, self._handed_on(step, index), depth - 1)
 
     def _handed_on(self, step: Instruction, index: int | None) -> str:
-        """Returns the operand that (the index-th part of) a result is, or ""."""
+        """Finds the operand that (the index-th part of) a result is, or ""."""
         if step.opcode in _MOVES or 'custom_call_target="ConcatBitcast"' in step.text:
             return next(iter(step.operands), "")
         # a shard into zeros: so all-reduce can gather
@@ -371,14 +368,8 @@ class Module:
             source = self._handed_on(inner, None)
             # by scales, which are spread over it
             if coded and inner.opcode == "multiply":
-                source = next(
-                    (
-                        name
-                        for name in inner.operands
-                        if inside[name].opcode != "broadcast"
-                    ),
-                    "",
-                )
+                factors = [x for x in inner.operands if inside[x].opcode != "broadcast"]
+                source = factors[0] if factors else ""
             if source not in inside:
                 return ""
             inner = inside[source]
@@ -398,23 +389,25 @@ def uses(
     name that it reads.
     """
     for step in computation.values():
-        if name in step.operands:
-            yield from (
-                uses(computation, step.name)
-                if step.opcode == "bitcast"
-                else [(name, step)]
-            )
+        if name not in step.operands:
+            continue
+        if step.opcode == "bitcast":
+            yield from uses(computation, step.name)
+        else:
+            yield name, step
 
 
 def parse(text: str) -> Module:
-    """Returns the module of an HLO text.
+    """Reads the module of an HLO text.
 
     Raises:
       ValueError: the text has no ENTRY computation.
     """
     computations: dict[str, dict[str, Instruction]] = {}
     tables: dict[str, dict[int, str]] = {}
-    entry, current, table = "", None, None
+    entry = ""
+    current = None
+    table = None
     last = ""  # the instruction that a line which is none goes on with
     for line in text.splitlines():
         if (
@@ -425,7 +418,8 @@ def parse(text: str) -> Module:
             last = match.group(1)
             current[last] = Instruction(last, match.group(2))
         elif _END.match(line):
-            current, last = None, ""
+            current = None
+            last = ""
         elif current is not None and last:
             current[last] = Instruction(last, f"{current[last].text} {line}")
         elif table is not None and (match := _ROW.match(line)):
@@ -443,13 +437,13 @@ def parse(text: str) -> Module:
 
 
 def _numbers(row: str) -> list[int]:
-    """Returns the numbers of a row {file_location_id=1 parent_frame_id=1}, in order."""
+    """Reads the numbers of a row {file_location_id=1 parent_frame_id=1}, in order."""
     return [int(number) for number in re.findall(r"=(\d+)", row)]
 
 
 @lru_cache(maxsize=4096)
 def _first_group(text: str) -> tuple[int, ...]:
-    """Returns the first of the groups that replica_groups lists in one of its forms; ()
+    """Reads the first of the groups that replica_groups lists in one of its forms; ()
     for all.
     """
     match = _GROUPS.match(text)
@@ -462,11 +456,9 @@ def _first_group(text: str) -> tuple[int, ...]:
     sizes = {
         axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", match["mesh"])
     }
-    order = (
-        _order(match["order"])
-        if match["order"]
-        else np.arange(math.prod(sizes.values()))
-    )
+    order = np.arange(math.prod(sizes.values()))
+    if match["order"]:
+        order = _order(match["order"])
     # "axis":(before)size is a part of an axis: that many are before it, the rest behind
     chosen = {
         axis: part
@@ -475,14 +467,15 @@ def _first_group(text: str) -> tuple[int, ...]:
     dims: list[int] = []
     for axis, size in sizes.items():
         before, part = chosen.get(axis, (1, 1))
-        before, part = int(before or 1), int(part or size)
-        dims += [before, part, size // before // part]
+        outer = int(before or 1)
+        inner = int(part or size)
+        dims += [outer, inner, size // outer // inner]
     grid = order.reshape(dims)[(0, slice(None), 0) * len(sizes)]
     return tuple(map(int, grid.ravel()))
 
 
 def _order(text: str) -> np.ndarray:
-    """Returns the numbers of [16,4]T(1,0) (an iota, transposed) or of a plain list."""
+    """Reads the numbers of [16,4]T(1,0) (an iota, transposed) or of a plain list."""
     dims, _, permutation = text.partition("T")
     numbers = _integers(dims)
     if "[" not in dims:
@@ -493,7 +486,7 @@ def _order(text: str) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def _first_route(text: str) -> tuple[int, ...]:
-    """Returns a device and where it sends to, of {0,4},{4,8}; one pair of different
+    """Finds a device and where it sends to, of {0,4},{4,8}; one pair of different
     devices.
     """
     numbers = _integers(text)

@@ -72,7 +72,9 @@ class MetricsWriter:
         Raises:
           ConfigError: they cannot be opened.
         """
-        self._clock, self._folder, self._views = clock, Path(workdir), list[Any]()
+        self._clock = clock
+        self._folder = Path(workdir)
+        self._views: list[Any] = []
         self._lock = threading.RLock()  # of the files
         self._files: dict[str, int] = {}
         self._unwritten: dict[str, bytes] = {}
@@ -144,7 +146,8 @@ class MetricsWriter:
     def _close(self, name: str, descriptor: int) -> None:
         if name in self._unwritten:
             self._append_bytes(name, b"")
-        if lines := self._unwritten.pop(name, b"").count(b"\n"):
+        lines = self._unwritten.pop(name, b"").count(b"\n")
+        if lines:
             self._say(name, f"its last {lines} lines are lost")
         try:
             os.close(descriptor)
@@ -152,14 +155,12 @@ class MetricsWriter:
             self._say(name, f"may lack lines ({error.strerror})")
 
     def _append(self, name: str, row: Mapping[str, object]) -> None:
-        line = (
-            (json.dumps(_to_json(row), allow_nan=False) + "\n").encode()
-            if self._files
-            else b""
-        )
+        if not self._files:
+            return
+        line = json.dumps(_to_json(row), allow_nan=False) + "\n"
         with self._lock:
             if name in self._files:
-                self._append_bytes(name, line)
+                self._append_bytes(name, line.encode())
 
     def _append_bytes(self, name: str, data: bytes) -> None:
         """Appends what could not be written before, and `data`; what of it cannot be
@@ -196,7 +197,7 @@ class MetricRows:
 
 
 def read_rows(path: str | os.PathLike[str]) -> MetricRows:
-    """Returns the rows of a metrics.jsonl (or of the one in a workdir); empty if there
+    """Reads the rows of a metrics.jsonl (or of the one in a workdir); empty if there
     is none.
 
     Lines that hold no JSON object with an integer `step` are skipped (a torn line) and
@@ -205,15 +206,16 @@ def read_rows(path: str | os.PathLike[str]) -> MetricRows:
     another schedule (`EXTENDED`) are left out.
     """
     rows, unreadable = _read_lines(Path(path), METRICS_FILE, _is_metrics)
-    train, evaluation = (
-        [part[step] for step in sorted(part)] for part in _last_of_steps(rows)
+    train, evaluation = _last_of_steps(rows)
+    return MetricRows(
+        [row for _, row in sorted(train.items())],
+        [row for _, row in sorted(evaluation.items())],
+        unreadable,
     )
-    return MetricRows(train, evaluation, unreadable)
 
 
 def read_last_rows(path: str | os.PathLike[str]) -> MetricRows:
-    """Returns `read_rows` of the end of a metrics.jsonl alone, in milliseconds however
-    long it is.
+    """Reads the end of a metrics.jsonl alone, in milliseconds however long it is.
 
     The rows are in the order in which they were written, so that the last tells of now.
     """
@@ -223,7 +225,7 @@ def read_last_rows(path: str | os.PathLike[str]) -> MetricRows:
 
 
 def read_arrays(path: str | os.PathLike[str]) -> tuple[list[Row], int]:
-    """Returns the rows of an arrays.jsonl (or of the one in a workdir) by step, and how
+    """Reads the rows of an arrays.jsonl (or of the one in a workdir) by step, and how
     many cannot be read.
 
     A run that goes back writes its steps again: of the rows before, those from that
@@ -239,53 +241,49 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[list[Row], int]:
 
 
 def _last_of_steps(rows: list[Row]) -> tuple[dict[int, Row], dict[int, Row]]:
-    """Returns the last row of each step that counts, in file order: those of training,
+    """Keeps the last row of each step that counts, in file order: those of training,
     of evaluations.
     """
-    train, evaluation = dict[int, Row](), dict[int, Row]()
+    train: dict[int, Row] = {}
+    evaluation: dict[int, Row] = {}
     for row in rows:
         step = row["step"]
         if EXTENDED in row:
-            train, evaluation = (
-                {n: x for n, x in part.items() if n <= step}
-                for part in (train, evaluation)
-            )
-        else:
-            part = evaluation if "eval_loss" in row else train
-            part.pop(step, None)
-            part[step] = row
+            for part in (train, evaluation):
+                for later in [n for n in part if n > step]:
+                    del part[later]
+            continue
+        part = evaluation if "eval_loss" in row else train
+        part.pop(step, None)
+        part[step] = row
     return train, evaluation
 
 
 def _is_metrics(row: Row) -> bool:
-    return _is_step(row.get("step"))
+    return untrusted.is_count(row.get("step"))
 
 
 def read_events(path: str | os.PathLike[str]) -> list[Row]:
-    """Returns the events of an events.jsonl (or of the one in a workdir), in file
+    """Reads the events of an events.jsonl (or of the one in a workdir), in file
     order.
     """
     return scan_events(path)[0]
 
 
 def scan_events(path: str | os.PathLike[str]) -> tuple[list[Row], int]:
-    """Returns `read_events` and how many lines are no event with `time`, `event` and
-    `step`.
+    """Reads as `read_events`, and counts the lines that are no event with `time`,
+    `event` and `step`.
     """
     return _read_lines(Path(path), EVENTS_FILE, _is_event)
 
 
 def _is_event(row: Row) -> bool:
-    time_s, step = row.get("time"), row.get("step", "")
-    known = isinstance(time_s, int | float) and 0 <= time_s < _END_OF_TIME_S
+    step = row.get("step", "")
     return (
-        known and isinstance(row.get("event"), str) and (step is None or _is_step(step))
+        untrusted.is_amount(row.get("time"), _END_OF_TIME_S)
+        and isinstance(row.get("event"), str)
+        and (step is None or untrusted.is_count(step))
     )
-
-
-def _is_step(value: object) -> bool:
-    # whole numbers of a float, as charts have them
-    return type(value) is int and 0 <= value < 2**53
 
 
 @dataclass(frozen=True)
@@ -310,7 +308,7 @@ class Throughput:
     def fields(
         self, *, seconds: float, steps: int, tokens: float
     ) -> dict[str, float | None]:
-        """Returns step_time_s, tokens_per_s, tokens_per_s_per_device, mfu_causal,
+        """Computes step_time_s, tokens_per_s, tokens_per_s_per_device, mfu_causal,
         mfu_full, mfu, hfu.
 
         Args:
@@ -321,16 +319,13 @@ class Throughput:
             honest MFU.
         """
         rate = tokens / seconds / self.num_devices
-        peak, needed = (
-            self.peak_flops_per_s,
-            (self.causal_flops_per_token, self.full_flops_per_token),
-        )
-        executed = (
-            self.step_flops and self.step_flops * steps / seconds / self.num_devices
-        )
-        causal, full = (
-            None if peak is None else rate * flops / peak for flops in needed
-        )
+        causal = full = hfu = None
+        if self.peak_flops_per_s is not None:
+            causal = rate * self.causal_flops_per_token / self.peak_flops_per_s
+            full = rate * self.full_flops_per_token / self.peak_flops_per_s
+            if self.step_flops is not None:
+                executed = self.step_flops * steps / seconds / self.num_devices
+                hfu = executed / self.peak_flops_per_s
         return {
             "step_time_s": seconds / steps,
             "tokens_per_s": tokens / seconds,
@@ -338,12 +333,12 @@ class Throughput:
             "mfu_causal": causal,
             "mfu_full": full,
             "mfu": causal,
-            "hfu": None if peak is None or executed is None else executed / peak,
+            "hfu": hfu,
         }
 
 
 def _to_json(value: object) -> object:
-    """Returns `value` as what JSON can hold: see the module's head for floats; tuples
+    """Converts a value to what JSON can hold: see the module's head for floats; tuples
     are lists.
     """
     if isinstance(value, float) and not math.isfinite(value):
@@ -354,25 +349,24 @@ def _to_json(value: object) -> object:
         return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_to_json(item) for item in value]
-    # numpy and jax arrays and scalars, without importing either
-    return _to_json(value.tolist()) if hasattr(value, "tolist") else str(value)
+    if hasattr(value, "tolist"):  # of numpy and jax, without importing either
+        return _to_json(value.tolist())
+    return str(value)
 
 
 def _rounded(values: Any) -> Any:
-    """Returns nested lists with six digits of each number, whole ones as integers."""
+    """Rounds the numbers of nested lists to six digits; whole ones become integers."""
     if isinstance(values, list):
         return [_rounded(value) for value in values]
     if not isinstance(values, float) or not math.isfinite(values):
         return values
-    return (
-        int(values)
-        if values.is_integer() and abs(values) < 2**53
-        else float(f"{values:.6g}")
-    )
+    if values.is_integer() and abs(values) < 2**53:
+        return int(values)
+    return float(f"{values:.6g}")
 
 
 def _open_append(path: Path) -> int:
-    """Returns a descriptor at the end of `path`; a torn last line gets its newline
+    """Opens a descriptor at the end of `path`; a torn last line gets its newline
     first.
 
     Raises:
@@ -398,41 +392,43 @@ def _open_append(path: Path) -> int:
 def _read_lines(
     path: Path, name: str, is_row: Callable[[Row], bool], *, last: int = 0
 ) -> tuple[list[Row], int]:
-    """Returns the objects of a file's lines that are such rows, and the number of other
+    """Reads the objects of a file's lines that are such rows, and the number of other
     lines.
 
     Args:
       last: read only so many bytes, from the end.
     """
-    path = path / name if path.is_dir() else path
-    rows: list[Row] = []
+    if path.is_dir():
+        path = path / name
     try:
-        content = (
-            _end_of(path, last)
-            if last
-            else untrusted.read_bytes(path, max_bytes=_MAX_FILE_BYTES)
-        )
-        lines = [line for line in content.splitlines() if line.strip()]
+        if last:
+            content = _end_of(path, last)
+        else:
+            content = untrusted.read_bytes(path, max_bytes=_MAX_FILE_BYTES)
     except FileNotFoundError:
         return [], 0
-    except untrusted.Malformed:
+    except (OSError, untrusted.Malformed):
         return [], 1
+    lines = [line for line in content.splitlines() if line.strip()]
+    rows: list[Row] = []
     for line in lines:
         # a torn line, also undecodable bytes
         with contextlib.suppress(untrusted.Malformed):
             row = untrusted.parse_json(line, dict)
-            row = {
-                k: _NONFINITE.get(v, v) if isinstance(v, str) else v
-                for k, v in row.items()
-            }
-            rows += [row] if is_row(row) else []
+            for key, value in row.items():
+                if isinstance(value, str):
+                    row[key] = _NONFINITE.get(value, value)
+            if is_row(row):
+                rows.append(row)
     return rows, len(lines) - len(rows)
 
 
 def _end_of(path: Path, most: int) -> bytes:
-    """Returns the last lines of a file, of at most so many bytes."""
+    """Reads the last lines of a file, of at most so many bytes."""
     with untrusted.open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - most))
         content = file.read(most)
-    return content if size <= most else content.partition(b"\n")[2]
+    if size > most:
+        _, _, content = content.partition(b"\n")
+    return content

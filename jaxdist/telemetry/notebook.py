@@ -9,20 +9,19 @@ from typing import Any
 
 REDRAW_EVERY_S = 1.0
 _MAX_POINTS = 300  # of a curve; beyond, every second one is left out
-_WIDTH, _HEIGHT, _ROOM = 560, 150, 6  # pixels
+_WIDTH = 560  # pixels
+_HEIGHT = 150
+_ROOM = 6  # around the curve
 
 Pairs = Sequence[tuple[str, str]]
 
 
 def output_of_cell() -> Any:
-    """Returns IPython's `display` function where this code runs in a notebook's kernel,
-    else None.
-    """
+    """Finds IPython's `display` function; None outside of a notebook's kernel."""
     ipython = sys.modules.get("IPython")  # whoever runs a kernel has imported it
-    shell = ipython.get_ipython() if ipython else None
-    if ipython is None or getattr(shell, "kernel", None) is None:
-        return None
-    return ipython.display.display
+    if ipython and getattr(ipython.get_ipython(), "kernel", None):
+        return ipython.display.display
+    return None
 
 
 class NotebookBlock:
@@ -35,7 +34,8 @@ class NotebookBlock:
         display: IPython's.
         clock: monotonic seconds.
         """
-        self._display, self._clock = display, clock
+        self._display = display
+        self._clock = clock
         self._handle: Any = None
         self._curve: list[tuple[int, float]] = []
         self._evaluations: list[tuple[int, float]] = []
@@ -68,35 +68,37 @@ class NotebookBlock:
     def _page(self, head: str, pairs: Pairs) -> str:
         names = "".join(f"<th>{html.escape(name)}</th>" for name, _ in pairs)
         values = "".join(f"<td>{html.escape(value)}</td>" for _, value in pairs)
-        table = f"<table><tr>{names}</tr><tr>{values}</tr></table>" if pairs else ""
+        table = f"<table><tr>{names}</tr><tr>{values}</tr></table>"
         return f"<div><b>{html.escape(head)}</b>{table}{self._drawing()}</div>"
 
     def _drawing(self) -> str:
-        every = self._curve + self._evaluations
+        """Draws the losses so far as a curve, and those on held-out data as dots."""
         if len(self._curve) < 2:
             return ""
-        steps, losses = [step for step, _ in every], [loss for _, loss in every]
-        low, high, first, last = min(losses), max(losses), min(steps), max(steps)
-
-        def place(step: int, loss: float) -> tuple[float, float]:
-            across, up = (
-                (step - first) / max(last - first, 1),
-                (loss - low) / ((high - low) or 1),
-            )
-            inner = _WIDTH - 2 * _ROOM, _HEIGHT - 2 * _ROOM
-            return round(_ROOM + across * inner[0], 1), round(
-                _ROOM + (1 - up) * inner[1], 1
-            )
-
-        line = " ".join("{},{}".format(*place(*point)) for point in self._curve)
+        steps, losses = zip(*self._curve, *self._evaluations, strict=True)
+        across = _pixels(steps, _WIDTH)
+        down = _pixels([-loss for loss in losses], _HEIGHT)
+        places = list(zip(across, down, strict=True))
+        line = " ".join(f"{x},{y}" for x, y in places[: len(self._curve)])
         dots = "".join(
-            '<circle cx="{}" cy="{}" r="3" fill="#d62728"/>'.format(*place(*point))
-            for point in self._evaluations
+            f'<circle cx="{x}" cy="{y}" r="3" fill="#d62728"/>'
+            for x, y in places[len(self._curve) :]
         )
-        label = f"loss {high:.4g} to {low:.4g}, steps {first} to {last}"
-        label += "; dots: held-out data" if dots else ""
+        label = (
+            f"loss {max(losses):.4g} to {min(losses):.4g}, "
+            f"steps {min(steps)} to {max(steps)}"
+        )
+        if dots:
+            label += "; dots: held-out data"
         return (
             f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{label}">'
-            f'<polyline points="{line}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>{dots}</svg>'
-            f"<div><small>{label}</small></div>"
+            f'<polyline points="{line}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>'
+            f"{dots}</svg><div><small>{label}</small></div>"
         )
+
+
+def _pixels(values: Sequence[float], size: int) -> list[float]:
+    """Spreads values over a side of the drawing, the lowest first."""
+    low = min(values)
+    scale = (size - 2 * _ROOM) / (max(values) - low or 1)
+    return [round(_ROOM + scale * (value - low), 1) for value in values]

@@ -45,8 +45,6 @@ class ProfileWindow:
         workdir: str | os.PathLike[str],
         first_step: int,
         num_steps: int,
-        *,
-        enabled: bool = True,
     ) -> None:
         """Does nothing yet.
 
@@ -54,12 +52,11 @@ class ProfileWindow:
           workdir: folder of the run; writes workdir/profile.
           first_step: first profiled step, counted from 1; 0 = never.
           num_steps: profiled steps, >= 1.
-          enabled: True on the processes that profile (usually process 0).
         """
         self._folder = Path(workdir) / FOLDER
         self._begin = first_step - 1
         self._end = first_step - 1 + num_steps
-        self._wanted = enabled and first_step > 0
+        self._wanted = first_step > 0
         self._running = False
 
     def step(self, finished: int, outputs: object = None) -> list[OpTime] | None:
@@ -79,7 +76,8 @@ class ProfileWindow:
             # Python frames slow the steps and swell the trace
             options.python_tracer_level = 0
             jax.profiler.start_trace(str(self._folder), profiler_options=options)
-            self._wanted, self._running = False, True
+            self._wanted = False
+            self._running = True
         return None
 
     def close(self) -> list[OpTime] | None:
@@ -96,7 +94,7 @@ class ProfileWindow:
 
 
 def top_ops(folder: Path) -> list[OpTime]:
-    """Returns the ops of the newest trace below `folder`, the longest first.
+    """Lists the ops of the newest trace below `folder`, the longest first.
 
     Ops that only contain others (while, conditional, call) are left out, or time would
     count twice.

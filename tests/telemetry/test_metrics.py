@@ -228,6 +228,12 @@ def test_what_is_no_file_has_no_rows(tmp_path):
     assert metrics.scan_events(tmp_path) == ([], 1)
 
 
+def test_a_link_in_a_circle_has_no_rows(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("metrics.jsonl")
+    assert metrics.read_last_rows(tmp_path) == metrics.MetricRows([], [])
+    assert metrics.read_rows(tmp_path) == metrics.MetricRows([], [], 1)
+
+
 def test_a_disabled_writer_touches_nothing(tmp_path):
     with closing(metrics.MetricsWriter(tmp_path / "run", enabled=False)) as writer:
         writer.write(1, {"loss": 1.0})

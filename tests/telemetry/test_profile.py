@@ -59,7 +59,6 @@ def test_the_window_counts_exactly_its_steps(tmp_path):
 def test_no_profile_where_none_is_wanted(tmp_path):
     assert ProfileConfig().start_step == 0
     assert run(profile.ProfileWindow(tmp_path, 0, 3), 0, 3) == {}
-    assert run(profile.ProfileWindow(tmp_path, 2, 3, enabled=False), 0, 3) == {}
     assert run(profile.ProfileWindow(tmp_path, 2, 2), 10, 13) == {}, (
         "resumed behind the window"
     )

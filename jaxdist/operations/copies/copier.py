@@ -74,7 +74,7 @@ class Copier:
             self._report(None, self._store.newest, error, time.monotonic(), 0)
 
     def poll(self) -> list[CopyResult]:
-        """Returns the copies that ended since the last call, oldest first, without
+        """Collects the copies that ended since the last call, oldest first, without
         waiting.
         """
         self._give_up_silent()

@@ -82,8 +82,8 @@ class Copies:
         return steps == os.path.realpath(place)
 
     def silent_s(self) -> float:
-        """Returns the seconds for which the call under way has shown no sign; 0 between
-        calls.
+        """Measures the seconds for which the call under way has shown no sign; 0
+        between calls.
         """
         since = self._called_at  # another thread may set it to None meanwhile
         if since is None:
@@ -167,18 +167,6 @@ class Copies:
         with contextlib.suppress(FileNotFoundError):  # it had nothing else
             self._call(lambda: self._fs.rm(self._path(step), recursive=True))
 
-    def fetch(
-        self, step: int, folder: Path, *, run: str | None, say: Callable[[str], object]
-    ) -> int:
-        """Fetches a step into `folder`, once all its files are there and are what was
-        sealed; returns its bytes.
-
-        A step in its place goes to quarantine. Args and errors: as `download`.
-        """
-        source, size = self.download(step, folder, run=run, say=say)
-        self.place(source, folder)
-        return size
-
     def download(
         self, step: int, folder: Path, *, run: str | None, say: Callable[[str], object]
     ) -> tuple[Path, int]:
@@ -246,7 +234,9 @@ class Copies:
         return size
 
     def place(self, source: Path, folder: Path) -> None:
-        """Puts the step that was downloaded to `source` among those of `folder`."""
+        """Puts the step that was downloaded to `source` among those of `folder`; one in
+        its place goes to quarantine.
+        """
         target = folder / source.name
         if target.exists():
             reason = f"not sound; its copy in {self.url} has taken its place"
@@ -398,7 +388,8 @@ def fetch_newest(
     try:
         for step in [step for step in copies.whole_steps() if wanted(step)]:
             try:
-                size = copies.fetch(step, folder, run=run, say=say)
+                source, size = copies.download(step, folder, run=run, say=say)
+                copies.place(source, folder)
                 copies.fetch_beside(beside)
                 return step, size, bad
             except integrity.OtherVersion:

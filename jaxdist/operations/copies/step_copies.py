@@ -1,10 +1,10 @@
 """The copies of a run's checkpoints in a store: fetches them where they are needed."""
 
 import contextlib
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,7 @@ def fetch_missing(
             )
     except lock.Locked:  # opening it says by whom
         return
-    except extras.MissingExtra as error:
-        raise ConfigError(f"checkpoint.copy_to={config.copy_to}: {error}") from error
-    except manifest.OtherVersion as error:
+    except (extras.MissingExtra, manifest.OtherVersion) as error:
         raise ConfigError(f"checkpoint.copy_to={config.copy_to}: {error}") from error
     except CheckpointError as error:
         _write_events(folder, copies.url, _of_copies(copies.url, error.steps))
@@ -244,31 +242,26 @@ class _Fetcher:
           Exception: the call's.
         """
         copies = Copies(self._url)
-        outcome: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+        outcome: futures.Future[Any] = futures.Future()
 
         def work() -> None:
             try:
-                outcome.put((call(copies), None))
+                outcome.set_result(call(copies))
             except Exception as error:
-                outcome.put((None, error))
+                outcome.set_exception(error)
 
         threading.Thread(target=work, name="fetch of a checkpoint", daemon=True).start()
         began = time.monotonic()
-        while True:
-            if patience_s is None:
-                limit_s: float = self._config.timeout_s
-                waited_s = copies.silent_s()
-            else:
+        while not futures.wait([outcome], timeout=_LOOK_S).done:
+            limit_s: float = self._config.timeout_s
+            waited_s = copies.silent_s()
+            if patience_s is not None:
                 limit_s = patience_s
                 waited_s = time.monotonic() - began
             if waited_s > limit_s:
                 copies.abandoned = True
                 raise TimeoutError(f"no answer for {waited_s:.0f} s")
-            with contextlib.suppress(queue.Empty):
-                value, error = outcome.get(timeout=_LOOK_S)
-                if error:
-                    raise error
-                return value
+        return outcome.result()
 
 
 def fetcher(
@@ -277,7 +270,7 @@ def fetcher(
     store: CheckpointManager,
     say: Callable[[str], object],
 ) -> Fetch:
-    """Returns the function that fetches a copy when a restore finds a step damaged."""
+    """Makes the function that fetches a copy when a restore finds a step damaged."""
     if not config.copy_to:
         return store.fetch
     return _Fetcher(config, folder, store.folder, store.run, say)

@@ -78,6 +78,10 @@ class Row(NamedTuple):
         """Formats a rate as a share of the row."""
         return f"{rate / self.rate:.0%} of the {self._table()}"
 
+    def is_slow(self, rate: float) -> bool:
+        """Checks whether a rate is far below the row."""
+        return rate < OF_TABLE * self.rate
+
     def below(self, rate: float) -> str:
         """Formats how far a rate is below the row."""
         return f"{self.rate / rate:.1f} x below the {self._table()} row ({self.chip})"
@@ -268,7 +272,7 @@ def spans(devices: Sequence[Any], chip: Chip | None) -> list[Span]:
 
 
 def _place(device: Any) -> int:
-    """Returns the number of a device's slice (TPU; 0 of a lone one), host (GPU) or
+    """Finds the number of a device's slice (TPU; 0 of a lone one), host (GPU) or
     process.
     """
     if device.platform in ("tpu", "gpu"):
@@ -320,32 +324,27 @@ def device_lines(
         fix = f": check {_CHECK_TPU if chip.torus_dims else _CHECK_GPU}"
         peak = chip.peak(dtype)
     row = Row(chip.name, "", peak) if chip and peak else None
-    all_are = row is not None and median < OF_TABLE * row.rate
+    most_are_slow = row is not None and row.is_slow(median)
     if row is None:
         table.append(
             "  the hardware table has no row for it: devices are compared with each other alone"
         )
-    elif all_are:
+    elif most_are_slow:
         text = f"at least half of the devices: {median / 1e12:.3g} TFLOP/s"
         slow.append(f"slow: {text}, {row.below(median)}{fix}")
     for process, devices in sorted(rates.items()):
         for device, rate in devices.items():
             text = f"process {process} device {device}: {rate / 1e12:.3g} TFLOP/s"
-            beside_table, is_below = _beside_table(row, rate)
+            beside = ""
+            is_below = False
+            if row is not None:
+                is_below = row.is_slow(rate)
+                beside = f", {row.below(rate) if is_below else row.share(rate)}"
             table.append(f"  {text}{f', {row.share(rate)}' if row else ''}")
-            if rate < OF_DEVICES * median or (is_below and not all_are):
+            if rate < OF_DEVICES * median or (is_below and not most_are_slow):
                 share = f"{rate / median:.0%} of the median"
-                slow.append(f"slow: {text}{beside_table}, {share}{fix}")
+                slow.append(f"slow: {text}{beside}, {share}{fix}")
     return table, slow
-
-
-def _beside_table(row: Row | None, rate: float) -> tuple[str, bool]:
-    """Compares a rate with the table; returns the text, and whether it is slow."""
-    if row is None:
-        return "", False
-    if rate < OF_TABLE * row.rate:
-        return f", {row.below(rate)}", True
-    return f", {row.share(rate)}", False
 
 
 def reduce_lines(reduced: Reduced) -> Lines:
@@ -361,14 +360,14 @@ def reduce_lines(reduced: Reduced) -> Lines:
         return [f"  {text}"], []
     # All GPUs of a host together are bound by its CPUs over PCIe, often below half of
     # their links.
-    is_below = row.link != "PCIe" and rate < OF_TABLE * row.rate
+    is_below = row.link != "PCIe" and row.is_slow(rate)
     is_behind = rate < OF_REDUCES * median
+    if not is_below and not is_behind:
+        return [f"  {text}, {row.share(rate)}"], []
     report = f"slow: {text}, {row.below(rate) if is_below else row.share(rate)}"
     if is_behind:
         report += f", {rate / median:.0%} of the median, in process {process}"
-    slow = []
-    if is_below or is_behind:
-        slow.append(f"{report}: check {_check(row.link, rate)}")
+    slow = [f"{report}: check {_check(row.link, rate)}"]
     return [f"  {text}, {row.share(rate)}"], slow
 
 

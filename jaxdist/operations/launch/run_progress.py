@@ -3,15 +3,14 @@ No jax.
 """
 
 import contextlib
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError
-from jaxdist.storage.untrusted import Malformed, open_regular, read_json
-from jaxdist.telemetry.metrics import EVENTS_FILE, METRICS_FILE, MetricsWriter
+from jaxdist.storage.untrusted import Malformed, is_count, open_regular, read_json
+from jaxdist.telemetry import metrics
 from jaxdist.trainer.default_workdir import default_workdir
 
 _STEP = re.compile("[0-9]{1,9}")  # a folder of a checkpoint: longer names are not ours
@@ -40,25 +39,18 @@ class ProgressReader:
         self._newest = 0
 
     def newest(self) -> int:
-        """Returns the newest step ever seen, logged or saved; steps done again do not
+        """Finds the newest step ever seen, logged or saved; steps done again do not
         count.
         """
         if self.folder is None:
             return 0
-        steps = [self._newest]
-        with (
-            contextlib.suppress(OSError, Malformed),
-            open_regular(self.folder / METRICS_FILE) as file,
-        ):
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 65_536))
-            steps += map(
-                int, re.findall(rb'^{"step": (\d{1,9})[,}]', file.read(), re.M)
-            )
+        rows = metrics.read_last_rows(self.folder)
+        steps = [row["step"] for row in rows.train + rows.evaluation]
         with contextlib.suppress(OSError):
-            for path in (self.folder / "checkpoints").glob("*/manifest.json"):
-                if _STEP.fullmatch(path.parent.name):
-                    steps.append(int(path.parent.name))
-        self._newest = max(steps)
+            for manifest in (self.folder / "checkpoints").glob("*/manifest.json"):
+                if _STEP.fullmatch(manifest.parent.name):
+                    steps.append(int(manifest.parent.name))
+        self._newest = max(self._newest, *steps, 0)
         return self._newest
 
     def starts(self) -> int:
@@ -66,7 +58,7 @@ class ProgressReader:
         if self.folder is not None:
             with (
                 contextlib.suppress(OSError, Malformed),
-                open_regular(self.folder / EVENTS_FILE) as file,
+                open_regular(self.folder / metrics.EVENTS_FILE) as file,
             ):
                 return sum(b'"event": "start"' in line for line in file)
         return 0
@@ -75,19 +67,17 @@ class ProgressReader:
         """Appends an event; creates the workdir if the run had no time to."""
         if self.folder is not None:
             with contextlib.suppress(OSError, ConfigError):
-                with contextlib.closing(MetricsWriter(self.folder)) as writer:
+                with contextlib.closing(metrics.MetricsWriter(self.folder)) as writer:
                     writer.event(name, step, **fields)
 
     def devices_per_process(self) -> int | None:
-        """Returns the devices of each process of the last start; None if unknown."""
+        """Counts the devices of each process of the last start; None if unknown."""
         run = self.read_json("run.json") or {}
         devices = run.get("num_devices")
         processes = run.get("num_processes")
-        if not isinstance(devices, int) or not isinstance(processes, int):
+        if not is_count(devices) or not is_count(processes) or not processes:
             return None
-        if not 0 < processes <= devices:
-            return None
-        return devices // processes
+        return devices // processes or None
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Reads the object in a file of the workdir; None if it cannot be read."""

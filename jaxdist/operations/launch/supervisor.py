@@ -212,7 +212,7 @@ class Supervisor:
     def _verdict(
         self, early: Mapping[int, int], size: int, stepped: bool
     ) -> int | None:
-        """Returns the exit code of the run, or None if it has lost a process.
+        """Decides the exit code of the run, or None if it has lost a process.
 
         Args:
           early: codes of those of the `size` processes that ended by themselves.

@@ -336,7 +336,7 @@ class Ledger(Clock, Callback):
 
 
 def command_age_s() -> float:
-    """Returns the seconds since this process began; 0 if it is no command's own."""
+    """Measures the seconds since this process began; 0 if it is no command's own."""
     process = preemption.PROCESS
     if not process.is_ours or process.is_script:
         return 0.0

@@ -83,26 +83,17 @@ def _life(entry: dict) -> Life:
     """Reads a life. If it is malformed, it raises an error that `read_lives` catches."""
     life = Life(**{name: entry[name] for name in Life.__dataclass_fields__})
     times = (life.began, life.written, life.since, *life.buckets.values())
-    if not all(map(is_time, times)):
+    if not all(untrusted.is_amount(time, below=1e12) for time in times):
         raise untrusted.Malformed("a time is no number")
     counts = [life.step, life.undone, life.exit_code]
     if life.first is not None:
         counts.append(life.first)
-    if not all(_is_count(count, below=2**53) for count in counts):
+    if not all(map(untrusted.is_count, counts)):
         raise untrusted.Malformed("a step or an exit code is no number")
     untrusted.of_kind(life.phase, str, "phase")
-    if life.chips is not None and not (life.chips and _is_count(life.chips, 2**31)):
+    if life.chips is not None and not untrusted.is_count(life.chips or -1, 2**31):
         raise untrusted.Malformed("chips are no number")
     return life
-
-
-def _is_count(value: object, below: int) -> bool:
-    return type(value) is int and 0 <= value < below
-
-
-def is_time(value: object) -> bool:
-    """Checks whether a value of a file is a time, or seconds."""
-    return type(value) in (int, float) and 0 <= value < 1e12  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -118,6 +109,11 @@ class Account:
     @property
     def wall_s(self) -> float:
         return sum(self.buckets.values())
+
+    def largest(self) -> list[tuple[str, float]]:
+        """Lists the buckets that have any time, the largest first."""
+        spent = [item for item in self.buckets.items() if item[1] > 0]
+        return sorted(spent, key=lambda item: -item[1])
 
     @property
     def goodput(self) -> float | None:
@@ -257,4 +253,6 @@ def _lost_share(life: Life, later_first: float) -> float:
         return 0.0
     done = life.step - life.first + life.undone
     kept = max(life.first, min(life.step, later_first))
-    return (life.step - kept + life.undone) / done if done else 0.0
+    if not done:
+        return 0.0
+    return (life.step - kept + life.undone) / done

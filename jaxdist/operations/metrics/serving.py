@@ -36,11 +36,11 @@ class MetricsServer(Callback):
             return
         process = jax.process_index()
         devices = [item for item in run.devices if item.process_index == process]
-        view = prometheus.RunMetrics(self._ledger, devices)
+        chips: prometheus.ChipMetrics = tuple  # none
         if devices[0].platform == "tpu":
             with contextlib.suppress(ImportError):  # a libtpu without that module
                 chips = extras.load("jaxdist.operations.metrics.tpu_metrics").read
-                view = prometheus.RunMetrics(self._ledger, devices, chips=chips)
+        view = prometheus.RunMetrics(self._ledger, devices, chips=chips)
         config = run.config.telemetry
         try:
             port = self._serving.enter_context(prometheus.served(config, view))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import accumulate
+from operator import itemgetter
 from typing import Literal
 
 from jaxdist.telemetry.units import count_text
@@ -32,14 +33,13 @@ class Curve:
 
     name: str  # legend and hover text
     run: str  # CSS classes: run-0 to run-7, dashed, dotted
-    x: Sequence[float]
-    y: Sequence[float]
+    points: Sequence[tuple[float, float]]
     # raw: thin and faint, below the others
     style: Literal["raw", "line", "points"] = "line"
 
 
 def chart(
-    label: str,
+    title: str,
     curves: Sequence[Curve],
     *,
     unit: str = "",
@@ -51,7 +51,7 @@ def chart(
     """Draws curves as one <svg>.
 
     Args:
-      label: what a screen reader says.
+      title: what a screen reader says.
       unit: of the values, for the hover text.
       from_zero: whether the y axis includes 0 and ignores the farthest 1 % of the
         values (a slow first step). For speeds, whose height has a meaning.
@@ -60,8 +60,9 @@ def chart(
       size: width and height in pixels.
     """
     thin = [_thinned(curve) for curve in curves]
-    steps = [x for curve in thin for x in curve.x] or [0.0]
-    values = [y for curve in thin for y in curve.y if math.isfinite(y)] or [0.0]
+    points = [point for curve in thin for point in curve.points]
+    steps = [x for x, _ in points] or [0.0]
+    values = [y for _, y in points if math.isfinite(y)] or [0.0]
     low, high = _y_range(values, from_zero)
     frame = _Frame(
         right=size[0] - _RIGHT,
@@ -76,14 +77,15 @@ def chart(
         frame.mark(step, text) for step, text in marks if frame.x0 <= step <= frame.x1
     ]
     shapes += [frame.band(_thinned(lower), _thinned(upper)) for lower, upper in bands]
-    shapes += [frame.curve(curve) for curve in thin if curve.style == "raw"]
-    shapes += [frame.curve(curve) for curve in thin if curve.style != "raw"]
-    ends = [
-        f"{curve.name}: from {curve.y[0]:.4g} to {curve.y[-1]:.4g} {unit}".strip()
-        for curve in thin
-        if curve.y
-    ]
-    spoken = escape(f"{label}. {'; '.join(ends)}")
+    # raw curves lie below the others
+    shapes += map(frame.curve, sorted(thin, key=lambda curve: curve.style != "raw"))
+    ends = []
+    for curve in thin:
+        if curve.points:
+            first = curve.points[0][1]
+            last = curve.points[-1][1]
+            ends.append(f"{curve.name}: from {first:.4g} to {last:.4g} {unit}".strip())
+    spoken = escape(f"{title}. {'; '.join(ends)}")
     span = [frame.x0, frame.x1, frame.y0, frame.y1]
     box = [_LEFT, _TOP, frame.right, frame.bottom]
     return (
@@ -142,6 +144,11 @@ def tick_text(value: float, step: float) -> str:
     return f"{value:.{digits}f}"
 
 
+def label(anchor: str, x: float, y: float, text: object) -> str:
+    """Draws a text whose middle or end is at x."""
+    return f'<text class="{anchor}" x="{x:.1f}" y="{y:.1f}">{escape(str(text))}</text>'
+
+
 def compact_json(value: object) -> str:
     """Writes JSON without spaces, for an attribute of a drawing."""
     return json.dumps(value, separators=(",", ":"))
@@ -159,11 +166,11 @@ class _Frame:
     y1: float
 
     def px(self, x: float) -> float:
-        """Returns the horizontal pixel of a step."""
+        """Computes the horizontal pixel of a step."""
         return _LEFT + (self.right - _LEFT) * (x - self.x0) / (self.x1 - self.x0)
 
     def py(self, y: float) -> float:
-        """Returns the vertical pixel of a value; values beyond the range stay just
+        """Computes the vertical pixel of a value; values beyond the range stay just
         outside it.
         """
         share = min(1.02, max(-0.02, (y - self.y0) / (self.y1 - self.y0)))
@@ -171,29 +178,23 @@ class _Frame:
 
     def grid(self) -> str:
         """Draws the grid lines with their numbers."""
+        parts = [self._horizontal("base", self.bottom)]
         ticks = linear_ticks(self.y0, self.y1)
-        parts = [self._horizontal("base", f"{self.bottom}")]
         for tick in ticks:
-            y = f"{self.py(tick):.1f}"
-            label = tick_text(tick, ticks[1] - ticks[0])
+            y = self.py(tick)
             parts.append(self._horizontal("grid", y))
-            parts.append(
-                f'<text class="tick end" x="{_LEFT - 8}" y="{y}" dy="4">{label}</text>'
-            )
+            text = tick_text(tick, ticks[1] - ticks[0])
+            parts.append(label("end", _LEFT - 8, y + 4, text))
         below = self.bottom + 18
-        parts.append(f'<text class="tick end" x="{_LEFT - 8}" y="{below}">step</text>')
+        parts.append(label("end", _LEFT - 8, below, "step"))
         for tick in linear_ticks(self.x0, self.x1, (self.right + _RIGHT) // 110):
             if tick == int(tick):
-                parts.append(
-                    f'<text class="tick middle" x="{self.px(tick):.1f}" y="{below}">'
-                    f"{tick_text(tick, 1)}</text>"
-                )
+                parts.append(label("middle", self.px(tick), below, tick_text(tick, 1)))
         return "".join(parts)
 
-    def _horizontal(self, style: str, y: str) -> str:
-        return (
-            f'<line class="{style}" x1="{_LEFT}" x2="{self.right}" y1="{y}" y2="{y}"/>'
-        )
+    def _horizontal(self, style: str, y: float) -> str:
+        place = f'x1="{_LEFT}" x2="{self.right}" y1="{y:.1f}" y2="{y:.1f}"'
+        return f'<line class="{style}" {place}/>'
 
     def mark(self, step: float, text: str, style: str = "mark", top: int = _TOP) -> str:
         """Draws a vertical line with a tooltip, from the bottom of the plot up to
@@ -207,10 +208,10 @@ class _Frame:
 
     def band(self, low: Curve, high: Curve) -> str:
         """Draws the area between two curves."""
-        edge = list(zip(high.x, high.y, strict=True))
-        edge += reversed(list(zip(low.x, low.y, strict=True)))
         points = [
-            f"{self.px(x):.1f} {self.py(y):.1f}" for x, y in edge if math.isfinite(y)
+            f"{self.px(x):.1f} {self.py(y):.1f}"
+            for x, y in (*high.points, *reversed(low.points))
+            if math.isfinite(y)
         ]
         if not points:
             return ""
@@ -222,9 +223,9 @@ class _Frame:
         dots = ""
         bad = ""
         values = []
-        has_dots = curve.style == "points" or len(curve.x) == 1
+        has_dots = curve.style == "points" or len(curve.points) == 1
         pen = "M"  # lifted at the start and behind a gap
-        for x, y in zip(curve.x, curve.y, strict=True):
+        for x, y in curve.points:
             if not math.isfinite(y):
                 pen = "M"
                 bad += self.mark(x, f"step {x:g}: {y}", "bad", self.bottom - 8)
@@ -268,17 +269,17 @@ def _thinned(curve: Curve) -> Curve:
 
     Peaks stay visible, unlike with every n-th point.
     """
-    count = len(curve.x)
-    buckets = MAX_POINTS // 2
-    if count <= MAX_POINTS:
+    points = curve.points
+    if len(points) <= MAX_POINTS:
         return curve
-    bad = [i for i, y in enumerate(curve.y) if not math.isfinite(y)]
-    keep = {0, count - 1, *bad[:MAX_POINTS]}
-    for bucket in range(buckets):
-        indices = range(bucket * count // buckets, (bucket + 1) * count // buckets)
-        finite = [i for i in indices if math.isfinite(curve.y[i])]
-        if finite:
-            keep.add(min(finite, key=curve.y.__getitem__))
-            keep.add(max(finite, key=curve.y.__getitem__))
-    order = sorted(keep)
-    return replace(curve, x=[curve.x[i] for i in order], y=[curve.y[i] for i in order])
+    bad = [point for point in points if not math.isfinite(point[1])]
+    keep = {points[0], points[-1], *bad[:MAX_POINTS]}
+    size = math.ceil(2 * len(points) / MAX_POINTS)
+    for start in range(0, len(points), size):
+        bucket = [x for x in points[start : start + size] if math.isfinite(x[1])]
+        if bucket:
+            keep |= {min(bucket, key=_value), max(bucket, key=_value)}
+    return replace(curve, points=sorted(keep))
+
+
+_value = itemgetter(1)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdist.operations.ledger import run_lives
+from jaxdist.storage import untrusted
 
 PRICE = "telemetry.price_per_chip_hour"
 # buckets that a restart adds to
@@ -32,13 +33,11 @@ def cost(
     Returns:
       None without a price, a number of chips or a ledger.
     """
-    price = config.get(PRICE)
-    if isinstance(price, bool) or not isinstance(price, int | float):
+    price = config.get(PRICE) or 0.0
+    chips = info.get("num_chips") or 0
+    if not untrusted.is_amount(price, 1e9) or not untrusted.is_count(chips, 2**31):
         return None
-    chips = info.get("num_chips")
-    if not isinstance(chips, int) or not lives:
-        return None
-    if not 0 < price < 1e9 or not 0 < chips < 2**31:
+    if not price or not chips or not lives:
         return None
     chip_s = 0.0
     wasted_chip_s = 0.0

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from jaxdist.operations.page.charts import Curve, chart, smooth
 from jaxdist.operations.page.run_files import number
@@ -80,13 +80,13 @@ def loss_card(shown: Sequence[Overlay]) -> str:
         evaluated = overlay.run.column("eval_loss")
         if evaluated:
             name = overlay.named("evaluation")
-            curves.append(_curve(overlay, name, evaluated, "points"))
+            curves.append(Curve(name, overlay.style, evaluated, "points"))
         for event in overlay.run.events:
             step = number(event.get("step"))
             if event["event"] in _MARKED and step is not None:
                 text = overlay.named(f"{event['event']} at step {step:g}")
                 marks.append((step, text))
-    end = max((curve.x[-1] for curve in curves), default=0)
+    end = max((curve.points[-1][0] for curve in curves), default=0)
     late = [_after(curve, 0.2 * end) for curve in curves]
     picks = ""
     labels = ""
@@ -148,10 +148,10 @@ def band_card(shown: Sequence[Overlay], field: Field) -> str:
             continue
         mean, low, high = (_scaled(column, field.factor) for column in columns)
         edges = (
-            _curve(overlay, overlay.named("min"), low, "raw"),
-            _curve(overlay, overlay.named("max"), high, "raw"),
+            Curve(overlay.named("min"), overlay.style, low, "raw"),
+            Curve(overlay.named("max"), overlay.style, high, "raw"),
         )
-        curves += [_curve(overlay, overlay.named("mean"), mean), *edges]
+        curves += [Curve(overlay.named("mean"), overlay.style, mean), *edges]
         bands.append(edges)
         span = f"{low[-1][1]:.4g} to {high[-1][1]:.4g}"
         last += _last(overlay, f"{mean[-1][1]:.4g} ({span})")
@@ -189,16 +189,6 @@ def _scaled(
     return [(step, factor * value) for step, value in points]
 
 
-def _curve(
-    overlay: Overlay,
-    name: str,
-    points: Sequence[tuple[float, float]],
-    style: Literal["raw", "line", "points"] = "line",
-) -> Curve:
-    x, y = zip(*points, strict=True)
-    return Curve(name, overlay.style, x, y, style)
-
-
 def _lines(
     overlay: Overlay, name: str, points: Sequence[tuple[float, float]]
 ) -> list[Curve]:
@@ -207,16 +197,16 @@ def _lines(
     """
     if not points:
         return []
-    curve = _curve(overlay, name, points)
+    curve = Curve(name, overlay.style, points)
     if len(points) < _SMOOTHED_FROM:
         return [curve]
-    smoothed = smooth(curve.y, max(1, len(points) // 100))
+    steps, values = zip(*points, strict=True)
+    smoothed = zip(steps, smooth(values, max(1, len(points) // 100)), strict=True)
     return [
         replace(curve, style="raw"),
-        replace(curve, name=f"{name}, smoothed", y=smoothed),
+        replace(curve, name=f"{name}, smoothed", points=list(smoothed)),
     ]
 
 
 def _after(curve: Curve, step: float) -> Curve:
-    first = sum(x < step for x in curve.x)
-    return replace(curve, x=curve.x[first:], y=curve.y[first:])
+    return replace(curve, points=[point for point in curve.points if point[0] >= step])

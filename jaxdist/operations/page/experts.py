@@ -7,8 +7,9 @@ from typing import Any
 
 from jaxdist.operations.page.curves import Field, card
 from jaxdist.operations.page.heat_map import heat_map, legend
-from jaxdist.operations.page.run_files import finite, number
+from jaxdist.operations.page.run_files import finite
 from jaxdist.operations.page.summary import RunSummary, sizes
+from jaxdist.storage import untrusted
 from jaxdist.telemetry.metrics import Row
 from jaxdist.telemetry.units import count_text
 
@@ -119,29 +120,21 @@ def relative_load(row: Row) -> Loads | None:
     if the row has none.
     """
     layers = row.get(LOAD)
-    if not isinstance(layers, list) or not layers:
+    if not isinstance(layers, list):
         return None
-    if not all(isinstance(layer, list) for layer in layers):
+    if not all(
+        isinstance(layer, list) and len(layer) == len(layers[0]) for layer in layers
+    ):
         return None
-    wide = len(layers[0])
-    if any(len(layer) != wide for layer in layers):
+    loads = [load for layer in layers for load in layer]
+    if not 0 < len(loads) <= _MOST_CELLS or not any(loads):
         return None
-    if not 0 < wide * len(layers) <= _MOST_CELLS:
+    if not all(untrusted.is_amount(load, 2**53) for load in loads):
         return None
-    if not all(_is_load(x) for layer in layers for x in layer):
-        return None
-    relative = [
-        [x * wide / sum(layer) for x in layer] if any(layer) else None
+    return [
+        [load * len(layer) / sum(layer) for load in layer] if any(layer) else None
         for layer in layers
     ]
-    if not any(relative):
-        return None
-    return relative
-
-
-def _is_load(value: object) -> bool:
-    load = number(value)
-    return load is not None and 0 <= load < 2**53
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, float] | None:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
 
-from jaxdist.operations.page.charts import compact_json, linear_ticks, tick_text
+from jaxdist.operations.page.charts import compact_json, label, linear_ticks, tick_text
 
 # of the colours from 1 on; 0 is that of the value 0
 EDGES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)
@@ -29,7 +29,7 @@ _HEIGHT = 520.0  # at most, of all rows together
 
 
 def heat_map(
-    label: str,
+    title: str,
     values: Sequence[Sequence[float | None]],
     *,
     rows: str,
@@ -39,7 +39,7 @@ def heat_map(
     """Draws a heat map as one <svg>.
 
     Args:
-      label: what a screen reader says.
+      title: what a screen reader says.
       values: rows of equal length, each value relative to a mean, 0 or more; None:
         without a cell.
       rows, columns: what one is called: "layer", "expert".
@@ -51,34 +51,24 @@ def heat_map(
         places = list(range(wide))
     cell_w = min(_LARGEST, (_WIDTH - _LEFT - _RIGHT) / wide)
     cell_h = min(_LARGEST, _HEIGHT / high)
-    paths: dict[int, str] = defaultdict(str)
+    cells: dict[int, str] = defaultdict(str)
     for y, row in enumerate(values):
-        top = _TOP + y * cell_h
         for x, value in enumerate(row):
             if value is not None:
-                left = f"{_LEFT + x * cell_w:.4g}"
-                paths[colour(value)] += (
-                    f"M{left} {top:.4g}h{cell_w:.3g}v{cell_h:.3g}H{left}z"
-                )
-    shapes = [f'<path class="heat-{n}" d="{paths[n]}"/>' for n in sorted(paths)]
+                cells[colour(value)] += f"M{x} {y}h1v1h-1z"
+    shapes = [f'<path class="heat-{n}" d="{cells[n]}"/>' for n in sorted(cells)]
+    scale = f"translate({_LEFT} {_TOP}) scale({cell_w:.4g} {cell_h:.4g})"
+    shapes = [f'<g transform="{scale}">{"".join(shapes)}</g>']
     bottom = _TOP + high * cell_h
     for y in _ticks(high, most=bottom / 18):
-        text = y or f"{escape(rows)} 0"
         middle = _TOP + (y + 0.5) * cell_h
-        shapes.append(
-            f'<text class="end" x="{_LEFT - 8}" y="{middle:.1f}" dy="4">{text}</text>'
-        )
-    below = f"{bottom + 16:.1f}"
+        shapes.append(label("end", _LEFT - 8, middle + 4, y or f"{rows} 0"))
+    below = bottom + 16
+    shapes.append(label("end", _LEFT - 8, below, columns))
     longest = max(len(tick_text(place, 1)) for place in places)
     for x in _ticks(wide, most=wide * cell_w / (8 * longest + 14)):
         middle = _LEFT + (x + 0.5) * cell_w
-        text = tick_text(places[x], 1)
-        shapes.append(
-            f'<text class="middle" x="{middle:.1f}" y="{below}">{text}</text>'
-        )
-    shapes.append(
-        f'<text class="end" x="{_LEFT - 8}" y="{below}">{escape(columns)}</text>'
-    )
+        shapes.append(label("middle", middle, below, tick_text(places[x], 1)))
     shown = [
         [None if value is None else float(f"{value:.3g}") for value in row]
         for row in values
@@ -87,7 +77,7 @@ def heat_map(
     box = json.dumps([_LEFT, _TOP, cell_w, cell_h])
     return (
         f'<svg class="heat" viewBox="0 0 {_WIDTH} {bottom + _BOTTOM:.0f}" role="img" tabindex="0" '
-        f'aria-label="{escape(label)}" data-names="{names}" '
+        f'aria-label="{escape(title)}" data-names="{names}" '
         f'data-box="{box}" data-places="{compact_json(places)}" '
         f'data-values="{compact_json(shown)}">{"".join(shapes)}<rect class="cross" '
         f'width="{cell_w:.3g}" height="{cell_h:.3g}"/></svg>'
@@ -103,7 +93,7 @@ def legend() -> str:
 
 
 def colour(value: float) -> int:
-    """Returns the number of a value's colour: 0 for 0, else from 1 on."""
+    """Finds the number of a value's colour: 0 for 0, else from 1 on."""
     if value <= 0:
         return 0
     return 1 + bisect.bisect_right(EDGES, value)

@@ -138,27 +138,22 @@ def _headline(overlay: Overlay) -> str:
 
 
 def _figures(shown: Sequence[Overlay]) -> str:
-    """Draws the key figures: as tiles, of more than two runs as a table."""
+    """Draws the key figures: as tiles, of several runs as a table."""
     columns = [figures(overlay.run) for overlay in shown]
-    keys = [overlay.key for overlay in shown]
-    names = list(dict.fromkeys(name for column in columns for name in column))
-    if len(shown) > 2:
-        rows = [
-            [overlay.run.name, *(column.get(name, ABSENT) for name in names)]
-            for overlay, column in zip(shown, columns, strict=True)
-        ]
-        return titled("Key figures", table(["run", *names], rows, keys=keys))
-    tiles = ""
-    for name in names:
-        values = [
-            f'<div class="value">{key}{column.get(name, ABSENT)}</div>'
-            for key, column in zip(keys, columns, strict=True)
-        ]
-        tiles += (
-            f'<div class="tile"><div class="name">{name}</div>{"".join(values)}</div>'
+    if len(shown) == 1:
+        tiles = "".join(
+            f'<div class="tile"><div class="name">{name}</div>'
+            f'<div class="value">{value}</div></div>'
+            for name, value in columns[0].items()
         )
-    style = "tiles two" if len(shown) > 1 else "tiles"
-    return f'<section class="{style}" aria-label="Key figures">{tiles}</section>'
+        return f'<section class="tiles" aria-label="Key figures">{tiles}</section>'
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    rows = [
+        [overlay.run.name, *(column.get(name, ABSENT) for name in names)]
+        for overlay, column in zip(shown, columns, strict=True)
+    ]
+    keys = [overlay.key for overlay in shown]
+    return titled("Key figures", table(["run", *names], rows, keys=keys))
 
 
 # --- curves ---------------------------------------------------------------------------
@@ -229,8 +224,7 @@ def _wall_time(run: RunSummary) -> str:
         return ""
     rows = [
         [name, duration_text(seconds), percent_text(seconds / account.wall_s)]
-        for name, seconds in sorted(account.buckets.items(), key=lambda item: -item[1])
-        if seconds > 0
+        for name, seconds in account.largest()
     ]
     line = _remark(run_lives.goodput_line(run.lives))
     return line + table(["spent on", "time", "share"], rows)

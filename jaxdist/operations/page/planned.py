@@ -65,7 +65,7 @@ class Planned:
     waterfall: Mapping[str, float] = field(default_factory=dict)  # parts of step_s
 
     def share(self, part: str) -> float:
-        """Returns the share of a part in the planned step."""
+        """Computes the share of a part in the planned step."""
         return self.waterfall.get(part, 0.0) / self.step_s
 
     @property
@@ -109,7 +109,7 @@ def as_line(document: Mapping[str, Any]) -> str:
 
 
 def command(folder: Path, info: Mapping[str, Any]) -> str:
-    """Returns the command that makes the plan of a run; "" where a plan says nothing of
+    """Makes the command that makes the plan of a run; "" where a plan says nothing of
     the time.
 
     Args:
@@ -129,7 +129,8 @@ def read_plan(run: RunFiles) -> Planned | None:
         return None
     except untrusted.Malformed as error:
         return Planned(fault=f"it cannot be read ({error})")
-    if other_version := run_format.fault(plan, PLAN_FILE):
+    other_version = run_format.fault(plan, PLAN_FILE)
+    if other_version:
         return Planned(fault=other_version)
     target = f"{plan.get('target')!s:.60}"
     date = _date(plan.get(DATE))
@@ -152,7 +153,7 @@ def read_plan(run: RunFiles) -> Planned | None:
 
 
 def _date(value: object) -> str:
-    """Returns the day of a plan; "" if the value is no time."""
+    """Reads the day of a plan; "" if the value is no time."""
     try:
         return f"{datetime.fromisoformat(str(value)):%Y-%m-%d}"
     except ValueError:
@@ -161,53 +162,57 @@ def _date(value: object) -> str:
 
 def _faults(plan: Mapping[str, Any], run: RunFiles) -> Iterator[str]:
     """Yields why a plan is not of a run: machine, code, layout, config, start."""
-    yield from _machine_faults(fields(plan, "hardware"), run.info)
-    source = fields(plan, reproduce.SOURCE).get("hash")
-    run_source = fields(run.info, reproduce.SOURCE).get("hash")
-    if source is None or source != run_source:
-        yield _differs("the source of jaxdist and the model", source, run_source)
-    layout = layout_of_run(run.config, run.info)
-    planned = fields(plan, "layout")
-    yield from _compared(
-        "the mesh", _mesh_text(planned.get("mesh")), _mesh_text(layout.mesh)
-    )
-    yield from _compared("mesh.zero", planned.get("zero"), layout.zero)
-    yield from _compared(
-        "batch.accumulation", planned.get("accumulation"), layout.accumulation
-    )
-    compared = ["mesh.zero", "batch.accumulation"]
-    compared += [f"mesh.{axis}" for axis in layout.mesh]
-    for change in schema.diff(fields(plan, "config"), run.config):
-        if not any(fnmatch(change.path, key) for key in (*_NOT_OF_THE_STEP, *compared)):
-            yield _differs(change.path, change.old, change.new)
+    for name, planned, actual in (*_of_machine(plan, run.info), *_of_step(plan, run)):
+        if planned != actual:
+            yield (
+                f"{name:.60}: planned with {_shown(planned)}, "
+                f"the run has {_shown(actual)}"
+            )
     if _is_of_earlier_start(run):
         yield "the last row is of an earlier start"
 
 
-def _machine_faults(
-    hardware: Mapping[str, Any], info: Mapping[str, Any]
-) -> Iterator[str]:
-    """Yields how the devices of a plan differ from those of a run."""
+Facts = Iterator[tuple[str, object, object]]  # name, planned, of the run
+
+
+def _of_machine(plan: Mapping[str, Any], info: Mapping[str, Any]) -> Facts:
+    """Yields what a plan and a run say of their devices."""
+    hardware = fields(plan, "hardware")
     chip = _chip_of(info)
-    chip_name = chip.name if chip else None
     platform = chips.platform_of(str(info.get("platform")))
-    if hardware.get("platform") != platform or hardware.get("chip") != chip_name:
-        planned = hardware.get("chip") or hardware.get("platform")
-        yield _differs("the device", planned, info.get("device_kind"))
-    devices = hardware.get("num_devices")
+    planned = hardware.get("chip") or hardware.get("platform")
+    yield "the device", planned, chip.name if chip else platform
+    devices = info.get("num_devices")
+    yield "the number of devices", hardware.get("num_devices"), devices
     topology = fields(info, reproduce.TOPOLOGY)
     hosts = info.get(reproduce.HOSTS)
-    if devices != info.get("num_devices"):
-        yield _differs("the number of devices", devices, info.get("num_devices"))
-    elif topology:
-        yield from _compared(
+    if topology:
+        yield (
             "shape and number of slices",
             [hardware.get("shape"), hardware.get("num_slices")],
             [topology.get("shape"), topology.get("slices")],
         )
     elif hardware.get("platform") == "gpu" and isinstance(hosts, list):
         machines = len(set(map(str, hosts)))
-        yield from _compared("the number of machines", hardware.get("hosts"), machines)
+        yield "the number of machines", hardware.get("hosts"), machines
+
+
+def _of_step(plan: Mapping[str, Any], run: RunFiles) -> Facts:
+    """Yields what a plan and a run say of the code, the layout and the config."""
+    source = fields(plan, reproduce.SOURCE).get("hash")
+    # two that are unknown are not equal
+    run_source = fields(run.info, reproduce.SOURCE).get("hash") or schema.MISSING
+    yield "the source of jaxdist and the model", source, run_source
+    layout = layout_of_run(run.config, run.info)
+    planned = fields(plan, "layout")
+    yield "the mesh", _mesh_text(planned.get("mesh")), _mesh_text(layout.mesh)
+    yield "mesh.zero", planned.get("zero"), layout.zero
+    yield "batch.accumulation", planned.get("accumulation"), layout.accumulation
+    others = [*_NOT_OF_THE_STEP, "mesh.zero", "batch.accumulation"]
+    others += [f"mesh.{axis}" for axis in layout.mesh]
+    for change in schema.diff(fields(plan, "config"), run.config):
+        if not any(fnmatch(change.path, key) for key in others):
+            yield change.path, change.old, change.new
 
 
 def _chip_of(info: Mapping[str, Any]) -> chips.Chip | None:
@@ -235,17 +240,15 @@ def _time_fault(plan: Mapping[str, Any]) -> str:
     if not isinstance(band_s, list) or len(band_s) != 2:
         return unsound
     parts = fields(time, "waterfall").values()
-    if not all(map(_is_seconds, (step_s, *band_s, *parts))):
+    if not all(
+        untrusted.is_amount(time_s, 1e9) for time_s in (step_s, *band_s, *parts)
+    ):
         return unsound
     if min(step_s, *band_s) <= _MIN_STEP_S:
         return unsound
     if abs(sum(parts) - step_s) > _ROUNDING * step_s:
         return unsound
     return ""
-
-
-def _is_seconds(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1e9  # type: ignore[operator]
 
 
 def _mesh_text(mesh: object) -> str:
@@ -256,16 +259,7 @@ def _mesh_text(mesh: object) -> str:
     return " x ".join(sizes) or "one device"
 
 
-def _compared(name: str, planned: object, actual: object) -> list[str]:
-    """Lists the difference between a plan and the run, if there is one."""
-    if planned == actual:
-        return []
-    return [_differs(name, planned, actual)]
-
-
-def _differs(name: str, planned: object, actual: object) -> str:
-    if planned is schema.MISSING:
-        planned = "(absent)"
-    if actual is schema.MISSING:
-        actual = "(absent)"
-    return f"{name:.60}: planned with {planned!s:.60}, the run has {actual!s:.60}"
+def _shown(value: object) -> str:
+    if value is schema.MISSING:
+        return "(absent)"
+    return f"{value!s:.60}"

@@ -5,7 +5,7 @@ is skipped. No jax.
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,12 @@ class RunFiles:
     """Contents of a workdir; those of absent files are empty."""
 
     folder: Path
-    config: Mapping[str, Any]  # flat: dotted path -> value
-    info: Mapping[str, Any]  # run.json
-    rows: metrics.MetricRows
-    events: Sequence[metrics.Row]
-    lives: Sequence[run_lives.Life]  # ledger.json
-    operations: Sequence[Mapping[str, Any]]  # of a profile
+    config: Mapping[str, Any] = field(default_factory=dict)  # dotted path -> value
+    info: Mapping[str, Any] = field(default_factory=dict)  # run.json
+    rows: metrics.MetricRows = metrics.MetricRows([], [])
+    events: Sequence[metrics.Row] = ()
+    lives: Sequence[run_lives.Life] = ()  # ledger.json
+    operations: Sequence[Mapping[str, Any]] = ()  # of a profile
 
     @property
     def unit(self) -> str:
@@ -67,9 +67,24 @@ class WorkdirReader:
         self.folder = folder
         self.faults: list[str] = []
 
-    def config(self) -> dict[str, Any]:
-        """Reads config.json, flat."""
-        return schema.flatten(self.document(run_format.CONFIG))
+    def read(self, rows: metrics.MetricRows) -> dict[str, Any]:
+        """Reads the fields of `RunFiles`.
+
+        Args:
+          rows: of metrics.jsonl.
+        """
+        self.note_lines(metrics.METRICS_FILE, rows.unreadable)
+        events, unreadable = metrics.scan_events(self.folder)
+        self.note_lines(metrics.EVENTS_FILE, unreadable)
+        return {
+            "folder": self.folder,
+            "config": schema.flatten(self.document(run_format.CONFIG)),
+            "info": self.info(),
+            "rows": rows,
+            "events": events,
+            "lives": run_lives.read_lives(self.folder),
+            "operations": self.operations(),
+        }
 
     def info(self) -> dict[str, Any]:
         """Reads run.json, without fields of a wrong type."""

@@ -13,7 +13,7 @@ from jaxdist.operations.page import status
 from jaxdist.operations.page.run_files import number
 from jaxdist.operations.page.status import RunStatus
 from jaxdist.storage import untrusted
-from jaxdist.telemetry.units import count_text, percent_text
+from jaxdist.telemetry.units import field_text
 
 _DEPTH = 6  # folders below the given one
 _SHOWN = 8  # of a run's keys that differ
@@ -101,13 +101,9 @@ def _cells(run: Mapping[str, Any]) -> list[str]:
     cells = [run["name"], run["state"], f"{run['step']:,}"]
     if run["steps"]:
         cells[-1] += f"/{run['steps']:,}"
-    for name, show in (
-        ("loss", "{:.4f}".format),
-        ("tokens_per_s", count_text),
-        ("mfu", percent_text),
-    ):
+    for name in ("loss", "tokens_per_s", "mfu"):
         value = number(run[name])
-        cells.append("-" if value is None else show(value))
+        cells.append("-" if value is None else field_text(name, value))
     if run["started"] is None:
         cells.append("-")
     else:

@@ -6,7 +6,7 @@ import math
 import os
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from jaxdist.operations.page.run_files import RunFiles, WorkdirReader, number
 from jaxdist.operations.page.summary import is_failure, sizes
 from jaxdist.storage import lock, run_format, untrusted
 from jaxdist.telemetry import metrics
-from jaxdist.telemetry.units import count_text, duration_text, percent_text, time_text
+from jaxdist.telemetry.units import duration_text, field_text, percent_text
 from jaxdist.trainer import reproduce
 
 # one of them is in the folder of any run
@@ -172,11 +172,13 @@ class RunStatus(RunFiles):
             life = self._current_life()
             if life is not None:
                 return life.since
-            if lock_time := self._lock_time():  # a start that has not written yet
+            lock_time = self._lock_time()
+            if lock_time:  # a start that has not written yet
                 return lock_time
         times = [event["time"] for event in self.events[-1:]]
-        if run_lives.is_time(self.last_row.get("time")):
-            times.append(self.last_row["time"])
+        row_time = self.last_row.get("time")
+        if untrusted.is_amount(row_time, below=1e12):
+            times.append(row_time)
         return max(times, default=None)
 
     def _state(self) -> tuple[str, str | None]:
@@ -288,17 +290,8 @@ def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
             f"{folder}: holds no run (none of {known}); give the --workdir of train"
         )
     run_format.check_folder(folder)
-    files = WorkdirReader(folder)
-    return RunStatus(
-        folder=folder,
-        config=files.config(),
-        info=files.info(),
-        rows=metrics.read_last_rows(folder),
-        events=metrics.read_events(folder),
-        lives=run_lives.read_lives(folder),
-        operations=files.operations(),
-        now=time.time() if now is None else now,
-    )
+    found = WorkdirReader(folder).read(metrics.read_last_rows(folder))
+    return RunStatus(now=time.time() if now is None else now, **found)
 
 
 def read_any_status(workdir: Path) -> RunStatus:
@@ -310,17 +303,7 @@ def read_any_status(workdir: Path) -> RunStatus:
     try:
         return read_status(workdir)
     except run_format.OtherVersion as error:
-        return RunStatus(
-            folder=workdir,
-            config={},
-            info={},
-            rows=metrics.MetricRows([], []),
-            events=[],
-            lives=[],
-            operations=[],
-            now=time.time(),
-            other_version=str(error),
-        )
+        return RunStatus(folder=workdir, now=time.time(), other_version=str(error))
 
 
 def is_run(folder: Path) -> bool:
@@ -328,14 +311,7 @@ def is_run(folder: Path) -> bool:
     return any((folder / file).is_file() for file in RUN_FILES)
 
 
-_NUMBERS: tuple[tuple[str, Callable[[float], str]], ...] = (
-    ("loss", "{:.4f}".format),
-    ("eval_loss", "{:.4f}".format),
-    ("tokens_per_s", count_text),
-    ("mfu", percent_text),
-    ("hfu", percent_text),
-    ("step_time_s", time_text),
-)
+_NUMBERS = ("loss", "eval_loss", "tokens_per_s", "mfu", "hfu", "step_time_s")
 
 
 def as_text(document: Mapping[str, Any]) -> str:
@@ -347,7 +323,8 @@ def as_text(document: Mapping[str, Any]) -> str:
     ]
     if document["next_save"]:
         lines.append(f"next save {_save_text(document['next_save'])}")
-    if numbers := _numbers_text(document):
+    numbers = _numbers_text(document)
+    if numbers:
         lines.append(f"now       {numbers}")
     if document["experts"]:
         lines.append(f"experts   {experts.as_line(document['experts'])}")
@@ -399,13 +376,11 @@ def _save_text(save: Mapping[str, Any]) -> str:
 
 def _numbers_text(document: Mapping[str, Any]) -> str:
     texts = []
-    for field, show in _NUMBERS:
+    for field in _NUMBERS:
         value = number(document[field])
-        name = field
-        if field == "tokens_per_s":
-            name = f"{document['unit']}_per_s"
         if value is not None:
-            texts.append(f"{name} {show(value)}")
+            name = field.replace("tokens", document["unit"])
+            texts.append(f"{name} {field_text(field, value)}")
     return ", ".join(texts)
 
 
@@ -421,8 +396,8 @@ def _headed(name: str, lines: list[str]) -> list[str]:
 
 
 def _ledger_lines(document: Mapping[str, Any]) -> list[str]:
-    ledger = document["ledger"]
-    if not ledger["wall_s"]:
+    account = run_lives.Account(document["ledger"]["buckets"])
+    if not account.wall_s:
         return []
     goodput = "-"
     if document["goodput"] is not None:
@@ -430,19 +405,16 @@ def _ledger_lines(document: Mapping[str, Any]) -> list[str]:
     starts = f"{document['starts']} starts"
     if document["starts"] == 1:
         starts = "1 start"
-    lines = [f"goodput   {goodput} of {duration_text(ledger['wall_s'])} in {starts}"]
-    for name, seconds in sorted(ledger["buckets"].items(), key=lambda item: -item[1]):
-        if seconds > 0:
-            share = percent_text(seconds / ledger["wall_s"])
-            lines.append(f"  {name:<10}{duration_text(seconds):>9}  {share:>7}")
+    lines = [f"goodput   {goodput} of {duration_text(account.wall_s)} in {starts}"]
+    for name, seconds in account.largest():
+        share = percent_text(seconds / account.wall_s)
+        lines.append(f"  {name:<10}{duration_text(seconds):>9}  {share:>7}")
     return lines
 
 
-def _whole(value: object) -> int:
+def _whole(value: Any) -> int:
     """Converts a value of a file to a positive integer; 0 if it is none."""
-    if type(value) is int and 0 < value < 2**53:
-        return value
-    return 0
+    return value if untrusted.is_count(value) else 0
 
 
 def _json_value(value: Any) -> Any:

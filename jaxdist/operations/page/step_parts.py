@@ -2,7 +2,7 @@
 plan.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,30 +126,12 @@ def step_parts(
         return None
     left = 1.0
     shares: dict[str, float] = {}
-
-    def take(part: str, share_of_rest: float | None) -> None:
-        nonlocal left
+    for part, share_of_rest in _portions(row, info, operations, planned):
         if share_of_rest and share_of_rest > 0:
             # sums of rounded shares may exceed 1
             shares[part] = left * min(1.0, share_of_rest)
             left -= shares[part]
-
-    # may exceed the step: batches that lead the row's steps are waited for, too
-    take(DATA, (number(row.get("data_wait_s")) or 0.0) / step_s)
-    if operations or planned is None:
-        collectives = [x for x in operations if is_collective(str(x.get("kind")))]
-        take(COMMUNICATION, sum(number(x["share"]) or 0.0 for x in collectives))
-        take(BUBBLE, number(fields(info, "pipeline").get("bubble")))
-    else:
-        exposed = planned.share(COMMUNICATION)
-        take(COMMUNICATION, exposed)
-        if exposed < 1:
-            take(BUBBLE, planned.share(BUBBLE) / (1 - exposed))
     mfu = _share(row.get("mfu"))
-    full = _share(row.get("mfu_full"))
-    hfu = _share(row.get("hfu"))
-    if full and hfu and hfu > full:
-        take(AGAIN, 1 - full / hfu)
     if mfu is None:
         shares[_WHOLE] = left
     else:
@@ -168,6 +150,30 @@ def step_parts(
         planned=planned,
         measured_to_planned=ratio,
     )
+
+
+def _portions(
+    row: Mapping[str, Any],
+    info: Mapping[str, Any],
+    operations: Sequence[Mapping[str, Any]],
+    planned: Planned | None,
+) -> Iterator[tuple[str, float | None]]:
+    """Yields parts of a step with their shares of what the parts before leave."""
+    # may exceed the step: batches that lead the row's steps are waited for, too
+    yield DATA, (number(row.get("data_wait_s")) or 0.0) / row["step_time_s"]
+    if operations or planned is None:
+        collectives = [x for x in operations if is_collective(str(x.get("kind")))]
+        yield COMMUNICATION, sum(number(x["share"]) or 0.0 for x in collectives)
+        yield BUBBLE, number(fields(info, "pipeline").get("bubble"))
+    else:
+        exposed = planned.share(COMMUNICATION)
+        yield COMMUNICATION, exposed
+        if exposed < 1:
+            yield BUBBLE, planned.share(BUBBLE) / (1 - exposed)
+    full = _share(row.get("mfu_full"))
+    hfu = _share(row.get("hfu"))
+    if full and hfu and hfu > full:
+        yield AGAIN, 1 - full / hfu
 
 
 def is_collective(kind: str) -> bool:

@@ -2,7 +2,7 @@
 
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from jaxdist.operations.page.run_files import (
 )
 from jaxdist.storage import run_format
 from jaxdist.telemetry import metrics
-from jaxdist.telemetry.units import count_text, duration_text, percent_text, time_text
+from jaxdist.telemetry.units import count_text, duration_text, field_text
 
 ALERTS = ("preempted", "peer_lost", "hang", "bad_checkpoint", "nonfinite")
 
@@ -73,25 +73,16 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
         )
     run_format.check_folder(folder)
     files = WorkdirReader(folder)
-    rows = metrics.read_rows(folder)
-    files.note_lines(metrics.METRICS_FILE, rows.unreadable)
-    events, unreadable = metrics.scan_events(folder)
-    files.note_lines(metrics.EVENTS_FILE, unreadable)
+    found = files.read(metrics.read_rows(folder))
     arrays, unreadable = metrics.read_arrays(folder)
     files.note_lines(metrics.ARRAYS_FILE, unreadable)
     return RunSummary(
         name=name or folder.resolve().name,
-        folder=folder,
-        config=files.config(),
-        info=files.info(),
-        rows=rows,
-        events=events,
         sample=files.text("sample.txt"),
-        operations=files.operations(),
-        lives=run_lives.read_lives(folder),
         plan=files.text("plan.txt"),
         arrays=arrays,
         unreadable=files.faults,
+        **found,
     )
 
 
@@ -153,36 +144,44 @@ def figures(run: RunSummary) -> dict[str, str]:
     """Formats the key figures of a run, by name, in reading order; without unknown
     ones.
     """
-    found: dict[str, str] = {}
+    found = {
+        "last loss": _last(run, "loss"),
+        "best evaluation loss": _best_evaluation(run),
+        "steps": _last(run, "step"),
+        f"{run.unit} seen": _last(run, "tokens_seen"),
+        **_size_texts(run.info),
+        f"{run.unit}/s, median": _median(run, "tokens_per_s"),
+        "step time, median": _median(run, "step_time_s"),
+        "peak, in MFU": mfu_peak(run.info) if run.column("mfu_causal") else "",
+        "MFU causal, median": _median(run, "mfu_causal"),
+        "MFU full, median": _median(run, "mfu_full"),
+        "HFU, median": _median(run, "hfu"),
+        "goodput": _last(run, "goodput"),
+        "time since start": _age(run),
+        **_cost_texts(run),
+    }
+    return {name: text for name, text in found.items() if text}
 
-    def last(name: str, field: str, show: Callable[[float], str]) -> None:
-        if values := run.values(field):
-            found[name] = show(values[-1])
 
-    def median(name: str, field: str, show: Callable[[float], str]) -> None:
-        if values := run.values(field):
-            found[name] = show(statistics.median(values))
+def _last(run: RunSummary, field: str) -> str:
+    values = run.values(field)
+    return field_text(field, values[-1]) if values else ""
 
-    last("last loss", "loss", "{:.4f}".format)
-    evaluated = [x for x in run.values("eval_loss") if finite(x) is not None]
-    if evaluated:
-        found["best evaluation loss"] = f"{min(evaluated):.4f}"
-    last("steps", "step", "{:,.0f}".format)
-    last(f"{run.unit} seen", "tokens_seen", count_text)
-    found |= _size_texts(run.info)
-    median(f"{run.unit}/s, median", "tokens_per_s", count_text)
-    median("step time, median", "step_time_s", time_text)
-    peak = mfu_peak(run.info)
-    if peak and run.column("mfu_causal"):
-        found["peak, in MFU"] = peak
-    median("MFU causal, median", "mfu_causal", percent_text)
-    median("MFU full, median", "mfu_full", percent_text)
-    median("HFU, median", "hfu", percent_text)
-    last("goodput", "goodput", percent_text)
-    if run.events:
-        seconds = run.events[-1]["time"] - run.events[0]["time"]
-        found["time since start"] = duration_text(seconds)
-    return found | _cost_texts(run)
+
+def _median(run: RunSummary, field: str) -> str:
+    values = run.values(field)
+    return field_text(field, statistics.median(values)) if values else ""
+
+
+def _best_evaluation(run: RunSummary) -> str:
+    losses = [x for x in run.values("eval_loss") if finite(x) is not None]
+    return field_text("eval_loss", min(losses)) if losses else ""
+
+
+def _age(run: RunSummary) -> str:
+    if not run.events:
+        return ""
+    return duration_text(run.events[-1]["time"] - run.events[0]["time"])
 
 
 def _size_texts(info: Mapping[str, Any]) -> dict[str, str]:

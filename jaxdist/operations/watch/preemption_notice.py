@@ -87,23 +87,38 @@ class _Server:
         body = b""
         # the connection's timeout is for each part alone
         until = time.monotonic() + _ANSWER_S
-        while part := answer.read1(_MOST_BYTES):
+        while True:
+            part = answer.read1(_MOST_BYTES)
+            if not part:
+                return body
             body += part
             if len(body) > _MOST_BYTES:
                 raise OSError(f"an answer of more than {_MOST_BYTES:,} bytes")
             if time.monotonic() > until:
                 raise TimeoutError("the answer does not end")
-        return body
 
 
-class _Aws:
+class _Cloud:
+    """Asks a cloud's metadata server for notices."""
+
+    def __init__(self, server: _Server):
+        self._server = server
+
+    def notice(self) -> str | None:
+        """Asks for a notice; None if there is none.
+
+        Raises:
+          Exception: no answer, or none that can be read.
+        """
+        raise NotImplementedError
+
+
+class _Aws(_Cloud):
     """EC2's spot/instance-action, which does not exist until there is a notice. Asked
     with a token (IMDSv2).
     """
 
-    def __init__(self, server: _Server):
-        self._server = server
-        self._token = ""
+    _token = ""
 
     def notice(self) -> str | None:
         has_token = bool(self._token)
@@ -135,13 +150,10 @@ class _Aws:
         return self._server.ask("/latest/meta-data/spot/instance-action", proof)
 
 
-class _Gcp:
+class _Gcp(_Cloud):
     """Compute Engine's and TPU VMs' `preempted` and `maintenance-event`; a live
     migration is no notice.
     """
-
-    def __init__(self, server: _Server):
-        self._server = server
 
     def notice(self) -> str | None:
         if self._ask("preempted") == "TRUE":
@@ -156,14 +168,11 @@ class _Gcp:
         return (self._server.ask(path, {"Metadata-Flavor": "Google"}) or "").strip()
 
 
-class _Azure:
+class _Azure(_Cloud):
     """Azure's Scheduled Events that end this machine, or start it anew."""
 
     _ENDS = ("Preempt", "Terminate", "Reboot", "Redeploy")
-
-    def __init__(self, server: _Server):
-        self._server = server
-        self._name = ""
+    _name = ""
 
     def notice(self) -> str | None:
         if not self._name:  # events go to all machines of a set
@@ -195,11 +204,7 @@ class _Azure:
         return not machines or self._name in {str(x).casefold() for x in machines}
 
 
-_CLOUDS: Mapping[str, Callable[[_Server], _Aws | _Gcp | _Azure]] = {
-    "aws": _Aws,
-    "gcp": _Gcp,
-    "azure": _Azure,
-}
+_CLOUDS: Mapping[str, type[_Cloud]] = {"aws": _Aws, "gcp": _Gcp, "azure": _Azure}
 
 
 def detect_cloud(firmware: Path = Path("/sys/class/dmi/id")) -> Cloud | None:
@@ -248,45 +253,30 @@ def heard(
         yield
         return
     server = _Server(environ.get(ADDRESS, _USUAL))
+    source = _CLOUDS[cloud](server)
+    name = f"{cloud} ({server.address})"
     over = threading.Event()
-    thread = threading.Thread(
-        target=_listen,
-        kwargs={
-            "source": _CLOUDS[cloud](server),
-            "name": f"{cloud} ({server.address})",
-            "stop": stop,
-            "say": say,
-            "over": over,
-        },
-        name="preemption-notice",
-        daemon=True,
-    )
-    thread.start()
+
+    def listen() -> None:
+        tell_at = 0.0  # monotonic seconds; from then on a fault is reported
+        while not over.is_set():
+            try:
+                notice = source.notice()
+                if notice and not over.is_set():  # an answer may come after the run
+                    text = untrusted.printable(f"notice of {name}: {notice[:200]}")
+                    return stop(text)
+                tell_at = min(tell_at, time.monotonic() + _TELL_S)
+            except Exception as error:  # what a server may send has no end
+                if time.monotonic() >= tell_at:
+                    text = untrusted.printable(str(error))[:300]
+                    say(
+                        f"resilience.preemption_notice: no answer from {name}: {text}; it is asked again"
+                    )
+                    tell_at = math.inf
+            over.wait(_ASK_S)
+
+    threading.Thread(target=listen, name="preemption-notice", daemon=True).start()
     try:
         yield
     finally:
         over.set()
-
-
-def _listen(
-    source: _Aws | _Gcp | _Azure,
-    name: str,
-    stop: Callable[[str], None],
-    say: Callable[[str], None],
-    over: threading.Event,
-) -> None:
-    tell_at = 0.0  # monotonic seconds; from then on a fault is reported
-    while not over.is_set():
-        try:
-            # an answer may come after the run
-            if (notice := source.notice()) and not over.is_set():
-                return stop(untrusted.printable(f"notice of {name}: {notice[:200]}"))
-            tell_at = min(tell_at, time.monotonic() + _TELL_S)
-        except Exception as error:  # what a server may send has no end
-            if time.monotonic() >= tell_at:
-                text = untrusted.printable(str(error))[:300]
-                say(
-                    f"resilience.preemption_notice: no answer from {name}: {text}; it is asked again"
-                )
-                tell_at = math.inf
-        over.wait(_ASK_S)

@@ -5,7 +5,8 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 
@@ -42,8 +43,7 @@ class _Laps:
 _PARTS = ("data", "host", "devices")
 
 
-@dataclass(frozen=True)
-class Parts:
+class Parts(NamedTuple):
     """Seconds of a step: the median, and means of what this process did in them."""
 
     step: float
@@ -151,8 +151,7 @@ class StepAlarm:
     def _usual(self) -> Parts | None:
         if len(self._looks) < _LEARNT:
             return None
-        columns = zip(*map(astuple, self._looks), strict=True)
-        return Parts(*map(statistics.median, columns))
+        return Parts(*map(statistics.median, zip(*self._looks, strict=True)))
 
     def _share(self, step: int, now: Parts, usual: Parts) -> None:
         """Tells the first process which parts have grown in this one, and again while

@@ -247,6 +247,29 @@ class WatchdogProcess:
             # The guilty process reports, and ends, first; _LEAVE_S later if it holds
             # the interpreter lock.
             time.sleep(3 * _LEVEL_S + _LEAVE_S)
+        own = {
+            "waited_s": round(now - beat.since, 1),
+            "stopped_by_signal": stopped,
+            "waits_for_others": waits,
+            "stacks": stacks,
+        }
+        self._report(guilty, own)
+        if level:
+            time.sleep(_LEVEL_S)
+        with contextlib.suppress(BrokenPipeError):  # it has ended since
+            os.write(self.leave, b"\1")
+        # the interpreter lock is held, or it leaves in vain
+        for number in (HANG_SIGNAL, signal.SIGKILL):
+            if self._ended(_LEAVE_S):
+                return
+            os.kill(self.pid, number)
+
+    def _report(self, guilty: dict[int, Beat], own: dict[str, Any]) -> None:
+        """Writes an event and a text for each process that hangs.
+
+        Args:
+          own: further fields of this one.
+        """
         reports: list[tuple[int, dict[str, Any]]] = []
         for number, where in sorted(guilty.items()):
             fields: dict[str, Any] = {
@@ -257,25 +280,13 @@ class WatchdogProcess:
                 "reported_by": self.process,
             }
             if number == self.process:
-                fields["waited_s"] = round(now - beat.since, 1)
-                fields["stopped_by_signal"] = stopped
-                fields["waits_for_others"] = waits
-                fields["stacks"] = stacks
+                fields |= own
             reports.append((where.done, fields))
         self._ask_disk(lambda: self._write_events(reports))
         for done, fields in reports:
             text = _text(fields["process"], self.processes, fields, done)
             line = f"{text.rstrip()}\n".encode(errors="backslashreplace")
             _started(functools.partial(os.write, 2, line)).join(_PART_S)
-        if level:
-            time.sleep(_LEVEL_S)
-        with contextlib.suppress(BrokenPipeError):  # it has ended since
-            os.write(self.leave, b"\1")
-        # the interpreter lock is held, or it leaves in vain
-        for number in (HANG_SIGNAL, signal.SIGKILL):
-            if self._ended(_LEAVE_S):
-                return
-            os.kill(self.pid, number)
 
     def _ask_disk(self, work: Callable[[], object]) -> bool:
         """Does work on the workdir, unless its file system is stuck; returns True if

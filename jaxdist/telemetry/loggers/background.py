@@ -39,7 +39,9 @@ class BackgroundLogger:
           room: calls that may wait.
           close_s: seconds that `close` waits.
         """
-        self._name, self._report, self._close_s = name, report, close_s
+        self._name = name
+        self._report = report
+        self._close_s = close_s
         self._calls: queue.Queue[_Call | None] = queue.Queue(room)
         self._step: int | None = None
         # taken by the first who reports, and never released
@@ -93,7 +95,7 @@ class BackgroundLogger:
             self._try(logger.close)
 
     def _try(self, function: Callable[[], Any]) -> Any:
-        """Returns what a function of the logger's returns, None where it raises."""
+        """Calls a function of the logger; returns None if it raises."""
         try:
             return function()
         except BaseException as error:

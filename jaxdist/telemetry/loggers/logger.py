@@ -49,11 +49,9 @@ class LoggedRun:
     def identity(self) -> str | None:
         """What the run has kept since its first start, of letters and digits."""
         identity = self.info.get("run")
-        return (
-            identity
-            if isinstance(identity, str) and re.fullmatch(r"\w{1,64}", identity)
-            else None
-        )
+        if isinstance(identity, str) and re.fullmatch(r"\w{1,64}", identity):
+            return identity
+        return None
 
 
 class Logger(Protocol):
@@ -75,10 +73,13 @@ class Logger(Protocol):
         """Writes what is left: the run has ended."""
 
 
+def event_text(name: str, fields: Mapping[str, object]) -> str:
+    """Formats an event for loggers that show text."""
+    return ", ".join(f"{key}={value}" for key, value in fields.items()) or name
+
+
 def faults(names: Iterable[str]) -> Iterator[str]:
-    """Yields what is wrong with the names, as far as can be said without executing any
-    code.
-    """
+    """Yields the faults of names that can be found without executing any code."""
     for name in names:
         if name in BUILT_IN:
             module, _ = BUILT_IN[name]
@@ -95,7 +96,7 @@ def faults(names: Iterable[str]) -> Iterator[str]:
 
 
 def find_known(name: str) -> Any:
-    """Returns the class of a logger that jaxdist or an installed package has by this
+    """Loads the class of a logger that jaxdist or an installed package has by this
     name.
 
     Raises:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import tensorboardX
 from tensorboardX.summary import hparams
 
-from jaxdist.telemetry.loggers.logger import LoggedRun
+from jaxdist.telemetry.loggers.logger import LoggedRun, event_text
 
 
 class TensorBoardLogger:
@@ -43,8 +43,7 @@ class TensorBoardLogger:
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
         """Adds the event as text."""
-        text = ", ".join(f"{key}={value}" for key, value in fields.items())
-        self._writer.add_text(f"events/{name}", text or name, step)
+        self._writer.add_text(f"events/{name}", event_text(name, fields), step)
 
     def close(self) -> None:
         """Flushes and closes."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import trackio
 
-from jaxdist.telemetry.loggers.logger import LoggedRun
+from jaxdist.telemetry.loggers.logger import LoggedRun, event_text
 
 
 class TrackioLogger:
@@ -37,8 +37,7 @@ class TrackioLogger:
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
         """Adds the event as text."""
-        text = ", ".join(f"{key}={value}" for key, value in fields.items())
-        self._run.log({f"event/{name}": text or name}, step=step or 0)
+        self._run.log({f"event/{name}": event_text(name, fields)}, step=step or 0)
 
     def close(self) -> None:
         """Writes what is left, and ends the run."""

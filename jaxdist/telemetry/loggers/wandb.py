@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import wandb
 
-from jaxdist.telemetry.loggers.logger import CLOSE_S, LoggedRun
+from jaxdist.telemetry.loggers.logger import CLOSE_S, LoggedRun, event_text
 
 
 class WandbLogger:
@@ -48,8 +48,7 @@ class WandbLogger:
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
         """Adds the event to the history, as text."""
-        text = ", ".join(f"{key}={value}" for key, value in fields.items())
-        self._run.log({"step": step or 0, f"event/{name}": text or name})
+        self._run.log({"step": step or 0, f"event/{name}": event_text(name, fields)})
 
     def close(self) -> None:
         """Ends the run of W&B; what is not uploaded by then lies in WORKDIR/wandb, for

@@ -305,10 +305,11 @@ def test_tick_labels():
 def test_thinning_keeps_peaks_and_bad_points():
     y = [1.0] * 10_000
     y[4321], y[7777] = 99.0, math.nan
-    thin = charts._thinned(charts.Curve("loss", "run-0", range(10_000), y))
-    assert len(thin.x) <= charts.MAX_POINTS + 4
-    assert 99.0 in thin.y and any(math.isnan(value) for value in thin.y)
-    assert thin.x[0] == 0 and thin.x[-1] == 9_999
+    thin = charts._thinned(charts.Curve("loss", "run-0", list(enumerate(y))))
+    assert len(thin.points) <= charts.MAX_POINTS + 4
+    steps, values = zip(*thin.points, strict=True)
+    assert 99.0 in values and any(map(math.isnan, values))
+    assert steps[0] == 0 and steps[-1] == 9_999
 
 
 def test_smoothing_does_not_lag_at_the_start_and_skips_nonfinite():
