@@ -37,12 +37,10 @@ class RunModel(LM):
         watch: Watch | None = None,
     ):
         super().__init__()
-        self._run, self._longest, self._stride, self._watch = (
-            run,
-            longest,
-            stride,
-            watch,
-        )
+        self._run = run
+        self._longest = longest
+        self._stride = stride
+        self._watch = watch
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Returns (nats, whether greedy decoding gives it) of each continuation after

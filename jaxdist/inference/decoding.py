@@ -74,7 +74,8 @@ class TokenGenerator:
     ):
         # or each device has whole sequences, as in the cache
         splits = hasattr(spec.model_class, "prefill")
-        self._mesh, self._longest = mesh, longest_text(spec)
+        self._mesh = mesh
+        self._longest = longest_text(spec)
         self._rules = rules if splits else rules.inside(SEQUENCE_AXES)
 
         def run(*args, **sizes):
@@ -120,7 +121,8 @@ class TokenGenerator:
         if not rows:
             return []
         longest = sys.maxsize if self._longest is None else self._longest
-        shards, room = self._rules.shape.batch_shards, bucket(max_tokens)
+        shards = self._rules.shape.batch_shards
+        room = bucket(max_tokens)
         B = shards * bucket(-(-len(rows) // shards), smallest=1)
         width = min(bucket(max(row.size for row in rows)), longest)
         prompts_BP = padded(rows, B, width)

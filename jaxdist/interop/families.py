@@ -268,7 +268,8 @@ def _experts(block: str, gate: str, up: str, down: str) -> dict[str, str | tuple
     """Returns the tensors of a block's router and experts, of which each is stored by
     itself.
     """
-    names, experts = (gate, up, down), _L + block + ".experts.{}."
+    names = (gate, up, down)
+    experts = _L + block + ".experts.{}."
     lines = ("mlp/gate DF -> F D", "mlp/up DF -> F D", "mlp/down FD -> D F")
     router: dict[str, str | tuple] = {
         f"{_L}{block}.gate.weight": "mlp/router DE -> E D"

@@ -23,7 +23,8 @@ from jaxdist.interop.hf_reader import all_finite, open_tensors
 from jaxdist.models.lora import LoraConfig
 from jaxdist.storage.untrusted import read_json
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SHOWN = 12
 _ALPHA = 8  # PEFT's default
@@ -203,10 +204,8 @@ def _take(adapters, name, tensors, family, fields, config) -> Iterator[str]:
         if not name.endswith(".lora_B.weight"):
             yield f"the tensor {name} is not understood"
         return
-    layer, canonical = (
-        re.search(r"\.(\d{1,9})\.", module),
-        family.canonical(f"{module}.weight"),
-    )
+    layer = re.search(r"\.(\d{1,9})\.", module)
+    canonical = family.canonical(f"{module}.weight")
     number = int(layer[1]) if layer else 0
     of_layers = (stored for stored in family.tensors if stored.parts[0].stacked == 1)
     stored = next((s for s in of_layers if s.name.format(number) == canonical), None)
@@ -221,12 +220,14 @@ def _take(adapters, name, tensors, family, fields, config) -> Iterator[str]:
     ]:
         yield f"{module} has an adapter, and {untargeted[0]} is no target; name it in lora.targets"
         return
-    a, b = tensors[name], tensors.get(f"{module}.lora_B.weight")
+    a = tensors[name]
+    b = tensors.get(f"{module}.lora_B.weight")
     if b is None or (misfit := _misfit(stored, adapters, number, a, b)):
         yield f"{module} {'has no lora_B' if b is None else misfit}"
         return
     rank = a.shape[0]
-    scale, expected = _scale(fields, module, rank), config.alpha / config.rank
+    scale = _scale(fields, module, rank)
+    expected = config.alpha / config.rank
     pieces = _split(stored, adapters, a, b, config.rank)
     if pieces is None:
         yield f"{module} has rank {rank}, lora.rank is {config.rank}; set lora.rank={rank}"
@@ -301,7 +302,9 @@ def _split(
     """Returns A and B of our kernels from those of a layer of theirs; None: the rank
     does not fit.
     """
-    count, kernels, row = len(stored.parts), {}, 0
+    count = len(stored.parts)
+    kernels = {}
+    row = 0
     # as `_fused` put them together, if nothing is off the diagonal
     blocks = a.shape[0] == rank * count
     if not blocks and a.shape[0] != rank:

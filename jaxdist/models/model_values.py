@@ -45,7 +45,8 @@ def differing_values(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list
     Returns:
       A line for each, "model.d_model=64, there 32".
     """
-    ours, theirs = schema.flatten(ours), schema.flatten(theirs)
+    ours = schema.flatten(ours)
+    theirs = schema.flatten(theirs)
     compared = ours.keys() & theirs.keys()
     if _all_sparse(ours) and _all_sparse(theirs):
         compared -= {"d_ff"}

@@ -171,7 +171,8 @@ def _files_of(module_name: str) -> Iterator[Path]:
         yield Path(os.path.expanduser(module_name))
         return
     _look_here()
-    name, path = "", None
+    name = ""
+    path = None
     for part in module_name.split("."):
         name = f"{name}.{part}".lstrip(".")
         finders = [
@@ -250,7 +251,8 @@ def find_maker(target: str, folder: Path) -> Any:
       ConfigError: no such name, or nothing that can be called.
     """
     refuse_inside(target, folder)
-    module, name = _import(target), _split(target)[1]
+    module = _import(target)
+    name = _split(target)[1]
     if not callable(maker := getattr(module, name, None)):
         raise ConfigError(
             f"model.target={target!r}: {module.__name__} has no class or function {name!r}"
@@ -294,7 +296,8 @@ def _module_of(file: str) -> ModuleType:
     """Returns the module in a file, executed once; as with `python FILE`, it finds
     those beside it.
     """
-    path, name = _whole(file), _known_as(file)
+    path = _whole(file)
+    name = _known_as(file)
     if name in sys.modules:
         return sys.modules[name]
     spec = spec_from_file_location(name, path)

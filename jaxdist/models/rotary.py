@@ -76,10 +76,8 @@ class Stretch:
                 f"model.rope_factor=1; set how much longer sequences are, or leave both out"
             )
         for name in ("short_factor", "long_factor"):
-            there, needed = (
-                len(getattr(self, name)),
-                dims // 2 if self.scaling == "longrope" else 0,
-            )
+            there = len(getattr(self, name))
+            needed = dims // 2 if self.scaling == "longrope" else 0
             if there != needed:
                 cure = (
                     f"{kind} needs {needed}, one for each frequency"
@@ -226,10 +224,13 @@ def _yarn(frequencies: jax.Array, dims: int, theta: float, s: Stretch) -> jax.Ar
             / (2 * math.log(theta))
         )
 
-    low, high = dim_of(s.beta_fast), dim_of(s.beta_slow)
+    low = dim_of(s.beta_fast)
+    high = dim_of(s.beta_slow)
     if s.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dims - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dims - 1)
     high += 0.001 * (low == high)
     ramp = jnp.clip(
         (jnp.arange(dims // 2, dtype=jnp.float32) - low) / (high - low), 0, 1

@@ -119,7 +119,8 @@ class Transformer(nnx.Module):
 
     def head(self, x_BSD: jax.Array, batch: Batch) -> Loss:
         """Returns the loss from the last block's output."""
-        c, x = self.config, self.final_norm(x_BSD)
+        c = self.config
+        x = self.final_norm(x_BSD)
         total, z = cross_entropy(
             shard(x, "batch", "sequence", None),
             self.embedding if c.tie_embeddings else self.output,
@@ -154,7 +155,8 @@ class Transformer(nnx.Module):
         """Returns float32 logits [B, S, V] from the last block's output (for
         generation).
         """
-        c, x = self.config, self.final_norm(x_BSD)
+        c = self.config
+        x = self.final_norm(x_BSD)
         kernel = self.embedding[...].T if c.tie_embeddings else self.output[...]
         logits = jnp.einsum(
             "bsd,dv->bsv", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32
@@ -163,7 +165,8 @@ class Transformer(nnx.Module):
 
     def forward(self, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, S, V] of a whole batch."""
-        x, first = embedded(self, batch, None), layers_before(self)
+        x = embedded(self, batch, None)
+        first = layers_before(self)
         return self.logits(
             run_blocks(self.blocks, x, None, shared_fields(self, batch), first=first).x
         )

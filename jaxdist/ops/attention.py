@@ -83,7 +83,8 @@ def attention(
 
 
 def _check_shapes(q_BSHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> None:
-    (B, S, H, N), K = q_BSHN.shape, k_BSKN.shape[2]
+    (B, S, H, N) = q_BSHN.shape
+    K = k_BSKN.shape[2]
     if not k_BSKN.shape == v_BSKN.shape == (B, S, K, N):
         raise ValueError(
             f"attention: q {q_BSHN.shape}, k {k_BSKN.shape}, v {v_BSKN.shape}; required: [B, S, H, N], "
@@ -112,7 +113,8 @@ def _check_options(causal: bool, window: int | None, implementation: str) -> Non
 
 def _spread(k_BSKN: jax.Array, q_BSHN: jax.Array, shards: int) -> jax.Array:
     """Returns k with heads repeated just enough to be split like the query heads."""
-    H, K = q_BSHN.shape[2], k_BSKN.shape[2]
+    H = q_BSHN.shape[2]
+    K = k_BSKN.shape[2]
     copies = context_attention.copied_heads(K, H, shards) // K
     if copies == 1:
         return k_BSKN

@@ -63,7 +63,9 @@ class Backend:
           parts: of the queries, of which a call has one.
           pieces: of the keys, too.
         """
-        now, dtype, every = execution.current(), str(q_BSHN.dtype), self.length_multiple
+        now = execution.current()
+        dtype = str(q_BSHN.dtype)
+        every = self.length_multiple
         _, length, _, head_size = q_BSHN.shape
         platforms = " and ".join(self.platforms)
         head_sizes = f"{self.head_size_multiple} up to {self.max_head_size}"
@@ -146,15 +148,14 @@ def _cudnn(q, k, v, segment_ids, *, options: Options) -> jax.Array:
     # H times less than logits. The causal flag still skips the blocks above the
     # diagonal. Before 9.10.2 a window and a bias exclude each other (cudnn_frontend's
     # checks), so the bias then has the window too.
-    mask, window = None, None if options.window is None else (options.window - 1, 0)
+    mask = None
+    window = None if options.window is None else (options.window - 1, 0)
     if segment_ids is not None:
         mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
     if mask is not None and options.window is not None:
         place = jnp.arange(q.shape[1])
-        mask, window = (
-            mask & (place[:, None] - place[None, :] < options.window)[None, None],
-            None,
-        )
+        mask = mask & (place[:, None] - place[None, :] < options.window)[None, None]
+        window = None
     return jax.nn.dot_product_attention(
         q,
         k,

@@ -164,7 +164,8 @@ def _attend(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options, at: _Rows 
     rows, 1], float32.
     """
     q, k, v = _head_major(q_BSHN, k_BSKN, v_BSKN, options)
-    outs, logsumexps = [], []
+    outs = []
+    logsumexps = []
     for rows, columns in _blocks(q_BSHN.shape[1], k_BSKN.shape[1], options):
         s = _logits(q, k, segment_ids_BS, at, rows, columns, options)
         peak = s.max(-1, keepdims=True)
@@ -200,7 +201,9 @@ def _gradients(
     inner = _by_kv_head(inner_BSH, K)
     grad = grad_BSHN.astype(v.dtype).reshape(B, S, K, G, N).transpose(0, 2, 3, 1, 4)
     keys = k.shape[2]
-    dqs, dk, dv = [], jnp.zeros((B, K, N, keys)), jnp.zeros((B, K, N, keys))
+    dqs = []
+    dk = jnp.zeros((B, K, N, keys))
+    dv = jnp.zeros((B, K, N, keys))
     for rows, columns in _blocks(S, keys, options):
         s = _logits(q, k, segment_ids_BS, at, rows, columns, options)
         p = jnp.exp(s - logsumexp[:, :, :, rows])
@@ -214,7 +217,8 @@ def _gradients(
         # [N, keys], not [keys, N]: the product then need not transpose its S^2 operand.
         dk_block = einsum("bkgsn,bkgst->bknt", q[:, :, :, rows], ds)
         dv_block = einsum("bkgsn,bkgst->bknt", grad[:, :, :, rows], p.astype(v.dtype))
-        dk, dv = _add(dk, dk_block, columns), _add(dv, dv_block, columns)
+        dk = _add(dk, dk_block, columns)
+        dv = _add(dv, dv_block, columns)
     return jnp.concatenate(dqs, 3) * options.scale, dk, dv
 
 

@@ -189,7 +189,8 @@ def cached_attention(
 
 def _logits(q_BTHN, k_BSKN, q_positions_BT, places_S, mask: _Mask) -> jax.Array:
     """Returns the capped and masked logits [B, K, G, T, S], float32."""
-    (B, T, H, N), K = q_BTHN.shape, k_BSKN.shape[2]
+    (B, T, H, N) = q_BTHN.shape
+    K = k_BSKN.shape[2]
     s = einsum("btkgn,bskn->bkgts", q_BTHN.reshape(B, T, K, H // K, N), k_BSKN)
     s = soft_capped(s, mask.softcap)
     distance = (

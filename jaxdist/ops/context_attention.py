@@ -88,14 +88,13 @@ class Form:
         if hops < self.context - 1:
             with jax.named_scope(KEYS):
                 k, v = (_with_those_before(x, hops, self.context) for x in (k, v))
-            part, ids = (
-                Part(jnp.int32(hops), hops + 1),
-                _ids_before(segment_ids_BS, q, hops, self.context),
-            )
+            part = Part(jnp.int32(hops), hops + 1)
+            ids = _ids_before(segment_ids_BS, q, hops, self.context)
             return backend.run_part(q, k, v, ids, part, options=options)
         part = Part(jax.lax.axis_index(AXIS), self.context)
         with jax.named_scope(KEYS):
-            k, v = _gathered(k), _gathered(v)
+            k = _gathered(k)
+            v = _gathered(v)
         return backend.run_part(q, k, v, segment_ids_BS, part, options=options)
 
 
@@ -149,7 +148,8 @@ def form_under(rules: Rules, dims: Sequence[int], *, window: bool = False) -> Fo
     Raises:
       ConfigError: context.attention=heads, and heads that do not divide.
     """
-    size, tensor = rules.shape.sizes[AXIS], rules.shape.sizes["tensor"]
+    size = rules.shape.sizes[AXIS]
+    tensor = rules.shape.sizes["tensor"]
     if size == 1 or dims[1] % size:
         return Form("whole", 1, tensor)
     if rules.attention == "ring" and not window and dims[1] % (2 * size) == 0:
@@ -168,9 +168,11 @@ def faults(rules: Rules, length: int, heads: int | None) -> Iterator[str]:
     query heads.
     """
     size = rules.shape.sizes[AXIS]
-    parts, name = size, f"mesh.context={size}"
+    parts = size
+    name = f"mesh.context={size}"
     if rules.attention == "ring":
-        parts, name = 2 * size, f"2 x {name} (context.attention=ring)"
+        parts = 2 * size
+        name = f"2 x {name} (context.attention=ring)"
     if size > 1 and length % parts:
         legal = " or ".join(
             str(n) for n in (length // parts * parts, -(-length // parts) * parts) if n

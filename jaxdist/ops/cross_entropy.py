@@ -166,7 +166,8 @@ def cross_entropy_cost(
 def _shards(dims) -> tuple[int, int]:
     """Returns the shards of [batch, S] over samples, and over sequences."""
     now = execution.current()
-    shards, parts = now.rules.shape.batch_shards, now.axis_size(AXIS)
+    shards = now.rules.shape.batch_shards
+    parts = now.axis_size(AXIS)
     if dims[0] % shards:
         return 1, 1
     return shards, parts if dims[1] % parts == 0 else 1
@@ -204,7 +205,8 @@ def _chunking(dims, shards: int, chunk_tokens: int) -> tuple[tuple[int, ...], in
     """Returns the shards, if there are several, the length of a chunk, and what the
     last one lacks.
     """
-    batch, length = dims[0], dims[1]
+    batch = dims[0]
+    length = dims[1]
     most = max(1, chunk_tokens * shards // batch) if chunk_tokens else length
     count = -(-length // most)
     chunk = -(-length // count)
@@ -270,7 +272,8 @@ def _from_chunks(y, x, options: LossOptions):
 def _finished(dx, dhead, x, kernel, options: LossOptions):
     """Returns the gradients of x and of the head from those of all chunks."""
     gradient = _over_batch_shards(dhead, kernel.shape, options)
-    dx, gradient = _from_chunks(dx, x, options), gradient.astype(kernel.dtype)
+    dx = _from_chunks(dx, x, options)
+    gradient = gradient.astype(kernel.dtype)
     if waits_for_sums() or execution.current().axis_size(AXIS) > 1:
         # Left to the scheduler, the sum over devices comes last: a whole head stays
         # till then. On SparseCores the sum is hidden so, but sequences too long for one
@@ -326,7 +329,8 @@ def _scores_backward(options: LossOptions, residuals, cotangents):
         x_part, targets_part, scores_part, slopes = part
         logits, slope = _logits(x_part, head, options)
         _, hit = _target_logits(logits, targets_part, options)
-        of_target, of_log_z = slopes[..., :1], slopes[..., 1:]
+        of_target = slopes[..., :1]
+        of_log_z = slopes[..., 1:]
         probability = jnp.exp(logits - scores_part[..., 1:])
         dlogits = probability * (of_log_z - of_target) + jnp.where(hit, of_target, 0)
         dx, product = _pull_chunk(x_part, dlogits, slope, head, options)
@@ -523,7 +527,8 @@ def _in_parts_over_batch_shards(dhead, options: LossOptions):
     """Returns the head's gradient, the sum of [G / c, *dims], laid out as gradients
     are.
     """
-    now, dims = execution.current(), dhead.shape[1:]
+    now = execution.current()
+    dims = dhead.shape[1:]
     width = "width_of_part" if now.splits_width(options.names, zero=2) else None
     own = now.rules.activation(_head_dims(options, width), dims)
     if now.mesh is None or now.platform != "tpu":

@@ -144,10 +144,8 @@ def _input_gradient(
     """Returns the sum over kernels of dy times the kernel transposed, with tensor parts
     as one product.
     """
-    outs, parts = (
-        [kernel.ndim - contract for kernel in kernels],
-        execution.current().axis_size("tensor"),
-    )
+    outs = [kernel.ndim - contract for kernel in kernels]
+    parts = execution.current().axis_size("tensor")
     if _keeps_dims():
         axes = [(list(range(-n, 0)),) * 2 for n in outs]
         products = [
@@ -164,7 +162,8 @@ def _input_gradient(
     ):
         # Every tensor shard stacks its own columns: nothing moves, and one sum crosses
         # shards.
-        rows, dims = matrices[0].shape[0], columns[0].shape[:-1]
+        rows = matrices[0].shape[0]
+        dims = columns[0].shape[:-1]
         kernel = jnp.concatenate([m.reshape(rows, parts, -1) for m in matrices], axis=2)
         dy = jnp.concatenate([d.reshape(*dims, parts, -1) for d in columns], axis=-1)
         products = [jnp.einsum("...tn,rtn->...r", dy, kernel)]
@@ -184,7 +183,8 @@ def kernel_gradient(x, dy, kernel, names: Names, contract: int):
             jnp.tensordot, axes=(lead, lead), preferred_element_type=dtype
         )
         return _summed_in_shards(product, x, dy, names, contract).astype(kernel.dtype)
-    x, dy = rows_of(x, contract), rows_of(dy, kernel.ndim - contract)
+    x = rows_of(x, contract)
+    dy = rows_of(dy, kernel.ndim - contract)
     axes = tuple(range(x.ndim - 1))
     gradient = jnp.tensordot(x, dy, (axes, axes), preferred_element_type=dtype)
     return execution.scatter(gradient.reshape(kernel.shape), names).astype(kernel.dtype)
@@ -202,7 +202,8 @@ def _summed_in_shards(
       *out].
       contract: the number of dims in K.
     """
-    now, lead = execution.current(), x.ndim - contract
+    now = execution.current()
+    lead = x.ndim - contract
     dims = (*x.shape[lead:], *dy.shape[lead:])
     if now.mesh is None:
         return product(x, dy)
@@ -237,10 +238,8 @@ def sum_in_shards(
       names, dims: of the parameter, and of the result.
     """
     now = execution.current()
-    axes, over = (
-        [axis for entry in rows for axis in sharding.axes_in(entry)],
-        now.rules.shard_axes(names),
-    )
+    axes = [axis for entry in rows for axis in sharding.axes_in(entry)]
+    over = now.rules.shard_axes(names)
     if any(
         now.rules.shape.sizes[axis] > 1 and axis not in axes
         for axis in (*BATCH_AXES, *over)
@@ -276,7 +275,8 @@ def sum_in_shards(
 
 
 # of a tile, in which TPUs hold the last two dims of an array
-_SUBLANES, _LANES = 8, 128
+_SUBLANES = 8
+_LANES = 128
 
 
 def _scatter_dim(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
@@ -289,7 +289,8 @@ def _scatter_dim(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     """
     now = execution.current()
     parts = math.prod(now.axis_size(axis) for axis in axes)
-    rows, columns = x.shape[dim], math.prod(x.shape) // x.shape[dim]
+    rows = x.shape[dim]
+    columns = math.prod(x.shape) // x.shape[dim]
     if (
         not (now.sparse_core_collectives and x.ndim == 2)
         or rows % (parts * _SUBLANES)

@@ -39,7 +39,9 @@ E5M2 = jnp.dtype(jnp.float8_e5m2)
 # exponent of the largest value, which is 1.75 times that power of two
 _TOP = {E4M3: 8, E5M2: 15}
 # of float32: bits, exponent's offset, exponent of inf and NaN
-_MANTISSA, _BIAS, _SPECIAL = 23, 127, 255
+_MANTISSA = 23
+_BIAS = 127
+_SPECIAL = 255
 _LARGEST = 126  # exponent of a scale: it and its inverse are normal numbers
 
 
@@ -119,10 +121,8 @@ def gather(
 
     Scales are of the whole kernel: shards agree on the largest value first, in float32.
     """
-    now, (codes, inverse) = (
-        execution.current(),
-        quantise(kernels, axes, E4M3, tensorwise=tensorwise),
-    )
+    now = execution.current()
+    (codes, inverse) = quantise(kernels, axes, E4M3, tensorwise=tensorwise)
     # Bytes: of 8-bit floats some partitioners gather what they were cast from, four
     # bytes each.
     stored = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in codes)

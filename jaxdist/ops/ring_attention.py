@@ -72,7 +72,8 @@ def _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, ring: Ring):
     ids = partial(_ids, segment_ids_BS, ring)
 
     def piece(n: Any, m: Any, q, keys: Keys, device, *, causal: bool = False) -> Sum:
-        own_ids, their_ids = ids(jax.lax.axis_index(AXIS), n), ids(device, m)
+        own_ids = ids(jax.lax.axis_index(AXIS), n)
+        their_ids = ids(device, m)
         options = ring.options._replace(causal=causal)
         return Sum(*ring.pieces.forward(q, *keys, own_ids, their_ids, options))
 
@@ -121,7 +122,8 @@ def _backward(ring: Ring, residuals, grad_BSHN: jax.Array):
     def piece(
         n: Any, m: Any, queries: Queries, keys: Keys, device, *, causal: bool = False
     ):
-        own_ids, their_ids = ids(jax.lax.axis_index(AXIS), n), ids(device, m)
+        own_ids = ids(jax.lax.axis_index(AXIS), n)
+        their_ids = ids(device, m)
         options = ring.options._replace(causal=causal)
         dq, dk, dv = ring.pieces.backward(queries, *keys, own_ids, their_ids, options)
         return dq, Keys(dk, dv)
@@ -130,14 +132,17 @@ def _backward(ring: Ring, residuals, grad_BSHN: jax.Array):
         piece(n, n, queries[n], keys[n], _device(0, ring), causal=ring.options.causal)
         for n in range(len(q))
     ]
-    dq, dkeys = [part[0] for part in own], [part[1] for part in own]
+    dq = [part[0] for part in own]
+    dkeys = [part[1] for part in own]
     if len(q) == 2:
         late, first = piece(1, 0, queries[1], keys[0], _device(0, ring))
-        dq, dkeys = [dq[0], dq[1] + late], [_added(dkeys[0], first), dkeys[1]]
+        dq = [dq[0], dq[1] + late]
+        dkeys = [_added(dkeys[0], first), dkeys[1]]
 
     def step(carry, keys, number):
         dq, dkeys = carry
-        dkeys, device = _hop(dkeys, ring), _device(number, ring)
+        dkeys = _hop(dkeys, ring)
+        device = _device(number, ring)
         if len(q) == 1:
             more, dkey = piece(0, 0, queries[0], keys[0], device)
             return [dq[0] + more], [_added(dkeys[0], dkey)]
@@ -147,7 +152,8 @@ def _backward(ring: Ring, residuals, grad_BSHN: jax.Array):
         more, dkey = piece(
             n, n, _where(before, *queries), _where(before, *keys), device
         )
-        none, nothing = jnp.zeros_like(more), jax.tree.map(jnp.zeros_like, dkey)
+        none = jnp.zeros_like(more)
+        nothing = jax.tree.map(jnp.zeros_like, dkey)
         dq = [
             dq[0] + jnp.where(before, more, none),
             dq[1] + late + jnp.where(before, none, more),

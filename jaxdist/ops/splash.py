@@ -186,7 +186,8 @@ def _all_keys(options: Options):
 # sequence S / 2048 times as much as dq itself. So long sequences are cut into chunks,
 # and each pair of a chunk of queries and one of keys has its own call.
 # keys of heads of 128: half as many of 256, for the sake of VMEM
-_CHUNK, _FUSED_KEYS = 8192, 2048
+_CHUNK = 8192
+_FUSED_KEYS = 2048
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -206,7 +207,8 @@ def _long_forward(q_BHSN, k_BKSN, v_BKSN, segments, options: Options, interpret:
     kernel = _of_documents(kernel, segments)
     with _all_keys(options):
         out, (lse,) = jax.vmap(kernel)(q_BHSN, k_BKSN, v_BKSN, segments)
-    out, lse = checkpoint_name(out, RESIDUALS), checkpoint_name(lse, RESIDUALS)
+    out = checkpoint_name(out, RESIDUALS)
+    lse = checkpoint_name(lse, RESIDUALS)
     return out, (q_BHSN, k_BKSN, v_BKSN, segments, out, lse)
 
 
@@ -222,10 +224,8 @@ def _long_backward(options: Options, interpret: bool, residuals, grad):
         own_k, own_v = (_cut(x, columns, size, 2) for x in (k, v))
         ids = None
         if segments is not None:
-            own_ids, their_ids = (
-                _cut(segments.q, rows, size, 1),
-                _cut(segments.kv, columns, size, 1),
-            )
+            own_ids = _cut(segments.q, rows, size, 1)
+            their_ids = _cut(segments.kv, columns, size, 1)
             ids = pallas_splash.SegmentIds(own_ids, their_ids)
         arrays = [own_q, own_k, own_v, own_lse, inner, own_grad]
         return _gradients(arrays, ids, options._replace(causal=causal), interpret)
@@ -263,7 +263,8 @@ def _long_backward(options: Options, interpret: bool, residuals, grad):
             )
         return (_put(dq, dq_so_far, rows), dq_so_far, totals), None
 
-    count, dq = q.shape[2] // size, jnp.zeros_like(q)
+    count = q.shape[2] // size
+    dq = jnp.zeros_like(q)
     totals = [jnp.zeros(x.shape, jnp.float32) for x in (k, v)]
     pairs = [
         (n, m) for n in range(count) for m in range(n if options.causal else count)
@@ -387,7 +388,8 @@ def _of_documents(kernel: Any, segments: pallas_splash.SegmentIds | None) -> Any
         or segments.kv.shape[1] < _LEAST_TOKENS
     ):
         return kernel
-    sizes, ids = kernel.kwargs["block_sizes"], (segments.q[0], segments.kv[0])
+    sizes = kernel.kwargs["block_sizes"]
+    ids = (segments.q[0], segments.kv[0])
     (forward, dq, dkv), kwargs = kernel.tree_flatten()
     forward = skipping(forward, *ids, (sizes.block_q, sizes.block_kv))
     dq = dq and skipping(dq, *ids, (sizes.block_q_dq, sizes.block_kv_dq))
@@ -481,7 +483,8 @@ class _BandMask(pallas_splash.LocalMask):
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
         rows, columns = index
         reach = self.window_size[0]
-        nearest, farthest = rows.start - columns.stop + 1, rows.stop - 1 - columns.start
+        nearest = rows.start - columns.stop + 1
+        farthest = rows.stop - 1 - columns.start
         shape = (rows.stop - rows.start, columns.stop - columns.start)
         if farthest < 0 or (reach is not None and nearest > reach):
             return np.broadcast_to(False, shape)

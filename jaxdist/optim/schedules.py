@@ -134,7 +134,8 @@ def extend(
     steps = replace(steps, extensions=parts)
     if train_steps <= steps.end:
         return steps
-    start, turn = done, decay_start(config, steps)
+    start = done
+    turn = decay_start(config, steps)
     if config.schedule == "wsd" and turn < done and saved(turn):
         start = turn
     share = float(_shape(config, steps)(jnp.float32(start)))
@@ -159,7 +160,8 @@ def decay_start(config: OptimizerConfig, steps: ScheduleSteps) -> int:
 
 
 def _decay_begins(config: OptimizerConfig, steps: ScheduleSteps) -> float:
-    begins, end = float(steps.warmup_steps), steps.end
+    begins = float(steps.warmup_steps)
+    end = steps.end
     if steps.extensions:
         last = steps.extensions[-1]
         begins = max(begins, float(last.start + last.rewarm_steps))
@@ -300,8 +302,6 @@ def _describe_extension(
         words += f"rises from {part.share * peak:g} to {part.peak * peak:g} in {part.rewarm_steps} steps, "
     elif config.schedule == "wsd":
         words += f"stays at {part.peak * peak:g}, "
-    start, final = (
-        decay_start(config, steps),
-        min(config.final_learning_rate, part.peak),
-    )
+    start = decay_start(config, steps)
+    final = min(config.final_learning_rate, part.peak)
     return f"{words}decays from {part.peak * peak:g} after step {start} to {final * peak:g} at step {part.end}"

@@ -164,7 +164,8 @@ def activate(
         and mesh.size == 1
         and mesh.devices.flat[0].platform == jax.default_backend()
     ):
-        mesh, rules = None, ONE_DEVICE
+        mesh = None
+        rules = ONE_DEVICE
     return _entered(Execution(mesh, rules, compute, reduce, recipe))
 
 
@@ -253,7 +254,8 @@ def gather(kernel: jax.Array, names: Names, dtype: jnp.dtype) -> jax.Array:
     The cast is held to the shards, or the partitioner gathers first: twice the bytes
     for bfloat16.
     """
-    now, used = current(), kernel.astype(dtype)
+    now = current()
+    used = kernel.astype(dtype)
     if used.dtype != kernel.dtype:
         used = now.lay_out(used, Rules.stored, names)
     return now.lay_out(used, Rules.computed, names)

@@ -186,7 +186,8 @@ class Rules:
                 faults.append(
                     _divisibility(path, str(name), dim, " x mesh.".join(axes), size)
                 )
-        over, vector = self.shard_axes(names), is_vector(names, dims)
+        over = self.shard_axes(names)
+        vector = is_vector(names, dims)
         shards = self._size(over)
         if (
             self.zero
@@ -203,7 +204,8 @@ class Rules:
         """Returns why a parameter is not split further ("" if it is split by all it
         can).
         """
-        sizes, named = self.shape.sizes, any(names)
+        sizes = self.shape.sizes
+        named = any(names)
         names = _padded(names, dims)
         over = self.shard_axes(names)
         reasons = []
@@ -258,7 +260,8 @@ def _own_dims(names: Names, dims: Sequence[int]) -> list[int]:
 
 
 def _divisibility(path: str, name: str | None, dim: int, axis: str, size: int) -> str:
-    lower, upper = dim // size * size, -(-dim // size) * size
+    lower = dim // size * size
+    upper = -(-dim // size) * size
     legal = f"{lower} or {upper}" if lower else f"{upper}"
     divisors = [n for n in range(1, size + 1) if dim % n == 0]
     return (

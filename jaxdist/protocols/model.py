@@ -233,11 +233,9 @@ def run_blocks(
       pattern: kinds of these layers, repeated; (): those of the blocks.
     """
     graphs, states = zip(*map(nnx.split, layers_of(blocks)), strict=True)
-    how, kinds, stride = (
-        Recompute.of(transform),
-        pattern or pattern_of(blocks),
-        len(graphs),
-    )
+    how = Recompute.of(transform)
+    kinds = pattern or pattern_of(blocks)
+    stride = len(graphs)
 
     def run(wrap: Transform, states, x, first, kinds=kinds):
         layers = [wrap(_applied(graph)) for graph in graphs]
@@ -300,7 +298,8 @@ def _applied(graph: Any) -> Block:
     """Returns a layer of this graph as a function of its arrays, too."""
 
     def apply(parameters, x, info):
-        block, before = nnx.merge(graph, parameters), _own_state(parameters)
+        block = nnx.merge(graph, parameters)
+        before = _own_state(parameters)
         output = apply_block(block, x, info)
         after = _own_state(nnx.state(block)) if before else {}
         if changed := [
@@ -398,7 +397,8 @@ def staged_output(
     transform: Transform | Recompute = lambda block: block,
 ) -> BlockOutput:
     """Computes what enters the head of a staged model, and the sums of its blocks."""
-    fields, first = shared_fields(model, batch), layers_before(model)
+    fields = shared_fields(model, batch)
+    first = layers_before(model)
     x = embedded(model, batch, key, Recompute.of(transform).before)
     return run_blocks(model.blocks, x, key, fields, transform, first=first)
 

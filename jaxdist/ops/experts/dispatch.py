@@ -25,7 +25,8 @@ def sort_by_expert(ids_Tk: jax.Array, num_experts: int) -> Order:
     none.
     """
     ids = jnp.minimum(ids_Tk.reshape(-1), num_experts)
-    A, iota = ids.size, jnp.arange(ids.size, dtype=jnp.int32)
+    A = ids.size
+    iota = jnp.arange(ids.size, dtype=jnp.int32)
     # one key that holds both: half of what a sort of pairs moves
     if (num_experts + 1) * A < 2**31:
         order = jax.lax.sort(ids * A + iota) % A

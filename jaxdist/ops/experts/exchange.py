@@ -28,7 +28,8 @@ from jaxdist.parallel import execution
 
 # What the exchange's collectives are called in a compiled program: rows, and their
 # gradients.
-TO_EXPERTS, FROM_EXPERTS = "rows_to_experts", "rows_from_experts"
+TO_EXPERTS = "rows_to_experts"
+FROM_EXPERTS = "rows_from_experts"
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,9 @@ def _over_chunks(
     add: Callable, carry, tokens_ids_Tk, order: Order, sizes, exchange: Exchange
 ):
     """Returns the carry after add(carry, chunk) of all chunks, and their number."""
-    A, size, ends = order.slots.size, exchange.chunk, jnp.cumsum(sizes)
+    A = order.slots.size
+    size = exchange.chunk
+    ends = jnp.cumsum(sizes)
     slots = order.slots.reshape(tokens_ids_Tk.shape)
     rows = exchange.backend.allocated(size, sizes.shape[0])
 
@@ -248,7 +251,8 @@ def _chunks_backward(
     x, weights, dout = (
         _of_group(a, exchange) for a in (tokens.x_TD, tokens.weights_Tk, dout_TD)
     )
-    k, sizes = weights.shape[1], _group_sizes(sizes_E, exchange)
+    k = weights.shape[1]
+    sizes = _group_sizes(sizes_E, exchange)
 
     def add(total, chunk: _Chunk):
         token = chunk.assignments // k
@@ -276,10 +280,8 @@ def _chunks_backward(
         jnp.zeros(x.shape, jnp.float32), jnp.zeros(weights.shape, jnp.float32), totals
     )
     total, _ = _over_chunks(add, zeros, weights, order, sizes, exchange)
-    dx, dweights = (
-        _summed(total.x_TD.astype(x.dtype), exchange),
-        _summed(total.weights_Tk, exchange),
-    )
+    dx = _summed(total.x_TD.astype(x.dtype), exchange)
+    dweights = _summed(total.weights_Tk, exchange)
     return Gradients(dx, dweights, total.kernels)
 
 
@@ -311,7 +313,9 @@ class _Round(NamedTuple):
 
 
 def _routes(ids_Tk, order: Order, sizes_E, exchange: Exchange) -> _Routes:
-    n, e, C = exchange.parts, exchange.own_experts, exchange.chunk
+    n = exchange.parts
+    e = exchange.own_experts
+    C = exchange.chunk
     sent = sizes_E.reshape(n, e).sum(1)
     first = jnp.cumsum(sent) - sent
     received = jax.lax.all_to_all(sizes_E, exchange.axis, 0, 0, tiled=True).reshape(
@@ -331,7 +335,9 @@ def _routes(ids_Tk, order: Order, sizes_E, exchange: Exchange) -> _Routes:
 
 
 def _round(number, routes: _Routes, order: Order, exchange: Exchange) -> _Round:
-    n, e, C = exchange.parts, exchange.own_experts, exchange.chunk
+    n = exchange.parts
+    e = exchange.own_experts
+    C = exchange.chunk
     start = number * C
     slots = routes.first[:, None] + start + jnp.arange(C)[None]
     assignments = order.assignments[
@@ -374,7 +380,8 @@ def _rounds_forward(
     tokens: Tokens, order: Order, sizes_E, kernels: Kernels, exchange: Exchange
 ):
     x, ids, weights = tokens
-    routes, k = _routes(ids, order, sizes_E, exchange), ids.shape[1]
+    routes = _routes(ids, order, sizes_E, exchange)
+    k = ids.shape[1]
 
     def one(number, out):
         this = _round(number, routes, order, exchange)
@@ -394,7 +401,8 @@ def _rounds_backward(
     tokens: Tokens, dout_TD, order: Order, sizes_E, kernels: Kernels, exchange: Exchange
 ):
     x, ids, weights = tokens
-    routes, k = _routes(ids, order, sizes_E, exchange), ids.shape[1]
+    routes = _routes(ids, order, sizes_E, exchange)
+    k = ids.shape[1]
 
     def one(number, total: Gradients):
         this = _round(number, routes, order, exchange)

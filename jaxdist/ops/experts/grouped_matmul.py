@@ -69,7 +69,9 @@ def choose(spare: float = 1.0) -> Backend:
 
 # --- CPU: blocks of one group ---------------------------------------------------------
 
-MAX_BLOCK, MIN_BLOCK = 64, 16  # rows: products of fewer are slow, of more no faster
+# rows: products of fewer are slow, of more no faster
+MAX_BLOCK = 64
+MIN_BLOCK = 16
 
 
 def block_rows(rows: int, groups: int) -> int:
@@ -98,10 +100,8 @@ def _blocked_allocated(rows: int, groups: int) -> int:
 
 
 def _blocked_matmul(x, kernels, sizes, *, transposed: bool = False):
-    block, starts = (
-        block_rows(x.shape[0] - MAX_BLOCK, kernels.shape[0]),
-        jnp.cumsum(sizes) - sizes,
-    )
+    block = block_rows(x.shape[0] - MAX_BLOCK, kernels.shape[0])
+    starts = jnp.cumsum(sizes) - sizes
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
 
     def one_group(group, y):
@@ -182,8 +182,10 @@ def _over_shares(
     most E / slack, so that no load makes more than about twice the work of an even one.
     They are computed E / 4 at a time.
     """
-    E, starts = sizes.shape[0], jnp.cumsum(sizes) - sizes
-    further, together = further_shares(sizes, share), max(1, E // 4)
+    E = sizes.shape[0]
+    starts = jnp.cumsum(sizes) - sizes
+    further = further_shares(sizes, share)
+    together = max(1, E // 4)
     ends = jnp.cumsum(further)
 
     def others(i, carry):
@@ -218,10 +220,12 @@ def _padded_allocated(rows: int, groups: int) -> int:
 
 
 def _padded_matmul(x, kernels, sizes, *, transposed: bool = False, spare: float = 1.0):
-    R, E = x.shape[0], kernels.shape[0]
+    R = x.shape[0]
+    E = kernels.shape[0]
     share = share_rows(R, E, spare)
     equation = "ecn,ekn->eck" if transposed else "eck,ekn->ecn"
-    ends, further = jnp.cumsum(sizes), further_shares(sizes, share)
+    ends = jnp.cumsum(sizes)
+    further = further_shares(sizes, share)
     of_row = (ends[None] <= jnp.arange(R)[:, None]).sum(-1)
     group = jnp.minimum(of_row, E - 1)
     place = jnp.arange(R) - (ends - sizes)[group]

@@ -44,7 +44,8 @@ def gradients(
       weights: [R] float32.
     """
     h, of_products = jax.vjp(lambda *products: hidden(activation, *products), *products)
-    wide, weights = dh.astype(jnp.float32), weights[:, None]
+    wide = dh.astype(jnp.float32)
+    weights = weights[:, None]
     dweights = (wide * h.astype(jnp.float32)).sum(-1)
     weighted = (h.astype(jnp.float32) * weights).astype(h.dtype)
     return HiddenGradients(

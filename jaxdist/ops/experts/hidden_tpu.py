@@ -18,7 +18,9 @@ from jaxdist.ops.experts import hidden
 from jaxdist.ops.experts.hidden import Activation, HiddenGradients
 
 NAME = "experts_hidden_gradients"  # of the kernel, which the planner looks for
-LANES, MAX_WIDTH, ROWS = 128, 1024, (256, 128, 64, 32, 16, 8)
+LANES = 128
+MAX_WIDTH = 1024
+ROWS = (256, 128, 64, 32, 16, 8)
 
 # Primitives that the TPU's kernel compiler has for float32.
 _ELEMENTWISE = frozenset(
@@ -54,7 +56,8 @@ def gradients(
     interpret: bool = False,
 ) -> HiddenGradients:
     """Returns what `hidden.gradients` does."""
-    (R, F), floats = dh.shape, jnp.issubdtype(dh.dtype, jnp.floating)
+    (R, F) = dh.shape
+    floats = jnp.issubdtype(dh.dtype, jnp.floating)
     rows = next((size for size in ROWS if R % size == 0), 0)
     width = next((size for size in range(MAX_WIDTH, 0, -LANES) if F % size == 0), 0)
     if (
@@ -70,7 +73,8 @@ def gradients(
             lambda *products: hidden.hidden(activation, *products), gate_, up_
         )
         dgate_, dup_ = of_products(dh_ * weights[...])
-        dgate[...], dup[...] = dgate_.astype(dgate.dtype), dup_.astype(dup.dtype)
+        dgate[...] = dgate_.astype(dgate.dtype)
+        dup[...] = dup_.astype(dup.dtype)
         weighted[...] = (h * weights[...]).astype(weighted.dtype)
         own = h * dh_
 

@@ -23,7 +23,8 @@ LANES = 128
 MAX_TILE = 2048  # of a kernel's dims
 # What a kernel may take of the 16 MiB of scoped VMEM that libtpu grants by default, or
 # of the 32 MiB from Trillium on; the rest is what Mosaic itself needs.
-VMEM_BYTES, VMEM_BYTES_FROM_V6 = 12 * 2**20, 26 * 2**20
+VMEM_BYTES = 12 * 2**20
+VMEM_BYTES_FROM_V6 = 26 * 2**20
 
 
 def _vmem_bytes() -> int:
@@ -42,7 +43,8 @@ def row_tile(rows: int, groups: int, vmem: int) -> int:
     A tile is visited once for each group in it, so groups of few tiles cost up to a
     tile each in vain.
     """
-    share, most = max(1, rows // (8 * groups)), 512 if vmem == VMEM_BYTES else 1024
+    share = max(1, rows // (8 * groups))
+    most = 512 if vmem == VMEM_BYTES else 1024
     return min(most, max(LANES, 2 ** int(math.log2(share))))
 
 
@@ -164,7 +166,8 @@ def kernel_gradient(
     x, dy, sizes, total, dtype, *, spare: float = 1.0, interpret: bool = False
 ) -> jax.Array:
     """Returns total [E, K, N] + the sums of x^T dy over each group's rows, in dtype."""
-    (R, K), (E,) = x.shape, sizes.shape
+    (R, K) = x.shape
+    (E,) = sizes.shape
     tiling = gradient_tiling(
         R, K, dy.shape[1], E, x.dtype.itemsize, _vmem_bytes(), total is not None
     )

@@ -31,7 +31,8 @@ from jaxdist.parallel.remat import EXPERT_ORDER, EXPERT_PRODUCTS
 from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.protocols.param_names import Names
 
-INPUT_NAMES, DOWN_NAMES = ("experts", "d_model", "d_ff"), ("experts", "d_ff", "d_model")
+INPUT_NAMES = ("experts", "d_model", "d_ff")
+DOWN_NAMES = ("experts", "d_ff", "d_model")
 Kind = Literal["auto", "rounds", "gather"]
 # rows of all rounds, or chunks, that an even load takes, relative to those that it
 # fills
@@ -39,7 +40,9 @@ SLACK = 1.25
 # A device with more than so many rows goes through them in several rounds, of so many
 # of each expert or more. With 8,192 a product takes 15 times as long as reading and
 # writing the sum of a kernel's gradient (v5p).
-ROWS, ROWS_OF_EXPERT, MOST_TRIPS = 65_536, 8192, 4
+ROWS = 65_536
+ROWS_OF_EXPERT = 8192
+MOST_TRIPS = 4
 
 
 class Stats(NamedTuple):
@@ -182,10 +185,8 @@ def _check(
     slack: float,
     capacity_factor: float | None,
 ) -> None:
-    (E, D, F), shapes = (
-        kernels.inputs[0].shape,
-        [kernel.shape for kernel in (*kernels.inputs, kernels.down)],
-    )
+    (E, D, F) = kernels.inputs[0].shape
+    shapes = [kernel.shape for kernel in (*kernels.inputs, kernels.down)]
     if shapes != [(E, D, F)] * len(kernels.inputs) + [(E, F, D)] or x.shape[2] != D:
         raise ValueError(
             f"experts: x {x.shape}, kernels {shapes}; required: [B, S, D], [E, D, F], [E, F, D]"
@@ -261,7 +262,8 @@ class _Placement:
 
 
 def _place(x, k: int, kernels: Kernels, options: _Options) -> _Placement:
-    now, E = execution.current(), kernels.down.shape[0]
+    now = execution.current()
+    E = kernels.down.shape[0]
     tokens = now.rules.activation(("batch", "sequence"), x.shape[:2])
     used, gradients = (
         _specs(kernels, options.names, use) for use in (Rules.computed, Rules.gradient)
@@ -277,7 +279,10 @@ def _place(x, k: int, kernels: Kernels, options: _Options) -> _Placement:
         gradients = used
     shards = math.prod(now.axis_size(axis) for axis in split)
     rows = x.shape[0] * x.shape[1] * k // shards
-    kind, chunk, parts, trips = "local", rows, 1, 1
+    kind = "local"
+    chunk = rows
+    parts = 1
+    trips = 1
     if over:
         parts = now.axis_size(over[0])
         kind, _ = choose_exchange(options.kind, parts, k, options.slack)
@@ -394,18 +399,22 @@ def _local_order(ids, valid, counted, *, place, capacity_factor, length):
     """Returns the expert of each assignment [A] and their order, and the load and what
     was dropped.
     """
-    static, (B, S, k) = place.static, ids.shape
-    E, flat = static.experts, partial(jnp.reshape, shape=(B * S, -1))
+    static = place.static
+    (B, S, k) = ids.shape
+    E = static.experts
+    flat = partial(jnp.reshape, shape=(B * S, -1))
     ids = ids if valid is None else jnp.where(valid[..., None], ids, E)
     counted = counted if counted is None else counted.reshape(-1)
-    load, dropped = dispatch.count(flat(ids), E, counted), jnp.zeros((), jnp.int32)
+    load = dispatch.count(flat(ids), E, counted)
+    dropped = jnp.zeros((), jnp.int32)
     if capacity_factor is not None:
         limit = math.ceil(capacity_factor * length * k / E)
         limited = (
             ids if counted is None else jnp.where(counted.reshape(B, S, 1), ids, E)
         )
         full = dispatch.over_capacity(limited, E, limit, place.sequence_axes)
-        ids, dropped = jnp.where(full, E, ids), full.sum(dtype=jnp.int32)
+        ids = jnp.where(full, E, ids)
+        dropped = full.sum(dtype=jnp.int32)
     counts = tuple(
         _sum(a.astype(jnp.float32), place.token_axes) for a in (load, dropped)
     )
@@ -416,7 +425,8 @@ def _local_forward(x, weights, order, kernels: Kernels, *, place: _Placement):
     """Returns the experts' outputs, their rounds and how many an even load takes, and
     products to keep.
     """
-    static, (tokens, order) = place.static, _tokens(x, weights, order)
+    static = place.static
+    (tokens, order) = _tokens(x, weights, order)
     sizes = dispatch.count(tokens.ids_Tk, static.experts)
     out, rounds, products = exchange.forward(tokens, order, sizes, kernels, static)
     out = _sum(out, place.dims_axes)
@@ -460,7 +470,8 @@ jaxdist_experts.defvjp(_forward, _backward)
 def _local_backward(
     x, weights, dout, order, products, kernels: Kernels, *, place: _Placement
 ):
-    static, (tokens, order) = place.static, _tokens(x, weights, order)
+    static = place.static
+    (tokens, order) = _tokens(x, weights, order)
     sizes = dispatch.count(tokens.ids_Tk, static.experts)
     dout = dout.reshape(tokens.x_TD.shape)
     own = exchange.backward(tokens, dout, order, sizes, kernels, products, static)
@@ -494,8 +505,6 @@ def _sum_in_shards(gradient, spec: P, axes: Sequence[str]):
         part = jax.lax.psum_scatter(
             wide, "fsdp", scatter_dimension=shards[0], tiled=True
         )
-        gradient, axes = (
-            part.astype(gradient.dtype),
-            [axis for axis in axes if axis != "fsdp"],
-        )
+        gradient = part.astype(gradient.dtype)
+        axes = [axis for axis in axes if axis != "fsdp"]
     return _sum(gradient, tuple(axes))

@@ -109,7 +109,8 @@ class Staging:
         """Yields what is wrong with the config for this model and mesh, each with its
         cure.
         """
-        config, places = self.config, self.stages * self.config.chunks
+        config = self.config
+        places = self.stages * self.config.chunks
         if config.chunks < 1 or config.microbatches < 0:  # their ranges say so
             return
         if places > self.num_layers:
@@ -137,7 +138,8 @@ class Staging:
             yield from error.faults
 
     def _group_faults(self) -> Iterator[str]:
-        own, group = self.recompute, self.period * self.block_layers
+        own = self.recompute
+        group = self.period * self.block_layers
         if own.layers:
             yield f"remat.layers={own.layers}: stages recompute as pipeline.remat says; leave it at 0"
         if self.grouped and self.config.remat != "layers":

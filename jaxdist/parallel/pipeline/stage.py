@@ -60,14 +60,13 @@ class Stage:
         scale=None,
     ):
         self.cut, self.program, self.assemble, self.score = pipeline
-        self.names, self.batch, self.key, self.backward, self.scale = (
-            names,
-            batch,
-            key,
-            backward,
-            scale,
-        )
-        self.blocks, self.rest = params.blocks, params.edges
+        self.names = names
+        self.batch = batch
+        self.key = key
+        self.backward = backward
+        self.scale = scale
+        self.blocks = params.blocks
+        self.rest = params.edges
         if self.cut.config.gather_once:
             self.blocks = jax.tree.map(gathered, self.blocks, names.blocks)
         self.index = jax.lax.axis_index(AXIS)

@@ -55,7 +55,8 @@ def gathered(leaf: jax.Array, names) -> jax.Array:
     """Returns a stage's stack of kernels as ops use them; what fsdp does not split is
     left alone.
     """
-    own, now = own_names(names), execution.current()
+    own = own_names(names)
+    now = execution.current()
     split = now.rules.stored(own, leaf.shape) != now.rules.computed(own, leaf.shape)
     if not split or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
