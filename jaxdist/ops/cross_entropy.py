@@ -66,10 +66,6 @@ def cross_entropy(
       softcap: logits become softcap * tanh(logits / softcap); 0 leaves them.
       chunk_tokens: tokens per batch shard scored at once; 0 for all.
     """
-    kernel = head[...]
-    chex.assert_rank([x_BSD, kernel], [3, 2])
-    chex.assert_shape([targets_BS, weights_BS], x_BSD.shape[:2])
-    chex.assert_axis_dimension(kernel, 1 if tied else 0, x_BSD.shape[2])
     (x, targets, weights), options = _in_chunks(
         (x_BSD, targets_BS, weights_BS),
         head,
@@ -78,7 +74,7 @@ def cross_entropy(
         softcap=softcap,
         chunk_tokens=chunk_tokens,
     )
-    return _cross_entropy(x, kernel, targets, weights, options)
+    return _cross_entropy(x, head[...], targets, weights, options)
 
 
 def target_scores(
@@ -99,10 +95,6 @@ def target_scores(
     Args:
       head: see `cross_entropy`, as the others are.
     """
-    kernel = head[...]
-    chex.assert_rank([x_BSD, kernel], [3, 2])
-    chex.assert_shape(targets_BS, x_BSD.shape[:2])
-    chex.assert_axis_dimension(kernel, 1 if tied else 0, x_BSD.shape[2])
     (x, targets), options = _in_chunks(
         (x_BSD, targets_BS),
         head,
@@ -111,7 +103,7 @@ def target_scores(
         softcap=softcap,
         chunk_tokens=chunk_tokens,
     )
-    scores = _unfolded(_target_scores(x, kernel, targets, options), x_BSD.shape)
+    scores = _unfolded(_target_scores(x, head[...], targets, options), x_BSD.shape)
     return scores[..., 0], scores[..., 1]
 
 
@@ -127,7 +119,11 @@ def _in_chunks(
     """Returns x, targets and maybe weights, folded and filled up to whole chunks, and
     the static settings.
     """
-    dims = arrays[0].shape
+    x_BSD, *of_tokens = arrays
+    dims = x_BSD.shape
+    chex.assert_rank([x_BSD, head[...]], [3, 2])
+    chex.assert_shape(of_tokens, dims[:2])
+    chex.assert_axis_dimension(head[...], 1 if tied else 0, dims[2])
     shards, parts = _shards(dims)
     folded = [_folded(a, shards, parts) for a in arrays]
     group, chunk, extra = _chunking(folded[0].shape, shards * parts, chunk_tokens)
@@ -307,7 +303,7 @@ def _target_scores(x, kernel, targets, options: LossOptions):
     def score(carry, part):
         x_part, targets_part = part
         logits, _ = _logits(x_part, head, options)
-        log_z = _log_z(logits, options)
+        _, _, log_z = _normalizers(logits, options)
         picked, _ = _target_logits(logits, targets_part, options)
         scores = jnp.stack([picked - log_z, log_z], -1)
         return carry, _own_rows(scores, options)
@@ -399,29 +395,30 @@ def _logits(x, head, options: LossOptions):
 
 
 def _score(logits, targets, weights, options: LossOptions):
-    """Returns the loss sum, the z sum and d(loss + z) / d logits, all float32."""
-    top = _over_parts(jax.lax.pmax, logits.max(-1, keepdims=True), options)
-    exponentials = jnp.exp(logits - top)
-    total = _over_parts(
-        execution.sum_over, exponentials.sum(-1, keepdims=True), options
-    )
-    log_z = (jnp.log(total) + top)[..., 0]
+    """Computes the loss sum, the z sum and d(loss + z) / d logits, all float32."""
+    exponentials, total, log_z = _normalizers(logits, options)
     picked, hit = _target_logits(logits, targets, options)
     loss = jnp.sum(weights * (log_z - picked))
     z = jnp.sum(weights * options.z_loss * log_z**2)
     factor = weights * (1 + 2 * options.z_loss * log_z)
-    dlogits = exponentials * (factor[..., None] / total) - jnp.where(
-        hit, weights[..., None], 0
-    )
-    return loss, z, dlogits
+    of_targets = jnp.where(hit, weights[..., None], 0)
+    return loss, z, exponentials * (factor[..., None] / total) - of_targets
 
 
-def _log_z(logits, options: LossOptions):
-    """Returns the logarithm of the sum of exponentials of each row, float32."""
+def _normalizers(
+    logits: jax.Array, options: LossOptions
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes what makes probabilities of logits, float32.
+
+    Returns:
+      Exponentials of the logits, relative to the largest one; their sum [..., 1]; the
+      logarithm Z of the sum of the logits' own exponentials [...].
+    """
     top = _over_parts(jax.lax.pmax, logits.max(-1, keepdims=True), options)
-    total = jnp.exp(logits - top).sum(-1, keepdims=True)
+    exponentials = jnp.exp(logits - top)
+    total = exponentials.sum(-1, keepdims=True)
     total = _over_parts(execution.sum_over, total, options)
-    return (jnp.log(total) + top)[..., 0]
+    return exponentials, total, (jnp.log(total) + top)[..., 0]
 
 
 def _target_logits(logits, targets, options: LossOptions):
@@ -548,10 +545,7 @@ def _in_parts_over_batch_shards(dhead, options: LossOptions):
             rest = [axis for axis in axes if axis not in over]
             return jax.lax.psum(total, rest) if rest else total
 
-        region = now.manual_region()
-        total = jax.shard_map(
-            local, **region, in_specs=rows, out_specs=own, check_vma=False
-        )(dhead)
+        total = execution.per_device(local, rows, own)(dhead)
     return execution.scatter(total, options.names)
 
 

@@ -160,12 +160,9 @@ def _input_gradient(
         and len(kernels) > 1
         and not any(kernel.shape[contract] % parts for kernel in kernels)
     ):
-        # Every tensor shard stacks its own columns: nothing moves, and one sum crosses
-        # shards.
-        rows = matrices[0].shape[0]
-        dims = columns[0].shape[:-1]
-        kernel = jnp.concatenate([m.reshape(rows, parts, -1) for m in matrices], axis=2)
-        dy = jnp.concatenate([d.reshape(*dims, parts, -1) for d in columns], axis=-1)
+        # One sum crosses shards.
+        kernel = side_by_side(matrices, parts)
+        dy = side_by_side(columns, parts)
         products = [jnp.einsum("...tn,rtn->...r", dy, kernel)]
     else:
         products = [dy @ matrix.T for dy, matrix in zip(columns, matrices, strict=True)]
@@ -268,10 +265,7 @@ def sum_in_shards(
         rest = [axis for axis in axes if not (shards and axis in over)]
         return jax.lax.psum(total, rest) if rest else total
 
-    region = now.manual_region()
-    return jax.shard_map(
-        local, **region, in_specs=tuple(specs), out_specs=out, check_vma=False
-    )(*arrays)
+    return execution.per_device(local, tuple(specs), out)(*arrays)
 
 
 # of a tile, in which TPUs hold the last two dims of an array
@@ -332,6 +326,15 @@ def rows_of(x: jax.Array, trailing: int) -> jax.Array:
     if execution.current().sequence_is_split:
         return x.reshape(*x.shape[: x.ndim - trailing], columns)
     return x.reshape(-1, columns)
+
+
+def side_by_side(arrays: Sequence[jax.Array], parts: int) -> jax.Array:
+    """Joins columns [..., N] of several kernels as [..., parts, N of all / parts].
+
+    Every tensor shard stacks its own columns: nothing moves.
+    """
+    split = [x.reshape(*x.shape[:-1], parts, -1) for x in arrays]
+    return jnp.concatenate(split, axis=-1)
 
 
 def matrix_of(kernel: jax.Array, contract: int) -> jax.Array:

@@ -63,8 +63,8 @@ def shared_blocks(
     """Returns which blocks of queries and of keys may share a document, bool [blocks,
     blocks].
     """
-    (own_low, own_high) = _ranges(ids_of_queries, sizes[0])
-    (low, high) = _ranges(ids_of_keys, sizes[1])
+    own_low, own_high = _ranges(ids_of_queries, sizes[0])
+    low, high = _ranges(ids_of_keys, sizes[1])
     return (own_low[:, None] <= high[None]) & (low[None] <= own_high[:, None])
 
 

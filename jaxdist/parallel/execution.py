@@ -127,14 +127,6 @@ class Execution:
             else self.constrain(x, use(self.rules, names, x.shape))
         )
 
-    def manual_region(self) -> dict[str, Any]:
-        """Returns the arguments of `shard_map` for a region that is manual over all
-        that is not yet.
-        """
-        if self.mesh is None or not self.manual:
-            return {"mesh": self.mesh}
-        return {"axis_names": set(self.mesh.axis_names) - set(self.manual)}
-
 
 _current = contextvars.ContextVar("execution", default=Execution())  # noqa: B039 (frozen)
 
@@ -167,6 +159,27 @@ def activate(
         mesh = None
         rules = ONE_DEVICE
     return _entered(Execution(mesh, rules, compute, reduce, recipe))
+
+
+def per_device(
+    function: Callable[..., Any], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """Makes a function that each device calls with its own part of the arrays.
+
+    The partitioner cannot look into a kernel: it would gather all arrays for it. On one
+    device the function is returned as it is. In a region the mesh axes that are not yet
+    manual become so.
+    """
+    now = current()
+    if now.mesh is None:
+        return function
+    where: dict[str, Any] = {"mesh": now.mesh}
+    if now.manual:
+        where = {"axis_names": set(now.mesh.axis_names) - set(now.manual)}
+    # check_vma: kernels do not say over which axes their results vary.
+    return jax.shard_map(
+        function, **where, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
 
 
 def region(
@@ -224,17 +237,17 @@ def _entered(execution: Execution) -> Iterator[None]:
 
 
 def sum_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
-    """Returns x summed over manual axes, in its own dtype (on CPU summed in float32).
+    """Sums x over manual axes, in its own dtype (on CPU in float32)."""
+    return jax.lax.psum(summable(x), axes).astype(x.dtype)
+
+
+def summable(x: jax.Array) -> jax.Array:
+    """Casts x to float32 on CPU, where devices cannot sum bfloat16.
 
     XLA's CPU backend aborts on the bfloat16 all-reduce of a region that is manual over
     some axes only ("Invalid binary instruction opcode copy", hlo_instruction.cc).
     """
-    wide = current().platform == "cpu"
-    return (
-        jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype)
-        if wide
-        else jax.lax.psum(x, axes)
-    )
+    return x.astype(jnp.float32) if current().platform == "cpu" else x
 
 
 def shard(x: jax.Array, *names: str | None) -> jax.Array:

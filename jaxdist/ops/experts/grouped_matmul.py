@@ -13,7 +13,7 @@ may be NaN).
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,33 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.config import extras
-from jaxdist.ops.experts import hidden, hidden_tpu
+from jaxdist.ops.experts.feed_forward import Backend
 from jaxdist.parallel import execution
-
-
-@dataclass(frozen=True)
-class Backend:
-    """How one platform multiplies groups of rows."""
-
-    name: str
-    reason: str  # one line for users: what it is, and why it was chosen
-    # (rows, groups) -> rows to allocate for so many, spare ones included
-    allocated: Callable[[int, int], int]
-    # (x [R, K], kernels [E, K, N], sizes [E]) -> [R, N]; transposed: x [R, N] -> [R,
-    # K]; in the dtype of x
-    matmul: Callable[..., jax.Array]
-    # (x [R, K], dy [R, N], sizes [E], total [E, K, N] or None, dtype) -> total + sums
-    # of x^T dy, in dtype
-    kernel_gradient: Callable[..., jax.Array]
-    # Whether products of a device's own rows are kept for the backward pass where
-    # `remat.policy` lets them be. Where it does not, they are computed again by a
-    # second forward pass, for which kernels would be gathered once more.
-    keeps_products: bool = False
-    # Whether the down projection is computed with as [E, D, F]. fsdp splits d_model, on
-    # TPUs often in parts smaller than a vector: gathered as the last dim, the whole
-    # kernel is copied once more.
-    turns_down: bool = False
-    hidden_gradients: Callable[..., hidden.HiddenGradients] = hidden.gradients
 
 
 def choose(spare: float = 1.0) -> Backend:
@@ -264,9 +239,9 @@ def _padded_gradient(x, dy, sizes, total, dtype, *, spare: float = 1.0):
 # --- TPU: a kernel --------------------------------------------------------------------
 
 
-def _megablox() -> Any:
-    """Imports the megablox kernels, which only TPUs need."""
-    return extras.load("jaxdist.ops.experts.megablox")
+def _tpu() -> Any:
+    """Imports the kernels for TPUs, which only these need."""
+    return extras.load("jaxdist.ops.experts.tpu")
 
 
 BACKENDS = {
@@ -289,10 +264,10 @@ BACKENDS = {
     "tpu": Backend(
         "megablox",
         "jax's megablox kernels; the gradient of XLA's own grouped product is dense on TPU",
-        lambda rows, groups: _megablox().allocated(rows, groups),
-        lambda *args, **options: _megablox().matmul(*args, **options),
-        lambda *args, **options: _megablox().kernel_gradient(*args, **options),
+        lambda rows, groups: _tpu().allocated(rows, groups),
+        lambda *args, **options: _tpu().matmul(*args, **options),
+        lambda *args, **options: _tpu().kernel_gradient(*args, **options),
         turns_down=True,
-        hidden_gradients=hidden_tpu.gradients,
+        hidden_gradients=lambda *args: _tpu().hidden_gradients(*args),
     ),
 }

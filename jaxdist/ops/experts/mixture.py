@@ -22,10 +22,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.ops.experts import dispatch, exchange, grouped_matmul
-from jaxdist.ops.experts.dispatch import Order
 from jaxdist.ops.experts.exchange import Exchange, Tokens
-from jaxdist.ops.experts.feed_forward import Kernels
-from jaxdist.ops.experts.hidden import Activation
+from jaxdist.ops.experts.feed_forward import Activation, Kernels
 from jaxdist.parallel import execution
 from jaxdist.parallel.remat import EXPERT_ORDER, EXPERT_PRODUCTS
 from jaxdist.parallel.sharding import Rules, axes_in
@@ -185,7 +183,7 @@ def _check(
     slack: float,
     capacity_factor: float | None,
 ) -> None:
-    (E, D, F) = kernels.inputs[0].shape
+    E, D, F = kernels.inputs[0].shape
     shapes = [kernel.shape for kernel in (*kernels.inputs, kernels.down)]
     if shapes != [(E, D, F)] * len(kernels.inputs) + [(E, F, D)] or x.shape[2] != D:
         raise ValueError(
@@ -296,17 +294,17 @@ def _place(x, k: int, kernels: Kernels, options: _Options) -> _Placement:
         )
         chunk = min(chunk, _rounded(rows * parts if shared_out else rows))
     static = Exchange(
-        kind,
-        E,
-        chunk,
-        options.activation,
-        grouped_matmul.choose(options.slack if chunk != rows else 1.0),
-        jnp.dtype(now.reduce),
-        over[0] if over else "",
-        parts,
-        not over or over[0] in split,
-        now.mesh.axis_names if now.mesh is not None else (),
-        trips,
+        kind=kind,
+        experts=E,
+        chunk=chunk,
+        activation=options.activation,
+        backend=grouped_matmul.choose(options.slack if chunk != rows else 1.0),
+        dtype=jnp.dtype(now.reduce),
+        axis=over[0] if over else "",
+        parts=parts,
+        split_tokens=not over or over[0] in split,
+        mesh_axes=now.mesh.axis_names if now.mesh is not None else (),
+        trips=trips,
     )
     return _Placement(tokens, used, gradients, static)
 
@@ -329,18 +327,6 @@ def _rounded(rows: float) -> int:
     """
     multiple = 128 if rows >= 1024 else 8
     return -(-math.ceil(rows) // multiple) * multiple
-
-
-def _per_device(function, in_specs, out_specs):
-    """Returns the function as each device calls it, with its own part of all arrays."""
-    now = execution.current()
-    if now.mesh is None:
-        return function
-    # check_vma: the kernels do not say over which axes their results vary.
-    region = now.manual_region()
-    return jax.shard_map(
-        function, **region, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
 
 
 def _turned(kernels: Kernels, swap=jnp.swapaxes) -> Kernels:
@@ -371,7 +357,7 @@ def _forward(x, ids, weights, valid, counted, kernels: Kernels, options: _Option
     turned = _turned(kernels)
     place = _place(x, ids.shape[2], turned, options)
     rows: Any = _padded(place.tokens, 3)
-    sort = _per_device(
+    sort = execution.per_device(
         partial(
             _local_order,
             place=place,
@@ -383,7 +369,7 @@ def _forward(x, ids, weights, valid, counted, kernels: Kernels, options: _Option
     )
     order, counts = sort(ids, valid, counted)
     order = checkpoint_name(order, EXPERT_ORDER)
-    compute = _per_device(
+    compute = execution.per_device(
         partial(_local_forward, place=place),
         (rows, rows, place.order, place.kernels),
         (rows, P(), place.products),
@@ -400,7 +386,7 @@ def _local_order(ids, valid, counted, *, place, capacity_factor, length):
     was dropped.
     """
     static = place.static
-    (B, S, k) = ids.shape
+    B, S, k = ids.shape
     E = static.experts
     flat = partial(jnp.reshape, shape=(B * S, -1))
     ids = ids if valid is None else jnp.where(valid[..., None], ids, E)
@@ -426,9 +412,8 @@ def _local_forward(x, weights, order, kernels: Kernels, *, place: _Placement):
     products to keep.
     """
     static = place.static
-    (tokens, order) = _tokens(x, weights, order)
-    sizes = dispatch.count(tokens.ids_Tk, static.experts)
-    out, rounds, products = exchange.forward(tokens, order, sizes, kernels, static)
+    tokens = _tokens(x, weights, order, static.experts)
+    out, rounds, products = exchange.forward(tokens, kernels, static)
     out = _sum(out, place.dims_axes)
     trips = tuple(
         _sum(jnp.float32(a), place.token_axes) for a in (rounds, static.trips)
@@ -436,12 +421,13 @@ def _local_forward(x, weights, order, kernels: Kernels, *, place: _Placement):
     return out.reshape(x.shape), trips, products
 
 
-def _tokens(x, weights, order) -> tuple[Tokens, Order]:
-    """Returns a device's tokens and the order of their rows, of what `_local_order`
-    returned.
-    """
+def _tokens(x, weights, order, experts: int) -> Tokens:
+    """Makes a device's tokens of its arrays and of what `_local_order` returned."""
     flat = partial(jnp.reshape, shape=(x.shape[0] * x.shape[1], -1))
-    return Tokens(flat(x), flat(order[0]), flat(weights)), order[1]
+    ids, order_of_rows = order
+    ids_Tk = flat(ids)
+    sizes = dispatch.count(ids_Tk, experts)
+    return Tokens(flat(x), ids_Tk, flat(weights), order_of_rows, sizes)
 
 
 def _backward(options: _Options, residuals, cotangents):
@@ -450,7 +436,7 @@ def _backward(options: _Options, residuals, cotangents):
     turned = _turned(kernels)
     place = _place(x, weights.shape[2], turned, options)
     rows: Any = _padded(place.tokens, 3)
-    mapped = _per_device(
+    mapped = execution.per_device(
         partial(_local_backward, place=place),
         (rows, rows, rows, place.order, place.products, place.kernels),
         (rows, rows, place.gradients),
@@ -471,10 +457,9 @@ def _local_backward(
     x, weights, dout, order, products, kernels: Kernels, *, place: _Placement
 ):
     static = place.static
-    (tokens, order) = _tokens(x, weights, order)
-    sizes = dispatch.count(tokens.ids_Tk, static.experts)
+    tokens = _tokens(x, weights, order, static.experts)
     dout = dout.reshape(tokens.x_TD.shape)
-    own = exchange.backward(tokens, dout, order, sizes, kernels, products, static)
+    own = exchange.backward(tokens, dout, kernels, products, static)
     dx, dweights = (_sum(a, place.dims_axes) for a in (own.x_TD, own.weights_Tk))
     over = [axis for axis in place.token_axes if axis != static.axis]
     gradients = jax.tree.map(
@@ -497,11 +482,7 @@ def _sum_in_shards(gradient, spec: P, axes: Sequence[str]):
     """
     shards = [dim for dim, entry in enumerate(spec) if "fsdp" in axes_in(entry)]
     if shards and "fsdp" in axes:
-        wide = (
-            gradient.astype(jnp.float32)
-            if execution.current().platform == "cpu"
-            else gradient
-        )
+        wide = execution.summable(gradient)
         part = jax.lax.psum_scatter(
             wide, "fsdp", scatter_dimension=shards[0], tiled=True
         )
