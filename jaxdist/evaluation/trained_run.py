@@ -247,7 +247,7 @@ class TrainedRun:
         sampling: SamplingConfig | None,
         **options: Any,
     ) -> list[Generation]:
-        """Returns what follows each row of tokens, a batch at a time; options as of
+        """Continues each row of tokens, a batch at a time; options as of
         `TokenGenerator`.
         """
         sampling = sampling or SamplingConfig()
@@ -271,7 +271,7 @@ class TrainedRun:
         seed: int = 0,
         longest: int | None = None,
     ) -> list[str]:
-        """Returns what follows each prompt, without it, up to where the first of
+        """Continues each prompt, and returns the text without it, up to where the first of
         `stops` would begin.
 
         Tokens are those that `generate` draws. A prompt that leaves no room is cut off
@@ -367,7 +367,7 @@ class TrainedRun:
         stride: int | None = None,
         watch: Watch | None = None,
     ) -> list[TextScore]:
-        """Returns how probable each pair's second text is after its first, which may be
+        """Scores how probable each pair's second text is after its first, which may be
         empty.
 
         A text that is too long for the model is scored in windows: each token once,

@@ -100,7 +100,7 @@ class TokenGenerator:
         seed: int = 0,
         samples: Sequence[int] | None = None,
     ) -> list[Generation]:
-        """Returns what follows each prompt.
+        """Continues each prompt.
 
         A token is drawn with a key made of (seed, sample, position in its text), so
         neither the mesh nor the other prompts of the call change it.

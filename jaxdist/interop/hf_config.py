@@ -74,7 +74,7 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 
 
 def _absence(folder: Path | str) -> str:
-    """Returns what to say where no config.json is; a name of a hub is told as such."""
+    """Explains where no config.json is; a name of a hub is recognised."""
     if _HUB_NAME.fullmatch(str(folder)) and not Path(folder).exists():
         owner = Path(folder).parts[0]
         # of the hub; "models" is where folders lie
@@ -202,18 +202,14 @@ def canonical_values(values: Mapping[str, Any]) -> dict[str, Any]:
         idle += ["expert_groups", "expert_top_groups"]
     if "local" not in kinds:
         idle += ["window", "rope_theta_local"]
-    stretch = rotary.Stretch(**{n.removeprefix("rope_"): v[n] for n in STRETCH})
-    if not stretch.changes:
-        idle += [
-            *STRETCH,
-            *["rope_theta_local"] * (v["rope_theta_local"] == v["rope_theta"]),
-        ]
+    config = rotary.RotaryConfig(**{name: v[name] for name in STRETCH})
+    if config.stretches:
+        read = ("rope_factor", "rope_scaling", *rotary.READ[config.rope_scaling])
+        idle += [name for name in STRETCH if name not in read]
     else:
-        idle += [
-            n
-            for n in STRETCH[2:]
-            if n.removeprefix("rope_") not in rotary.READ[stretch.scaling]
-        ]
+        idle += STRETCH
+        if v["rope_theta_local"] == v["rope_theta"]:
+            idle.append("rope_theta_local")
     turns = [*STRETCH, "rope_theta", "rope_theta_local", "rotary_fraction"]
     idle += turns if v["positions"] == "learned" else ["max_positions"]
     return v | {name: DEFAULTS[name] for name in idle}

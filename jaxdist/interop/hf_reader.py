@@ -259,7 +259,7 @@ class Tensors:
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Returns whether no float is NaN or infinite: then all bits of its exponent are
+    """Checks whether no float is NaN or infinite: then all bits of its exponent are
     set.
 
     numpy's own isfinite takes six times as long for bfloat16, and memory for as many

@@ -167,7 +167,7 @@ def read(
 
 
 def _scale_faults(fields: Mapping[str, Any]) -> list[str]:
-    """Returns what is wrong with the fields that say how strong an adapter is."""
+    """Lists what is wrong with the fields that say how strong an adapter is."""
     alphas = {"lora_alpha": fields.get("lora_alpha", _ALPHA)}
     patterns = fields.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
@@ -185,7 +185,7 @@ def _scale_faults(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _is_plain(pattern: str) -> bool:
-    """Returns whether a regex of others is one that ends soon: it repeats nothing."""
+    """Checks whether a regex of others is one that ends soon: it repeats nothing."""
     try:
         return bool(
             re.fullmatch(r"[\w.|()\\^$\[\]-]{1,200}", pattern)
@@ -242,7 +242,7 @@ def _take(adapters, name, tensors, family, fields, config) -> Iterator[str]:
 
 
 def _misfit(stored: Stored, ours, number: int, a: np.ndarray, b: np.ndarray) -> str:
-    """Returns why A and B of a layer of theirs are none of ours, whatever their rank;
+    """Explains why A and B of a layer of theirs are none of ours, whatever their rank;
     "" if they are.
     """
     if a.ndim != 2 or b.ndim != 2 or not 0 < a.shape[0] == b.shape[1]:

@@ -106,21 +106,8 @@ class ExpertsConfig(FeedForwardConfig):
 
 # Options that a dense model leaves as they are.
 EXPERT_FIELDS = (
-    "first_dense_layers",
+    *(name for name in ExpertsConfig.__annotations__ if name != "num_experts"),
     "feed_forward_pattern",
-    "experts_per_token",
-    "expert_d_ff",
-    "num_shared_experts",
-    "scores",
-    "normalise_top_k",
-    "route_scale",
-    "expert_groups",
-    "expert_top_groups",
-    "balance",
-    "balance_rate",
-    "balance_weight",
-    "router_z_loss",
-    "capacity_factor",
 )
 
 

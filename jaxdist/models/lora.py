@@ -182,7 +182,7 @@ class LoraKernel(nnx.Module):
         return execution.current().lay_out(kernel, Rules.stored, self.logical)
 
     def __getitem__(self, index) -> jax.Array:
-        """Returns what a layer reads that does not multiply with `project`.
+        """Reads the kernel for a layer that does not multiply with `project`.
         Raises ConfigError with lora.dropout: there is no input to drop from."""
         if self.dropout and hasattr(self, "lora_a"):
             raise ConfigError(
@@ -304,7 +304,7 @@ def _chosen(shapes: dict[str, Shape | str], config: LoraConfig) -> set[str]:
 
 
 def kernels(model: Any) -> dict[str, LoraKernel]:
-    """Returns what stands for kernels in a (perhaps abstract) model, by the kernels'
+    """Finds the modules that stand for kernels in a (perhaps abstract) model, by the kernels'
     paths.
     """
     modules = {
@@ -353,7 +353,7 @@ def unadapted(
 
 
 def weights(frozen: Any, config: LoraConfig) -> dict[str, int]:
-    """Returns how many weights each frozen array stands for: a byte of nf4 for two,
+    """Counts how many weights each frozen array stands for: a byte of nf4 for two,
     scales for none.
     """
     each = {"none": {}, "int8": {"scales": 0}, "nf4": {"scales": 0, "codes": 2}}[
@@ -366,7 +366,7 @@ def weights(frozen: Any, config: LoraConfig) -> dict[str, int]:
 
 
 def summary(trainable: Any, frozen: Any, config: LoraConfig) -> str:
-    """Returns how much is trained and how much lies frozen, of (abstract)
+    """Summarises how much is trained and how much is frozen, of (abstract)
     parameters.
     """
     adapters = sum(leaf.size for leaf in jax.tree.leaves(trainable))

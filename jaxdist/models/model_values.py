@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxdist.config import schema
 from jaxdist.config.annotations import TrainingOnly
-from jaxdist.models import rotary
+from jaxdist.models.rotary import RotaryConfig
 from jaxdist.models.transformer_config import TransformerConfig
 
 # Options that stand in no group.
@@ -26,10 +26,10 @@ TRAINING = frozenset(
     for name, field in schema.schema_of(TransformerConfig).items()
     if field.mark(TrainingOnly)
 )
-# rope_scaling, rope_factor, ...
-STRETCH = tuple(f"rope_{field.name}" for field in dataclasses.fields(rotary.Stretch))
 # Values that a run may change to continue with longer sequences.
-POSITIONS = ("rope_theta", *STRETCH)
+POSITIONS = tuple(name for name in vars(RotaryConfig()) if name.startswith("rope_"))
+# rope_factor, rope_scaling, ...
+STRETCH = tuple(name for name in POSITIONS if name != "rope_theta")
 
 
 def for_logits(values: Mapping[str, Any]) -> dict[str, Any]:

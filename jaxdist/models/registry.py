@@ -26,7 +26,7 @@ Kind = TypeVar("Kind")
 
 
 def is_installed(target: str) -> bool:
-    """Returns whether a target is of this package, which is imported, so that none can
+    """Checks whether a target is of this package, which is imported, so that none can
     stand before it.
     """
     module_name = target.rpartition(":")[0]
@@ -47,7 +47,7 @@ _FOREIGN = {  # modules of other libraries: what one is, and the way to NNX
 
 
 def foreign_fault(model: object) -> str:
-    """Returns what to say of a module, or a class of modules, of a library other than
+    """Describes a module, or a class of modules, of a library other than
     NNX; "" of all else.
     """
     kind = model if isinstance(model, type) else type(model)
@@ -241,7 +241,7 @@ def find_class(target: str, base: type[Kind], name: str, *, key: str) -> type[Ki
 
 
 def find_maker(target: str, folder: Path) -> Any:
-    """Returns what makes a model given to `jaxdist.fit`, by its name: a class, or a
+    """Finds the maker of a model given to `jaxdist.fit`, by its name: a class, or a
     function of rngs.
 
     Args:
@@ -404,7 +404,7 @@ def model_hook(config: Any, name: str) -> Any:
 
 
 def option_faults(model: type[nnx.Module], options: Mapping[str, Any]) -> list[str]:
-    """Returns what is wrong with the values by the model's annotations, and by its
+    """Lists what is wrong with the values by the model's annotations, and by its
     config's `faults`.
     """
     config = model_config(model, options)

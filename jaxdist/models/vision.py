@@ -49,7 +49,7 @@ class VisionConfig:
     norm_eps: float = 1e-6  # added to the variance
 
     def faults(self) -> list[str]:
-        """Returns which sizes do not divide each other."""
+        """Lists sizes that do not divide each other."""
         sizes = vars(self)
         return [
             f"model.{part}={sizes[part]} does not divide model.{whole}={sizes[whole]}"

@@ -218,5 +218,5 @@ def _attended_part(
 
 
 def _kv_spec(x_BSKN: jax.Array) -> P:
-    """Returns how slots lie, or a prompt's keys that are written to them."""
+    """Looks up how slots lie, or a prompt's keys that are written to them."""
     return execution.current().rules.activation(CACHE_DIMS[1:], x_BSKN.shape)

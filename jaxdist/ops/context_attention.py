@@ -133,7 +133,7 @@ def choose_form(dims: Sequence[int], *, window: bool = False) -> Form:
 
 
 def form_under(rules: Rules, dims: Sequence[int], *, window: bool = False) -> Form:
-    """Returns how queries [B, S, H, N] attend.
+    """Chooses how queries [B, S, H, N] attend.
 
     A ring knows no window, and its chunks are of one size: elsewhere `ring` gathers.
 
@@ -194,7 +194,7 @@ def copied_heads(kv_heads: int, heads: int, shards: int) -> int:
 
 
 def shards_of(heads: int, tensor: int) -> int:
-    """Returns how many devices share the heads out: none where they do not divide."""
+    """Counts how many devices share the heads out: none where they do not divide."""
     return tensor if heads % tensor == 0 else 1
 
 
@@ -203,12 +203,12 @@ def _head_shards(rules: Rules, heads: int) -> int:
 
 
 def heads_divide(rules: Rules, heads: int) -> bool:
-    """Returns whether each device of context x tensor can have as many heads."""
+    """Checks whether each device of context x tensor can have as many heads."""
     return heads % _head_shards(rules, heads) == 0
 
 
 def indivisible(rules: Rules, heads: int) -> str:
-    """Returns what does not divide, as a clause."""
+    """Names what does not divide, as a clause."""
     tensor = shards_of(heads, rules.shape.sizes["tensor"])
     product = (
         f"{rules.shape.sizes[AXIS]} x mesh.tensor={tensor}"

@@ -260,7 +260,7 @@ def _zero_head(dims, options: LossOptions):
 
 
 def _from_chunks(y, x, options: LossOptions):
-    """Returns what `_over_chunks` gave of rows, [chunks, rows, k], as [batch, S, k]."""
+    """Lays out rows of `_over_chunks`, [chunks, rows, k], as [batch, S, k]."""
     y = jnp.moveaxis(y.reshape(-1, x.shape[0], options.chunk, y.shape[-1]), 0, 1)
     return y.reshape(*x.shape[:2], y.shape[-1])
 
@@ -492,7 +492,7 @@ def _vocabulary(options: LossOptions) -> str:
 
 
 def _parts_of_vocabulary(vocabulary: int, parts: int) -> int:
-    """Returns how many devices of a sequence share out the vocabulary: all, or one if
+    """Counts how many devices of a sequence share out the vocabulary: all, or one if
     it does not divide.
     """
     return (

@@ -44,7 +44,7 @@ class FrozenKernel:
 
     @property
     def is_plain(self) -> bool:
-        """Returns whether it is stored as one array, as it is computed with."""
+        """Whether it is stored as one array, as it is computed with."""
         return len(self.parts) == 1 and self.restored is jnp.asarray
 
     def gathered(self, dtype: jnp.dtype) -> jax.Array:
@@ -306,7 +306,7 @@ def _keeps_dims() -> bool:
 
 
 def waits_for_sums() -> bool:
-    """Returns whether the sums of gradients over devices are part of the order of
+    """Checks whether the sums of gradients over devices are part of the order of
     compute.
 
     On SparseCores they run beside it, and a fixed order would only make compute wait

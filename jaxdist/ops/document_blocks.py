@@ -60,7 +60,7 @@ def skipping(
 def shared_blocks(
     ids_of_queries: jax.Array, ids_of_keys: jax.Array, sizes: tuple[int, int]
 ) -> jax.Array:
-    """Returns which blocks of queries and of keys may share a document, bool [blocks,
+    """Finds which blocks of queries and of keys may share a document, bool [blocks,
     blocks].
     """
     own_low, own_high = _ranges(ids_of_queries, sizes[0])

@@ -211,7 +211,7 @@ def _around(step: Callable[..., Any], carry, keys, ring: Ring):
 
 
 def _hop(tree, ring: Ring):
-    """Returns what the device before has."""
+    """Fetches the arrays of the device before."""
     pairs = [(i, (i + 1) % ring.size) for i in range(ring.size)]
     with jax.named_scope(KEYS):
         return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), tree)

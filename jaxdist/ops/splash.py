@@ -346,7 +346,7 @@ def _gradients(arrays: list[jax.Array], segments, options: Options, interpret: b
 
 
 def _shared(segments: pallas_splash.SegmentIds | None, size: int) -> jax.Array | None:
-    """Returns which chunks of queries and of keys share a document, of one sequence;
+    """Finds which chunks of queries and of keys share a document, of one sequence;
     None: all may.
     """
     if segments is None or len(segments.q) > 1:

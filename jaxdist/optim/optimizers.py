@@ -139,7 +139,7 @@ def _factored(param_roles: optax.Params) -> optax.GradientTransformation:
     tree: Any = jax.tree.structure(param_roles)
 
     def stacks(role: Role, leaf: jax.Array) -> int:
-        """Returns how many leading dims to map over."""
+        """Counts how many leading dims to map over."""
         leading = leaf.ndim - role.dims
         largest = np.argsort(leaf.shape)[-2:]
         mistaken = (

@@ -53,7 +53,7 @@ class ScheduleSteps:
 
     @classmethod
     def from_json(cls, value: Any) -> "ScheduleSteps":
-        """Returns what `to_json` has made.
+        """Reads what `to_json` has made.
 
         Raises:
           Malformed: it is something else.
@@ -87,7 +87,7 @@ def _count(steps: Mapping[str, Any], name: str) -> int:
 
 
 def depends_on_train_steps(config: OptimizerConfig) -> bool:
-    """Returns whether the decay ends with `train.steps`, so that raising it extends the
+    """Checks whether the decay ends with `train.steps`, so that raising it extends the
     schedule.
     """
     return config.schedule in ("cosine", "linear", "wsd") and config.decay_steps is None
@@ -99,7 +99,7 @@ def default_warmup(steps: int) -> int:
 
 
 def settle(config: OptimizerConfig, train_steps: int) -> ScheduleSteps:
-    """Returns where the schedule of a run turns that begins with this config."""
+    """Settles where the schedule of a run turns that begins with this config."""
     end = train_steps if config.decay_steps is None else config.decay_steps
     warmup = config.warmup_steps
     return ScheduleSteps(

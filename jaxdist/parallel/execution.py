@@ -56,7 +56,7 @@ class Execution:
 
     @property
     def sparse_core_collectives(self) -> bool:
-        """Returns whether the mesh's chips move collectives beside compute, on their
+        """Whether the mesh's chips move collectives beside compute, on their
         SparseCores.
         """
         chip = chip_for(self.mesh.devices.flat[0].device_kind) if self.mesh else None
@@ -64,7 +64,7 @@ class Execution:
 
     @property
     def sequence_is_split(self) -> bool:
-        """Returns whether devices share out the sequence, in the layers or between
+        """Whether devices share out the sequence, in the layers or between
         them.
         """
         return self.rules.sequence_parallel or self.axis_size("context") > 1
@@ -93,7 +93,7 @@ class Execution:
         return "pipeline" if split else None
 
     def splits_width(self, names: Names, *, zero: int) -> bool:
-        """Returns whether devices store a table in parts of its width (zero=3), or its
+        """Checks whether devices store a table in parts of its width (zero=3), or its
         gradient (zero=2).
         """
         return (
@@ -132,7 +132,7 @@ _current = contextvars.ContextVar("execution", default=Execution())  # noqa: B03
 
 
 def current() -> Execution:
-    """Returns what is in force; outside a step, one device and the parameters' own
+    """Looks up what is in force; outside a step, one device and the parameters' own
     dtypes.
     """
     return _current.get()
@@ -221,7 +221,7 @@ def region(
 
 
 def region_spec(x: jax.Array, names: Names, axes: Sequence[str]) -> P:
-    """Returns how manual axes split a stored parameter."""
+    """Looks up how manual axes split a stored parameter."""
     stored = current().rules.stored(names, x.shape)
     parts = (tuple(axis for axis in axes_in(entry) if axis in axes) for entry in stored)
     return P(*(part if len(part) > 1 else next(iter(part), None) for part in parts))

@@ -71,7 +71,7 @@ class PrecisionConfig:
 
     @property
     def recipe(self) -> Recipe | None:
-        """Returns how large kernels are multiplied; None: in the compute dtype."""
+        """How large kernels are multiplied; None: in the compute dtype."""
         if self.matmul == "compute":
             return None
         return dataclasses.replace(

@@ -56,7 +56,9 @@ class Rules:
         They are `data`, and `fsdp` at ZeRO 0 and 1: what is summed over them can be
         summed once a step.
         """
-        whole = (*STEP_AXES, *("fsdp",) * (self.zero < 2))
+        whole = STEP_AXES
+        if self.zero < 2:
+            whole = (*whole, "fsdp")
         return tuple(
             axis for axis in BATCH_AXES if axis in whole and self.shape.sizes[axis] > 1
         )
@@ -172,7 +174,7 @@ class Rules:
         return max(free, key=lambda i: dims[i], default=None)
 
     def faults(self, path: str, names: Names, dims: Sequence[int]) -> list[str]:
-        """Returns why this parameter can't be laid out, naming the dim, axis and legal
+        """Explains why this parameter can't be laid out, naming the dim, axis and legal
         sizes.
         """
         names = _padded(names, dims)
@@ -201,7 +203,7 @@ class Rules:
         return faults
 
     def why(self, names: Names, dims: Sequence[int]) -> str:
-        """Returns why a parameter is not split further ("" if it is split by all it
+        """Explains why a parameter is not split further ("" if it is split by all it
         can).
         """
         sizes = self.shape.sizes
@@ -246,7 +248,7 @@ def _padded(names: Names, dims: Sequence[int]) -> Names:
 
 
 def is_vector(names: Names, dims: Sequence[int]) -> bool:
-    """Returns whether a parameter is a norm's scale, a bias or the like, each layer's
+    """Checks whether a parameter is a norm's scale, a bias or the like, each layer's
     by itself.
     """
     return len(_own_dims(_padded(names, dims), dims)) < 2

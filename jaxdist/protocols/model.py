@@ -91,7 +91,7 @@ class BlockOutput(NamedTuple):
 
 
 def is_staged(model: nnx.Module) -> bool:
-    """Returns whether the model has a stack `blocks`, and methods (not layers) embed
+    """Checks whether the model has a stack `blocks`, and methods (not layers) embed
     and head.
     """
     methods = all(
@@ -152,7 +152,7 @@ def layers_of(block: nnx.Module) -> list[Any]:
 
 
 def infos_of(block: nnx.Module, info: BlockInfo) -> list[BlockInfo]:
-    """Returns what each layer of a block reads, from what its first one does."""
+    """Lists what each layer of a block reads, from what its first one does."""
     if not isinstance(block, LayerGroup):
         return [info]
     return [
@@ -166,7 +166,7 @@ def _in_order(
     x: jax.Array,
     infos: Sequence[BlockInfo],
 ):
-    """Returns what a block's layers give one after another: aux terms added, stats of
+    """Applies a block's layers one after another: aux terms added, stats of
     several stacked.
     """
     if len(layers) == 1:
@@ -281,7 +281,7 @@ def run_blocks(
 def _in_groups(
     run: Callable, how: Recompute, states: Any, x: jax.Array, first, size: int
 ) -> tuple[Any, Any]:
-    """Returns what a scan over groups of `size` of a stack's items gives, each wrapped
+    """Scans over groups of `size` of a stack's items, each wrapped
     as one.
     """
     groups = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), states)
@@ -315,7 +315,7 @@ def _applied(graph: Any) -> Block:
 
 
 def apply_block(block: Any, x: jax.Array, info: BlockInfo) -> BlockOutput:
-    """Returns what a block gives; its parts whose class has a `block_info` (adapters)
+    """Applies a block; its parts whose class has a `block_info` (adapters)
     see that meanwhile.
     """
     parts = [
@@ -331,7 +331,7 @@ def apply_block(block: Any, x: jax.Array, info: BlockInfo) -> BlockOutput:
 
 
 def as_block_output(value: Any) -> BlockOutput:
-    """Returns what a block gave, its stats in float32.
+    """Makes a `BlockOutput` of what a block gave, its stats in float32.
 
     Raises:
       ConfigError: it is neither x, nor (x, aux), nor (x, aux, stats).
@@ -409,7 +409,7 @@ def embedded(
     key: jax.Array | None,
     transform: Transform = lambda block: block,
 ) -> jax.Array:
-    """Returns what enters `blocks`: the embedding, and of a model with `first_blocks`
+    """Computes what enters `blocks`: the embedding, and of a model with `first_blocks`
     what these make of it.
 
     Raises:
@@ -453,7 +453,7 @@ def with_block_sums(
 
 
 def as_loss(value: Any, batch: Batch) -> Loss:
-    """Returns what a model's `loss` gave as a Loss of float32 sums.
+    """Makes a Loss of float32 sums of what a model's `loss` gave.
 
     Accepted are a Loss, a plain tuple (sum, count[, aux[, stats]]), a dict with these
     names, or a scalar mean over the batch's samples, whose count is then the number of
@@ -482,14 +482,14 @@ def as_loss(value: Any, batch: Batch) -> Loss:
 
 
 def has_metrics(model_class: type) -> bool:
-    """Returns whether a model has a method `metrics` (an attribute of that name is its
+    """Checks whether a model has a method `metrics` (an attribute of that name is its
     own affair).
     """
     return inspect.isfunction(getattr(model_class, "metrics", None))
 
 
 def as_metrics(value: Any, count: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Returns what a model's `metrics(batch)` gave as name -> (sum, what to divide it
+    """Makes of what a model's `metrics(batch)` gave name -> (sum, what to divide it
     by), float32.
 
     Args:

@@ -36,7 +36,7 @@ DIM_NAMES = (*PARAMETER_AXES, FSDP_NAME, "head_dim", "layers", "positions")
 
 
 def has_experts(names: Names) -> bool:
-    """Returns whether a parameter has a dim of experts."""
+    """Checks whether a parameter has a dim of experts."""
     return EXPERTS in names
 
 
@@ -97,7 +97,7 @@ def name_parameters(
 
 
 def in_stack(path: str) -> bool:
-    """Returns whether a path, "blocks/mlp/up", is one of a staged model's stacks."""
+    """Checks whether a path, "blocks/mlp/up", is one of a staged model's stacks."""
     return path.partition("/")[0] in STACKED
 
 

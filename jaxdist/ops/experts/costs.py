@@ -27,7 +27,7 @@ EVEN = "even load: all pairs of devices have about as many rows for one another"
 
 
 def rounds(load: float, even: int = 1) -> int:
-    """Returns how often devices go round for a load.
+    """Counts how often devices go round for a load.
 
     Args:
       load: rows of the fullest pair of devices, relative to the mean.
@@ -52,7 +52,7 @@ class ExpertsCost(Cost):
         return self.chosen / self.experts
 
     def spare_rows(self, platform: str) -> float:
-        """Returns what pads each expert's share of the rows: on GPUs alone."""
+        """Returns the share of rows that pad each expert's: on GPUs alone."""
         return SHARE_SLACK - 1 if platform == "gpu" else 0.0
 
     def form_name(self, rules: Rules) -> str:

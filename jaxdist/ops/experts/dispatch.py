@@ -56,7 +56,7 @@ def count(
 def over_capacity(
     ids_BSk: jax.Array, num_experts: int, limit: int, axes: tuple[str, ...]
 ) -> jax.Array:
-    """Returns which assignments find their expert full, [B, S, k] bool.
+    """Finds which assignments find their expert full, [B, S, k] bool.
 
     An expert takes the first `limit` assignments of every sequence, so what is dropped
     does not depend on how samples are split over devices or parts of a step.

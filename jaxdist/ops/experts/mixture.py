@@ -248,9 +248,10 @@ class _Placement:
     def order(self) -> P:
         """Of what each device keeps of its own tokens' experts and their order."""
         axis = self.static.axis
-        return P(
-            (*self.token_axes, *[axis] * (axis != "" and axis not in self.token_axes))
-        )
+        axes = self.token_axes
+        if axis and axis not in axes:
+            axes = (*axes, axis)
+        return P(axes)
 
     @property
     def products(self) -> tuple[P, ...]:
@@ -310,7 +311,7 @@ def _place(x, k: int, kernels: Kernels, options: _Options) -> _Placement:
 
 
 def _specs(kernels: Kernels, names: Kernels, use) -> Kernels:
-    """Returns how the kernels are split in a use, for example `Rules.gradient`."""
+    """Looks up how the kernels are split in a use, for example `Rules.gradient`."""
     rules = execution.current().rules
     return jax.tree.map(
         lambda kernel, own: _padded(use(rules, own, kernel.shape), 3), kernels, names
@@ -330,7 +331,7 @@ def _rounded(rows: float) -> int:
 
 
 def _turned(kernels: Kernels, swap=jnp.swapaxes) -> Kernels:
-    """Returns what products are computed with: down [E, D, F] where the backend turns
+    """Turns kernels to what products are computed with: down [E, D, F] where the backend turns
     it; or the reverse.
     """
     turns = grouped_matmul.choose().turns_down

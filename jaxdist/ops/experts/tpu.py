@@ -211,7 +211,7 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
 
 @functools.lru_cache
 def _in_kernel(activation: Activation) -> bool:
-    """Returns whether the kernel compiler has all that an activation and its gradient
+    """Checks whether the kernel compiler has all that an activation and its gradient
     are made of.
     """
     rows = jnp.zeros((8, LANES), jnp.float32)

@@ -105,7 +105,7 @@ class _Ticks(Stage):
 
     @property
     def edges_last(self) -> bool:
-        """Returns whether each stage embeds and scores for itself, and only the ends'
+        """Whether each stage embeds and scores for itself, and only the ends'
         results count.
         """
         return self.cut.config.edges == "last"
@@ -269,7 +269,7 @@ class _Ticks(Stage):
         )
 
     def _mask_edge(self, here: jax.Array, tree: Tree) -> Tree:
-        """Returns what an edge gave; with `edges_last` zeros where the stage is not
+        """Masks what an edge gave; with `edges_last` zeros where the stage is not
         `here`.
         """
         if not self.edges_last:
@@ -277,7 +277,7 @@ class _Ticks(Stage):
         return jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros_like(x)), tree)
 
     def _prefer_mask(self, kind: str, pace: str) -> bool:
-        """Returns whether most ticks that do `pace` do this too: then no predicate, but
+        """Checks whether most ticks that do `pace` do this too: then no predicate, but
         a mask.
 
         It is for E and EB, which cost little: a predicate would cost a copy of what it
@@ -292,7 +292,7 @@ class _Ticks(Stage):
         )
 
     def _in_tick(self, microbatch: jax.Array) -> tuple[StageParams, jax.Array]:
-        """Returns what embeds a microbatch, and its number: see `_barrier_tick`."""
+        """Takes what embeds a microbatch, and its number: see `_barrier_tick`."""
         return (
             _barrier_tick(self.rest, microbatch)
             if self.has_first_blocks

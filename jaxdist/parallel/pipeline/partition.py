@@ -73,7 +73,7 @@ class Staging:
 
     @property
     def remat(self) -> str:
-        """Returns what B recomputes from: "layers", or the policy inside a stage's
+        """What B recomputes from: "layers", or the policy inside a stage's
         recomputation.
 
         With one layer a place `full` is `layers`: nothing is computed twice, and it
@@ -83,7 +83,7 @@ class Staging:
 
     @property
     def grouped(self) -> bool:
-        """Returns whether F keeps the inputs of groups of layers."""
+        """Whether F keeps the inputs of groups of layers."""
         return self.recompute.every > 1
 
     @property
@@ -190,7 +190,7 @@ class Staging:
         )
 
     def for_model(self, spec: ModelSpec) -> "Staging":
-        """Returns how the same pipeline cuts up another model.
+        """Cuts up another model by the same pipeline.
 
         Args:
           spec: of the other model, with flat blocks.

@@ -26,12 +26,12 @@ class StageParams(NamedTuple):
 
     @property
     def blocks(self) -> StageParams:
-        """Returns what is in the blocks."""
+        """What is in the blocks."""
         return StageParams(*(tree.get("blocks", {}) for tree in self))
 
     @property
     def edges(self) -> StageParams:
-        """Returns what is not in the blocks."""
+        """What is not in the blocks."""
         return StageParams(*map(edges, self))
 
     def with_blocks(self, blocks: StageParams) -> StageParams:
@@ -42,7 +42,7 @@ class StageParams(NamedTuple):
 
 
 def edges(tree: Tree) -> Tree:
-    """Returns what is not in the blocks."""
+    """Selects the parameters outside of the blocks."""
     return {name: value for name, value in tree.items() if name != "blocks"}
 
 

@@ -264,7 +264,12 @@ def write_schedule(schedule: Schedule, path: Path) -> None:
 
 
 def _cell(forward: str, backward: str) -> str:
-    return " ".join(["F" + forward] * bool(forward) + ["B" + backward] * bool(backward))
+    words = []
+    if forward:
+        words.append("F" + forward)
+    if backward:
+        words.append("B" + backward)
+    return " ".join(words)
 
 
 # The checker
