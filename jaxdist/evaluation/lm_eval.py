@@ -133,7 +133,8 @@ def evaluate_tasks(
         run.log(f"tasks: not all in {folder}; looking among lm_eval's own")
         manager = TaskManager(include_path=folder)
     known = manager.all_tasks
-    if unknown := [name for name in tasks if name not in known]:
+    unknown = [name for name in tasks if name not in known]
+    if unknown:
         raise ConfigError(
             [f"--tasks {name}: no such task.{suggest(name, known)}" for name in unknown]
         )

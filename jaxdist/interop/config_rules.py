@@ -129,7 +129,8 @@ def only(key: str, *legal: Any) -> Rule:
     """
 
     def read(source: Source, _: Values) -> dict[str, Any]:
-        if (value := source.take(key, legal[0])) not in legal:
+        value = source.take(key, legal[0])
+        if value not in legal:
             source.refuse(
                 key, value, f"not supported; required {' or '.join(map(repr, legal))}"
             )

@@ -35,7 +35,8 @@ def experts(
             _COUNTS, key=lambda name: (name not in source.config, name != key)
         )
         num = source.count(names[0], count)
-        if (again := source.count(names[1], num)) != num:
+        again = source.count(names[1], num)
+        if again != num:
             source.refuse(
                 names[1], again, f"{names[0]} is {num}; leave out one of them"
             )

@@ -150,7 +150,8 @@ class Family:
     def canonical(self, name: str) -> str:
         """Returns the table's name of a stored tensor."""
         for beginning, ours in self.renamed.items():
-            if match := re.match(beginning, name):
+            match = re.match(beginning, name)
+            if match:
                 return ours + name[match.end() :]
         return name
 

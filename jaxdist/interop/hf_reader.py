@@ -131,7 +131,8 @@ class Tensors:
             raise ConfigError(
                 f"{self.folder / INDEX} cannot be read: {error}"
             ) from error
-        if away := [file for file in files if Path(file).name != file]:
+        away = [file for file in files if Path(file).name != file]
+        if away:
             raise ConfigError(
                 f"{self.folder / INDEX} names files outside the folder: {', '.join(away)}"
             )
@@ -196,7 +197,8 @@ class Tensors:
                     stored, part, stored.offset(part, shapes), abstract[part.path]
                 )
                 parameters[part.path] = convert(part.path, value) if convert else value
-        if faults := _listed("tensors with NaN or infinite values", self._not_finite):
+        faults = _listed("tensors with NaN or infinite values", self._not_finite)
+        if faults:
             raise ConfigError(
                 f"{self.folder}: {fault}; copy or export it again" for fault in faults
             )

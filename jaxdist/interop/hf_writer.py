@@ -98,7 +98,8 @@ class CheckpointWeights:
             if not path.endswith("/choice_bias"):
                 continue
             bias = self.read(path)
-            if (spread := float(np.ptp(bias, -1).max())) > 0:
+            spread = float(np.ptp(bias, -1).max())
+            if spread > 0:
                 raise ConfigError(
                     f"{path}: biases that differ by up to {spread:.3g} (model.balance=bias) choose the "
                     f"experts of this run, and {family.architecture} has no tensor for them: tokens would go "
@@ -157,7 +158,8 @@ def export(
     Raises:
       ConfigError: parameters for which the family has no tensor.
     """
-    if faults := unmapped(family, shapes):
+    faults = unmapped(family, shapes)
+    if faults:
         raise ConfigError(faults)
     target.mkdir(parents=True, exist_ok=True)
     views, total = _create_files(

@@ -215,9 +215,10 @@ def _take(adapters, name, tensors, family, fields, config) -> Iterator[str]:
     if "blocks/layer_0/" in "".join(adapters) or "first_blocks/" in "".join(adapters):
         yield "adapters of a model with dense layers between those with experts are not read"
         return
-    if untargeted := [
+    untargeted = [
         part.path for part in stored.parts if f"{part.path}/lora_a" not in adapters
-    ]:
+    ]
+    if untargeted:
         yield f"{module} has an adapter, and {untargeted[0]} is no target; name it in lora.targets"
         return
     a = tensors[name]

@@ -250,7 +250,8 @@ def _window_faults(c: AttentionConfig) -> Iterator[str]:
             )
         return
     for name in ("window", "rope_theta_local"):
-        if value := getattr(c, name):
+        value = getattr(c, name)
+        if value:
             yield (
                 f"model.{name}={value}: {pattern} has no local layers; set "
                 f"model.layer_pattern (local, or local,global) or model.{name}=0"

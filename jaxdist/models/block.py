@@ -111,7 +111,8 @@ def _joined(
     Raises:
       ConfigError: both have one of the same name.
     """
-    if both := sorted(mixer.keys() & channel.keys()):
+    both = sorted(mixer.keys() & channel.keys())
+    if both:
         raise ConfigError(
             f"a block's mixer and its channel both return {', '.join(both)}; rename one"
         )

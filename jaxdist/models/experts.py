@@ -350,7 +350,8 @@ def _changed(c: ExpertsConfig, names: tuple[str, ...]) -> str:
 
 
 def _faults_without_experts(c: ExpertsConfig) -> Iterator[str]:
-    if name := _changed(c, EXPERT_FIELDS):
+    name = _changed(c, EXPERT_FIELDS)
+    if name:
         yield (
             f"model.{name}={getattr(c, name)} needs experts, and model.num_experts=0 "
             f"is a dense model; set model.num_experts, or leave model.{name} as it is"
@@ -363,7 +364,8 @@ def _balance_faults(c: ExpertsConfig) -> Iterator[str]:
         unused += ("balance_rate",)
     if c.balance not in ("sequence", "batch"):
         unused += ("balance_weight",)
-    if name := _changed(c, unused):
+    name = _changed(c, unused)
+    if name:
         yield (
             f"model.{name}={getattr(c, name)} does nothing with model.balance="
             f"{c.balance}; leave it as it is, or set model.balance"

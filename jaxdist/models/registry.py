@@ -227,7 +227,8 @@ def find_class(target: str, base: type[Kind], name: str, *, key: str) -> type[Ki
     module = _import(target, key)
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, base)):
-        if fault := foreign_fault(found):
+        fault = foreign_fault(found)
+        if fault:
             raise ConfigError(f"{key}={target!r}: {fault}")
         others = [
             n
@@ -324,7 +325,8 @@ def options_class(model: type[nnx.Module]) -> type:
     config = getattr(model, "Config", model)
     if config is not model and dataclasses.is_dataclass(config):
         return config
-    if faults := list(_parameter_faults(model)):
+    faults = list(_parameter_faults(model))
+    if faults:
         raise ConfigError(faults)
     return model
 

@@ -132,7 +132,8 @@ class RotaryConfig:
             "rope_original_positions": max(sequence_length // 2, 2)
         }
         for name in ("rope_short_factor", "rope_long_factor"):
-            if factors := getattr(self, name):
+            factors = getattr(self, name)
+            if factors:
                 step = len(factors) / frequencies
                 values[name] = tuple(factors[int(i * step)] for i in range(frequencies))
         return values

@@ -15,7 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.ops.attention_request import Options, Pieces, Request, Result
+from jaxdist.ops.attention_request import (
+    Options,
+    Pieces,
+    Request,
+    Result,
+    inner_products,
+)
 from jaxdist.parallel.remat import RESIDUALS
 
 MASKED = -1e30  # finite: a difference of two is 0, not NaN; far below any real logit
@@ -128,10 +134,7 @@ def _attend(request: Request) -> tuple[jax.Array, jax.Array]:
 
 def _backward(residuals, grad_BSHN: jax.Array):
     request, out_BSHN, logsumexp = residuals
-    # sum(p * dp) over keys equals sum(out * grad) over the head: S / N times less work.
-    inner_BSH = jnp.sum(
-        out_BSHN.astype(jnp.float32) * grad_BSHN.astype(jnp.float32), -1
-    )
+    inner_BSH = inner_products(out_BSHN, grad_BSHN)
     gradients = _gradients(
         request, grad_BSHN, inner_BSH, logsumexp, dtype=request.q.dtype
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 
 class Options(NamedTuple):
@@ -82,6 +83,14 @@ class Request:
             None,
             self.options,
         )
+
+
+def inner_products(out_BSHN: jax.Array, grad_BSHN: jax.Array) -> jax.Array:
+    """Sums result times gradient over each head, [B, S, H] float32.
+
+    It equals the sum of p * dp over all keys, and is S / N times less work.
+    """
+    return jnp.sum(out_BSHN.astype(jnp.float32) * grad_BSHN.astype(jnp.float32), -1)
 
 
 class Result(NamedTuple):

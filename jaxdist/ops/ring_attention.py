@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.ops.attention_request import Pieces, Request, Result
+from jaxdist.ops.attention_request import Pieces, Request, Result, inner_products
 from jaxdist.parallel.context import AXIS, CHUNKS, KEYS
 from jaxdist.parallel.remat import RESIDUALS
 
@@ -127,9 +127,7 @@ def _forward(request: Request, ring: Ring):
 def _backward(ring: Ring, residuals, grad_BSHN: jax.Array):
     request, out_BSHN, lse = residuals
     # In order: it is an N-th of the results, which then stay where they are.
-    inner_BSH = jnp.sum(
-        out_BSHN.astype(jnp.float32) * grad_BSHN.astype(jnp.float32), -1
-    )
+    inner_BSH = inner_products(out_BSHN, grad_BSHN)
     q, k, v, grad, inner = (
         _chunks(x, ring) for x in (*request.heads, grad_BSHN, inner_BSH)
     )

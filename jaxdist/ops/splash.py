@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu import splash_attention as pallas_splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-from jaxdist.ops.attention_request import Options, Request, Result
+from jaxdist.ops.attention_request import Options, Request, Result, inner_products
 from jaxdist.ops.document_blocks import shared_blocks, skipping
 from jaxdist.parallel.remat import RESIDUALS
 
@@ -144,13 +144,6 @@ def _heads_first(request: Request) -> list[jax.Array]:
     return [x.swapaxes(1, 2) for x in (q, k, v)]
 
 
-def _inner(out, grad) -> jax.Array:
-    """Returns sum(out * grad) over the head, which equals sum(p * dp) over all keys;
-    float32.
-    """
-    return jnp.sum(out.astype(jnp.float32) * grad.astype(jnp.float32), -1)
-
-
 def _all_keys(options: Options):
     """Opens a scope that tells readers of the program whether queries see all keys, or
     half of them.
@@ -194,7 +187,7 @@ def _long_forward(q_BHSN, k_BKSN, v_BKSN, segments, options: Options, interpret:
 def _long_backward(options: Options, interpret: bool, residuals, grad):
     q, k, v, segments, out, lse = residuals
     size = _chunk(q.shape[2], options)
-    of_queries = q, lse, _inner(out, grad), grad
+    of_queries = q, lse, inner_products(out, grad), grad
     shared = _shared(segments, size)
 
     def parts(pair, *, causal: bool):

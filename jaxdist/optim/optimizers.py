@@ -64,7 +64,8 @@ def build_optimizer(
     if wrong:
         raise ConfigError(wrong)
     param_roles = roles(abstract_params, logical_names)
-    if unmatched := group_faults(config, trees.flatten_names(param_roles)):
+    unmatched = group_faults(config, trees.flatten_names(param_roles))
+    if unmatched:
         raise ConfigError(unmatched)
     return optimizer_of(config, schedule, param_roles)
 

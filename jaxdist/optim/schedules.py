@@ -205,7 +205,8 @@ def build_schedule(
     Raises:
       ConfigError: a value is out of range, or the warm-up is longer than the schedule.
     """
-    if wrong := [*faults(config, "optimizer."), *warmup_faults(config, train_steps)]:
+    wrong = [*faults(config, "optimizer."), *warmup_faults(config, train_steps)]
+    if wrong:
         raise ConfigError(wrong)
     steps = steps or settle(config, train_steps)
     peak = peak_learning_rate(config, global_size)

@@ -171,7 +171,8 @@ def rematerialised(block: Callable, policy: str) -> Callable:
     Raises:
       ConfigError: unknown policy or activation name.
     """
-    if faults := RematConfig(policy).faults():
+    faults = RematConfig(policy).faults()
+    if faults:
         raise ConfigError(faults)
     if policy == "none":
         return block

@@ -302,9 +302,8 @@ def _applied(graph: Any) -> Block:
         before = _own_state(parameters)
         output = apply_block(block, x, info)
         after = _own_state(nnx.state(block)) if before else {}
-        if changed := [
-            path for path, value in before.items() if after[path] is not value
-        ]:
+        changed = [path for path, value in before.items() if after[path] is not value]
+        if changed:
             raise ConfigError(
                 f"blocks/{changed[0]}: a block changes its own state, which a stack of blocks does not keep; "
                 f"return sums in its `stats` and change it in the model's update(self, stats)"
@@ -421,7 +420,8 @@ def embedded(
     x, aux, stats = run_blocks(
         model.first_blocks, x, key, shared_fields(model, batch), transform
     )
-    if names := sorted({*aux, *stats}):
+    names = sorted({*aux, *stats})
+    if names:
         raise ConfigError(
             f"first_blocks return {', '.join(names)}; layers with aux terms or stats belong in `blocks`"
         )
@@ -445,7 +445,8 @@ def with_block_sums(
       ConfigError: the head has one of the same name.
     """
     for kind, head, blocks in (("aux", loss.aux, aux), ("stats", loss.stats, stats)):
-        if both := sorted(head.keys() & blocks.keys()):
+        both = sorted(head.keys() & blocks.keys())
+        if both:
             raise ConfigError(
                 f"blocks and head both return {kind} called {', '.join(both)}; rename one of them"
             )
@@ -516,7 +517,8 @@ def as_metrics(value: Any, count: jax.Array) -> dict[str, tuple[jax.Array, jax.A
             jnp.asarray(pair[0], jnp.float32),
             jnp.asarray(pair[1], jnp.float32),
         )
-    if taken := sorted({"loss", "tokens"} & pairs.keys()):
+    taken = sorted({"loss", "tokens"} & pairs.keys())
+    if taken:
         raise ConfigError(
             f"metrics(batch) returned {', '.join(taken)}, which evaluations have; rename it"
         )

@@ -110,7 +110,8 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
     Raises:
       ConfigError: what `check` says.
     """
-    if faults := check(schedule):
+    faults = check(schedule)
+    if faults:
         raise ConfigError(faults)
     p = schedule.stages
     v = schedule.chunks
