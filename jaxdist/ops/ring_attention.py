@@ -142,17 +142,6 @@ def _backward(ring: Ring, residuals, grad_BSHN: jax.Array):
         dq, dk, dv = ring.pieces.backward(of_chunks, queries.result)
         return dq, Keys(dk, dv)
 
-    own = [
-        piece(n, n, queries[n], keys[n], _device(0, ring), causal=ring.causal)
-        for n in range(len(q))
-    ]
-    dq = [part[0] for part in own]
-    dkeys = [part[1] for part in own]
-    if len(q) == 2:
-        late, first = piece(1, 0, queries[1], keys[0], _device(0, ring))
-        dq = [dq[0], dq[1] + late]
-        dkeys = [_added(dkeys[0], first), dkeys[1]]
-
     def step(carry, keys, number):
         dq, dkeys = carry
         dkeys = _hop(dkeys, ring)
@@ -178,7 +167,8 @@ def _backward(ring: Ring, residuals, grad_BSHN: jax.Array):
             _added(dkeys[1], _where(before, nothing, dkey)),
         ]
 
-    dq, dkeys = _around(step, (dq, dkeys), keys, ring)
+    start = _own_gradients(piece, queries, keys, ring)
+    dq, dkeys = _around(step, start, keys, ring)
     dkeys = _hop(dkeys, ring)
     dq = [part.astype(request.q.dtype) for part in dq]
     dk, dv = ([part[n].astype(request.k.dtype) for part in dkeys] for n in range(2))
@@ -187,6 +177,27 @@ def _backward(ring: Ring, residuals, grad_BSHN: jax.Array):
 
 
 ring_attention.defvjp(_forward, _backward)
+
+
+def _own_gradients(
+    piece: Callable[..., tuple[jax.Array, Keys]],
+    queries: list[Queries],
+    keys: list[Keys],
+    ring: Ring,
+) -> tuple[list[jax.Array], list[Keys]]:
+    """Computes the gradients of a device's queries, and of its own keys by these."""
+    device = _device(0, ring)
+    dq = []
+    dkeys = []
+    for n, (own_queries, own_keys) in enumerate(zip(queries, keys, strict=True)):
+        more, dkey = piece(n, n, own_queries, own_keys, device, causal=ring.causal)
+        dq.append(more)
+        dkeys.append(dkey)
+    if len(queries) == 2:
+        late, first = piece(1, 0, queries[1], keys[0], device)
+        dq[1] = dq[1] + late
+        dkeys[0] = _added(dkeys[0], first)
+    return dq, dkeys
 
 
 def _around(step: Callable[..., Any], carry, keys, ring: Ring):

@@ -187,23 +187,15 @@ def _long_forward(q_BHSN, k_BKSN, v_BKSN, segments, options: Options, interpret:
 def _long_backward(options: Options, interpret: bool, residuals, grad):
     q, k, v, segments, out, lse = residuals
     size = _chunk(q.shape[2], options)
-    of_queries = q, lse, inner_products(out, grad), grad
     shared = _shared(segments, size)
-
-    def parts(pair, *, causal: bool):
-        rows, columns = pair * size
-        own_q, own_lse, inner, own_grad = (_cut(x, rows, size, 2) for x in of_queries)
-        own_k, own_v = (_cut(x, columns, size, 2) for x in (k, v))
-        ids = None
-        if segments is not None:
-            own_ids = _cut(segments.q, rows, size, 1)
-            their_ids = _cut(segments.kv, columns, size, 1)
-            ids = pallas_splash.SegmentIds(own_ids, their_ids)
-        arrays = [own_q, own_k, own_v, own_lse, inner, own_grad]
-        return _gradients(arrays, ids, options._replace(causal=causal), interpret)
+    arrays = [q, k, v, lse, inner_products(out, grad), grad]
+    parts = functools.partial(
+        _pair_gradients, arrays, segments, size, options, interpret
+    )
 
     def own(totals, pair):
-        dq, *dkeys = parts(pair, causal=True)
+        rows, columns = pair * size
+        dq, *dkeys = parts(rows, columns, causal=True)
         return [
             _put(total, part, pair[1] * size)
             for total, part in zip(totals, dkeys, strict=True)
@@ -218,7 +210,7 @@ def _long_backward(options: Options, interpret: bool, residuals, grad):
         dq_so_far = jnp.where(pair[1] == 0, start, dq_so_far)
 
         def add(dq_so_far, totals):
-            more, *dkeys = parts(pair, causal=False)
+            more, *dkeys = parts(rows, columns, causal=False)
             sums = [
                 _cut(t, columns, size, 2) + d.astype(t.dtype)
                 for t, d in zip(totals, dkeys, strict=True)
@@ -252,6 +244,35 @@ def _long_backward(options: Options, interpret: bool, residuals, grad):
 
 
 _long.defvjp(_long_forward, _long_backward)
+
+
+def _pair_gradients(
+    arrays: list[jax.Array],
+    segments: pallas_splash.SegmentIds | None,
+    size: int,
+    options: Options,
+    interpret: bool,
+    rows: jax.Array,
+    columns: jax.Array,
+    *,
+    causal: bool,
+):
+    """Computes the gradients by a chunk of queries and one of keys.
+
+    Args:
+      arrays: whole ones, see `_gradients`.
+      rows, columns: places where the chunks of queries and keys begin.
+    """
+    q, k, v, *of_results = arrays
+    own_q, *own_results = (_cut(x, rows, size, 2) for x in (q, *of_results))
+    own_k, own_v = (_cut(x, columns, size, 2) for x in (k, v))
+    ids = None
+    if segments is not None:
+        own_ids = _cut(segments.q, rows, size, 1)
+        their_ids = _cut(segments.kv, columns, size, 1)
+        ids = pallas_splash.SegmentIds(own_ids, their_ids)
+    chunks = [own_q, own_k, own_v, *own_results]
+    return _gradients(chunks, ids, options._replace(causal=causal), interpret)
 
 
 def _chunk(length: int, options: Options) -> int:

@@ -156,7 +156,8 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
     edges = [row(i, -1, f, first), row(i, -1, f, last), row(i, -1, b, first)]
     ticks = _ticks(rows, *(edge.max(axis=1) for edge in edges), trash=(nx, ng))
     runs = _runs(ticks, KINDS[:5])
-    runs = runs if len(runs) <= max_runs else _runs(ticks, ("forward", "backward"))
+    if len(runs) > max_runs:
+        runs = _runs(ticks, ("forward", "backward"))
     return Program(schedule, rows, ticks, runs, nx, ng, live_x)
 
 
