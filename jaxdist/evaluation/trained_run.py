@@ -440,7 +440,9 @@ class TrainedRun:
         """
         begin = self.tokenizer.begin_of_document
         end = self.tokenizer.end_of_document
-        first = begin if begin is not None else None if prompt else end
+        first = begin
+        if begin is None and not prompt:
+            first = end
         ids = self.tokenizer.encode(_text(prompt))
         return (
             ids if first is None else np.concatenate([np.array([first], np.int32), ids])

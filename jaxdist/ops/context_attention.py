@@ -56,11 +56,8 @@ class Form:
         """Returns from how many devices before a window reaches keys, if each has a
         part of the sequence.
         """
-        return (
-            min(-(-(window - 1) // part), self.context - 1)
-            if window
-            else self.context - 1
-        )
+        most = self.context - 1
+        return min(-(-(window - 1) // part), most) if window else most
 
     def run(self, backend: Backend, request: Request) -> jax.Array:
         """Computes attention as a device has it: called with its own part of the

@@ -106,7 +106,9 @@ class Rules:
         axes["width"] = self.shards
         axes["width_of_part"] = tuple(a for a in self.shards if a not in SEQUENCE_AXES)
         axes["vocab_of_part"] = ("tensor", *SEQUENCE_AXES)
-        axes["residual"] = (*SEQUENCE_AXES, *("tensor",) * self.sequence_parallel)
+        axes["residual"] = SEQUENCE_AXES
+        if self.sequence_parallel:
+            axes["residual"] = (*SEQUENCE_AXES, "tensor")
         return P(
             *(
                 self._entry(axes.get(n, ()), d, partly=True)
@@ -151,9 +153,12 @@ class Rules:
         return tuple(axis for axis in axes if self.shape.sizes[axis] > 1)
 
     def _axes_of(self, name: str | None) -> tuple[str, ...]:
-        over_stages = name == "stages" or (name == "vocab" and self.vocab_over_stages)
-        axis = PARAMETER_AXES.get(name or "")
-        return ("pipeline",) * over_stages + ((axis,) if axis else ())
+        axes = []
+        if name == "stages" or (name == "vocab" and self.vocab_over_stages):
+            axes.append("pipeline")
+        if name in PARAMETER_AXES:
+            axes.append(PARAMETER_AXES[name])
+        return tuple(axes)
 
     def _fsdp_dim(
         self, names: Names, dims: Sequence[int], spec: Sequence, shards: int

@@ -189,6 +189,11 @@ Block = Callable[[Any, jax.Array, BlockInfo], BlockOutput]
 Transform = Callable[[Block], Block]
 
 
+def unchanged(block: Block) -> Block:
+    """Wraps a block in nothing."""
+    return block
+
+
 @dataclass(frozen=True)
 class Recompute:
     """What of a stack's layers is computed again, where that is more than one wrapper
@@ -201,7 +206,7 @@ class Recompute:
     every: int = 1  # layers of a group
     last: int = 0  # layers at the end that are wrapped so; 0: all
     # wraps those before them, and `first_blocks`
-    others: Transform = lambda block: block
+    others: Transform = unchanged
 
     @classmethod
     def of(cls, transform: "Transform | Recompute") -> "Recompute":
@@ -218,7 +223,7 @@ def run_blocks(
     x: jax.Array,
     key: jax.Array | None,
     fields: dict[str, jax.Array],
-    transform: Transform | Recompute = lambda block: block,
+    transform: Transform | Recompute = unchanged,
     *,
     first: int | jax.Array = 0,
     pattern: tuple[str, ...] = (),
@@ -377,7 +382,7 @@ def staged_loss(
     model: Any,
     batch: Batch,
     key: jax.Array | None,
-    transform: Transform | Recompute = lambda block: block,
+    transform: Transform | Recompute = unchanged,
     head: Callable[[Any, jax.Array, Batch], Loss] = head_loss,
 ) -> Loss:
     """Returns the loss of a staged model.
@@ -393,7 +398,7 @@ def staged_output(
     model: Any,
     batch: Batch,
     key: jax.Array | None,
-    transform: Transform | Recompute = lambda block: block,
+    transform: Transform | Recompute = unchanged,
 ) -> BlockOutput:
     """Computes what enters the head of a staged model, and the sums of its blocks."""
     fields = shared_fields(model, batch)
@@ -406,7 +411,7 @@ def embedded(
     model: Any,
     batch: Batch,
     key: jax.Array | None,
-    transform: Transform = lambda block: block,
+    transform: Transform = unchanged,
 ) -> jax.Array:
     """Computes what enters `blocks`: the embedding, and of a model with `first_blocks`
     what these make of it.
