@@ -139,9 +139,9 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
 
     every = slice(None)
     first = slice(0, 1)
-    last = slice(p * v - 1, None)
+    last = slice(-1, None)
     rows = ScheduleRows(
-        rg=row(g, ng, g_from, slice(0, p * v - 1)),
+        rg=row(g, ng, g_from, slice(-1)),
         e_x=row(x, nx, f, first),
         f_mb=row(i, -1, f, every),
         f_chunk=row(chunk_of, 0, f, every),
