@@ -37,7 +37,7 @@ from safetensors.numpy import save_file
 from jaxdist.inference.decoding import SamplingConfig, text_generator
 from jaxdist.ops.attention import attention
 from jaxdist.ops.attention_backends import BACKENDS
-from jaxdist.ops.attention_reference import Options
+from jaxdist.ops.attention_request import Options, Request
 from jaxdist.planner import targets
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.plan import make_plan
@@ -185,11 +185,11 @@ def attention_backends(run: RunConfig, flags: argparse.Namespace) -> Item:
     }
     rows = []
     for name, options in cases.items():
-        segments = "segment_ids_BS" in options
-        plain = Options(1.0, True, options.get("softcap"), options.get("window"))
+        shaped = Options(1.0, True, options.get("softcap"), options.get("window"))
+        request = Request(q, k, v, options.get("segment_ids_BS"), shaped)
         for backend, what in BACKENDS.items():
             row: dict[str, Any] = {"case": name, "backend": backend}
-            if row_refusal := what.refusal(q, plain, segments=segments):
+            if row_refusal := what.refusal(request):
                 rows.append(row | {"refused": row_refusal})
                 continue
             row |= _attention_times(q, k, v, options | {"implementation": backend})

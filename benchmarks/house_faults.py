@@ -1038,7 +1038,7 @@ return total._replace(loss=total.loss._replace(count=sums.loss.count)), None
         name="residual_not_split_by_tensor",
         room="parallel",
         function="Rules.activation",
-        old='(*SEQUENCE_AXES, *("tensor",) * self.sequence_parallel)',
+        old='(*SEQUENCE_AXES, "tensor")',
         new="SEQUENCE_AXES",
         tests=(
             "parallel/test_sharding.py::"

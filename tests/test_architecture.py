@@ -232,7 +232,7 @@ IMPORTERS_BY_NAME = {
     "config.files": "the config file that --config names",
     "data.sources.stdlib": "a module of Python",
     "models.registry": "the module that model.target names",
-    "ops.experts.megablox": "a module of jax that a function hides",
+    "ops.experts.tpu": "a module of jax that a function hides",
 }
 CALLS_BY_NAME = {"import_module", "__import__", "run_module", "run_path", "exec_module"}
 

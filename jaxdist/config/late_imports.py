@@ -35,7 +35,7 @@ LATE_IMPORTS = {
     "jaxdist.evaluation.lm_eval": LateImport("optional", "lm_eval", 1015),
     "jaxdist.models.lora_quantization": LateImport("optional", "qwix", 33),
     "jaxdist.operations.metrics.tpu_metrics": LateImport("optional", "libtpu", 43),
-    "jaxdist.ops.experts.megablox": LateImport("slow", "jax.experimental.pallas", 67),
+    "jaxdist.ops.experts.tpu": LateImport("slow", "jax.experimental.pallas", 67),
     "jaxdist.ops.splash": LateImport("slow", "jax.experimental.pallas", 89),
     "jaxdist.planner.dry_run": LateImport("slow", "jaxdist.planner", 30),
     "jaxdist.planner.fit_remat": LateImport("slow", "jaxdist.planner", 95),

@@ -37,12 +37,10 @@ class RunModel(LM):
         watch: Watch | None = None,
     ):
         super().__init__()
-        self._run, self._longest, self._stride, self._watch = (
-            run,
-            longest,
-            stride,
-            watch,
-        )
+        self._run = run
+        self._longest = longest
+        self._stride = stride
+        self._watch = watch
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Returns (nats, whether greedy decoding gives it) of each continuation after
@@ -135,7 +133,8 @@ def evaluate_tasks(
         run.log(f"tasks: not all in {folder}; looking among lm_eval's own")
         manager = TaskManager(include_path=folder)
     known = manager.all_tasks
-    if unknown := [name for name in tasks if name not in known]:
+    unknown = [name for name in tasks if name not in known]
+    if unknown:
         raise ConfigError(
             [f"--tasks {name}: no such task.{suggest(name, known)}" for name in unknown]
         )

@@ -234,7 +234,8 @@ class TrainedRun:
         Raises:
           ConfigError: the model has no decode method; as `generate`.
         """
-        weights, sampling = self.state.model_arrays, sampling or SamplingConfig()
+        weights = self.state.model_arrays
+        sampling = sampling or SamplingConfig()
         return self._generate(
             weights, prompts, max_tokens=max_tokens, sampling=sampling, seed=seed
         )
@@ -246,13 +247,14 @@ class TrainedRun:
         sampling: SamplingConfig | None,
         **options: Any,
     ) -> list[Generation]:
-        """Returns what follows each row of tokens, a batch at a time; options as of
+        """Continues each row of tokens, a batch at a time; options as of
         `TokenGenerator`.
         """
         sampling = sampling or SamplingConfig()
         if not sampling.end_tokens:
             sampling = dataclasses.replace(sampling, end_tokens=self.tokenizer.end_ids)
-        size, answers = self.config.batch.global_size, []
+        size = self.config.batch.global_size
+        answers = []
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
             options |= {"sampling": sampling, "samples": samples[part]}
@@ -269,7 +271,7 @@ class TrainedRun:
         seed: int = 0,
         longest: int | None = None,
     ) -> list[str]:
-        """Returns what follows each prompt, without it, up to where the first of
+        """Continues each prompt, and returns the text without it, up to where the first of
         `stops` would begin.
 
         Tokens are those that `generate` draws. A prompt that leaves no room is cut off
@@ -285,7 +287,9 @@ class TrainedRun:
         most = max(min(max_tokens, longest // 2), 1)
         rows = [self._encode(prompt)[-(longest - most) :] for prompt in prompts]
         new = [np.zeros(0, np.int32) for _ in rows]
-        texts, running, done = [""] * len(rows), list(range(len(rows))), 0
+        texts = [""] * len(rows)
+        running = list(range(len(rows)))
+        done = 0
         # new tokens before a look for a stop; doubled each time
         size = 32 if any(stops) else most
         while running:
@@ -325,18 +329,20 @@ class TrainedRun:
         if isinstance(prompt, str):
             ids = self._encode(prompt)
         else:
-            ids, sampling = self._chats.prompt(prompt), self._ending_turns(sampling)
-        new, shown, ended = np.zeros(0, np.int32), "", False
+            ids = self._chats.prompt(prompt)
+            sampling = self._ending_turns(sampling)
+        new = np.zeros(0, np.int32)
+        shown = ""
+        ended = False
         while not ended:
-            begun, size = (
-                [np.concatenate([ids, new])],
-                min(_STREAMED, max_tokens - new.size),
-            )
+            begun = [np.concatenate([ids, new])]
+            size = min(_STREAMED, max_tokens - new.size)
             (answer,) = self._continued(
                 begun, [0], sampling, max_tokens=size, seed=seed
             )
             new = np.concatenate([new, answer.tokens])
-            text, ended = self._answer(ids, new), answer.ended or new.size >= max_tokens
+            text = self._answer(ids, new)
+            ended = answer.ended or new.size >= max_tokens
             if ended or not text.endswith("\ufffd"):  # half a character is held back
                 yield text[len(shown) :]
                 shown = text
@@ -345,7 +351,8 @@ class TrainedRun:
         """Returns the text of new tokens, which may depend on those before: a space,
         half a character.
         """
-        before, whole = self._decode(prompt, new[:0]), self._decode(prompt, new)
+        before = self._decode(prompt, new[:0])
+        whole = self._decode(prompt, new)
         return (
             whole[len(before) :]
             if whole.startswith(before)
@@ -360,7 +367,7 @@ class TrainedRun:
         stride: int | None = None,
         watch: Watch | None = None,
     ) -> list[TextScore]:
-        """Returns how probable each pair's second text is after its first, which may be
+        """Scores how probable each pair's second text is after its first, which may be
         empty.
 
         A text that is too long for the model is scored in windows: each token once,
@@ -396,7 +403,8 @@ class TrainedRun:
     @functools.cached_property
     def _score(self) -> Scorer:
         self._check_decodes()
-        rows, compute = self.config.batch.global_size, self.config.precision.compute
+        rows = self.config.batch.global_size
+        compute = self.config.precision.compute
         return build_scorer(
             self.spec, self.built.mesh, self.built.rules, rows=rows, compute=compute
         )
@@ -419,7 +427,8 @@ class TrainedRun:
             begin = self._encode("")
             first = begin if begin.size else self.tokenizer.encode("\n")
             return first, self.tokenizer.encode(_text(context + continuation))
-        whole, first = self._encode(context + continuation), self._encode(kept)
+        whole = self._encode(context + continuation)
+        first = self._encode(kept)
         return first, whole[len(first) :]
 
     def _encode(self, prompt: str) -> np.ndarray:
@@ -429,8 +438,11 @@ class TrainedRun:
         Where it has no begin, only an empty prompt starts a document: after the end of
         another.
         """
-        begin, end = self.tokenizer.begin_of_document, self.tokenizer.end_of_document
-        first = begin if begin is not None else None if prompt else end
+        begin = self.tokenizer.begin_of_document
+        end = self.tokenizer.end_of_document
+        first = begin
+        if begin is None and not prompt:
+            first = end
         ids = self.tokenizer.encode(_text(prompt))
         return (
             ids if first is None else np.concatenate([np.array([first], np.int32), ids])

@@ -74,7 +74,8 @@ class TokenGenerator:
     ):
         # or each device has whole sequences, as in the cache
         splits = hasattr(spec.model_class, "prefill")
-        self._mesh, self._longest = mesh, longest_text(spec)
+        self._mesh = mesh
+        self._longest = longest_text(spec)
         self._rules = rules if splits else rules.inside(SEQUENCE_AXES)
 
         def run(*args, **sizes):
@@ -99,7 +100,7 @@ class TokenGenerator:
         seed: int = 0,
         samples: Sequence[int] | None = None,
     ) -> list[Generation]:
-        """Returns what follows each prompt.
+        """Continues each prompt.
 
         A token is drawn with a key made of (seed, sample, position in its text), so
         neither the mesh nor the other prompts of the call change it.
@@ -120,7 +121,8 @@ class TokenGenerator:
         if not rows:
             return []
         longest = sys.maxsize if self._longest is None else self._longest
-        shards, room = self._rules.shape.batch_shards, bucket(max_tokens)
+        shards = self._rules.shape.batch_shards
+        room = bucket(max_tokens)
         B = shards * bucket(-(-len(rows) // shards), smallest=1)
         width = min(bucket(max(row.size for row in rows)), longest)
         prompts_BP = padded(rows, B, width)

@@ -64,13 +64,17 @@ def windows(
         many tokens: those of `jaxdist.data.sliding`, where `context` is one token.
         Default: as many as a window holds.
     """
-    tokens, windows = np.concatenate([context, continuation]).astype(np.int32), []
-    first, most = len(context), longest
+    tokens = np.concatenate([context, continuation]).astype(np.int32)
+    windows = []
+    first = len(context)
+    most = longest
     while first < len(tokens):
-        end, move = min(first + most, len(tokens)), stride or 1
+        end = min(first + most, len(tokens))
+        move = stride or 1
         begin = -(-max(0, end - 1 - longest) // move) * move
         windows.append(ScoreWindow(tokens[begin:end], first - begin))
-        first, most = end, stride or longest
+        first = end
+        most = stride or longest
     return windows
 
 
@@ -106,7 +110,8 @@ def build_scorer(
 
         def results() -> Iterator[tuple[jax.Array, jax.Array]]:
             for number, batch in enumerate(batches, 1):
-                tokens, width = [windows[i].tokens for i in batch], widths[batch[0]]
+                tokens = [windows[i].tokens for i in batch]
+                width = widths[batch[0]]
                 inputs_BW, targets_BW = (
                     padded([row[part] for row in tokens], rows, width)
                     for part in (slice(-1), slice(1, None))

@@ -72,7 +72,7 @@ def laid_out(
 
 
 def fits(size: int, device_kind: str) -> bool:
-    """Returns whether a device has room for so many bytes of weights; one that is not
+    """Checks whether a device has room for so many bytes of weights; one that is not
     known has.
     """
     chip = chip_for(device_kind)

@@ -25,7 +25,9 @@ class Source:
     """A config.json that notes which fields were read, and what is wrong with them."""
 
     def __init__(self, config: Mapping[str, Any], prefix: str = ""):
-        self.config, self.prefix, self.faults = dict(config), prefix, list[str]()
+        self.config = dict(config)
+        self.prefix = prefix
+        self.faults = list[str]()
         self.read: set[str] = set()
 
     def take(self, key: str, default: Any = REQUIRED) -> Any:
@@ -47,11 +49,14 @@ class Source:
         if value is None and default is None:
             return None
         if kind is bool:
-            legal, why = isinstance(value, bool), "true or false"
+            legal = isinstance(value, bool)
+            why = "true or false"
         elif kind is int:
-            legal, why = type(value) is int and value >= 0, "a whole number"
+            legal = type(value) is int and value >= 0
+            why = "a whole number"
         else:
-            legal, why = type(value) in (int, float) and value >= 0, "a number > 0"
+            legal = type(value) in (int, float) and value >= 0
+            why = "a number > 0"
         return value if legal else self.refuse(key, value, f"{why} is required", 1)
 
     def count(self, key: str, default: int | None) -> Any:
@@ -124,7 +129,8 @@ def only(key: str, *legal: Any) -> Rule:
     """
 
     def read(source: Source, _: Values) -> dict[str, Any]:
-        if (value := source.take(key, legal[0])) not in legal:
+        value = source.take(key, legal[0])
+        if value not in legal:
             source.refuse(
                 key, value, f"not supported; required {' or '.join(map(repr, legal))}"
             )
@@ -167,7 +173,8 @@ def gpt2_heads() -> Rule:
     """
 
     def read(source: Source, values: Values) -> dict[str, Any]:
-        width, num = values["d_model"], values["num_heads"]
+        width = values["d_model"]
+        num = values["num_heads"]
         d_ff = source.count("n_inner", None) or 4 * width
         return {"num_kv_heads": num, "head_dim": width // max(num, 1), "d_ff": d_ff}
 
@@ -317,10 +324,8 @@ def layers(form: str, window: int | None, period: int = 0) -> Rule:
         return [KINDS[name] for name in names]
 
     def read(source: Source, values: Values) -> dict[str, Any]:
-        size, of_layers = (
-            source.take("sliding_window", window),
-            kinds(source, values["num_layers"]),
-        )
+        size = source.take("sliding_window", window)
+        of_layers = kinds(source, values["num_layers"])
         if "local" not in of_layers or (size is None and form == "all"):
             return {"window": 0, "layer_pattern": ("global",)}
         if not isinstance(size, int) or size < 1:
@@ -330,8 +335,10 @@ def layers(form: str, window: int | None, period: int = 0) -> Rule:
         return {"window": size, "layer_pattern": shortest_period(of_layers)}
 
     def write(values: Values) -> dict[str, Any]:
-        pattern, depth = values["layer_pattern"], values["num_layers"]
-        of_layers, some = spread(pattern, depth), "local" in pattern
+        pattern = values["layer_pattern"]
+        depth = values["num_layers"]
+        of_layers = spread(pattern, depth)
+        some = "local" in pattern
         if form == "all":
             return {"sliding_window": values["window"] if some else None}
         types = [
@@ -361,10 +368,8 @@ def switched_window(window: int) -> Rule:
 
     def read(source: Source, _: Values) -> dict[str, Any]:
         used = source.number("use_sliding_window", False, bool)
-        size, first = (
-            source.take("sliding_window", window),
-            source.number("max_window_layers", 0, int),
-        )
+        size = source.take("sliding_window", window)
+        first = source.number("max_window_layers", 0, int)
         if not used or size is None:
             return {"window": 0, "layer_pattern": ("global",)}
         if first:
@@ -380,7 +385,8 @@ def switched_window(window: int) -> Rule:
         return {"window": size, "layer_pattern": ("local",)}
 
     def write(values: Values) -> dict[str, Any]:
-        pattern, size = set(values["layer_pattern"]), values["window"]
+        pattern = set(values["layer_pattern"])
+        size = values["window"]
         return {
             "use_sliding_window": pattern == {"local"},
             "sliding_window": size or None,

@@ -35,7 +35,8 @@ def experts(
             _COUNTS, key=lambda name: (name not in source.config, name != key)
         )
         num = source.count(names[0], count)
-        if (again := source.count(names[1], num)) != num:
+        again = source.count(names[1], num)
+        if again != num:
             source.refuse(
                 names[1], again, f"{names[0]} is {num}; leave out one of them"
             )
@@ -46,7 +47,8 @@ def experts(
                 f"at most {_MOST_EXPERTS:,} of all layers are supported",
                 1,
             )
-        k, always = source.count("num_experts_per_tok", chosen), normalise
+        k = source.count("num_experts_per_tok", chosen)
+        always = normalise
         return {
             "num_experts": num,
             "experts_per_token": k,
@@ -73,7 +75,8 @@ def dense_layers() -> Rule:
     """
 
     def read(source: Source, values: Values) -> dict[str, Any]:
-        step, depth = source.count("decoder_sparse_step", 1), values["num_layers"]
+        step = source.count("decoder_sparse_step", 1)
+        depth = values["num_layers"]
         dense = source.take("mlp_only_layers", None) or []
         if not isinstance(dense, list) or not all(
             type(layer) is int for layer in dense
@@ -90,7 +93,8 @@ def dense_layers() -> Rule:
             key = "mlp_only_layers" if dense else "decoder_sparse_step"
             why = f"required layers with experts, in a pattern of {_LONGEST} layers or fewer"
             source.refuse(key, dense or step, why)
-            first, pattern = 0, ("sparse",)
+            first = 0
+            pattern = ("sparse",)
         return {"first_dense_layers": first, "feed_forward_pattern": pattern}
 
     def write(values: Values) -> dict[str, Any]:
@@ -104,7 +108,8 @@ def dense_layers() -> Rule:
 
 def kinds_of(values: Values) -> list[str]:
     """Returns of each layer whether its feed-forward part is dense or sparse."""
-    first, depth = values["first_dense_layers"], values["num_layers"]
+    first = values["first_dense_layers"]
+    depth = values["num_layers"]
     return ["dense"] * first + spread(values["feed_forward_pattern"], depth - first)
 
 
@@ -112,7 +117,8 @@ def pattern_of(kinds: Sequence[str]) -> tuple[int, tuple[str, ...]]:
     """Returns the number of first dense layers, and what repeats behind them; (0, ())
     if that is too long.
     """
-    depth, leading = len(kinds), [*kinds, "sparse"].index("sparse")
+    depth = len(kinds)
+    leading = [*kinds, "sparse"].index("sparse")
     for period in range(1, min(depth, _LONGEST) + 1):
         start = depth - period
         while start > 0 and kinds[start - 1] == kinds[start - 1 + period]:

@@ -39,7 +39,7 @@ class TensorPart:
         return dict(zip(self.ours, shape[self.stacked :], strict=True))
 
     def is_in(self, shapes: Shapes) -> bool:
-        """Returns whether there is such a parameter, with as many dims."""
+        """Checks whether there is such a parameter, with as many dims."""
         return len(shapes.get(self.path, ())) == self.stacked + len(self.ours)
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -86,7 +86,8 @@ class Stored:
         them, itself.
         """
         if not self.parts[0].stacked:
-            yield from [self] * (self.parts[0].path in shapes)
+            if self.parts[0].path in shapes:
+                yield self
             return
         for start, (first, step) in _stacks(shapes).items():
             parts = tuple(
@@ -109,7 +110,7 @@ class Stored:
         return (*parts[0][: self.axis], total, *parts[0][self.axis + 1 :])
 
     def offset(self, part: TensorPart, shapes: Shapes) -> int:
-        """Returns where on the axis a part begins."""
+        """Computes where on the axis a part begins."""
         before = self.parts[: self.parts.index(part)]
         return sum(
             other.stored_shape(shapes[other.path])[self.axis] for other in before
@@ -149,7 +150,8 @@ class Family:
     def canonical(self, name: str) -> str:
         """Returns the table's name of a stored tensor."""
         for beginning, ours in self.renamed.items():
-            if match := re.match(beginning, name):
+            match = re.match(beginning, name)
+            if match:
                 return ours + name[match.end() :]
         return name
 
@@ -268,7 +270,8 @@ def _experts(block: str, gate: str, up: str, down: str) -> dict[str, str | tuple
     """Returns the tensors of a block's router and experts, of which each is stored by
     itself.
     """
-    names, experts = (gate, up, down), _L + block + ".experts.{}."
+    names = (gate, up, down)
+    experts = _L + block + ".experts.{}."
     lines = ("mlp/gate DF -> F D", "mlp/up DF -> F D", "mlp/down FD -> D F")
     router: dict[str, str | tuple] = {
         f"{_L}{block}.gate.weight": "mlp/router DE -> E D"

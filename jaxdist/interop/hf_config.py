@@ -74,7 +74,7 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 
 
 def _absence(folder: Path | str) -> str:
-    """Returns what to say where no config.json is; a name of a hub is told as such."""
+    """Explains where no config.json is; a name of a hub is recognised."""
     if _HUB_NAME.fullmatch(str(folder)) and not Path(folder).exists():
         owner = Path(folder).parts[0]
         # of the hub; "models" is where folders lie
@@ -97,11 +97,9 @@ def derive(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
         is not built.
     """
     kind = config.get("model_type")
-    family, source, values = (
-        FAMILIES.get(str(kind), LLAMA),
-        Source(config),
-        dict[str, Any](),
-    )
+    family = FAMILIES.get(str(kind), LLAMA)
+    source = Source(config)
+    values = dict[str, Any]()
     for rule in family.rules:
         values |= rule.read(source, values)
     faults = source.close(
@@ -146,7 +144,8 @@ def fields_of(
     Raises:
       ConfigError: none fits; the values in which the nearest one differs.
     """
-    wanted, origin = canonical_values(values), origin or {}
+    wanted = canonical_values(values)
+    origin = origin or {}
     # of each family that does not fit
     differences: dict[str, tuple[bool, Sequence[str]]] = {}
     carried = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -163,9 +162,11 @@ def fields_of(
         for rule in family.rules:
             fields |= rule.write(wanted)
         try:
-            legal, faults = True, tuple(differing_values(wanted, derive(fields)[1]))
+            legal = True
+            faults = tuple(differing_values(wanted, derive(fields)[1]))
         except ConfigError as error:
-            legal, faults = False, error.faults
+            legal = False
+            faults = error.faults
         if not faults:
             return family, fields
         differences[family.model_type] = not legal, faults
@@ -195,23 +196,20 @@ def canonical_values(values: Mapping[str, Any]) -> dict[str, Any]:
         v["expert_d_ff"] = v["expert_d_ff"] or v["d_ff"]
         first, pattern = pattern_of(kinds_of(v))
         if pattern:
-            v["first_dense_layers"], v["feed_forward_pattern"] = first, pattern
+            v["first_dense_layers"] = first
+            v["feed_forward_pattern"] = pattern
     if v["expert_groups"] == v["expert_top_groups"]:
         idle += ["expert_groups", "expert_top_groups"]
     if "local" not in kinds:
         idle += ["window", "rope_theta_local"]
-    stretch = rotary.Stretch(**{n.removeprefix("rope_"): v[n] for n in STRETCH})
-    if not stretch.changes:
-        idle += [
-            *STRETCH,
-            *["rope_theta_local"] * (v["rope_theta_local"] == v["rope_theta"]),
-        ]
+    config = rotary.RotaryConfig(**{name: v[name] for name in STRETCH})
+    if config.stretches:
+        read = ("rope_factor", "rope_scaling", *rotary.READ[config.rope_scaling])
+        idle += [name for name in STRETCH if name not in read]
     else:
-        idle += [
-            n
-            for n in STRETCH[2:]
-            if n.removeprefix("rope_") not in rotary.READ[stretch.scaling]
-        ]
+        idle += STRETCH
+        if v["rope_theta_local"] == v["rope_theta"]:
+            idle.append("rope_theta_local")
     turns = [*STRETCH, "rope_theta", "rope_theta_local", "rotary_fraction"]
     idle += turns if v["positions"] == "learned" else ["max_positions"]
     return v | {name: DEFAULTS[name] for name in idle}

@@ -24,7 +24,8 @@ from jaxdist.interop.hf_config import canonical_values, derive, read_config
 from jaxdist.models.model_values import differing_values, without_stretch
 from jaxdist.storage.untrusted import Malformed, of_kind, open_regular, read_json
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 _DTYPES = ("F32", "BF16", "F16")
 _ALIGNED = 64  # bytes
 _CHECKED = 1 << 16  # values at a time, which stay in the processor's cache
@@ -76,7 +77,9 @@ class Tensors:
         Raises:
           ConfigError: files that are missing, cut short or not what the index says.
         """
-        self.folder, self.family, self.bytes_read = Path(folder), family, 0
+        self.folder = Path(folder)
+        self.family = family
+        self.bytes_read = 0
         self._handles: dict[str, Any] = {}  # the table's name -> a tensor's slices
         self._not_finite: set[str] = set()  # names of tensors, of what was read
         faults: list[str] = []
@@ -128,7 +131,8 @@ class Tensors:
             raise ConfigError(
                 f"{self.folder / INDEX} cannot be read: {error}"
             ) from error
-        if away := [file for file in files if Path(file).name != file]:
+        away = [file for file in files if Path(file).name != file]
+        if away:
             raise ConfigError(
                 f"{self.folder / INDEX} names files outside the folder: {', '.join(away)}"
             )
@@ -157,7 +161,8 @@ class Tensors:
         )
         for name in sorted(wanted.keys() & self._handles.keys()):
             handle = self._handles[name]
-            shape, dtype = tuple(handle.get_shape()), handle.get_dtype()
+            shape = tuple(handle.get_shape())
+            dtype = handle.get_dtype()
             if shape != wanted[name]:
                 faults.append(
                     f"{name} has shape {shape}, config.json makes it {wanted[name]}"
@@ -192,7 +197,8 @@ class Tensors:
                     stored, part, stored.offset(part, shapes), abstract[part.path]
                 )
                 parameters[part.path] = convert(part.path, value) if convert else value
-        if faults := _listed("tensors with NaN or infinite values", self._not_finite):
+        faults = _listed("tensors with NaN or infinite values", self._not_finite)
+        if faults:
             raise ConfigError(
                 f"{self.folder}: {fault}; copy or export it again" for fault in faults
             )
@@ -220,10 +226,8 @@ class Tensors:
     def _read_shard(self, stored, part, offset, x, ranges) -> np.ndarray:
         """Returns one shard, of all its layers and experts."""
         block = _empty([stop - start for start, stop in ranges], x.dtype)
-        dims, inner = (
-            part.dims(x.shape),
-            dict(zip(part.ours, ranges[part.stacked :], strict=True)),
-        )
+        dims = part.dims(x.shape)
+        inner = dict(zip(part.ours, ranges[part.stacked :], strict=True))
         runs = [_runs(group, dims, inner) for group in part.theirs]
         runs[stored.axis] = [
             slice(run.start + offset, run.stop + offset) for run in runs[stored.axis]
@@ -257,7 +261,7 @@ class Tensors:
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Returns whether no float is NaN or infinite: then all bits of its exponent are
+    """Checks whether no float is NaN or infinite: then all bits of its exponent are
     set.
 
     numpy's own isfinite takes six times as long for bfloat16, and memory for as many
@@ -287,7 +291,8 @@ def _runs(
     """
     runs = [(0, 1)]
     for letter in group:
-        size, chosen = dims[letter], where[letter]
+        size = dims[letter]
+        chosen = where[letter]
         if chosen == (0, size):
             runs = [(start * size, stop * size) for start, stop in runs]
         else:

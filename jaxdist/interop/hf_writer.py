@@ -50,13 +50,15 @@ class CheckpointWeights:
         Raises:
           CheckpointError: there is none.
         """
-        folder, reasons = folders.as_path(folder), dict[int, str]()
+        folder = folders.as_path(folder)
+        reasons = dict[int, str]()
         run = manifest.identity(folder, create=False)
         listed = folders.newest_first(folder, folders.all_steps)
         for number in listed if step is None else [step]:
             try:
                 self.manifest = manifest.check(folder, number, run=run)
-                self.step, self._path = number, folder / str(number)
+                self.step = number
+                self._path = folder / str(number)
                 self._arrays = folders.read_step(folder, number).arrays
                 break
             except (CheckpointError, OSError) as error:
@@ -96,7 +98,8 @@ class CheckpointWeights:
             if not path.endswith("/choice_bias"):
                 continue
             bias = self.read(path)
-            if (spread := float(np.ptp(bias, -1).max())) > 0:
+            spread = float(np.ptp(bias, -1).max())
+            if spread > 0:
                 raise ConfigError(
                     f"{path}: biases that differ by up to {spread:.3g} (model.balance=bias) choose the "
                     f"experts of this run, and {family.architecture} has no tensor for them: tokens would go "
@@ -109,11 +112,10 @@ class CheckpointWeights:
         Raises:
           CheckpointError: it is not what was saved.
         """
-        name, cpu = (
-            (self._names | self._state)[path],
-            jax.local_devices(backend="cpu")[0],
-        )
-        stored, host = self._arrays[name], jax.sharding.SingleDeviceSharding(cpu)
+        name = (self._names | self._state)[path]
+        cpu = jax.local_devices(backend="cpu")[0]
+        stored = self._arrays[name]
+        host = jax.sharding.SingleDeviceSharding(cpu)
         wanted = {name: jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=host)}
         try:
             arrays = self._backend.read(self._path, wanted)
@@ -156,7 +158,8 @@ def export(
     Raises:
       ConfigError: parameters for which the family has no tensor.
     """
-    if faults := unmapped(family, shapes):
+    faults = unmapped(family, shapes)
+    if faults:
         raise ConfigError(faults)
     target.mkdir(parents=True, exist_ok=True)
     views, total = _create_files(
@@ -165,11 +168,10 @@ def export(
     for stored, part in [
         (tensor, part) for tensor in family.present(shapes) for part in tensor.parts
     ]:
-        value, shape = read(part.path), part.stored_shape(shapes[part.path])
-        start, order = (
-            stored.offset(part, shapes),
-            [part.ours.index(x) for x in "".join(part.theirs)],
-        )
+        value = read(part.path)
+        shape = part.stored_shape(shapes[part.path])
+        start = stored.offset(part, shapes)
+        order = [part.ours.index(x) for x in "".join(part.theirs)]
         place = (slice(None),) * stored.axis + (
             slice(start, start + shape[stored.axis]),
         )
@@ -195,7 +197,8 @@ def _create_files(
         if shards[-1] and sum(shards[-1].values()) + size > max_shard_bytes:
             shards.append({})
         shards[-1][name] = size
-    views, index = {}, {}
+    views = {}
+    index = {}
     for number, shard in enumerate(shards, 1):
         file = (
             SINGLE
@@ -220,7 +223,8 @@ def _create_files(
         )
         for name, end in ends.items():
             part = data[first + end - shard[name] : first + end]
-            views[name], index[name] = part.view(kind).reshape(shapes[name]), file
+            views[name] = part.view(kind).reshape(shapes[name])
+            index[name] = file
     total = sum(sizes.values())
     if len(shards) > 1:
         _write_json(
@@ -241,7 +245,8 @@ def copy_own_tokenizer(file: Path, target: Path) -> dict[str, int]:
     Raises:
       ConfigError: it cannot be read.
     """
-    special, named = _special_tokens(file), tokenizer_config.read(file.parent).special
+    special = _special_tokens(file)
+    named = tokenizer_config.read(file.parent).special
     shutil.copyfile(file, target / file.name)
     fields: dict[str, str] = (
         {"eos_token": special[0]["content"]} if len(special) == 1 else {}

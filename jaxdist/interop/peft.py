@@ -23,7 +23,8 @@ from jaxdist.interop.hf_reader import all_finite, open_tensors
 from jaxdist.models.lora import LoraConfig
 from jaxdist.storage.untrusted import read_json
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SHOWN = 12
 _ALPHA = 8  # PEFT's default
@@ -166,7 +167,7 @@ def read(
 
 
 def _scale_faults(fields: Mapping[str, Any]) -> list[str]:
-    """Returns what is wrong with the fields that say how strong an adapter is."""
+    """Lists what is wrong with the fields that say how strong an adapter is."""
     alphas = {"lora_alpha": fields.get("lora_alpha", _ALPHA)}
     patterns = fields.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
@@ -184,7 +185,7 @@ def _scale_faults(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _is_plain(pattern: str) -> bool:
-    """Returns whether a regex of others is one that ends soon: it repeats nothing."""
+    """Checks whether a regex of others is one that ends soon: it repeats nothing."""
     try:
         return bool(
             re.fullmatch(r"[\w.|()\\^$\[\]-]{1,200}", pattern)
@@ -203,10 +204,8 @@ def _take(adapters, name, tensors, family, fields, config) -> Iterator[str]:
         if not name.endswith(".lora_B.weight"):
             yield f"the tensor {name} is not understood"
         return
-    layer, canonical = (
-        re.search(r"\.(\d{1,9})\.", module),
-        family.canonical(f"{module}.weight"),
-    )
+    layer = re.search(r"\.(\d{1,9})\.", module)
+    canonical = family.canonical(f"{module}.weight")
     number = int(layer[1]) if layer else 0
     of_layers = (stored for stored in family.tensors if stored.parts[0].stacked == 1)
     stored = next((s for s in of_layers if s.name.format(number) == canonical), None)
@@ -216,17 +215,20 @@ def _take(adapters, name, tensors, family, fields, config) -> Iterator[str]:
     if "blocks/layer_0/" in "".join(adapters) or "first_blocks/" in "".join(adapters):
         yield "adapters of a model with dense layers between those with experts are not read"
         return
-    if untargeted := [
+    untargeted = [
         part.path for part in stored.parts if f"{part.path}/lora_a" not in adapters
-    ]:
+    ]
+    if untargeted:
         yield f"{module} has an adapter, and {untargeted[0]} is no target; name it in lora.targets"
         return
-    a, b = tensors[name], tensors.get(f"{module}.lora_B.weight")
+    a = tensors[name]
+    b = tensors.get(f"{module}.lora_B.weight")
     if b is None or (misfit := _misfit(stored, adapters, number, a, b)):
         yield f"{module} {'has no lora_B' if b is None else misfit}"
         return
     rank = a.shape[0]
-    scale, expected = _scale(fields, module, rank), config.alpha / config.rank
+    scale = _scale(fields, module, rank)
+    expected = config.alpha / config.rank
     pieces = _split(stored, adapters, a, b, config.rank)
     if pieces is None:
         yield f"{module} has rank {rank}, lora.rank is {config.rank}; set lora.rank={rank}"
@@ -241,7 +243,7 @@ def _take(adapters, name, tensors, family, fields, config) -> Iterator[str]:
 
 
 def _misfit(stored: Stored, ours, number: int, a: np.ndarray, b: np.ndarray) -> str:
-    """Returns why A and B of a layer of theirs are none of ours, whatever their rank;
+    """Explains why A and B of a layer of theirs are none of ours, whatever their rank;
     "" if they are.
     """
     if a.ndim != 2 or b.ndim != 2 or not 0 < a.shape[0] == b.shape[1]:
@@ -301,7 +303,9 @@ def _split(
     """Returns A and B of our kernels from those of a layer of theirs; None: the rank
     does not fit.
     """
-    count, kernels, row = len(stored.parts), {}, 0
+    count = len(stored.parts)
+    kernels = {}
+    row = 0
     # as `_fused` put them together, if nothing is off the diagonal
     blocks = a.shape[0] == rank * count
     if not blocks and a.shape[0] != rank:

@@ -36,10 +36,8 @@ def rotary(*, partial: bool = False, theta: float = 10_000.0) -> Rule:
     """
 
     def read(source: Source, _: Values) -> dict[str, Any]:
-        new, old = (
-            source.take("rope_parameters", None),
-            source.take("rope_scaling", None),
-        )
+        new = source.take("rope_parameters", None)
+        old = source.take("rope_scaling", None)
         key = "rope_scaling" if old else "rope_parameters"
         inner = source.inside(key, old or new or {})
         base = inner.number("rope_theta", source.number("rope_theta", theta))

@@ -165,7 +165,7 @@ class Attention(Mixer):
         if c.positions != "rotary":
             return {}
         positions = batch["positions"]
-        tables = rotary_frequencies(c.rotary_dims, c.rope_theta, length, c.stretch)
+        tables = rotary_frequencies(c.rotary_dims, c.rope_theta, length, c)
         cos, sin = layers.rotary_tables(positions, *tables)
         fields = {"rotary_cos": cos, "rotary_sin": sin}
         if c.rope_theta_local:
@@ -230,7 +230,7 @@ def _rotary_faults(c: AttentionConfig) -> Iterator[str]:
     if c.positions != "rotary" or not 0 < c.rotary_fraction <= 1:
         return
     if c.rotary_dims >= 2 and c.rotary_dims % 2 == 0:
-        yield from c.stretch.faults(c.rotary_dims, c.rope_theta)
+        yield from c.stretch_faults(c.rotary_dims)
         return
     size = f"model.head_dim={c.head_dim}"
     cure = "change it"
@@ -250,7 +250,8 @@ def _window_faults(c: AttentionConfig) -> Iterator[str]:
             )
         return
     for name in ("window", "rope_theta_local"):
-        if value := getattr(c, name):
+        value = getattr(c, name)
+        if value:
             yield (
                 f"model.{name}={value}: {pattern} has no local layers; set "
                 f"model.layer_pattern (local, or local,global) or model.{name}=0"

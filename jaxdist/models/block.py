@@ -3,6 +3,7 @@
 Letters: see `layers`.
 """
 
+from functools import partial
 from typing import Literal
 
 import jax
@@ -37,14 +38,13 @@ class Block(nnx.Module):
         self.layer_pattern = layer_pattern  # of a stack of these blocks
         self.dropout = c.dropout
         self.position = c.norm_position
+        norm = partial(layers.Norm, c.d_model, kind=c.norm, eps=c.norm_eps)
         if c.norm_position != "post":
-            self.attention_norm = layers.Norm(c.d_model, kind=c.norm, eps=c.norm_eps)
-            self.mlp_norm = layers.Norm(c.d_model, kind=c.norm, eps=c.norm_eps)
+            self.attention_norm = norm()
+            self.mlp_norm = norm()
         if c.norm_position != "pre":
-            self.attention_post_norm = layers.Norm(
-                c.d_model, kind=c.norm, eps=c.norm_eps
-            )
-            self.mlp_post_norm = layers.Norm(c.d_model, kind=c.norm, eps=c.norm_eps)
+            self.attention_post_norm = norm()
+            self.mlp_post_norm = norm()
         self.attention = mixer(c, rngs)
         self.mlp = channel(c, rngs)
 
@@ -111,7 +111,8 @@ def _joined(
     Raises:
       ConfigError: both have one of the same name.
     """
-    if both := sorted(mixer.keys() & channel.keys()):
+    both = sorted(mixer.keys() & channel.keys())
+    if both:
         raise ConfigError(
             f"a block's mixer and its channel both return {', '.join(both)}; rename one"
         )

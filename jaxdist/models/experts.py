@@ -45,8 +45,10 @@ WEIGHTS = "token_weights"
 # precision is given them.
 GIVEN_IDS = "expert_ids"
 # stats: choices of each expert [E], and how many were dropped
-LOAD, DROPS = "expert_load", "expert_drops"
-ROUNDS, EXCHANGES = "expert_rounds", "expert_exchanges"
+LOAD = "expert_load"
+DROPS = "expert_drops"
+ROUNDS = "expert_rounds"
+EXCHANGES = "expert_exchanges"
 # a stat of models with dense layers, too: [L], not 0 at this layer's number
 LAYER = "expert_layer"
 LOAD_METRIC = "expert_load"  # [L, E], of a step
@@ -104,21 +106,8 @@ class ExpertsConfig(FeedForwardConfig):
 
 # Options that a dense model leaves as they are.
 EXPERT_FIELDS = (
-    "first_dense_layers",
+    *(name for name in ExpertsConfig.__annotations__ if name != "num_experts"),
     "feed_forward_pattern",
-    "experts_per_token",
-    "expert_d_ff",
-    "num_shared_experts",
-    "scores",
-    "normalise_top_k",
-    "route_scale",
-    "expert_groups",
-    "expert_top_groups",
-    "balance",
-    "balance_rate",
-    "balance_weight",
-    "router_z_loss",
-    "capacity_factor",
 )
 
 
@@ -133,7 +122,9 @@ class Experts(Channel):
     def __init__(self, config: ExpertsConfig, rngs: nnx.Rngs):
         c = self.config = config
         std = c.init_std
-        E, D, F = c.num_experts, c.d_model, c.expert_width
+        E = c.num_experts
+        D = c.d_model
+        F = c.expert_width
         if c.num_shared_experts:  # several are one of their width together
             shared = FeedForward(c, rngs, c.num_shared_experts * F)
         self.router = layers.normal(rngs, (D, E), std, ("d_model", None))
@@ -154,11 +145,9 @@ class Experts(Channel):
         """Returns the output [B, S, D], the terms of the objective, and the counts of
         this layer.
         """
-        c, segments, weights = (
-            self.config,
-            info.fields.get("segment_ids"),
-            info.fields.get(WEIGHTS),
-        )
+        c = self.config
+        segments = info.fields.get("segment_ids")
+        weights = info.fields.get(WEIGHTS)
         logits, routing = self.route(x_BSD, _given_ids(info))
         out = experts(
             x_BSD,
@@ -219,7 +208,8 @@ class Experts(Channel):
         """Returns this layer's terms of the objective: sums over tokens, each times the
         token's weight.
         """
-        c, aux = self.config, {}
+        c = self.config
+        aux = {}
         shares = routing.scores / (routing.scores.sum(-1, keepdims=True) + 1e-20)
         if c.balance == "sequence":
             aux["balance"] = c.balance_weight * sequence_balance(
@@ -240,7 +230,8 @@ class Experts(Channel):
         step's stats.
         """
         load = stats[LOAD]
-        total, c = load.sum(-1, keepdims=True), self.config
+        total = load.sum(-1, keepdims=True)
+        c = self.config
         if c.balance == "bias":
             # DeepSeek-V3's (arXiv:2412.19437, 2.1.2), kept around 0: only differences
             # choose. Whole numbers, then a product whose last bits are cut: a compiler
@@ -322,7 +313,8 @@ class Experts(Channel):
     def faults(config: ExpertsConfig) -> Iterator[str]:
         """Yields what is wrong with experts, or with their options in a dense model."""
         c = config
-        E, k = c.num_experts, c.experts_per_token
+        E = c.num_experts
+        k = c.experts_per_token
         if not E:
             yield from _faults_without_experts(c)
             return
@@ -358,7 +350,8 @@ def _changed(c: ExpertsConfig, names: tuple[str, ...]) -> str:
 
 
 def _faults_without_experts(c: ExpertsConfig) -> Iterator[str]:
-    if name := _changed(c, EXPERT_FIELDS):
+    name = _changed(c, EXPERT_FIELDS)
+    if name:
         yield (
             f"model.{name}={getattr(c, name)} needs experts, and model.num_experts=0 "
             f"is a dense model; set model.num_experts, or leave model.{name} as it is"
@@ -371,7 +364,8 @@ def _balance_faults(c: ExpertsConfig) -> Iterator[str]:
         unused += ("balance_rate",)
     if c.balance not in ("sequence", "batch"):
         unused += ("balance_weight",)
-    if name := _changed(c, unused):
+    name = _changed(c, unused)
+    if name:
         yield (
             f"model.{name}={getattr(c, name)} does nothing with model.balance="
             f"{c.balance}; leave it as it is, or set model.balance"
@@ -379,7 +373,8 @@ def _balance_faults(c: ExpertsConfig) -> Iterator[str]:
 
 
 def _layer_faults(c: ExpertsConfig) -> Iterator[str]:
-    L, first = c.num_layers, c.first_dense_layers
+    L = c.num_layers
+    first = c.first_dense_layers
     if first >= L:
         yield (
             f"model.first_dense_layers={first} of model.num_layers={L} leaves no layer "
@@ -393,8 +388,10 @@ def _layer_faults(c: ExpertsConfig) -> Iterator[str]:
 
 
 def _choice_faults(c: ExpertsConfig) -> Iterator[str]:
-    E, k = c.num_experts, c.experts_per_token
-    groups, top = c.expert_groups, c.expert_top_groups
+    E = c.num_experts
+    k = c.experts_per_token
+    groups = c.expert_groups
+    top = c.expert_top_groups
     if not groups or E % groups or E // groups < 2:
         yield (
             f"model.expert_groups={groups} for model.num_experts={E}: groups are "
@@ -431,10 +428,12 @@ def sequence_balance(
     its mean share of the scores; 1 if they are even. Means are weighted as the tokens
     are.
     """
-    k, E = ids_BSk.shape[-1], shares_BSE.shape[-1]
+    k = ids_BSk.shape[-1]
+    E = shares_BSE.shape[-1]
     chosen = (ids_BSk[..., None] == jnp.arange(E).reshape(1, 1, 1, E)).any(-2)
     weights = weights_BS.astype(jnp.float32)[..., None]
-    choices, scores = (chosen * weights).sum(1), (shares_BSE * weights).sum(1)
+    choices = (chosen * weights).sum(1)
+    scores = (shares_BSE * weights).sum(1)
     total = weights.sum((1, 2))
     return E / k * ((choices * scores).sum(-1) / jnp.maximum(total, 1e-20)).sum()
 
@@ -461,7 +460,8 @@ def metrics(stats: Mapping[str, jax.Array]) -> dict[str, Any]:
     shares = load / total[:, None]
     entropy = -(shares * jnp.log(jnp.maximum(shares, 1e-20))).sum(-1)
     fullest = shares.max(-1) * E
-    of_all, number = load, jnp.argmax(fullest)
+    of_all = load
+    number = jnp.argmax(fullest)
     if LAYER in stats:
         numbers = jnp.argmax(stats[LAYER].reshape(len(load), -1), -1)
         of_all = jnp.zeros((stats[LAYER].shape[-1], E)).at[numbers].set(load)

@@ -36,7 +36,9 @@ class Norm(nnx.Module):
     """
 
     def __init__(self, *dims: int, kind: str, eps: float, names: Names = ("d_model",)):
-        self.kind, self.eps, self.rank = kind, eps, len(dims)
+        self.kind = kind
+        self.eps = eps
+        self.rank = len(dims)
         self.scale = nnx.Param(
             jnp.zeros(dims) if kind == "rms_plus_one" else jnp.ones(dims), logical=names
         )
@@ -44,7 +46,8 @@ class Norm(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(dims), logical=names)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y, axes = x.astype(jnp.float32), tuple(range(-self.rank, 0))
+        y = x.astype(jnp.float32)
+        axes = tuple(range(-self.rank, 0))
         if self.kind == "layer":
             y = y - y.mean(axes, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axes, keepdims=True) + self.eps)
@@ -106,7 +109,8 @@ def rotary_tables(
         positions_BS[:, :, None, None].astype(jnp.float32)
         * frequencies[None, None, None, :]
     )
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos = jnp.cos(angles)
+    sin = jnp.sin(angles)
     return (cos, sin) if scale == 1 else (cos * scale, sin * scale)
 
 
@@ -136,7 +140,8 @@ def rotate(x_BSHN: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _rotate_by_product(x_BSHN: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    N, R = x_BSHN.shape[-1], 2 * cos.shape[-1]
+    N = x_BSHN.shape[-1]
+    R = 2 * cos.shape[-1]
     cos, sin = (
         jnp.pad(
             jnp.concatenate([table, table], -1),
@@ -162,7 +167,8 @@ def _half_turn(size: int, turning: int, dtype) -> jax.Array:
     first, 0).
     """
     half = turning // 2
-    zero, one = jnp.zeros((half, half), dtype), jnp.eye(half, dtype=dtype)
+    zero = jnp.zeros((half, half), dtype)
+    one = jnp.eye(half, dtype=dtype)
     return jnp.pad(jnp.block([[zero, one], [-one, zero]]), (0, size - turning))
 
 

@@ -90,7 +90,8 @@ class LoraKernel(nnx.Module):
     def __init__(self, kernel: nnx.Param, shape: Shape, config: LoraConfig):
         self.contract = shape.contract
         self.scaling = config.alpha / config.rank
-        self.dropout, self.site = config.dropout, zlib.crc32(shape.path.encode()) >> 1
+        self.dropout = config.dropout
+        self.site = zlib.crc32(shape.path.encode()) >> 1
         split = (
             name if name in ("heads", "d_ff") else None
             for name in shape.names[: shape.contract]
@@ -132,13 +133,15 @@ class LoraKernel(nnx.Module):
         """Gives it A ~ U(-1, 1) / sqrt(inputs), as PEFT does, and B = 0: at first
         nothing changes.
         """
-        inputs, outputs = shape.dims[: shape.contract], shape.dims[shape.contract :]
+        inputs = shape.dims[: shape.contract]
+        outputs = shape.dims[shape.contract :]
         bound = math.prod(inputs) ** -0.5
         a = jax.random.uniform(
             rngs.params(), (*shape.stack, *inputs, rank), minval=-bound, maxval=bound
         )
         b = jnp.zeros((*shape.stack, rank, *outputs))
-        before, after = shape.names[: shape.contract], shape.names[shape.contract :]
+        before = shape.names[: shape.contract]
+        after = shape.names[shape.contract :]
         self.lora_a = nnx.Param(
             a, logical=(*shape.lead, *before, None) if before else ()
         )
@@ -179,7 +182,7 @@ class LoraKernel(nnx.Module):
         return execution.current().lay_out(kernel, Rules.stored, self.logical)
 
     def __getitem__(self, index) -> jax.Array:
-        """Returns what a layer reads that does not multiply with `project`.
+        """Reads the kernel for a layer that does not multiply with `project`.
         Raises ConfigError with lora.dropout: there is no input to drop from."""
         if self.dropout and hasattr(self, "lora_a"):
             raise ConfigError(
@@ -222,7 +225,8 @@ def shape_of(path: str, kernel: nnx.Param) -> Shape | str:
         kernel.dtype, jnp.floating
     ):
         return "it is no matrix"
-    dims, stacks = tuple(kernel.shape), kernel.ndim - rank
+    dims = tuple(kernel.shape)
+    stacks = kernel.ndim - rank
     return Shape(path, names, dims[:stacks], dims[stacks:], contract, lead)
 
 
@@ -266,7 +270,8 @@ def adapt(model: Any, config: LoraConfig, rngs: nnx.Rngs) -> Any:
         if isinstance(leaf, nnx.Param):
             leaf.set_metadata(trainable=False)
     for path, (owner, name) in owners.items():
-        shape, quantised = shapes[path], config.base != "none" and in_stack(path)
+        shape = shapes[path]
+        quantised = config.base != "none" and in_stack(path)
         if not isinstance(shape, Shape) or not (path in chosen or quantised):
             continue
         new = LoraKernel(getattr(owner, name), shape, config)
@@ -299,7 +304,7 @@ def _chosen(shapes: dict[str, Shape | str], config: LoraConfig) -> set[str]:
 
 
 def kernels(model: Any) -> dict[str, LoraKernel]:
-    """Returns what stands for kernels in a (perhaps abstract) model, by the kernels'
+    """Finds the modules that stand for kernels in a (perhaps abstract) model, by the kernels'
     paths.
     """
     modules = {
@@ -348,7 +353,7 @@ def unadapted(
 
 
 def weights(frozen: Any, config: LoraConfig) -> dict[str, int]:
-    """Returns how many weights each frozen array stands for: a byte of nf4 for two,
+    """Counts how many weights each frozen array stands for: a byte of nf4 for two,
     scales for none.
     """
     each = {"none": {}, "int8": {"scales": 0}, "nf4": {"scales": 0, "codes": 2}}[
@@ -361,15 +366,13 @@ def weights(frozen: Any, config: LoraConfig) -> dict[str, int]:
 
 
 def summary(trainable: Any, frozen: Any, config: LoraConfig) -> str:
-    """Returns how much is trained and how much lies frozen, of (abstract)
+    """Summarises how much is trained and how much is frozen, of (abstract)
     parameters.
     """
     adapters = sum(leaf.size for leaf in jax.tree.leaves(trainable))
     base = sum(weights(frozen, config).values())
-    share, kind = (
-        100 * adapters / (adapters + base),
-        "as it is" if config.base == "none" else config.base,
-    )
+    share = 100 * adapters / (adapters + base)
+    kind = "as it is" if config.base == "none" else config.base
     return (
         f"trainable {adapters:,} of {adapters + base:,} parameters ({share:.2g} %), adapters "
         f"{trees.tree_bytes(trainable):,} bytes, base {trees.tree_bytes(frozen):,} bytes ({kind})"

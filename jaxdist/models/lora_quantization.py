@@ -41,10 +41,8 @@ class Form:
         with half of `axis`, scales with a tile-th of it.
         """
         kernel = kernel.astype(jnp.float32)
-        inputs, axis = (
-            [kernel.ndim + dim for dim in self.inputs],
-            kernel.ndim + self.axis,
-        )
+        inputs = [kernel.ndim + dim for dim in self.inputs]
+        axis = kernel.ndim + self.axis
         if self.kind == "int8":
             channels = [dim for dim in range(kernel.ndim) if dim not in inputs]
             quantized = qwix.quantize(kernel, jnp.int8, channelwise_axes=channels)

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxdist.config import schema
 from jaxdist.config.annotations import TrainingOnly
-from jaxdist.models import rotary
+from jaxdist.models.rotary import RotaryConfig
 from jaxdist.models.transformer_config import TransformerConfig
 
 # Options that stand in no group.
@@ -26,10 +26,10 @@ TRAINING = frozenset(
     for name, field in schema.schema_of(TransformerConfig).items()
     if field.mark(TrainingOnly)
 )
-# rope_scaling, rope_factor, ...
-STRETCH = tuple(f"rope_{field.name}" for field in dataclasses.fields(rotary.Stretch))
 # Values that a run may change to continue with longer sequences.
-POSITIONS = ("rope_theta", *STRETCH)
+POSITIONS = tuple(name for name in vars(RotaryConfig()) if name.startswith("rope_"))
+# rope_factor, rope_scaling, ...
+STRETCH = tuple(name for name in POSITIONS if name != "rope_theta")
 
 
 def for_logits(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,7 +45,8 @@ def differing_values(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list
     Returns:
       A line for each, "model.d_model=64, there 32".
     """
-    ours, theirs = schema.flatten(ours), schema.flatten(theirs)
+    ours = schema.flatten(ours)
+    theirs = schema.flatten(theirs)
     compared = ours.keys() & theirs.keys()
     if _all_sparse(ours) and _all_sparse(theirs):
         compared -= {"d_ff"}

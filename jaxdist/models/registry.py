@@ -26,7 +26,7 @@ Kind = TypeVar("Kind")
 
 
 def is_installed(target: str) -> bool:
-    """Returns whether a target is of this package, which is imported, so that none can
+    """Checks whether a target is of this package, which is imported, so that none can
     stand before it.
     """
     module_name = target.rpartition(":")[0]
@@ -47,7 +47,7 @@ _FOREIGN = {  # modules of other libraries: what one is, and the way to NNX
 
 
 def foreign_fault(model: object) -> str:
-    """Returns what to say of a module, or a class of modules, of a library other than
+    """Describes a module, or a class of modules, of a library other than
     NNX; "" of all else.
     """
     kind = model if isinstance(model, type) else type(model)
@@ -171,7 +171,8 @@ def _files_of(module_name: str) -> Iterator[Path]:
         yield Path(os.path.expanduser(module_name))
         return
     _look_here()
-    name, path = "", None
+    name = ""
+    path = None
     for part in module_name.split("."):
         name = f"{name}.{part}".lstrip(".")
         finders = [
@@ -226,7 +227,8 @@ def find_class(target: str, base: type[Kind], name: str, *, key: str) -> type[Ki
     module = _import(target, key)
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, base)):
-        if fault := foreign_fault(found):
+        fault = foreign_fault(found)
+        if fault:
             raise ConfigError(f"{key}={target!r}: {fault}")
         others = [
             n
@@ -240,7 +242,7 @@ def find_class(target: str, base: type[Kind], name: str, *, key: str) -> type[Ki
 
 
 def find_maker(target: str, folder: Path) -> Any:
-    """Returns what makes a model given to `jaxdist.fit`, by its name: a class, or a
+    """Finds the maker of a model given to `jaxdist.fit`, by its name: a class, or a
     function of rngs.
 
     Args:
@@ -250,7 +252,8 @@ def find_maker(target: str, folder: Path) -> Any:
       ConfigError: no such name, or nothing that can be called.
     """
     refuse_inside(target, folder)
-    module, name = _import(target), _split(target)[1]
+    module = _import(target)
+    name = _split(target)[1]
     if not callable(maker := getattr(module, name, None)):
         raise ConfigError(
             f"model.target={target!r}: {module.__name__} has no class or function {name!r}"
@@ -294,7 +297,8 @@ def _module_of(file: str) -> ModuleType:
     """Returns the module in a file, executed once; as with `python FILE`, it finds
     those beside it.
     """
-    path, name = _whole(file), _known_as(file)
+    path = _whole(file)
+    name = _known_as(file)
     if name in sys.modules:
         return sys.modules[name]
     spec = spec_from_file_location(name, path)
@@ -321,7 +325,8 @@ def options_class(model: type[nnx.Module]) -> type:
     config = getattr(model, "Config", model)
     if config is not model and dataclasses.is_dataclass(config):
         return config
-    if faults := list(_parameter_faults(model)):
+    faults = list(_parameter_faults(model))
+    if faults:
         raise ConfigError(faults)
     return model
 
@@ -401,7 +406,7 @@ def model_hook(config: Any, name: str) -> Any:
 
 
 def option_faults(model: type[nnx.Module], options: Mapping[str, Any]) -> list[str]:
-    """Returns what is wrong with the values by the model's annotations, and by its
+    """Lists what is wrong with the values by the model's annotations, and by its
     config's `faults`.
     """
     config = model_config(model, options)

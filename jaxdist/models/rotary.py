@@ -6,8 +6,8 @@ computes for the `rope_type` of their name.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,97 +15,25 @@ import jax.numpy as jnp
 
 from jaxdist.config.annotations import NonNegativeFloat, PositiveFloat
 
-# The values of `Stretch` that each kind reads; `factor` all of them.
+# The options that each kind of stretch reads; `rope_factor` all of them.
 READ = {
     "linear": (),
-    "llama3": ("low_factor", "high_factor", "original_positions"),
-    "dynamic": ("original_positions",),
+    "llama3": ("rope_low_factor", "rope_high_factor", "rope_original_positions"),
+    "dynamic": ("rope_original_positions",),
     "yarn": (
-        "beta_slow",
-        "beta_fast",
-        "truncate",
-        "attention_factor",
-        "original_positions",
+        "rope_beta_slow",
+        "rope_beta_fast",
+        "rope_truncate",
+        "rope_attention_factor",
+        "rope_original_positions",
     ),
     "longrope": (
-        "short_factor",
-        "long_factor",
-        "attention_factor",
-        "original_positions",
+        "rope_short_factor",
+        "rope_long_factor",
+        "rope_attention_factor",
+        "rope_original_positions",
     ),
 }
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """How positions are stretched; the fields are `model.rope_*`."""
-
-    scaling: str = "llama3"
-    factor: float = 1.0
-    original_positions: int = 8192
-    low_factor: float = 1.0
-    high_factor: float = 4.0
-    beta_slow: float = 1.0
-    beta_fast: float = 32.0
-    truncate: bool = True
-    attention_factor: float = 0.0
-    short_factor: Sequence[float] = ()
-    long_factor: Sequence[float] = ()
-
-    @property
-    def changes(self) -> bool:
-        """Returns whether anything is stretched; the lists of longrope do so whatever
-        the factor is.
-        """
-        return self.factor != 1 or self.scaling == "longrope"
-
-    def faults(self, dims: int, theta: float) -> Iterator[str]:
-        """Yields what is wrong with the values for heads of which so many dims turn,
-        each with its cure.
-        """
-        kind = f"model.rope_scaling={self.scaling}"
-        if self.scaling not in ("yarn", "longrope"):
-            if self.attention_factor:
-                yield (
-                    f"model.rope_attention_factor={self.attention_factor} does nothing with {kind}; "
-                    f"leave it as it is, or set model.rope_scaling to yarn or longrope"
-                )
-        elif self.attention_factor and not self.changes:
-            yield (
-                f"model.rope_attention_factor={self.attention_factor}: {kind} does nothing with "
-                f"model.rope_factor=1; set how much longer sequences are, or leave both out"
-            )
-        for name in ("short_factor", "long_factor"):
-            there, needed = (
-                len(getattr(self, name)),
-                dims // 2 if self.scaling == "longrope" else 0,
-            )
-            if there != needed:
-                cure = (
-                    f"{kind} needs {needed}, one for each frequency"
-                    if needed
-                    else f"{kind} has none"
-                )
-                yield f"model.rope_{name} has {there} numbers: {cure}"
-        if not self.changes:
-            return
-        if "original_positions" in READ[self.scaling] and self.original_positions < 2:
-            yield (
-                f"model.rope_original_positions={self.original_positions}: {kind} needs the length of the "
-                f"sequences before the stretch, >= 2"
-            )
-        if self.scaling == "yarn" and (
-            theta <= 1 or not 0 < self.beta_slow <= self.beta_fast
-        ):
-            yield (
-                f"model.rope_beta_slow={self.beta_slow}, model.rope_beta_fast={self.beta_fast}, "
-                f"model.rope_theta={theta}: {kind} needs 0 < beta_slow <= beta_fast and theta > 1"
-            )
-        if self.scaling == "dynamic" and (dims < 4 or self.factor < 1):
-            yield (
-                f"model.rope_factor={self.factor} with {dims} rotary dims: {kind} needs a factor >= 1 and "
-                f"4 dims or more"
-            )
 
 
 @dataclass(frozen=True)
@@ -139,23 +67,73 @@ class RotaryConfig:
     rope_long_factor: tuple[PositiveFloat, ...] = ()
 
     @property
-    def stretch(self) -> Stretch:
-        """How rotary positions are stretched."""
-        names = [field.name for field in fields(Stretch)]
-        return Stretch(**{name: getattr(self, f"rope_{name}") for name in names})
+    def stretches(self) -> bool:
+        """Whether anything is stretched; the lists of longrope do so whatever the
+        factor is.
+        """
+        return self.rope_factor != 1 or self.rope_scaling == "longrope"
+
+    def stretch_faults(self, dims: int) -> Iterator[str]:
+        """Yields what is wrong with the stretch of heads of which so many dims turn,
+        each with its cure.
+        """
+        scaling = self.rope_scaling
+        kind = f"model.rope_scaling={scaling}"
+        if scaling not in ("yarn", "longrope"):
+            if self.rope_attention_factor:
+                yield (
+                    f"model.rope_attention_factor={self.rope_attention_factor} does nothing with {kind}; "
+                    f"leave it as it is, or set model.rope_scaling to yarn or longrope"
+                )
+        elif self.rope_attention_factor and not self.stretches:
+            yield (
+                f"model.rope_attention_factor={self.rope_attention_factor}: {kind} does nothing with "
+                f"model.rope_factor=1; set how much longer sequences are, or leave both out"
+            )
+        needed = 0
+        cure = f"{kind} has none"
+        if scaling == "longrope":
+            needed = dims // 2
+            cure = f"{kind} needs {needed}, one for each frequency"
+        for name in ("rope_short_factor", "rope_long_factor"):
+            there = len(getattr(self, name))
+            if there != needed:
+                yield f"model.{name} has {there} numbers: {cure}"
+        if not self.stretches:
+            return
+        before = self.rope_original_positions
+        if "rope_original_positions" in READ[scaling] and before < 2:
+            yield (
+                f"model.rope_original_positions={before}: {kind} needs the length of the "
+                f"sequences before the stretch, >= 2"
+            )
+        slow = self.rope_beta_slow
+        fast = self.rope_beta_fast
+        theta = self.rope_theta
+        if scaling == "yarn" and (theta <= 1 or not 0 < slow <= fast):
+            yield (
+                f"model.rope_beta_slow={slow}, model.rope_beta_fast={fast}, "
+                f"model.rope_theta={theta}: {kind} needs 0 < beta_slow <= beta_fast and theta > 1"
+            )
+        if scaling == "dynamic" and (dims < 4 or self.rope_factor < 1):
+            yield (
+                f"model.rope_factor={self.rope_factor} with {dims} rotary dims: {kind} needs a factor >= 1 and "
+                f"4 dims or more"
+            )
 
     def tiny_stretch(self, sequence_length: int, frequencies: int) -> dict[str, Any]:
         """Lists the options of a tiny variant: an original length that sequences
         exceed, and of longrope's factors evenly spaced ones.
         """
         depends_on_length = self.rope_scaling in ("yarn", "longrope", "dynamic")
-        if not depends_on_length or not self.stretch.changes:
+        if not depends_on_length or not self.stretches:
             return {}
         values: dict[str, Any] = {
             "rope_original_positions": max(sequence_length // 2, 2)
         }
         for name in ("rope_short_factor", "rope_long_factor"):
-            if factors := getattr(self, name):
+            factors = getattr(self, name)
+            if factors:
                 step = len(factors) / frequencies
                 values[name] = tuple(factors[int(i * step)] for i in range(frequencies))
         return values
@@ -170,7 +148,7 @@ class Rotary(NamedTuple):
 
 
 def rotary_frequencies(
-    dims: int, theta: float, length: int = 0, stretch: Stretch = Stretch()
+    dims: int, theta: float, length: int = 0, config: RotaryConfig = RotaryConfig()
 ) -> Rotary:
     """Returns the frequencies of R = `dims` rotary dims, base `theta`, and the scale of
     their tables.
@@ -186,31 +164,44 @@ def rotary_frequencies(
     Args:
       length: of the sequences, in tokens: a program has one. Only longrope and dynamic
         depend on it.
+      config: how they are stretched, by default not at all.
     """
-    s = stretch
+    c = config
     exponents = jnp.arange(0, dims, 2, dtype=jnp.float32) / dims
-    if s.scaling == "dynamic" and s.changes and length > s.original_positions:
-        theta *= (s.factor * length / s.original_positions - (s.factor - 1)) ** (
-            dims / (dims - 2)
-        )
+    if (
+        c.rope_scaling == "dynamic"
+        and c.stretches
+        and length > c.rope_original_positions
+    ):
+        theta *= (
+            c.rope_factor * length / c.rope_original_positions - (c.rope_factor - 1)
+        ) ** (dims / (dims - 2))
     frequencies = theta**-exponents
-    if not s.changes or s.scaling == "dynamic":
+    if not c.stretches or c.rope_scaling == "dynamic":
         return Rotary(frequencies)
-    if s.scaling == "linear":
-        return Rotary(frequencies / s.factor)
-    if s.scaling == "longrope":
-        factors = s.long_factor if length > s.original_positions else s.short_factor
-        return Rotary(
-            frequencies / jnp.asarray(factors, jnp.float32), _attention_factor(s)
+    if c.rope_scaling == "linear":
+        return Rotary(frequencies / c.rope_factor)
+    if c.rope_scaling == "longrope":
+        factors = (
+            c.rope_long_factor
+            if length > c.rope_original_positions
+            else c.rope_short_factor
         )
-    if s.scaling == "yarn":
-        return Rotary(_yarn(frequencies, dims, theta, s), _attention_factor(s))
-    turns = s.original_positions * frequencies / (2 * math.pi)
-    smooth = jnp.clip((turns - s.low_factor) / (s.high_factor - s.low_factor), 0, 1)
-    return Rotary(frequencies * (smooth + (1 - smooth) / s.factor))
+        return Rotary(
+            frequencies / jnp.asarray(factors, jnp.float32), _attention_factor(c)
+        )
+    if c.rope_scaling == "yarn":
+        return Rotary(_yarn(frequencies, dims, theta, c), _attention_factor(c))
+    turns = c.rope_original_positions * frequencies / (2 * math.pi)
+    smooth = jnp.clip(
+        (turns - c.rope_low_factor) / (c.rope_high_factor - c.rope_low_factor), 0, 1
+    )
+    return Rotary(frequencies * (smooth + (1 - smooth) / c.rope_factor))
 
 
-def _yarn(frequencies: jax.Array, dims: int, theta: float, s: Stretch) -> jax.Array:
+def _yarn(
+    frequencies: jax.Array, dims: int, theta: float, c: RotaryConfig
+) -> jax.Array:
     """Returns frequencies stretched by parts (YaRN, arXiv:2309.00071, section 3.2).
 
     Those that turn more than beta_fast times within original_positions stay, those that
@@ -222,25 +213,29 @@ def _yarn(frequencies: jax.Array, dims: int, theta: float, s: Stretch) -> jax.Ar
     def dim_of(turns: float) -> float:
         return (
             dims
-            * math.log(s.original_positions / (turns * 2 * math.pi))
+            * math.log(c.rope_original_positions / (turns * 2 * math.pi))
             / (2 * math.log(theta))
         )
 
-    low, high = dim_of(s.beta_fast), dim_of(s.beta_slow)
-    if s.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dims - 1)
-    high += 0.001 * (low == high)
+    low = dim_of(c.rope_beta_fast)
+    high = dim_of(c.rope_beta_slow)
+    if c.rope_truncate:
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dims - 1)
+    if low == high:
+        high += 0.001
     ramp = jnp.clip(
         (jnp.arange(dims // 2, dtype=jnp.float32) - low) / (high - low), 0, 1
     )
-    return frequencies * (1 - ramp) + frequencies / s.factor * ramp
+    return frequencies * (1 - ramp) + frequencies / c.rope_factor * ramp
 
 
-def _attention_factor(s: Stretch) -> float:
+def _attention_factor(c: RotaryConfig) -> float:
     """Returns the scale of cos and sin, where none is set that of the papers."""
-    if s.attention_factor or s.factor <= 1:
-        return s.attention_factor or 1.0
-    if s.scaling == "yarn":
-        return 0.1 * math.log(s.factor) + 1
-    return math.sqrt(1 + math.log(s.factor) / math.log(s.original_positions))
+    if c.rope_attention_factor or c.rope_factor <= 1:
+        return c.rope_attention_factor or 1.0
+    if c.rope_scaling == "yarn":
+        return 0.1 * math.log(c.rope_factor) + 1
+    return math.sqrt(1 + math.log(c.rope_factor) / math.log(c.rope_original_positions))

@@ -119,18 +119,30 @@ class Transformer(nnx.Module):
 
     def head(self, x_BSD: jax.Array, batch: Batch) -> Loss:
         """Returns the loss from the last block's output."""
-        c, x = self.config, self.final_norm(x_BSD)
+        z_loss = self.config.z_loss
         total, z = cross_entropy(
-            shard(x, "batch", "sequence", None),
-            self.embedding if c.tie_embeddings else self.output,
+            shard(self.final_norm(x_BSD), "batch", "sequence", None),
+            self._head_kernel,
             batch["targets"],
             batch["weights"],
-            tied=c.tie_embeddings,
-            z_loss=c.z_loss,
-            softcap=c.logit_softcap,
-            chunk_tokens=c.loss_chunk,
+            z_loss=z_loss,
+            **self._head_options,
         )
-        return Loss(total, batch["weights"].sum(), {"z_loss": z} if c.z_loss else {})
+        return Loss(total, batch["weights"].sum(), {"z_loss": z} if z_loss else {})
+
+    @property
+    def _head_kernel(self) -> nnx.Param:
+        return self.embedding if self.config.tie_embeddings else self.output
+
+    @property
+    def _head_options(self) -> dict[str, Any]:
+        """What `ops.cross_entropy` does with the head."""
+        c = self.config
+        return {
+            "tied": c.tie_embeddings,
+            "softcap": c.logit_softcap,
+            "chunk_tokens": c.loss_chunk,
+        }
 
     def token_terms(self, x_BSD: jax.Array, batch: Batch) -> dict[str, jax.Array]:
         """Returns values of each target from the last block's output, [B, S] float32.
@@ -139,14 +151,11 @@ class Transformer(nnx.Module):
           log_probability: of the target. log_normalizer: log of the sum of exponentials
           of all logits.
         """
-        c = self.config
         log_probability, log_normalizer = target_scores(
             shard(self.final_norm(x_BSD), "batch", "sequence", None),
-            self.embedding if c.tie_embeddings else self.output,
+            self._head_kernel,
             batch["targets"],
-            tied=c.tie_embeddings,
-            softcap=c.logit_softcap,
-            chunk_tokens=c.loss_chunk,
+            **self._head_options,
         )
         return {"log_probability": log_probability, "log_normalizer": log_normalizer}
 
@@ -154,7 +163,8 @@ class Transformer(nnx.Module):
         """Returns float32 logits [B, S, V] from the last block's output (for
         generation).
         """
-        c, x = self.config, self.final_norm(x_BSD)
+        c = self.config
+        x = self.final_norm(x_BSD)
         kernel = self.embedding[...].T if c.tie_embeddings else self.output[...]
         logits = jnp.einsum(
             "bsd,dv->bsv", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32
@@ -163,7 +173,8 @@ class Transformer(nnx.Module):
 
     def forward(self, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, S, V] of a whole batch."""
-        x, first = embedded(self, batch, None), layers_before(self)
+        x = embedded(self, batch, None)
+        first = layers_before(self)
         return self.logits(
             run_blocks(self.blocks, x, None, shared_fields(self, batch), first=first).x
         )

@@ -49,7 +49,7 @@ class VisionConfig:
     norm_eps: float = 1e-6  # added to the variance
 
     def faults(self) -> list[str]:
-        """Returns which sizes do not divide each other."""
+        """Lists sizes that do not divide each other."""
         sizes = vars(self)
         return [
             f"model.{part}={sizes[part]} does not divide model.{whole}={sizes[whole]}"
@@ -64,12 +64,12 @@ class EncoderBlock(nnx.Module):
     """
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
-        D, F, heads = (
-            config.d_model,
-            config.d_ff,
-            (config.num_heads, config.d_model // config.num_heads),
-        )
-        self.dropout, std, inner = config.dropout, D**-0.5, ("heads", "head_dim")
+        D = config.d_model
+        F = config.d_ff
+        heads = (config.num_heads, config.d_model // config.num_heads)
+        self.dropout = config.dropout
+        std = D**-0.5
+        inner = ("heads", "head_dim")
         self.attention_norm = layers.Norm(D, kind="layer", eps=config.norm_eps)
         self.query, self.key, self.value = (
             layers.normal(rngs, (D, *heads), std, ("d_model", *inner)) for _ in range(3)
@@ -108,7 +108,8 @@ class VisionTransformer(nnx.Module):
 
     def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs):
         c = self.config = config
-        pixels, token = c.patch_size**2 * c.channels, c.pooling == "token"
+        pixels = c.patch_size**2 * c.channels
+        token = c.pooling == "token"
         count = (c.image_size // c.patch_size) ** 2 + token
         self.patch = layers.normal(
             rngs, (pixels, c.d_model), pixels**-0.5, (None, "d_model")
@@ -132,8 +133,10 @@ class VisionTransformer(nnx.Module):
 
     def embed(self, batch: Batch) -> jax.Array:
         """Returns the patches [B, P, D] in the compute dtype, row by row."""
-        c, image = self.config, batch["image"]
-        side, p = c.image_size // c.patch_size, c.patch_size
+        c = self.config
+        image = batch["image"]
+        side = c.image_size // c.patch_size
+        p = c.patch_size
         patches = image.reshape(len(image), side, p, side, p, c.channels).swapaxes(2, 3)
         patches = patches.reshape(len(image), side * side, -1)
         (x,) = project(
@@ -162,7 +165,8 @@ class VisionTransformer(nnx.Module):
 
     def head(self, x_BPD: jax.Array, batch: Batch) -> Loss:
         """Returns the loss from the last block's output."""
-        c, log_p = self.config, jax.nn.log_softmax(self.logits(x_BPD))
+        c = self.config
+        log_p = jax.nn.log_softmax(self.logits(x_BPD))
         target = jax.nn.one_hot(batch["label"], c.num_classes)
         target = target * (1 - c.label_smoothing) + c.label_smoothing / c.num_classes
         return Loss(-(target * log_p).sum(), jnp.float32(len(log_p)))

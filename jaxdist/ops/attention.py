@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.ops import context_attention
 from jaxdist.ops.attention_backends import BACKENDS, choose
-from jaxdist.ops.attention_reference import Options
+from jaxdist.ops.attention_request import Options, Request
 from jaxdist.ops.context_attention import Form
 from jaxdist.parallel import execution
 
@@ -65,25 +65,23 @@ def attention(
     # kernels without a window do less
     window = window if window and window < q_BSHN.shape[1] else None
     options = Options(scale or q_BSHN.shape[3] ** -0.5, causal, softcap, window)
+    request = Request(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options)
     form = context_attention.choose_form(q_BSHN.shape, window=window is not None)
-    asked: dict[str, Any] = {
-        "segments": segment_ids_BS is not None,
-        "parts": form.parts,
-    }
-    asked["pieces"] = form.name == "ring"
-    backend = BACKENDS.get(implementation) or choose(q_BSHN, options, **asked)
-    k_BSKN, v_BSKN = (_spread(x, q_BSHN, form.head_shards) for x in (k_BSKN, v_BSKN))
-    run = partial(form.run, backend, options)
-    run = (
-        partial(_per_device, run, form)
-        if backend.is_kernel or form.splits_sequence
-        else run
-    )
-    return checkpoint_name(run(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS), OUT)
+    backend = BACKENDS.get(implementation)
+    if backend is None:
+        backend = choose(request, parts=form.parts, pieces=form.name == "ring")
+    k_BSKN = _spread(k_BSKN, q_BSHN, form.head_shards)
+    v_BSKN = _spread(v_BSKN, q_BSHN, form.head_shards)
+    request = request.with_heads(q_BSHN, k_BSKN, v_BSKN)
+    run: Callable[[Request], jax.Array] = partial(form.run, backend)
+    if backend.is_kernel or form.splits_sequence:
+        run = _per_device(run, form, request)
+    return checkpoint_name(run(request), OUT)
 
 
 def _check_shapes(q_BSHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> None:
-    (B, S, H, N), K = q_BSHN.shape, k_BSKN.shape[2]
+    B, S, H, N = q_BSHN.shape
+    K = k_BSKN.shape[2]
     if not k_BSKN.shape == v_BSKN.shape == (B, S, K, N):
         raise ValueError(
             f"attention: q {q_BSHN.shape}, k {k_BSKN.shape}, v {v_BSKN.shape}; required: [B, S, H, N], "
@@ -112,7 +110,8 @@ def _check_options(causal: bool, window: int | None, implementation: str) -> Non
 
 def _spread(k_BSKN: jax.Array, q_BSHN: jax.Array, shards: int) -> jax.Array:
     """Returns k with heads repeated just enough to be split like the query heads."""
-    H, K = q_BSHN.shape[2], k_BSKN.shape[2]
+    H = q_BSHN.shape[2]
+    K = k_BSKN.shape[2]
     copies = context_attention.copied_heads(K, H, shards) // K
     if copies == 1:
         return k_BSKN
@@ -122,29 +121,17 @@ def _spread(k_BSKN: jax.Array, q_BSHN: jax.Array, shards: int) -> jax.Array:
 
 
 def _per_device(
-    kernel: Callable[..., jax.Array],
-    form: Form,
-    q_BSHN: jax.Array,
-    k_BSKN: jax.Array,
-    v_BSKN: jax.Array,
-    segment_ids_BS: jax.Array | None,
-) -> jax.Array:
-    """Returns the kernel's result, called with every device's own batch rows, heads and
-    part of the sequence.
-
-    The partitioner can't look into a kernel: without this it would gather all of q, k
-    and v.
+    run: Callable[[Request], jax.Array], form: Form, request: Request
+) -> Callable[[Request], jax.Array]:
+    """Makes each device attend with its own batch rows, heads and part of the
+    sequence.
     """
-    now = execution.current()
-    if now.mesh is None:
-        return kernel(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS)
+    rules = execution.current().rules
     sequence = "sequence" if form.splits_sequence else None
-    q_spec = now.rules.activation(("batch", sequence, "heads", None), q_BSHN.shape)
-    kv_spec = now.rules.activation(("batch", sequence, "kv_heads", None), k_BSKN.shape)
-    specs = (q_spec, kv_spec, kv_spec, P(q_spec[0], None))
-    # check_vma: Pallas and cuDNN calls do not say over which axes their results vary.
-    region = now.manual_region()
-    mapped = jax.shard_map(
-        kernel, **region, in_specs=specs, out_specs=q_spec, check_vma=False
+    q_spec: Any = rules.activation(("batch", sequence, "heads", None), request.q.shape)
+    kv_spec: Any = rules.activation(
+        ("batch", sequence, "kv_heads", None), request.k.shape
     )
-    return mapped(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS)
+    ids_spec: Any = P(q_spec[0], None)
+    specs = Request(q_spec, kv_spec, kv_spec, ids_spec, request.options)
+    return execution.per_device(run, (specs,), q_spec)

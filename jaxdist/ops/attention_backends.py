@@ -1,9 +1,9 @@
 """The backends of attention: what each supports, and the one place that chooses.
 
-A new backend is a function (q, k, v, segment_ids, options=) -> out over whole sequences
-of one device's batch rows and heads, and a row of `BACKENDS`, which lists the preferred
-ones first. Where it can, a second function (q, k, v, segment_ids, part, options=) ->
-out is for a part of the queries and all keys, and `Pieces` are for parts of both.
+A new backend is a function request -> out over whole sequences of one device's batch
+rows and heads, and a row of `BACKENDS`, which lists the preferred ones first. Where it
+can, it takes a part of the queries and all keys, too, and `Pieces` are for parts of
+both.
 """
 
 import math
@@ -16,14 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.config import extras
-from jaxdist.ops.attention_reference import (
-    Options,
-    Part,
-    Pieces,
-    reference,
-    reference_of_part,
-    reference_pieces,
-)
+from jaxdist.ops.attention_reference import reference, reference_pieces
+from jaxdist.ops.attention_request import Pieces, Request
 from jaxdist.parallel import execution
 from jaxdist.parallel.formats.floats import lacks_bfloat16
 
@@ -32,8 +26,8 @@ from jaxdist.parallel.formats.floats import lacks_bfloat16
 class Backend:
     """A way to compute attention, and what it supports."""
 
-    run: Callable[..., jax.Array]
-    run_part: Callable[..., jax.Array] | None = None
+    run: Callable[[Request], jax.Array]
+    takes_parts: bool = False  # of the queries, with all keys
     pieces: Pieces | None = None
     platforms: tuple[str, ...] = ("tpu", "gpu", "cpu")
     dtypes: tuple[str, ...] = ()  # of q, k and v; (): any
@@ -41,72 +35,54 @@ class Backend:
     max_head_size: float = math.inf
     length_multiple: int = 1
     part_multiple: int = 1  # of the queries of a part, and the keys of a piece
-    window: bool = True
     softcap: bool = True
-    segments: bool = True
     before_ampere: bool = True  # on NVIDIA's GPUs without bfloat16
     # the partitioner cannot look into it: it is called device by device
     is_kernel: bool = True
 
     def refusal(
-        self,
-        q_BSHN: jax.Array,
-        options: Options,
-        *,
-        segments: bool = False,
-        parts: int = 1,
-        pieces: bool = False,
+        self, request: Request, *, parts: int = 1, pieces: bool = False
     ) -> str | None:
-        """Returns why it cannot compute this in the execution in force, or None.
+        """Says why it cannot compute a request in the execution in force; None: it can.
 
         Args:
           parts: of the queries, of which a call has one.
           pieces: of the keys, too.
         """
-        now, dtype, every = execution.current(), str(q_BSHN.dtype), self.length_multiple
-        _, length, _, head_size = q_BSHN.shape
-        platforms = " and ".join(self.platforms)
-        head_sizes = f"{self.head_size_multiple} up to {self.max_head_size}"
-        bad_head = head_size % self.head_size_multiple or head_size > self.max_head_size
-        reasons = {
-            f"it is for {platforms}, not {now.platform}": now.platform
-            not in self.platforms,
-            "the GPU is older than Ampere": not self.before_ampere
-            and lacks_bfloat16(now.device),
-            f"{dtype} is not {' or '.join(self.dtypes)}": self.dtypes
-            and dtype not in self.dtypes,
-            f"head size {head_size} is not a multiple of {head_sizes}": bad_head,
-            "a softcap is set": options.softcap is not None and not self.softcap,
-            "a window is set": options.window is not None and not self.window,
-            "documents are packed": segments and not self.segments,
-            "keys and values travel from device to device": pieces
-            and self.pieces is None,
-            "each device has all keys for a part of the queries": parts > 1
-            and not pieces
-            and self.run_part is None,
-            f"{length // parts} queries a device are no multiple of {self.part_multiple}": parts
-            > 1
-            and length // parts % self.part_multiple,
-            f"sequence length {length} is not a multiple of {every}": length % every,
-        }
-        return next((reason for reason, applies in reasons.items() if applies), None)
+        now = execution.current()
+        options = request.options
+        dtype = str(request.q.dtype)
+        _, length, _, head_size = request.q.shape
+        queries = length // parts
+        if now.platform not in self.platforms:
+            return f"it is for {' and '.join(self.platforms)}, not {now.platform}"
+        if not self.before_ampere and lacks_bfloat16(now.device):
+            return "the GPU is older than Ampere"
+        if self.dtypes and dtype not in self.dtypes:
+            return f"{dtype} is not {' or '.join(self.dtypes)}"
+        if head_size % self.head_size_multiple or head_size > self.max_head_size:
+            sizes = f"{self.head_size_multiple} up to {self.max_head_size}"
+            return f"head size {head_size} is not a multiple of {sizes}"
+        if options.softcap is not None and not self.softcap:
+            return "a softcap is set"
+        if pieces and self.pieces is None:
+            return "keys and values travel from device to device"
+        if parts > 1 and not pieces and not self.takes_parts:
+            return "each device has all keys for a part of the queries"
+        if parts > 1 and queries % self.part_multiple:
+            return f"{queries} queries a device are no multiple of {self.part_multiple}"
+        if length % self.length_multiple:
+            multiple = self.length_multiple
+            return f"sequence length {length} is not a multiple of {multiple}"
+        return None
 
 
-def choose(
-    q_BSHN: jax.Array,
-    options: Options,
-    *,
-    segments: bool,
-    parts: int = 1,
-    pieces: bool = False,
-) -> Backend:
-    """Returns the first backend that supports this; warns why one for this platform
-    does not.
+def choose(request: Request, *, parts: int = 1, pieces: bool = False) -> Backend:
+    """Chooses the first backend that supports a request; warns why one for this
+    platform does not.
     """
     for name, backend in BACKENDS.items():
-        reason = backend.refusal(
-            q_BSHN, options, segments=segments, parts=parts, pieces=pieces
-        )
+        reason = backend.refusal(request, parts=parts, pieces=pieces)
         if reason is None:
             return backend
         if execution.current().platform in backend.platforms:
@@ -118,47 +94,31 @@ def choose(
     return BACKENDS["reference"]
 
 
-def _kernels() -> Any:
+def _splash() -> Any:
     """Imports the splash kernels, which only TPUs need."""
     return extras.load("jaxdist.ops.splash")
 
 
-def _splash(q, k, v, segment_ids, *, options: Options) -> jax.Array:
-    return _kernels().splash_attention(q, k, v, segment_ids, options)
-
-
-def _splash_part(q, k, v, segment_ids, part: Part, *, options: Options) -> jax.Array:
-    return _kernels().splash_attention_of_part(
-        q, k, v, segment_ids, part, options=options
-    )
-
-
-def _splash_piece(*arguments) -> tuple[jax.Array, jax.Array]:
-    return _kernels().piece(*arguments)
-
-
-def _splash_piece_gradients(*arguments) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return _kernels().piece_gradients(*arguments)
-
-
-def _cudnn(q, k, v, segment_ids, *, options: Options) -> jax.Array:
+def _cudnn(request: Request) -> jax.Array:
     # cuDNN's own packing wants document offsets; equal ids become a [B, 1, S, S] bias,
     # H times less than logits. The causal flag still skips the blocks above the
     # diagonal. Before 9.10.2 a window and a bias exclude each other (cudnn_frontend's
     # checks), so the bias then has the window too.
-    mask, window = None, None if options.window is None else (options.window - 1, 0)
-    if segment_ids is not None:
-        mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
-    if mask is not None and options.window is not None:
-        place = jnp.arange(q.shape[1])
-        mask, window = (
-            mask & (place[:, None] - place[None, :] < options.window)[None, None],
-            None,
-        )
+    options = request.options
+    ids = request.segment_ids
+    mask = None
+    window = None
+    if options.window is not None:
+        window = (options.window - 1, 0)
+    if ids is not None:
+        mask = (ids[:, :, None] == ids[:, None, :])[:, None]
+        if options.window is not None:
+            place = jnp.arange(request.q.shape[1])
+            near = place[:, None] - place[None, :] < options.window
+            mask = mask & near[None, None]
+            window = None
     return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
+        *request.heads,
         mask=mask,
         scale=options.scale,
         is_causal=options.causal,
@@ -169,9 +129,12 @@ def _cudnn(q, k, v, segment_ids, *, options: Options) -> jax.Array:
 
 BACKENDS = {
     "splash": Backend(
-        _splash,
-        _splash_part,
-        Pieces(_splash_piece, _splash_piece_gradients),
+        lambda request: _splash().splash_attention(request),
+        takes_parts=True,
+        pieces=Pieces(
+            lambda request: _splash().piece(request),
+            lambda request, result: _splash().piece_gradients(request, result),
+        ),
         platforms=("tpu",),
         part_multiple=128,
     ),
@@ -188,6 +151,6 @@ BACKENDS = {
         before_ampere=False,
     ),
     "reference": Backend(
-        reference, reference_of_part, reference_pieces, is_kernel=False
+        reference, takes_parts=True, pieces=reference_pieces, is_kernel=False
     ),
 }

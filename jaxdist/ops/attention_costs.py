@@ -73,7 +73,7 @@ class AttentionCost(Cost):
         return self.head_size
 
     def form(self, rules: Rules) -> Form:
-        """Returns how devices compute it together where arrays lie as rules say."""
+        """Chooses how devices compute it together where arrays lie as rules say."""
         dims = (1, self.length, self.heads, self.head_size)
         return form_under(rules, dims, window=not self.sees_all)
 
@@ -84,7 +84,7 @@ class AttentionCost(Cost):
         yield from context_attention.faults(rules, self.length, self.heads)
 
     def traffic(self, form: Form, itemsize: int) -> Traffic:
-        """Returns what a form that splits the sequence sends and holds."""
+        """Computes the bytes that a form that splits the sequence sends and holds."""
         c = form.context
         part = self.length // c
         element = part * self.head_size * itemsize

@@ -9,14 +9,19 @@ and autodiff. Letters: see `attention`.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxdist.ops.attention_request import (
+    Options,
+    Pieces,
+    Request,
+    Result,
+    inner_products,
+)
 from jaxdist.parallel.remat import RESIDUALS
 
 MASKED = -1e30  # finite: a difference of two is 0, not NaN; far below any real logit
@@ -24,55 +29,9 @@ MASKED = -1e30  # finite: a difference of two is 0, not NaN; far below any real 
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-class Options(NamedTuple):
-    """What shapes attention besides arrays; hashable, so a static argument."""
-
-    scale: float
-    causal: bool
-    softcap: float | None
-    window: int | None
-
-
 def soft_capped(logits: jax.Array, cap: float | None) -> jax.Array:
     """Returns cap * tanh(logits / cap); the logits without a cap (None or 0)."""
     return cap * jnp.tanh(logits / cap) if cap else logits
-
-
-@dataclass(frozen=True)
-class Part:
-    """Which part of the queries, in order, a call has: number `index` (an array) of
-    `count`.
-    """
-
-    index: jax.Array
-    count: int
-
-    def of(self, x_BS: jax.Array) -> jax.Array:
-        """Returns this part's places of [B, S]."""
-        size = x_BS.shape[1] // self.count
-        return jax.lax.dynamic_slice_in_dim(x_BS, self.index * size, size, 1)
-
-
-class Pieces(NamedTuple):
-    """Attention of some queries to some keys, as parts of a softmax, and their
-    gradients. No window.
-
-    forward: (q, k, v, segment ids of q, of k, options) -> (out [B, S, H, N], logsumexp
-    [B, S, H]), float32. backward: (queries, k, v, segment ids of q, of k, options) ->
-    gradients of q, k and v in float32; queries have q, the result's gradient `grad`,
-    `inner` [B, S, H], the sum of their product over the head, and the logsumexp `lse`
-    of the whole softmax.
-    """
-
-    forward: Callable[..., tuple[jax.Array, jax.Array]]
-    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-
-
-class _Rows(NamedTuple):
-    """What is known of queries that are not those of the keys' own places."""
-
-    first: jax.Array | int  # place of the first
-    ids: jax.Array | None  # their segment ids
 
 
 def _blocks(length: int, keys: int, options: Options) -> Iterator[tuple[slice, slice]]:
@@ -93,20 +52,20 @@ def _blocks(length: int, keys: int, options: Options) -> Iterator[tuple[slice, s
 
 
 def _logits(
-    q_BKGSN,
-    k_BKSN,
-    segment_ids_BS,
-    at: _Rows | None,
+    request: Request,
+    q_BKGSN: jax.Array,
+    k_BKTN: jax.Array,
     rows: slice,
     columns: slice,
-    options: Options,
 ) -> jax.Array:
-    """Returns the capped and masked logits of a block, [B, K, G, rows, columns]."""
-    s = einsum("bkgsn,bktn->bkgst", q_BKGSN[:, :, :, rows], k_BKSN[:, :, columns])
+    """Computes the capped and masked logits of a block, [B, K, G, rows, columns]."""
+    options = request.options
+    s = einsum("bkgsn,bktn->bkgst", q_BKGSN[:, :, :, rows], k_BKTN[:, :, columns])
     s = soft_capped(s, options.softcap)
     if options.causal:
         row = jnp.arange(rows.start, rows.stop)[:, None]
-        row = row if at is None else row + at.first
+        if request.part is not None:
+            row = row + request.part * request.q.shape[1]
         column = jnp.arange(columns.start, columns.stop)[None, :]
         seen = row >= column
         if options.window is not None:
@@ -114,23 +73,24 @@ def _logits(
         # Added, not selected: XLA's CPU backend would spread a predicate over batch and
         # heads.
         s = s + jnp.where(seen, 0.0, MASKED)[None, None, None]
-    if segment_ids_BS is not None:
-        ids = segment_ids_BS[:, None, None]
-        own = ids if at is None or at.ids is None else at.ids[:, None, None]
-        same = own[..., rows, None] == ids[..., None, columns]
+    if request.segments is not None:
+        of_queries, of_keys = (ids[:, None, None] for ids in request.segments)
+        same = of_queries[..., rows, None] == of_keys[..., None, columns]
         s = jnp.where(same, s, MASKED)
     return s
 
 
-def _head_major(q, k, v, options: Options) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns scaled q [B, K, G, S, N] and k, v [B, K, S, N], still in their own dtype.
+def _head_major(request: Request) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Lays out scaled q as [B, K, G, S, N] and k, v as [B, K, T, N], in their own dtype.
 
     Products of bfloat16 accumulate in float32; widening the operands first was slower
     on CPU too.
     """
+    q, k, v = request.heads
     B, S, H, N = q.shape
     K = k.shape[2]
-    q = (q * jnp.asarray(options.scale, q.dtype)).reshape(B, S, K, H // K, N)
+    scale = jnp.asarray(request.options.scale, q.dtype)
+    q = (q * scale).reshape(B, S, K, H // K, N)
     return q.transpose(0, 2, 3, 1, 4), k.swapaxes(1, 2), v.swapaxes(1, 2)
 
 
@@ -139,34 +99,28 @@ def _sequence_major(x_BKGSN: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return x_BKGSN.astype(dtype).transpose(0, 3, 1, 2, 4).reshape(B, S, K * G, N)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def reference(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options) -> jax.Array:
-    """Returns attention as [B, S, H, N] in q's dtype."""
-    return _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options)[0]
+@jax.custom_vjp
+def reference(request: Request) -> jax.Array:
+    """Computes attention, [B, S, H, N] in q's dtype."""
+    return _forward(request)[0]
 
 
-def _forward(
-    q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options, at: _Rows | None = None
-):
-    arrays = q_BSHN, k_BSKN, v_BSKN, segment_ids_BS
-    outs, logsumexps = _attend(*arrays, options, at)
-    out_BSHN = _sequence_major(jnp.concatenate(outs, 3), q_BSHN.dtype)
+def _forward(request: Request):
+    out, logsumexp = _attend(request)
+    out_BSHN = _sequence_major(out, request.q.dtype)
     out_BSHN = checkpoint_name(out_BSHN, RESIDUALS)
-    return out_BSHN, (
-        *arrays,
-        out_BSHN,
-        checkpoint_name(jnp.concatenate(logsumexps, 3), RESIDUALS),
-    )
+    return out_BSHN, (request, out_BSHN, checkpoint_name(logsumexp, RESIDUALS))
 
 
-def _attend(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options, at: _Rows | None):
-    """Returns blocks' results [B, K, G, rows, N] and their logits' logsumexps [B, K, G,
-    rows, 1], float32.
+def _attend(request: Request) -> tuple[jax.Array, jax.Array]:
+    """Computes the result [B, K, G, S, N] and the logsumexp of the logits [B, K, G, S,
+    1], float32.
     """
-    q, k, v = _head_major(q_BSHN, k_BSKN, v_BSKN, options)
-    outs, logsumexps = [], []
-    for rows, columns in _blocks(q_BSHN.shape[1], k_BSKN.shape[1], options):
-        s = _logits(q, k, segment_ids_BS, at, rows, columns, options)
+    q, k, v = _head_major(request)
+    outs = []
+    logsumexps = []
+    for rows, columns in _blocks(q.shape[3], k.shape[2], request.options):
+        s = _logits(request, q, k, rows, columns)
         peak = s.max(-1, keepdims=True)
         p = jnp.exp(s - peak)
         total = p.sum(-1, keepdims=True)
@@ -175,34 +129,44 @@ def _attend(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options: Options, at: _Rows 
             einsum("bkgst,bktn->bkgsn", p.astype(v.dtype), v[:, :, columns]) / total
         )
         logsumexps.append(peak + jnp.log(total))
-    return outs, logsumexps
+    return jnp.concatenate(outs, 3), jnp.concatenate(logsumexps, 3)
 
 
-def _backward(options: Options, residuals, grad_BSHN: jax.Array):
-    q_BSHN, k_BSKN, v_BSKN = residuals[:3]
-    dq, dk, dv = _gradients(options, residuals, grad_BSHN, None)
-    dk, dv = (x.transpose(0, 3, 1, 2).astype(k_BSKN.dtype) for x in (dk, dv))
-    return _sequence_major(dq, q_BSHN.dtype), dk, dv, None
+def _backward(residuals, grad_BSHN: jax.Array):
+    request, out_BSHN, logsumexp = residuals
+    inner_BSH = inner_products(out_BSHN, grad_BSHN)
+    gradients = _gradients(
+        request, grad_BSHN, inner_BSH, logsumexp, dtype=request.q.dtype
+    )
+    return (request.gradients(*gradients),)
 
 
 def _gradients(
-    options: Options, residuals, grad_BSHN: jax.Array, at: _Rows | None, inner_BSH=None
-):
-    """Returns the gradients of q [B, K, G, S, N], k and v [B, K, N, keys], float32."""
-    q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, out_BSHN, logsumexp = residuals
-    q, k, v = _head_major(q_BSHN, k_BSKN, v_BSKN, options)
+    request: Request,
+    grad_BSHN: jax.Array,
+    inner_BSH: jax.Array,
+    logsumexp: jax.Array,
+    *,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes the gradients of q, in a dtype, and of k and v in float32.
+
+    Args:
+      grad_BSHN: of the result.
+      inner_BSH: sum over the head of the result times its gradient.
+      logsumexp: of the logits, [B, K, G, S, 1].
+    """
+    options = request.options
+    q, k, v = _head_major(request)
     B, K, G, S, N = q.shape
-    # sum(p * dp) over keys equals sum(out * grad) over the head: S / N times less work.
-    if inner_BSH is None:
-        inner_BSH = jnp.sum(
-            out_BSHN.astype(jnp.float32) * grad_BSHN.astype(jnp.float32), -1
-        )
     inner = _by_kv_head(inner_BSH, K)
     grad = grad_BSHN.astype(v.dtype).reshape(B, S, K, G, N).transpose(0, 2, 3, 1, 4)
     keys = k.shape[2]
-    dqs, dk, dv = [], jnp.zeros((B, K, N, keys)), jnp.zeros((B, K, N, keys))
+    dqs = []
+    dk = jnp.zeros((B, K, N, keys))
+    dv = jnp.zeros((B, K, N, keys))
     for rows, columns in _blocks(S, keys, options):
-        s = _logits(q, k, segment_ids_BS, at, rows, columns, options)
+        s = _logits(request, q, k, rows, columns)
         p = jnp.exp(s - logsumexp[:, :, :, rows])
         dp = einsum("bkgsn,bktn->bkgst", grad[:, :, :, rows], v[:, :, columns])
         ds = p * (dp - inner[:, :, :, rows])
@@ -214,8 +178,12 @@ def _gradients(
         # [N, keys], not [keys, N]: the product then need not transpose its S^2 operand.
         dk_block = einsum("bkgsn,bkgst->bknt", q[:, :, :, rows], ds)
         dv_block = einsum("bkgsn,bkgst->bknt", grad[:, :, :, rows], p.astype(v.dtype))
-        dk, dv = _add(dk, dk_block, columns), _add(dv, dv_block, columns)
-    return jnp.concatenate(dqs, 3) * options.scale, dk, dv
+        dk = _add(dk, dk_block, columns)
+        dv = _add(dv, dv_block, columns)
+    dq = jnp.concatenate(dqs, 3) * options.scale
+    dk_BSKN = dk.transpose(0, 3, 1, 2)
+    dv_BSKN = dv.transpose(0, 3, 1, 2)
+    return _sequence_major(dq, dtype), dk_BSKN, dv_BSKN
 
 
 def _by_kv_head(x_BSH: jax.Array, kv_heads: int) -> jax.Array:
@@ -233,63 +201,20 @@ def _add(total_BKNS: jax.Array, part: jax.Array, columns: slice) -> jax.Array:
 reference.defvjp(_forward, _backward)
 
 
-# --- parts of the queries, and of the keys --------------------------------------------
+# --- pieces of the keys ---------------------------------------------------------------
 
 
-def reference_of_part(
-    q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, part: Part, *, options: Options
-) -> jax.Array:
-    """Returns attention of a part of the queries [B, S / count, H, N] to all keys [B,
-    S, K, N].
-    """
-    own_ids = None if segment_ids_BS is None else part.of(segment_ids_BS)
-    rows = _Rows(part.index * q_BSHN.shape[1], own_ids)
-    return _of_rows(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, rows, options)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _of_rows(
-    q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, at: _Rows, options: Options
-) -> jax.Array:
-    return _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options, at)[0]
-
-
-def _rows_forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, at: _Rows, options: Options):
-    out_BSHN, residuals = _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options, at)
-    return out_BSHN, (residuals, at)
-
-
-def _rows_backward(options: Options, saved, grad_BSHN: jax.Array):
-    residuals, at = saved
-    q, k, v = (x.dtype for x in residuals[:3])
-    dq, dk, dv = _gradients(options, residuals, grad_BSHN, at)
-    dk, dv = (x.transpose(0, 3, 1, 2).astype(dtype) for x, dtype in ((dk, k), (dv, v)))
-    return _sequence_major(dq, q), dk, dv, None, None
-
-
-_of_rows.defvjp(_rows_forward, _rows_backward)
-
-
-def _piece(
-    q_BSHN, k_BSKN, v_BSKN, own_ids, ids, options: Options
-) -> tuple[jax.Array, jax.Array]:
-    out, lse = (
-        jnp.concatenate(x, 3)
-        for x in _attend(q_BSHN, k_BSKN, v_BSKN, ids, options, _Rows(0, own_ids))
-    )
-    lse_BSH = lse[..., 0].transpose(0, 3, 1, 2).reshape(q_BSHN.shape[:3])
+def _piece(request: Request) -> tuple[jax.Array, jax.Array]:
+    out, lse = _attend(request)
+    lse_BSH = lse[..., 0].transpose(0, 3, 1, 2).reshape(request.q.shape[:3])
     return _sequence_major(out, jnp.float32), lse_BSH
 
 
-def _piece_gradients(queries: Any, k_BSKN, v_BSKN, own_ids, ids, options: Options):
-    lse = _by_kv_head(queries.lse, k_BSKN.shape[2])
-    residuals = queries.q, k_BSKN, v_BSKN, ids, None, lse
-    dq, dk, dv = _gradients(
-        options, residuals, queries.grad, _Rows(0, own_ids), queries.inner
-    )
-    return _sequence_major(dq, jnp.float32), *(
-        x.transpose(0, 3, 1, 2) for x in (dk, dv)
-    )
+def _piece_gradients(
+    request: Request, result: Result
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    lse = _by_kv_head(result.lse, request.k.shape[2])
+    return _gradients(request, result.grad, result.inner, lse, dtype=jnp.float32)
 
 
 reference_pieces = Pieces(_piece, _piece_gradients)

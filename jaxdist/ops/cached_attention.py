@@ -11,15 +11,14 @@ Letters: `S` slots, `T` new tokens, `P` tokens of a prompt, `L` layers, else see
 `attention`.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.ops.attention_reference import MASKED, einsum, soft_capped
+from jaxdist.ops.attention_request import Options
 from jaxdist.parallel import execution
 from jaxdist.parallel.context import AXIS
 
@@ -84,7 +83,7 @@ def written(
         return _scattered(cached_LBSKN, new_BTKN, layer, positions_BT)
     kv = _kv_spec(cached_LBSKN[0])
     specs = (P(None, *kv), P(kv[0], None, *kv[2:]), P(), P(kv[0], None), P(AXIS))
-    return _on_each(_written_part, specs, specs[0])(
+    return execution.per_device(_written_part, specs, specs[0])(
         cached_LBSKN, new_BTKN, layer, positions_BT, places_S
     )
 
@@ -126,7 +125,7 @@ def written_prompt(
         return _put(cached_LBSKN, new_BPKN, layer)
     kv = _kv_spec(new_BPKN)
     specs = (P(None, *kv), kv, P())
-    return _on_each(_put, specs, specs[0])(cached_LBSKN, new_BPKN, layer)
+    return execution.per_device(_put, specs, specs[0])(cached_LBSKN, new_BPKN, layer)
 
 
 def _put(cached_LBSKN, new_BPKN, layer):
@@ -136,11 +135,6 @@ def _put(cached_LBSKN, new_BPKN, layer):
 
 
 # --- reading --------------------------------------------------------------------------
-
-
-class _Mask(NamedTuple):
-    softcap: float | None
-    window: int | None
 
 
 def cached_attention(
@@ -168,10 +162,10 @@ def cached_attention(
       places_S: the position that each slot is for, where devices share them out; None:
         slot i holds i.
     """
-    q = q_BTHN * jnp.asarray(scale or q_BTHN.shape[-1] ** -0.5, q_BTHN.dtype)
-    mask = _Mask(softcap, window)
+    options = Options(scale or q_BTHN.shape[-1] ** -0.5, True, softcap, window)
+    q = q_BTHN * jnp.asarray(options.scale, q_BTHN.dtype)
     if places_S is None:
-        s = _logits(q, k_BSKN, q_positions_BT, None, mask)
+        s = _logits(q, k_BSKN, q_positions_BT, None, options)
         p = jax.nn.softmax(s, -1)
         out = einsum("bkgts,bskn->btkgn", p.astype(v_BSKN.dtype), v_BSKN)
     else:
@@ -180,35 +174,36 @@ def cached_attention(
         # the same.
         own = P(kv[0], None, *kv[2:])
         specs = (own, kv, kv, P(kv[0], None), P(AXIS))
-        attend = _on_each(
-            partial(_attended_part, mask=mask), specs, P(*own[:3], None, None)
+        attend = execution.per_device(
+            partial(_attended_part, options=options), specs, P(*own[:3], None, None)
         )
         out = attend(q, k_BSKN, v_BSKN, q_positions_BT, places_S)
     return out.reshape(q_BTHN.shape).astype(q_BTHN.dtype)
 
 
-def _logits(q_BTHN, k_BSKN, q_positions_BT, places_S, mask: _Mask) -> jax.Array:
+def _logits(q_BTHN, k_BSKN, q_positions_BT, places_S, options: Options) -> jax.Array:
     """Returns the capped and masked logits [B, K, G, T, S], float32."""
-    (B, T, H, N), K = q_BTHN.shape, k_BSKN.shape[2]
+    B, T, H, N = q_BTHN.shape
+    K = k_BSKN.shape[2]
     s = einsum("btkgn,bskn->bkgts", q_BTHN.reshape(B, T, K, H // K, N), k_BSKN)
-    s = soft_capped(s, mask.softcap)
+    s = soft_capped(s, options.softcap)
     distance = (
         q_positions_BT[:, :, None]
         - (jnp.arange(k_BSKN.shape[1]) if places_S is None else places_S)[None, None, :]
     )
     seen = distance >= 0
-    if mask.window is not None:
-        seen &= distance < mask.window
+    if options.window is not None:
+        seen &= distance < options.window
     return jnp.where(seen[:, None, None], s, MASKED)
 
 
 def _attended_part(
-    q_BTHN, k_BSKN, v_BSKN, q_positions_BT, places_S, mask: _Mask
+    q_BTHN, k_BSKN, v_BSKN, q_positions_BT, places_S, options: Options
 ) -> jax.Array:
     """Returns attention to the slots of all devices [B, T, K, G, N], float32, from this
     one's own.
     """
-    s = _logits(q_BTHN, k_BSKN, q_positions_BT, places_S, mask)
+    s = _logits(q_BTHN, k_BSKN, q_positions_BT, places_S, options)
     # A token sees itself at least, so the largest of all devices is a logit that
     # counts.
     peak = jax.lax.pmax(s.max(-1, keepdims=True), AXIS)
@@ -223,17 +218,5 @@ def _attended_part(
 
 
 def _kv_spec(x_BSKN: jax.Array) -> P:
-    """Returns how slots lie, or a prompt's keys that are written to them."""
+    """Looks up how slots lie, or a prompt's keys that are written to them."""
     return execution.current().rules.activation(CACHE_DIMS[1:], x_BSKN.shape)
-
-
-def _on_each(
-    function: Callable[..., jax.Array], in_specs: Any, out_specs: Any
-) -> Callable[..., jax.Array]:
-    """Returns the function called with every device's own part: the partitioner would
-    gather the slots.
-    """
-    region = execution.current().manual_region()
-    return jax.shard_map(
-        function, **region, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )

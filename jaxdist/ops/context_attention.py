@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxdist.config import ConfigError
 from jaxdist.ops.attention_backends import Backend
-from jaxdist.ops.attention_reference import Options, Part
+from jaxdist.ops.attention_request import Request
 from jaxdist.ops.ring_attention import Ring, ring_attention
 from jaxdist.parallel import execution
 from jaxdist.parallel.context import AXIS, FROM_HEADS, KEYS, TO_HEADS
@@ -56,47 +56,39 @@ class Form:
         """Returns from how many devices before a window reaches keys, if each has a
         part of the sequence.
         """
-        return (
-            min(-(-(window - 1) // part), self.context - 1)
-            if window
-            else self.context - 1
-        )
+        most = self.context - 1
+        return min(-(-(window - 1) // part), most) if window else most
 
-    def run(
-        self, backend: Backend, options: Options, q, k, v, segment_ids_BS
-    ) -> jax.Array:
-        """Returns attention as a device has it: called with its own part of the arrays,
-        ids excepted.
+    def run(self, backend: Backend, request: Request) -> jax.Array:
+        """Computes attention as a device has it: called with its own part of the
+        arrays, ids excepted.
         """
         if self.name == "whole":
-            return backend.run(q, k, v, segment_ids_BS, options=options)
+            return backend.run(request)
         if self.name == "heads":
             with jax.named_scope(TO_HEADS):
                 q, k, v = (
-                    jax.lax.all_to_all(x, AXIS, 2, 1, tiled=True) for x in (q, k, v)
+                    jax.lax.all_to_all(x, AXIS, 2, 1, tiled=True) for x in request.heads
                 )
-            out = backend.run(q, k, v, segment_ids_BS, options=options)
+            out = backend.run(request.with_heads(q, k, v))
             with jax.named_scope(FROM_HEADS):
                 return jax.lax.all_to_all(out, AXIS, 1, 2, tiled=True)
         if self.name == "ring":
             assert backend.pieces is not None
-            return ring_attention(
-                q, k, v, segment_ids_BS, Ring(backend.pieces, options, self.context)
-            )
-        assert backend.run_part is not None
-        hops = self.hops(q.shape[1], options.window)
+            ring = Ring(backend.pieces, request.options.causal, self.context)
+            return ring_attention(request, ring)
+        _, k, v = request.heads
+        hops = self.hops(k.shape[1], request.options.window)
         if hops < self.context - 1:
             with jax.named_scope(KEYS):
                 k, v = (_with_those_before(x, hops, self.context) for x in (k, v))
-            part, ids = (
-                Part(jnp.int32(hops), hops + 1),
-                _ids_before(segment_ids_BS, q, hops, self.context),
-            )
-            return backend.run_part(q, k, v, ids, part, options=options)
-        part = Part(jax.lax.axis_index(AXIS), self.context)
+            ids = _ids_before(request, hops, self.context)
+            return backend.run(request.of_part(jnp.int32(hops), k, v, ids))
+        part = jax.lax.axis_index(AXIS)
         with jax.named_scope(KEYS):
-            k, v = _gathered(k), _gathered(v)
-        return backend.run_part(q, k, v, segment_ids_BS, part, options=options)
+            k = _gathered(k)
+            v = _gathered(v)
+        return backend.run(request.of_part(part, k, v, request.segment_ids))
 
 
 def _with_those_before(k_BSKN: jax.Array, hops: int, size: int) -> jax.Array:
@@ -110,15 +102,14 @@ def _with_those_before(k_BSKN: jax.Array, hops: int, size: int) -> jax.Array:
     return jnp.concatenate([*before, k_BSKN], axis=1)
 
 
-def _ids_before(
-    segment_ids_BS: jax.Array | None, q: jax.Array, hops: int, size: int
-) -> jax.Array:
-    """Returns the segment ids of those keys; what comes round from the sequence's end
+def _ids_before(request: Request, hops: int, size: int) -> jax.Array:
+    """Cuts out the segment ids of those keys; what comes round from the sequence's end
     is nobody's.
     """
-    length = q.shape[1]
+    rows, length = request.q.shape[:2]
+    segment_ids_BS = request.segment_ids
     if segment_ids_BS is None:
-        segment_ids_BS = jnp.zeros((q.shape[0], length * size), jnp.int32)
+        segment_ids_BS = jnp.zeros((rows, length * size), jnp.int32)
     nobody = jnp.iinfo(jnp.int32).min
     padded = jnp.pad(
         segment_ids_BS, [(0, 0), (hops * length, 0)], constant_values=nobody
@@ -129,10 +120,7 @@ def _ids_before(
 
 def _gathered(k_BSKN: jax.Array) -> jax.Array:
     """Returns the keys of all devices; their gradients are summed on the way back."""
-    # XLA's CPU backend aborts on the sum in bfloat16, see `execution.sum_over`.
-    wide = (
-        k_BSKN.astype(jnp.float32) if execution.current().platform == "cpu" else k_BSKN
-    )
+    wide = execution.summable(k_BSKN)
     return jax.lax.all_gather(wide, AXIS, axis=1, tiled=True).astype(k_BSKN.dtype)
 
 
@@ -142,14 +130,15 @@ def choose_form(dims: Sequence[int], *, window: bool = False) -> Form:
 
 
 def form_under(rules: Rules, dims: Sequence[int], *, window: bool = False) -> Form:
-    """Returns how queries [B, S, H, N] attend.
+    """Chooses how queries [B, S, H, N] attend.
 
     A ring knows no window, and its chunks are of one size: elsewhere `ring` gathers.
 
     Raises:
       ConfigError: context.attention=heads, and heads that do not divide.
     """
-    size, tensor = rules.shape.sizes[AXIS], rules.shape.sizes["tensor"]
+    size = rules.shape.sizes[AXIS]
+    tensor = rules.shape.sizes["tensor"]
     if size == 1 or dims[1] % size:
         return Form("whole", 1, tensor)
     if rules.attention == "ring" and not window and dims[1] % (2 * size) == 0:
@@ -168,9 +157,11 @@ def faults(rules: Rules, length: int, heads: int | None) -> Iterator[str]:
     query heads.
     """
     size = rules.shape.sizes[AXIS]
-    parts, name = size, f"mesh.context={size}"
+    parts = size
+    name = f"mesh.context={size}"
     if rules.attention == "ring":
-        parts, name = 2 * size, f"2 x {name} (context.attention=ring)"
+        parts = 2 * size
+        name = f"2 x {name} (context.attention=ring)"
     if size > 1 and length % parts:
         legal = " or ".join(
             str(n) for n in (length // parts * parts, -(-length // parts) * parts) if n
@@ -200,7 +191,7 @@ def copied_heads(kv_heads: int, heads: int, shards: int) -> int:
 
 
 def shards_of(heads: int, tensor: int) -> int:
-    """Returns how many devices share the heads out: none where they do not divide."""
+    """Counts how many devices share the heads out: none where they do not divide."""
     return tensor if heads % tensor == 0 else 1
 
 
@@ -209,12 +200,12 @@ def _head_shards(rules: Rules, heads: int) -> int:
 
 
 def heads_divide(rules: Rules, heads: int) -> bool:
-    """Returns whether each device of context x tensor can have as many heads."""
+    """Checks whether each device of context x tensor can have as many heads."""
     return heads % _head_shards(rules, heads) == 0
 
 
 def indivisible(rules: Rules, heads: int) -> str:
-    """Returns what does not divide, as a clause."""
+    """Names what does not divide, as a clause."""
     tensor = shards_of(heads, rules.shape.sizes["tensor"])
     product = (
         f"{rules.shape.sizes[AXIS]} x mesh.tensor={tensor}"

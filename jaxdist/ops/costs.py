@@ -97,7 +97,7 @@ class Cost:
         return iter(())
 
     def form_name(self, rules: Rules) -> str:
-        """Returns how devices compute the op together; "" where there is one way."""
+        """Names how devices compute the op together; "" where there is one way."""
         return ""
 
     def share(self, rules: Rules, itemsize: int) -> Share:

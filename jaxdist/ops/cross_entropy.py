@@ -66,10 +66,6 @@ def cross_entropy(
       softcap: logits become softcap * tanh(logits / softcap); 0 leaves them.
       chunk_tokens: tokens per batch shard scored at once; 0 for all.
     """
-    kernel = head[...]
-    chex.assert_rank([x_BSD, kernel], [3, 2])
-    chex.assert_shape([targets_BS, weights_BS], x_BSD.shape[:2])
-    chex.assert_axis_dimension(kernel, 1 if tied else 0, x_BSD.shape[2])
     (x, targets, weights), options = _in_chunks(
         (x_BSD, targets_BS, weights_BS),
         head,
@@ -78,7 +74,7 @@ def cross_entropy(
         softcap=softcap,
         chunk_tokens=chunk_tokens,
     )
-    return _cross_entropy(x, kernel, targets, weights, options)
+    return _cross_entropy(x, head[...], targets, weights, options)
 
 
 def target_scores(
@@ -99,10 +95,6 @@ def target_scores(
     Args:
       head: see `cross_entropy`, as the others are.
     """
-    kernel = head[...]
-    chex.assert_rank([x_BSD, kernel], [3, 2])
-    chex.assert_shape(targets_BS, x_BSD.shape[:2])
-    chex.assert_axis_dimension(kernel, 1 if tied else 0, x_BSD.shape[2])
     (x, targets), options = _in_chunks(
         (x_BSD, targets_BS),
         head,
@@ -111,7 +103,7 @@ def target_scores(
         softcap=softcap,
         chunk_tokens=chunk_tokens,
     )
-    scores = _unfolded(_target_scores(x, kernel, targets, options), x_BSD.shape)
+    scores = _unfolded(_target_scores(x, head[...], targets, options), x_BSD.shape)
     return scores[..., 0], scores[..., 1]
 
 
@@ -127,7 +119,11 @@ def _in_chunks(
     """Returns x, targets and maybe weights, folded and filled up to whole chunks, and
     the static settings.
     """
-    dims = arrays[0].shape
+    x_BSD, *of_tokens = arrays
+    dims = x_BSD.shape
+    chex.assert_rank([x_BSD, head[...]], [3, 2])
+    chex.assert_shape(of_tokens, dims[:2])
+    chex.assert_axis_dimension(head[...], 1 if tied else 0, dims[2])
     shards, parts = _shards(dims)
     folded = [_folded(a, shards, parts) for a in arrays]
     group, chunk, extra = _chunking(folded[0].shape, shards * parts, chunk_tokens)
@@ -166,7 +162,8 @@ def cross_entropy_cost(
 def _shards(dims) -> tuple[int, int]:
     """Returns the shards of [batch, S] over samples, and over sequences."""
     now = execution.current()
-    shards, parts = now.rules.shape.batch_shards, now.axis_size(AXIS)
+    shards = now.rules.shape.batch_shards
+    parts = now.axis_size(AXIS)
     if dims[0] % shards:
         return 1, 1
     return shards, parts if dims[1] % parts == 0 else 1
@@ -204,7 +201,8 @@ def _chunking(dims, shards: int, chunk_tokens: int) -> tuple[tuple[int, ...], in
     """Returns the shards, if there are several, the length of a chunk, and what the
     last one lacks.
     """
-    batch, length = dims[0], dims[1]
+    batch = dims[0]
+    length = dims[1]
     most = max(1, chunk_tokens * shards // batch) if chunk_tokens else length
     count = -(-length // most)
     chunk = -(-length // count)
@@ -262,7 +260,7 @@ def _zero_head(dims, options: LossOptions):
 
 
 def _from_chunks(y, x, options: LossOptions):
-    """Returns what `_over_chunks` gave of rows, [chunks, rows, k], as [batch, S, k]."""
+    """Lays out rows of `_over_chunks`, [chunks, rows, k], as [batch, S, k]."""
     y = jnp.moveaxis(y.reshape(-1, x.shape[0], options.chunk, y.shape[-1]), 0, 1)
     return y.reshape(*x.shape[:2], y.shape[-1])
 
@@ -270,7 +268,8 @@ def _from_chunks(y, x, options: LossOptions):
 def _finished(dx, dhead, x, kernel, options: LossOptions):
     """Returns the gradients of x and of the head from those of all chunks."""
     gradient = _over_batch_shards(dhead, kernel.shape, options)
-    dx, gradient = _from_chunks(dx, x, options), gradient.astype(kernel.dtype)
+    dx = _from_chunks(dx, x, options)
+    gradient = gradient.astype(kernel.dtype)
     if waits_for_sums() or execution.current().axis_size(AXIS) > 1:
         # Left to the scheduler, the sum over devices comes last: a whole head stays
         # till then. On SparseCores the sum is hidden so, but sequences too long for one
@@ -304,7 +303,7 @@ def _target_scores(x, kernel, targets, options: LossOptions):
     def score(carry, part):
         x_part, targets_part = part
         logits, _ = _logits(x_part, head, options)
-        log_z = _log_z(logits, options)
+        _, _, log_z = _normalizers(logits, options)
         picked, _ = _target_logits(logits, targets_part, options)
         scores = jnp.stack([picked - log_z, log_z], -1)
         return carry, _own_rows(scores, options)
@@ -326,7 +325,8 @@ def _scores_backward(options: LossOptions, residuals, cotangents):
         x_part, targets_part, scores_part, slopes = part
         logits, slope = _logits(x_part, head, options)
         _, hit = _target_logits(logits, targets_part, options)
-        of_target, of_log_z = slopes[..., :1], slopes[..., 1:]
+        of_target = slopes[..., :1]
+        of_log_z = slopes[..., 1:]
         probability = jnp.exp(logits - scores_part[..., 1:])
         dlogits = probability * (of_log_z - of_target) + jnp.where(hit, of_target, 0)
         dx, product = _pull_chunk(x_part, dlogits, slope, head, options)
@@ -395,29 +395,30 @@ def _logits(x, head, options: LossOptions):
 
 
 def _score(logits, targets, weights, options: LossOptions):
-    """Returns the loss sum, the z sum and d(loss + z) / d logits, all float32."""
-    top = _over_parts(jax.lax.pmax, logits.max(-1, keepdims=True), options)
-    exponentials = jnp.exp(logits - top)
-    total = _over_parts(
-        execution.sum_over, exponentials.sum(-1, keepdims=True), options
-    )
-    log_z = (jnp.log(total) + top)[..., 0]
+    """Computes the loss sum, the z sum and d(loss + z) / d logits, all float32."""
+    exponentials, total, log_z = _normalizers(logits, options)
     picked, hit = _target_logits(logits, targets, options)
     loss = jnp.sum(weights * (log_z - picked))
     z = jnp.sum(weights * options.z_loss * log_z**2)
     factor = weights * (1 + 2 * options.z_loss * log_z)
-    dlogits = exponentials * (factor[..., None] / total) - jnp.where(
-        hit, weights[..., None], 0
-    )
-    return loss, z, dlogits
+    of_targets = jnp.where(hit, weights[..., None], 0)
+    return loss, z, exponentials * (factor[..., None] / total) - of_targets
 
 
-def _log_z(logits, options: LossOptions):
-    """Returns the logarithm of the sum of exponentials of each row, float32."""
+def _normalizers(
+    logits: jax.Array, options: LossOptions
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes what makes probabilities of logits, float32.
+
+    Returns:
+      Exponentials of the logits, relative to the largest one; their sum [..., 1]; the
+      logarithm Z of the sum of the logits' own exponentials [...].
+    """
     top = _over_parts(jax.lax.pmax, logits.max(-1, keepdims=True), options)
-    total = jnp.exp(logits - top).sum(-1, keepdims=True)
+    exponentials = jnp.exp(logits - top)
+    total = exponentials.sum(-1, keepdims=True)
     total = _over_parts(execution.sum_over, total, options)
-    return (jnp.log(total) + top)[..., 0]
+    return exponentials, total, (jnp.log(total) + top)[..., 0]
 
 
 def _target_logits(logits, targets, options: LossOptions):
@@ -491,7 +492,7 @@ def _vocabulary(options: LossOptions) -> str:
 
 
 def _parts_of_vocabulary(vocabulary: int, parts: int) -> int:
-    """Returns how many devices of a sequence share out the vocabulary: all, or one if
+    """Counts how many devices of a sequence share out the vocabulary: all, or one if
     it does not divide.
     """
     return (
@@ -523,7 +524,8 @@ def _in_parts_over_batch_shards(dhead, options: LossOptions):
     """Returns the head's gradient, the sum of [G / c, *dims], laid out as gradients
     are.
     """
-    now, dims = execution.current(), dhead.shape[1:]
+    now = execution.current()
+    dims = dhead.shape[1:]
     width = "width_of_part" if now.splits_width(options.names, zero=2) else None
     own = now.rules.activation(_head_dims(options, width), dims)
     if now.mesh is None or now.platform != "tpu":
@@ -543,10 +545,7 @@ def _in_parts_over_batch_shards(dhead, options: LossOptions):
             rest = [axis for axis in axes if axis not in over]
             return jax.lax.psum(total, rest) if rest else total
 
-        region = now.manual_region()
-        total = jax.shard_map(
-            local, **region, in_specs=rows, out_specs=own, check_vma=False
-        )(dhead)
+        total = execution.per_device(local, rows, own)(dhead)
     return execution.scatter(total, options.names)
 
 

@@ -44,7 +44,7 @@ class FrozenKernel:
 
     @property
     def is_plain(self) -> bool:
-        """Returns whether it is stored as one array, as it is computed with."""
+        """Whether it is stored as one array, as it is computed with."""
         return len(self.parts) == 1 and self.restored is jnp.asarray
 
     def gathered(self, dtype: jnp.dtype) -> jax.Array:
@@ -144,10 +144,8 @@ def _input_gradient(
     """Returns the sum over kernels of dy times the kernel transposed, with tensor parts
     as one product.
     """
-    outs, parts = (
-        [kernel.ndim - contract for kernel in kernels],
-        execution.current().axis_size("tensor"),
-    )
+    outs = [kernel.ndim - contract for kernel in kernels]
+    parts = execution.current().axis_size("tensor")
     if _keeps_dims():
         axes = [(list(range(-n, 0)),) * 2 for n in outs]
         products = [
@@ -162,11 +160,9 @@ def _input_gradient(
         and len(kernels) > 1
         and not any(kernel.shape[contract] % parts for kernel in kernels)
     ):
-        # Every tensor shard stacks its own columns: nothing moves, and one sum crosses
-        # shards.
-        rows, dims = matrices[0].shape[0], columns[0].shape[:-1]
-        kernel = jnp.concatenate([m.reshape(rows, parts, -1) for m in matrices], axis=2)
-        dy = jnp.concatenate([d.reshape(*dims, parts, -1) for d in columns], axis=-1)
+        # One sum crosses shards.
+        kernel = side_by_side(matrices, parts)
+        dy = side_by_side(columns, parts)
         products = [jnp.einsum("...tn,rtn->...r", dy, kernel)]
     else:
         products = [dy @ matrix.T for dy, matrix in zip(columns, matrices, strict=True)]
@@ -184,7 +180,8 @@ def kernel_gradient(x, dy, kernel, names: Names, contract: int):
             jnp.tensordot, axes=(lead, lead), preferred_element_type=dtype
         )
         return _summed_in_shards(product, x, dy, names, contract).astype(kernel.dtype)
-    x, dy = rows_of(x, contract), rows_of(dy, kernel.ndim - contract)
+    x = rows_of(x, contract)
+    dy = rows_of(dy, kernel.ndim - contract)
     axes = tuple(range(x.ndim - 1))
     gradient = jnp.tensordot(x, dy, (axes, axes), preferred_element_type=dtype)
     return execution.scatter(gradient.reshape(kernel.shape), names).astype(kernel.dtype)
@@ -202,7 +199,8 @@ def _summed_in_shards(
       *out].
       contract: the number of dims in K.
     """
-    now, lead = execution.current(), x.ndim - contract
+    now = execution.current()
+    lead = x.ndim - contract
     dims = (*x.shape[lead:], *dy.shape[lead:])
     if now.mesh is None:
         return product(x, dy)
@@ -237,10 +235,8 @@ def sum_in_shards(
       names, dims: of the parameter, and of the result.
     """
     now = execution.current()
-    axes, over = (
-        [axis for entry in rows for axis in sharding.axes_in(entry)],
-        now.rules.shard_axes(names),
-    )
+    axes = [axis for entry in rows for axis in sharding.axes_in(entry)]
+    over = now.rules.shard_axes(names)
     if any(
         now.rules.shape.sizes[axis] > 1 and axis not in axes
         for axis in (*BATCH_AXES, *over)
@@ -269,14 +265,12 @@ def sum_in_shards(
         rest = [axis for axis in axes if not (shards and axis in over)]
         return jax.lax.psum(total, rest) if rest else total
 
-    region = now.manual_region()
-    return jax.shard_map(
-        local, **region, in_specs=tuple(specs), out_specs=out, check_vma=False
-    )(*arrays)
+    return execution.per_device(local, tuple(specs), out)(*arrays)
 
 
 # of a tile, in which TPUs hold the last two dims of an array
-_SUBLANES, _LANES = 8, 128
+_SUBLANES = 8
+_LANES = 128
 
 
 def _scatter_dim(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
@@ -289,7 +283,8 @@ def _scatter_dim(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     """
     now = execution.current()
     parts = math.prod(now.axis_size(axis) for axis in axes)
-    rows, columns = x.shape[dim], math.prod(x.shape) // x.shape[dim]
+    rows = x.shape[dim]
+    columns = math.prod(x.shape) // x.shape[dim]
     if (
         not (now.sparse_core_collectives and x.ndim == 2)
         or rows % (parts * _SUBLANES)
@@ -311,7 +306,7 @@ def _keeps_dims() -> bool:
 
 
 def waits_for_sums() -> bool:
-    """Returns whether the sums of gradients over devices are part of the order of
+    """Checks whether the sums of gradients over devices are part of the order of
     compute.
 
     On SparseCores they run beside it, and a fixed order would only make compute wait
@@ -331,6 +326,15 @@ def rows_of(x: jax.Array, trailing: int) -> jax.Array:
     if execution.current().sequence_is_split:
         return x.reshape(*x.shape[: x.ndim - trailing], columns)
     return x.reshape(-1, columns)
+
+
+def side_by_side(arrays: Sequence[jax.Array], parts: int) -> jax.Array:
+    """Joins columns [..., N] of several kernels as [..., parts, N of all / parts].
+
+    Every tensor shard stacks its own columns: nothing moves.
+    """
+    split = [x.reshape(*x.shape[:-1], parts, -1) for x in arrays]
+    return jnp.concatenate(split, axis=-1)
 
 
 def matrix_of(kernel: jax.Array, contract: int) -> jax.Array:

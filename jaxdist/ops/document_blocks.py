@@ -37,10 +37,8 @@ def skipping(
       sizes: places of a block of queries, and of one of keys.
       by_keys: of the kernel for dk and dv, whose steps go over queries.
     """
-    shared, steps = (
-        shared_blocks(ids_of_queries, ids_of_keys, sizes),
-        1 if by_keys else 2,
-    )
+    shared = shared_blocks(ids_of_queries, ids_of_keys, sizes)
+    steps = 1 if by_keys else 2
     if tables.data_next is None:  # every block has its turn
         order = jax.lax.broadcasted_iota(jnp.int32, (1, *shared.shape), steps)
         whole = jnp.full(order.shape, _WHOLE, jnp.int32)
@@ -62,13 +60,11 @@ def skipping(
 def shared_blocks(
     ids_of_queries: jax.Array, ids_of_keys: jax.Array, sizes: tuple[int, int]
 ) -> jax.Array:
-    """Returns which blocks of queries and of keys may share a document, bool [blocks,
+    """Finds which blocks of queries and of keys may share a document, bool [blocks,
     blocks].
     """
-    (own_low, own_high), (low, high) = (
-        _ranges(ids_of_queries, sizes[0]),
-        _ranges(ids_of_keys, sizes[1]),
-    )
+    own_low, own_high = _ranges(ids_of_queries, sizes[0])
+    low, high = _ranges(ids_of_keys, sizes[1])
     return (own_low[:, None] <= high[None]) & (low[None] <= own_high[:, None])
 
 

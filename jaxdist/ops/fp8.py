@@ -27,6 +27,7 @@ from jaxdist.ops.dense_matmul import (
     kernel_gradient,
     matrix_of,
     rows_of,
+    side_by_side,
 )
 from jaxdist.parallel import execution
 from jaxdist.parallel.formats.fp8 import Fp8Recipe
@@ -39,7 +40,9 @@ E5M2 = jnp.dtype(jnp.float8_e5m2)
 # exponent of the largest value, which is 1.75 times that power of two
 _TOP = {E4M3: 8, E5M2: 15}
 # of float32: bits, exponent's offset, exponent of inf and NaN
-_MANTISSA, _BIAS, _SPECIAL = 23, 127, 255
+_MANTISSA = 23
+_BIAS = 127
+_SPECIAL = 255
 _LARGEST = 126  # exponent of a scale: it and its inverse are normal numbers
 
 
@@ -119,10 +122,8 @@ def gather(
 
     Scales are of the whole kernel: shards agree on the largest value first, in float32.
     """
-    now, (codes, inverse) = (
-        execution.current(),
-        quantise(kernels, axes, E4M3, tensorwise=tensorwise),
-    )
+    now = execution.current()
+    codes, inverse = quantise(kernels, axes, E4M3, tensorwise=tensorwise)
     # Bytes: of 8-bit floats some partitioners gather what they were cast from, four
     # bytes each.
     stored = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in codes)
@@ -258,15 +259,12 @@ def _input_gradient(
         tensorwise=recipe.kernel_scales_backward == "tensor",
     )
     matrices = [matrix_of(codes, contract) for codes in used]
-    # Every tensor shard stacks its own columns: nothing moves.
     parts = execution.current().axis_size("tensor")
     if any(kernel.shape[contract] % parts for kernel in kernels):
         parts = 1
-    left = [x.reshape(*x.shape[:-1], parts, -1) for x in dy]
-    right = [x.reshape(*x.shape[:-1], parts, -1) for x in matrices]
     dx = product(
-        jnp.concatenate(left, -1),
-        jnp.concatenate(right, -1),
+        side_by_side(dy, parts),
+        side_by_side(matrices, parts),
         ([last, last + 1], [1, 2]),
         dtype,
     )

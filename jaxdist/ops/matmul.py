@@ -75,19 +75,20 @@ def _by_format(
             for i, (kernel, own_names) in enumerate(zip(kernels, names, strict=True))
             if _takes(recipe, x, kernel, own_names, contract)
         ]
-    if recipe is None or not taken:
-        return dense_matmul.multiply(x, kernels, names, contract)
-    group = tuple(kernels[i] for i in taken)
-    names_of_group = tuple(names[i] for i in taken)
-    multiply = _MULTIPLY[type(recipe)]
-    outputs = multiply(x, group, names_of_group, contract, recipe)
-    products = dict(zip(taken, outputs, strict=True))
-    others = [i for i in range(len(kernels)) if i not in products]
-    if others:
-        group = tuple(kernels[i] for i in others)
-        names_of_group = tuple(names[i] for i in others)
-        outputs = dense_matmul.multiply(x, group, names_of_group, contract)
-        products |= zip(others, outputs, strict=True)
+    others = [i for i in range(len(kernels)) if i not in taken]
+    products: dict[int, jax.Array] = {}
+    for group in filter(None, (taken, others)):
+        arguments: Any = (
+            x,
+            tuple(kernels[i] for i in group),
+            tuple(names[i] for i in group),
+            contract,
+        )
+        if recipe is not None and group is taken:
+            outputs = _MULTIPLY[type(recipe)](*arguments, recipe)
+        else:
+            outputs = dense_matmul.multiply(*arguments)
+        products |= zip(group, outputs, strict=True)
     return tuple(products[i] for i in range(len(kernels)))
 
 

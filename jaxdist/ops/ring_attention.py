@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.ops.attention_reference import Options, Pieces
+from jaxdist.ops.attention_request import Pieces, Request, Result, inner_products
 from jaxdist.parallel.context import AXIS, CHUNKS, KEYS
 from jaxdist.parallel.remat import RESIDUALS
 
@@ -35,9 +35,7 @@ class Queries(NamedTuple):
     """What the backward pass knows of a chunk's queries."""
 
     q: jax.Array  # [B, h, H, N]
-    grad: jax.Array
-    inner: jax.Array  # [B, h, H] sum over the head of result times gradient
-    lse: jax.Array  # [B, h, H]
+    result: Result
 
 
 class Sum(NamedTuple):
@@ -51,33 +49,54 @@ class Ring(NamedTuple):
     """What is static; hashable."""
 
     pieces: Pieces
-    options: Options
+    causal: bool
     size: int  # c
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def ring_attention(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, ring: Ring) -> jax.Array:
-    """Returns attention of a device's part of the sequence, [B, S / c, H, N] in q's
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def ring_attention(request: Request, ring: Ring) -> jax.Array:
+    """Computes attention of a device's part of the sequence, [B, S / c, H, N] in q's
     dtype.
 
     Call it in a region that is manual over `context`, with whole segment ids and a
     device's part of the rest, which lies in order: chunks change places in here.
     """
-    return _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, ring)[0]
+    return _forward(request, ring)[0]
 
 
-def _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, ring: Ring):
-    q, k, v = (_chunks(x, ring) for x in (q_BSHN, k_BSKN, v_BSKN))
+def _piece(
+    request: Request,
+    ring: Ring,
+    n: Any,
+    m: Any,
+    q: jax.Array,
+    keys: Keys,
+    device: Any,
+    *,
+    causal: bool,
+) -> Request:
+    """Makes the request of a chunk of this device's queries and one of keys.
+
+    Args:
+      n, m: number of the chunk of queries, and of keys, on its device: 0 or 1.
+      device: whose keys they are.
+    """
+    query_ids = _ids(request, ring, jax.lax.axis_index(AXIS), n)
+    segment_ids = _ids(request, ring, device, m)
+    options = request.options._replace(causal=causal)
+    return Request(q, *keys, segment_ids, options, query_ids)
+
+
+def _forward(request: Request, ring: Ring):
+    q, k, v = (_chunks(x, ring) for x in request.heads)
     keys = [Keys(*both) for both in zip(k, v, strict=True)]
-    ids = partial(_ids, segment_ids_BS, ring)
 
-    def piece(n: Any, m: Any, q, keys: Keys, device, *, causal: bool = False) -> Sum:
-        own_ids, their_ids = ids(jax.lax.axis_index(AXIS), n), ids(device, m)
-        options = ring.options._replace(causal=causal)
-        return Sum(*ring.pieces.forward(q, *keys, own_ids, their_ids, options))
+    def piece(*chunks: Any, causal: bool = False) -> Sum:
+        of_chunks = _piece(request, ring, *chunks, causal=causal)
+        return Sum(*ring.pieces.forward(of_chunks))
 
     sums = [
-        piece(n, n, q[n], keys[n], _device(0, ring), causal=ring.options.causal)
+        piece(n, n, q[n], keys[n], _device(0, ring), causal=ring.causal)
         for n in range(len(q))
     ]
     if len(q) == 2:
@@ -99,45 +118,34 @@ def _forward(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, ring: Ring):
         return [_where(before, both, sums[0]), _where(before, late, both)]
 
     sums = _around(step, sums, keys, ring)
-    out = _in_order([part.out.astype(q_BSHN.dtype) for part in sums], ring)
+    out = _in_order([part.out.astype(request.q.dtype) for part in sums], ring)
     out = checkpoint_name(out, RESIDUALS)
     lse = checkpoint_name([part.lse for part in sums], RESIDUALS)
-    return out, (q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, out, lse)
+    return out, (request, out, lse)
 
 
 def _backward(ring: Ring, residuals, grad_BSHN: jax.Array):
-    q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, out_BSHN, lse = residuals
+    request, out_BSHN, lse = residuals
     # In order: it is an N-th of the results, which then stay where they are.
-    inner_BSH = jnp.sum(
-        out_BSHN.astype(jnp.float32) * grad_BSHN.astype(jnp.float32), -1
-    )
+    inner_BSH = inner_products(out_BSHN, grad_BSHN)
     q, k, v, grad, inner = (
-        _chunks(x, ring) for x in (q_BSHN, k_BSKN, v_BSKN, grad_BSHN, inner_BSH)
+        _chunks(x, ring) for x in (*request.heads, grad_BSHN, inner_BSH)
     )
-    queries = [Queries(*parts) for parts in zip(q, grad, inner, lse, strict=True)]
+    results = map(Result, grad, inner, lse)
+    queries = [Queries(*parts) for parts in zip(q, results, strict=True)]
     keys = [Keys(*both) for both in zip(k, v, strict=True)]
-    ids = partial(_ids, segment_ids_BS, ring)
 
     def piece(
-        n: Any, m: Any, queries: Queries, keys: Keys, device, *, causal: bool = False
-    ):
-        own_ids, their_ids = ids(jax.lax.axis_index(AXIS), n), ids(device, m)
-        options = ring.options._replace(causal=causal)
-        dq, dk, dv = ring.pieces.backward(queries, *keys, own_ids, their_ids, options)
+        n: Any, m: Any, queries: Queries, *of_keys: Any, causal: bool = False
+    ) -> tuple[jax.Array, Keys]:
+        of_chunks = _piece(request, ring, n, m, queries.q, *of_keys, causal=causal)
+        dq, dk, dv = ring.pieces.backward(of_chunks, queries.result)
         return dq, Keys(dk, dv)
-
-    own = [
-        piece(n, n, queries[n], keys[n], _device(0, ring), causal=ring.options.causal)
-        for n in range(len(q))
-    ]
-    dq, dkeys = [part[0] for part in own], [part[1] for part in own]
-    if len(q) == 2:
-        late, first = piece(1, 0, queries[1], keys[0], _device(0, ring))
-        dq, dkeys = [dq[0], dq[1] + late], [_added(dkeys[0], first), dkeys[1]]
 
     def step(carry, keys, number):
         dq, dkeys = carry
-        dkeys, device = _hop(dkeys, ring), _device(number, ring)
+        dkeys = _hop(dkeys, ring)
+        device = _device(number, ring)
         if len(q) == 1:
             more, dkey = piece(0, 0, queries[0], keys[0], device)
             return [dq[0] + more], [_added(dkeys[0], dkey)]
@@ -147,7 +155,8 @@ def _backward(ring: Ring, residuals, grad_BSHN: jax.Array):
         more, dkey = piece(
             n, n, _where(before, *queries), _where(before, *keys), device
         )
-        none, nothing = jnp.zeros_like(more), jax.tree.map(jnp.zeros_like, dkey)
+        none = jnp.zeros_like(more)
+        nothing = jax.tree.map(jnp.zeros_like, dkey)
         dq = [
             dq[0] + jnp.where(before, more, none),
             dq[1] + late + jnp.where(before, none, more),
@@ -158,14 +167,37 @@ def _backward(ring: Ring, residuals, grad_BSHN: jax.Array):
             _added(dkeys[1], _where(before, nothing, dkey)),
         ]
 
-    dq, dkeys = _around(step, (dq, dkeys), keys, ring)
+    start = _own_gradients(piece, queries, keys, ring)
+    dq, dkeys = _around(step, start, keys, ring)
     dkeys = _hop(dkeys, ring)
-    dq = [part.astype(q_BSHN.dtype) for part in dq]
-    dk, dv = ([part[n].astype(k_BSKN.dtype) for part in dkeys] for n in range(2))
-    return *(_in_order(parts, ring) for parts in (dq, dk, dv)), None
+    dq = [part.astype(request.q.dtype) for part in dq]
+    dk, dv = ([part[n].astype(request.k.dtype) for part in dkeys] for n in range(2))
+    gradients = (_in_order(parts, ring) for parts in (dq, dk, dv))
+    return (request.gradients(*gradients),)
 
 
 ring_attention.defvjp(_forward, _backward)
+
+
+def _own_gradients(
+    piece: Callable[..., tuple[jax.Array, Keys]],
+    queries: list[Queries],
+    keys: list[Keys],
+    ring: Ring,
+) -> tuple[list[jax.Array], list[Keys]]:
+    """Computes the gradients of a device's queries, and of its own keys by these."""
+    device = _device(0, ring)
+    dq = []
+    dkeys = []
+    for n, (own_queries, own_keys) in enumerate(zip(queries, keys, strict=True)):
+        more, dkey = piece(n, n, own_queries, own_keys, device, causal=ring.causal)
+        dq.append(more)
+        dkeys.append(dkey)
+    if len(queries) == 2:
+        late, first = piece(1, 0, queries[1], keys[0], device)
+        dq[1] = dq[1] + late
+        dkeys[0] = _added(dkeys[0], first)
+    return dq, dkeys
 
 
 def _around(step: Callable[..., Any], carry, keys, ring: Ring):
@@ -188,7 +220,7 @@ def _around(step: Callable[..., Any], carry, keys, ring: Ring):
 
 
 def _hop(tree, ring: Ring):
-    """Returns what the device before has."""
+    """Fetches the arrays of the device before."""
     pairs = [(i, (i + 1) % ring.size) for i in range(ring.size)]
     with jax.named_scope(KEYS):
         return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), tree)
@@ -220,7 +252,7 @@ def _chunks(x: jax.Array, ring: Ring) -> list[jax.Array]:
     """Returns a device's chunks i and 2c - 1 - i of what it has in order, 2i and 2i +
     1; not causal: all.
     """
-    if not ring.options.causal:
+    if not ring.causal:
         return [x]
     with jax.named_scope(CHUNKS):
         halves = [
@@ -256,15 +288,14 @@ def _moves(ring: Ring, half: int) -> list[tuple[int, int]]:
     ]
 
 
-def _ids(segment_ids_BS, ring: Ring, device, number):
-    """Returns the segment ids of a device's chunk; number 0 or 1 may be an array."""
-    if segment_ids_BS is None:
+def _ids(request: Request, ring: Ring, device, number) -> jax.Array | None:
+    """Cuts out the segment ids of a device's chunk; number 0 or 1 may be an array."""
+    ids = request.segment_ids
+    if ids is None:
         return None
-    chunks = 2 if ring.options.causal else 1
-    size = segment_ids_BS.shape[1] // (chunks * ring.size)
-    place = (
-        jnp.where(number == 0, device, 2 * ring.size - 1 - device)
-        if chunks == 2
-        else device
-    )
-    return jax.lax.dynamic_slice_in_dim(segment_ids_BS, place * size, size, 1)
+    place = device
+    size = ids.shape[1] // ring.size
+    if ring.causal:
+        place = jnp.where(number == 0, device, 2 * ring.size - 1 - device)
+        size = ids.shape[1] // (2 * ring.size)
+    return jax.lax.dynamic_slice_in_dim(ids, place * size, size, 1)

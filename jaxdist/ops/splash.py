@@ -9,6 +9,7 @@ mask).
 import contextlib
 import functools
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import chex
@@ -19,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu import splash_attention as pallas_splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-from jaxdist.ops.attention_reference import Options, Part
+from jaxdist.ops.attention_request import Options, Request, Result, inner_products
 from jaxdist.ops.document_blocks import shared_blocks, skipping
 from jaxdist.parallel.remat import RESIDUALS
 
@@ -30,82 +31,65 @@ _LEAST_TOKENS = 2048
 MAX_BLOCK = 512
 
 
-def splash_attention(
-    q_BSHN: jax.Array,
-    k_BSKN: jax.Array,
-    v_BSKN: jax.Array,
-    segment_ids_BS: jax.Array | None,
-    options: Options,
-    *,
-    interpret: bool = False,
-) -> jax.Array:
-    """Returns attention as [B, S, H, N] in q's dtype, computed by one kernel a
-    direction.
+def splash_attention(request: Request, *, interpret: bool = False) -> jax.Array:
+    """Computes attention, [B, S, H, N] in q's dtype, by one kernel a direction.
 
     Call it per device (inside `shard_map`): a Mosaic kernel is opaque to the
     partitioner. Sequences that are no multiple of 128 are padded to one, with a warning
-    that tells the cost.
+    that tells the cost. A part of the queries has a multiple of 128.
 
     Args:
-      segment_ids_BS: tokens attend within equal ids only; None: one segment.
       interpret: run the kernel's Python on any backend (tests).
     """
-    chex.assert_rank([q_BSHN, k_BSKN, v_BSKN], 4)
-    S = q_BSHN.shape[1]
-    length = -(-S // LANES) * LANES
-    if length > S:
-        warnings.warn(
-            f"attention: sequence length {S} is padded to {length} for the TPU kernel, "
-            f"{(length / S) ** 2 - 1:.0%} more work; use a multiple of {LANES}",
-            stacklevel=2,
-        )
-        # causal: no token sees the padding after it
-        if segment_ids_BS is None and not options.causal:
-            segment_ids_BS = jnp.zeros(q_BSHN.shape[:2], jnp.int32)
-        q_BSHN, k_BSKN, v_BSKN = (_pad(x, length, 0) for x in (q_BSHN, k_BSKN, v_BSKN))
-        if segment_ids_BS is not None:
-            segment_ids_BS = _pad(segment_ids_BS, length, np.iinfo(np.int32).min)
-    q_BSHN = q_BSHN * jnp.asarray(options.scale, q_BSHN.dtype)
-    segments = None
-    if segment_ids_BS is not None:
-        segments = pallas_splash.SegmentIds(segment_ids_BS, segment_ids_BS)
-    heads_first = [x.swapaxes(1, 2) for x in (q_BSHN, k_BSKN, v_BSKN)]
-    if _chunk(length, options):
-        out_BHSN = _long(*heads_first, segments, options, interpret)
+    chex.assert_rank(request.heads, 4)
+    S = request.q.shape[1]
+    if request.part is None:
+        request = _padded(request)
+    length = request.k.shape[1]
+    segments = _segments(request)
+    heads_first = _heads_first(request)
+    if request.part is None and _chunk(length, request.options):
+        out_BHSN = _long(*heads_first, segments, request.options, interpret)
     else:
-        kernel = _of_documents(
-            _kernel(length, q_BSHN.shape[2], options, interpret), segments
-        )
-        out_BHSN = jax.vmap(kernel)(*heads_first, segments)
+        parts = length // request.q.shape[1]
+        kernel = _kernel(length, request.q.shape[2], request.options, interpret, parts)
+        if request.part is not None:
+            kernel = _of_part(kernel, request.part, parts)
+        out_BHSN = jax.vmap(_of_documents(kernel, segments))(*heads_first, segments)
     return out_BHSN.swapaxes(1, 2)[:, :S]
 
 
-def splash_attention_of_part(
-    q_BSHN: jax.Array,
-    k_BSKN: jax.Array,
-    v_BSKN: jax.Array,
-    segment_ids_BS: jax.Array | None,
-    part: Part,
-    *,
-    options: Options,
-    interpret: bool = False,
-) -> jax.Array:
-    """Returns attention of a part of the queries [B, S / count, H, N] to all keys [B,
-    S, K, N].
+def _padded(request: Request) -> Request:
+    """Fills a sequence up to a multiple of 128 tokens."""
+    S = request.q.shape[1]
+    length = -(-S // LANES) * LANES
+    if length == S:
+        return request
+    warnings.warn(
+        f"attention: sequence length {S} is padded to {length} for the TPU kernel, "
+        f"{(length / S) ** 2 - 1:.0%} more work; use a multiple of {LANES}",
+        stacklevel=3,
+    )
+    segment_ids = request.segment_ids
+    # causal: no token sees the padding after it
+    if segment_ids is None and not request.options.causal:
+        segment_ids = jnp.zeros(request.q.shape[:2], jnp.int32)
+    request = request.with_heads(*(_pad(x, length, 0) for x in request.heads))
+    if segment_ids is not None:
+        segment_ids = _pad(segment_ids, length, np.iinfo(np.int32).min)
+    return replace(request, segment_ids=segment_ids)
 
-    A part has a multiple of 128 queries. The kernel's tables, of the blocks that its
-    mask leaves, are cut by parts; each takes its own at run time.
+
+def _of_part(kernel: Any, part: jax.Array, parts: int) -> Any:
+    """Makes the kernel of a part of the queries.
+
+    The tables of the blocks that a mask leaves are cut by parts; each takes its own at
+    run time.
     """
-    segments = None
-    if segment_ids_BS is not None:
-        segments = pallas_splash.SegmentIds(part.of(segment_ids_BS), segment_ids_BS)
-    kernel = _kernel(k_BSKN.shape[1], q_BSHN.shape[2], options, interpret, part.count)
 
     def own(table: np.ndarray, dim: int) -> jax.Array:
-        size = table.shape[dim] // part.count
-        return jax.lax.dynamic_slice_in_dim(
-            jnp.asarray(table), part.index * size, size, dim
-        )
+        size = table.shape[dim] // parts
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(table), part * size, size, dim)
 
     def own_of(info):
         # dim of queries
@@ -118,58 +102,46 @@ def splash_attention_of_part(
         return info._replace(**tables)
 
     infos, kwargs = kernel.tree_flatten()
-    kernel = _of_documents(type(kernel)(*map(own_of, infos), **kwargs), segments)
-    q_BSHN = q_BSHN * jnp.asarray(options.scale, q_BSHN.dtype)
-    out_BHSN = jax.vmap(kernel)(
-        *(x.swapaxes(1, 2) for x in (q_BSHN, k_BSKN, v_BSKN)), segments
-    )
-    return out_BHSN.swapaxes(1, 2)
+    return type(kernel)(*map(own_of, infos), **kwargs)
 
 
-def piece(
-    q_BSHN, k_BSKN, v_BSKN, own_ids, ids, options: Options, *, interpret: bool = False
-):
-    """Returns attention to some keys, float32 [B, S, H, N], and the logsumexp [B, S,
+def piece(request: Request, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Computes attention to some keys, float32 [B, S, H, N], and the logsumexp [B, S,
     H]: see `Pieces`.
     """
-    kernel = _kernel(
-        k_BSKN.shape[1], q_BSHN.shape[2], options, interpret, residuals=True
-    )
-    segments = None if ids is None else pallas_splash.SegmentIds(own_ids, ids)
-    q_BSHN = q_BSHN * jnp.asarray(options.scale, q_BSHN.dtype)
-    with _all_keys(options):
-        out, (lse,) = jax.vmap(kernel)(
-            *(x.swapaxes(1, 2) for x in (q_BSHN, k_BSKN, v_BSKN)), segments
-        )
+    length = request.k.shape[1]
+    heads = request.q.shape[2]
+    kernel = _kernel(length, heads, request.options, interpret, residuals=True)
+    with _all_keys(request.options):
+        out, (lse,) = jax.vmap(kernel)(*_heads_first(request), _segments(request))
     return out.swapaxes(1, 2).astype(jnp.float32), lse.swapaxes(1, 2)
 
 
 def piece_gradients(
-    queries: Any,
-    k_BSKN,
-    v_BSKN,
-    own_ids,
-    ids,
-    options: Options,
-    *,
-    interpret: bool = False,
-):
-    """Returns the gradients of q, k and v in float32: see `Pieces`."""
-    segments = None if ids is None else pallas_splash.SegmentIds(own_ids, ids)
-    q = queries.q * jnp.asarray(options.scale, queries.q.dtype)
-    arrays = q, k_BSKN, v_BSKN, queries.lse, queries.inner, queries.grad
+    request: Request, result: Result, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes the gradients of q, k and v in float32: see `Pieces`."""
+    of_result = (x.swapaxes(1, 2) for x in (result.lse, result.inner, result.grad))
     gradients = _gradients(
-        [x.swapaxes(1, 2) for x in arrays], segments, options, interpret
+        [*_heads_first(request), *of_result],
+        _segments(request),
+        request.options,
+        interpret,
     )
     dq, dk, dv = (x.swapaxes(1, 2).astype(jnp.float32) for x in gradients)
-    return dq * options.scale, dk, dv
+    return dq * request.options.scale, dk, dv
 
 
-def _inner(out, grad) -> jax.Array:
-    """Returns sum(out * grad) over the head, which equals sum(p * dp) over all keys;
-    float32.
-    """
-    return jnp.sum(out.astype(jnp.float32) * grad.astype(jnp.float32), -1)
+def _segments(request: Request) -> pallas_splash.SegmentIds | None:
+    """Gives the kernel the segment ids of queries and keys."""
+    return pallas_splash.SegmentIds(*request.segments) if request.segments else None
+
+
+def _heads_first(request: Request) -> list[jax.Array]:
+    """Lays out scaled q as [B, H, S, N], and k, v as [B, K, T, N]."""
+    q, k, v = request.heads
+    q = q * jnp.asarray(request.options.scale, q.dtype)
+    return [x.swapaxes(1, 2) for x in (q, k, v)]
 
 
 def _all_keys(options: Options):
@@ -186,7 +158,8 @@ def _all_keys(options: Options):
 # sequence S / 2048 times as much as dq itself. So long sequences are cut into chunks,
 # and each pair of a chunk of queries and one of keys has its own call.
 # keys of heads of 128: half as many of 256, for the sake of VMEM
-_CHUNK, _FUSED_KEYS = 8192, 2048
+_CHUNK = 8192
+_FUSED_KEYS = 2048
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -206,32 +179,23 @@ def _long_forward(q_BHSN, k_BKSN, v_BKSN, segments, options: Options, interpret:
     kernel = _of_documents(kernel, segments)
     with _all_keys(options):
         out, (lse,) = jax.vmap(kernel)(q_BHSN, k_BKSN, v_BKSN, segments)
-    out, lse = checkpoint_name(out, RESIDUALS), checkpoint_name(lse, RESIDUALS)
+    out = checkpoint_name(out, RESIDUALS)
+    lse = checkpoint_name(lse, RESIDUALS)
     return out, (q_BHSN, k_BKSN, v_BKSN, segments, out, lse)
 
 
 def _long_backward(options: Options, interpret: bool, residuals, grad):
     q, k, v, segments, out, lse = residuals
     size = _chunk(q.shape[2], options)
-    of_queries = q, lse, _inner(out, grad), grad
     shared = _shared(segments, size)
-
-    def parts(pair, *, causal: bool):
-        rows, columns = pair * size
-        own_q, own_lse, inner, own_grad = (_cut(x, rows, size, 2) for x in of_queries)
-        own_k, own_v = (_cut(x, columns, size, 2) for x in (k, v))
-        ids = None
-        if segments is not None:
-            own_ids, their_ids = (
-                _cut(segments.q, rows, size, 1),
-                _cut(segments.kv, columns, size, 1),
-            )
-            ids = pallas_splash.SegmentIds(own_ids, their_ids)
-        arrays = [own_q, own_k, own_v, own_lse, inner, own_grad]
-        return _gradients(arrays, ids, options._replace(causal=causal), interpret)
+    arrays = [q, k, v, lse, inner_products(out, grad), grad]
+    parts = functools.partial(
+        _pair_gradients, arrays, segments, size, options, interpret
+    )
 
     def own(totals, pair):
-        dq, *dkeys = parts(pair, causal=True)
+        rows, columns = pair * size
+        dq, *dkeys = parts(rows, columns, causal=True)
         return [
             _put(total, part, pair[1] * size)
             for total, part in zip(totals, dkeys, strict=True)
@@ -246,7 +210,7 @@ def _long_backward(options: Options, interpret: bool, residuals, grad):
         dq_so_far = jnp.where(pair[1] == 0, start, dq_so_far)
 
         def add(dq_so_far, totals):
-            more, *dkeys = parts(pair, causal=False)
+            more, *dkeys = parts(rows, columns, causal=False)
             sums = [
                 _cut(t, columns, size, 2) + d.astype(t.dtype)
                 for t, d in zip(totals, dkeys, strict=True)
@@ -263,7 +227,8 @@ def _long_backward(options: Options, interpret: bool, residuals, grad):
             )
         return (_put(dq, dq_so_far, rows), dq_so_far, totals), None
 
-    count, dq = q.shape[2] // size, jnp.zeros_like(q)
+    count = q.shape[2] // size
+    dq = jnp.zeros_like(q)
     totals = [jnp.zeros(x.shape, jnp.float32) for x in (k, v)]
     pairs = [
         (n, m) for n in range(count) for m in range(n if options.causal else count)
@@ -279,6 +244,35 @@ def _long_backward(options: Options, interpret: bool, residuals, grad):
 
 
 _long.defvjp(_long_forward, _long_backward)
+
+
+def _pair_gradients(
+    arrays: list[jax.Array],
+    segments: pallas_splash.SegmentIds | None,
+    size: int,
+    options: Options,
+    interpret: bool,
+    rows: jax.Array,
+    columns: jax.Array,
+    *,
+    causal: bool,
+):
+    """Computes the gradients by a chunk of queries and one of keys.
+
+    Args:
+      arrays: whole ones, see `_gradients`.
+      rows, columns: places where the chunks of queries and keys begin.
+    """
+    q, k, v, *of_results = arrays
+    own_q, *own_results = (_cut(x, rows, size, 2) for x in (q, *of_results))
+    own_k, own_v = (_cut(x, columns, size, 2) for x in (k, v))
+    ids = None
+    if segments is not None:
+        own_ids = _cut(segments.q, rows, size, 1)
+        their_ids = _cut(segments.kv, columns, size, 1)
+        ids = pallas_splash.SegmentIds(own_ids, their_ids)
+    chunks = [own_q, own_k, own_v, *own_results]
+    return _gradients(chunks, ids, options._replace(causal=causal), interpret)
 
 
 def _chunk(length: int, options: Options) -> int:
@@ -366,7 +360,7 @@ def _gradients(arrays: list[jax.Array], segments, options: Options, interpret: b
 
 
 def _shared(segments: pallas_splash.SegmentIds | None, size: int) -> jax.Array | None:
-    """Returns which chunks of queries and of keys share a document, of one sequence;
+    """Finds which chunks of queries and of keys share a document, of one sequence;
     None: all may.
     """
     if segments is None or len(segments.q) > 1:
@@ -387,7 +381,8 @@ def _of_documents(kernel: Any, segments: pallas_splash.SegmentIds | None) -> Any
         or segments.kv.shape[1] < _LEAST_TOKENS
     ):
         return kernel
-    sizes, ids = kernel.kwargs["block_sizes"], (segments.q[0], segments.kv[0])
+    sizes = kernel.kwargs["block_sizes"]
+    ids = (segments.q[0], segments.kv[0])
     (forward, dq, dkv), kwargs = kernel.tree_flatten()
     forward = skipping(forward, *ids, (sizes.block_q, sizes.block_kv))
     dq = dq and skipping(dq, *ids, (sizes.block_q_dq, sizes.block_kv_dq))
@@ -481,7 +476,8 @@ class _BandMask(pallas_splash.LocalMask):
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
         rows, columns = index
         reach = self.window_size[0]
-        nearest, farthest = rows.start - columns.stop + 1, rows.stop - 1 - columns.start
+        nearest = rows.start - columns.stop + 1
+        farthest = rows.stop - 1 - columns.start
         shape = (rows.stop - rows.start, columns.stop - columns.start)
         if farthest < 0 or (reach is not None and nearest > reach):
             return np.broadcast_to(False, shape)

@@ -64,7 +64,8 @@ def build_optimizer(
     if wrong:
         raise ConfigError(wrong)
     param_roles = roles(abstract_params, logical_names)
-    if unmatched := group_faults(config, trees.flatten_names(param_roles)):
+    unmatched = group_faults(config, trees.flatten_names(param_roles))
+    if unmatched:
         raise ConfigError(unmatched)
     return optimizer_of(config, schedule, param_roles)
 
@@ -133,13 +134,15 @@ def _factored(param_roles: optax.Params) -> optax.GradientTransformation:
     of them is a stack's are seen part by part, so that all others keep the state that
     they have.
     """
-    transform, axes = optax.scale_by_factored_rms(), optax.FactoredState(None, 0, 0, 0)
+    transform = optax.scale_by_factored_rms()
+    axes = optax.FactoredState(None, 0, 0, 0)
     flat_roles: list[Role] = jax.tree.leaves(param_roles)
     tree: Any = jax.tree.structure(param_roles)
 
     def stacks(role: Role, leaf: jax.Array) -> int:
-        """Returns how many leading dims to map over."""
-        leading, largest = leaf.ndim - role.dims, np.argsort(leaf.shape)[-2:]
+        """Counts how many leading dims to map over."""
+        leading = leaf.ndim - role.dims
+        largest = np.argsort(leaf.shape)[-2:]
         mistaken = (
             len(largest) == 2
             and leaf.shape[largest[0]] >= 128

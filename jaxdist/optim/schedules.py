@@ -53,7 +53,7 @@ class ScheduleSteps:
 
     @classmethod
     def from_json(cls, value: Any) -> "ScheduleSteps":
-        """Returns what `to_json` has made.
+        """Reads what `to_json` has made.
 
         Raises:
           Malformed: it is something else.
@@ -87,7 +87,7 @@ def _count(steps: Mapping[str, Any], name: str) -> int:
 
 
 def depends_on_train_steps(config: OptimizerConfig) -> bool:
-    """Returns whether the decay ends with `train.steps`, so that raising it extends the
+    """Checks whether the decay ends with `train.steps`, so that raising it extends the
     schedule.
     """
     return config.schedule in ("cosine", "linear", "wsd") and config.decay_steps is None
@@ -99,7 +99,7 @@ def default_warmup(steps: int) -> int:
 
 
 def settle(config: OptimizerConfig, train_steps: int) -> ScheduleSteps:
-    """Returns where the schedule of a run turns that begins with this config."""
+    """Settles where the schedule of a run turns that begins with this config."""
     end = train_steps if config.decay_steps is None else config.decay_steps
     warmup = config.warmup_steps
     return ScheduleSteps(
@@ -134,7 +134,8 @@ def extend(
     steps = replace(steps, extensions=parts)
     if train_steps <= steps.end:
         return steps
-    start, turn = done, decay_start(config, steps)
+    start = done
+    turn = decay_start(config, steps)
     if config.schedule == "wsd" and turn < done and saved(turn):
         start = turn
     share = float(_shape(config, steps)(jnp.float32(start)))
@@ -159,7 +160,8 @@ def decay_start(config: OptimizerConfig, steps: ScheduleSteps) -> int:
 
 
 def _decay_begins(config: OptimizerConfig, steps: ScheduleSteps) -> float:
-    begins, end = float(steps.warmup_steps), steps.end
+    begins = float(steps.warmup_steps)
+    end = steps.end
     if steps.extensions:
         last = steps.extensions[-1]
         begins = max(begins, float(last.start + last.rewarm_steps))
@@ -203,7 +205,8 @@ def build_schedule(
     Raises:
       ConfigError: a value is out of range, or the warm-up is longer than the schedule.
     """
-    if wrong := [*faults(config, "optimizer."), *warmup_faults(config, train_steps)]:
+    wrong = [*faults(config, "optimizer."), *warmup_faults(config, train_steps)]
+    if wrong:
         raise ConfigError(wrong)
     steps = steps or settle(config, train_steps)
     peak = peak_learning_rate(config, global_size)
@@ -300,8 +303,6 @@ def _describe_extension(
         words += f"rises from {part.share * peak:g} to {part.peak * peak:g} in {part.rewarm_steps} steps, "
     elif config.schedule == "wsd":
         words += f"stays at {part.peak * peak:g}, "
-    start, final = (
-        decay_start(config, steps),
-        min(config.final_learning_rate, part.peak),
-    )
+    start = decay_start(config, steps)
+    final = min(config.final_learning_rate, part.peak)
     return f"{words}decays from {part.peak * peak:g} after step {start} to {final * peak:g} at step {part.end}"

@@ -7,8 +7,10 @@ from jaxdist.config.annotations import Searched
 
 AXIS = "context"
 # Scopes that the planner reads off programs: what moves.
-TO_HEADS, FROM_HEADS = "sequences_to_heads", "heads_to_sequences"
-KEYS, CHUNKS = "keys_and_values", "chunks_to_devices"
+TO_HEADS = "sequences_to_heads"
+FROM_HEADS = "heads_to_sequences"
+KEYS = "keys_and_values"
+CHUNKS = "chunks_to_devices"
 MOVED = (TO_HEADS, FROM_HEADS, KEYS, CHUNKS)
 AttentionForm = Literal["auto", "heads", "gather", "ring"]
 

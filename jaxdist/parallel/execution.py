@@ -56,7 +56,7 @@ class Execution:
 
     @property
     def sparse_core_collectives(self) -> bool:
-        """Returns whether the mesh's chips move collectives beside compute, on their
+        """Whether the mesh's chips move collectives beside compute, on their
         SparseCores.
         """
         chip = chip_for(self.mesh.devices.flat[0].device_kind) if self.mesh else None
@@ -64,7 +64,7 @@ class Execution:
 
     @property
     def sequence_is_split(self) -> bool:
-        """Returns whether devices share out the sequence, in the layers or between
+        """Whether devices share out the sequence, in the layers or between
         them.
         """
         return self.rules.sequence_parallel or self.axis_size("context") > 1
@@ -93,7 +93,7 @@ class Execution:
         return "pipeline" if split else None
 
     def splits_width(self, names: Names, *, zero: int) -> bool:
-        """Returns whether devices store a table in parts of its width (zero=3), or its
+        """Checks whether devices store a table in parts of its width (zero=3), or its
         gradient (zero=2).
         """
         return (
@@ -127,20 +127,12 @@ class Execution:
             else self.constrain(x, use(self.rules, names, x.shape))
         )
 
-    def manual_region(self) -> dict[str, Any]:
-        """Returns the arguments of `shard_map` for a region that is manual over all
-        that is not yet.
-        """
-        if self.mesh is None or not self.manual:
-            return {"mesh": self.mesh}
-        return {"axis_names": set(self.mesh.axis_names) - set(self.manual)}
-
 
 _current = contextvars.ContextVar("execution", default=Execution())  # noqa: B039 (frozen)
 
 
 def current() -> Execution:
-    """Returns what is in force; outside a step, one device and the parameters' own
+    """Looks up what is in force; outside a step, one device and the parameters' own
     dtypes.
     """
     return _current.get()
@@ -164,8 +156,30 @@ def activate(
         and mesh.size == 1
         and mesh.devices.flat[0].platform == jax.default_backend()
     ):
-        mesh, rules = None, ONE_DEVICE
+        mesh = None
+        rules = ONE_DEVICE
     return _entered(Execution(mesh, rules, compute, reduce, recipe))
+
+
+def per_device(
+    function: Callable[..., Any], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """Makes a function that each device calls with its own part of the arrays.
+
+    The partitioner cannot look into a kernel: it would gather all arrays for it. On one
+    device the function is returned as it is. In a region the mesh axes that are not yet
+    manual become so.
+    """
+    now = current()
+    if now.mesh is None:
+        return function
+    where: dict[str, Any] = {"mesh": now.mesh}
+    if now.manual:
+        where = {"axis_names": set(now.mesh.axis_names) - set(now.manual)}
+    # check_vma: kernels do not say over which axes their results vary.
+    return jax.shard_map(
+        function, **where, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
 
 
 def region(
@@ -207,7 +221,7 @@ def region(
 
 
 def region_spec(x: jax.Array, names: Names, axes: Sequence[str]) -> P:
-    """Returns how manual axes split a stored parameter."""
+    """Looks up how manual axes split a stored parameter."""
     stored = current().rules.stored(names, x.shape)
     parts = (tuple(axis for axis in axes_in(entry) if axis in axes) for entry in stored)
     return P(*(part if len(part) > 1 else next(iter(part), None) for part in parts))
@@ -223,17 +237,17 @@ def _entered(execution: Execution) -> Iterator[None]:
 
 
 def sum_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
-    """Returns x summed over manual axes, in its own dtype (on CPU summed in float32).
+    """Sums x over manual axes, in its own dtype (on CPU in float32)."""
+    return jax.lax.psum(summable(x), axes).astype(x.dtype)
+
+
+def summable(x: jax.Array) -> jax.Array:
+    """Casts x to float32 on CPU, where devices cannot sum bfloat16.
 
     XLA's CPU backend aborts on the bfloat16 all-reduce of a region that is manual over
     some axes only ("Invalid binary instruction opcode copy", hlo_instruction.cc).
     """
-    wide = current().platform == "cpu"
-    return (
-        jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype)
-        if wide
-        else jax.lax.psum(x, axes)
-    )
+    return x.astype(jnp.float32) if current().platform == "cpu" else x
 
 
 def shard(x: jax.Array, *names: str | None) -> jax.Array:
@@ -253,7 +267,8 @@ def gather(kernel: jax.Array, names: Names, dtype: jnp.dtype) -> jax.Array:
     The cast is held to the shards, or the partitioner gathers first: twice the bytes
     for bfloat16.
     """
-    now, used = current(), kernel.astype(dtype)
+    now = current()
+    used = kernel.astype(dtype)
     if used.dtype != kernel.dtype:
         used = now.lay_out(used, Rules.stored, names)
     return now.lay_out(used, Rules.computed, names)

@@ -30,7 +30,7 @@ def device_faults(config: OffloadConfig, device: jax.Device) -> Iterator[str]:
 
 
 def on_host(x: jax.Array) -> bool:
-    """Returns whether an array, or a value of a traced function, lies in the host's
+    """Checks whether an array, or a value of a traced function, lies in the host's
     memory.
     """
     return jax.typeof(x).memory_space == jax.memory.Space.Host

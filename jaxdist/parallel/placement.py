@@ -69,7 +69,8 @@ def _placement(
     extra = (
         shard_bytes * rules.shape.num_devices - math.prod(x.shape) * x.dtype.itemsize
     )
-    state, why = rules.state(names, x.shape), rules.why(names, x.shape)
+    state = rules.state(names, x.shape)
+    why = rules.why(names, x.shape)
     return Placement(
         path, tuple(x.shape), names, stored, state, shard_dims, shard_bytes, extra, why
     )

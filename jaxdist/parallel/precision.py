@@ -40,7 +40,9 @@ RECIPES: Mapping[str, Recipe] = {
 UNITS: tuple[Units, ...] = tuple(
     dict.fromkeys(recipe.units for recipe in RECIPES.values())
 )
-LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # torch's
+# torch's
+LOSS_SCALE = 2.0**16
+GROWTH_INTERVAL = 2000
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class PrecisionConfig:
 
     @property
     def recipe(self) -> Recipe | None:
-        """Returns how large kernels are multiplied; None: in the compute dtype."""
+        """How large kernels are multiplied; None: in the compute dtype."""
         if self.matmul == "compute":
             return None
         return dataclasses.replace(

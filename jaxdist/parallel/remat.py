@@ -84,7 +84,7 @@ class RematConfig:
         )
 
     def faults(self) -> list[str]:
-        """Returns what is wrong with the values."""
+        """Lists what is wrong with the values."""
         if self.policy == FIT:
             return [NOT_RESOLVED]
         faults = policy_faults(self.policy, "remat.policy", ("none", "full", "dots"))
@@ -116,7 +116,7 @@ class RematConfig:
 
 
 def policy_faults(policy: str, path: str, plain: Sequence[str]) -> list[str]:
-    """Returns what is wrong with a policy, the value of the field `path`, which may be
+    """Lists what is wrong with a policy, the value of the field `path`, which may be
     a `plain` name.
     """
     if policy in plain:
@@ -148,7 +148,7 @@ def named_in(policy: str) -> dict[str, list[str]]:
 
 
 def recompute(config: RematConfig | str) -> Recompute:
-    """Returns how a stack's layers are computed again.
+    """Reads from a policy how a stack's layers are computed again.
 
     Raises:
       ConfigError: unknown policy or activation name.
@@ -171,7 +171,8 @@ def rematerialised(block: Callable, policy: str) -> Callable:
     Raises:
       ConfigError: unknown policy or activation name.
     """
-    if faults := RematConfig(policy).faults():
+    faults = RematConfig(policy).faults()
+    if faults:
         raise ConfigError(faults)
     if policy == "none":
         return block
@@ -222,7 +223,7 @@ def _saveable(policy: str) -> Callable | None:
 
 
 def _is_wide_product(primitive, *arguments, **parameters) -> bool:
-    """Returns whether this is a product without a batch; those of 8-bit floats are kept
+    """Checks whether this is a product without a batch; those of 8-bit floats are kept
     with their scales.
     """
     keeps = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(

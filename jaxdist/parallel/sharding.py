@@ -56,7 +56,9 @@ class Rules:
         They are `data`, and `fsdp` at ZeRO 0 and 1: what is summed over them can be
         summed once a step.
         """
-        whole = (*STEP_AXES, *("fsdp",) * (self.zero < 2))
+        whole = STEP_AXES
+        if self.zero < 2:
+            whole = (*whole, "fsdp")
         return tuple(
             axis for axis in BATCH_AXES if axis in whole and self.shape.sizes[axis] > 1
         )
@@ -104,7 +106,9 @@ class Rules:
         axes["width"] = self.shards
         axes["width_of_part"] = tuple(a for a in self.shards if a not in SEQUENCE_AXES)
         axes["vocab_of_part"] = ("tensor", *SEQUENCE_AXES)
-        axes["residual"] = (*SEQUENCE_AXES, *("tensor",) * self.sequence_parallel)
+        axes["residual"] = SEQUENCE_AXES
+        if self.sequence_parallel:
+            axes["residual"] = (*SEQUENCE_AXES, "tensor")
         return P(
             *(
                 self._entry(axes.get(n, ()), d, partly=True)
@@ -149,9 +153,12 @@ class Rules:
         return tuple(axis for axis in axes if self.shape.sizes[axis] > 1)
 
     def _axes_of(self, name: str | None) -> tuple[str, ...]:
-        over_stages = name == "stages" or (name == "vocab" and self.vocab_over_stages)
-        axis = PARAMETER_AXES.get(name or "")
-        return ("pipeline",) * over_stages + ((axis,) if axis else ())
+        axes = []
+        if name == "stages" or (name == "vocab" and self.vocab_over_stages):
+            axes.append("pipeline")
+        if name in PARAMETER_AXES:
+            axes.append(PARAMETER_AXES[name])
+        return tuple(axes)
 
     def _fsdp_dim(
         self, names: Names, dims: Sequence[int], spec: Sequence, shards: int
@@ -172,7 +179,7 @@ class Rules:
         return max(free, key=lambda i: dims[i], default=None)
 
     def faults(self, path: str, names: Names, dims: Sequence[int]) -> list[str]:
-        """Returns why this parameter can't be laid out, naming the dim, axis and legal
+        """Explains why this parameter can't be laid out, naming the dim, axis and legal
         sizes.
         """
         names = _padded(names, dims)
@@ -186,7 +193,8 @@ class Rules:
                 faults.append(
                     _divisibility(path, str(name), dim, " x mesh.".join(axes), size)
                 )
-        over, vector = self.shard_axes(names), is_vector(names, dims)
+        over = self.shard_axes(names)
+        vector = is_vector(names, dims)
         shards = self._size(over)
         if (
             self.zero
@@ -200,10 +208,11 @@ class Rules:
         return faults
 
     def why(self, names: Names, dims: Sequence[int]) -> str:
-        """Returns why a parameter is not split further ("" if it is split by all it
+        """Explains why a parameter is not split further ("" if it is split by all it
         can).
         """
-        sizes, named = self.shape.sizes, any(names)
+        sizes = self.shape.sizes
+        named = any(names)
         names = _padded(names, dims)
         over = self.shard_axes(names)
         reasons = []
@@ -244,7 +253,7 @@ def _padded(names: Names, dims: Sequence[int]) -> Names:
 
 
 def is_vector(names: Names, dims: Sequence[int]) -> bool:
-    """Returns whether a parameter is a norm's scale, a bias or the like, each layer's
+    """Checks whether a parameter is a norm's scale, a bias or the like, each layer's
     by itself.
     """
     return len(_own_dims(_padded(names, dims), dims)) < 2
@@ -258,7 +267,8 @@ def _own_dims(names: Names, dims: Sequence[int]) -> list[int]:
 
 
 def _divisibility(path: str, name: str | None, dim: int, axis: str, size: int) -> str:
-    lower, upper = dim // size * size, -(-dim // size) * size
+    lower = dim // size * size
+    upper = -(-dim // size) * size
     legal = f"{lower} or {upper}" if lower else f"{upper}"
     divisors = [n for n in range(1, size + 1) if dim % n == 0]
     return (

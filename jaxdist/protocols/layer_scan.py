@@ -36,7 +36,8 @@ def scan_layers(
       stride: layers of each item, where it is a group; the body gets the number of the
         first of them.
     """
-    depth, period = jax.tree.leaves(state)[0].shape[0], len(pattern)
+    depth = jax.tree.leaves(state)[0].shape[0]
+    period = len(pattern)
     items = (first + jnp.arange(0, depth * stride, stride), state)
     if period == 1:
         return jax.lax.scan(
@@ -59,7 +60,8 @@ def scan_layers(
             outputs.append(out)
         return carry, jax.tree.map(lambda *layers: jnp.stack(layers), *outputs[::turn])
 
-    whole, outputs = depth - depth % period, []
+    whole = depth - depth % period
+    outputs = []
     for start, stop, size in [(0, whole, period), (whole, depth, depth - whole)][
         ::turn
     ]:

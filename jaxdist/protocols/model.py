@@ -91,7 +91,7 @@ class BlockOutput(NamedTuple):
 
 
 def is_staged(model: nnx.Module) -> bool:
-    """Returns whether the model has a stack `blocks`, and methods (not layers) embed
+    """Checks whether the model has a stack `blocks`, and methods (not layers) embed
     and head.
     """
     methods = all(
@@ -152,7 +152,7 @@ def layers_of(block: nnx.Module) -> list[Any]:
 
 
 def infos_of(block: nnx.Module, info: BlockInfo) -> list[BlockInfo]:
-    """Returns what each layer of a block reads, from what its first one does."""
+    """Lists what each layer of a block reads, from what its first one does."""
     if not isinstance(block, LayerGroup):
         return [info]
     return [
@@ -166,7 +166,7 @@ def _in_order(
     x: jax.Array,
     infos: Sequence[BlockInfo],
 ):
-    """Returns what a block's layers give one after another: aux terms added, stats of
+    """Applies a block's layers one after another: aux terms added, stats of
     several stacked.
     """
     if len(layers) == 1:
@@ -189,6 +189,11 @@ Block = Callable[[Any, jax.Array, BlockInfo], BlockOutput]
 Transform = Callable[[Block], Block]
 
 
+def unchanged(block: Block) -> Block:
+    """Wraps a block in nothing."""
+    return block
+
+
 @dataclass(frozen=True)
 class Recompute:
     """What of a stack's layers is computed again, where that is more than one wrapper
@@ -201,7 +206,7 @@ class Recompute:
     every: int = 1  # layers of a group
     last: int = 0  # layers at the end that are wrapped so; 0: all
     # wraps those before them, and `first_blocks`
-    others: Transform = lambda block: block
+    others: Transform = unchanged
 
     @classmethod
     def of(cls, transform: "Transform | Recompute") -> "Recompute":
@@ -218,7 +223,7 @@ def run_blocks(
     x: jax.Array,
     key: jax.Array | None,
     fields: dict[str, jax.Array],
-    transform: Transform | Recompute = lambda block: block,
+    transform: Transform | Recompute = unchanged,
     *,
     first: int | jax.Array = 0,
     pattern: tuple[str, ...] = (),
@@ -233,11 +238,9 @@ def run_blocks(
       pattern: kinds of these layers, repeated; (): those of the blocks.
     """
     graphs, states = zip(*map(nnx.split, layers_of(blocks)), strict=True)
-    how, kinds, stride = (
-        Recompute.of(transform),
-        pattern or pattern_of(blocks),
-        len(graphs),
-    )
+    how = Recompute.of(transform)
+    kinds = pattern or pattern_of(blocks)
+    stride = len(graphs)
 
     def run(wrap: Transform, states, x, first, kinds=kinds):
         layers = [wrap(_applied(graph)) for graph in graphs]
@@ -283,7 +286,7 @@ def run_blocks(
 def _in_groups(
     run: Callable, how: Recompute, states: Any, x: jax.Array, first, size: int
 ) -> tuple[Any, Any]:
-    """Returns what a scan over groups of `size` of a stack's items gives, each wrapped
+    """Scans over groups of `size` of a stack's items, each wrapped
     as one.
     """
     groups = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), states)
@@ -300,12 +303,12 @@ def _applied(graph: Any) -> Block:
     """Returns a layer of this graph as a function of its arrays, too."""
 
     def apply(parameters, x, info):
-        block, before = nnx.merge(graph, parameters), _own_state(parameters)
+        block = nnx.merge(graph, parameters)
+        before = _own_state(parameters)
         output = apply_block(block, x, info)
         after = _own_state(nnx.state(block)) if before else {}
-        if changed := [
-            path for path, value in before.items() if after[path] is not value
-        ]:
+        changed = [path for path, value in before.items() if after[path] is not value]
+        if changed:
             raise ConfigError(
                 f"blocks/{changed[0]}: a block changes its own state, which a stack of blocks does not keep; "
                 f"return sums in its `stats` and change it in the model's update(self, stats)"
@@ -316,7 +319,7 @@ def _applied(graph: Any) -> Block:
 
 
 def apply_block(block: Any, x: jax.Array, info: BlockInfo) -> BlockOutput:
-    """Returns what a block gives; its parts whose class has a `block_info` (adapters)
+    """Applies a block; its parts whose class has a `block_info` (adapters)
     see that meanwhile.
     """
     parts = [
@@ -332,7 +335,7 @@ def apply_block(block: Any, x: jax.Array, info: BlockInfo) -> BlockOutput:
 
 
 def as_block_output(value: Any) -> BlockOutput:
-    """Returns what a block gave, its stats in float32.
+    """Makes a `BlockOutput` of what a block gave, its stats in float32.
 
     Raises:
       ConfigError: it is neither x, nor (x, aux), nor (x, aux, stats).
@@ -379,7 +382,7 @@ def staged_loss(
     model: Any,
     batch: Batch,
     key: jax.Array | None,
-    transform: Transform | Recompute = lambda block: block,
+    transform: Transform | Recompute = unchanged,
     head: Callable[[Any, jax.Array, Batch], Loss] = head_loss,
 ) -> Loss:
     """Returns the loss of a staged model.
@@ -395,10 +398,11 @@ def staged_output(
     model: Any,
     batch: Batch,
     key: jax.Array | None,
-    transform: Transform | Recompute = lambda block: block,
+    transform: Transform | Recompute = unchanged,
 ) -> BlockOutput:
     """Computes what enters the head of a staged model, and the sums of its blocks."""
-    fields, first = shared_fields(model, batch), layers_before(model)
+    fields = shared_fields(model, batch)
+    first = layers_before(model)
     x = embedded(model, batch, key, Recompute.of(transform).before)
     return run_blocks(model.blocks, x, key, fields, transform, first=first)
 
@@ -407,9 +411,9 @@ def embedded(
     model: Any,
     batch: Batch,
     key: jax.Array | None,
-    transform: Transform = lambda block: block,
+    transform: Transform = unchanged,
 ) -> jax.Array:
-    """Returns what enters `blocks`: the embedding, and of a model with `first_blocks`
+    """Computes what enters `blocks`: the embedding, and of a model with `first_blocks`
     what these make of it.
 
     Raises:
@@ -421,7 +425,8 @@ def embedded(
     x, aux, stats = run_blocks(
         model.first_blocks, x, key, shared_fields(model, batch), transform
     )
-    if names := sorted({*aux, *stats}):
+    names = sorted({*aux, *stats})
+    if names:
         raise ConfigError(
             f"first_blocks return {', '.join(names)}; layers with aux terms or stats belong in `blocks`"
         )
@@ -445,7 +450,8 @@ def with_block_sums(
       ConfigError: the head has one of the same name.
     """
     for kind, head, blocks in (("aux", loss.aux, aux), ("stats", loss.stats, stats)):
-        if both := sorted(head.keys() & blocks.keys()):
+        both = sorted(head.keys() & blocks.keys())
+        if both:
             raise ConfigError(
                 f"blocks and head both return {kind} called {', '.join(both)}; rename one of them"
             )
@@ -453,7 +459,7 @@ def with_block_sums(
 
 
 def as_loss(value: Any, batch: Batch) -> Loss:
-    """Returns what a model's `loss` gave as a Loss of float32 sums.
+    """Makes a Loss of float32 sums of what a model's `loss` gave.
 
     Accepted are a Loss, a plain tuple (sum, count[, aux[, stats]]), a dict with these
     names, or a scalar mean over the batch's samples, whose count is then the number of
@@ -482,14 +488,14 @@ def as_loss(value: Any, batch: Batch) -> Loss:
 
 
 def has_metrics(model_class: type) -> bool:
-    """Returns whether a model has a method `metrics` (an attribute of that name is its
+    """Checks whether a model has a method `metrics` (an attribute of that name is its
     own affair).
     """
     return inspect.isfunction(getattr(model_class, "metrics", None))
 
 
 def as_metrics(value: Any, count: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Returns what a model's `metrics(batch)` gave as name -> (sum, what to divide it
+    """Makes of what a model's `metrics(batch)` gave name -> (sum, what to divide it
     by), float32.
 
     Args:
@@ -516,7 +522,8 @@ def as_metrics(value: Any, count: jax.Array) -> dict[str, tuple[jax.Array, jax.A
             jnp.asarray(pair[0], jnp.float32),
             jnp.asarray(pair[1], jnp.float32),
         )
-    if taken := sorted({"loss", "tokens"} & pairs.keys()):
+    taken = sorted({"loss", "tokens"} & pairs.keys())
+    if taken:
         raise ConfigError(
             f"metrics(batch) returned {', '.join(taken)}, which evaluations have; rename it"
         )

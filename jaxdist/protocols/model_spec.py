@@ -265,8 +265,10 @@ class ModelSpec:
     def counts(self) -> str:
         """Returns "1,000 parameters", or how many of them are trained."""
         text = f"{self.parameter_count:,} parameters"
-        some = f", {self.trainable_count:,} trained and {self.frozen_count:,} frozen"
-        return text + some * bool(self.frozen_count)
+        if self.frozen_count:
+            text += f", {self.trainable_count:,} trained"
+            text += f" and {self.frozen_count:,} frozen"
+        return text
 
 
 def describe(

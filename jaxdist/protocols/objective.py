@@ -32,6 +32,7 @@ from jaxdist.protocols.model import (
     head_loss,
     staged_loss,
     staged_output,
+    unchanged,
 )
 
 REQUIRED = (
@@ -86,7 +87,7 @@ class Objective(ABC):
         policy: Any,
         batch: Batch,
         key: jax.Array | None,
-        transform: Transform | Recompute = lambda block: block,
+        transform: Transform | Recompute = unchanged,
     ) -> Loss:
         """Computes the loss of a whole batch with all layers.
 
@@ -171,7 +172,7 @@ class WholeModel(Objective):
         policy: Any,
         batch: Batch,
         key: jax.Array | None,
-        transform: Transform | Recompute = lambda block: block,
+        transform: Transform | Recompute = unchanged,
     ) -> Loss:
         return as_loss(policy.loss(batch, key), batch)
 

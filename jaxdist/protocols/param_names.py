@@ -36,7 +36,7 @@ DIM_NAMES = (*PARAMETER_AXES, FSDP_NAME, "head_dim", "layers", "positions")
 
 
 def has_experts(names: Names) -> bool:
-    """Returns whether a parameter has a dim of experts."""
+    """Checks whether a parameter has a dim of experts."""
     return EXPERTS in names
 
 
@@ -66,10 +66,13 @@ def name_parameters(
         (p, tuple(None if name == "None" else name for name in text.split()))
         for p, text in rules
     ]
-    names_of, faults = {}, list(_rule_faults(parsed, parameters))
+    names_of = {}
+    faults = list(_rule_faults(parsed, parameters))
     for path, variable in parameters.items():
-        names, dims = _model_names(path, variable, staged), variable.get_value().shape
-        number, what = _rule_of(path, parsed), f"its {len(dims)} dims {tuple(dims)}"
+        names = _model_names(path, variable, staged)
+        dims = variable.get_value().shape
+        number = _rule_of(path, parsed)
+        what = f"its {len(dims)} dims {tuple(dims)}"
         if number is not None:
             pattern, ruled = parsed[number]
             stack = max(0, len(dims) - len(names)) if names else 0
@@ -94,7 +97,7 @@ def name_parameters(
 
 
 def in_stack(path: str) -> bool:
-    """Returns whether a path, "blocks/mlp/up", is one of a staged model's stacks."""
+    """Checks whether a path, "blocks/mlp/up", is one of a staged model's stacks."""
     return path.partition("/")[0] in STACKED
 
 

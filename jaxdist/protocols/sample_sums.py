@@ -30,7 +30,7 @@ def who_sums_over_samples(model_class: type) -> type | None:
 
 
 def sums_over_samples(model: nnx.Module) -> bool:
-    """Returns whether the loss of a model is a sum over samples, as a class of it says.
+    """Checks whether the loss of a model is a sum over samples, as a class of it says.
 
     The word of one of ours counts for models of our layers: with others in their place,
     which may mix samples, a subclass repeats it.
@@ -47,7 +47,7 @@ def _is_ours(part: type) -> bool:
 
 
 def _may_change_loss(name: str, bases: Sequence[type]) -> bool:
-    """Returns whether a class that has an attribute of its own may have another loss
+    """Checks whether a class that has an attribute of its own may have another loss
     than its bases.
     """
     if name in _OF_THE_LOSS or name in _BESIDE_THE_LOSS:

@@ -54,9 +54,9 @@ def test_frequencies_are_those_of_transformers(name):
     case = CASES[name]
     family, values = interop.derive(case["config"])
     config = TransformerConfig(**values)
-    assert family.model_type == case["config"]["model_type"] and config.stretch.changes
+    assert family.model_type == case["config"]["model_type"] and config.stretches
     found = rotary_frequencies(
-        config.rotary_dims, config.rope_theta, case["length"], config.stretch
+        config.rotary_dims, config.rope_theta, case["length"], config
     )
     np.testing.assert_allclose(
         found.frequencies, np.float32(case["frequencies"]), rtol=1e-6
@@ -121,7 +121,7 @@ def test_a_tiny_variant_is_stretched_alike(name):
     config = TransformerConfig(head_dim=32, **few)
     tiny = replace(config, **config.tiny(64))
     assert not [*config.faults()] and not [*tiny.faults()]
-    assert tiny.stretch.changes and tiny.rope_scaling == config.rope_scaling
+    assert tiny.stretches and tiny.rope_scaling == config.rope_scaling
     assert tiny.rope_original_positions < 64
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxdist.config.schema import faults
 from jaxdist.models.layers import dropout, rotary_tables, rotate
-from jaxdist.models.rotary import Stretch, rotary_frequencies
+from jaxdist.models.rotary import RotaryConfig, rotary_frequencies
 from jaxdist.models.transformer import TransformerConfig
 from jaxdist.protocols.model import BlockInfo, is_staged
 from support.models import FAST_COMPILE, TINY, batch_of, model_of, worst
@@ -130,10 +130,13 @@ def llama3_frequencies(
 
 
 def test_rotary_frequencies_of_llama_3():
-    setting = dict(factor=8.0, low_factor=1.0, high_factor=4.0, original_positions=8192)
-    ours = np.asarray(
-        rotary_frequencies(128, 500000.0, stretch=Stretch(**setting)).frequencies
+    setting = RotaryConfig(
+        rope_factor=8.0,
+        rope_low_factor=1.0,
+        rope_high_factor=4.0,
+        rope_original_positions=8192,
     )
+    ours = np.asarray(rotary_frequencies(128, 500000.0, config=setting).frequencies)
     expected = np.array(llama3_frequencies(128, 500000.0, 8.0, 1.0, 4.0, 8192))
     plain = 500000.0 ** (-np.arange(0, 128, 2) / 128)
     kept, stretched = expected == plain, np.isclose(expected, plain / 8)
@@ -144,7 +147,7 @@ def test_rotary_frequencies_of_llama_3():
         rotary_frequencies(128, 500000.0).frequencies, plain, rtol=2e-6
     )
     linear = rotary_frequencies(
-        128, 500000.0, stretch=Stretch(scaling="linear", factor=8.0)
+        128, 500000.0, config=RotaryConfig(rope_scaling="linear", rope_factor=8.0)
     ).frequencies
     np.testing.assert_allclose(linear, plain / 8, rtol=2e-6)
 

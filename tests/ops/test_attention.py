@@ -16,7 +16,7 @@ from jaxdist.ops import attention_reference
 from jaxdist.ops import splash as splash_module
 from jaxdist.ops.attention import attention
 from jaxdist.ops.attention_backends import BACKENDS, choose
-from jaxdist.ops.attention_reference import Options
+from jaxdist.ops.attention_request import Options, Request
 from jaxdist.ops.cached_attention import cached_attention
 from jaxdist.ops.splash import block_size, splash_attention
 from jaxdist.parallel import execution, sharding
@@ -285,7 +285,7 @@ def test_splash_interpreted_equals_reference(S, packed, options):
 
     def splash(q, k, v):
         shaped = Options(64**-0.5, True, None, None)._replace(**options)
-        return splash_attention(q, k, v, ids, shaped, interpret=True)
+        return splash_attention(Request(q, k, v, ids, shaped), interpret=True)
 
     wanted = functools.partial(attention, segment_ids_BS=ids, **options)
     with warnings.catch_warnings(record=True) as caught:
@@ -312,7 +312,7 @@ def test_gradients_chunk_by_chunk_equal_the_reference(options, monkeypatch):
     assert splash_module._chunk(768, shaped) == 256
 
     def splash(q, k, v):
-        return splash_attention(q, k, v, ids, shaped, interpret=True)
+        return splash_attention(Request(q, k, v, ids, shaped), interpret=True)
 
     wanted = functools.partial(attention, segment_ids_BS=ids, **options)
     np.testing.assert_allclose(jax.jit(splash)(q, k, v), wanted(q, k, v), atol=1e-5)
@@ -348,6 +348,14 @@ def test_cudnn_is_asked_for_the_window(packed, monkeypatch):
     np.testing.assert_allclose(out, attention(q, k, v, **options), atol=1e-5)
 
 
+def _request(shape, dtype, *, packed: bool = False, **options) -> Request:
+    """Makes a request without arrays."""
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    ids = jax.ShapeDtypeStruct(shape[:2], jnp.int32) if packed else None
+    shaped = Options(1.0, True, None, None)._replace(**options)
+    return Request(x, x, x, ids, shaped)
+
+
 # of cuDNN: shape and dtype of q, options, the reason (None: it computes it)
 REFUSALS = {
     "none": ((1, 128, 2, 64), jnp.bfloat16, {"window": 16}, None),
@@ -375,14 +383,11 @@ def test_what_cudnn_cannot_compute_falls_back_with_the_reason(
     shape, dtype, options, reason, monkeypatch
 ):
     monkeypatch.setattr(execution.Execution, "platform", "gpu")
-    q, options = (
-        jax.ShapeDtypeStruct(shape, dtype),
-        Options(1.0, True, None, None)._replace(**options),
-    )
-    assert BACKENDS["cudnn"].refusal(q, options) == reason
+    request = _request(shape, dtype, packed=True, **options)
+    assert BACKENDS["cudnn"].refusal(request) == reason
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        backend = choose(q, options, segments=True)
+        backend = choose(request)
     assert backend is BACKENDS["reference" if reason else "cudnn"]
     assert bool(reason) == any(
         f"{reason}, so no cudnn kernel" in str(w.message) for w in caught
@@ -398,11 +403,8 @@ def test_cudnn_is_not_for_gpus_before_ampere(kind, name, monkeypatch):
     monkeypatch.setattr(
         execution.Execution, "device", SimpleNamespace(platform="gpu", device_kind=kind)
     )
-    q, options = (
-        jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.float16),
-        Options(1.0, True, None, None),
-    )
-    assert choose(q, options, segments=False) is BACKENDS[name]
+    request = _request((1, 128, 2, 64), jnp.float16)
+    assert choose(request) is BACKENDS[name]
 
 
 @pytest.mark.parametrize(
@@ -410,15 +412,10 @@ def test_cudnn_is_not_for_gpus_before_ampere(kind, name, monkeypatch):
 )
 def test_each_platform_has_its_backend(platform, name, monkeypatch):
     monkeypatch.setattr(execution.Execution, "platform", platform)
-    q, options = (
-        jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16),
-        Options(1.0, True, None, None),
-    )
-    assert choose(q, options, segments=False) is BACKENDS[name]
+    request = _request((1, 128, 2, 64), jnp.bfloat16)
+    assert choose(request) is BACKENDS[name]
     others = [
-        b.refusal(q, options)
-        for n, b in BACKENDS.items()
-        if n not in (name, "reference")
+        b.refusal(request) for n, b in BACKENDS.items() if n not in (name, "reference")
     ]
     assert all(f"not {platform}" in (reason or "") for reason in others)
 

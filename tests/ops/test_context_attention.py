@@ -17,14 +17,8 @@ from jaxdist.ops import context_attention, splash
 from jaxdist.ops.attention import attention
 from jaxdist.ops.attention_backends import BACKENDS
 from jaxdist.ops.attention_costs import attention_cost
-from jaxdist.ops.attention_reference import (
-    Options,
-    Part,
-    Pieces,
-    reference_of_part,
-    reference_pieces,
-)
-from jaxdist.ops.ring_attention import Queries
+from jaxdist.ops.attention_reference import reference, reference_pieces
+from jaxdist.ops.attention_request import Options, Pieces, Request, Result
 from jaxdist.parallel import execution
 from support.experts import rules_and_mesh
 
@@ -163,14 +157,12 @@ def test_the_kernel_of_a_part_interpreted_equals_the_reference(options):
     def of_parts(function, count, **more):
         def run(q, k, v):
             size = 512 // count
-            cut = [
-                (Part(jnp.int32(i), count), q[:, i * size : (i + 1) * size])
-                for i in range(count)
-            ]
-            outs = [
-                function(own, k, v, ids, part, options=shaped, **more)
-                for part, own in cut
-            ]
+            outs = []
+            for number in range(count):
+                own = q[:, number * size : (number + 1) * size]
+                request = Request(own, own, own, None, shaped)
+                request = request.of_part(jnp.int32(number), k, v, ids)
+                outs.append(function(request, **more))
             return jnp.concatenate(outs, 1)
 
         return _results(run, (q, k, v, weight))
@@ -178,11 +170,8 @@ def test_the_kernel_of_a_part_interpreted_equals_the_reference(options):
     wanted = _results(
         functools.partial(attention, segment_ids_BS=ids, **options), (q, k, v, weight)
     )
-    assert _worst(of_parts(reference_of_part, 4), wanted) < 2e-6
-    assert (
-        _worst(of_parts(splash.splash_attention_of_part, 2, interpret=True), wanted)
-        < 1e-5
-    )
+    assert _worst(of_parts(reference, 4), wanted) < 2e-6
+    assert _worst(of_parts(splash.splash_attention, 2, interpret=True), wanted) < 1e-5
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -191,14 +180,14 @@ def test_pieces_of_the_kernel_interpreted_equal_the_reference(causal):
     q, k, v, grad = _arrays(2, 1, 64, 256, 1)
     ids, others = _segments(1, 256), jnp.roll(_segments(1, 256), 40, axis=1)
     others = ids if causal else others
-    arrays = k, v, ids, others, shaped
-    out, lse = reference_pieces.forward(q, *arrays)
+    request = Request(q, k, v, others, shaped, ids)
+    out, lse = reference_pieces.forward(request)
     # As if other keys had a part in the softmax, too.
-    queries = Queries(q, grad, jnp.sum(out * grad, -1), lse + 0.1)
-    wanted = out, lse, *reference_pieces.backward(queries, *arrays)
+    result = Result(grad, jnp.sum(out * grad, -1), lse + 0.1)
+    wanted = out, lse, *reference_pieces.backward(request, result)
     got = (
-        *splash.piece(q, *arrays, interpret=True),
-        *splash.piece_gradients(queries, *arrays, interpret=True),
+        *splash.piece(request, interpret=True),
+        *splash.piece_gradients(request, result, interpret=True),
     )
     # where a query sees none of the keys, what comes out has no weight
     seen = lse > -1e20
@@ -225,11 +214,11 @@ def _counted(seen, direction, function):
     query sees) in a list.
     """
 
-    def run(queries, k, v, own_ids, ids, options):
-        q = getattr(queries, "q", queries)
-        pairs = q.shape[1] * k.shape[1]
-        if options.causal:
-            pairs = q.shape[1] * (q.shape[1] + 1) // 2
+    def run(request, *result):
+        queries = request.q.shape[1]
+        pairs = queries * request.k.shape[1]
+        if request.options.causal:
+            pairs = queries * (queries + 1) // 2
 
         def note(
             device,
@@ -237,7 +226,7 @@ def _counted(seen, direction, function):
             seen.append((direction, int(device), pairs))
 
         jax.debug.callback(note, jax.lax.axis_index("context"))
-        return function(queries, k, v, own_ids, ids, options)
+        return function(request, *result)
 
     return run
 

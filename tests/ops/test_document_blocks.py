@@ -10,7 +10,7 @@ import pytest
 
 from jaxdist.ops import splash
 from jaxdist.ops.attention import attention
-from jaxdist.ops.attention_reference import Options
+from jaxdist.ops.attention_request import Options, Request
 from jaxdist.ops.document_blocks import shared_blocks, skipping
 
 S, BLOCK = 640, 128  # 5 x 5 blocks
@@ -107,7 +107,8 @@ def test_attention_and_gradients_equal_the_reference(name, chunk, monkeypatch):
         )(q, k, v)
 
     def kernel(*arrays):
-        return splash.splash_attention(*arrays, ids, options, interpret=True)
+        request = Request(*arrays, ids, options)
+        return splash.splash_attention(request, interpret=True)
 
     def reference(*arrays):
         return attention(

@@ -157,16 +157,16 @@ SIZES = {
 
 def interpreted() -> grouped.Backend:
     """Returns the TPU's kernels, run on CPU: there, what they do not write is NaN."""
-    from jaxdist.ops.experts import hidden_tpu, megablox
+    from jaxdist.ops.experts import tpu
 
     products = (
         partial(product, interpret=True)
-        for product in (megablox.matmul, megablox.kernel_gradient)
+        for product in (tpu.matmul, tpu.kernel_gradient)
     )
-    hidden_rows = partial(hidden_tpu.gradients, interpret=True)
+    hidden_rows = partial(tpu.hidden_gradients, interpret=True)
     options = {"turns_down": True, "hidden_gradients": hidden_rows}
     return grouped.Backend(
-        "megablox", "interpreted", megablox.allocated, *products, **options
+        "megablox", "interpreted", tpu.allocated, *products, **options
     )
 
 
@@ -206,24 +206,24 @@ def test_each_row_meets_its_own_groups_kernel(backend, sizes):
 
 @pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.relu])
 def test_the_kernel_of_hidden_rows_gives_what_autodiff_does(activation):
-    from jaxdist.ops.experts import hidden, hidden_tpu
+    from jaxdist.ops.experts import feed_forward, tpu
 
     random = np.random.default_rng(0)
     gate, up, dh = random.normal(size=(3, 48, 256)).astype(np.float32)
     weights = random.normal(size=48).astype(np.float32)
     arguments = activation, (gate, up), dh, weights
-    run = jax.make_jaxpr(partial(hidden_tpu.gradients, activation, interpret=True))(
+    run = jax.make_jaxpr(partial(tpu.hidden_gradients, activation, interpret=True))(
         (gate, up), dh, weights
     )
     assert "pallas_call" in str(run)
     assert (
         worst(
-            hidden_tpu.gradients(*arguments, interpret=True),
-            hidden.gradients(*arguments),
+            tpu.hidden_gradients(*arguments, interpret=True),
+            feed_forward.hidden_gradients(*arguments),
         )
         < TOLERANCE
     )
-    strange = partial(hidden_tpu.gradients, lambda x: jnp.sort(x, -1), interpret=True)
+    strange = partial(tpu.hidden_gradients, lambda x: jnp.sort(x, -1), interpret=True)
     assert "pallas_call" not in str(jax.make_jaxpr(strange)((gate, up), dh, weights))
 
 

@@ -20,13 +20,14 @@ from jaxdist.telemetry import flops
 
 (AXIS,) = EXPERT_AXES
 # A row goes to its expert and back, then x and its gradient go to it, and one back.
-_FORWARD, _BACKWARD = 2, 3
+_FORWARD = 2
+_BACKWARD = 3
 _LANES = 128  # of a TPU's registers: narrower rows are padded
 EVEN = "even load: all pairs of devices have about as many rows for one another"
 
 
 def rounds(load: float, even: int = 1) -> int:
-    """Returns how often devices go round for a load.
+    """Counts how often devices go round for a load.
 
     Args:
       load: rows of the fullest pair of devices, relative to the mean.
@@ -51,7 +52,7 @@ class ExpertsCost(Cost):
         return self.chosen / self.experts
 
     def spare_rows(self, platform: str) -> float:
-        """Returns what pads each expert's share of the rows: on GPUs alone."""
+        """Returns the share of rows that pad each expert's: on GPUs alone."""
         return SHARE_SLACK - 1 if platform == "gpu" else 0.0
 
     def form_name(self, rules: Rules) -> str:
@@ -69,9 +70,11 @@ class ExpertsCost(Cost):
         form = self.form_name(rules)
         if not form:
             return Share()
-        kind, rows = "all-to-all", self.chosen * SLACK * (parts - 1) / parts
+        kind = "all-to-all"
+        rows = self.chosen * SLACK * (parts - 1) / parts
         if form == "gather":
-            kind, rows = "all-gather", float(parts - 1)
+            kind = "all-gather"
+            rows = float(parts - 1)
         sent = rows * self.width * itemsize
         crossing = Crossing(
             AXIS,
@@ -194,7 +197,9 @@ class ExpertCall:
           tokens: of a device.
           itemsize: bytes of a row's element.
         """
-        D, F, kernels = self.width, self.hidden, self.inputs + 1
+        D = self.width
+        F = self.hidden
+        kernels = self.inputs + 1
         parts = rules.shape.sizes[AXIS]
         kind = choose_exchange("auto", parts, self.chosen)[0] if parts > 1 else ""
         kernel = self.experts // parts * D * F
@@ -221,9 +226,11 @@ class ExpertCall:
         yield Moment(gathered, totals, fixed + hidden + more)
         # In a loop of rounds kernels stay to its end; else they are free when their
         # rows are done, and one is there while another is summed over devices.
-        left, made = 0, 2 * 4 * kernel
+        left = 0
+        made = 2 * 4 * kernel
         if kind:
-            left, made = gathered, 0
+            left = gathered
+            made = 0
         # gradients of x, by product
         of_products = self.inputs * rows * D * itemsize
         yield Moment(left, totals, fixed + hidden + of_products)

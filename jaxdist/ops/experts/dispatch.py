@@ -25,7 +25,8 @@ def sort_by_expert(ids_Tk: jax.Array, num_experts: int) -> Order:
     none.
     """
     ids = jnp.minimum(ids_Tk.reshape(-1), num_experts)
-    A, iota = ids.size, jnp.arange(ids.size, dtype=jnp.int32)
+    A = ids.size
+    iota = jnp.arange(ids.size, dtype=jnp.int32)
     # one key that holds both: half of what a sort of pairs moves
     if (num_experts + 1) * A < 2**31:
         order = jax.lax.sort(ids * A + iota) % A
@@ -55,7 +56,7 @@ def count(
 def over_capacity(
     ids_BSk: jax.Array, num_experts: int, limit: int, axes: tuple[str, ...]
 ) -> jax.Array:
-    """Returns which assignments find their expert full, [B, S, k] bool.
+    """Finds which assignments find their expert full, [B, S, k] bool.
 
     An expert takes the first `limit` assignments of every sequence, so what is dropped
     does not depend on how samples are split over devices or parts of a step.

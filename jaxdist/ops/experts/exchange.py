@@ -21,14 +21,13 @@ import jax.numpy as jnp
 
 from jaxdist.ops.experts import feed_forward
 from jaxdist.ops.experts.dispatch import Order, sort_by_expert, steps
-from jaxdist.ops.experts.feed_forward import Kernels, Products
-from jaxdist.ops.experts.grouped_matmul import Backend
-from jaxdist.ops.experts.hidden import Activation
+from jaxdist.ops.experts.feed_forward import Activation, Backend, Kernels, Products
 from jaxdist.parallel import execution
 
 # What the exchange's collectives are called in a compiled program: rows, and their
 # gradients.
-TO_EXPERTS, FROM_EXPERTS = "rows_to_experts", "rows_from_experts"
+TO_EXPERTS = "rows_to_experts"
+FROM_EXPERTS = "rows_from_experts"
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,8 @@ class Tokens(NamedTuple):
     x_TD: jax.Array
     ids_Tk: jax.Array  # that of an expert more than there are: none
     weights_Tk: jax.Array
+    order: Order  # of the rows, see `order_of`
+    sizes_E: jax.Array  # rows of the device's own tokens for each expert
 
 
 class Gradients(NamedTuple):
@@ -89,35 +90,31 @@ def order_of(ids_Tk: jax.Array, exchange: Exchange) -> Order:
 
 
 def forward(
-    tokens: Tokens, order: Order, sizes_E, kernels: Kernels, exchange: Exchange
-):
-    """Returns the sum of the weighted outputs of each token's experts [T, D], and how
-    many rounds it took.
+    tokens: Tokens, kernels: Kernels, exchange: Exchange
+) -> tuple[jax.Array, Any, Products]:
+    """Computes the sum of the weighted outputs of each token's experts.
 
-    And the products of its rows that the backward pass may have
-    (`Exchange.keeps_products`).
+    Returns:
+      The sum [T, D]; how many rounds it took; and the products of its rows that the
+      backward pass may have (`Exchange.keeps_products`).
     """
     run = _rounds_forward if exchange.kind == "rounds" else _chunks_forward
-    return run(tokens, order, sizes_E, kernels, exchange)
+    return run(tokens, kernels, exchange)
 
 
 def backward(
     tokens: Tokens,
-    dout_TD,
-    order: Order,
-    sizes_E,
+    dout_TD: jax.Array,
     kernels: Kernels,
     products: Products,
     exchange: Exchange,
 ) -> Gradients:
-    """Returns the gradients of a device's tokens, and of its kernels from the rows that
-    it saw.
+    """Computes the gradients of a device's tokens, and of its kernels from the rows
+    that it saw.
     """
     if exchange.kind == "rounds":
-        return _rounds_backward(tokens, dout_TD, order, sizes_E, kernels, exchange)
-    return _chunks_backward(
-        tokens, dout_TD, order, sizes_E, kernels, products, exchange
-    )
+        return _rounds_backward(tokens, dout_TD, kernels, exchange)
+    return _chunks_backward(tokens, dout_TD, kernels, products, exchange)
 
 
 def _added(total_T, rows, index_Tk, there_Tk, weights_Tk=None) -> jax.Array:
@@ -162,21 +159,21 @@ def _summed(x, exchange: Exchange):
         return x
     if not exchange.split_tokens:
         return execution.sum_over(x, exchange.axis)
-    # see execution.sum_over
-    wide = x.astype(jnp.float32) if execution.current().platform == "cpu" else x
+    wide = execution.summable(x)
     with jax.named_scope(FROM_EXPERTS):
         return jax.lax.psum_scatter(wide, exchange.axis, tiled=True).astype(x.dtype)
 
 
-def _group_sizes(sizes_E, exchange: Exchange):
-    """Returns the rows of the group for each of the device's own experts."""
+def _group_sizes(tokens: Tokens, exchange: Exchange) -> jax.Array:
+    """Counts the rows of the group for each of the device's own experts."""
+    sizes_E = tokens.sizes_E
     if exchange.kind != "gather":
         return sizes_E
     own = exchange.own_experts
-    total = jax.lax.psum(sizes_E, exchange.axis) if exchange.split_tokens else sizes_E
-    return jax.lax.dynamic_slice_in_dim(
-        total, jax.lax.axis_index(exchange.axis) * own, own
-    )
+    if exchange.split_tokens:
+        sizes_E = jax.lax.psum(sizes_E, exchange.axis)
+    first = jax.lax.axis_index(exchange.axis) * own
+    return jax.lax.dynamic_slice_in_dim(sizes_E, first, own)
 
 
 class _Chunk(NamedTuple):
@@ -189,11 +186,26 @@ class _Chunk(NamedTuple):
 
 
 def _over_chunks(
-    add: Callable, carry, tokens_ids_Tk, order: Order, sizes, exchange: Exchange
-):
-    """Returns the carry after add(carry, chunk) of all chunks, and their number."""
-    A, size, ends = order.slots.size, exchange.chunk, jnp.cumsum(sizes)
-    slots = order.slots.reshape(tokens_ids_Tk.shape)
+    add: Callable[[Any, _Chunk], Any],
+    carry: Any,
+    tokens: Tokens,
+    k: int,
+    exchange: Exchange,
+) -> tuple[Any, Any]:
+    """Folds `add` over all chunks.
+
+    Args:
+      k: experts of a token.
+
+    Returns:
+      The last carry, and the number of chunks.
+    """
+    order = tokens.order
+    sizes = _group_sizes(tokens, exchange)
+    A = order.slots.size
+    size = exchange.chunk
+    ends = jnp.cumsum(sizes)
+    slots = order.slots.reshape(-1, k)
     rows = exchange.backend.allocated(size, sizes.shape[0])
 
     def one(number, carry):
@@ -213,9 +225,7 @@ def _over_chunks(
         return jax.lax.fori_loop(0, count, one, carry), count
 
 
-def _chunks_forward(
-    tokens: Tokens, order: Order, sizes_E, kernels: Kernels, exchange: Exchange
-):
+def _chunks_forward(tokens: Tokens, kernels: Kernels, exchange: Exchange):
     x, weights = (_of_group(a, exchange) for a in (tokens.x_TD, tokens.weights_Tk))
     k = weights.shape[1]
 
@@ -230,17 +240,13 @@ def _chunks_forward(
 
     products: list[jax.Array] = []  # of the one chunk
     zeros = jnp.zeros(x.shape, jnp.float32)
-    out, count = _over_chunks(
-        add, zeros, weights, order, _group_sizes(sizes_E, exchange), exchange
-    )
+    out, count = _over_chunks(add, zeros, tokens, k, exchange)
     return _summed(out.astype(x.dtype), exchange), count, tuple(products)
 
 
 def _chunks_backward(
     tokens: Tokens,
-    dout_TD,
-    order: Order,
-    sizes_E,
+    dout_TD: jax.Array,
     kernels: Kernels,
     products: Products,
     exchange: Exchange,
@@ -248,7 +254,7 @@ def _chunks_backward(
     x, weights, dout = (
         _of_group(a, exchange) for a in (tokens.x_TD, tokens.weights_Tk, dout_TD)
     )
-    k, sizes = weights.shape[1], _group_sizes(sizes_E, exchange)
+    k = weights.shape[1]
 
     def add(total, chunk: _Chunk):
         token = chunk.assignments // k
@@ -270,16 +276,14 @@ def _chunks_backward(
         )
         return Gradients(dx, dweights, rows.kernels)
 
-    one_chunk = exchange.chunk >= order.slots.size
+    one_chunk = exchange.chunk >= tokens.order.slots.size
     totals = None if one_chunk else _zeros(kernels)
     zeros = Gradients(
         jnp.zeros(x.shape, jnp.float32), jnp.zeros(weights.shape, jnp.float32), totals
     )
-    total, _ = _over_chunks(add, zeros, weights, order, sizes, exchange)
-    dx, dweights = (
-        _summed(total.x_TD.astype(x.dtype), exchange),
-        _summed(total.weights_Tk, exchange),
-    )
+    total, _ = _over_chunks(add, zeros, tokens, k, exchange)
+    dx = _summed(total.x_TD.astype(x.dtype), exchange)
+    dweights = _summed(total.weights_Tk, exchange)
     return Gradients(dx, dweights, total.kernels)
 
 
@@ -310,8 +314,12 @@ class _Round(NamedTuple):
     there: jax.Array  # [T, k] whether it is in this round
 
 
-def _routes(ids_Tk, order: Order, sizes_E, exchange: Exchange) -> _Routes:
-    n, e, C = exchange.parts, exchange.own_experts, exchange.chunk
+def _routes(tokens: Tokens, exchange: Exchange) -> _Routes:
+    n = exchange.parts
+    e = exchange.own_experts
+    C = exchange.chunk
+    ids_Tk = tokens.ids_Tk
+    sizes_E = tokens.sizes_E
     sent = sizes_E.reshape(n, e).sum(1)
     first = jnp.cumsum(sent) - sent
     received = jax.lax.all_to_all(sizes_E, exchange.axis, 0, 0, tiled=True).reshape(
@@ -319,7 +327,7 @@ def _routes(ids_Tk, order: Order, sizes_E, exchange: Exchange) -> _Routes:
     )
     left_out = ids_Tk >= exchange.experts
     owner = jnp.where(left_out, 0, ids_Tk // e)
-    slots = order.slots.reshape(ids_Tk.shape)
+    slots = tokens.order.slots.reshape(ids_Tk.shape)
     before = jnp.where(
         jnp.arange(n).reshape(1, 1, -1) == owner[..., None], first.reshape(1, 1, -1), 0
     ).sum(-1)
@@ -331,7 +339,9 @@ def _routes(ids_Tk, order: Order, sizes_E, exchange: Exchange) -> _Routes:
 
 
 def _round(number, routes: _Routes, order: Order, exchange: Exchange) -> _Round:
-    n, e, C = exchange.parts, exchange.own_experts, exchange.chunk
+    n = exchange.parts
+    e = exchange.own_experts
+    C = exchange.chunk
     start = number * C
     slots = routes.first[:, None] + start + jnp.arange(C)[None]
     assignments = order.assignments[
@@ -370,14 +380,14 @@ def _swapped(rows, exchange: Exchange, what: str):
         return jax.lax.all_to_all(rows, exchange.axis, 0, 0, tiled=True)
 
 
-def _rounds_forward(
-    tokens: Tokens, order: Order, sizes_E, kernels: Kernels, exchange: Exchange
-):
-    x, ids, weights = tokens
-    routes, k = _routes(ids, order, sizes_E, exchange), ids.shape[1]
+def _rounds_forward(tokens: Tokens, kernels: Kernels, exchange: Exchange):
+    x = tokens.x_TD
+    weights = tokens.weights_Tk
+    k = weights.shape[1]
+    routes = _routes(tokens, exchange)
 
     def one(number, out):
-        this = _round(number, routes, order, exchange)
+        this = _round(number, routes, tokens.order, exchange)
         rows = _swapped(x[this.assignments // k], exchange, TO_EXPERTS)[this.grouped]
         y, _ = feed_forward.forward(
             rows, this.sizes, kernels, exchange.activation, exchange.backend
@@ -391,13 +401,15 @@ def _rounds_forward(
 
 
 def _rounds_backward(
-    tokens: Tokens, dout_TD, order: Order, sizes_E, kernels: Kernels, exchange: Exchange
+    tokens: Tokens, dout_TD: jax.Array, kernels: Kernels, exchange: Exchange
 ):
-    x, ids, weights = tokens
-    routes, k = _routes(ids, order, sizes_E, exchange), ids.shape[1]
+    x = tokens.x_TD
+    weights = tokens.weights_Tk
+    k = weights.shape[1]
+    routes = _routes(tokens, exchange)
 
     def one(number, total: Gradients):
-        this = _round(number, routes, order, exchange)
+        this = _round(number, routes, tokens.order, exchange)
         token = this.assignments // k
         sent = (x[token], dout_TD[token], weights.reshape(-1)[this.assignments])
         x_rows, dout_rows, weight_rows = (

@@ -4,16 +4,82 @@ one device.
 Letters: `R` rows (some spare), `E` experts, `D` model, `F` feed-forward.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxdist.ops.experts.grouped_matmul import Backend
-from jaxdist.ops.experts.hidden import Activation, hidden
-
+Activation = Callable[[jax.Array], jax.Array]
 # of the rows with gate and up [R, F], or with up alone
 Products = tuple[jax.Array, ...]
+
+
+class HiddenGradients(NamedTuple):
+    """What the backward pass needs of hidden rows."""
+
+    products: tuple[jax.Array, ...]  # [R, F] each, of the weighted rows
+    weighted: jax.Array  # [R, F], the hidden rows times their weights
+    weights: jax.Array  # [R] float32
+
+
+def hidden(activation: Activation, *products: jax.Array) -> jax.Array:
+    """Returns activation(gate) * up, or activation(up)."""
+    return (
+        activation(products[0]) * products[1]
+        if len(products) == 2
+        else activation(products[0])
+    )
+
+
+def hidden_gradients(
+    activation: Activation,
+    products: Sequence[jax.Array],
+    dh: jax.Array,
+    weights: jax.Array,
+) -> HiddenGradients:
+    """Returns the gradients of the products that hidden rows are made of, and of the
+    rows' weights.
+
+    Args:
+      products: [R, F], gate and up, or up alone.
+      dh: [R, F], gradient of the hidden rows but for their weights.
+      weights: [R] float32.
+    """
+    h, of_products = jax.vjp(lambda *products: hidden(activation, *products), *products)
+    wide = dh.astype(jnp.float32)
+    weights = weights[:, None]
+    dweights = (wide * h.astype(jnp.float32)).sum(-1)
+    weighted = (h.astype(jnp.float32) * weights).astype(h.dtype)
+    return HiddenGradients(
+        of_products((wide * weights).astype(dh.dtype)), weighted, dweights
+    )
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How one platform multiplies groups of rows."""
+
+    name: str
+    reason: str  # one line for users: what it is, and why it was chosen
+    # (rows, groups) -> rows to allocate for so many, spare ones included
+    allocated: Callable[[int, int], int]
+    # (x [R, K], kernels [E, K, N], sizes [E]) -> [R, N]; transposed: x [R, N] -> [R,
+    # K]; in the dtype of x
+    matmul: Callable[..., jax.Array]
+    # (x [R, K], dy [R, N], sizes [E], total [E, K, N] or None, dtype) -> total + sums
+    # of x^T dy, in dtype
+    kernel_gradient: Callable[..., jax.Array]
+    # Whether products of a device's own rows are kept for the backward pass where
+    # `remat.policy` lets them be. Where it does not, they are computed again by a
+    # second forward pass, for which kernels would be gathered once more.
+    keeps_products: bool = False
+    # Whether the down projection is computed with as [E, D, F]. fsdp splits d_model, on
+    # TPUs often in parts smaller than a vector: gathered as the last dim, the whole
+    # kernel is copied once more.
+    turns_down: bool = False
+    hidden_gradients: Callable[..., HiddenGradients] = hidden_gradients
 
 
 class Kernels(NamedTuple):

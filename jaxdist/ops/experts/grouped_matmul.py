@@ -13,7 +13,7 @@ may be NaN).
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,33 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.config import extras
-from jaxdist.ops.experts import hidden, hidden_tpu
+from jaxdist.ops.experts.feed_forward import Backend
 from jaxdist.parallel import execution
-
-
-@dataclass(frozen=True)
-class Backend:
-    """How one platform multiplies groups of rows."""
-
-    name: str
-    reason: str  # one line for users: what it is, and why it was chosen
-    # (rows, groups) -> rows to allocate for so many, spare ones included
-    allocated: Callable[[int, int], int]
-    # (x [R, K], kernels [E, K, N], sizes [E]) -> [R, N]; transposed: x [R, N] -> [R,
-    # K]; in the dtype of x
-    matmul: Callable[..., jax.Array]
-    # (x [R, K], dy [R, N], sizes [E], total [E, K, N] or None, dtype) -> total + sums
-    # of x^T dy, in dtype
-    kernel_gradient: Callable[..., jax.Array]
-    # Whether products of a device's own rows are kept for the backward pass where
-    # `remat.policy` lets them be. Where it does not, they are computed again by a
-    # second forward pass, for which kernels would be gathered once more.
-    keeps_products: bool = False
-    # Whether the down projection is computed with as [E, D, F]. fsdp splits d_model, on
-    # TPUs often in parts smaller than a vector: gathered as the last dim, the whole
-    # kernel is copied once more.
-    turns_down: bool = False
-    hidden_gradients: Callable[..., hidden.HiddenGradients] = hidden.gradients
 
 
 def choose(spare: float = 1.0) -> Backend:
@@ -69,7 +44,9 @@ def choose(spare: float = 1.0) -> Backend:
 
 # --- CPU: blocks of one group ---------------------------------------------------------
 
-MAX_BLOCK, MIN_BLOCK = 64, 16  # rows: products of fewer are slow, of more no faster
+# rows: products of fewer are slow, of more no faster
+MAX_BLOCK = 64
+MIN_BLOCK = 16
 
 
 def block_rows(rows: int, groups: int) -> int:
@@ -98,10 +75,8 @@ def _blocked_allocated(rows: int, groups: int) -> int:
 
 
 def _blocked_matmul(x, kernels, sizes, *, transposed: bool = False):
-    block, starts = (
-        block_rows(x.shape[0] - MAX_BLOCK, kernels.shape[0]),
-        jnp.cumsum(sizes) - sizes,
-    )
+    block = block_rows(x.shape[0] - MAX_BLOCK, kernels.shape[0])
+    starts = jnp.cumsum(sizes) - sizes
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
 
     def one_group(group, y):
@@ -182,8 +157,10 @@ def _over_shares(
     most E / slack, so that no load makes more than about twice the work of an even one.
     They are computed E / 4 at a time.
     """
-    E, starts = sizes.shape[0], jnp.cumsum(sizes) - sizes
-    further, together = further_shares(sizes, share), max(1, E // 4)
+    E = sizes.shape[0]
+    starts = jnp.cumsum(sizes) - sizes
+    further = further_shares(sizes, share)
+    together = max(1, E // 4)
     ends = jnp.cumsum(further)
 
     def others(i, carry):
@@ -218,10 +195,12 @@ def _padded_allocated(rows: int, groups: int) -> int:
 
 
 def _padded_matmul(x, kernels, sizes, *, transposed: bool = False, spare: float = 1.0):
-    R, E = x.shape[0], kernels.shape[0]
+    R = x.shape[0]
+    E = kernels.shape[0]
     share = share_rows(R, E, spare)
     equation = "ecn,ekn->eck" if transposed else "eck,ekn->ecn"
-    ends, further = jnp.cumsum(sizes), further_shares(sizes, share)
+    ends = jnp.cumsum(sizes)
+    further = further_shares(sizes, share)
     of_row = (ends[None] <= jnp.arange(R)[:, None]).sum(-1)
     group = jnp.minimum(of_row, E - 1)
     place = jnp.arange(R) - (ends - sizes)[group]
@@ -260,9 +239,9 @@ def _padded_gradient(x, dy, sizes, total, dtype, *, spare: float = 1.0):
 # --- TPU: a kernel --------------------------------------------------------------------
 
 
-def _megablox() -> Any:
-    """Imports the megablox kernels, which only TPUs need."""
-    return extras.load("jaxdist.ops.experts.megablox")
+def _tpu() -> Any:
+    """Imports the kernels for TPUs, which only these need."""
+    return extras.load("jaxdist.ops.experts.tpu")
 
 
 BACKENDS = {
@@ -285,10 +264,10 @@ BACKENDS = {
     "tpu": Backend(
         "megablox",
         "jax's megablox kernels; the gradient of XLA's own grouped product is dense on TPU",
-        lambda rows, groups: _megablox().allocated(rows, groups),
-        lambda *args, **options: _megablox().matmul(*args, **options),
-        lambda *args, **options: _megablox().kernel_gradient(*args, **options),
+        lambda rows, groups: _tpu().allocated(rows, groups),
+        lambda *args, **options: _tpu().matmul(*args, **options),
+        lambda *args, **options: _tpu().kernel_gradient(*args, **options),
         turns_down=True,
-        hidden_gradients=hidden_tpu.gradients,
+        hidden_gradients=lambda *args: _tpu().hidden_gradients(*args),
     ),
 }

@@ -22,16 +22,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.ops.experts import dispatch, exchange, grouped_matmul
-from jaxdist.ops.experts.dispatch import Order
 from jaxdist.ops.experts.exchange import Exchange, Tokens
-from jaxdist.ops.experts.feed_forward import Kernels
-from jaxdist.ops.experts.hidden import Activation
+from jaxdist.ops.experts.feed_forward import Activation, Kernels
 from jaxdist.parallel import execution
 from jaxdist.parallel.remat import EXPERT_ORDER, EXPERT_PRODUCTS
 from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.protocols.param_names import Names
 
-INPUT_NAMES, DOWN_NAMES = ("experts", "d_model", "d_ff"), ("experts", "d_ff", "d_model")
+INPUT_NAMES = ("experts", "d_model", "d_ff")
+DOWN_NAMES = ("experts", "d_ff", "d_model")
 Kind = Literal["auto", "rounds", "gather"]
 # rows of all rounds, or chunks, that an even load takes, relative to those that it
 # fills
@@ -39,7 +38,9 @@ SLACK = 1.25
 # A device with more than so many rows goes through them in several rounds, of so many
 # of each expert or more. With 8,192 a product takes 15 times as long as reading and
 # writing the sum of a kernel's gradient (v5p).
-ROWS, ROWS_OF_EXPERT, MOST_TRIPS = 65_536, 8192, 4
+ROWS = 65_536
+ROWS_OF_EXPERT = 8192
+MOST_TRIPS = 4
 
 
 class Stats(NamedTuple):
@@ -182,10 +183,8 @@ def _check(
     slack: float,
     capacity_factor: float | None,
 ) -> None:
-    (E, D, F), shapes = (
-        kernels.inputs[0].shape,
-        [kernel.shape for kernel in (*kernels.inputs, kernels.down)],
-    )
+    E, D, F = kernels.inputs[0].shape
+    shapes = [kernel.shape for kernel in (*kernels.inputs, kernels.down)]
     if shapes != [(E, D, F)] * len(kernels.inputs) + [(E, F, D)] or x.shape[2] != D:
         raise ValueError(
             f"experts: x {x.shape}, kernels {shapes}; required: [B, S, D], [E, D, F], [E, F, D]"
@@ -249,9 +248,10 @@ class _Placement:
     def order(self) -> P:
         """Of what each device keeps of its own tokens' experts and their order."""
         axis = self.static.axis
-        return P(
-            (*self.token_axes, *[axis] * (axis != "" and axis not in self.token_axes))
-        )
+        axes = self.token_axes
+        if axis and axis not in axes:
+            axes = (*axes, axis)
+        return P(axes)
 
     @property
     def products(self) -> tuple[P, ...]:
@@ -261,7 +261,8 @@ class _Placement:
 
 
 def _place(x, k: int, kernels: Kernels, options: _Options) -> _Placement:
-    now, E = execution.current(), kernels.down.shape[0]
+    now = execution.current()
+    E = kernels.down.shape[0]
     tokens = now.rules.activation(("batch", "sequence"), x.shape[:2])
     used, gradients = (
         _specs(kernels, options.names, use) for use in (Rules.computed, Rules.gradient)
@@ -277,7 +278,10 @@ def _place(x, k: int, kernels: Kernels, options: _Options) -> _Placement:
         gradients = used
     shards = math.prod(now.axis_size(axis) for axis in split)
     rows = x.shape[0] * x.shape[1] * k // shards
-    kind, chunk, parts, trips = "local", rows, 1, 1
+    kind = "local"
+    chunk = rows
+    parts = 1
+    trips = 1
     if over:
         parts = now.axis_size(over[0])
         kind, _ = choose_exchange(options.kind, parts, k, options.slack)
@@ -291,23 +295,23 @@ def _place(x, k: int, kernels: Kernels, options: _Options) -> _Placement:
         )
         chunk = min(chunk, _rounded(rows * parts if shared_out else rows))
     static = Exchange(
-        kind,
-        E,
-        chunk,
-        options.activation,
-        grouped_matmul.choose(options.slack if chunk != rows else 1.0),
-        jnp.dtype(now.reduce),
-        over[0] if over else "",
-        parts,
-        not over or over[0] in split,
-        now.mesh.axis_names if now.mesh is not None else (),
-        trips,
+        kind=kind,
+        experts=E,
+        chunk=chunk,
+        activation=options.activation,
+        backend=grouped_matmul.choose(options.slack if chunk != rows else 1.0),
+        dtype=jnp.dtype(now.reduce),
+        axis=over[0] if over else "",
+        parts=parts,
+        split_tokens=not over or over[0] in split,
+        mesh_axes=now.mesh.axis_names if now.mesh is not None else (),
+        trips=trips,
     )
     return _Placement(tokens, used, gradients, static)
 
 
 def _specs(kernels: Kernels, names: Kernels, use) -> Kernels:
-    """Returns how the kernels are split in a use, for example `Rules.gradient`."""
+    """Looks up how the kernels are split in a use, for example `Rules.gradient`."""
     rules = execution.current().rules
     return jax.tree.map(
         lambda kernel, own: _padded(use(rules, own, kernel.shape), 3), kernels, names
@@ -326,20 +330,8 @@ def _rounded(rows: float) -> int:
     return -(-math.ceil(rows) // multiple) * multiple
 
 
-def _per_device(function, in_specs, out_specs):
-    """Returns the function as each device calls it, with its own part of all arrays."""
-    now = execution.current()
-    if now.mesh is None:
-        return function
-    # check_vma: the kernels do not say over which axes their results vary.
-    region = now.manual_region()
-    return jax.shard_map(
-        function, **region, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
-
-
 def _turned(kernels: Kernels, swap=jnp.swapaxes) -> Kernels:
-    """Returns what products are computed with: down [E, D, F] where the backend turns
+    """Turns kernels to what products are computed with: down [E, D, F] where the backend turns
     it; or the reverse.
     """
     turns = grouped_matmul.choose().turns_down
@@ -366,7 +358,7 @@ def _forward(x, ids, weights, valid, counted, kernels: Kernels, options: _Option
     turned = _turned(kernels)
     place = _place(x, ids.shape[2], turned, options)
     rows: Any = _padded(place.tokens, 3)
-    sort = _per_device(
+    sort = execution.per_device(
         partial(
             _local_order,
             place=place,
@@ -378,7 +370,7 @@ def _forward(x, ids, weights, valid, counted, kernels: Kernels, options: _Option
     )
     order, counts = sort(ids, valid, counted)
     order = checkpoint_name(order, EXPERT_ORDER)
-    compute = _per_device(
+    compute = execution.per_device(
         partial(_local_forward, place=place),
         (rows, rows, place.order, place.kernels),
         (rows, P(), place.products),
@@ -394,18 +386,22 @@ def _local_order(ids, valid, counted, *, place, capacity_factor, length):
     """Returns the expert of each assignment [A] and their order, and the load and what
     was dropped.
     """
-    static, (B, S, k) = place.static, ids.shape
-    E, flat = static.experts, partial(jnp.reshape, shape=(B * S, -1))
+    static = place.static
+    B, S, k = ids.shape
+    E = static.experts
+    flat = partial(jnp.reshape, shape=(B * S, -1))
     ids = ids if valid is None else jnp.where(valid[..., None], ids, E)
     counted = counted if counted is None else counted.reshape(-1)
-    load, dropped = dispatch.count(flat(ids), E, counted), jnp.zeros((), jnp.int32)
+    load = dispatch.count(flat(ids), E, counted)
+    dropped = jnp.zeros((), jnp.int32)
     if capacity_factor is not None:
         limit = math.ceil(capacity_factor * length * k / E)
         limited = (
             ids if counted is None else jnp.where(counted.reshape(B, S, 1), ids, E)
         )
         full = dispatch.over_capacity(limited, E, limit, place.sequence_axes)
-        ids, dropped = jnp.where(full, E, ids), full.sum(dtype=jnp.int32)
+        ids = jnp.where(full, E, ids)
+        dropped = full.sum(dtype=jnp.int32)
     counts = tuple(
         _sum(a.astype(jnp.float32), place.token_axes) for a in (load, dropped)
     )
@@ -416,9 +412,9 @@ def _local_forward(x, weights, order, kernels: Kernels, *, place: _Placement):
     """Returns the experts' outputs, their rounds and how many an even load takes, and
     products to keep.
     """
-    static, (tokens, order) = place.static, _tokens(x, weights, order)
-    sizes = dispatch.count(tokens.ids_Tk, static.experts)
-    out, rounds, products = exchange.forward(tokens, order, sizes, kernels, static)
+    static = place.static
+    tokens = _tokens(x, weights, order, static.experts)
+    out, rounds, products = exchange.forward(tokens, kernels, static)
     out = _sum(out, place.dims_axes)
     trips = tuple(
         _sum(jnp.float32(a), place.token_axes) for a in (rounds, static.trips)
@@ -426,12 +422,13 @@ def _local_forward(x, weights, order, kernels: Kernels, *, place: _Placement):
     return out.reshape(x.shape), trips, products
 
 
-def _tokens(x, weights, order) -> tuple[Tokens, Order]:
-    """Returns a device's tokens and the order of their rows, of what `_local_order`
-    returned.
-    """
+def _tokens(x, weights, order, experts: int) -> Tokens:
+    """Makes a device's tokens of its arrays and of what `_local_order` returned."""
     flat = partial(jnp.reshape, shape=(x.shape[0] * x.shape[1], -1))
-    return Tokens(flat(x), flat(order[0]), flat(weights)), order[1]
+    ids, order_of_rows = order
+    ids_Tk = flat(ids)
+    sizes = dispatch.count(ids_Tk, experts)
+    return Tokens(flat(x), ids_Tk, flat(weights), order_of_rows, sizes)
 
 
 def _backward(options: _Options, residuals, cotangents):
@@ -440,7 +437,7 @@ def _backward(options: _Options, residuals, cotangents):
     turned = _turned(kernels)
     place = _place(x, weights.shape[2], turned, options)
     rows: Any = _padded(place.tokens, 3)
-    mapped = _per_device(
+    mapped = execution.per_device(
         partial(_local_backward, place=place),
         (rows, rows, rows, place.order, place.products, place.kernels),
         (rows, rows, place.gradients),
@@ -460,10 +457,10 @@ jaxdist_experts.defvjp(_forward, _backward)
 def _local_backward(
     x, weights, dout, order, products, kernels: Kernels, *, place: _Placement
 ):
-    static, (tokens, order) = place.static, _tokens(x, weights, order)
-    sizes = dispatch.count(tokens.ids_Tk, static.experts)
+    static = place.static
+    tokens = _tokens(x, weights, order, static.experts)
     dout = dout.reshape(tokens.x_TD.shape)
-    own = exchange.backward(tokens, dout, order, sizes, kernels, products, static)
+    own = exchange.backward(tokens, dout, kernels, products, static)
     dx, dweights = (_sum(a, place.dims_axes) for a in (own.x_TD, own.weights_Tk))
     over = [axis for axis in place.token_axes if axis != static.axis]
     gradients = jax.tree.map(
@@ -486,16 +483,10 @@ def _sum_in_shards(gradient, spec: P, axes: Sequence[str]):
     """
     shards = [dim for dim, entry in enumerate(spec) if "fsdp" in axes_in(entry)]
     if shards and "fsdp" in axes:
-        wide = (
-            gradient.astype(jnp.float32)
-            if execution.current().platform == "cpu"
-            else gradient
-        )
+        wide = execution.summable(gradient)
         part = jax.lax.psum_scatter(
             wide, "fsdp", scatter_dimension=shards[0], tiled=True
         )
-        gradient, axes = (
-            part.astype(gradient.dtype),
-            [axis for axis in axes if axis != "fsdp"],
-        )
+        gradient = part.astype(gradient.dtype)
+        axes = [axis for axis in axes if axis != "fsdp"]
     return _sum(gradient, tuple(axes))

@@ -105,7 +105,8 @@ def _check(experts: int, k: int, scores: str, groups: int, top_groups: int) -> N
 def _in_top_groups(choice: jax.Array, groups: int, top_groups: int) -> jax.Array:
     """Returns the scores with those outside of a token's best groups -inf."""
     grouped = choice.reshape(*choice.shape[:-1], groups, -1)
-    first, second = grouped.max(-1), _without_top(grouped)[0].max(-1)
+    first = grouped.max(-1)
+    second = _without_top(grouped)[0].max(-1)
     best = _top_k(first + second, top_groups)
     group = jax.lax.broadcasted_iota(jnp.int32, (*best.shape, groups), best.ndim)
     open_ = (best[..., None] == group).any(-2)

@@ -73,10 +73,8 @@ def pipeline_sums(
         specs = jax.tree.map(
             partial(execution.region_spec, axes=(AXIS,)), params, names
         )
-        given, summed = (
-            (specs, P(), P(), P()),
-            (specs.trained if backward else P(), P()),
-        )
+        given = (specs, P(), P(), P())
+        summed = (specs.trained if backward else P(), P())
         run = execution.region(run, (AXIS,), in_specs=given, out_specs=summed)
     return run(params, batch, key, scale)
 
@@ -107,7 +105,7 @@ class _Ticks(Stage):
 
     @property
     def edges_last(self) -> bool:
-        """Returns whether each stage embeds and scores for itself, and only the ends'
+        """Whether each stage embeds and scores for itself, and only the ends'
         results count.
         """
         return self.cut.config.edges == "last"
@@ -129,11 +127,9 @@ class _Ticks(Stage):
         def slots(count: int, *each: int) -> jax.Array:
             return self.residual(jnp.zeros((count + 1, *each, *x.shape), x.dtype))
 
-        inputs, gradients, kept = (
-            self.program.num_inputs,
-            self.program.num_gradients,
-            self.cut.kept_inputs,
-        )
+        inputs = self.program.num_inputs
+        gradients = self.program.num_gradients
+        kept = self.cut.kept_inputs
         return Carry(
             slots(inputs),
             slots(inputs, kept - 1) if self.keeps_layers else jnp.zeros(()),
@@ -237,7 +233,8 @@ class _Ticks(Stage):
 
     def _going_back(self, run: TickRun, carry: Carry, row, at) -> Carry:
         if "backward" in run.some:
-            x, dy = carry.inputs[row.b_x], carry.gradients_in[row.b_g]
+            x = carry.inputs[row.b_x]
+            dy = carry.gradients_in[row.b_g]
             chunk, number = _barrier_tick(self.chunk(row.b_chunk), row.b_mb)
             if self.keeps_layers:
                 inputs = jnp.concatenate([x[None], carry.layers[row.b_x]])
@@ -272,7 +269,7 @@ class _Ticks(Stage):
         )
 
     def _mask_edge(self, here: jax.Array, tree: Tree) -> Tree:
-        """Returns what an edge gave; with `edges_last` zeros where the stage is not
+        """Masks what an edge gave; with `edges_last` zeros where the stage is not
         `here`.
         """
         if not self.edges_last:
@@ -280,7 +277,7 @@ class _Ticks(Stage):
         return jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros_like(x)), tree)
 
     def _prefer_mask(self, kind: str, pace: str) -> bool:
-        """Returns whether most ticks that do `pace` do this too: then no predicate, but
+        """Checks whether most ticks that do `pace` do this too: then no predicate, but
         a mask.
 
         It is for E and EB, which cost little: a predicate would cost a copy of what it
@@ -295,7 +292,7 @@ class _Ticks(Stage):
         )
 
     def _in_tick(self, microbatch: jax.Array) -> tuple[StageParams, jax.Array]:
-        """Returns what embeds a microbatch, and its number: see `_barrier_tick`."""
+        """Takes what embeds a microbatch, and its number: see `_barrier_tick`."""
         return (
             _barrier_tick(self.rest, microbatch)
             if self.has_first_blocks
@@ -341,7 +338,8 @@ class _Ticks(Stage):
         """Returns (gradient sums, loss sums): the blocks' own terms added over
         stages.
         """
-        loss, sums = carry.loss, carry.sums if self.backward else jnp.zeros(())
+        loss = carry.loss
+        sums = carry.sums if self.backward else jnp.zeros(())
         if self.edges_last:
             loss = jax.lax.psum(loss, AXIS)
         if self.edges_last and self.backward:

@@ -73,7 +73,7 @@ class Staging:
 
     @property
     def remat(self) -> str:
-        """Returns what B recomputes from: "layers", or the policy inside a stage's
+        """What B recomputes from: "layers", or the policy inside a stage's
         recomputation.
 
         With one layer a place `full` is `layers`: nothing is computed twice, and it
@@ -83,7 +83,7 @@ class Staging:
 
     @property
     def grouped(self) -> bool:
-        """Returns whether F keeps the inputs of groups of layers."""
+        """Whether F keeps the inputs of groups of layers."""
         return self.recompute.every > 1
 
     @property
@@ -109,7 +109,8 @@ class Staging:
         """Yields what is wrong with the config for this model and mesh, each with its
         cure.
         """
-        config, places = self.config, self.stages * self.config.chunks
+        config = self.config
+        places = self.stages * self.config.chunks
         if config.chunks < 1 or config.microbatches < 0:  # their ranges say so
             return
         if places > self.num_layers:
@@ -137,7 +138,8 @@ class Staging:
             yield from error.faults
 
     def _group_faults(self) -> Iterator[str]:
-        own, group = self.recompute, self.period * self.block_layers
+        own = self.recompute
+        group = self.period * self.block_layers
         if own.layers:
             yield f"remat.layers={own.layers}: stages recompute as pipeline.remat says; leave it at 0"
         if self.grouped and self.config.remat != "layers":
@@ -188,7 +190,7 @@ class Staging:
         )
 
     def for_model(self, spec: ModelSpec) -> "Staging":
-        """Returns how the same pipeline cuts up another model.
+        """Cuts up another model by the same pipeline.
 
         Args:
           spec: of the other model, with flat blocks.

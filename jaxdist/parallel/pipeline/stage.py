@@ -60,14 +60,13 @@ class Stage:
         scale=None,
     ):
         self.cut, self.program, self.assemble, self.score = pipeline
-        self.names, self.batch, self.key, self.backward, self.scale = (
-            names,
-            batch,
-            key,
-            backward,
-            scale,
-        )
-        self.blocks, self.rest = params.blocks, params.edges
+        self.names = names
+        self.batch = batch
+        self.key = key
+        self.backward = backward
+        self.scale = scale
+        self.blocks = params.blocks
+        self.rest = params.edges
         if self.cut.config.gather_once:
             self.blocks = jax.tree.map(gathered, self.blocks, names.blocks)
         self.index = jax.lax.axis_index(AXIS)
@@ -94,13 +93,13 @@ class Stage:
 
     @property
     def has_first_blocks(self) -> bool:
-        """Returns whether layers run where the embedding does, and so on every
+        """Whether layers run where the embedding does, and so on every
         stage.
         """
         return any("first_blocks" in tree for tree in self.rest)
 
     def embed(self, rest: StageParams, number) -> jax.Array:
-        """Returns what enters the stack; of layers before it, their inputs alone are
+        """Computes what enters the stack; of layers before it, their inputs alone are
         kept.
         """
 
@@ -119,7 +118,7 @@ class Stage:
         return self.layers(blocks, (), x, *self.place(number, chunk))
 
     def place(self, number, chunk) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Returns what the blocks read of a microbatch, and the number of a chunk's
+        """Gathers what the blocks read of a microbatch, and the number of a chunk's
         first layer.
         """
         model = self.model(self.rest)
@@ -177,7 +176,7 @@ class Stage:
         ), inputs[1:]
 
     def groups(self, blocks: StageParams) -> tuple[StageParams, tuple[str, ...], int]:
-        """Returns what is computed again at a time, stacked, its kinds and how many
+        """Stacks what is computed again at a time; also its kinds and how many
         layers it has.
         """
         stack = self.model(self.rest, blocks).blocks
@@ -211,7 +210,7 @@ class Stage:
     def pull_layers(
         self, blocks: StageParams, inputs: jax.Array, dy: jax.Array, number, chunk
     ):
-        """Returns what `pull` does, from the inputs of all layers.
+        """Computes what `pull` does, from the inputs of all layers.
 
         Nobody needs the layers' outputs again, so XLA leaves their last products out.
         """

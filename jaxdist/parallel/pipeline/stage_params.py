@@ -26,12 +26,12 @@ class StageParams(NamedTuple):
 
     @property
     def blocks(self) -> StageParams:
-        """Returns what is in the blocks."""
+        """What is in the blocks."""
         return StageParams(*(tree.get("blocks", {}) for tree in self))
 
     @property
     def edges(self) -> StageParams:
-        """Returns what is not in the blocks."""
+        """What is not in the blocks."""
         return StageParams(*map(edges, self))
 
     def with_blocks(self, blocks: StageParams) -> StageParams:
@@ -42,7 +42,7 @@ class StageParams(NamedTuple):
 
 
 def edges(tree: Tree) -> Tree:
-    """Returns what is not in the blocks."""
+    """Selects the parameters outside of the blocks."""
     return {name: value for name, value in tree.items() if name != "blocks"}
 
 
@@ -55,7 +55,8 @@ def gathered(leaf: jax.Array, names) -> jax.Array:
     """Returns a stage's stack of kernels as ops use them; what fsdp does not split is
     left alone.
     """
-    own, now = own_names(names), execution.current()
+    own = own_names(names)
+    now = execution.current()
     split = now.rules.stored(own, leaf.shape) != now.rules.computed(own, leaf.shape)
     if not split or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf

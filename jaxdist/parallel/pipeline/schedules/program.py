@@ -110,9 +110,11 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
     Raises:
       ConfigError: what `check` says.
     """
-    if faults := check(schedule):
+    faults = check(schedule)
+    if faults:
         raise ConfigError(faults)
-    p, v = schedule.stages, schedule.chunks
+    p = schedule.stages
+    v = schedule.chunks
     at = np.zeros((2, schedule.microbatches, p * v), np.int64)  # the tick of each op
     for op, (tick,) in ticks_of(schedule).items():
         at[op] = tick
@@ -123,7 +125,8 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
     g_from = np.concatenate([b[:, 1:] + 1, f[:, -1:]], axis=1)
     x, live_x = _colour(x_from, b, p)
     g, live_g = _colour(g_from, b, p)
-    nx, ng = max(live_x), max(live_g)
+    nx = max(live_x)
+    ng = max(live_g)
     i, k = (np.asarray(index) for index in np.indices(f.shape))
     chunk_of, stage_of = np.divmod(k, p)
 
@@ -134,9 +137,11 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
         out[tick[:, places], stage_of[:, places]] = value[:, places]
         return out
 
-    every, first, last = slice(None), slice(0, 1), slice(p * v - 1, None)
+    every = slice(None)
+    first = slice(0, 1)
+    last = slice(-1, None)
     rows = ScheduleRows(
-        rg=row(g, ng, g_from, slice(0, p * v - 1)),
+        rg=row(g, ng, g_from, slice(-1)),
         e_x=row(x, nx, f, first),
         f_mb=row(i, -1, f, every),
         f_chunk=row(chunk_of, 0, f, every),
@@ -151,7 +156,8 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
     edges = [row(i, -1, f, first), row(i, -1, f, last), row(i, -1, b, first)]
     ticks = _ticks(rows, *(edge.max(axis=1) for edge in edges), trash=(nx, ng))
     runs = _runs(ticks, KINDS[:5])
-    runs = runs if len(runs) <= max_runs else _runs(ticks, ("forward", "backward"))
+    if len(runs) > max_runs:
+        runs = _runs(ticks, ("forward", "backward"))
     return Program(schedule, rows, ticks, runs, nx, ng, live_x)
 
 
@@ -185,7 +191,8 @@ def _colour(
 
     Greedy by start, lowest free slot first, on each stage alone: optimal for intervals.
     """
-    slots, used = np.zeros(start.shape, np.int64), [0] * stages
+    slots = np.zeros(start.shape, np.int64)
+    used = [0] * stages
     for stage in range(stages):
         free: list[int] = []
         busy: list[tuple[int, int]] = []  # (end, slot)

@@ -60,11 +60,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     Raises:
       ConfigError: the table is not valid.
     """
-    program, costs = compile_schedule(schedule), costs or Costs()
-    forward, backward = (
-        _by_chunk(costs.forward, schedule),
-        _by_chunk(costs.backward, schedule),
-    )
+    program = compile_schedule(schedule)
+    costs = costs or Costs()
+    forward = _by_chunk(costs.forward, schedule)
+    backward = _by_chunk(costs.backward, schedule)
     phases = _phases(program, costs, forward, backward)
     edges = costs.embed + costs.head + costs.embed_backward + 4 * costs.first
     work = schedule.microbatches * (forward.sum() + backward.sum() + edges)
@@ -82,8 +81,11 @@ def _by_chunk(cost: ArrayLike, schedule: Schedule) -> np.ndarray:
 def _phases(
     program: Program, costs: Costs, forward: np.ndarray, backward: np.ndarray
 ) -> np.ndarray:
-    rows, ticks, stages = program.rows, program.ticks, program.schedule.stages
-    stage, share = np.arange(stages), stages if costs.edges == "sharded" else 1
+    rows = program.rows
+    ticks = program.ticks
+    stages = program.schedule.stages
+    stage = np.arange(stages)
+    share = stages if costs.edges == "sharded" else 1
     slowest_f = forward[stage, rows.f_chunk].max(axis=1)
     slowest_b = backward[stage, rows.b_chunk].max(axis=1)
     columns = (  # as PHASES
@@ -100,7 +102,10 @@ def _phases(
 # A picture
 # ----------------------------------------------------------------------------------------
 
-_ROW, _LEFT, _TOP = 24, 64, 30  # pixels
+# pixels
+_ROW = 24
+_LEFT = 64
+_TOP = 30
 _STYLE = (  # below one class, as styles of an inline SVG hold for the whole page
     ".timeline text{font:11px system-ui,sans-serif;fill:#222}"
     "@media(prefers-color-scheme:dark){.timeline text{fill:#ddd}}"

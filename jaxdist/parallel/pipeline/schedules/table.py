@@ -20,7 +20,8 @@ import numpy as np
 from jaxdist.config import ConfigError
 from jaxdist.storage.untrusted import Malformed, read_json
 
-FORWARD, BACKWARD = 0, 1
+FORWARD = 0
+BACKWARD = 1
 FORMAT = "jaxdist.schedule"
 
 _Op = tuple[int, int, int]  # slot, microbatch, place
@@ -55,7 +56,8 @@ class Schedule:
 
 def _gpipe(stages: int, microbatches: int, chunks: int) -> np.ndarray:
     """Returns all forwards, then all backwards; every input of a step lives at once."""
-    index, half = np.arange(microbatches), microbatches + stages - 1
+    index = np.arange(microbatches)
+    half = microbatches + stages - 1
     table = np.full((2 * half, stages, 2), -1, np.int32)
     for stage in range(stages):
         table[stage + index, stage, FORWARD] = index
@@ -158,7 +160,8 @@ def _read_schedule(path: Path, sizes: dict[str, int]) -> Schedule:
     """
     data = _read_head(path, sizes)
     stages, microbatches, chunks = sizes.values()
-    entries, faults = [], []
+    entries = []
+    faults = []
     if microbatches * chunks > len(data["ticks"]):
         work = f"{microbatches} microbatches x {chunks} chunks"
         faults.append(
@@ -226,7 +229,8 @@ def _parse_cell(cell: object, microbatches: int, chunks: int) -> tuple[int, int]
         return None
     entries = []
     for microbatch, chunk in (match.group(1, 2), match.group(3, 4)):
-        i, c = int(microbatch or 0), int(chunk or 0)
+        i = int(microbatch or 0)
+        c = int(chunk or 0)
         if (
             i >= microbatches
             or c >= chunks
@@ -260,7 +264,12 @@ def write_schedule(schedule: Schedule, path: Path) -> None:
 
 
 def _cell(forward: str, backward: str) -> str:
-    return " ".join(["F" + forward] * bool(forward) + ["B" + backward] * bool(backward))
+    words = []
+    if forward:
+        words.append("F" + forward)
+    if backward:
+        words.append("B" + backward)
+    return " ".join(words)
 
 
 # The checker
@@ -275,12 +284,10 @@ def check(schedule: Schedule) -> list[str]:
     what it reads (a hop takes one tick, dh none). So no stage waits for another: a
     table cannot deadlock.
     """
-    p, m, v, table = (
-        schedule.stages,
-        schedule.microbatches,
-        schedule.chunks,
-        schedule.table,
-    )
+    p = schedule.stages
+    m = schedule.microbatches
+    v = schedule.chunks
+    table = schedule.table
     if min(p, m, v) < 1 or table.ndim != 3 or table.shape[1:] != (p, 2):
         return [
             f"the table is {table.shape} for {p} stages; [ticks, stages, 2] is required"
@@ -315,7 +322,8 @@ def check(schedule: Schedule) -> list[str]:
 def ticks_of(schedule: Schedule) -> dict[_Op, list[int]]:
     """Returns the ticks in which each op stands; entries out of range are left out."""
     ticks: dict[_Op, list[int]] = {}
-    table, entries = schedule.table, schedule.microbatches * schedule.chunks
+    table = schedule.table
+    entries = schedule.microbatches * schedule.chunks
     for tick, stage, slot in np.argwhere((table >= 0) & (table < entries)).tolist():
         microbatch, chunk = divmod(int(table[tick, stage, slot]), schedule.chunks)
         ticks.setdefault(
