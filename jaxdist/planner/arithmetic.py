@@ -28,9 +28,7 @@ from jaxdist.parallel.pipeline.schedules.balance import bubble_fraction
 from jaxdist.parallel.sharding import build_rules
 from jaxdist.planner import formulas, memory
 from jaxdist.planner.blocks import trace
-from jaxdist.planner.observed import attention_share
 from jaxdist.planner.targets import Target
-from jaxdist.planner.timing import products_peak
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.protocols.param_names import has_experts
 from jaxdist.step import reduction
@@ -113,7 +111,7 @@ class Model:
     ):
         self.target, self.spec = target, spec
         chip = target.chip
-        self.peak = products_peak(target, run.precision.compute) or 1e12
+        self.peak = target.products_peak(run.precision.compute) or 1e12
         self.hbm = chip.hbm_bytes_per_s if chip else math.inf
         self.pcie = (chip and chip.pcie_bytes_per_s) or math.inf
         self.stored = jnp.dtype(run.precision.params).itemsize
@@ -152,7 +150,7 @@ class Model:
         # that would take as long
         self.fused = math.fsum(fused) * self.tokens
         self.fused_at_peak = self.tokens * math.fsum(
-            count / attention_share(self.target, cost.fused_width)
+            count / self.target.observed.attention_share(cost.fused_width)
             for count, cost in zip(fused, self.costs, strict=True)
         )
         self.products = flops * self.tokens - 3 * self.fused
@@ -188,7 +186,7 @@ class Model:
             return
         share = coded / self.spec.parameter_count
         self.gathered -= (self.computed - recipe.gathered_bytes) * share
-        peak = products_peak(self.target, recipe.peak)
+        peak = self.target.products_peak(recipe.peak)
         if peak is not None:
             saved = 1 - self.peak / (recipe.units.reached * peak)
             in_recipe = 2 * recipe.matmuls * coded * self.tokens

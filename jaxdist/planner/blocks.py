@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxdist.parallel import execution, remat
 from jaxdist.parallel.sharding import Rules
+from jaxdist.planner.observed import LANES
 from jaxdist.protocols.model import BlockInfo, apply_block, shared_fields
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
 from jaxdist.protocols.param_names import EXPERTS, Names, has_experts
@@ -25,9 +26,6 @@ from jaxdist.trainer import compose
 from jaxdist.trainer.run_config import RunConfig
 
 SHORT = 64  # tokens of a trace: one block of the reference attention
-# of a TPU's registers: narrower rows are padded, and kernels write a logsumexp to all
-# of them
-LANES = 128
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,13 @@ from jaxdist.parallel.axes import BATCH_AXES, CHATTY_AXES, CROSSING_AXES, SEQUEN
 from jaxdist.parallel.context import MOVED
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner.formulas import KINDS, wire_bytes
+from jaxdist.planner.observed import (
+    BETWEEN_SLICES,
+    EMPTY_START,
+    REDUCE_SCATTER,
+    REMATERIALISED,
+    RENDEZVOUS,
+)
 from jaxdist.planner.targets import Link, Target
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.units import percent_text, time_text
@@ -31,8 +38,6 @@ from jaxdist.telemetry.units import percent_text, time_text
 _OPCODE = re.compile(
     rf"\s({'|'.join(KINDS)}|ragged-all-to-all|collective-broadcast)(-start)?\("
 )
-_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _TOKENS = {*BATCH_AXES, *SEQUENCE_AXES}
 _EXCHANGED = re.compile("|".join((TO_EXPERTS, FROM_EXPERTS, *MOVED)))
 _SLOW = {"DCN", "PCIe", "network", *(network.name for network in NETWORKS.values())}
@@ -154,15 +159,14 @@ class _Span:
     def go_on(self, place: int, part: hlo.Instruction) -> None:
         """Takes in an update or the end of it.
 
-        libtpu 0.0.50.1 starts a call on the SparseCore without operands; its update
-        brings them, so nothing can move before.
+        Nothing can move before an update that brings the operands.
         """
         self.ends = place
         _, *operands = part.operands or [""]
         if operands and not self.outer.operands:
-            text = self.outer.text.replace(
-                "-start()", f"-start({', '.join('%' + o for o in operands)})", 1
-            )
+            names = ", ".join(f"%{name}" for name in operands)
+            start = EMPTY_START.replace("()", f"({names})")
+            text = self.outer.text.replace(EMPTY_START, start, 1)
             self.begins, self.outer = place, hlo.Instruction(self.outer.name, text)
 
 
@@ -188,7 +192,7 @@ class _Reader:
         self.coordinates = np.indices(tuple(sizes)).reshape(len(sizes), -1)
         first_slice = ~(self.coordinates // inner).any(axis=0)
         between = any(
-            _BETWEEN_SLICES.search(s.text)
+            BETWEEN_SLICES.search(s.text)
             for steps in self.inside.values()
             for s in steps
         )
@@ -204,7 +208,7 @@ class _Reader:
         # instruction -> key of the span that it started or went on with
         keys: dict[str, object] = {}
         for place, step in enumerate(steps.values()):
-            if step.opcode == "recv" and (match := _RENDEZVOUS.search(step.text)):
+            if step.opcode == "recv" and (match := RENDEZVOUS.search(step.text)):
                 keys[step.name] = match.group(1)
             if step.opcode.endswith(("-update", "-done")):
                 key = keys.get(next(iter(step.operands), ""))
@@ -243,7 +247,7 @@ class _Reader:
         self, run: hlo.LoopRun, begins: int, ends: int, outer, inner, types
     ) -> Collective:
         group = self.places[list(inner.group)] if inner.group else self.places
-        group = self.peers if _BETWEEN_SLICES.search(inner.text) else group
+        group = self.peers if BETWEEN_SLICES.search(inner.text) else group
         kind, axis = _kind(inner), self._axis(group, inner)
         payload = hlo.num_bytes(types) * (len(group) if kind == "all-gather" else 1)
         kind = "reduce-scatter" if _keeps_shard(outer) else kind
@@ -294,9 +298,7 @@ class _Reader:
         """Returns the mesh axes along which a group's members differ."""
         rows = zip(self.shape.sizes, self.coordinates[:, group], strict=True)
         axes = [axis for axis, row in rows if len(set(row)) > 1]
-        sizes = (
-            self.shape.dcn if _BETWEEN_SLICES.search(step.text) else self.shape.sizes
-        )
+        sizes = self.shape.dcn if BETWEEN_SLICES.search(step.text) else self.shape.sizes
         whole = math.prod(sizes[axis] for axis in axes) == len(group)
         return (
             "" if whole or _kind(step) == "collective-permute" else "part of "
@@ -334,9 +336,6 @@ class _Reader:
 
 # bytes; below it a collective costs its latency, and no setting changes that
 _LARGE = 2**20
-_REMATERIALISED = re.compile(
-    r"[Ii]nvoluntary full rematerialization.*?(?:op_name=\"([^\"]*)\"|$)", re.M
-)
 
 
 def warnings(
@@ -378,7 +377,7 @@ def warnings(
             f"compiler does so where an axis is no ring: choose a slice with wrapped links"
         )
     for name, count in Counter(
-        line.group(1) or "?" for line in _REMATERIALISED.finditer(log)
+        line.group(1) or "?" for line in REMATERIALISED.finditer(log)
     ).items():
         lines.append(
             f"the partitioner copies an array whole to change its sharding, {count} x at {name} "
@@ -515,7 +514,7 @@ def _kind(step: hlo.Instruction) -> str:
             "ragged-all-to-all": "all-to-all",
             "collective-broadcast": "all-gather",
         }.get(name, name)
-    if (match := _BETWEEN_SLICES.search(step.text)) and step.opcode == "send":
+    if (match := BETWEEN_SLICES.search(step.text)) and step.opcode == "send":
         name = match.group(1).lower().replace("_", "-")
         return name if name in KINDS else "collective-permute"
     return ""
@@ -526,7 +525,7 @@ def _key(step: hlo.Instruction, collective: hlo.Instruction) -> object:
 
     Fusions repeat it, and its channel tells; plain collectives may share theirs.
     """
-    if match := _RENDEZVOUS.search(step.text):
+    if match := RENDEZVOUS.search(step.text):
         return match.group(1)
     if step.opcode == "fusion" and not _keeps_shard(step):
         return _kind(collective), collective.value("channel_id")
@@ -537,10 +536,7 @@ def _keeps_shard(fusion: hlo.Instruction) -> bool:
     """Returns whether it sums over devices and keeps its own shard: TPU's spelling of
     reduce-scatter.
     """
-    return (
-        bool(re.search("calls=%?(all-)?reduce-scatter", fusion.text))
-        or "ReduceScatter" in fusion.text
-    )
+    return bool(REDUCE_SCATTER.search(fusion.text))
 
 
 # --- what a person calls it -----------------------------------------------------------

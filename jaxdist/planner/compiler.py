@@ -24,15 +24,13 @@ from typing import Any
 
 from jaxdist.config import ConfigError, extras, schema
 from jaxdist.hardware import flags as platform_flags
+from jaxdist.planner.observed import NOISE, WINDOWED_EINSUM
 from jaxdist.planner.targets import Target
 from jaxdist.storage import untrusted
 from jaxdist.telemetry.units import GIB
 from jaxdist.trainer import workdir
 from jaxdist.trainer.run_config import RunConfig
 
-# Windowed einsum doubles the compiler's own cycle estimates, so a step is estimated
-# without it.
-WINDOWED_EINSUM = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 PACKAGES = (
     "jax",
@@ -48,12 +46,6 @@ PACKAGES = (
 _VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS"}
 _NOT_INHERITED = ("--xla_gpu", "--xla_force_host_platform_device_count")
 _LOG_LINES, _TAIL_LINES = 300, 15
-# what libtpu and the CUDA plugin say on every machine without a device
-_NOISE = re.compile(
-    r"^(Failed to find host bounds|WARNING: (Logging before|All log messages)|=== Source Location|"
-    r"learning/\w+/tfrc|[ ^~]+$|-{20}|For simplicity, JAX has|"
-    r"[EWI]0000 .*(worker hostname|cudart_stub|computation_placer|factory))"
-)
 
 
 class DoesNotFit(Exception):
@@ -364,6 +356,6 @@ def read_log(folder: Path) -> str:
     lines = [
         line
         for line in _read(folder / "log").splitlines()
-        if line and not _NOISE.match(line)
+        if line and not NOISE.match(line)
     ]
     return "\n".join(lines[-_LOG_LINES:])

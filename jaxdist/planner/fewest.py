@@ -21,7 +21,6 @@ from jaxdist.planner.plan import (
     DOES_NOT_FIT,
     FITS,
     Plan,
-    capacity,
     make_plan,
 )
 from jaxdist.planner.show import new_table
@@ -268,7 +267,7 @@ def _row(run: RunConfig, target: Target, zero: int, *, proposed: bool = False) -
     Args:
       proposed: the mesh is not the config's, so its axes keep to fast links.
     """
-    most, best = capacity(target) or 0, None
+    most, best = target.usable_bytes or 0, None
     run = compose.with_overrides(run, {"batch.accumulation": 1})
     composition = targets.validate_for(run, target)
     shape = composition.shape

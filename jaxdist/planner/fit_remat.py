@@ -23,8 +23,8 @@ from jaxdist.planner import arithmetic, layouts, memory, targets
 from jaxdist.planner.arithmetic import Estimate
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.layouts import Candidate
-from jaxdist.planner.observed import HIDES_TRANSFERS, freely_used, observed
-from jaxdist.planner.plan import Plan, capacity, make_plan
+from jaxdist.planner.observed import HIDES_TRANSFERS
+from jaxdist.planner.plan import Plan, make_plan
 from jaxdist.planner.search import Compiled
 from jaxdist.planner.targets import Target, validate_for
 from jaxdist.telemetry.units import gib_text, time_text
@@ -174,14 +174,14 @@ class Weigher:
             )
         self.run, self.target = base, target
         self.model = arithmetic.Model(base, target, self.spec, base, self.shape)
-        known = capacity(target)
+        known = target.usable_bytes
         # of what the compiler says
         self.hard = min(limit_bytes or known or 0, known or limit_bytes or 0)
         if not self.hard:
             raise ConfigError(
                 f"remat.policy=fit: nobody knows the memory of {target.text}; give a policy by hand"
             )
-        self.most = int(freely_used(target, self.hard))
+        self.most = int(target.freely_used(self.hard))
         self.layers = self.spec.depth * self.spec.block_layers
         full = memory.components(base, self.spec, self.rules, target)
         # Of names alone: what is saved is no longer part of the working set.
@@ -243,7 +243,7 @@ class Weigher:
 
     @property
     def _in_flight(self) -> int:
-        return observed(self.target).layers_in_flight
+        return self.target.observed.layers_in_flight
 
     def accounted(self, config: RematConfig) -> Candidate:
         """Returns the run's layout with a policy, its time and its bytes; kept."""

@@ -28,8 +28,8 @@ from jaxdist.parallel.offload import HOST as OFFLOADED
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.sharding import Rules
-from jaxdist.planner.blocks import LANES, Block, sample_tokens, trace
-from jaxdist.planner.observed import HOST_BYTES_PER_S
+from jaxdist.planner.blocks import Block, sample_tokens, trace
+from jaxdist.planner.observed import HOST_BYTES_PER_S, LANES
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
 from jaxdist.protocols.param_names import has_experts

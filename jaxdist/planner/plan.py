@@ -3,7 +3,6 @@ stopping early.
 """
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -36,7 +35,6 @@ from jaxdist.planner.compiler import (
     compile_run,
     versions,
 )
-from jaxdist.planner.observed import observed
 from jaxdist.planner.targets import Target
 from jaxdist.planner.timing import Time
 from jaxdist.protocols.model_spec import ModelSpec
@@ -220,29 +218,12 @@ def plan_by_arithmetic(run: RunConfig, target: Target) -> Plan:
     pipeline = pipeline_report.describe(composition).get("pipeline", {})
     tokens = run.train.steps * _tokens_per_step(run)
     return Plan(
-        run, target, spec, rules, components, capacity(target), pipeline, tokens
+        run, target, spec, rules, components, target.usable_bytes, pipeline, tokens
     )
 
 
 def _tokens_per_step(run: RunConfig) -> int:
     return run.batch.global_size * compose.targets_per_sample(run)
-
-
-def capacity(target: Target) -> int | None:
-    """Returns the bytes that a step may use on a device; None where that is not known.
-
-    A TPU compiler's own limit; of a GPU's memory a share; of this machine's memory for
-    emulated CPU devices an equal part each.
-    """
-    if target.platform == "cpu":
-        return (
-            os.sysconf("SC_PHYS_PAGES")
-            * os.sysconf("SC_PAGE_SIZE")
-            // target.num_devices
-        )
-    if target.chip is None:
-        return None
-    return int(target.chip.capacity_bytes * observed(target).usable)
 
 
 def explain_shortage(run: RunConfig, devices: Sequence[jax.Device], error: str) -> str:

@@ -23,13 +23,11 @@ from jaxdist.planner import layouts
 from jaxdist.planner.arithmetic import EXPERT
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.layouts import Candidate
-from jaxdist.planner.observed import freely_used
 from jaxdist.planner.plan import (
     CANNOT_TELL,
     DOES_NOT_FIT,
     FITS,
     Plan,
-    capacity,
     make_plan,
 )
 from jaxdist.planner.show import new_table
@@ -235,7 +233,7 @@ def _select_fitting(
 
     If none does: the two that come nearest.
     """
-    most = freely_used(target, capacity(target) or math.inf)
+    most = target.freely_used(target.usable_bytes or math.inf)
     fitting = list[Candidate]()
     larger = late = passed = 0
     kinds = Counter[tuple[str, ...]]()

@@ -10,6 +10,7 @@ compiler also makes ones that do not exist. `devices` belongs in a child process
 import functools
 import importlib.util
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,12 @@ from jaxdist.hardware import chips as hardware
 from jaxdist.parallel import mesh
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner.gpu_descriptions import gpu_description
+from jaxdist.planner.observed import (
+    ONE_DEVICE_PER_CHIP,
+    SLICE_ID,
+    TABLE,
+    Observed,
+)
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.trainer import validation
 from jaxdist.trainer.compose import Composition
@@ -37,8 +44,6 @@ _NAMED_BY_CORES = ("v4", "v5p")
 # ICI links' worth between the two devices of a 7x chip; Google Cloud documentation,
 # TPU7x
 _DIE_TO_DIE = 6
-# with several slices libtpu numbers device i of slice s (s + 1) * 100,000 + i
-_SLICE_ID = 100_000
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,41 @@ class Target:
         return f"{self.family}:{_by(sizes)}{at}{network}"
 
     @property
+    def observed(self) -> Observed:
+        """What was seen of the chip and its compiler."""
+        return TABLE["gpu" if self.platform == "gpu" else self.family]
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """The bytes that a step may use on a device; None where that is not known.
+
+        A TPU compiler's own limit; of a GPU's memory a share; of this machine's memory
+        for emulated CPU devices an equal part each.
+        """
+        if self.platform == "cpu":
+            pages = os.sysconf("SC_PHYS_PAGES")
+            return pages * os.sysconf("SC_PAGE_SIZE") // self.num_devices
+        if self.chip is None:
+            return None
+        return int(self.chip.capacity_bytes * self.observed.usable)
+
+    def freely_used(self, most: float) -> float:
+        """Returns the bytes of a device below which XLA computes nothing again, at most
+        `most`.
+        """
+        share = self.observed.used_freely
+        if share is None or self.chip is None:
+            return most
+        return min(most, share * self.chip.hbm_bytes)
+
+    def products_peak(self, dtype: str) -> float | None:
+        """Returns the FLOP/s that products can reach; None where none is published."""
+        if self.chip is None:
+            return None
+        # TPU matrix units round float32 to bfloat16.
+        return self.chip.peak(dtype) or self.chip.peak("bfloat16")
+
+    @property
     def compiler(self) -> str:
         """The platform as XLA's compilers call it."""
         return "cuda" if self.platform == "gpu" else self.platform
@@ -117,7 +157,7 @@ class Target:
         places = np.ndindex(self.num_slices, self.num_devices // self.num_slices)
         return [
             SimpleNamespace(
-                id=local if self.num_slices == 1 else (index + 1) * _SLICE_ID + local,
+                id=local if self.num_slices == 1 else (index + 1) * SLICE_ID + local,
                 platform=self.platform,
                 device_kind=self.chip.device_kinds[0] if self.chip else "cpu",
                 coords=(*_coords(local // per_chip, self.shape), 0)[:3],
@@ -139,7 +179,7 @@ class Target:
         speed = self.chip.link_bytes_per_s * (
             1 if gpu else self._ici_links(device_ids, self.chip.devices_per_chip)
         )
-        places = Counter(i // (self.shape[1] if gpu else _SLICE_ID) for i in device_ids)
+        places = Counter(i // (self.shape[1] if gpu else SLICE_ID) for i in device_ids)
         if len(places) == 1:
             return Link(
                 self.chip.link, speed, 1.0 if gpu else self._all_to_all(device_ids)
@@ -165,7 +205,7 @@ class Target:
         """
         per_chip = self.num_devices // self.num_chips
         coords = np.array(
-            [_coords(i % _SLICE_ID // per_chip, self.shape) for i in device_ids]
+            [_coords(i % SLICE_ID // per_chip, self.shape) for i in device_ids]
         )
         for dim, length in enumerate(self.shape):
             places = np.unique(coords[:, dim])
@@ -470,8 +510,8 @@ def topology_options(target: Target) -> dict[str, Any]:
         }
         if target.num_slices > 1:
             options["num_slices"] = target.num_slices
-        if target.chip.family == "v4":
-            options["chip_config_name"] = "megacore"  # else two devices per chip
+        if config := ONE_DEVICE_PER_CHIP.get(target.chip.family):
+            options["chip_config_name"] = config
         if math.prod(target.shape) == 1:
             options["chips_per_host_bounds"] = (1, 1, 1)
         return options

@@ -8,7 +8,6 @@ No array is ever made: the step is traced from shapes.
 import gzip
 import json
 import os
-import re
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from typing import Any
 import jax
 
 from jaxdist.config import ConfigError
-from jaxdist.planner import memory, targets
+from jaxdist.planner import memory, observed, targets
 from jaxdist.planner.compiler import read_entry, read_log, versions
 from jaxdist.planner.targets import Target
 from jaxdist.storage import atomic
@@ -28,11 +27,6 @@ from jaxdist.storage.digest import digest_bytes
 from jaxdist.trainer import compose, run_config, validation, workdir
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-# 0.12 puts "E1000: CompileTimeHbmOom:" before it.
-_OOM = re.compile(
-    r"Ran out of memory on HBM.*?\(([\d.]+)([KMGT]?)\).*?HBM \(([\d.]+)([KMGT]?)\)",
-    re.S,
-)
 _SIZES = ("argument", "output", "alias", "temp", "host_argument", "host_temp")
 
 
@@ -72,10 +66,11 @@ def _work(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
         )
     )
     mesh_ids = [device.id for device in mesh.devices.flat]
-    # This file says how results are read, so entries from before it was changed are not
-    # found.
+    # These files say how results are read, so entries from before they were changed are
+    # not found.
     content: list[Any] = [
         Path(__file__).read_text(),
+        Path(observed.__file__).read_text(),
         target.text.partition("@")[0],
         mesh_ids,
     ]
@@ -123,12 +118,12 @@ def _compile(
             compiled = lowered.compile(compiler_options=options)
             break
         except jax.errors.JaxRuntimeError as error:
-            if match := _OOM.search(str(error)):
+            if match := observed.OUT_OF_MEMORY.search(str(error)):
                 needed, capacity = (
                     round(float(match[i]) * _UNITS[match[i + 1]]) for i in (1, 3)
                 )
                 return {"does_not_fit": [needed, capacity]}
-            more = [name for name in options if _refuses(str(error), name)]
+            more = [name for name in options if observed.refuses(str(error), name)]
             if not more:
                 raise
             refused += more
@@ -138,14 +133,6 @@ def _compile(
     }
     sizes = _sizes(compiled.memory_analysis(), target, waiting)
     return seconds | sizes | {"refused": refused, "hlo": _text(compiled)}
-
-
-def _refuses(message: str, flag: str) -> bool:
-    """Returns whether the compiler's error is that it does not take a flag (here, or at
-    all).
-    """
-    fusion = "Continuation fusion" in message and "async_collective_fusion" in flag
-    return f"option: '{flag}'" in message or fusion
 
 
 def _sizes(analysis: Any, target: Target, waiting: int) -> dict[str, int]:

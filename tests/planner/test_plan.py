@@ -392,7 +392,7 @@ def test_flags_are_those_of_train_and_the_users_win():
     v5e = targets.parse("v5e:2x2")
     plain, notes = compiler_flags(v5e, CompileOptions(), {})
     assert not notes and not any("sparse_core" in flag for flag in plain)
-    assert plain[name] is True and plain[compiler.WINDOWED_EINSUM] == "1000000"
+    assert plain[name] is True and plain[observed.WINDOWED_EINSUM] == "1000000"
     own = {"LIBTPU_INIT_ARGS": f"--{name}=false --xla_tpu_scoped_vmem_limit_kib=98304"}
     mine, _ = compiler_flags(v5e, CompileOptions(flags=(("x", 1),)), own)
     assert (

@@ -314,8 +314,7 @@ def test_none_fits_is_exit_3_with_the_nearest(tmp_path, monkeypatch):
         run_of("quickstart", f"{TINY} precision.compute=float32"),
         targets.parse("cpu:2"),
     )
-    monkeypatch.setattr(search, "capacity", lambda target: 1000)
-    monkeypatch.setattr("jaxdist.planner.plan.capacity", lambda target: 1000)
+    monkeypatch.setattr(targets.Target, "usable_bytes", 1000)
     found = search.search(
         run, target, finalists=1, options=CompileOptions(cache=tmp_path)
     )
