@@ -14,11 +14,13 @@ from typing import Any
 
 from jaxdist.config import ConfigError, files, schema
 from jaxdist.parallel import axes, remat
-from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner import layouts, memory, targets
 from jaxdist.planner.arithmetic import CONTEXT
+from jaxdist.planner.state import transfer_s
 from jaxdist.planner.targets import Target
+from jaxdist.planner.trials import compile_in_turn, until_one_fits
 from jaxdist.step.update import offload_obstacle
+from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.costs import costs_of
 from jaxdist.trainer.run_config import RunConfig, from_config, full_schema
 
@@ -42,18 +44,20 @@ class Edit:
     on: str = ""  # larger hardware, as `--on` takes it
 
     @property
+    def fits(self) -> bool | None:
+        """Whether the compiler says that it fits; None: not asked, or no answer."""
+        return self.checked
+
+    @property
     def words(self) -> str:
         """The edit as typed on the command line."""
-        return (
-            f"--on {self.on}"
-            if self.on
-            else " ".join(f"--config.{w}" for w in self.override.split())
-        )
+        if self.on:
+            return f"--on {self.on}"
+        return " ".join(f"--config.{word}" for word in self.override.split())
 
 
 def edits(
-    run: RunConfig,
-    shape: MeshShape,
+    composition: Composition,
     target: Target,
     peak: int,
     *,
@@ -69,6 +73,7 @@ def edits(
         larger of both.
       capacity_bytes: what a device has; None: nothing is said of `enough`.
     """
+    run = composition.config
     # The compiler's number may be of a program that it could not finish, so lower than
     # the peak.
     short = None
@@ -79,18 +84,15 @@ def edits(
     def saving(override: str, target: Target = target) -> int:
         """Returns what an override saves; 0 if the run is then not legal."""
         try:
-            edited = _edited(run, override)
-            composition = targets.validate_for(edited, target)
+            edited = targets.validate_for(_edited(run, override), target)
         except ConfigError:
             return 0
-        return peak - memory.accounted_peak(
-            memory.components(edited, composition.spec, composition.rules, target)
-        )
+        return peak - memory.accounted_peak(memory.components(edited, target))
 
     least = MIN_SAVING * peak
     offers = [
         (override, cost, saving(override), "")
-        for override, cost in _candidates(run, shape, short, saving)
+        for override, cost in _candidates(composition, short, saving)
     ]
     if larger := next(
         (more for more in _larger_targets(target) if saving("", more) >= least), None
@@ -122,36 +124,33 @@ def check(
         is said of the edit.
       most: compiles at most.
     """
-    checked = list(edits)
-    places = [i for i, edit in enumerate(edits) if edit.override]
-    promising = [i for i in places if edits[i].enough is not False]
-    for i in (promising or places)[:most]:
+
+    def checked(edit: Edit) -> Edit:
         try:
-            plan = compile(_edited(run, edits[i].override))
+            plan = compile(_edited(run, edit.override))
         except ConfigError:
-            continue
-        checked[i] = replace(
-            edits[i],
-            checked=plan.fits,
-            peak_bytes=plan.peak_bytes if plan.fits else None,
-        )
-        if plan.fits:
-            break
-    return checked
+            return edit
+        peak = plan.peak_bytes if plan.fits else None
+        return replace(edit, checked=plan.fits, peak_bytes=peak)
+
+    of_config = [edit for edit in edits if edit.override]
+    promising = [edit for edit in of_config if edit.enough is not False]
+    chosen = (promising or of_config)[:most]
+    asked = compile_in_turn(until_one_fits(chosen), checked)
+    by_override = {edit.override: edit for edit in asked}
+    return [by_override.get(edit.override, edit) for edit in edits]
 
 
 def _edited(run: RunConfig, override: str) -> RunConfig:
     """Returns the run with an edit's override, read as on the command line."""
-    config, words = (
-        schema.to_config_dict(run),
-        dict(word.split("=", 1) for word in override.split()),
-    )
+    config = schema.to_config_dict(run)
+    words = dict(word.split("=", 1) for word in override.split())
     files.apply_overrides(config, words, full_schema(run.model["target"]))
     return from_config(config)
 
 
 def _candidates(
-    run: RunConfig, shape: MeshShape, short: int | None, saving: Callable[[str], int]
+    composition: Composition, short: int | None, saving: Callable[[str], int]
 ) -> Iterator[tuple[str, str]]:
     """Yields (override, what it costs), the cheapest first."""
 
@@ -166,7 +165,8 @@ def _candidates(
         )
         return next(enough, max(overrides, key=saving, default=None))
 
-    sizes = shape.sizes
+    run = composition.config
+    sizes = composition.shape.sizes
     if sizes["data"] > 1 and run.mesh.zero:
         yield (
             "mesh.data=1 mesh.fsdp=-1",
@@ -177,11 +177,11 @@ def _candidates(
             "mesh.sequence_parallel=true",
             "same losses; two gathers of activations more in each layer",
         )
-    yield from _smaller_parts(run, shape, best)
+    yield from _smaller_parts(composition, best)
     yield from _stronger_remat(run, sizes["pipeline"] > 1)
     for cost in costs_of(run):
         yield from cost.edits
-    yield from _split_sequences(run, shape, best)
+    yield from _split_sequences(composition, best)
     for axis in reversed(axes.TABLE):  # what splits least of the program first
         larger = [
             n for n in (2, 4, 8, 16) if sizes[axis.name] < n <= axis.advised_up_to
@@ -201,7 +201,7 @@ def _candidates(
             "same losses; layer inputs go to the host and back",
         )
     if not run.offload.optimizer and not offload_obstacle(run.optimizer):
-        seconds = memory.transfer_s(saving("offload.optimizer=true"))
+        seconds = transfer_s(saving("offload.optimizer=true"))
         yield (
             "offload.optimizer=true",
             f"same losses; moments wait on the host: {seconds:.2f} s a step to cross and back at 16 GB/s",
@@ -220,12 +220,12 @@ def _candidates(
         )
 
 
-def _smaller_parts(run: RunConfig, shape: MeshShape, best) -> Iterator[tuple[str, str]]:
-    flow = run.pipeline.microbatches_for(shape.sizes["pipeline"])
-    parts = run.batch.accumulation
-    factors = axes.divisors(
-        run.batch.global_size // (parts * flow * shape.batch_shards)
-    )[1:]
+def _smaller_parts(composition: Composition, best) -> Iterator[tuple[str, str]]:
+    flow = composition.microbatches
+    batch = composition.config.batch
+    parts = batch.accumulation
+    shards = composition.parts * composition.shape.batch_shards
+    factors = axes.divisors(batch.global_size // shards)[1:]
     if flow > 1:
         if override := best([f"pipeline.microbatches={flow * n}" for n in factors]):
             yield override, "same losses, less bubble; smaller products"
@@ -237,16 +237,18 @@ def _smaller_parts(run: RunConfig, shape: MeshShape, best) -> Iterator[tuple[str
         )
 
 
-def _split_sequences(
-    run: RunConfig, shape: MeshShape, best
-) -> Iterator[tuple[str, str]]:
+def _split_sequences(composition: Composition, best) -> Iterator[tuple[str, str]]:
     """Yields a larger `mesh.context` where a device has one sequence at a time, so that
     parts cannot help.
     """
-    flow = run.pipeline.microbatches_for(shape.sizes["pipeline"])
+    run = composition.config
+    shape = composition.shape
     parts = run.batch.accumulation
     own = shape.sizes[CONTEXT]
-    if flow > 1 or run.batch.global_size != parts * shape.batch_shards:
+    if (
+        composition.microbatches > 1
+        or run.batch.global_size != parts * shape.batch_shards
+    ):
         return
     sizes = [
         n
@@ -309,12 +311,15 @@ def _combined(
 
 def _larger_targets(target: Target) -> Iterator[Target]:
     """Yields hardware of the family with one dim doubled, the smallest step first."""
-    dims = [*target.shape] + [target.num_slices] * (target.num_slices > 1)
-    order = (
-        sorted(range(len(target.shape)), key=dims.__getitem__) if target.chip else ()
-    )
-    # more GPUs of a host, then more hosts
-    for dim in (1, 0) if target.platform == "gpu" else order:
+    dims = [*target.shape]
+    order: Sequence[int] = ()
+    if target.platform == "gpu":
+        order = (1, 0)  # more GPUs of a host, then more hosts
+    elif target.chip:
+        order = sorted(range(len(dims)), key=dims.__getitem__)
+    if target.num_slices > 1:
+        dims.append(target.num_slices)
+    for dim in order:
         grown = [n * (2 if i == dim else 1) for i, n in enumerate(dims)]
         with contextlib.suppress(ConfigError):
             yield targets.parse(target.with_shape(grown))

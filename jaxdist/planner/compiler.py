@@ -168,6 +168,27 @@ def read_entry(path: Path) -> dict[str, Any] | None:
         return None
 
 
+def compiler_sizes(analysis: Any) -> dict[str, int]:
+    """Reads the bytes by name of a compiled step's `memory_analysis`."""
+    return {
+        f"{name}_bytes": getattr(analysis, f"{name}_size_in_bytes")
+        for name in (
+            "argument",
+            "output",
+            "alias",
+            "temp",
+            "host_argument",
+            "host_temp",
+        )
+    }
+
+
+def most_bytes(sizes: Mapping[str, int]) -> int:
+    """Bounds the peak of a step: as if all temporaries lived at once."""
+    kept = sizes["argument_bytes"] + sizes["output_bytes"] - sizes["alias_bytes"]
+    return kept + sizes["temp_bytes"]
+
+
 # --- what is compiled with ------------------------------------------------------------
 
 

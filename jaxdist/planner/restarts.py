@@ -8,9 +8,9 @@ import numpy as np
 
 from jaxdist.checkpoint.interval import CHIP_HOURS_PER_FAILURE, checkpoint_interval
 from jaxdist.parallel.axes import PARAMETER_SHARDS, STATE_AXES
-from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner import formulas
 from jaxdist.planner.targets import Target
+from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.run_config import RunConfig
 
 # assumed: what one host writes to and reads from storage
@@ -50,8 +50,7 @@ class Restarts:
 
 
 def estimate(
-    run: RunConfig,
-    shape: MeshShape,
+    composition: Composition,
     target: Target,
     num_bytes: int,
     held_bytes: int,
@@ -68,6 +67,7 @@ def estimate(
       compile_s: that compiling took here; a restart compiles again, or reads the
         compilation cache.
     """
+    run = composition.config
     assumed = _configured_failures(run, assumed)
     hosts, rate = _hosts(target), assumed.host_storage_bytes_per_s
     # Processes share the writing of what they hold alike (`OrbaxBackend`); one alone
@@ -85,7 +85,7 @@ def estimate(
     read_s = (
         min(
             num_bytes,
-            held_bytes * _parts_of_host(run, shape, target.num_devices // hosts),
+            held_bytes * _parts_of_host(composition, target.num_devices // hosts),
         )
         / rate
     )
@@ -134,15 +134,15 @@ def _hosts(target: Target) -> int:
     return -(-target.num_chips // chips) if chips else target.hosts
 
 
-def _parts_of_host(run: RunConfig, shape: MeshShape, devices: int) -> int:
+def _parts_of_host(composition: Composition, devices: int) -> int:
     """Returns how many different shards of the state are on the devices of one host,
     the first.
     """
-    places = np.unravel_index(np.arange(devices), tuple(shape.sizes.values()))
-    split = {
-        axis for axis in STATE_AXES if axis not in PARAMETER_SHARDS or run.mesh.zero
-    }
-    rows = [row for axis, row in zip(shape.sizes, places, strict=True) if axis in split]
+    sizes = composition.shape.sizes
+    zero = composition.config.mesh.zero
+    places = np.unravel_index(np.arange(devices), tuple(sizes.values()))
+    split = {axis for axis in STATE_AXES if axis not in PARAMETER_SHARDS or zero}
+    rows = [row for axis, row in zip(sizes, places, strict=True) if axis in split]
     return len(set(zip(*rows, strict=True)))
 
 

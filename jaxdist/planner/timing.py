@@ -22,6 +22,7 @@ from jaxdist.planner.observed import GROUPED_PRODUCT
 from jaxdist.planner.targets import Target
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.flops import hlo_flops, instruction_flops
+from jaxdist.telemetry.units import percent_text
 
 _ROUNDING = 1e-9  # of a sum of seconds: less is no time
 WIDENED = 0.05  # the printed band is wider than low to high by this, on both sides
@@ -109,6 +110,7 @@ def estimate(
     compute: str = "bfloat16",
     peak: str = "",
     bubble: float = 0.0,
+    expert_load: float = 1.0,
 ) -> Time:
     """Returns the time of a scheduled program.
 
@@ -123,6 +125,7 @@ def estimate(
         `peak`.
       bubble: idle share of a pipeline's time, which its ticks, loops of the program,
         already contain.
+      expert_load: that the program's loops were given (`with_load`).
     """
     rated = target.chip.peak(peak or compute) if target.chip else None
     if not (costs := _costs(module, kernels, target, compute)):
@@ -166,7 +169,7 @@ def estimate(
         hidden_s=hidden,
         uncovered_s=wire - hidden,
         notes=(
-            *_notes(module, kernels, collectives),
+            *_notes(module, kernels, collectives, even=rounds(expert_load) == 1),
             *_doubts(costs[0].doubtful_s, step),
         ),
     )
@@ -196,7 +199,11 @@ def _doubts(doubtful_s: float, step_s: float) -> Iterator[str]:
 
 
 def _notes(
-    module: hlo.Module, kernels: Sequence[Kernel], collectives: Sequence[Collective]
+    module: hlo.Module,
+    kernels: Sequence[Kernel],
+    collectives: Sequence[Collective],
+    *,
+    even: bool,
 ) -> Iterator[str]:
     permutes = (o for o in collectives if o.kind == "collective-permute" and o.in_loop)
     if sum(one.axis != "pipeline" for one in permutes) >= observed.WINDOWED_PERMUTES:
@@ -206,7 +213,8 @@ def _notes(
         {run.loops[-1] for run in runs if not run.certain} - _even_trips(module).keys()
     ):
         yield f"loops of unknown length were counted once: {', '.join(loops)}"
-    if any(kernel.role == _EXPERTS for kernel in kernels) or _even_trips(module):
+    experts = any(kernel.role == _EXPERTS for kernel in kernels)
+    if even and (experts or _even_trips(module)):
         yield EVEN_LOAD
     called = [
         s
@@ -216,6 +224,21 @@ def _notes(
     ]
     if unknown := {step.name for step in called} - {kernel.name for kernel in kernels}:
         yield f"kernels of unknown cost were left out: {', '.join(sorted(unknown))}"
+
+
+def unit_lines(module: hlo.Module) -> list[str]:
+    """Tells how products of other units than the compute dtype's are counted; nothing
+    without them.
+    """
+    lines = []
+    for units in UNITS:
+        counted = hlo_flops(module, only=units.in_hlo)
+        if counted:
+            share = percent_text(counted / hlo_flops(module))
+            lines.append(
+                f"{share} of the program's FLOPs are in {units.numbers}, {units.counted_at}"
+            )
+    return lines
 
 
 # --- attention ------------------------------------------------------------------------

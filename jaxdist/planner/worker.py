@@ -20,14 +20,20 @@ import jax
 
 from jaxdist.config import ConfigError
 from jaxdist.planner import memory, observed, targets
-from jaxdist.planner.compiler import read_entry, read_log, versions
+from jaxdist.planner.compiler import (
+    compiler_sizes,
+    most_bytes,
+    read_entry,
+    read_log,
+    versions,
+)
+from jaxdist.planner.state import HOST_STATE
 from jaxdist.planner.targets import Target
 from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest_bytes
 from jaxdist.trainer import compose, run_config, validation, workdir
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_SIZES = ("argument", "output", "alias", "temp", "host_argument", "host_temp")
 
 
 def main(folder: Path) -> None:
@@ -99,8 +105,8 @@ def _lower(
     built = composition.build_step(devices)
     batch = built.abstract_batch(compose.batch_shapes(run))
     traced = built.step.trace(built.abstract_state, batch)
-    components = memory.components(run, composition.spec, composition.rules, target)
-    waiting = components.get(memory.HOST_STATE, 0)
+    components = memory.components(composition, target)
+    waiting = components.get(HOST_STATE, 0)
     return built.mesh, traced.lower(lowering_platforms=(target.compiler,)), waiting
 
 
@@ -141,15 +147,8 @@ def _sizes(analysis: Any, target: Target, waiting: int) -> dict[str, int]:
     Args:
       waiting: bytes of its state on the host.
     """
-    sizes = {
-        f"{name}_bytes": getattr(analysis, f"{name}_size_in_bytes") for name in _SIZES
-    }
-    bound = (
-        sizes["argument_bytes"]
-        + sizes["output_bytes"]
-        - sizes["alias_bytes"]
-        + sizes["temp_bytes"]
-    )
+    sizes = compiler_sizes(analysis)
+    bound = most_bytes(sizes)
     # XLA's CPU compiler leaves the temporaries out of its peak. On TPU a peak below
     # them is right: they do not all live at once.
     peak = (
@@ -169,11 +168,9 @@ def _sizes(analysis: Any, target: Target, waiting: int) -> dict[str, int]:
     if waiting and not sizes["host_argument_bytes"]:
         for name in ("argument", "output", "alias"):
             sizes[f"{name}_bytes"] -= waiting
-        sizes["host_argument_bytes"], peak, bound = (
-            waiting,
-            max(peak - waiting, 0),
-            bound - waiting,
-        )
+        sizes["host_argument_bytes"] = waiting
+        peak = max(peak - waiting, 0)
+        bound -= waiting
     return sizes | {"peak_bytes": peak or bound}
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxdist.config import ConfigError, files, schema
 from jaxdist.parallel.mesh import resolve_mesh
-from jaxdist.planner import layouts, memory, plan, search, targets, timing
+from jaxdist.planner import document, layouts, memory, search, targets, timing
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.trainer import run_config, validation
 
@@ -46,15 +46,8 @@ def run_of(name: str, words: str = "") -> run_config.RunConfig:
 def llama():
     """Every layout of the 8 B model on 64 chips."""
     run, target = run_of("llama3_8b"), targets.parse("v5p:4x4x4")
-    meshes, illegal, spec = layouts.legal_meshes(run, target)
-    return (
-        run,
-        target,
-        meshes,
-        illegal,
-        spec,
-        list(layouts.candidates(run, target, meshes, spec)),
-    )
+    meshes, illegal = layouts.legal_meshes(run, target)
+    return run, target, meshes, illegal, list(layouts.candidates(meshes, target))
 
 
 def one_of(found, **wanted):
@@ -84,8 +77,8 @@ def one_of(found, **wanted):
 
 def test_pipelines_are_tried_where_the_last_layers_save_more():
     run, target = run_of("llama3_8b", "remat.layers=20"), targets.parse("v5p:2x2x1")
-    meshes, _, spec = layouts.legal_meshes(run, target)
-    found = [*layouts.candidates(run, target, meshes, spec)]
+    meshes, _ = layouts.legal_meshes(run, target)
+    found = [*layouts.candidates(meshes, target)]
     staged = [one for one in found if one.shape.sizes["pipeline"] > 1]
     assert {one.run.remat.layers for one in staged} == {0}
     assert {one.run.remat.layers for one in found} == {0, 20}
@@ -93,7 +86,7 @@ def test_pipelines_are_tried_where_the_last_layers_save_more():
 
 
 def test_every_layout_is_legal_and_keeps_the_batch(llama):
-    run, target, _, _, _, found = llama
+    run, target, _, _, found = llama
     assert len(found) > 1000 and len({c.text for c in found}) == len(found)
     for axis in ("pipeline", "data", "fsdp", "tensor"):
         assert len({c.shape.sizes[axis] for c in found}) > 3, axis
@@ -113,7 +106,7 @@ def test_every_layout_is_legal_and_keeps_the_batch(llama):
 
 
 def test_overrides_make_the_layout(llama):
-    run, target, _, _, _, found = llama
+    run, target, _, _, found = llama
     for one in found[:: len(found) // 12]:
         made = overridden(run, " ".join(one.overrides(run)))
         assert made == dataclasses.replace(one.run, pipeline=made.pipeline)
@@ -123,7 +116,7 @@ def test_overrides_make_the_layout(llama):
 
 
 def test_illegal_meshes_are_counted_with_their_reason(llama):
-    _, _, meshes, illegal, _, _ = llama
+    _, _, meshes, illegal, _ = llama
     # 2^6 as four factors; 2^5, 2^4 and 2^3, where context is 2, 4 and 8.
     assert len(meshes) + sum(illegal.values()) == 84 + 56 + 35 + 20
     assert any("mesh.tensor" in reason for reason in illegal)
@@ -167,10 +160,8 @@ def test_8_bit_floats_are_gathered_in_half_the_bytes_and_multiplied_in_less_time
     target, found = targets.parse("h100:1x8"), {}
     for matmul in ("compute", "fp8_rowwise", "fp8_rowwise_wgrad_bf16"):
         run = run_of("llama3_8b", f"precision.matmul={matmul} batch.global_size=8")
-        meshes, _, spec = layouts.legal_meshes(run, target)
-        found[matmul] = one_of(
-            list(layouts.candidates(run, target, meshes, spec)), fsdp=8
-        )
+        meshes, _ = layouts.legal_meshes(run, target)
+        found[matmul] = one_of(list(layouts.candidates(meshes, target)), fsdp=8)
     half, byte, mixed = found.values()
     coded = 6.71 / 8.03  # parameters: all but embedding, head, key and value
     assert byte.gathers == pytest.approx(half.gathers * (1 - coded / 2), rel=2e-3)
@@ -182,16 +173,13 @@ def test_8_bit_floats_are_gathered_in_half_the_bytes_and_multiplied_in_less_time
 
 
 def test_state_is_a_lower_bound_of_what_is_accounted(llama):
-    _, target, _, _, spec, found = llama
+    *_, found = llama
     for one in found[:: len(found) // 40]:
-        assert (
-            one.state_bytes
-            <= 1.001 * layouts.accounted(one, target, spec).accounted_bytes
-        ), one.text
+        assert one.state_bytes <= 1.001 * one.accounted_bytes, one.text
 
 
 def test_products_alone_take_what_flops_over_peak_say(llama):
-    run, target, _, _, spec, found = llama
+    run, target, _, _, found = llama
     bare = one_of(found, fsdp=64, remat="none").compute
     flops = 6 * 8.03e9 * 64 * 8192 / 64 / target.chip.peak("bfloat16")
     # attention comes on top, the embedding's lookup does not count
@@ -200,8 +188,9 @@ def test_products_alone_take_what_flops_over_peak_say(llama):
 
 def test_slices_are_crossed_by_data_fsdp_or_stages():
     run, target = run_of("llama3_8b"), targets.parse("v5p:2x2x2x2")
-    meshes, illegal, _ = layouts.legal_meshes(run, target)
-    crossing = {axis for _, shape in meshes for axis, n in shape.dcn.items() if n > 1}
+    meshes, illegal = layouts.legal_meshes(run, target)
+    sliced = [one.shape.dcn.items() for one in meshes]
+    crossing = {axis for dcn in sliced for axis, n in dcn if n > 1}
     assert crossing == {"data", "fsdp", "pipeline"} and len(meshes) > 20
 
 
@@ -214,11 +203,9 @@ def done(one, step_s, peak, fits=True):
     )
     return search.Compiled(
         one,
-        plan.Plan(
-            one.run,
+        document.Plan(
+            one.composition,
             targets.parse("v5p:4x4x4"),
-            None,
-            None,
             {},
             95 * 2**30,
             {},
@@ -291,7 +278,7 @@ def test_a_search_on_cpu_compiles_what_it_calls_best(tmp_path):
     made = overridden(run, " ".join(told["overrides"]))
     assert (
         validation.validate_on(made, 2, with_data=False).shape
-        == found.winner.rules.shape
+        == found.winner.composition.shape
     )
 
 
