@@ -137,7 +137,8 @@ def _progress() -> Iterator[Callable[[str], None]]:
     """Gives what shows each stage of the work on stderr: as it runs on a terminal, else
     a line each.
     """
-    console, began = Console(stderr=True), time.monotonic()
+    console = Console(stderr=True)
+    began = time.monotonic()
     if not console.is_terminal:
         yield lambda line: print(
             f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True

@@ -293,7 +293,8 @@ def _combined(
     never are.
     """
     taken: dict[str, str] = {}
-    best, notes = 0, list[str]()
+    best = 0
+    notes = list[str]()
     for edit in edits:
         words = dict(word.split("=", 1) for word in edit.override.split())
         if not words or taken.keys() & words.keys():
@@ -303,7 +304,9 @@ def _combined(
         )
         if (saves := saving(override)) <= best:
             continue
-        taken, best, notes = taken | words, saves, [*notes, *edit.cost_note.split("; ")]
+        taken = taken | words
+        best = saves
+        notes = [*notes, *edit.cost_note.split("; ")]
         if best >= short:
             return [Edit(override, best, "; ".join(dict.fromkeys(notes)), True)]
     return []

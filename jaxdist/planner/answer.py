@@ -13,6 +13,7 @@ from jaxdist.parallel.remat import FIT
 from jaxdist.planner import calibration, remat_search, search
 from jaxdist.planner.document import Plan
 from jaxdist.planner.plan import make_plan, plan_by_arithmetic
+from jaxdist.planner.show import print_lines
 from jaxdist.planner.targets import Target
 from jaxdist.trainer.run_config import RunConfig
 
@@ -127,14 +128,9 @@ def _fit_remat(question: Question, say: Say) -> Answer:
     fitted = remat_search.fit(
         question.run, question.target, finalists=FIT_FINALISTS, say=say
     )
-
-    def show(console: Console) -> None:
-        for line in fitted.lines():
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-
     return Answer(
         plan=fitted.plan,
         exit_code=fitted.plan.exit_code,
         found_by={"remat_fit": fitted.to_json()},
-        show=show,
+        show=lambda console: print_lines(console, fitted.lines()),
     )

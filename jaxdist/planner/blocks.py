@@ -103,7 +103,8 @@ def _trace(composition: Composition, length: int, policy: str, platform: str) ->
         # the block reads sizes elsewhere than off its weights
         forward, residuals = _jaxprs(run, spec, whole, length, policy)
     count = len(named) + len(jax.tree.leaves(spec.model_state.get("blocks", {})))
-    x, lanes = forward.invars[count], LANES if platform == "tpu" else 1
+    x = forward.invars[count]
+    lanes = LANES if platform == "tpu" else 1
     kept = list(_kept(residuals, count, lanes))
     if platform == "gpu" and remat.RESIDUALS in remat.named_in(policy)["offload"]:
         # cuDNN's have no name by which they could be moved: they are computed again.
@@ -123,7 +124,8 @@ def _trace(composition: Composition, length: int, policy: str, platform: str) ->
         for d, (_, n) in zip(local, named.values(), strict=True)
         if "heads" in n
     )
-    working, weights = sum(again) + _bytes(x) + largest, tuple(map(math.prod, local))
+    working = sum(again) + _bytes(x) + largest
+    weights = tuple(map(math.prod, local))
     logsumexps = length * next(heads, 0)
     return Block(
         length, _bytes(x), tuple(kept), working, largest, logsumexps, weights, call

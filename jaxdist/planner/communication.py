@@ -30,6 +30,7 @@ from jaxdist.planner.observed import (
     REDUCE_SCATTER,
     REMATERIALISED,
     RENDEZVOUS,
+    TABLE,
 )
 from jaxdist.planner.targets import Link, Target
 from jaxdist.telemetry import hlo
@@ -167,7 +168,8 @@ class _Span:
             names = ", ".join(f"%{name}" for name in operands)
             start = EMPTY_START.replace("()", f"({names})")
             text = self.outer.text.replace(EMPTY_START, start, 1)
-            self.begins, self.outer = place, hlo.Instruction(self.outer.name, text)
+            self.begins = place
+            self.outer = hlo.Instruction(self.outer.name, text)
 
 
 class _Reader:
@@ -176,12 +178,10 @@ class _Reader:
     def __init__(
         self, module: hlo.Module, shape: MeshShape, target: Target | None, mesh_ids
     ):
-        self.module, self.shape, self.target, self.mesh_ids = (
-            module,
-            shape,
-            target,
-            mesh_ids,
-        )
+        self.module = module
+        self.shape = shape
+        self.target = target
+        self.mesh_ids = mesh_ids
         self.inside = {  # computation -> the collectives written in it
             name: [step for step in steps.values() if _kind(step)]
             for name, steps in module.computations.items()
@@ -248,7 +248,8 @@ class _Reader:
     ) -> Collective:
         group = self.places[list(inner.group)] if inner.group else self.places
         group = self.peers if BETWEEN_SLICES.search(inner.text) else group
-        kind, axis = _kind(inner), self._axis(group, inner)
+        kind = _kind(inner)
+        axis = self._axis(group, inner)
         payload = hlo.num_bytes(types) * (len(group) if kind == "all-gather" else 1)
         kind = "reduce-scatter" if _keeps_shard(outer) else kind
         source = self._source(run, outer, inner)
@@ -286,7 +287,8 @@ class _Reader:
         """
         if inner.op_name and not outer.op_name:
             return inner
-        steps, step = self.module.computations[run.computation], outer
+        steps = self.module.computations[run.computation]
+        step = outer
         for _ in range(8):
             operand = steps.get(next(iter(step.operands), ""))
             if step.op_name or operand is None:
@@ -413,10 +415,8 @@ def _exposed(
         stops = not asynchronous and any(one.in_loop for one in group)
         if not stops and not (step_s and seconds > _WORTH_SAYING * step_s):
             continue
-        count, place = (
-            sum(one.count for one in group),
-            " in a loop" * any(one.in_loop for one in group),
-        )
+        count = sum(one.count for one in group)
+        place = " in a loop" * any(one.in_loop for one in group)
         share = f" ({percent_text(seconds / step_s)})" if step_s else ""
         spent = f"{time_text(seconds)} a step{share}" if seconds else ""
         if asynchronous:
@@ -427,7 +427,8 @@ def _exposed(
             said = (
                 f"{are} synchronous, nothing runs beside{f': {spent}' if spent else ''}"
             )
-        why, cures = _why(group, chip), _cures(group, chip)
+        why = _why(group, chip)
+        cures = _cures(group, chip)
         yield (
             f"{count} {kind}{'s' * (count > 1)} over {axis}{place} {said} ({_places(group)})"
             f"{f'; {why}' if why else ''}; {', '.join(cures)}"
@@ -443,21 +444,24 @@ def _why(group: Sequence[Collective], chip: Chip | None) -> str:
     whole = summed and "fsdp" in first.axis.split("+")
     if chip is None or not chip.torus_dims:
         return ""
-    reasons = [
-        "libtpu sums whole gradients here, twice a reduce-scatter's bytes"
-    ] * whole
+    reasons = []
+    if whole:
+        reasons.append(
+            "libtpu sums whole gradients here, twice a reduce-scatter's bytes"
+        )
     if not first.asynchronous:
         if chip.sparse_core_collectives:
             reasons.append("the SparseCore did not take them")
         else:
-            some = "only some gathers" if chip.family == "v5e" else "no gathers or sums"
-            reasons.append(f"a {chip.name} moves {some} beside compute")
+            moved = TABLE[chip.family].beside_compute
+            reasons.append(f"a {chip.name} moves {moved} beside compute")
     return ", and ".join(reasons)
 
 
 def _cures(group: Sequence[Collective], chip: Chip | None) -> Iterator[str]:
     first = group[0]
-    what, axis = first.what.split()[0], first.axis.removeprefix("part of ")
+    what = first.what.split()[0]
+    axis = first.axis.removeprefix("part of ")
     if (
         what == "gradient"
         and first.dtype == "f32"
@@ -559,7 +563,8 @@ def _with_weights(one: Collective, collectives: Sequence[Collective]) -> Collect
     sizes = {
         g.what.removeprefix("gather of "): g.bytes / _itemsize(g.dtype) for g in gathers
     }
-    counts, names = Counter(sizes.values()), []
+    counts = Counter(sizes.values())
+    names = list[str]()
     for name, size in sizes.items():
         ratio = one.bytes / _itemsize(one.dtype) / size
         # Some are padded; some travel together.

@@ -45,7 +45,8 @@ PACKAGES = (
 )
 _VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS"}
 _NOT_INHERITED = ("--xla_gpu", "--xla_force_host_platform_device_count")
-_LOG_LINES, _TAIL_LINES = 300, 15
+_LOG_LINES = 300
+_TAIL_LINES = 15
 
 
 class DoesNotFit(Exception):
@@ -201,7 +202,8 @@ def compiler_flags(
     A flag that only a process can start with is none of them; one of the user's gets a
     note.
     """
-    platform, family = target.platform, target.chip.family if target.chip else ""
+    platform = target.platform
+    family = target.chip.family if target.chip else ""
     run_only = {
         f.name.lstrip("-")
         for f in platform_flags.flags_for(platform, family)
@@ -215,9 +217,10 @@ def compiler_flags(
         for word in (dict(environ) | changed).get(variable, "").split():
             name, _, value = word.lstrip("-").partition("=")
             if name in run_only:
-                notes += [
-                    f"{name}: no option of one compilation; planned without it"
-                ] * (word in users)
+                if word in users:
+                    notes.append(
+                        f"{name}: no option of one compilation; planned without it"
+                    )
             elif platform == "tpu" or name.startswith("xla_gpu"):
                 flags[name] = {"true": True, "": True, "false": False}.get(value, value)
     if platform == "tpu":
@@ -257,7 +260,8 @@ def version_faults(versions: Mapping[str, str | None]) -> list[str]:
     jax runs with a jaxlib of its own number (it allows some older ones), a CUDA plugin
     must have jaxlib's number, and jax's metadata says which libtpu it was tested with.
     """
-    jax_version, jaxlib = versions.get("jax"), versions.get("jaxlib")
+    jax_version = versions.get("jax")
+    jaxlib = versions.get("jaxlib")
     faults = []
     if _numbers(jaxlib) != _numbers(jax_version):
         faults.append(
@@ -268,10 +272,8 @@ def version_faults(versions: Mapping[str, str | None]) -> list[str]:
             faults.append(
                 f"{plugin} {version} with jaxlib {jaxlib}: pip install {plugin}=={jaxlib}"
             )
-    wanted, libtpu = (
-        required_libtpu(importlib.metadata.requires("jax") or []),
-        versions.get("libtpu"),
-    )
+    wanted = required_libtpu(importlib.metadata.requires("jax") or [])
+    libtpu = versions.get("libtpu")
     if libtpu and wanted and not (libtpu + ".").startswith(wanted + "."):
         faults.append(
             f"libtpu {libtpu} with jax {jax_version}, which was tested with {wanted}: "
@@ -332,7 +334,10 @@ def _watch(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Returns the child's result, or {"error": why there is none}."""
-    began, peak, stage, fault = time.monotonic(), 0, "", ""
+    began = time.monotonic()
+    peak = 0
+    stage = ""
+    fault = ""
     command = [sys.executable, "-m", "jaxdist.planner.worker", str(folder)]
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen(

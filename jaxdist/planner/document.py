@@ -21,7 +21,9 @@ from jaxdist.trainer.costs import costs_of, itemsize_of
 from jaxdist.trainer.model_flops import active_parameters
 from jaxdist.trainer.run_config import RunConfig
 
-FITS, DOES_NOT_FIT, CANNOT_TELL = 0, 3, 4
+FITS = 0
+DOES_NOT_FIT = 3
+CANNOT_TELL = 4
 _SIZES = ("argument_bytes", "output_bytes", "temp_bytes", "alias_bytes")
 _COMPILE = ("seconds", "cpu_seconds", "cached", "child_peak_bytes")
 

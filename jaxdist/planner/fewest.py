@@ -18,7 +18,7 @@ from jaxdist.parallel.axes import divisors
 from jaxdist.planner import layouts, memory, targets
 from jaxdist.planner.document import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan
 from jaxdist.planner.plan import make_plan
-from jaxdist.planner.show import new_table
+from jaxdist.planner.show import new_table, print_lines
 from jaxdist.planner.state import held_bytes
 from jaxdist.planner.targets import Target
 from jaxdist.planner.trials import compile_in_turn, until_one_fits
@@ -318,13 +318,7 @@ def show(found: Mapping[str, Any], console: Console) -> None:
             verdict,
         )
     console.print(table, highlight=False)
-    for size, reason in found["illegal"].items():
-        console.print(
-            f"{size}: not legal: {reason}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+    illegal = found["illegal"].items()
     if best := found["best"]:
         words = " ".join(f"--config.{word}" for word in best["overrides"])
         line = f"the smallest: --on {best['target']} {words}"
@@ -334,4 +328,5 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         line = (
             "no size fits; more accumulation, remat.policy=full or another family may"
         )
-    console.print(line + "\n", highlight=False, markup=False, soft_wrap=True)
+    refused = (f"{size}: not legal: {reason}" for size, reason in illegal)
+    print_lines(console, [*refused, line + "\n"])

@@ -53,7 +53,8 @@ _STAGED = {
     "remat.every": 1,
 }
 # devices of a sequence at most, and the least tokens of it on a device
-MOST_CONTEXT, LEAST_TOKENS = 64, 1024
+MOST_CONTEXT = 64
+LEAST_TOKENS = 1024
 # An exchange in every layer waits for these, as for a chip's network.
 SLOW_LINKS = ("DCN", "PCIe", "network")
 
@@ -225,7 +226,8 @@ def _meshes(
     """Yields every mesh; `sizes_of`: of axes that do not take all divisors of the
     devices' number.
     """
-    total, slices = target.num_devices, target.num_slices
+    total = target.num_devices
+    slices = target.num_slices
     # fsdp takes the rest
     varied = [*(axis for axis in SEARCHED if axis != "fsdp"), *sizes_of]
     for sizes in product(*(sizes_of.get(axis, divisors(total)) for axis in varied)):

@@ -48,7 +48,8 @@ def components(composition: Composition, target: Target | jax.Device) -> Compone
     Args:
       target: the device or target whose compiler's habits count.
     """
-    platform, chip = platform_of(target.platform), _chip(target)
+    platform = platform_of(target.platform)
+    chip = _chip(target)
     waits = platform == "tpu" and chip is not None and not chip.sparse_core_collectives
     ordered = waits or composition.shape.sizes["context"] > 1
     peak = _peak(_Step(composition, platform, ordered=ordered))
@@ -247,7 +248,9 @@ class _Step:
             work += self.times * block.logsumexps * LANES * 4
         elif gathered + work < 4 * sum(block.weights) + work // 2:
             # a little later there is more
-            gathered, work, unreduced = 0, work // 2, 4 * sum(block.weights)
+            gathered = 0
+            work = work // 2
+            unreduced = 4 * sum(block.weights)
         sizes["unreduced gradients"] += unreduced
         sizes["working set"] += work
         yield sizes | {"gathered weights": gathered}
@@ -386,10 +389,8 @@ class _Step:
         """Returns how many devices of a sequence share out the head in the loss
         (`ops.cross_entropy`).
         """
-        parts, table = (
-            self.rules.shape.sizes["context"],
-            self._head_table(trained=False),
-        )
+        parts = self.rules.shape.sizes["context"]
+        table = self._head_table(trained=False)
         if not table or self.cut and self.rules.vocab_over_stages:
             return 1
         vocabulary = table[0][table[1].index("vocab")]

@@ -46,7 +46,9 @@ class Observed:
     # Layers whose offloaded activations are on the device on their way: compiled peaks
     # of llama3_8b beyond the arithmetic, 7.4 layers on v6e:4x4 (libtpu 0.0.42.1) and
     # 1.4 on h100:1x8 (jax 0.10.2).
-    layers_in_flight: int = 0
+    layers_in_flight: int = 8
+    # The collectives that run beside compute without a SparseCore.
+    beside_compute: str = "no gathers or sums"
 
     def attention_share(self, width: int) -> float:
         """Returns the share of peak that attention kernels reach; `width`: of a
@@ -61,34 +63,30 @@ TABLE = {
         sure=f"{_PEERS} on v4: -12 and -20 %; the step will rather be slower than this band",
         product=0.97,
         stream=0.77,
-        layers_in_flight=8,
     ),
     "v5e": Observed(
         sure=f"{_OURS}: the middle was off by -1, +1 and +17 % on three v5e points, all in the band",
         product=0.98,
         stream=0.81,
-        layers_in_flight=8,
+        beside_compute="only some gathers",
     ),
     "v5p": Observed(
         sure=f"{_OURS}: the middle was off by +2 to +11 % on four v5p points, all in the band",
         product=0.90,
         stream=0.72,
         attention_of_wide_heads=0.8,
-        layers_in_flight=8,
     ),
     "v6e": Observed(
         sure=f"{_PEERS} on v6e: +7 and -22 %, where attention reaches a quarter of peak as assumed here",
         product=0.92,
         stream=0.86,
         attention=0.25,
-        layers_in_flight=8,
     ),
     "tpu7x": Observed(
         sure="no published step was compared on this chip, and its clock is a guess",
         product=0.85,
         stream=0.85,
         attention=0.25,
-        layers_in_flight=8,
     ),
     # Of products: bfloat16 on H100 reaches 783 TFLOP/s at 4096^3 and 632 at 2048^3, of
     # 989 (OpenXLA, xla/service/gpu/model/matmul_interpolator_data.h); the shares of
@@ -101,7 +99,7 @@ TABLE = {
         used_freely=0.8,
         layers_in_flight=2,
     ),
-    "cpu": Observed(),
+    "cpu": Observed(layers_in_flight=0),
 }
 # Share of peak that products of rows with their group's kernel are assumed to reach in
 # a Pallas kernel.

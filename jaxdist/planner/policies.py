@@ -127,7 +127,8 @@ class Policies:
 
     def _largest(self, policy: str) -> Candidate | None:
         """Returns the policy in as many layers as fit; None if one is too much."""
-        low, high = 0, self.spec.depth  # blocks; `high` is not known to be too much
+        low = 0
+        high = self.spec.depth  # blocks; `high` is not known to be too much
         if self._is_within(whole := self.accounted(RematConfig(policy))):
             return whole
         while high - low > 1:
@@ -206,7 +207,8 @@ class Policies:
         """Returns (seconds, bytes, policy) with as many layers as may fit; None if not
         one layer does.
         """
-        named, depth = named_in(policy), self.spec.depth
+        named = named_in(policy)
+        depth = self.spec.depth
         base = self.base_bytes
         if INPUT in named["offload"]:
             base -= depth * self._sizes[INPUT]

@@ -69,7 +69,8 @@ def estimate(
     """
     run = composition.config
     assumed = _configured_failures(run, assumed)
-    hosts, rate = _hosts(target), assumed.host_storage_bytes_per_s
+    hosts = _hosts(target)
+    rate = assumed.host_storage_bytes_per_s
     # Processes share the writing of what they hold alike (`OrbaxBackend`); one alone
     # writes its first copies.
     device_bytes = num_bytes // target.num_devices if hosts > 1 else held_bytes
@@ -151,6 +152,9 @@ def _configured(run: RunConfig, step_s: float | None) -> float | None:
     step's time.
     """
     save = run.checkpoint
-    rules = [60 * save.every_minutes] * (save.every_minutes > 0)
-    rules += [save.every_steps * step_s] if save.every_steps and step_s else []
+    rules = list[float]()
+    if save.every_minutes > 0:
+        rules.append(60 * save.every_minutes)
+    if save.every_steps and step_s:
+        rules.append(save.every_steps * step_s)
     return min(rules, default=None)

@@ -79,7 +79,8 @@ def target_text(folder: Path, info: Mapping[str, Any]) -> str:
     Raises:
       ConfigError: it names none; the text says why.
     """
-    kind, count = info.get("device_kind"), info.get("num_devices")
+    kind = info.get("device_kind")
+    count = info.get("num_devices")
     platform = chips.platform_of(str(info.get("platform")))
     chip = chips.chip_for(kind) if isinstance(kind, str) else None
     cure = "name the hardware with --on"

@@ -23,7 +23,7 @@ from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.document import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan
 from jaxdist.planner.layouts import Candidate
 from jaxdist.planner.plan import make_plan
-from jaxdist.planner.show import new_table
+from jaxdist.planner.show import new_table, print_lines
 from jaxdist.planner.targets import Target
 from jaxdist.planner.trials import compile_in_turn
 from jaxdist.telemetry.units import GIB, gib_text, time_text
@@ -180,7 +180,8 @@ def search(
       ConfigError: no layout is legal.
       MissingExtra: the target's compiler is not installed.
     """
-    began, cpu = time.monotonic(), _cpu_seconds()
+    began = time.monotonic()
+    cpu = _cpu_seconds()
     meshes, illegal = layouts.legal_meshes(run, target)
     candidates = list(layouts.candidates(meshes, target, expert_load))
     fitting, counts = _select_fitting(candidates, target)
@@ -425,13 +426,13 @@ def show(
     """
     table = new_table("", "layout", ">step", ">peak GiB", ">arithmetic", ">GiB", "why")
     for place, row in enumerate([*ranking["ranking"], *ranking["not_compiled"][:5]], 1):
-        guess, measured, style = row["arithmetic"], ("-", row["layout"], "", ""), "dim"
+        guess = row["arithmetic"]
+        measured = ("-", row["layout"], "", "")
+        style = "dim"
         if "fits" in row:  # compiled
             size = f"{(row['peak_bytes'] or 0) / GIB:.1f}"
-            measured, style = (
-                (str(place), row["layout"], time_text(row["step_s"]), size),
-                "",
-            )
+            measured = (str(place), row["layout"], time_text(row["step_s"]), size)
+            style = ""
         expected = time_text(guess["step_s"]), f"{guess['peak_bytes'] / GIB:.1f}"
         table.add_row(*measured, *expected, Text(row["why"]), style=style)
     console.print(table, highlight=False)
@@ -451,5 +452,4 @@ def show(
         ),
         verdict,
     ]
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    print_lines(console, lines)

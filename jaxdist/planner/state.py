@@ -44,7 +44,8 @@ def held_state(composition: Composition, platform: str) -> Components:
     held, on_host = _split(
         _leaf_bytes(rules, jax.tree.leaves(moments), places), waiting.moments
     )
-    average, average_on_host = 0, 0
+    average = 0
+    average_on_host = 0
     if run.train.ema_decay:
         copies = [
             jax.ShapeDtypeStruct(x.shape, "float32") for x in jax.tree.leaves(tree)

@@ -221,7 +221,8 @@ class Target:
         so the dim with the most of them a link takes longest (Austin et al. 2025, How
         to Scale Your Model: rings).
         """
-        dims, others = list(self._ici_dims(device_ids)), 1 - 1 / len(device_ids)
+        dims = list(self._ici_dims(device_ids))
+        others = 1 - 1 / len(device_ids)
         if not dims:
             return 1.0
         hops = (
@@ -329,10 +330,8 @@ def _behind(target: Target, network: str, text: str) -> Target:
             * {"M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
             / (1 if match[3] == "B" else 8)
         )
-        known, network = (
-            hardware.Network("network", rate, "the command line"),
-            f"{rate / 1e9:.6g}GB/s",
-        )
+        known = hardware.Network("network", rate, "the command line")
+        network = f"{rate / 1e9:.6g}GB/s"
     if known is None or not 0 < known.bytes_per_s < math.inf:
         legal = f"what each chip sends to other hosts, as 25GB/s or 200Gbit/s, or one of {_network_names()}"
         raise ConfigError(
@@ -356,7 +355,8 @@ def _meant(text: str) -> str:
     )
     if not match:
         return ""
-    family, number = match["family"] or match["of"], int(match["n"] or match["number"])
+    family = match["family"] or match["of"]
+    number = int(match["n"] or match["number"])
     chip = hardware.FAMILIES.get(hardware.FAMILY_ALIASES.get(family, family))
     if chip is None or number < 1:
         return ""
@@ -423,16 +423,15 @@ def _by(shape: Sequence[int]) -> str:
 
 
 def _tpu(chip: hardware.Chip, shape: tuple[int, ...]) -> Target | None:
-    rank, slices = chip.torus_dims, 1
+    rank = chip.torus_dims
+    slices = 1
     if len(shape) == rank + 1:
         *dims, slices = shape
         shape = tuple(dims)
     if slices < 1 or not chip.legal_slice(shape):
         return None
-    chips, hosts = (
-        slices * math.prod(shape),
-        slices * -(-math.prod(shape) // chip.chips_per_host),
-    )
+    chips = slices * math.prod(shape)
+    hosts = slices * -(-math.prod(shape) // chip.chips_per_host)
     text = f"{chip.family}:{_by(shape)}" + (f"x{slices}" if slices > 1 else "")
     devices = chips * chip.devices_per_chip
     return Target(

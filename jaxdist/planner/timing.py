@@ -132,10 +132,8 @@ def estimate(
         return Time(f"unknown: no speed is published of {target.text}")
     if not costs[0].compute_s:
         return Time("unknown: this compiler says nothing of its cycles")
-    kernels_s, middle = (
-        costs[0].kernels_s,
-        sum(cost.compute_s for cost in costs) / len(costs),
-    )
+    kernels_s = costs[0].kernels_s
+    middle = sum(cost.compute_s for cost in costs) / len(costs)
     sync = math.fsum(one.step_s for one in collectives if not one.asynchronous)
     wire = math.fsum(one.step_s for one in collectives if one.asynchronous)
     hidden = math.fsum(one.hidden_s for one in collectives)
@@ -181,7 +179,8 @@ def _waterfall(
     """Returns the parts of busy time, of which a share is idle and of the rest a share
     done again.
     """
-    work, busy = (1 - bubble) * (1 - again), compute + sum(kernels_s.values())
+    work = (1 - bubble) * (1 - again)
+    busy = compute + sum(kernels_s.values())
     return {
         "compute": compute * work,
         **{name: seconds * work for name, seconds in kernels_s.items()},
@@ -357,7 +356,8 @@ def expert_kernels(module: hlo.Module) -> list[Kernel]:
             spare = _SPARE.search(step.op_name)
             filled = rows / float(spare[1]) if spare else rows
             visited = (math.ceil(filled / tile) + E - 1) * tile
-            flops, counted = 2.0 * visited * K * N, instruction_flops(steps, step)
+            flops = 2.0 * visited * K * N
+            counted = instruction_flops(steps, step)
             found.append(Kernel(step.name, _EXPERTS, run.times, flops, counted=counted))
     return found
 
@@ -434,11 +434,10 @@ class _Costs:
         reached: tuple[float, float],
     ):
         assert target.chip is not None
-        self.module, self.clock_hz = module, target.chip.clock_hz
-        self.flops_per_s, self.bytes_per_s = (
-            peak * reached[0],
-            target.chip.hbm_bytes_per_s * reached[1],
-        )
+        self.module = module
+        self.clock_hz = target.chip.clock_hz
+        self.flops_per_s = peak * reached[0]
+        self.bytes_per_s = target.chip.hbm_bytes_per_s * reached[1]
         self.flops_per_s_of = {
             units: (target.chip.peak(units.peak) or peak) * units.reached * reached[0]
             for units in UNITS

@@ -116,7 +116,8 @@ def _compile(
     """Returns sizes, program and times of a lowered step; of one that does not fit, two
     sizes.
     """
-    began, cpu_began = time.monotonic(), time.process_time()
+    began = time.monotonic()
+    cpu_began = time.process_time()
     refused: list[str] = []
     while True:
         options = {name: value for name, value in flags.items() if name not in refused}
