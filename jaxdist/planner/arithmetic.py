@@ -127,9 +127,11 @@ class Model:
         kind as there are.
         """
         run = layout.config
-        layers = run.remat.layers if layout.shape.sizes["pipeline"] == 1 else 0
+        layers = run.remat.layers
+        if not layers or layout.shape.sizes["pipeline"] > 1:
+            return self._estimate(layout)
         depth = self.work.depth * layout.spec.block_layers
-        if not 0 < layers < depth:
+        if layers >= depth:
             return self._estimate(layout)
         parts = []
         for policy in (run.remat.policy, run.remat.others):
