@@ -9,14 +9,14 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jaxdist.config import ConfigError, files, schema
 from jaxdist.parallel import axes, remat
 from jaxdist.planner import layouts, memory, targets
 from jaxdist.planner.arithmetic import CONTEXT
-from jaxdist.planner.state import transfer_s
+from jaxdist.planner.document import Edit
 from jaxdist.planner.targets import Target
 from jaxdist.planner.trials import compile_in_turn, until_one_fits
 from jaxdist.step.update import offload_obstacle
@@ -26,34 +26,6 @@ from jaxdist.trainer.run_config import RunConfig, from_config, full_schema
 
 MIN_SAVING = 0.01  # of the peak: what saves less is no advice
 SAFE_SHARE = 0.95  # of the capacity: what an account may be off by is left free
-
-
-@dataclass(frozen=True)
-class Edit:
-    """A change of the config, or of the hardware."""
-
-    # "a.b=value c.d=value", each to follow `--config.`; "" for other hardware
-    override: str
-    saves_bytes: int  # per device, by arithmetic
-    cost_note: str
-    # whether it fits then, by arithmetic; None: capacity not given
-    enough: bool | None = None
-    # whether the compiler says that it fits; None: not asked
-    checked: bool | None = None
-    peak_bytes: int | None = None  # the compiler's, if asked and it fits
-    on: str = ""  # larger hardware, as `--on` takes it
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the compiler says that it fits; None: not asked, or no answer."""
-        return self.checked
-
-    @property
-    def words(self) -> str:
-        """The edit as typed on the command line."""
-        if self.on:
-            return f"--on {self.on}"
-        return " ".join(f"--config.{word}" for word in self.override.split())
 
 
 def edits(
@@ -201,7 +173,7 @@ def _candidates(
             "same losses; layer inputs go to the host and back",
         )
     if not run.offload.optimizer and not offload_obstacle(run.optimizer):
-        seconds = transfer_s(saving("offload.optimizer=true"))
+        seconds = memory.transfer_s(saving("offload.optimizer=true"))
         yield (
             "offload.optimizer=true",
             f"same losses; moments wait on the host: {seconds:.2f} s a step to cross and back at 16 GB/s",

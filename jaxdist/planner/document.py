@@ -8,7 +8,6 @@ from typing import Any
 from jaxdist.config import schema
 from jaxdist.ops.costs import reports
 from jaxdist.planner import communication, memory, restarts
-from jaxdist.planner.advice import Edit
 from jaxdist.planner.calibration import Calibration
 from jaxdist.planner.communication import Collective
 from jaxdist.planner.compiler import Compiled, versions
@@ -26,6 +25,34 @@ DOES_NOT_FIT = 3
 CANNOT_TELL = 4
 _SIZES = ("argument_bytes", "output_bytes", "temp_bytes", "alias_bytes")
 _COMPILE = ("seconds", "cpu_seconds", "cached", "child_peak_bytes")
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of the config, or of the hardware."""
+
+    # "a.b=value c.d=value", each to follow `--config.`; "" for other hardware
+    override: str
+    saves_bytes: int  # per device, by arithmetic
+    cost_note: str
+    # whether it fits then, by arithmetic; None: capacity not given
+    enough: bool | None = None
+    # whether the compiler says that it fits; None: not asked
+    checked: bool | None = None
+    peak_bytes: int | None = None  # the compiler's, if asked and it fits
+    on: str = ""  # larger hardware, as `--on` takes it
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the compiler says that it fits; None: not asked, or no answer."""
+        return self.checked
+
+    @property
+    def words(self) -> str:
+        """The edit as typed on the command line."""
+        if self.on:
+            return f"--on {self.on}"
+        return " ".join(f"--config.{word}" for word in self.override.split())
 
 
 @dataclass(frozen=True)

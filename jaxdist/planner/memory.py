@@ -31,7 +31,6 @@ from jaxdist.planner.state import (
     held_state,
     parameter_bytes,
     shard_size,
-    transfer_s,
 )
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.param_names import has_experts
@@ -67,6 +66,13 @@ def accounted_peak(components: Mapping[str, int]) -> int:
     return sum(
         size for name, size in components.items() if name not in (HOST, HOST_STATE)
     )
+
+
+def transfer_s(bytes_on_host: int) -> float:
+    """Estimates the seconds in which state crosses from the host to its device and
+    back, nothing hidden.
+    """
+    return 2 * bytes_on_host / HOST_BYTES_PER_S
 
 
 def offload_lines(components: Mapping[str, int]) -> list[str]:

@@ -11,7 +11,6 @@ import jax
 
 from jaxdist.config import ConfigError
 from jaxdist.planner import advice, memory, show, targets
-from jaxdist.planner.advice import Edit
 from jaxdist.planner.calibration import Calibration
 from jaxdist.planner.compiled_step import tokens_per_step, with_compiled
 from jaxdist.planner.compiler import (
@@ -20,7 +19,7 @@ from jaxdist.planner.compiler import (
     DoesNotFit,
     compile_run,
 )
-from jaxdist.planner.document import Plan
+from jaxdist.planner.document import Edit, Plan
 from jaxdist.planner.targets import Target
 from jaxdist.telemetry.units import gib_text
 from jaxdist.trainer import pipeline_report

@@ -17,9 +17,8 @@ from jaxdist.planner.document import Plan
 from jaxdist.planner.layouts import Candidate
 from jaxdist.planner.plan import make_plan
 from jaxdist.planner.policies import Policies
-from jaxdist.planner.search import Compiled
 from jaxdist.planner.targets import Target
-from jaxdist.planner.trials import compile_in_turn
+from jaxdist.planner.trials import Compiled, compile_in_turn
 from jaxdist.telemetry.units import gib_text, time_text
 from jaxdist.trainer.run_config import RunConfig
 

@@ -25,7 +25,7 @@ from jaxdist.planner.layouts import Candidate
 from jaxdist.planner.plan import make_plan
 from jaxdist.planner.show import new_table, print_lines
 from jaxdist.planner.targets import Target
-from jaxdist.planner.trials import compile_in_turn
+from jaxdist.planner.trials import Compiled, compile_in_turn
 from jaxdist.telemetry.units import GIB, gib_text, time_text
 from jaxdist.trainer.run_config import RunConfig
 
@@ -36,56 +36,6 @@ MAX_OF_LEADING_AXES = 2
 MAX_FITTING_OF_AXES = 24  # of each set of axes that fit, by arithmetic
 # times the fastest that fits: what arithmetic says is slower is not looked at further
 MAX_SLOWDOWN = 1.5
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A layout and its plan."""
-
-    layout: Candidate
-    plan: Plan
-
-    @property
-    def fits(self) -> bool | None:
-        return self.plan.fits
-
-    @property
-    def seconds(self) -> float:
-        """What it is ranked by: the estimated step, or its busiest link if that takes
-        longer.
-
-        The estimate of a TPU step takes asynchronous communication for hidden.
-        """
-        if self.plan.time.step_s is None:
-            return self.layout.estimate.step_s
-        busy = dict[str, float]()
-        for one in self.plan.collectives:
-            link = one.link.name if one.link else ""
-            busy[link] = busy.get(link, 0.0) + one.step_s
-        return max(self.plan.time.step_s, *busy.values(), 0.0)
-
-    def why(self, best: "Compiled") -> str:
-        """Says why it is not the best."""
-        plan = self.plan
-        if plan.fits is None or not best.plan.fits:
-            return plan.exit_reason.partition("\n")[0]
-        if not plan.fits:
-            over = (plan.peak_bytes or 0) - (plan.capacity_bytes or 0)
-            return f"does not fit: {gib_text(over)} too much"
-        if self is best:
-            return "the best"
-        ratio = self.seconds / best.seconds
-        text = f"x {ratio:.2f}"
-        parts = best.plan.time.waterfall
-        if plan.time.waterfall and parts:
-            more = {name: s - parts[name] for name, s in plan.time.waterfall.items()}
-            name = (max if ratio >= 1 else min)(more, key=more.__getitem__)
-            sign = "-" if more[name] < 0 else "+"
-            text += f": {sign}{time_text(abs(more[name]))} {name}"
-        if not _is_tie(self, best):
-            return text
-        simpler = self.layout.complexity > best.layout.complexity
-        return f"a tie ({text}), but {'more to set' if simpler else 'no smaller'}"
 
 
 @dataclass(frozen=True)
@@ -153,7 +103,7 @@ class Ranking:
             "peak_bytes": plan.peak_bytes,
             "capacity_bytes": plan.capacity_bytes,
             "step_s": one.seconds,
-            "why": one.why(self.compiled[0]),
+            "why": why_not_best(one, self.compiled[0]),
             "compile_cpu_s": plan.compiled and plan.compiled.cpu_seconds,
         }
 
@@ -406,6 +356,30 @@ def _ranked(done: Sequence[Compiled]) -> list[Compiled]:
 def _is_tie(one: Compiled, best: Compiled) -> bool:
     alike = one.layout.shape == best.layout.shape
     return one.seconds / best.seconds <= 1 + (VARIANT_TIE if alike else TIE)
+
+
+def why_not_best(one: Compiled, best: Compiled) -> str:
+    """Says why it is not the best."""
+    plan = one.plan
+    if plan.fits is None or not best.plan.fits:
+        return plan.exit_reason.partition("\n")[0]
+    if not plan.fits:
+        over = (plan.peak_bytes or 0) - (plan.capacity_bytes or 0)
+        return f"does not fit: {gib_text(over)} too much"
+    if one is best:
+        return "the best"
+    ratio = one.seconds / best.seconds
+    text = f"x {ratio:.2f}"
+    parts = best.plan.time.waterfall
+    if plan.time.waterfall and parts:
+        more = {name: s - parts[name] for name, s in plan.time.waterfall.items()}
+        name = (max if ratio >= 1 else min)(more, key=more.__getitem__)
+        sign = "-" if more[name] < 0 else "+"
+        text += f": {sign}{time_text(abs(more[name]))} {name}"
+    if not _is_tie(one, best):
+        return text
+    simpler = one.layout.complexity > best.layout.complexity
+    return f"a tie ({text}), but {'more to set' if simpler else 'no smaller'}"
 
 
 def _why_not_compiled(one: Candidate, ranked: Sequence[Compiled]) -> str:

@@ -14,7 +14,6 @@ from jaxdist.optim import optimizers
 from jaxdist.parallel.offload import HOST as OFFLOADED
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.sharding import Rules
-from jaxdist.planner.observed import HOST_BYTES_PER_S
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
 from jaxdist.step.layerwise import Trained
 from jaxdist.step.update import build_update_rule
@@ -106,13 +105,6 @@ def parameter_bytes(
 def shard_size(rules: Rules, where: P, dims: Sequence[int]) -> int:
     """Counts the elements of an array on a device."""
     return math.prod(rules.shard_dims(where, dims))
-
-
-def transfer_s(bytes_on_host: int) -> float:
-    """Estimates the seconds in which state crosses from the host to its device and
-    back, nothing hidden.
-    """
-    return 2 * bytes_on_host / HOST_BYTES_PER_S
 
 
 # Kept by content: a search asks for each of them some thousand times.

@@ -10,7 +10,11 @@ chooses what to compile next by what was compiled before:
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
+
+from jaxdist.planner.document import Plan
+from jaxdist.planner.layouts import Candidate
 
 
 class Tried(Protocol):
@@ -52,3 +56,30 @@ def until_one_fits(candidates: Iterable[C]) -> Callable[[Sequence[Tried]], C | N
         return next(left, None)
 
     return choose
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A layout and its plan."""
+
+    layout: Candidate
+    plan: Plan
+
+    @property
+    def fits(self) -> bool | None:
+        return self.plan.fits
+
+    @property
+    def seconds(self) -> float:
+        """What it is ranked by: the estimated step, or its busiest link if that takes
+        longer.
+
+        The estimate of a TPU step takes asynchronous communication for hidden.
+        """
+        if self.plan.time.step_s is None:
+            return self.layout.estimate.step_s
+        busy = dict[str, float]()
+        for one in self.plan.collectives:
+            link = one.link.name if one.link else ""
+            busy[link] = busy.get(link, 0.0) + one.step_s
+        return max(self.plan.time.step_s, *busy.values(), 0.0)

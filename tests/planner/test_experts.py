@@ -25,6 +25,7 @@ from jaxdist.planner import (
 )
 from jaxdist.planner.arithmetic import EXPERT
 from jaxdist.planner.compiler import CompileOptions
+from jaxdist.planner.trials import Compiled
 from jaxdist.telemetry import hlo
 from jaxdist.trainer import compose, exit_code, run_config
 from support.stored_programs import mesh_shape
@@ -228,13 +229,10 @@ def test_layouts_with_and_without_the_axis_are_compared():
         )
         for shape in shapes
     )
-    done = [search.Compiled(one, None) for one in (shared, half)]
+    done = [Compiled(one, None) for one in (shared, half)]
     assert search._other_kind([shared, half, plain], done) is plain
-    assert (
-        search._other_kind([shared, plain], [*done, search.Compiled(plain, None)])
-        is None
-    )
-    assert search._other_kind([plain, shared], [search.Compiled(plain, None)]) is shared
+    assert search._other_kind([shared, plain], [*done, Compiled(plain, None)]) is None
+    assert search._other_kind([plain, shared], [Compiled(plain, None)]) is shared
 
 
 # --- memory ---------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from jaxdist.config import ConfigError, files, schema
 from jaxdist.parallel.mesh import resolve_mesh
 from jaxdist.planner import document, layouts, memory, search, targets, timing
 from jaxdist.planner.compiler import CompileOptions
+from jaxdist.planner.trials import Compiled
 from jaxdist.trainer import run_config, validation
 
 needs_libtpu = pytest.mark.skipif(
@@ -201,7 +202,7 @@ def done(one, step_s, peak, fits=True):
         step_s=step_s,
         waterfall={"compute": 1.0, "x": step_s - 1},
     )
-    return search.Compiled(
+    return Compiled(
         one,
         document.Plan(
             one.composition,
@@ -236,7 +237,7 @@ def test_ties_go_to_the_simpler_and_losers_say_why(llama):
     )
     # equal to none, and smaller
     assert [r.layout.text for r in ranked][0] == "fsdp 64, remat dots"
-    whys = {r.layout.text: r.why(ranked[0]) for r in ranked}
+    whys = {r.layout.text: search.why_not_best(r, ranked[0]) for r in ranked}
     assert (
         "tie" in whys["data 2 x fsdp 32, remat dots"]
         and "more to set" in whys["data 2 x fsdp 32, remat dots"]
@@ -244,7 +245,7 @@ def test_ties_go_to_the_simpler_and_losers_say_why(llama):
     assert whys["fsdp 16 x tensor 4, remat dots"] == "x 1.50: +1 s x"
     refused = done(none, 1.0, 97, fits=False)
     assert search._ranked([refused, ranked[0]]) == [ranked[0], refused]
-    assert refused.why(ranked[0]) == "does not fit: 2.00 GiB too much"
+    assert search.why_not_best(refused, ranked[0]) == "does not fit: 2.00 GiB too much"
 
 
 def text_of(found: search.Ranking, *base: str) -> str:
