@@ -1232,17 +1232,17 @@ if normalise:
     Fault(
         name="memory_without_moments",
         room="planner",
-        function="_Step._state",
-        old="moved[False]",
-        new="moved[False] // 2",
+        function="held_state",
+        old="_leaf_bytes(rules, jax.tree.leaves(moments), places)",
+        new="[n // 2 for n in _leaf_bytes(rules, jax.tree.leaves(moments), places)]",
         tests=("planner/test_memory.py::test_the_state_is_that_of_the_built_step",),
     ),
     Fault(
         name="batch_held_whole_by_all",
         room="planner",
-        function="_Step._state",
-        old="batch // self.rules.shape.batch_shards",
-        new="batch",
+        function="held_state",
+        old="_whole_bytes(batch_shapes(run)) // rules.shape.batch_shards",
+        new="_whole_bytes(batch_shapes(run))",
         tests=(
             "planner/test_memory.py::test_a_device_holds_its_own_rows_of_the_batch",
         ),

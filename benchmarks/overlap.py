@@ -27,7 +27,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from jaxdist.config import files
 from jaxdist.planner import targets
 from jaxdist.planner.compiler import CompileOptions, versions
-from jaxdist.planner.plan import Plan, make_plan
+from jaxdist.planner.document import Plan
+from jaxdist.planner.plan import make_plan
 from jaxdist.storage import atomic
 from jaxdist.trainer import run_config
 

@@ -24,7 +24,8 @@ from points import POINTS, Point, command, find
 from jaxdist.config import ConfigError, files
 from jaxdist.planner import targets, timing
 from jaxdist.planner.compiler import CompileOptions, versions
-from jaxdist.planner.plan import Plan, make_plan
+from jaxdist.planner.document import Plan
+from jaxdist.planner.plan import make_plan
 from jaxdist.telemetry import hlo
 from jaxdist.trainer import run_config
 from jaxdist.trainer.run_config import RunConfig

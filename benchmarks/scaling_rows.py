@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxdist.parallel.mesh import resolve_mesh, slices_of
-from jaxdist.planner.plan import Plan
+from jaxdist.planner.document import Plan
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.flops import hlo_flops
 from jaxdist.trainer import compose

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import shlex
 import sys
 import time
@@ -18,34 +17,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-import jax
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jaxdist import interop
 from jaxdist.config import ConfigError
-from jaxdist.distributed import initialize
 from jaxdist.operations.page import planned
-from jaxdist.parallel.remat import FIT
-from jaxdist.planner import (
-    calibration,
-    fewest,
-    fit_remat,
-    restarts,
-    run_in_workdir,
-    search,
-    show,
-    targets,
-)
-from jaxdist.planner.plan import Plan, make_plan, plan_by_arithmetic
+from jaxdist.planner import fewest, restarts, run_in_workdir, show
+from jaxdist.planner.answer import Question
 from jaxdist.storage import run_format
 from jaxdist.trainer import cli, exit_code, provenance, reproduce, workdir
 from jaxdist.trainer.run_config import RunConfig
-
-MOST_CHECKED = 3  # edits that --fix compiles
-FIT_FINALISTS = 4  # policies that fit and are compiled for remat.policy=fit
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,59 +36,40 @@ def main(arguments: list[str] | None = None) -> int:
     flags, run = cli.parse(_parser(), arguments, weight_sources=interop.WEIGHT_SOURCES)
     if flags.fewest is not None:
         return _fewest(run, flags)
-    run, target = _as_it_runs(run, flags)
-    if flags.search and target.platform == "cpu":
-        raise ConfigError(
-            "--search ranks by time, of which a CPU's compiler says nothing; name a TPU or GPU"
-        )
-    if flags.search and flags.fix:
-        raise ConfigError(
-            "--fix mends one layout, --search looks for another; give one of them"
-        )
+    folder = Path(flags.workdir) if flags.workdir else None
+    run, target = run_in_workdir.as_it_runs(run, flags.config, folder, flags.on)
     if flags.expert_load > 1 and not run.model.get("num_experts"):
         raise ConfigError(
             f"--expert-load={flags.expert_load:g}: the model has no experts; leave it out"
         )
-    measured = _calibration(flags, target)
-    console = Console(quiet=flags.json, width=None if sys.stdout.isatty() else 120)
-    folder = _folder(flags.workdir) if flags.workdir else None
-    ranked: dict[str, Any] = {}
-    fitted: fit_remat.Fitted | None = None
-    with _progress() as say:
-        if flags.search:
-            ranking = search.search(run, target, expert_load=flags.expert_load, say=say)
-            code, ranked, plan = ranking.exit_code, ranking.to_json(), _first(ranking)
-        elif flags.fix and run.remat.policy == FIT:
-            fitted = fit_remat.fit(run, target, finalists=FIT_FINALISTS, say=say)
-            plan, code = fitted.plan, fitted.plan.exit_code
-        else:
-            more = {
-                "check_edits": MOST_CHECKED if flags.fix else 0,
-                "expert_load": flags.expert_load,
-            }
-            plan = make_plan(run, target, calibration=measured, say=say, **more)
-            code = plan.exit_code
-    tokens = int(flags.tokens) if flags.tokens else plan.tokens
-    assumed = restarts.Assumptions(
-        flags.chip_hours_per_failure, flags.host_storage * 1e9
+    question = Question(
+        run,
+        target,
+        search=flags.search,
+        fix=flags.fix,
+        expert_load=flags.expert_load,
+        calibration_file=flags.calibration,
     )
-    price = flags.price_per_chip_hour
-    report = replace(
-        plan, tokens=tokens, price_per_chip_hour=price, assumed=assumed
-    ).to_json()
-    report |= {
+    console = Console(quiet=flags.json, width=None if sys.stdout.isatty() else 120)
+    if folder:
+        _make(folder)
+    with _progress() as say:
+        answer = question.answer(base=_run_words(arguments or sys.argv), say=say)
+    plan = replace(
+        answer.plan,
+        tokens=int(flags.tokens or answer.plan.tokens),
+        price_per_chip_hour=flags.price_per_chip_hour,
+        assumed=restarts.Assumptions(
+            flags.chip_hours_per_failure, flags.host_storage * 1e9
+        ),
+    )
+    report = {
+        **plan.to_json(),
         planned.DATE: datetime.now(UTC).isoformat(timespec="seconds"),
         reproduce.SOURCE: {"hash": provenance.source_hash(plan.run.model_class)},
+        **answer.found_by,
     }
-    if ranked:
-        report["search"] = {
-            name: value for name, value in ranked.items() if name != "winner"
-        }
-        search.show(ranked, console, _run_words(arguments or sys.argv))
-    if fitted:
-        report["remat_fit"] = fitted.to_json()
-        for line in fitted.lines():
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    answer.show(console)
     show.show(report, console)
     if folder:
         workdir.write_json(folder / planned.PLAN_FILE, report)
@@ -113,12 +77,12 @@ def main(arguments: list[str] | None = None) -> int:
         workdir.write_text(folder / "plan.txt", show.as_text(report))
     if flags.json:
         print(json.dumps(run_format.marked(report), indent=1))
-    return code
+    return answer.exit_code
 
 
 def _fewest(run: RunConfig, flags: argparse.Namespace) -> int:
     """Looks for the smallest machine of a family; returns the exit code."""
-    given = (
+    others_given = (
         flags.search,
         flags.fix,
         flags.on,
@@ -128,7 +92,7 @@ def _fewest(run: RunConfig, flags: argparse.Namespace) -> int:
         flags.price_per_chip_hour,
         flags.calibration,
     )
-    if any(given):
+    if any(others_given):
         others = (
             "--on, --search, --fix, --workdir, --tokens, --expert-load, --calibration"
         )
@@ -136,8 +100,7 @@ def _fewest(run: RunConfig, flags: argparse.Namespace) -> int:
         raise ConfigError(
             f"--fewest chooses the machine and says no more: leave out {others}"
         )
-    # this machine's accelerators are left alone
-    jax.config.update("jax_platforms", "cpu")
+    run_in_workdir.leave_accelerators_alone()
     with _progress() as say:
         found = fewest.fewest(run, flags.fewest, say=say)
     report = found.to_json()
@@ -148,66 +111,14 @@ def _fewest(run: RunConfig, flags: argparse.Namespace) -> int:
     return found.exit_code
 
 
-def _first(ranking: search.Ranking) -> Plan:
-    """Returns the winner's plan; if none fits the nearest's; if none was compiled what
-    arithmetic says.
-    """
-    if ranking.compiled:
-        return ranking.compiled[0].plan
-    plan = plan_by_arithmetic(ranking.others[0][0].run, ranking.target)
-    return replace(plan, exit_reason=f"not compiled: {ranking.summary['stopped']}")
-
-
-def _calibration(
-    flags: argparse.Namespace, target: targets.Target
-) -> calibration.Calibration | None:
-    """Returns what --calibration names; None without."""
-    if not flags.calibration:
-        return None
-    if flags.search or flags.fix:
-        raise ConfigError(
-            "--calibration is of one plan's collectives: leave out --search and --fix"
-        )
-    return calibration.load(flags.calibration, target)
-
-
-def _folder(name: str) -> Path:
-    """Returns the workdir, made before the work so that it fails early."""
-    folder = Path(name)
+def _make(folder: Path) -> None:
+    """Makes the workdir before the work, so that it fails early."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"--workdir {name}: {error.strerror}; give a folder that can be written"
+            f"--workdir {folder}: {error.strerror}; give a folder that can be written"
         ) from error
-    return folder
-
-
-def _as_it_runs(
-    run: RunConfig, flags: argparse.Namespace
-) -> tuple[RunConfig, targets.Target]:
-    """Returns the run and its hardware; of a workdir's own run those of its
-    last start.
-    """
-    folder = Path(flags.workdir) if flags.workdir else None
-    if folder is None or Path(flags.config) != folder / workdir.CONFIG:
-        return run, _target(flags.on or "here")
-    info = run_in_workdir.read_info(folder)
-    if not info:
-        return run, _target(flags.on or "here")
-    target = _target(flags.on or run_in_workdir.target_text(folder, info))
-    if target.num_devices == info.get("num_devices"):
-        run = run_in_workdir.with_layout(run, folder, info)
-    return run, target
-
-
-def _target(text: str) -> targets.Target:
-    if text.partition("@")[0].strip().lower() == "here":
-        initialize.skip_absent_tpu(os.environ)
-        return targets.parse(text, jax.devices())
-    # this machine's accelerators are left alone
-    jax.config.update("jax_platforms", "cpu")
-    return targets.parse(text)
 
 
 def _run_words(words: Sequence[str]) -> str:
@@ -226,7 +137,8 @@ def _progress() -> Iterator[Callable[[str], None]]:
     """Gives what shows each stage of the work on stderr: as it runs on a terminal, else
     a line each.
     """
-    console, began = Console(stderr=True), time.monotonic()
+    console = Console(stderr=True)
+    began = time.monotonic()
     if not console.is_terminal:
         yield lambda line: print(
             f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True

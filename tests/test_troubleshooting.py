@@ -10,7 +10,7 @@ import pytest
 
 from jaxdist import config
 from jaxdist.__main__ import COMMANDS
-from jaxdist.planner import plan
+from jaxdist.planner import document
 from jaxdist.trainer import run_config
 from support.paths import DOCS, ROOT
 
@@ -62,9 +62,14 @@ def exit_codes_in_code() -> set[int]:
     named = {value for name, value in vars(config).items() if name.startswith("EXIT_")}
     ends = ("exit", "_exit", "SystemExit", "_leave")
     literals = {literal(call) for _, name, call in calls() if name in ends}
-    return {0, 1, plan.FITS, plan.DOES_NOT_FIT, plan.CANNOT_TELL, *named} | {
-        code for code in literals if type(code) is int
-    }
+    return {
+        0,
+        1,
+        document.FITS,
+        document.DOES_NOT_FIT,
+        document.CANNOT_TELL,
+        *named,
+    } | {code for code in literals if type(code) is int}
 
 
 def rows(heading: str) -> dict[str, list[str]]:

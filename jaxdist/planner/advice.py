@@ -9,16 +9,18 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jaxdist.config import ConfigError, files, schema
 from jaxdist.parallel import axes, remat
-from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner import layouts, memory, targets
 from jaxdist.planner.arithmetic import CONTEXT
+from jaxdist.planner.document import Edit
 from jaxdist.planner.targets import Target
+from jaxdist.planner.trials import compile_in_turn, until_one_fits
 from jaxdist.step.update import offload_obstacle
+from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.costs import costs_of
 from jaxdist.trainer.run_config import RunConfig, from_config, full_schema
 
@@ -26,34 +28,8 @@ MIN_SAVING = 0.01  # of the peak: what saves less is no advice
 SAFE_SHARE = 0.95  # of the capacity: what an account may be off by is left free
 
 
-@dataclass(frozen=True)
-class Edit:
-    """A change of the config, or of the hardware."""
-
-    # "a.b=value c.d=value", each to follow `--config.`; "" for other hardware
-    override: str
-    saves_bytes: int  # per device, by arithmetic
-    cost_note: str
-    # whether it fits then, by arithmetic; None: capacity not given
-    enough: bool | None = None
-    # whether the compiler says that it fits; None: not asked
-    checked: bool | None = None
-    peak_bytes: int | None = None  # the compiler's, if asked and it fits
-    on: str = ""  # larger hardware, as `--on` takes it
-
-    @property
-    def words(self) -> str:
-        """The edit as typed on the command line."""
-        return (
-            f"--on {self.on}"
-            if self.on
-            else " ".join(f"--config.{w}" for w in self.override.split())
-        )
-
-
 def edits(
-    run: RunConfig,
-    shape: MeshShape,
+    composition: Composition,
     target: Target,
     peak: int,
     *,
@@ -69,6 +45,7 @@ def edits(
         larger of both.
       capacity_bytes: what a device has; None: nothing is said of `enough`.
     """
+    run = composition.config
     # The compiler's number may be of a program that it could not finish, so lower than
     # the peak.
     short = None
@@ -79,18 +56,15 @@ def edits(
     def saving(override: str, target: Target = target) -> int:
         """Returns what an override saves; 0 if the run is then not legal."""
         try:
-            edited = _edited(run, override)
-            composition = targets.validate_for(edited, target)
+            edited = targets.validate_for(_edited(run, override), target)
         except ConfigError:
             return 0
-        return peak - memory.accounted_peak(
-            memory.components(edited, composition.spec, composition.rules, target)
-        )
+        return peak - memory.accounted_peak(memory.components(edited, target))
 
     least = MIN_SAVING * peak
     offers = [
         (override, cost, saving(override), "")
-        for override, cost in _candidates(run, shape, short, saving)
+        for override, cost in _candidates(composition, short, saving)
     ]
     if larger := next(
         (more for more in _larger_targets(target) if saving("", more) >= least), None
@@ -122,36 +96,33 @@ def check(
         is said of the edit.
       most: compiles at most.
     """
-    checked = list(edits)
-    places = [i for i, edit in enumerate(edits) if edit.override]
-    promising = [i for i in places if edits[i].enough is not False]
-    for i in (promising or places)[:most]:
+
+    def checked(edit: Edit) -> Edit:
         try:
-            plan = compile(_edited(run, edits[i].override))
+            plan = compile(_edited(run, edit.override))
         except ConfigError:
-            continue
-        checked[i] = replace(
-            edits[i],
-            checked=plan.fits,
-            peak_bytes=plan.peak_bytes if plan.fits else None,
-        )
-        if plan.fits:
-            break
-    return checked
+            return edit
+        peak = plan.peak_bytes if plan.fits else None
+        return replace(edit, checked=plan.fits, peak_bytes=peak)
+
+    of_config = [edit for edit in edits if edit.override]
+    promising = [edit for edit in of_config if edit.enough is not False]
+    chosen = (promising or of_config)[:most]
+    asked = compile_in_turn(until_one_fits(chosen), checked)
+    by_override = {edit.override: edit for edit in asked}
+    return [by_override.get(edit.override, edit) for edit in edits]
 
 
 def _edited(run: RunConfig, override: str) -> RunConfig:
     """Returns the run with an edit's override, read as on the command line."""
-    config, words = (
-        schema.to_config_dict(run),
-        dict(word.split("=", 1) for word in override.split()),
-    )
+    config = schema.to_config_dict(run)
+    words = dict(word.split("=", 1) for word in override.split())
     files.apply_overrides(config, words, full_schema(run.model["target"]))
     return from_config(config)
 
 
 def _candidates(
-    run: RunConfig, shape: MeshShape, short: int | None, saving: Callable[[str], int]
+    composition: Composition, short: int | None, saving: Callable[[str], int]
 ) -> Iterator[tuple[str, str]]:
     """Yields (override, what it costs), the cheapest first."""
 
@@ -166,7 +137,8 @@ def _candidates(
         )
         return next(enough, max(overrides, key=saving, default=None))
 
-    sizes = shape.sizes
+    run = composition.config
+    sizes = composition.shape.sizes
     if sizes["data"] > 1 and run.mesh.zero:
         yield (
             "mesh.data=1 mesh.fsdp=-1",
@@ -177,11 +149,11 @@ def _candidates(
             "mesh.sequence_parallel=true",
             "same losses; two gathers of activations more in each layer",
         )
-    yield from _smaller_parts(run, shape, best)
+    yield from _smaller_parts(composition, best)
     yield from _stronger_remat(run, sizes["pipeline"] > 1)
     for cost in costs_of(run):
         yield from cost.edits
-    yield from _split_sequences(run, shape, best)
+    yield from _split_sequences(composition, best)
     for axis in reversed(axes.TABLE):  # what splits least of the program first
         larger = [
             n for n in (2, 4, 8, 16) if sizes[axis.name] < n <= axis.advised_up_to
@@ -220,12 +192,12 @@ def _candidates(
         )
 
 
-def _smaller_parts(run: RunConfig, shape: MeshShape, best) -> Iterator[tuple[str, str]]:
-    flow = run.pipeline.microbatches_for(shape.sizes["pipeline"])
-    parts = run.batch.accumulation
-    factors = axes.divisors(
-        run.batch.global_size // (parts * flow * shape.batch_shards)
-    )[1:]
+def _smaller_parts(composition: Composition, best) -> Iterator[tuple[str, str]]:
+    flow = composition.microbatches
+    batch = composition.config.batch
+    parts = batch.accumulation
+    shards = composition.parts * composition.shape.batch_shards
+    factors = axes.divisors(batch.global_size // shards)[1:]
     if flow > 1:
         if override := best([f"pipeline.microbatches={flow * n}" for n in factors]):
             yield override, "same losses, less bubble; smaller products"
@@ -237,16 +209,18 @@ def _smaller_parts(run: RunConfig, shape: MeshShape, best) -> Iterator[tuple[str
         )
 
 
-def _split_sequences(
-    run: RunConfig, shape: MeshShape, best
-) -> Iterator[tuple[str, str]]:
+def _split_sequences(composition: Composition, best) -> Iterator[tuple[str, str]]:
     """Yields a larger `mesh.context` where a device has one sequence at a time, so that
     parts cannot help.
     """
-    flow = run.pipeline.microbatches_for(shape.sizes["pipeline"])
+    run = composition.config
+    shape = composition.shape
     parts = run.batch.accumulation
     own = shape.sizes[CONTEXT]
-    if flow > 1 or run.batch.global_size != parts * shape.batch_shards:
+    if (
+        composition.microbatches > 1
+        or run.batch.global_size != parts * shape.batch_shards
+    ):
         return
     sizes = [
         n
@@ -291,7 +265,8 @@ def _combined(
     never are.
     """
     taken: dict[str, str] = {}
-    best, notes = 0, list[str]()
+    best = 0
+    notes = list[str]()
     for edit in edits:
         words = dict(word.split("=", 1) for word in edit.override.split())
         if not words or taken.keys() & words.keys():
@@ -301,7 +276,9 @@ def _combined(
         )
         if (saves := saving(override)) <= best:
             continue
-        taken, best, notes = taken | words, saves, [*notes, *edit.cost_note.split("; ")]
+        taken = taken | words
+        best = saves
+        notes = [*notes, *edit.cost_note.split("; ")]
         if best >= short:
             return [Edit(override, best, "; ".join(dict.fromkeys(notes)), True)]
     return []
@@ -309,12 +286,15 @@ def _combined(
 
 def _larger_targets(target: Target) -> Iterator[Target]:
     """Yields hardware of the family with one dim doubled, the smallest step first."""
-    dims = [*target.shape] + [target.num_slices] * (target.num_slices > 1)
-    order = (
-        sorted(range(len(target.shape)), key=dims.__getitem__) if target.chip else ()
-    )
-    # more GPUs of a host, then more hosts
-    for dim in (1, 0) if target.platform == "gpu" else order:
+    dims = [*target.shape]
+    order: Sequence[int] = ()
+    if target.platform == "gpu":
+        order = (1, 0)  # more GPUs of a host, then more hosts
+    elif target.chip:
+        order = sorted(range(len(dims)), key=dims.__getitem__)
+    if target.num_slices > 1:
+        dims.append(target.num_slices)
+    for dim in order:
         grown = [n * (2 if i == dim else 1) for i, n in enumerate(dims)]
         with contextlib.suppress(ConfigError):
             yield targets.parse(target.with_shape(grown))

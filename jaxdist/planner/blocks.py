@@ -16,18 +16,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.parallel import execution, remat
-from jaxdist.parallel.sharding import Rules
+from jaxdist.planner.observed import LANES
 from jaxdist.protocols.model import BlockInfo, apply_block, shared_fields
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
 from jaxdist.protocols.param_names import EXPERTS, Names, has_experts
 from jaxdist.telemetry.flops import Call, declared_call
 from jaxdist.trainer import compose
+from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.run_config import RunConfig
 
 SHORT = 64  # tokens of a trace: one block of the reference attention
-# of a TPU's registers: narrower rows are padded, and kernels write a logsumexp to all
-# of them
-LANES = 128
 
 
 @dataclass(frozen=True)
@@ -53,15 +51,15 @@ class Block:
 _traced: dict[str, Block] = {}
 
 
-def trace(
-    run: RunConfig, spec: ModelSpec, rules: Rules, policy: str, platform: str
-) -> Block:
+def trace(composition: Composition, policy: str, platform: str) -> Block:
     """Returns one block as a device computes it; zeros for a model without blocks. Kept
     by content.
     """
-    if not spec.staged:
+    run = composition.config
+    if not composition.spec.staged:
         return Block()
-    sizes, length = rules.shape.sizes, sample_tokens(run, rules)
+    sizes = composition.shape.sizes
+    length = sample_tokens(composition)
     length = length if length % SHORT else SHORT  # all of it grows with the tokens
     layout = (
         sizes["tensor"],
@@ -75,13 +73,14 @@ def trace(
         (sorted(run.model.items()), *layout, run.data.packing, run.data.path, run.lora)
     )
     if key not in _traced:
-        _traced[key] = _trace(run, spec, rules, length, policy, platform)
+        _traced[key] = _trace(composition, length, policy, platform)
     return _traced[key]
 
 
-def _trace(
-    run, spec: ModelSpec, rules: Rules, length: int, policy: str, platform: str
-) -> Block:
+def _trace(composition: Composition, length: int, policy: str, platform: str) -> Block:
+    run = composition.config
+    spec = composition.spec
+    rules = composition.rules
     named = {
         path: v
         for path, v in spec.named_parameters().items()
@@ -104,7 +103,8 @@ def _trace(
         # the block reads sizes elsewhere than off its weights
         forward, residuals = _jaxprs(run, spec, whole, length, policy)
     count = len(named) + len(jax.tree.leaves(spec.model_state.get("blocks", {})))
-    x, lanes = forward.invars[count], LANES if platform == "tpu" else 1
+    x = forward.invars[count]
+    lanes = LANES if platform == "tpu" else 1
     kept = list(_kept(residuals, count, lanes))
     if platform == "gpu" and remat.RESIDUALS in remat.named_in(policy)["offload"]:
         # cuDNN's have no name by which they could be moved: they are computed again.
@@ -124,7 +124,8 @@ def _trace(
         for d, (_, n) in zip(local, named.values(), strict=True)
         if "heads" in n
     )
-    working, weights = sum(again) + _bytes(x) + largest, tuple(map(math.prod, local))
+    working = sum(again) + _bytes(x) + largest
+    weights = tuple(map(math.prod, local))
     logsumexps = length * next(heads, 0)
     return Block(
         length, _bytes(x), tuple(kept), working, largest, logsumexps, weights, call
@@ -306,12 +307,11 @@ def _bytes(v, lanes: int = 1) -> int:
     return v.aval.size // max(row, 1) * padded * v.aval.dtype.itemsize
 
 
-def sample_tokens(run: RunConfig, rules: Rules) -> int:
+def sample_tokens(composition: Composition) -> int:
     """Returns a sample's tokens on a device; samples that are no text are counted
     whole.
     """
-    return (
-        run.batch.sequence_length // rules.shape.sizes["context"]
-        if run.data.is_text
-        else 1
-    )
+    run = composition.config
+    if not run.data.is_text:
+        return 1
+    return run.batch.sequence_length // composition.shape.sizes["context"]

@@ -59,7 +59,8 @@ def fit_line(
     Least squares of relative errors: of absolute ones the small sizes, which alone show
     alpha, count nothing. Neither part is below 0.
     """
-    sizes, times = np.asarray(wire_bytes, float), np.asarray(seconds, float)
+    sizes = np.asarray(wire_bytes, float)
+    times = np.asarray(seconds, float)
     rows = np.stack([1 / times, sizes / times], axis=1)
     alpha, beta = (
         np.linalg.lstsq(
@@ -68,9 +69,11 @@ def fit_line(
         / scale
     )
     if alpha < 0:
-        alpha, beta = 0.0, rows[:, 1].sum() / (rows[:, 1] ** 2).sum()
+        alpha = 0.0
+        beta = rows[:, 1].sum() / (rows[:, 1] ** 2).sum()
     elif beta <= 0:
-        alpha, beta = rows[:, 0].sum() / (rows[:, 0] ** 2).sum(), 0.0
+        alpha = rows[:, 0].sum() / (rows[:, 0] ** 2).sum()
+        beta = 0.0
     residual = np.abs(rows @ (alpha, beta) - 1).max()
     return float(alpha), float(1 / beta) if beta else math.inf, float(residual)
 

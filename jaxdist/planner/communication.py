@@ -24,6 +24,14 @@ from jaxdist.parallel.axes import BATCH_AXES, CHATTY_AXES, CROSSING_AXES, SEQUEN
 from jaxdist.parallel.context import MOVED
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner.formulas import KINDS, wire_bytes
+from jaxdist.planner.observed import (
+    BETWEEN_SLICES,
+    EMPTY_START,
+    REDUCE_SCATTER,
+    REMATERIALISED,
+    RENDEZVOUS,
+    TABLE,
+)
 from jaxdist.planner.targets import Link, Target
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.units import percent_text, time_text
@@ -31,8 +39,6 @@ from jaxdist.telemetry.units import percent_text, time_text
 _OPCODE = re.compile(
     rf"\s({'|'.join(KINDS)}|ragged-all-to-all|collective-broadcast)(-start)?\("
 )
-_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _TOKENS = {*BATCH_AXES, *SEQUENCE_AXES}
 _EXCHANGED = re.compile("|".join((TO_EXPERTS, FROM_EXPERTS, *MOVED)))
 _SLOW = {"DCN", "PCIe", "network", *(network.name for network in NETWORKS.values())}
@@ -154,16 +160,16 @@ class _Span:
     def go_on(self, place: int, part: hlo.Instruction) -> None:
         """Takes in an update or the end of it.
 
-        libtpu 0.0.50.1 starts a call on the SparseCore without operands; its update
-        brings them, so nothing can move before.
+        Nothing can move before an update that brings the operands.
         """
         self.ends = place
         _, *operands = part.operands or [""]
         if operands and not self.outer.operands:
-            text = self.outer.text.replace(
-                "-start()", f"-start({', '.join('%' + o for o in operands)})", 1
-            )
-            self.begins, self.outer = place, hlo.Instruction(self.outer.name, text)
+            names = ", ".join(f"%{name}" for name in operands)
+            start = EMPTY_START.replace("()", f"({names})")
+            text = self.outer.text.replace(EMPTY_START, start, 1)
+            self.begins = place
+            self.outer = hlo.Instruction(self.outer.name, text)
 
 
 class _Reader:
@@ -172,12 +178,10 @@ class _Reader:
     def __init__(
         self, module: hlo.Module, shape: MeshShape, target: Target | None, mesh_ids
     ):
-        self.module, self.shape, self.target, self.mesh_ids = (
-            module,
-            shape,
-            target,
-            mesh_ids,
-        )
+        self.module = module
+        self.shape = shape
+        self.target = target
+        self.mesh_ids = mesh_ids
         self.inside = {  # computation -> the collectives written in it
             name: [step for step in steps.values() if _kind(step)]
             for name, steps in module.computations.items()
@@ -188,7 +192,7 @@ class _Reader:
         self.coordinates = np.indices(tuple(sizes)).reshape(len(sizes), -1)
         first_slice = ~(self.coordinates // inner).any(axis=0)
         between = any(
-            _BETWEEN_SLICES.search(s.text)
+            BETWEEN_SLICES.search(s.text)
             for steps in self.inside.values()
             for s in steps
         )
@@ -204,7 +208,7 @@ class _Reader:
         # instruction -> key of the span that it started or went on with
         keys: dict[str, object] = {}
         for place, step in enumerate(steps.values()):
-            if step.opcode == "recv" and (match := _RENDEZVOUS.search(step.text)):
+            if step.opcode == "recv" and (match := RENDEZVOUS.search(step.text)):
                 keys[step.name] = match.group(1)
             if step.opcode.endswith(("-update", "-done")):
                 key = keys.get(next(iter(step.operands), ""))
@@ -243,8 +247,9 @@ class _Reader:
         self, run: hlo.LoopRun, begins: int, ends: int, outer, inner, types
     ) -> Collective:
         group = self.places[list(inner.group)] if inner.group else self.places
-        group = self.peers if _BETWEEN_SLICES.search(inner.text) else group
-        kind, axis = _kind(inner), self._axis(group, inner)
+        group = self.peers if BETWEEN_SLICES.search(inner.text) else group
+        kind = _kind(inner)
+        axis = self._axis(group, inner)
         payload = hlo.num_bytes(types) * (len(group) if kind == "all-gather" else 1)
         kind = "reduce-scatter" if _keeps_shard(outer) else kind
         source = self._source(run, outer, inner)
@@ -282,7 +287,8 @@ class _Reader:
         """
         if inner.op_name and not outer.op_name:
             return inner
-        steps, step = self.module.computations[run.computation], outer
+        steps = self.module.computations[run.computation]
+        step = outer
         for _ in range(8):
             operand = steps.get(next(iter(step.operands), ""))
             if step.op_name or operand is None:
@@ -294,9 +300,7 @@ class _Reader:
         """Returns the mesh axes along which a group's members differ."""
         rows = zip(self.shape.sizes, self.coordinates[:, group], strict=True)
         axes = [axis for axis, row in rows if len(set(row)) > 1]
-        sizes = (
-            self.shape.dcn if _BETWEEN_SLICES.search(step.text) else self.shape.sizes
-        )
+        sizes = self.shape.dcn if BETWEEN_SLICES.search(step.text) else self.shape.sizes
         whole = math.prod(sizes[axis] for axis in axes) == len(group)
         return (
             "" if whole or _kind(step) == "collective-permute" else "part of "
@@ -334,9 +338,6 @@ class _Reader:
 
 # bytes; below it a collective costs its latency, and no setting changes that
 _LARGE = 2**20
-_REMATERIALISED = re.compile(
-    r"[Ii]nvoluntary full rematerialization.*?(?:op_name=\"([^\"]*)\"|$)", re.M
-)
 
 
 def warnings(
@@ -378,7 +379,7 @@ def warnings(
             f"compiler does so where an axis is no ring: choose a slice with wrapped links"
         )
     for name, count in Counter(
-        line.group(1) or "?" for line in _REMATERIALISED.finditer(log)
+        line.group(1) or "?" for line in REMATERIALISED.finditer(log)
     ).items():
         lines.append(
             f"the partitioner copies an array whole to change its sharding, {count} x at {name} "
@@ -414,10 +415,8 @@ def _exposed(
         stops = not asynchronous and any(one.in_loop for one in group)
         if not stops and not (step_s and seconds > _WORTH_SAYING * step_s):
             continue
-        count, place = (
-            sum(one.count for one in group),
-            " in a loop" * any(one.in_loop for one in group),
-        )
+        count = sum(one.count for one in group)
+        place = " in a loop" * any(one.in_loop for one in group)
         share = f" ({percent_text(seconds / step_s)})" if step_s else ""
         spent = f"{time_text(seconds)} a step{share}" if seconds else ""
         if asynchronous:
@@ -428,7 +427,8 @@ def _exposed(
             said = (
                 f"{are} synchronous, nothing runs beside{f': {spent}' if spent else ''}"
             )
-        why, cures = _why(group, chip), _cures(group, chip)
+        why = _why(group, chip)
+        cures = _cures(group, chip)
         yield (
             f"{count} {kind}{'s' * (count > 1)} over {axis}{place} {said} ({_places(group)})"
             f"{f'; {why}' if why else ''}; {', '.join(cures)}"
@@ -444,21 +444,24 @@ def _why(group: Sequence[Collective], chip: Chip | None) -> str:
     whole = summed and "fsdp" in first.axis.split("+")
     if chip is None or not chip.torus_dims:
         return ""
-    reasons = [
-        "libtpu sums whole gradients here, twice a reduce-scatter's bytes"
-    ] * whole
+    reasons = []
+    if whole:
+        reasons.append(
+            "libtpu sums whole gradients here, twice a reduce-scatter's bytes"
+        )
     if not first.asynchronous:
         if chip.sparse_core_collectives:
             reasons.append("the SparseCore did not take them")
         else:
-            some = "only some gathers" if chip.family == "v5e" else "no gathers or sums"
-            reasons.append(f"a {chip.name} moves {some} beside compute")
+            moved = TABLE[chip.family].beside_compute
+            reasons.append(f"a {chip.name} moves {moved} beside compute")
     return ", and ".join(reasons)
 
 
 def _cures(group: Sequence[Collective], chip: Chip | None) -> Iterator[str]:
     first = group[0]
-    what, axis = first.what.split()[0], first.axis.removeprefix("part of ")
+    what = first.what.split()[0]
+    axis = first.axis.removeprefix("part of ")
     if (
         what == "gradient"
         and first.dtype == "f32"
@@ -515,7 +518,7 @@ def _kind(step: hlo.Instruction) -> str:
             "ragged-all-to-all": "all-to-all",
             "collective-broadcast": "all-gather",
         }.get(name, name)
-    if (match := _BETWEEN_SLICES.search(step.text)) and step.opcode == "send":
+    if (match := BETWEEN_SLICES.search(step.text)) and step.opcode == "send":
         name = match.group(1).lower().replace("_", "-")
         return name if name in KINDS else "collective-permute"
     return ""
@@ -526,7 +529,7 @@ def _key(step: hlo.Instruction, collective: hlo.Instruction) -> object:
 
     Fusions repeat it, and its channel tells; plain collectives may share theirs.
     """
-    if match := _RENDEZVOUS.search(step.text):
+    if match := RENDEZVOUS.search(step.text):
         return match.group(1)
     if step.opcode == "fusion" and not _keeps_shard(step):
         return _kind(collective), collective.value("channel_id")
@@ -537,10 +540,7 @@ def _keeps_shard(fusion: hlo.Instruction) -> bool:
     """Returns whether it sums over devices and keeps its own shard: TPU's spelling of
     reduce-scatter.
     """
-    return (
-        bool(re.search("calls=%?(all-)?reduce-scatter", fusion.text))
-        or "ReduceScatter" in fusion.text
-    )
+    return bool(REDUCE_SCATTER.search(fusion.text))
 
 
 # --- what a person calls it -----------------------------------------------------------
@@ -563,7 +563,8 @@ def _with_weights(one: Collective, collectives: Sequence[Collective]) -> Collect
     sizes = {
         g.what.removeprefix("gather of "): g.bytes / _itemsize(g.dtype) for g in gathers
     }
-    counts, names = Counter(sizes.values()), []
+    counts = Counter(sizes.values())
+    names = list[str]()
     for name, size in sizes.items():
         ratio = one.bytes / _itemsize(one.dtype) / size
         # Some are padded; some travel together.

@@ -24,15 +24,13 @@ from typing import Any
 
 from jaxdist.config import ConfigError, extras, schema
 from jaxdist.hardware import flags as platform_flags
+from jaxdist.planner.observed import NOISE, WINDOWED_EINSUM
 from jaxdist.planner.targets import Target
 from jaxdist.storage import untrusted
 from jaxdist.telemetry.units import GIB
 from jaxdist.trainer import workdir
 from jaxdist.trainer.run_config import RunConfig
 
-# Windowed einsum doubles the compiler's own cycle estimates, so a step is estimated
-# without it.
-WINDOWED_EINSUM = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 PACKAGES = (
     "jax",
@@ -47,13 +45,8 @@ PACKAGES = (
 )
 _VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS"}
 _NOT_INHERITED = ("--xla_gpu", "--xla_force_host_platform_device_count")
-_LOG_LINES, _TAIL_LINES = 300, 15
-# what libtpu and the CUDA plugin say on every machine without a device
-_NOISE = re.compile(
-    r"^(Failed to find host bounds|WARNING: (Logging before|All log messages)|=== Source Location|"
-    r"learning/\w+/tfrc|[ ^~]+$|-{20}|For simplicity, JAX has|"
-    r"[EWI]0000 .*(worker hostname|cudart_stub|computation_placer|factory))"
-)
+_LOG_LINES = 300
+_TAIL_LINES = 15
 
 
 class DoesNotFit(Exception):
@@ -176,6 +169,27 @@ def read_entry(path: Path) -> dict[str, Any] | None:
         return None
 
 
+def compiler_sizes(analysis: Any) -> dict[str, int]:
+    """Reads the bytes by name of a compiled step's `memory_analysis`."""
+    return {
+        f"{name}_bytes": getattr(analysis, f"{name}_size_in_bytes")
+        for name in (
+            "argument",
+            "output",
+            "alias",
+            "temp",
+            "host_argument",
+            "host_temp",
+        )
+    }
+
+
+def most_bytes(sizes: Mapping[str, int]) -> int:
+    """Bounds the peak of a step: as if all temporaries lived at once."""
+    kept = sizes["argument_bytes"] + sizes["output_bytes"] - sizes["alias_bytes"]
+    return kept + sizes["temp_bytes"]
+
+
 # --- what is compiled with ------------------------------------------------------------
 
 
@@ -188,7 +202,8 @@ def compiler_flags(
     A flag that only a process can start with is none of them; one of the user's gets a
     note.
     """
-    platform, family = target.platform, target.chip.family if target.chip else ""
+    platform = target.platform
+    family = target.chip.family if target.chip else ""
     run_only = {
         f.name.lstrip("-")
         for f in platform_flags.flags_for(platform, family)
@@ -202,9 +217,10 @@ def compiler_flags(
         for word in (dict(environ) | changed).get(variable, "").split():
             name, _, value = word.lstrip("-").partition("=")
             if name in run_only:
-                notes += [
-                    f"{name}: no option of one compilation; planned without it"
-                ] * (word in users)
+                if word in users:
+                    notes.append(
+                        f"{name}: no option of one compilation; planned without it"
+                    )
             elif platform == "tpu" or name.startswith("xla_gpu"):
                 flags[name] = {"true": True, "": True, "false": False}.get(value, value)
     if platform == "tpu":
@@ -244,7 +260,8 @@ def version_faults(versions: Mapping[str, str | None]) -> list[str]:
     jax runs with a jaxlib of its own number (it allows some older ones), a CUDA plugin
     must have jaxlib's number, and jax's metadata says which libtpu it was tested with.
     """
-    jax_version, jaxlib = versions.get("jax"), versions.get("jaxlib")
+    jax_version = versions.get("jax")
+    jaxlib = versions.get("jaxlib")
     faults = []
     if _numbers(jaxlib) != _numbers(jax_version):
         faults.append(
@@ -255,10 +272,8 @@ def version_faults(versions: Mapping[str, str | None]) -> list[str]:
             faults.append(
                 f"{plugin} {version} with jaxlib {jaxlib}: pip install {plugin}=={jaxlib}"
             )
-    wanted, libtpu = (
-        required_libtpu(importlib.metadata.requires("jax") or []),
-        versions.get("libtpu"),
-    )
+    wanted = required_libtpu(importlib.metadata.requires("jax") or [])
+    libtpu = versions.get("libtpu")
     if libtpu and wanted and not (libtpu + ".").startswith(wanted + "."):
         faults.append(
             f"libtpu {libtpu} with jax {jax_version}, which was tested with {wanted}: "
@@ -319,7 +334,10 @@ def _watch(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Returns the child's result, or {"error": why there is none}."""
-    began, peak, stage, fault = time.monotonic(), 0, "", ""
+    began = time.monotonic()
+    peak = 0
+    stage = ""
+    fault = ""
     command = [sys.executable, "-m", "jaxdist.planner.worker", str(folder)]
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen(
@@ -364,6 +382,6 @@ def read_log(folder: Path) -> str:
     lines = [
         line
         for line in _read(folder / "log").splitlines()
-        if line and not _NOISE.match(line)
+        if line and not NOISE.match(line)
     ]
     return "\n".join(lines[-_LOG_LINES:])

@@ -3,22 +3,20 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import jax
 
 from jaxdist.config import ConfigError, schema
 from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
-from jaxdist.parallel import precision
 from jaxdist.parallel.axes import AXES
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.parallel.placement import explain
 from jaxdist.planner import memory
+from jaxdist.planner.compiler import compiler_sizes, most_bytes
 from jaxdist.trainer import (
     compose,
     pipeline_report,
-    product_formats,
     step_lines,
     validation,
 )
@@ -41,15 +39,9 @@ def dry_run(
     composition = validation.validate(run, devices, with_data=False)
     platform = devices[0].platform
     say(f"mesh: {composition.shape} ({len(devices)} x {devices[0].device_kind})")
-    say(step_lines.counts(composition))
-    say(step_lines.batch_arithmetic(composition))
     for line in (
-        *step_lines.reduction_lines(composition),
-        *step_lines.context_lines(run, composition.rules),
-        *precision.advice(run.precision, devices[0]),
-        *product_formats.lines(
-            run, composition.spec, devices[0], partial(compose.batch_shapes, run, 1)
-        ),
+        step_lines.counts(composition),
+        *step_lines.step_lines(composition, composition.build_step(devices)),
         *pipeline_report.lines(composition),
         *undeclared_lines(run),
     ):
@@ -65,7 +57,7 @@ def dry_run(
         )
     )
     say("\nmemory per device, by arithmetic:")
-    components = memory.components(run, composition.spec, composition.rules, devices[0])
+    components = memory.components(composition, devices[0])
     together = memory.accounted_peak(components)
     for name, size in (components | {"together": together}).items():
         say(f"  {name:<28} {size:>18,} bytes")
@@ -110,18 +102,12 @@ def _compiler_lines(compiled: jax.stages.Compiled, platform: str) -> list[str]:
     sizes = compiled.memory_analysis()
     if sizes is None:
         return [f"{platform} does not say"]
-    arguments, given_back, temporaries = (
-        getattr(sizes, f"{name}_size_in_bytes")
-        for name in ("argument", "alias", "temp")
-    )
+    found = compiler_sizes(sizes)
     rows = {
-        "arguments": arguments,
-        "given back": given_back,
-        "temporaries": temporaries,
-        "peak, at most": arguments
-        + sizes.output_size_in_bytes
-        - given_back
-        + temporaries,
+        "arguments": found["argument_bytes"],
+        "given back": found["alias_bytes"],
+        "temporaries": found["temp_bytes"],
+        "peak, at most": most_bytes(found),
     }
     lines = [f"{name:<16} {size:>18,} bytes" for name, size in rows.items()]
     if platform == "cpu":

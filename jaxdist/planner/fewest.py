@@ -16,16 +16,12 @@ from jaxdist.config import ConfigError
 from jaxdist.hardware import chips
 from jaxdist.parallel.axes import divisors
 from jaxdist.planner import layouts, memory, targets
-from jaxdist.planner.plan import (
-    CANNOT_TELL,
-    DOES_NOT_FIT,
-    FITS,
-    Plan,
-    capacity,
-    make_plan,
-)
-from jaxdist.planner.show import new_table
+from jaxdist.planner.document import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan
+from jaxdist.planner.plan import make_plan
+from jaxdist.planner.show import new_table, print_lines
+from jaxdist.planner.state import held_bytes
 from jaxdist.planner.targets import Target
+from jaxdist.planner.trials import compile_in_turn, until_one_fits
 from jaxdist.telemetry.units import GIB
 from jaxdist.trainer import compose
 from jaxdist.trainer.run_config import RunConfig
@@ -55,14 +51,15 @@ class Row:
 
     def overrides(self) -> list[str]:
         """What it sets, as on the command line."""
-        mesh, parts = self.run.mesh, self.run.batch.accumulation
+        mesh = self.run.mesh
         words = [
             f"mesh.data={mesh.data}",
             f"mesh.fsdp={mesh.fsdp}",
             f"mesh.zero={mesh.zero}",
         ]
-        words += [f"mesh.context={mesh.context}"] * (mesh.context > 1)
-        return [*words, f"batch.accumulation={parts}"]
+        if mesh.context > 1:
+            words.append(f"mesh.context={mesh.context}")
+        return [*words, f"batch.accumulation={self.run.batch.accumulation}"]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -91,11 +88,9 @@ class Fewest:
     def exit_code(self) -> int:
         if self.best:
             return FITS
-        return (
-            CANNOT_TELL
-            if any(row.fits is not False for row in self.rows)
-            else DOES_NOT_FIT
-        )
+        if any(row.fits is not False for row in self.rows):
+            return CANNOT_TELL
+        return DOES_NOT_FIT
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -115,26 +110,30 @@ def fewest(
       ConfigError: no such family, or the run is legal on none of its sizes.
       MissingExtra: the family's compiler is not installed.
     """
-    rows, illegal, tried, beyond = list[Row](), dict[str, str](), 0, 0
+    rows = list[Row]()
+    illegal = dict[str, str]()
+    tried = 0
+    beyond = 0
     best: Row | None = None
+
+    def compile(row: Row) -> Row:
+        return replace(row, plan=make_plan(row.run, row.target, say=say))
+
     for target in sizes(family):
         try:
             stages = list(_rows(run, target))
         except ConfigError as error:
             illegal[target.text] = error.faults[0]
             continue
-        say(
-            f"{target.text}: {'fits' if any(row.fits for row in stages) else 'too small'} by arithmetic"
-        )
-        chosen = [] if best or tried == MOST_SIZES else _to_compile(stages)
-        for row in chosen:
-            asked = replace(row, plan=make_plan(row.run, target, say=say))
-            stages[stages.index(row)] = asked
-            if asked.fits:
-                best = asked
-                break
+        verdict = "fits" if any(row.fits for row in stages) else "too small"
+        say(f"{target.text}: {verdict} by arithmetic")
+        if best is None and tried < MOST_SIZES:
+            compiled = compile_in_turn(until_one_fits(_to_compile(stages)), compile)
+            asked = {row.zero: row for row in compiled}
+            stages = [asked.get(row.zero, row) for row in stages]
+            best = next((row for row in compiled if row.fits), None)
+            tried += bool(compiled)
         rows += stages
-        tried += bool(chosen)
         beyond += bool(best) or tried == MOST_SIZES
         if beyond > BEYOND:
             break
@@ -214,7 +213,8 @@ def _rows(run: RunConfig, target: Target) -> Iterator[Row]:
     Raises:
       ConfigError: none is legal.
     """
-    error, found = ConfigError(f"{target.text}: no layout"), False
+    error = ConfigError(f"{target.text}: no layout")
+    found = False
     for zero in _ZEROS if target.num_devices > 1 else (0,):
         if zero:  # fsdp within a slice
             mesh = {
@@ -240,7 +240,8 @@ def _split(run: RunConfig, target: Target, zero: int) -> Row:
     Raises:
       ConfigError: none is legal.
     """
-    rows, error = list[Row](), ConfigError(f"{target.text}: no layout")
+    rows = list[Row]()
+    error = ConfigError(f"{target.text}: no layout")
     own = max(run.mesh.context, 1)
     for size in layouts.context_sizes(run, target.num_devices):
         if size < own:
@@ -268,7 +269,8 @@ def _row(run: RunConfig, target: Target, zero: int, *, proposed: bool = False) -
     Args:
       proposed: the mesh is not the config's, so its axes keep to fast links.
     """
-    most, best = capacity(target) or 0, None
+    most = target.usable_bytes or 0
+    best: Row | None = None
     run = compose.with_overrides(run, {"batch.accumulation": 1})
     composition = targets.validate_for(run, target)
     shape = composition.shape
@@ -276,13 +278,9 @@ def _row(run: RunConfig, target: Target, zero: int, *, proposed: bool = False) -
         raise ConfigError(f"{target.text}: {slow}")
     for parts in divisors(run.batch.global_size // shape.batch_shards):
         tried = compose.with_overrides(run, {"batch.accumulation": parts})
-        components = memory.components(
-            tried, composition.spec, composition.rules, target
-        )
-        peak, state = (
-            memory.accounted_peak(components),
-            sum(components.get(name, 0) for name in memory.STATE),
-        )
+        components = memory.components(replace(composition, config=tried), target)
+        peak = memory.accounted_peak(components)
+        state = held_bytes(components)
         if best is None or peak < best.peak_bytes:
             best = Row(tried, target, zero, peak, state, most)
         # No accumulation makes the state smaller.
@@ -308,23 +306,19 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         verdict = {True: "fits", False: "does not fit", None: "cannot tell"}[
             row["fits"]
         ]
-        verdict += " by arithmetic" if row["fits"] and not asked else ""
-        numbers = (
-            row["chips"],
-            row["zero"],
-            row["accumulation"],
+        if row["fits"] and not asked:
+            verdict += " by arithmetic"
+        table.add_row(
+            row["target"],
+            str(row["chips"]),
+            str(row["zero"]),
+            str(row["accumulation"]),
             f"{row['arithmetic_bytes'] / GIB:.1f}",
+            f"{asked / GIB:.1f}" if asked else "",
+            verdict,
         )
-        compiled = f"{asked / GIB:.1f}" if asked else ""
-        table.add_row(row["target"], *map(str, numbers), compiled, verdict)
     console.print(table, highlight=False)
-    for size, reason in found["illegal"].items():
-        console.print(
-            f"{size}: not legal: {reason}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+    illegal = found["illegal"].items()
     if best := found["best"]:
         words = " ".join(f"--config.{word}" for word in best["overrides"])
         line = f"the smallest: --on {best['target']} {words}"
@@ -334,4 +328,5 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         line = (
             "no size fits; more accumulation, remat.policy=full or another family may"
         )
-    console.print(line + "\n", highlight=False, markup=False, soft_wrap=True)
+    refused = (f"{size}: not legal: {reason}" for size, reason in illegal)
+    print_lines(console, [*refused, line + "\n"])

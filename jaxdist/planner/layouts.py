@@ -6,11 +6,12 @@ global batch and the numerics never do. The times are made of datasheet rates: g
 an order, not for a promise.
 """
 
+import functools
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
 from typing import Any
@@ -32,6 +33,7 @@ from jaxdist.planner.targets import Target, validate_for
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.protocols.param_names import EXPERTS, has_experts
 from jaxdist.trainer import compose
+from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.run_config import RunConfig
 
 REMAT = (
@@ -51,26 +53,42 @@ _STAGED = {
     "remat.every": 1,
 }
 # devices of a sequence at most, and the least tokens of it on a device
-MOST_CONTEXT, LEAST_TOKENS = 64, 1024
+MOST_CONTEXT = 64
+LEAST_TOKENS = 1024
 # An exchange in every layer waits for these, as for a chip's network.
 SLOW_LINKS = ("DCN", "PCIe", "network")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidate:
-    """A legal layout."""
+    """A layout of a run on a target, with its time and state by arithmetic."""
 
-    run: RunConfig
-    shape: MeshShape
+    composition: Composition
+    target: Target
     estimate: Estimate
     # weights, gradients and optimizer state, were everything split evenly: the least
-    state_bytes: int
-    # bytes of a device at the peak, by `memory`; {}: not looked at
-    components: Mapping[str, int] = field(default_factory=dict)
+    state_bytes: int = 0
+
+    @property
+    def run(self) -> RunConfig:
+        """The config with the layout."""
+        return self.composition.config
+
+    @property
+    def shape(self) -> MeshShape:
+        """The mesh."""
+        return self.composition.shape
+
+    @functools.cached_property
+    def components(self) -> memory.Components:
+        """Bytes of a device at the peak, by `memory`: milliseconds, once a block's
+        shapes are traced.
+        """
+        return memory.components(self.composition, self.target)
 
     @property
     def accounted_bytes(self) -> int:
-        """Bytes on the device at the peak; 0: not looked at."""
+        """Bytes on the device at the peak."""
         return memory.accounted_peak(self.components)
 
     @property
@@ -125,9 +143,8 @@ class Candidate:
 
 def legal_meshes(
     run: RunConfig, target: Target
-) -> tuple[list[tuple[RunConfig, MeshShape]], dict, ModelSpec]:
-    """Returns the run on each legal mesh, the counted reasons against the others, and
-    the model's spec.
+) -> tuple[list[Composition], dict[str, int]]:
+    """Finds the run on each legal mesh, and counts the reasons against the others.
 
     Experts are shared out by each divisor of their number, sequences by those of their
     length up to `MOST_CONTEXT`, both over fast links only.
@@ -135,7 +152,8 @@ def legal_meshes(
     Raises:
       ConfigError: no mesh is legal.
     """
-    legal, faults = [], Counter[str]()
+    legal = list[Composition]()
+    faults = Counter[str]()
     error = ConfigError("no mesh is legal")
     spec = compose.model_spec(run)
     sizes = {
@@ -148,17 +166,19 @@ def legal_meshes(
             overrides |= _STAGED
         tried = compose.with_overrides(run, overrides)
         try:
-            shape = validate_for(tried, target, spec).shape
-            if slow := next(slow_axes(target, shape), None):
-                faults[slow] += 1
-                continue
-            legal.append((tried, shape))
+            composition = validate_for(tried, target, spec)
         except ConfigError as refusal:
             error = refusal
             faults[re.sub(r"\d+", "N", refusal.faults[0].partition("; ")[0])] += 1
+            continue
+        slow = next(slow_axes(target, composition.shape), None)
+        if slow:
+            faults[slow] += 1
+        else:
+            legal.append(composition)
     if not legal:
         raise error
-    return legal, dict(faults.most_common()), spec
+    return legal, dict(faults.most_common())
 
 
 def _expert_count(spec: ModelSpec) -> int:
@@ -206,7 +226,8 @@ def _meshes(
     """Yields every mesh; `sizes_of`: of axes that do not take all divisors of the
     devices' number.
     """
-    total, slices = target.num_devices, target.num_slices
+    total = target.num_devices
+    slices = target.num_slices
     # fsdp takes the rest
     varied = [*(axis for axis in SEARCHED if axis != "fsdp"), *sizes_of]
     for sizes in product(*(sizes_of.get(axis, divisors(total)) for axis in varied)):
@@ -226,16 +247,14 @@ def _meshes(
 
 
 def candidates(
-    run: RunConfig,
-    target: Target,
-    legal: Sequence[tuple[RunConfig, MeshShape]],
-    spec: ModelSpec,
-    expert_load: float = 1.0,
+    legal: Sequence[Composition], target: Target, expert_load: float = 1.0
 ) -> Iterator[Candidate]:
     """Yields every layout on the legal meshes; `expert_load`: see `plan.make_plan`."""
-    model = Model(run, target, spec, *legal[0], expert_load=expert_load)
-    own_policy = run.remat.policy
-    for placed, shape in legal:
+    model = Model(legal[0], target, expert_load)
+    for placed in legal:
+        shape = placed.shape
+        spec = placed.spec
+        own_policy = placed.config.remat.policy
         policies = [own_policy]
         if shape.sizes["pipeline"] == 1:  # stages recompute as pipeline.remat says
             policies = list(dict.fromkeys((own_policy, *REMAT)))
@@ -243,7 +262,7 @@ def candidates(
         if math.prod(shape.sizes[axis] for axis in PARAMETER_SHARDS) > 1:
             zeros = [3, 2, 1]
         splits = (False, True) if shape.sizes["tensor"] > 1 else (False,)
-        for form in model.forms(placed, shape):
+        for form in model.forms(placed):
             parts = _parts(form, shape, max(spec.depth, 1))
             for zero, split, part, policy in product(zeros, splits, parts, policies):
                 overrides: dict[str, Any] = {
@@ -252,10 +271,10 @@ def candidates(
                 }
                 if policy != own_policy:
                     overrides["remat"] = remat.RematConfig(policy)
-                layout = compose.with_overrides(part, overrides)
-                seconds = model.estimate(layout, shape)
-                state_bytes = model.state_bytes(layout, shape)
-                yield Candidate(layout, shape, seconds, state_bytes)
+                config = compose.with_overrides(part, overrides)
+                layout = compose.compose(config, shape, spec)
+                seconds = model.estimate(layout)
+                yield Candidate(layout, target, seconds, model.state_bytes(layout))
 
 
 def _parts(run: RunConfig, shape: MeshShape, depth: int) -> Iterator[RunConfig]:
@@ -276,11 +295,3 @@ def _parts(run: RunConfig, shape: MeshShape, depth: int) -> Iterator[RunConfig]:
             if depth % (stages * chunks) == 0:
                 overrides["pipeline.chunks"] = chunks
                 yield compose.with_overrides(run, overrides)
-
-
-def accounted(one: Candidate, target: Target, spec: ModelSpec) -> Candidate:
-    """Returns the candidate with its memory: milliseconds, once a block's shapes are
-    traced.
-    """
-    rules = compose.compose(one.run, one.shape, spec).rules
-    return replace(one, components=memory.components(one.run, spec, rules, target))

@@ -15,53 +15,45 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from jaxdist.hardware.chips import Chip, chip_for, platform_of
 from jaxdist.optim import optimizers
 from jaxdist.parallel import remat
-from jaxdist.parallel.offload import HOST as OFFLOADED
-from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.pipeline.partition import Staging
-from jaxdist.parallel.sharding import Rules
-from jaxdist.planner.blocks import LANES, Block, sample_tokens, trace
-from jaxdist.planner.observed import HOST_BYTES_PER_S
+from jaxdist.planner.blocks import Block, sample_tokens, trace
+from jaxdist.planner.observed import HOST_BYTES_PER_S, LANES
+from jaxdist.planner.state import (
+    HOST_STATE,
+    Components,
+    held_state,
+    parameter_bytes,
+    shard_size,
+)
 from jaxdist.planner.targets import Target
-from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
 from jaxdist.protocols.param_names import has_experts
-from jaxdist.step.layerwise import Trained
-from jaxdist.step.update import build_update_rule
 from jaxdist.telemetry.units import GIB
-from jaxdist.trainer.compose import Composition, batch_shapes
+from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.costs import costs_of
-from jaxdist.trainer.run_config import RunConfig
 
-Components = dict[str, int]
 HOST = "host memory"  # offloaded activations: not on the device, so not in its peak
-HOST_STATE = "host memory: optimizer state"  # with the moving average
-# What a checkpoint holds.
-STATE = ("parameters", "optimizer state", "moving average", "model state", HOST_STATE)
 
 
-def components(
-    run: RunConfig, spec: ModelSpec, rules: Rules, target: Target | jax.Device
-) -> Components:
-    """Returns bytes per device at the step's peak, by component, the largest first.
+def components(composition: Composition, target: Target | jax.Device) -> Components:
+    """Counts bytes per device at the step's peak, by component, the largest first.
 
     Args:
-      spec: of the model with flat blocks, as `validation.validate_on` returns it.
       target: the device or target whose compiler's habits count.
     """
-    platform, chip = platform_of(target.platform), _chip(target)
+    platform = platform_of(target.platform)
+    chip = _chip(target)
     waits = platform == "tpu" and chip is not None and not chip.sparse_core_collectives
-    ordered = waits or rules.shape.sizes["context"] > 1
-    peak = _peak(_Step(run, spec, rules, platform, ordered=ordered))
+    ordered = waits or composition.shape.sizes["context"] > 1
+    peak = _peak(_Step(composition, platform, ordered=ordered))
     if platform == "tpu" and chip and accounted_peak(peak) > chip.capacity_bytes:
-        peak = _peak(_Step(run, spec, rules, "tpu", ordered=True, pressed=True))
+        peak = _peak(_Step(composition, "tpu", ordered=True, pressed=True))
     return dict(
         sorted(
             ((n, size) for n, size in peak.items() if size), key=lambda item: -item[1]
@@ -77,17 +69,18 @@ def accounted_peak(components: Mapping[str, int]) -> int:
 
 
 def transfer_s(bytes_on_host: int) -> float:
-    """Returns the seconds in which state crosses from the host to its device and back,
-    nothing hidden.
+    """Estimates the seconds in which state crosses from the host to its device and
+    back, nothing hidden.
     """
     return 2 * bytes_on_host / HOST_BYTES_PER_S
 
 
 def offload_lines(components: Mapping[str, int]) -> list[str]:
-    """Returns the line that says what an optimizer's state on the host costs; none
-    without one.
+    """Tells, in one line, what an optimizer's state on the host costs; in none without
+    one.
     """
-    if not (waiting := components.get(HOST_STATE, 0)):
+    waiting = components.get(HOST_STATE, 0)
+    if not waiting:
         return []
     return [
         f"offload.optimizer: {waiting / GIB:.2f} GiB a device wait on the host and cross to it and back "
@@ -96,45 +89,8 @@ def offload_lines(components: Mapping[str, int]) -> list[str]:
     ]
 
 
-def checkpoint_bytes(run: RunConfig, spec: ModelSpec) -> int:
-    """Returns the bytes of the whole state, as a checkpoint holds it."""
-    trained = sum(x.size for x in jax.tree.leaves(spec.trainable))
-    kept = trained * jnp.dtype(run.precision.params).itemsize + _whole_bytes(
-        _moments(run, spec)
-    )
-    kept += 4 * trained if run.train.ema_decay else 0
-    frozen = (
-        x.size * stored_dtype(x, run.precision.params).itemsize
-        for x in jax.tree.leaves(spec.frozen)
-    )
-    return kept + sum(frozen) + _whole_bytes(spec.model_state)
-
-
 # Kept by content: a search asks for each of them some thousand times.
-_states: dict[str, Any] = {}
 _programs: dict[tuple[str, int, int, int], tuple[int, int]] = {}
-
-
-def _moments(run: RunConfig, spec: ModelSpec) -> Any:
-    """Returns the optimizer's abstract state."""
-    stored = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, run.precision.params), spec.trainable
-    )
-    shapes = [
-        (path, x.shape, names) for path, (x, names) in spec.named_trainable().items()
-    ]
-    key = repr((run.optimizer, run.precision.params, shapes))
-    if key not in _states:
-        transform = optimizers.build_optimizer(
-            run.optimizer, _rate, spec.trainable, spec.names
-        )
-        _states[key] = jax.eval_shape(transform.init, stored)
-    return _states[key]
-
-
-def _rate(step: Any) -> jax.Array:
-    """Returns a learning rate: which one changes no shape."""
-    return jnp.float32(1)
 
 
 def _slots(cut: Staging) -> tuple[int, int]:
@@ -173,19 +129,19 @@ class _Step:
 
     def __init__(
         self,
-        run: RunConfig,
-        spec: ModelSpec,
-        rules: Rules,
+        composition: Composition,
         platform: str,
         *,
         ordered: bool = False,
         pressed: bool = False,
     ):
-        self.run, self.rules, self.platform = run, rules, platform
-        self.ordered, self.pressed = ordered, pressed
-        composition = Composition(run, rules, spec)
+        run = self.run = composition.config
+        rules = self.rules = composition.rules
+        spec = self.flat = composition.spec
+        self.platform = platform
+        self.ordered = ordered
+        self.pressed = pressed
         self.cut = composition.staging
-        self.flat = spec
         self.spec = composition.staged_spec
         self.parameters = self.spec.named_trainable()
         self.compute = jnp.dtype(run.precision.compute).itemsize
@@ -196,19 +152,15 @@ class _Step:
         inner = "full" if self.policy == "layers" else self.policy
         if self.cut and self.cut.grouped:
             inner = run.remat.policy
-        self.block = trace(run, spec, rules, inner, platform)
-        self.full = (
-            trace(run, spec, rules, "full", platform)
-            if run.remat.every > 1
-            else self.block
-        )
+        self.block = trace(composition, inner, platform)
+        self.full = self.block
+        if run.remat.every > 1:
+            self.full = trace(composition, "full", platform)
         self.last = run.remat.layers // max(spec.block_layers, 1) if spec.staged else 0
-        self.rest = (
-            trace(run, spec, rules, run.remat.others, platform)
-            if 0 < self.last < spec.depth
-            else None
-        )
-        self.tokens = sequences * sample_tokens(run, rules)
+        self.rest = None
+        if 0 < self.last < spec.depth:
+            self.rest = trace(composition, run.remat.others, platform)
+        self.tokens = sequences * sample_tokens(composition)
         self.times = self.tokens // self.block.tokens
         self.x = self.times * self.block.x
         self.x_kept = self.x // (
@@ -218,7 +170,7 @@ class _Step:
         shares = [cost.share(rules, self.compute) for cost in self.costs]
         # of other devices, in a layer
         self.keys = sequences * max((share.held for share in shares), default=0)
-        self.state = self._state()
+        self.state = held_state(composition, platform)
 
     # --- moments ----------------------------------------------------------------------
 
@@ -302,7 +254,9 @@ class _Step:
             work += self.times * block.logsumexps * LANES * 4
         elif gathered + work < 4 * sum(block.weights) + work // 2:
             # a little later there is more
-            gathered, work, unreduced = 0, work // 2, 4 * sum(block.weights)
+            gathered = 0
+            work = work // 2
+            unreduced = 4 * sum(block.weights)
         sizes["unreduced gradients"] += unreduced
         sizes["working set"] += work
         yield sizes | {"gathered weights": gathered}
@@ -418,74 +372,10 @@ class _Step:
         kept = self._kept_by(self.block, count, self.run.remat.policy)
         return sum(kept.values()) - kept.get(HOST, 0)
 
-    # --- parameters and state ---------------------------------------------------------
-
-    def _state(self) -> Components:
-        """What is there before, in and after the step; the batch goes with it."""
-        run, tree = self.run, self.spec.trainable
-        moments = _moments(run, self.spec)
-        rows = [
-            self.rules.state(names, x.shape) for x, names in self.parameters.values()
-        ]
-        specs = state_specs(
-            moments, tree, jax.tree.unflatten(jax.tree.structure(tree), rows)
-        )
-        places = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
-        pairs = zip(jax.tree.leaves(moments), places, strict=True)
-        sizes = [self._elements(x.shape, s) * x.dtype.itemsize for x, s in pairs]
-        average = [
-            4 * self._elements(x.shape, s)
-            for x, s in zip(jax.tree.leaves(tree), rows, strict=True)
-        ]
-        average = average if run.train.ema_decay else []
-        waiting = self._waiting(moments)
-        moved, moved_average = (
-            _split(sizes, waiting.moments),
-            _split(average, waiting.ema),
-        )
-        frozen = (
-            self._elements(x.shape, self.rules.stored(names, x.shape))
-            * stored_dtype(x, run.precision.params).itemsize
-            for x, names in self.spec.named_frozen().values()
-        )
-        batch = _whole_bytes(batch_shapes(run))
-        return {
-            "parameters": self._sum(self.rules.stored, self.stored) + sum(frozen),
-            "optimizer state": moved[False],
-            "moving average": moved_average[False],
-            HOST_STATE: moved[True] + moved_average[True],
-            "model state": _whole_bytes(self.spec.model_state),
-            "batch": batch // self.rules.shape.batch_shards,
-        }
-
-    def _waiting(self, moments: Any) -> Trained:
-        """Returns which moments, and which parameters' averages, wait in the host's
-        memory.
-        """
-        run, spec, tree = self.run, self.flat, self.spec.trainable
-        state = Trained(tree, moments, tree if run.train.ema_decay else None)
-        # whose devices' memory is the host's
-        if not run.offload.optimizer or self.platform == "cpu":
-            return jax.tree.map(lambda _: False, state)
-        rule = build_update_rule(
-            run.optimizer, None, spec, run.train.ema_decay, self.spec.names, OFFLOADED
-        )
-        assert rule.layerwise is not None
-        return rule.layerwise.waiting(state)
+    # --- parameters -------------------------------------------------------------------
 
     def _sum(self, rule, itemsize: int, of: str = "") -> int:
-        """Returns the bytes of all parameters whose path starts so, laid out
-        by a rule.
-        """
-        parts = (
-            self._elements(x.shape, rule(names, x.shape))
-            for path, (x, names) in self.parameters.items()
-            if path.startswith(of)
-        )
-        return itemsize * sum(parts)
-
-    def _elements(self, dims: Sequence[int], where: P) -> int:
-        return math.prod(self.rules.shard_dims(where, dims))
+        return parameter_bytes(self.spec, self.rules, rule, itemsize, of)
 
     def _head(self, *, vocabulary: bool = False, trained: bool = False) -> int:
         """Returns the elements of the (trained) output head, gathered from fsdp; or of
@@ -505,10 +395,8 @@ class _Step:
         """Returns how many devices of a sequence share out the head in the loss
         (`ops.cross_entropy`).
         """
-        parts, table = (
-            self.rules.shape.sizes["context"],
-            self._head_table(trained=False),
-        )
+        parts = self.rules.shape.sizes["context"]
+        table = self._head_table(trained=False)
         if not table or self.cut and self.rules.vocab_over_stages:
             return 1
         vocabulary = table[0][table[1].index("vocab")]
@@ -524,7 +412,7 @@ class _Step:
         """Returns the elements of the trained output head's reduced gradient."""
         table = self._head_table(trained=True)
         return (
-            self._elements(table[0], self.rules.gradient(table[1], table[0]))
+            shard_size(self.rules, self.rules.gradient(table[1], table[0]), table[0])
             if table
             else 0
         )
@@ -540,16 +428,3 @@ class _Step:
     def _gathered_once(self) -> int:
         once = self.cut is not None and self.cut.config.gather_once
         return self._sum(self.rules.computed, self.compute, "blocks") if once else 0
-
-
-def _whole_bytes(tree: Any) -> int:
-    """Returns the bytes of a tree of abstract arrays, all of it on one device."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def _split(sizes: Sequence[int], waiting: Any) -> dict[bool, int]:
-    """Returns the bytes that wait on the host (True), and those that do not."""
-    found = {True: 0, False: 0}
-    for size, waits in zip(sizes, jax.tree.leaves(waiting), strict=True):
-        found[waits] += size
-    return found

@@ -8,9 +8,9 @@ import numpy as np
 
 from jaxdist.checkpoint.interval import CHIP_HOURS_PER_FAILURE, checkpoint_interval
 from jaxdist.parallel.axes import PARAMETER_SHARDS, STATE_AXES
-from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner import formulas
 from jaxdist.planner.targets import Target
+from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.run_config import RunConfig
 
 # assumed: what one host writes to and reads from storage
@@ -50,8 +50,7 @@ class Restarts:
 
 
 def estimate(
-    run: RunConfig,
-    shape: MeshShape,
+    composition: Composition,
     target: Target,
     num_bytes: int,
     held_bytes: int,
@@ -68,8 +67,10 @@ def estimate(
       compile_s: that compiling took here; a restart compiles again, or reads the
         compilation cache.
     """
+    run = composition.config
     assumed = _configured_failures(run, assumed)
-    hosts, rate = _hosts(target), assumed.host_storage_bytes_per_s
+    hosts = _hosts(target)
+    rate = assumed.host_storage_bytes_per_s
     # Processes share the writing of what they hold alike (`OrbaxBackend`); one alone
     # writes its first copies.
     device_bytes = num_bytes // target.num_devices if hosts > 1 else held_bytes
@@ -85,7 +86,7 @@ def estimate(
     read_s = (
         min(
             num_bytes,
-            held_bytes * _parts_of_host(run, shape, target.num_devices // hosts),
+            held_bytes * _parts_of_host(composition, target.num_devices // hosts),
         )
         / rate
     )
@@ -134,15 +135,15 @@ def _hosts(target: Target) -> int:
     return -(-target.num_chips // chips) if chips else target.hosts
 
 
-def _parts_of_host(run: RunConfig, shape: MeshShape, devices: int) -> int:
+def _parts_of_host(composition: Composition, devices: int) -> int:
     """Returns how many different shards of the state are on the devices of one host,
     the first.
     """
-    places = np.unravel_index(np.arange(devices), tuple(shape.sizes.values()))
-    split = {
-        axis for axis in STATE_AXES if axis not in PARAMETER_SHARDS or run.mesh.zero
-    }
-    rows = [row for axis, row in zip(shape.sizes, places, strict=True) if axis in split]
+    sizes = composition.shape.sizes
+    zero = composition.config.mesh.zero
+    places = np.unravel_index(np.arange(devices), tuple(sizes.values()))
+    split = {axis for axis in STATE_AXES if axis not in PARAMETER_SHARDS or zero}
+    rows = [row for axis, row in zip(sizes, places, strict=True) if axis in split]
     return len(set(zip(*rows, strict=True)))
 
 
@@ -151,6 +152,9 @@ def _configured(run: RunConfig, step_s: float | None) -> float | None:
     step's time.
     """
     save = run.checkpoint
-    rules = [60 * save.every_minutes] * (save.every_minutes > 0)
-    rules += [save.every_steps * step_s] if save.every_steps and step_s else []
+    rules = list[float]()
+    if save.every_minutes > 0:
+        rules.append(60 * save.every_minutes)
+    if save.every_steps and step_s:
+        rules.append(save.every_steps * step_s)
     return min(rules, default=None)

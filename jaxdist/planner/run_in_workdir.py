@@ -3,17 +3,58 @@ hardware it runs on.
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxdist.config import ConfigError, schema
+from jaxdist.distributed import initialize
 from jaxdist.hardware import chips
 from jaxdist.parallel.axes import AXES
+from jaxdist.planner import targets
+from jaxdist.planner.targets import Target
 from jaxdist.storage import untrusted
 from jaxdist.trainer import reproduce, workdir
 from jaxdist.trainer.run_config import RunConfig, from_config
 from jaxdist.trainer.run_layout import layout_of_run
+
+
+def as_it_runs(
+    run: RunConfig, config: str, folder: Path | None, on: str | None
+) -> tuple[RunConfig, Target]:
+    """Returns the run and its hardware; of a workdir's own run those of its
+    last start.
+
+    Args:
+      config: the name or file that the run's config is from.
+      folder: the workdir, if there is one.
+      on: the target's text; None: what the run was on, or else this machine.
+    """
+    info: Mapping[str, Any] = {}
+    if folder is not None and Path(config) == folder / workdir.CONFIG:
+        info = read_info(folder)
+    if folder is None or not info:
+        return run, _target(on or "here")
+    target = _target(on or target_text(folder, info))
+    if target.num_devices == info.get("num_devices"):
+        run = with_layout(run, folder, info)
+    return run, target
+
+
+def _target(text: str) -> Target:
+    if text.partition("@")[0].strip().lower() == "here":
+        initialize.skip_absent_tpu(os.environ)
+        return targets.parse(text, jax.devices())
+    leave_accelerators_alone()
+    return targets.parse(text)
+
+
+def leave_accelerators_alone() -> None:
+    """Keeps this process from opening this machine's accelerators."""
+    jax.config.update("jax_platforms", "cpu")
 
 
 def read_info(folder: Path) -> dict[str, Any]:
@@ -38,12 +79,11 @@ def target_text(folder: Path, info: Mapping[str, Any]) -> str:
     Raises:
       ConfigError: it names none; the text says why.
     """
-    kind, count = info.get("device_kind"), info.get("num_devices")
+    kind = info.get("device_kind")
+    count = info.get("num_devices")
     platform = chips.platform_of(str(info.get("platform")))
-    chip, cure = (
-        chips.chip_for(kind) if isinstance(kind, str) else None,
-        "name the hardware with --on",
-    )
+    chip = chips.chip_for(kind) if isinstance(kind, str) else None
+    cure = "name the hardware with --on"
     if type(count) is not int or not 0 < count < 2**20:
         raise ConfigError(
             f"{folder / workdir.RUN} does not say how many devices the run has; {cure}"

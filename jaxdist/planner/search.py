@@ -5,12 +5,10 @@ Arithmetic orders the layouts and rules out what cannot fit; what is called the 
 compiled.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
@@ -22,19 +20,12 @@ from rich.text import Text
 from jaxdist.planner import layouts
 from jaxdist.planner.arithmetic import EXPERT
 from jaxdist.planner.compiler import CompileOptions
+from jaxdist.planner.document import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan
 from jaxdist.planner.layouts import Candidate
-from jaxdist.planner.observed import freely_used
-from jaxdist.planner.plan import (
-    CANNOT_TELL,
-    DOES_NOT_FIT,
-    FITS,
-    Plan,
-    capacity,
-    make_plan,
-)
-from jaxdist.planner.show import new_table
+from jaxdist.planner.plan import make_plan
+from jaxdist.planner.show import new_table, print_lines
 from jaxdist.planner.targets import Target
-from jaxdist.protocols.model_spec import ModelSpec
+from jaxdist.planner.trials import Compiled, compile_in_turn
 from jaxdist.telemetry.units import GIB, gib_text, time_text
 from jaxdist.trainer.run_config import RunConfig
 
@@ -45,56 +36,6 @@ MAX_OF_LEADING_AXES = 2
 MAX_FITTING_OF_AXES = 24  # of each set of axes that fit, by arithmetic
 # times the fastest that fits: what arithmetic says is slower is not looked at further
 MAX_SLOWDOWN = 1.5
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A candidate and its plan."""
-
-    layout: Candidate
-    plan: Plan
-
-    @property
-    def seconds(self) -> float:
-        """What it is ranked by: the estimated step, or its busiest link if that takes
-        longer.
-
-        The estimate of a TPU step takes asynchronous communication for hidden.
-        """
-        if self.plan.time.step_s is None:
-            return self.layout.estimate.step_s
-        busy: defaultdict[str, float] = defaultdict(float)
-        for one in self.plan.collectives:
-            busy[one.link.name if one.link else ""] += one.step_s
-        return max(self.plan.time.step_s, *busy.values(), 0.0)
-
-    def why(self, best: Compiled) -> str:
-        """Returns why it is not the best."""
-        plan = self.plan
-        if plan.fits is None or not best.plan.fits:
-            return plan.exit_reason.partition("\n")[0]
-        if not plan.fits:
-            over = (plan.peak_bytes or 0) - (plan.capacity_bytes or 0)
-            return f"does not fit: {gib_text(over)} too much"
-        if self is best:
-            return "the best"
-        ratio = self.seconds / best.seconds
-        text = f"x {ratio:.2f}"
-        if plan.time.waterfall and best.plan.time.waterfall:
-            more = {
-                name: s - best.plan.time.waterfall[name]
-                for name, s in plan.time.waterfall.items()
-            }
-            name = (max if ratio >= 1 else min)(more, key=more.__getitem__)
-            text += (
-                f": {'-' if more[name] < 0 else '+'}{time_text(abs(more[name]))} {name}"
-            )
-        if ratio > 1 + TIE or (
-            ratio > 1 + VARIANT_TIE and self.layout.shape == best.layout.shape
-        ):
-            return text
-        simpler = self.layout.complexity > best.layout.complexity
-        return f"a tie ({text}), but {'more to set' if simpler else 'no smaller'}"
 
 
 @dataclass(frozen=True)
@@ -134,32 +75,37 @@ class Ranking:
             "exit_code": self.exit_code,
             "winner": best and best.to_json(),
             "overrides": self.compiled[0].layout.overrides(self.run) if best else [],
-            "ranking": [self._row(one.layout, one) for one in self.compiled],
+            "ranking": [self._compiled_row(one) for one in self.compiled],
             "not_compiled": [self._row(one) | {"why": why} for one, why in self.others],
             **self.summary,
         }
 
-    def _row(self, one: Candidate, compiled: Compiled | None = None) -> dict[str, Any]:
-        sums = {"step_s": one.estimate.step_s, "bound_s": one.estimate.bound_s}
-        guess = sums | {"peak_bytes": one.accounted_bytes} | asdict(one.estimate)
-        row: dict[str, Any] = {
+    def _row(self, one: Candidate) -> dict[str, Any]:
+        guess = {
+            "step_s": one.estimate.step_s,
+            "bound_s": one.estimate.bound_s,
+            "peak_bytes": one.accounted_bytes,
+        }
+        return {
             "layout": one.text,
             "overrides": one.overrides(self.run),
-            "arithmetic": guess,
+            "arithmetic": guess | asdict(one.estimate),
         }
-        if compiled is None:
-            return row
-        plan, rates = (
-            compiled.plan,
-            ("band_s", "waterfall", "mfu_causal", "tokens_per_s_per_chip"),
-        )
-        row |= {name: getattr(plan.time, name) for name in rates}
-        row |= {
-            name: getattr(plan, name)
-            for name in ("fits", "peak_bytes", "capacity_bytes")
+
+    def _compiled_row(self, one: Compiled) -> dict[str, Any]:
+        plan = one.plan
+        return self._row(one.layout) | {
+            "band_s": plan.time.band_s,
+            "waterfall": plan.time.waterfall,
+            "mfu_causal": plan.time.mfu_causal,
+            "tokens_per_s_per_chip": plan.time.tokens_per_s_per_chip,
+            "fits": plan.fits,
+            "peak_bytes": plan.peak_bytes,
+            "capacity_bytes": plan.capacity_bytes,
+            "step_s": one.seconds,
+            "why": why_not_best(one, self.compiled[0]),
+            "compile_cpu_s": plan.compiled and plan.compiled.cpu_seconds,
         }
-        row |= {"step_s": compiled.seconds, "why": compiled.why(self.compiled[0])}
-        return row | {"compile_cpu_s": plan.compiled and plan.compiled.cpu_seconds}
 
 
 def search(
@@ -184,18 +130,26 @@ def search(
       ConfigError: no layout is legal.
       MissingExtra: the target's compiler is not installed.
     """
-    began, cpu = time.monotonic(), _cpu_seconds()
-    meshes, illegal, spec = layouts.legal_meshes(run, target)
-    candidates = list(layouts.candidates(run, target, meshes, spec, expert_load))
-    fitting, counts = _select_fitting(candidates, target, spec)
+    began = time.monotonic()
+    cpu = _cpu_seconds()
+    meshes, illegal = layouts.legal_meshes(run, target)
+    candidates = list(layouts.candidates(meshes, target, expert_load))
+    fitting, counts = _select_fitting(candidates, target)
     say("; ".join(f"{n} {name}" for name, n in counts.items()))
-    compiler = _Compiler(
-        target, options or CompileOptions(), began + 60 * minutes, say, expert_load
+    finals = _Finals(
+        fitting,
+        target,
+        options or CompileOptions(),
+        finalists=finalists,
+        ends=began + 60 * minutes,
+        expert_load=expert_load,
+        say=say,
     )
-    stopped = compiler.compile_best(fitting, finalists)
-    if compiler.has_time() and (other := _other_kind(fitting, compiler.done)):
-        compiler.compile(other)
-    ranked = _ranked(compiler.done)
+    done = compile_in_turn(finals.choose, finals.compile)
+    other = _other_kind(fitting, done)
+    if other and finals.has_time():
+        done.append(finals.compile(other))
+    ranked = _ranked(done)
     tried = {id(one.layout) for one in ranked}
     others = [
         (one, _why_not_compiled(one, ranked)) for one in fitting if id(one) not in tried
@@ -203,7 +157,7 @@ def search(
     summary = {
         "counts": counts,
         "illegal": illegal,
-        "stopped": stopped,
+        "stopped": finals.stopped,
         "seconds": time.monotonic() - began,
         "cpu_seconds": _cpu_seconds() - cpu,
     }
@@ -229,13 +183,13 @@ def _cpu_seconds() -> float:
 
 
 def _select_fitting(
-    candidates: Sequence[Candidate], target: Target, spec: ModelSpec
+    candidates: Sequence[Candidate], target: Target
 ) -> tuple[list[Candidate], dict]:
     """Returns the candidates that fit by arithmetic, the fastest first, and counts.
 
     If none does: the two that come nearest.
     """
-    most = freely_used(target, capacity(target) or math.inf)
+    most = target.freely_used(target.usable_bytes or math.inf)
     fitting = list[Candidate]()
     larger = late = passed = 0
     kinds = Counter[tuple[str, ...]]()
@@ -249,7 +203,6 @@ def _select_fitting(
         if kinds[one.axes] == MAX_FITTING_OF_AXES:
             passed += 1
             continue
-        one = layouts.accounted(one, target, spec)
         if one.accounted_bytes > most:
             larger += 1
         else:
@@ -265,11 +218,7 @@ def _select_fitting(
     }
     if not fitting:
         least = min(one.state_bytes for one in candidates)
-        near = (
-            layouts.accounted(one, target, spec)
-            for one in candidates
-            if one.state_bytes <= 1.1 * least
-        )
+        near = (one for one in candidates if one.state_bytes <= 1.1 * least)
         fitting = sorted(near, key=attrgetter("accounted_bytes"))[:2]
     return fitting, counts
 
@@ -278,93 +227,106 @@ def _by_arithmetic(one: Candidate) -> tuple:
     return one.estimate.step_s, one.complexity, one.state_bytes
 
 
-class _Compiler:
+class _Finals:
     """Compiles candidates until time, number or hope is used up."""
 
     def __init__(
         self,
+        fitting: Sequence[Candidate],
         target: Target,
         options: CompileOptions,
+        *,
+        finalists: int,
         ends: float,
+        expert_load: float,
         say: Callable[[str], None],
-        load: float,
     ):
+        self.fitting = fitting
         self.target = target
         self.options = options
+        self.finalists = finalists
         self.ends = ends
+        self.expert_load = expert_load
         self.say = say
-        self.load = load
-        self.done: list[Compiled] = []
+        self.stopped = ""  # why no more are compiled
         self.longest = 0.0
 
     def has_time(self) -> bool:
+        """Says whether another may be compiled before the end."""
         return time.monotonic() + self.longest < self.ends
 
-    def compile_best(self, fitting: Sequence[Candidate], finalists: int) -> str:
-        """Compiles the most promising candidates, few of a kind; returns why it
-        stopped.
-        """
-        while len(self.done) < finalists:
-            tried = [one.layout for one in self.done]
-            fits = sorted(
-                (one for one in self.done if one.plan.fits), key=attrgetter("seconds")
-            )
-            fastest = fits[0].seconds if fits else math.inf
-            cost: dict[str, float] = {}
-            # what a policy really costs shows on the best layout that has it
-            for one in fits:
-                policy, ratio = (
-                    one.layout.run.remat.policy,
-                    one.seconds / one.layout.estimate.step_s,
-                )
-                cost[policy] = min(ratio, cost.get(policy, math.inf))
-            usual = min(cost.values(), default=1.0)
-            kinds = Counter(one.layout.axes for one in fits)
-            refused = (
-                one.layout.accounted_bytes
-                for one in self.done
-                if one.plan.fits is False
-            )
-            most = min(refused, default=math.inf)
-            faster = [
-                one
-                for one in fitting
-                if one not in tried and one.estimate.bound_s < fastest
-            ]
-            hopeful = [one for one in faster if one.accounted_bytes < most]
-            most_alike = {fits[0].layout.axes: MAX_OF_LEADING_AXES} if fits else {}
-            fresh = [
-                one for one in hopeful if kinds[one.axes] < most_alike.get(one.axes, 1)
-            ]
-            if not fresh:
-                return (
-                    "each set of axes was tried"
-                    if hopeful
-                    else "nothing else can be faster"
-                )
-            if not self.has_time():
-                return "the time was up"
-            self.compile(
-                min(
-                    fresh,
-                    key=lambda c: (
-                        cost.get(c.run.remat.policy, usual) * c.estimate.step_s
-                    ),
-                )
-            )
-        return f"{finalists} were compiled"
+    def choose(self, done: Sequence[Compiled]) -> Candidate | None:
+        """Chooses the most promising candidate, few of a kind; or sets `stopped`."""
+        if len(done) >= self.finalists:
+            self.stopped = f"{self.finalists} were compiled"
+            return None
+        hopeful = self._hopeful(done)
+        fits = _fitting(done)
+        most_alike = {fits[0].layout.axes: MAX_OF_LEADING_AXES} if fits else {}
+        kinds = Counter(one.layout.axes for one in fits)
+        fresh = [
+            one for one in hopeful if kinds[one.axes] < most_alike.get(one.axes, 1)
+        ]
+        if not hopeful:
+            self.stopped = "nothing else can be faster"
+        elif not fresh:
+            self.stopped = "each set of axes was tried"
+        elif not self.has_time():
+            self.stopped = "the time was up"
+        else:
+            return min(fresh, key=_expected(fits))
+        return None
 
-    def compile(self, one: Candidate) -> None:
+    def _hopeful(self, done: Sequence[Compiled]) -> list[Candidate]:
+        """Lists what may be faster than what fits, and is smaller than what does
+        not.
+        """
+        tried = [one.layout for one in done]
+        fastest = min((one.seconds for one in done if one.fits), default=math.inf)
+        refused = (one.layout.accounted_bytes for one in done if one.fits is False)
+        most = min(refused, default=math.inf)
+        return [
+            one
+            for one in self.fitting
+            if one not in tried
+            and one.estimate.bound_s < fastest
+            and one.accounted_bytes < most
+        ]
+
+    def compile(self, one: Candidate) -> Compiled:
+        """Compiles a candidate, for as long as there is time."""
         began = time.monotonic()
         self.say(
             f"compiling {one.text}: by arithmetic {time_text(one.estimate.step_s)}"
         )
         cap = min(self.options.timeout_s, max(self.ends - began, 60.0))
         options = replace(self.options, timeout_s=cap)
-        plan = make_plan(one.run, self.target, options=options, expert_load=self.load)
+        plan = make_plan(
+            one.run, self.target, options=options, expert_load=self.expert_load
+        )
         self.longest = max(self.longest, time.monotonic() - began)
-        self.done.append(Compiled(one, plan))
-        self.say(f"  {plan.exit_reason}; {time_text(self.done[-1].seconds)}")
+        compiled = Compiled(one, plan)
+        self.say(f"  {plan.exit_reason}; {time_text(compiled.seconds)}")
+        return compiled
+
+
+def _fitting(done: Sequence[Compiled]) -> list[Compiled]:
+    """Lists what fits, the fastest first."""
+    return sorted((one for one in done if one.fits), key=attrgetter("seconds"))
+
+
+def _expected(fits: Sequence[Compiled]) -> Callable[[Candidate], float]:
+    """Corrects estimates of steps by what the compiler said of their remat policies.
+
+    What a policy really costs shows on the best layout that has it.
+    """
+    cost: dict[str, float] = {}
+    for one in fits:
+        policy = one.layout.run.remat.policy
+        ratio = one.seconds / one.layout.estimate.step_s
+        cost[policy] = min(ratio, cost.get(policy, math.inf))
+    usual = min(cost.values(), default=1.0)
+    return lambda one: cost.get(one.run.remat.policy, usual) * one.estimate.step_s
 
 
 def _ranked(done: Sequence[Compiled]) -> list[Compiled]:
@@ -374,9 +336,9 @@ def _ranked(done: Sequence[Compiled]) -> list[Compiled]:
     Among ties the one with least to set wins; among its like the fastest, or the
     smallest of equals.
     """
-    fits = sorted((one for one in done if one.plan.fits), key=attrgetter("seconds"))
-    rest = [one for one in done if not one.plan.fits]
-    rest.sort(key=lambda one: (one.plan.fits is None, one.plan.peak_bytes or 0))
+    fits = _fitting(done)
+    rest = [one for one in done if not one.fits]
+    rest.sort(key=lambda one: (one.fits is None, one.plan.peak_bytes or 0))
     if fits:
         ties = [one for one in fits if one.seconds <= (1 + TIE) * fits[0].seconds]
         least = min(one.layout.complexity for one in ties)
@@ -391,16 +353,43 @@ def _ranked(done: Sequence[Compiled]) -> list[Compiled]:
     return [*fits, *rest]
 
 
+def _is_tie(one: Compiled, best: Compiled) -> bool:
+    alike = one.layout.shape == best.layout.shape
+    return one.seconds / best.seconds <= 1 + (VARIANT_TIE if alike else TIE)
+
+
+def why_not_best(one: Compiled, best: Compiled) -> str:
+    """Says why it is not the best."""
+    plan = one.plan
+    if plan.fits is None or not best.plan.fits:
+        return plan.exit_reason.partition("\n")[0]
+    if not plan.fits:
+        over = (plan.peak_bytes or 0) - (plan.capacity_bytes or 0)
+        return f"does not fit: {gib_text(over)} too much"
+    if one is best:
+        return "the best"
+    ratio = one.seconds / best.seconds
+    text = f"x {ratio:.2f}"
+    parts = best.plan.time.waterfall
+    if plan.time.waterfall and parts:
+        more = {name: s - parts[name] for name, s in plan.time.waterfall.items()}
+        name = (max if ratio >= 1 else min)(more, key=more.__getitem__)
+        sign = "-" if more[name] < 0 else "+"
+        text += f": {sign}{time_text(abs(more[name]))} {name}"
+    if not _is_tie(one, best):
+        return text
+    simpler = one.layout.complexity > best.layout.complexity
+    return f"a tie ({text}), but {'more to set' if simpler else 'no smaller'}"
+
+
 def _why_not_compiled(one: Candidate, ranked: Sequence[Compiled]) -> str:
-    fits = [other.seconds for other in ranked if other.plan.fits]
+    fits = [other.seconds for other in ranked if other.fits]
     if fits and one.estimate.bound_s >= min(fits):
         return "cannot be faster"
     alike = sum(other.layout.axes == one.axes for other in ranked)
-    return (
-        f"{alike} on these axes were compiled"
-        if alike >= MAX_OF_LEADING_AXES
-        else "less promising"
-    )
+    if alike >= MAX_OF_LEADING_AXES:
+        return f"{alike} on these axes were compiled"
+    return "less promising"
 
 
 def show(
@@ -411,13 +400,13 @@ def show(
     """
     table = new_table("", "layout", ">step", ">peak GiB", ">arithmetic", ">GiB", "why")
     for place, row in enumerate([*ranking["ranking"], *ranking["not_compiled"][:5]], 1):
-        guess, measured, style = row["arithmetic"], ("-", row["layout"], "", ""), "dim"
+        guess = row["arithmetic"]
+        measured = ("-", row["layout"], "", "")
+        style = "dim"
         if "fits" in row:  # compiled
             size = f"{(row['peak_bytes'] or 0) / GIB:.1f}"
-            measured, style = (
-                (str(place), row["layout"], time_text(row["step_s"]), size),
-                "",
-            )
+            measured = (str(place), row["layout"], time_text(row["step_s"]), size)
+            style = ""
         expected = time_text(guess["step_s"]), f"{guess['peak_bytes'] / GIB:.1f}"
         table.add_row(*measured, *expected, Text(row["why"]), style=style)
     console.print(table, highlight=False)
@@ -437,5 +426,4 @@ def show(
         ),
         verdict,
     ]
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    print_lines(console, lines)

@@ -43,6 +43,12 @@ def show(plan: Json, console: Console) -> None:
         console.print(part, highlight=False, soft_wrap=isinstance(part, Text))
 
 
+def print_lines(console: Console, lines: Iterable[str]) -> None:
+    """Prints lines as they are, however long."""
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 def as_text(plan: Json) -> str:
     """Returns the plan without colour."""
     console = Console(width=120, color_system=None)
@@ -106,7 +112,8 @@ def _layout(plan: Json) -> Iterator[RenderableType]:
     """Yields the mesh as nested groups, outermost first, each with the link that it
     talks over.
     """
-    layout, hardware = plan["layout"], plan["hardware"]
+    layout = plan["layout"]
+    hardware = plan["hardware"]
     yield Text(_machines(hardware))
     left = hardware["num_devices"]
     tree = new_table("", ">", "", headed=False)
@@ -117,7 +124,8 @@ def _layout(plan: Json) -> Iterator[RenderableType]:
         tree.add_row(f"{'   ' * depth}└─ {axis} {size}", members, _speed(link))
     if tree.row_count:
         yield tree
-    batch, length = layout["global_size"], layout["sequence_length"]
+    batch = layout["global_size"]
+    length = layout["sequence_length"]
     remat = f"remat {layout['remat']}" + (
         f", zero {layout['zero']}" if layout["mesh"]["fsdp"] > 1 else ""
     )
@@ -136,7 +144,8 @@ def _speed(link: Json) -> str:
     """Returns a link's name with the measured rate and latency of each kind, or else
     the datasheet's rate.
     """
-    name, rate = link["name"], link["bytes_per_s"]
+    name = link["name"]
+    rate = link["bytes_per_s"]
     datasheet = f"{rate / 1e9:.0f} GB/s each way" if rate else ""
     if not (measured := link["calibrated"]):
         return ", ".join(filter(None, (name, datasheet)))
@@ -144,10 +153,10 @@ def _speed(link: Json) -> str:
         f"{kind} {time_text(one['alpha_s'])} + {one['bytes_per_s'] / 1e9:.4g} GB/s"
         for kind, one in measured.items()
     )
-    return (
-        f"{name}, calibrated: {', '.join(kinds)}"
-        + f" (datasheet: {datasheet})" * bool(datasheet)
-    )
+    text = f"{name}, calibrated: {', '.join(kinds)}"
+    if datasheet:
+        text += f" (datasheet: {datasheet})"
+    return text
 
 
 def _machines(hardware: Json) -> str:
@@ -169,11 +178,9 @@ def _machines(hardware: Json) -> str:
 
 def _memory(memory: Json) -> Iterator[RenderableType]:
     """Yields our accounting with bars, then the compiler's numbers beside its sum."""
-    summed, peak, capacity = (
-        memory["accounted_bytes"],
-        memory["peak_bytes"],
-        memory["capacity_bytes"],
-    )
+    summed = memory["accounted_bytes"]
+    peak = memory["peak_bytes"]
+    capacity = memory["capacity_bytes"]
     table = new_table("by arithmetic, before compiling", ">GiB", ">share", "")
     for name, size in memory["components"].items():
         table.add_row(
@@ -338,7 +345,8 @@ def _time(plan: Json) -> Iterator[RenderableType]:
         known += f", of {time['peak_flops_per_s'] / 1e12:.4g} TFLOP/s a device ({time['peak_dtype']})"
     known = known or f"MFU unknown: no peak of {time['peak_dtype']} is published"
     unit = plan["layout"]["unit"]
-    known += " (of active parameters)" * bool(plan["experts"])
+    if plan["experts"]:
+        known += " (of active parameters)"
     yield Text(
         f"{known}; {count_text(time['tokens_per_s_per_chip'], 4)} {unit}/s a chip"
     )
@@ -356,14 +364,10 @@ def _time(plan: Json) -> Iterator[RenderableType]:
 
 def _restarts(restarts: Json) -> Iterator[RenderableType]:
     """Yields a checkpoint's size, how often to save, and what a failure costs."""
-    size, share = (
-        gib_text(restarts["checkpoint_bytes"]),
-        gib_text(restarts["device_bytes"]),
-    )
-    pause, written = (
-        time_text(restarts["blocking_s"]),
-        duration_text(restarts["write_s"]),
-    )
+    size = gib_text(restarts["checkpoint_bytes"])
+    share = gib_text(restarts["device_bytes"])
+    pause = time_text(restarts["blocking_s"])
+    written = duration_text(restarts["write_s"])
     yield Text(f"a checkpoint has {size}, {share} of it from a device")
     pause = (
         pause
@@ -382,10 +386,8 @@ def _restarts(restarts: Json) -> Iterator[RenderableType]:
         f"a failure every {_span(restarts['mtbf_s'])} on average; to read and compile again takes {again}"
     )
     assumed = restarts["assumed"]
-    hours, rate = (
-        count_text(assumed["chip_hours_per_failure"]),
-        assumed["host_storage_bytes_per_s"] / 1e9,
-    )
+    hours = count_text(assumed["chip_hours_per_failure"])
+    rate = assumed["host_storage_bytes_per_s"] / 1e9
     text = f"assumed: one failure in {hours} chip hours (--chip-hours-per-failure), "
     yield Text(
         f"{text}{rate:g} GB/s between a host and storage (--host-storage)", style="dim"

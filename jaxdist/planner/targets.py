@@ -10,6 +10,7 @@ compiler also makes ones that do not exist. `devices` belongs in a child process
 import functools
 import importlib.util
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,12 @@ from jaxdist.hardware import chips as hardware
 from jaxdist.parallel import mesh
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner.gpu_descriptions import gpu_description
+from jaxdist.planner.observed import (
+    ONE_DEVICE_PER_CHIP,
+    SLICE_ID,
+    TABLE,
+    Observed,
+)
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.trainer import validation
 from jaxdist.trainer.compose import Composition
@@ -37,8 +44,6 @@ _NAMED_BY_CORES = ("v4", "v5p")
 # ICI links' worth between the two devices of a 7x chip; Google Cloud documentation,
 # TPU7x
 _DIE_TO_DIE = 6
-# with several slices libtpu numbers device i of slice s (s + 1) * 100,000 + i
-_SLICE_ID = 100_000
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,41 @@ class Target:
         return f"{self.family}:{_by(sizes)}{at}{network}"
 
     @property
+    def observed(self) -> Observed:
+        """What was seen of the chip and its compiler."""
+        return TABLE["gpu" if self.platform == "gpu" else self.family]
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """The bytes that a step may use on a device; None where that is not known.
+
+        A TPU compiler's own limit; of a GPU's memory a share; of this machine's memory
+        for emulated CPU devices an equal part each.
+        """
+        if self.platform == "cpu":
+            pages = os.sysconf("SC_PHYS_PAGES")
+            return pages * os.sysconf("SC_PAGE_SIZE") // self.num_devices
+        if self.chip is None:
+            return None
+        return int(self.chip.capacity_bytes * self.observed.usable)
+
+    def freely_used(self, most: float) -> float:
+        """Returns the bytes of a device below which XLA computes nothing again, at most
+        `most`.
+        """
+        share = self.observed.used_freely
+        if share is None or self.chip is None:
+            return most
+        return min(most, share * self.chip.hbm_bytes)
+
+    def products_peak(self, dtype: str) -> float | None:
+        """Returns the FLOP/s that products can reach; None where none is published."""
+        if self.chip is None:
+            return None
+        # TPU matrix units round float32 to bfloat16.
+        return self.chip.peak(dtype) or self.chip.peak("bfloat16")
+
+    @property
     def compiler(self) -> str:
         """The platform as XLA's compilers call it."""
         return "cuda" if self.platform == "gpu" else self.platform
@@ -117,7 +157,7 @@ class Target:
         places = np.ndindex(self.num_slices, self.num_devices // self.num_slices)
         return [
             SimpleNamespace(
-                id=local if self.num_slices == 1 else (index + 1) * _SLICE_ID + local,
+                id=local if self.num_slices == 1 else (index + 1) * SLICE_ID + local,
                 platform=self.platform,
                 device_kind=self.chip.device_kinds[0] if self.chip else "cpu",
                 coords=(*_coords(local // per_chip, self.shape), 0)[:3],
@@ -139,7 +179,7 @@ class Target:
         speed = self.chip.link_bytes_per_s * (
             1 if gpu else self._ici_links(device_ids, self.chip.devices_per_chip)
         )
-        places = Counter(i // (self.shape[1] if gpu else _SLICE_ID) for i in device_ids)
+        places = Counter(i // (self.shape[1] if gpu else SLICE_ID) for i in device_ids)
         if len(places) == 1:
             return Link(
                 self.chip.link, speed, 1.0 if gpu else self._all_to_all(device_ids)
@@ -165,7 +205,7 @@ class Target:
         """
         per_chip = self.num_devices // self.num_chips
         coords = np.array(
-            [_coords(i % _SLICE_ID // per_chip, self.shape) for i in device_ids]
+            [_coords(i % SLICE_ID // per_chip, self.shape) for i in device_ids]
         )
         for dim, length in enumerate(self.shape):
             places = np.unique(coords[:, dim])
@@ -181,7 +221,8 @@ class Target:
         so the dim with the most of them a link takes longest (Austin et al. 2025, How
         to Scale Your Model: rings).
         """
-        dims, others = list(self._ici_dims(device_ids)), 1 - 1 / len(device_ids)
+        dims = list(self._ici_dims(device_ids))
+        others = 1 - 1 / len(device_ids)
         if not dims:
             return 1.0
         hops = (
@@ -289,10 +330,8 @@ def _behind(target: Target, network: str, text: str) -> Target:
             * {"M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
             / (1 if match[3] == "B" else 8)
         )
-        known, network = (
-            hardware.Network("network", rate, "the command line"),
-            f"{rate / 1e9:.6g}GB/s",
-        )
+        known = hardware.Network("network", rate, "the command line")
+        network = f"{rate / 1e9:.6g}GB/s"
     if known is None or not 0 < known.bytes_per_s < math.inf:
         legal = f"what each chip sends to other hosts, as 25GB/s or 200Gbit/s, or one of {_network_names()}"
         raise ConfigError(
@@ -316,7 +355,8 @@ def _meant(text: str) -> str:
     )
     if not match:
         return ""
-    family, number = match["family"] or match["of"], int(match["n"] or match["number"])
+    family = match["family"] or match["of"]
+    number = int(match["n"] or match["number"])
     chip = hardware.FAMILIES.get(hardware.FAMILY_ALIASES.get(family, family))
     if chip is None or number < 1:
         return ""
@@ -383,16 +423,15 @@ def _by(shape: Sequence[int]) -> str:
 
 
 def _tpu(chip: hardware.Chip, shape: tuple[int, ...]) -> Target | None:
-    rank, slices = chip.torus_dims, 1
+    rank = chip.torus_dims
+    slices = 1
     if len(shape) == rank + 1:
         *dims, slices = shape
         shape = tuple(dims)
     if slices < 1 or not chip.legal_slice(shape):
         return None
-    chips, hosts = (
-        slices * math.prod(shape),
-        slices * -(-math.prod(shape) // chip.chips_per_host),
-    )
+    chips = slices * math.prod(shape)
+    hosts = slices * -(-math.prod(shape) // chip.chips_per_host)
     text = f"{chip.family}:{_by(shape)}" + (f"x{slices}" if slices > 1 else "")
     devices = chips * chip.devices_per_chip
     return Target(
@@ -470,8 +509,8 @@ def topology_options(target: Target) -> dict[str, Any]:
         }
         if target.num_slices > 1:
             options["num_slices"] = target.num_slices
-        if target.chip.family == "v4":
-            options["chip_config_name"] = "megacore"  # else two devices per chip
+        if config := ONE_DEVICE_PER_CHIP.get(target.chip.family):
+            options["chip_config_name"] = config
         if math.prod(target.shape) == 1:
             options["chips_per_host_bounds"] = (1, 1, 1)
         return options

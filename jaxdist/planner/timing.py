@@ -16,11 +16,13 @@ from itertools import accumulate
 
 from jaxdist.ops.experts.costs import rounds
 from jaxdist.parallel.precision import UNITS
+from jaxdist.planner import observed
 from jaxdist.planner.communication import Collective
-from jaxdist.planner.observed import GROUPED_PRODUCT, attention_share, observed
+from jaxdist.planner.observed import GROUPED_PRODUCT
 from jaxdist.planner.targets import Target
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.flops import hlo_flops, instruction_flops
+from jaxdist.telemetry.units import percent_text
 
 _ROUNDING = 1e-9  # of a sum of seconds: less is no time
 WIDENED = 0.05  # the printed band is wider than low to high by this, on both sides
@@ -30,23 +32,13 @@ def _seconds(target: Target, kernel: "Kernel", peak: float) -> float:
     """Returns the seconds of one call of a kernel."""
     assert target.chip is not None
     if kernel.bytes:
-        return kernel.bytes / target.chip.hbm_bytes_per_s / observed(target).stream
+        return kernel.bytes / target.chip.hbm_bytes_per_s / target.observed.stream
     share = (
         GROUPED_PRODUCT
         if kernel.role == _EXPERTS
-        else attention_share(target, kernel.width)
+        else target.observed.attention_share(kernel.width)
     )
     return kernel.flops / peak / share
-
-
-def products_peak(target: Target, compute: str) -> float | None:
-    """Returns the FLOP/s that products can reach; None where none is published."""
-    # TPU matrix units round float32 to bfloat16.
-    return (
-        (target.chip.peak(compute) or target.chip.peak("bfloat16"))
-        if target.chip
-        else None
-    )
 
 
 _MUCH = 0.05  # of a step, from which on it is said
@@ -118,6 +110,7 @@ def estimate(
     compute: str = "bfloat16",
     peak: str = "",
     bubble: float = 0.0,
+    expert_load: float = 1.0,
 ) -> Time:
     """Returns the time of a scheduled program.
 
@@ -132,16 +125,15 @@ def estimate(
         `peak`.
       bubble: idle share of a pipeline's time, which its ticks, loops of the program,
         already contain.
+      expert_load: that the program's loops were given (`with_load`).
     """
     rated = target.chip.peak(peak or compute) if target.chip else None
     if not (costs := _costs(module, kernels, target, compute)):
         return Time(f"unknown: no speed is published of {target.text}")
     if not costs[0].compute_s:
         return Time("unknown: this compiler says nothing of its cycles")
-    kernels_s, middle = (
-        costs[0].kernels_s,
-        sum(cost.compute_s for cost in costs) / len(costs),
-    )
+    kernels_s = costs[0].kernels_s
+    middle = sum(cost.compute_s for cost in costs) / len(costs)
     sync = math.fsum(one.step_s for one in collectives if not one.asynchronous)
     wire = math.fsum(one.step_s for one in collectives if one.asynchronous)
     hidden = math.fsum(one.hidden_s for one in collectives)
@@ -159,7 +151,7 @@ def estimate(
     )
     between = "; nothing was compared between slices" if target.num_slices > 1 else ""
     return Time(
-        sure=observed(target).sure + between,
+        sure=target.observed.sure + between,
         step_s=step,
         low_s=costs[0].compute_s - costs[0].doubtful_s + sum(kernels_s.values()),
         high_s=costs[-1].compute_s + sum(kernels_s.values()) + sync + wire,
@@ -175,7 +167,7 @@ def estimate(
         hidden_s=hidden,
         uncovered_s=wire - hidden,
         notes=(
-            *_notes(module, kernels, collectives),
+            *_notes(module, kernels, collectives, even=rounds(expert_load) == 1),
             *_doubts(costs[0].doubtful_s, step),
         ),
     )
@@ -187,7 +179,8 @@ def _waterfall(
     """Returns the parts of busy time, of which a share is idle and of the rest a share
     done again.
     """
-    work, busy = (1 - bubble) * (1 - again), compute + sum(kernels_s.values())
+    work = (1 - bubble) * (1 - again)
+    busy = compute + sum(kernels_s.values())
     return {
         "compute": compute * work,
         **{name: seconds * work for name, seconds in kernels_s.items()},
@@ -204,36 +197,51 @@ def _doubts(doubtful_s: float, step_s: float) -> Iterator[str]:
         )
 
 
-# permutes in loops, pipelines apart; fewer are edges that neighbours exchange
-_WINDOWED = 8
-
-
 def _notes(
-    module: hlo.Module, kernels: Sequence[Kernel], collectives: Sequence[Collective]
+    module: hlo.Module,
+    kernels: Sequence[Kernel],
+    collectives: Sequence[Collective],
+    *,
+    even: bool,
 ) -> Iterator[str]:
     permutes = (o for o in collectives if o.kind == "collective-permute" and o.in_loop)
-    if sum(one.axis != "pipeline" for one in permutes) >= _WINDOWED:
+    if sum(one.axis != "pipeline" for one in permutes) >= observed.WINDOWED_PERMUTES:
         yield "matrix products are windowed, for which the compiler counts far too many cycles"
     runs = list(module.runs())
     if loops := sorted(
         {run.loops[-1] for run in runs if not run.certain} - _even_trips(module).keys()
     ):
         yield f"loops of unknown length were counted once: {', '.join(loops)}"
-    if any(kernel.role == _EXPERTS for kernel in kernels) or _even_trips(module):
+    experts = any(kernel.role == _EXPERTS for kernel in kernels)
+    if even and (experts or _even_trips(module)):
         yield EVEN_LOAD
     called = [
         s
         for run in runs
         for s in module.computations[run.computation].values()
-        if _KERNEL in s.text
+        if observed.KERNEL in s.text
     ]
     if unknown := {step.name for step in called} - {kernel.name for kernel in kernels}:
         yield f"kernels of unknown cost were left out: {', '.join(sorted(unknown))}"
 
 
+def unit_lines(module: hlo.Module) -> list[str]:
+    """Tells how products of other units than the compute dtype's are counted; nothing
+    without them.
+    """
+    lines = []
+    for units in UNITS:
+        counted = hlo_flops(module, only=units.in_hlo)
+        if counted:
+            share = percent_text(counted / hlo_flops(module))
+            lines.append(
+                f"{share} of the program's FLOPs are in {units.numbers}, {units.counted_at}"
+            )
+    return lines
+
+
 # --- attention ------------------------------------------------------------------------
 
-_KERNEL = 'custom_call_target="tpu_custom_call"'
 _ALL_KEYS = "all_keys"  # scope of kernels whose queries see all keys of the call
 # and of those that have them as several arrays
 _BLOCKS = re.compile(r"\bkey_blocks_(\d+)/")
@@ -262,8 +270,8 @@ def attention_kernels(module: hlo.Module) -> list[Kernel]:
                 continue
             query, key, *_ = arrays
             # [B, S, H, N], others [B, H, S, N]
-            length = key[-3] if "__cudnn$" in step.text else key[-2]
-            own = query[-3] if "__cudnn$" in step.text else query[-2]
+            length = key[-3] if observed.CUDNN_ATTENTION in step.text else key[-2]
+            own = query[-3] if observed.CUDNN_ATTENTION in step.text else query[-2]
             blocks = _BLOCKS.search(step.op_name)
             length *= int(blocks[1]) if blocks else 1
             # Of a part of the queries the last device's see the most: all keys but a
@@ -280,18 +288,14 @@ def attention_kernels(module: hlo.Module) -> list[Kernel]:
 
 def _role(step: hlo.Instruction) -> str:
     """Returns what an attention kernel does, "" for other instructions."""
-    if "__cudnn$fmha" in step.text:
-        return (
-            "backward"
-            if step.value("custom_call_target").endswith("Backward")
-            else "forward"
-        )
-    if _KERNEL not in step.text or not re.search(
-        "splash|flash|attention", f"{step.name} {step.op_name}"
-    ):
+    if observed.CUDNN_ATTENTION in step.text:
+        target = step.value("custom_call_target")
+        return "backward" if target.endswith(observed.CUDNN_BACKWARD) else "forward"
+    where = f"{step.name} {step.op_name}"
+    if observed.KERNEL not in step.text or not observed.ATTENTION.search(where):
         return ""
-    roles = {"dkv": "dkv", "dq": "dq", "bwd": "backward", "backward": "backward"}
-    return next((role for mark, role in roles.items() if mark in step.name), "forward")
+    marks = observed.BACKWARD_MARKS.items()
+    return next((role for mark, role in marks if mark in step.name), "forward")
 
 
 def forwards_per_backward(kernels: Sequence[Kernel]) -> float:
@@ -330,9 +334,9 @@ def expert_kernels(module: hlo.Module) -> list[Kernel]:
     for run in module.runs():
         steps = module.computations[run.computation]
         for step in steps.values():
-            if _KERNEL not in step.text or not re.match(
-                r"t?gmm\b|experts_hidden_gradients\b", step.name
-            ):
+            if observed.KERNEL not in step.text:
+                continue
+            if not observed.GROUPED.match(step.name):
                 continue
             types = [part for name in step.operands for part in steps[name].types]
             if "gmm" not in step.name:
@@ -352,7 +356,8 @@ def expert_kernels(module: hlo.Module) -> list[Kernel]:
             spare = _SPARE.search(step.op_name)
             filled = rows / float(spare[1]) if spare else rows
             visited = (math.ceil(filled / tile) + E - 1) * tile
-            flops, counted = 2.0 * visited * K * N, instruction_flops(steps, step)
+            flops = 2.0 * visited * K * N
+            counted = instruction_flops(steps, step)
             found.append(Kernel(step.name, _EXPERTS, run.times, flops, counted=counted))
     return found
 
@@ -429,11 +434,10 @@ class _Costs:
         reached: tuple[float, float],
     ):
         assert target.chip is not None
-        self.module, self.clock_hz = module, target.chip.clock_hz
-        self.flops_per_s, self.bytes_per_s = (
-            peak * reached[0],
-            target.chip.hbm_bytes_per_s * reached[1],
-        )
+        self.module = module
+        self.clock_hz = target.chip.clock_hz
+        self.flops_per_s = peak * reached[0]
+        self.bytes_per_s = target.chip.hbm_bytes_per_s * reached[1]
         self.flops_per_s_of = {
             units: (target.chip.peak(units.peak) or peak) * units.reached * reached[0]
             for units in UNITS
@@ -456,7 +460,7 @@ class _Costs:
         self.compute_s = math.fsum(
             n * self._own(steps, s) for n, steps in runs for s in steps.values()
         )
-        self.product_flops_per_s = peak * observed(target).product
+        self.product_flops_per_s = peak * target.observed.product
         self.doubtful_s = math.fsum(
             n * self._doubtful(s) for n, steps in runs for s in steps.values()
         )
@@ -553,11 +557,11 @@ def _costs(
     """Returns a program's costs, at the best and at the worst that a target reaches; []
     without a speed.
     """
-    if (peak := products_peak(target, compute)) is None:
+    if (peak := target.products_peak(compute)) is None:
         return []
     return [
         _Costs(module, target, peak, kernels, reached)
-        for reached in observed(target).reached
+        for reached in target.observed.reached
     ]
 
 

@@ -8,7 +8,6 @@ No array is ever made: the step is traced from shapes.
 import gzip
 import json
 import os
-import re
 import sys
 import threading
 import time
@@ -20,20 +19,21 @@ from typing import Any
 import jax
 
 from jaxdist.config import ConfigError
-from jaxdist.planner import memory, targets
-from jaxdist.planner.compiler import read_entry, read_log, versions
+from jaxdist.planner import memory, observed, targets
+from jaxdist.planner.compiler import (
+    compiler_sizes,
+    most_bytes,
+    read_entry,
+    read_log,
+    versions,
+)
+from jaxdist.planner.state import HOST_STATE
 from jaxdist.planner.targets import Target
 from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest_bytes
 from jaxdist.trainer import compose, run_config, validation, workdir
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-# 0.12 puts "E1000: CompileTimeHbmOom:" before it.
-_OOM = re.compile(
-    r"Ran out of memory on HBM.*?\(([\d.]+)([KMGT]?)\).*?HBM \(([\d.]+)([KMGT]?)\)",
-    re.S,
-)
-_SIZES = ("argument", "output", "alias", "temp", "host_argument", "host_temp")
 
 
 def main(folder: Path) -> None:
@@ -72,10 +72,11 @@ def _work(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
         )
     )
     mesh_ids = [device.id for device in mesh.devices.flat]
-    # This file says how results are read, so entries from before it was changed are not
-    # found.
+    # These files say how results are read, so entries from before they were changed are
+    # not found.
     content: list[Any] = [
         Path(__file__).read_text(),
+        Path(observed.__file__).read_text(),
         target.text.partition("@")[0],
         mesh_ids,
     ]
@@ -104,8 +105,8 @@ def _lower(
     built = composition.build_step(devices)
     batch = built.abstract_batch(compose.batch_shapes(run))
     traced = built.step.trace(built.abstract_state, batch)
-    components = memory.components(run, composition.spec, composition.rules, target)
-    waiting = components.get(memory.HOST_STATE, 0)
+    components = memory.components(composition, target)
+    waiting = components.get(HOST_STATE, 0)
     return built.mesh, traced.lower(lowering_platforms=(target.compiler,)), waiting
 
 
@@ -115,7 +116,8 @@ def _compile(
     """Returns sizes, program and times of a lowered step; of one that does not fit, two
     sizes.
     """
-    began, cpu_began = time.monotonic(), time.process_time()
+    began = time.monotonic()
+    cpu_began = time.process_time()
     refused: list[str] = []
     while True:
         options = {name: value for name, value in flags.items() if name not in refused}
@@ -123,12 +125,12 @@ def _compile(
             compiled = lowered.compile(compiler_options=options)
             break
         except jax.errors.JaxRuntimeError as error:
-            if match := _OOM.search(str(error)):
+            if match := observed.OUT_OF_MEMORY.search(str(error)):
                 needed, capacity = (
                     round(float(match[i]) * _UNITS[match[i + 1]]) for i in (1, 3)
                 )
                 return {"does_not_fit": [needed, capacity]}
-            more = [name for name in options if _refuses(str(error), name)]
+            more = [name for name in options if observed.refuses(str(error), name)]
             if not more:
                 raise
             refused += more
@@ -140,29 +142,14 @@ def _compile(
     return seconds | sizes | {"refused": refused, "hlo": _text(compiled)}
 
 
-def _refuses(message: str, flag: str) -> bool:
-    """Returns whether the compiler's error is that it does not take a flag (here, or at
-    all).
-    """
-    fusion = "Continuation fusion" in message and "async_collective_fusion" in flag
-    return f"option: '{flag}'" in message or fusion
-
-
 def _sizes(analysis: Any, target: Target, waiting: int) -> dict[str, int]:
     """Returns bytes by name of a compiled step, and its peak on the device.
 
     Args:
       waiting: bytes of its state on the host.
     """
-    sizes = {
-        f"{name}_bytes": getattr(analysis, f"{name}_size_in_bytes") for name in _SIZES
-    }
-    bound = (
-        sizes["argument_bytes"]
-        + sizes["output_bytes"]
-        - sizes["alias_bytes"]
-        + sizes["temp_bytes"]
-    )
+    sizes = compiler_sizes(analysis)
+    bound = most_bytes(sizes)
     # XLA's CPU compiler leaves the temporaries out of its peak. On TPU a peak below
     # them is right: they do not all live at once.
     peak = (
@@ -182,11 +169,9 @@ def _sizes(analysis: Any, target: Target, waiting: int) -> dict[str, int]:
     if waiting and not sizes["host_argument_bytes"]:
         for name in ("argument", "output", "alias"):
             sizes[f"{name}_bytes"] -= waiting
-        sizes["host_argument_bytes"], peak, bound = (
-            waiting,
-            max(peak - waiting, 0),
-            bound - waiting,
-        )
+        sizes["host_argument_bytes"] = waiting
+        peak = max(peak - waiting, 0)
+        bound -= waiting
     return sizes | {"peak_bytes": peak or bound}
 
 

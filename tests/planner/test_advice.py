@@ -17,9 +17,9 @@ def advised(name: str, on: str, *, capacity: int | None = None, **changes):
         config.update_from_flattened_dict(changes)
     run, target = run_config.from_config(config), targets.parse(on)
     composition = validation.validate_on(run, target.num_devices, with_data=False)
-    components = memory.components(run, composition.spec, composition.rules, target)
+    components = memory.components(composition, target)
     peak = memory.accounted_peak(components)
-    found = advice.edits(run, composition.shape, target, peak, capacity_bytes=capacity)
+    found = advice.edits(composition, target, peak, capacity_bytes=capacity)
     return run, target, components, found
 
 
@@ -46,9 +46,7 @@ def test_a_run_too_large_gets_at_least_three_edits(large):
         composition = validation.validate_on(
             edited, target.num_devices, with_data=False
         )
-        smaller = memory.accounted_peak(
-            memory.components(edited, composition.spec, composition.rules, target)
-        )
+        smaller = memory.accounted_peak(memory.components(composition, target))
         assert edit.saves_bytes == memory.accounted_peak(components) - smaller > 0
         assert edit.enough == (smaller <= advice.SAFE_SHARE * 15.75 * 2**30)
 

@@ -11,9 +11,9 @@ import pytest
 from jaxdist import plan
 from jaxdist.config import ConfigError
 from jaxdist.parallel.mesh import MeshConfig, build_mesh, resolve_mesh
-from jaxdist.planner import calibration, communication, show, targets
+from jaxdist.planner import answer, calibration, communication, show, targets
+from jaxdist.planner.document import Plan
 from jaxdist.planner.formulas import KINDS, wire_bytes
-from jaxdist.planner.plan import Plan
 from jaxdist.telemetry import hlo
 from jaxdist.trainer import exit_code
 from support.paths import ROOT
@@ -157,7 +157,7 @@ def test_what_cannot_calibrate_is_refused_before_anything_compiles(
     fits, hardware, words, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
-        plan, "make_plan", lambda *_, **__: pytest.fail("nothing is to be compiled")
+        answer, "make_plan", lambda *_, **__: pytest.fail("nothing is to be compiled")
     )
     command = [
         *FLAGS,

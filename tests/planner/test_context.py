@@ -160,7 +160,7 @@ def test_a_compiled_step_sends_what_the_formula_says(form, tmp_path):
 def peak(words: str) -> dict[str, int]:
     run, target = run_of("llama3_8b", words), targets.parse("v5p:4x4x4")
     composition = targets.validate_for(run, target)
-    return memory.components(run, composition.spec, composition.rules, target)
+    return memory.components(composition, target)
 
 
 def test_activations_are_those_of_a_devices_tokens():
@@ -194,15 +194,13 @@ def fastest(
     words: str, config: str = "llama3_8b", on: str = "v5p:4x4x4"
 ) -> layouts.Candidate:
     run, target = run_of(config, words), targets.parse(on)
-    meshes, _, spec = layouts.legal_meshes(run, target)
-    assert {shape.sizes["pipeline"] for _, shape in meshes} > {1}
+    meshes, _ = layouts.legal_meshes(run, target)
+    assert {one.shape.sizes["pipeline"] for one in meshes} > {1}
     kept = ("fsdp", "tensor", "context")
     meshes = [
-        (one, shape)
-        for one, shape in meshes
-        if math.prod(shape.sizes[a] for a in kept) == 64
+        one for one in meshes if math.prod(one.shape.sizes[a] for a in kept) == 64
     ]
-    found = list(layouts.candidates(run, target, meshes, spec))
+    found = list(layouts.candidates(meshes, target))
     assert {one.shape.sizes["context"] for one in found} > {1}
     return min(found, key=lambda one: one.estimate.step_s)
 
@@ -227,21 +225,21 @@ def test_a_search_keeps_the_rules_of_a_run():
         "llama3_8b",
         "batch.sequence_length=131072 batch.global_size=4 context.attention=heads",
     )
-    meshes, illegal, _ = layouts.legal_meshes(run, targets.parse("v5p:4x4x4"))
+    meshes, illegal = layouts.legal_meshes(run, targets.parse("v5p:4x4x4"))
+    shapes = [one.shape for one in meshes]
     assert all(
-        32 % (shape.sizes["context"] * shape.sizes["tensor"]) == 0
-        for _, shape in meshes
+        32 % (shape.sizes["context"] * shape.sizes["tensor"]) == 0 for shape in shapes
     )
     assert any("context.attention=heads" in reason for reason in illegal)
-    sizes = {shape.sizes["context"] for _, shape in meshes}
+    sizes = {shape.sizes["context"] for shape in shapes}
     assert sizes == {1, 2, 4, 8, 16, 32}
     assert layouts.context_sizes(
         run_of("llama3_8b", "batch.sequence_length=6144"), 64
     ) == [1, 2, 4]
     assert layouts.context_sizes(run_of("vit_digits"), 64) == [1]
     nodes = run_of("llama3_8b", "batch.sequence_length=131072 batch.global_size=16")
-    meshes, illegal, _ = layouts.legal_meshes(nodes, targets.parse("h100:2x8"))
-    assert max(shape.sizes["context"] for _, shape in meshes) == 8
+    meshes, illegal = layouts.legal_meshes(nodes, targets.parse("h100:2x8"))
+    assert max(one.shape.sizes["context"] for one in meshes) == 8
     assert any(
         "mesh.context=N talks in every layer, over InfiniBand" in reason
         for reason in illegal
@@ -253,14 +251,14 @@ def forms_of(words: str, on: str = "v5p:4x4x4") -> dict[int, list[str]]:
     axis.
     """
     run, target = run_of("llama3_8b", words), targets.parse(on)
-    meshes, _, spec = layouts.legal_meshes(run, target)
+    meshes, _ = layouts.legal_meshes(run, target)
     alone = [
-        (one, shape)
-        for one, shape in meshes
-        if math.prod(shape.sizes[a] for a in ("fsdp", "context")) == 64
+        one
+        for one in meshes
+        if math.prod(one.shape.sizes[a] for a in ("fsdp", "context")) == 64
     ]
     found: dict[int, list[str]] = {}
-    for one in layouts.candidates(run, target, alone, spec):
+    for one in layouts.candidates(alone, target):
         tried = found.setdefault(one.shape.sizes["context"], [])
         form = one.run.context.attention
         if form not in tried:

@@ -25,8 +25,9 @@ from jaxdist.planner import (
 )
 from jaxdist.planner.arithmetic import EXPERT
 from jaxdist.planner.compiler import CompileOptions
+from jaxdist.planner.trials import Compiled
 from jaxdist.telemetry import hlo
-from jaxdist.trainer import exit_code, run_config
+from jaxdist.trainer import compose, exit_code, run_config
 from support.stored_programs import mesh_shape
 
 QWEN = experts_cost(
@@ -183,19 +184,19 @@ def test_layouts_share_out_experts_and_price_it():
         run_of("mixtral_8x7b", "batch.global_size=16"),
         targets.parse("h100:2x8"),
     )
-    meshes, illegal, spec = layouts.legal_meshes(run, target)
-    sizes = {shape.sizes["expert"] for _, shape in meshes}
+    meshes, illegal = layouts.legal_meshes(run, target)
+    sizes = {one.shape.sizes["expert"] for one in meshes}
     assert sizes == {1, 2, 4, 8}
     # 8 on two nodes, beside tensor
     assert any("over InfiniBand" in reason for reason in illegal)
     kept = [
-        (one, shape)
-        for one, shape in meshes
-        if shape.sizes["expert"] * shape.sizes["fsdp"] == 16
+        one
+        for one in meshes
+        if one.shape.sizes["expert"] * one.shape.sizes["fsdp"] == 16
     ]
     found = {
         c.shape.sizes["expert"]: c
-        for c in layouts.candidates(run, target, kept, spec)
+        for c in layouts.candidates(kept, target)
         if c.run.remat.policy == "full"
         and c.run.mesh.zero == 3
         and c.run.batch.accumulation == 1
@@ -209,29 +210,29 @@ def test_layouts_share_out_experts_and_price_it():
     assert "mesh.expert=8" in found[8].overrides(run) and "expert 8" in found[8].text
     skewed = {
         c.text: c.estimate.exchange
-        for c in layouts.candidates(run, target, kept, spec, expert_load=3)
+        for c in layouts.candidates(kept, target, expert_load=3)
     }
     assert skewed[found[8].text] == pytest.approx(3 * most.exchange)
 
 
 def test_a_dense_model_has_no_layouts_with_expert():
-    meshes, _, _ = layouts.legal_meshes(run_of("quickstart"), targets.parse("h100:1x2"))
-    assert {shape.sizes["expert"] for _, shape in meshes} == {1}
+    meshes, _ = layouts.legal_meshes(run_of("quickstart"), targets.parse("h100:1x2"))
+    assert {one.shape.sizes["expert"] for one in meshes} == {1}
 
 
 def test_layouts_with_and_without_the_axis_are_compared():
-    run, shapes = (
-        run_of("quickstart"),
-        (mesh_shape(fsdp=8), mesh_shape(expert=8), mesh_shape(expert=4, fsdp=2)),
+    run, target = run_of("quickstart"), targets.parse("cpu:8")
+    shapes = (mesh_shape(fsdp=8), mesh_shape(expert=8), mesh_shape(expert=4, fsdp=2))
+    plain, shared, half = (
+        layouts.Candidate(
+            compose.compose(run, shape, compose.model_spec(run)), target, None
+        )
+        for shape in shapes
     )
-    plain, shared, half = (layouts.Candidate(run, shape, None, 0) for shape in shapes)
-    done = [search.Compiled(one, None) for one in (shared, half)]
+    done = [Compiled(one, None) for one in (shared, half)]
     assert search._other_kind([shared, half, plain], done) is plain
-    assert (
-        search._other_kind([shared, plain], [*done, search.Compiled(plain, None)])
-        is None
-    )
-    assert search._other_kind([plain, shared], [search.Compiled(plain, None)]) is shared
+    assert search._other_kind([shared, plain], [*done, Compiled(plain, None)]) is None
+    assert search._other_kind([plain, shared], [Compiled(plain, None)]) is shared
 
 
 # --- memory ---------------------------------------------------------------------------
@@ -244,7 +245,7 @@ def test_the_state_of_experts_is_the_compilers_arguments():
     )
     composition = targets.validate_for(run, target)
     spec = composition.spec
-    found = memory.components(run, spec, composition.rules, target)
+    found = memory.components(composition, target)
     kernels = sum(
         x.size for x, names in spec.named_parameters().values() if "experts" in names
     )

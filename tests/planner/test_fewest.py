@@ -10,8 +10,7 @@ from rich.console import Console
 
 from jaxdist import plan
 from jaxdist.config import ConfigError
-from jaxdist.planner import fewest, memory, targets
-from jaxdist.planner import plan as plan_module
+from jaxdist.planner import document, fewest, memory, targets
 from jaxdist.planner.plan import plan_by_arithmetic
 from support.runs import run_of
 
@@ -150,7 +149,7 @@ def test_refusals_of_one_size_leave_the_next_to_be_asked(monkeypatch, capsys):
     monkeypatch.setattr(fewest, "make_plan", compiled)
     assert (
         plan.main(["--config=quickstart", "--fewest=h100", "--json"])
-        == plan_module.CANNOT_TELL
+        == document.CANNOT_TELL
     )
     assert list(dict.fromkeys(asked)) == ["h100:1x1", "h100:1x2", "h100:1x4"]
     assert all(asked.count(size) <= 2 for size in asked)

@@ -12,7 +12,7 @@ from jaxdist import plan, train
 from jaxdist.config import ConfigError, schema
 from jaxdist.parallel.mesh import resolve_mesh
 from jaxdist.parallel.remat import RematConfig
-from jaxdist.planner import fit_remat, layouts, memory, targets
+from jaxdist.planner import fit_remat, layouts, memory, policies, targets
 from jaxdist.trainer import validation, workdir
 from jaxdist.trainer.run_config import RunConfig
 from support.runs import overrides, refused, run_of
@@ -30,17 +30,17 @@ def asked(**changes) -> RunConfig:
     return run_of("llama3_8b:tiny", **SIZES | changes)
 
 
-def weigher(on: str, share: float) -> fit_remat.Weigher:
+def weigher(on: str, share: float) -> policies.Policies:
     """Returns the policies where a share of what `full` and `none` differ by may be
     used.
     """
     target = targets.parse(on)
-    whole = fit_remat.Weigher(asked(), target, None)
+    whole = policies.Policies(asked(), target, None)
     full, none = (
         whole.accounted(RematConfig(policy)).accounted_bytes
         for policy in ("full", "none")
     )
-    return fit_remat.Weigher(asked(), target, int(full + share * (none - full)))
+    return policies.Policies(asked(), target, int(full + share * (none - full)))
 
 
 @pytest.mark.parametrize("on", ["v5e:2x4", "h100:1x8", "cpu:8"])
@@ -55,10 +55,10 @@ def test_the_best_is_no_slower_than_any_policy_of_the_search(on):
         if one.accounted_bytes <= found.most and one.estimate.host == 0
     ]
     assert fits and len(fits) < len(by_hand)
-    assert best.estimate.step_s <= (1 + fit_remat.SAME) * min(
+    assert best.estimate.step_s <= (1 + policies.SAME) * min(
         one.estimate.step_s for one in fits
     )
-    components = memory.components(best.run, found.spec, found.rules, found.target)
+    components = best.components
     assert on != "cpu:8" or memory.HOST not in components  # a CPU's host is itself
 
 

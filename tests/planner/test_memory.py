@@ -10,6 +10,7 @@ import pytest
 
 from jaxdist.parallel import remat
 from jaxdist.planner import dry_run, memory, targets
+from jaxdist.planner.state import HOST_STATE, checkpoint_bytes
 from jaxdist.trainer import compose, validation
 from jaxdist.trainer.run_config import RunConfig
 from support.runs import run_of
@@ -24,7 +25,7 @@ SMALL = {
 def account(run: RunConfig, on: str) -> memory.Components:
     target = targets.parse(on)
     composition = validation.validate_on(run, target.num_devices, with_data=False)
-    return memory.components(run, composition.spec, composition.rules, target)
+    return memory.components(composition, target)
 
 
 @functools.cache
@@ -57,9 +58,7 @@ def test_the_state_is_that_of_the_built_step(changes):
     run = run_of("llama3_8b:tiny", **SMALL | changes)
     composition = validation.validate(run, jax.devices(), with_data=False)
     state = composition.build_step().abstract_state
-    found = memory.components(
-        run, composition.spec, composition.rules, jax.devices()[0]
-    )
+    found = memory.components(composition, jax.devices()[0])
 
     def held(tree) -> int:
         leaves = [
@@ -75,7 +74,7 @@ def test_the_state_is_that_of_the_built_step(changes):
     assert found["optimizer state"] == held(state.opt_state.optimizer)
     assert found.get("moving average", 0) == held(state.ema)
     whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
-    assert 0 <= whole - memory.checkpoint_bytes(run, composition.spec) < 100  # counters
+    assert 0 <= whole - checkpoint_bytes(composition) < 100  # counters
 
 
 def test_a_device_holds_its_own_rows_of_the_batch():
@@ -88,20 +87,13 @@ def test_a_device_holds_its_own_rows_of_the_batch():
     for x in batch.values():
         held += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     assert held == whole // 8
-    assert (
-        memory.components(run, composition.spec, composition.rules, jax.devices()[0])[
-            "batch"
-        ]
-        == held
-    )
+    assert memory.components(composition, jax.devices()[0])["batch"] == held
 
 
 def test_the_state_is_what_the_compiler_calls_arguments():
     run = run_of("llama3_8b:tiny", **{"mesh.fsdp": 8})
     composition = validation.validate(run, jax.devices(), with_data=False)
-    found = memory.components(
-        run, composition.spec, composition.rules, jax.devices()[0]
-    )
+    found = memory.components(composition, jax.devices()[0])
     state = found["parameters"] + found["optimizer state"]
     arguments = (
         dry_run.compile_step(composition, jax.devices())
@@ -247,7 +239,7 @@ def test_moments_on_the_host_are_those_of_the_built_step(changes):
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in waiting
     ]
     assert (
-        found[memory.HOST_STATE]
+        found[HOST_STATE]
         == sum(sizes)
         > 0.95 * 12 * composition.spec.parameter_count / 8
     )

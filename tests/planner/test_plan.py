@@ -17,8 +17,15 @@ import pytest
 from jaxdist import plan, train
 from jaxdist.config import ConfigError
 from jaxdist.config.extras import MissingExtra
-from jaxdist.planner import compiler, observed, restarts, show, targets, worker
-from jaxdist.planner import plan as plan_module
+from jaxdist.planner import (
+    compiled_step,
+    compiler,
+    observed,
+    restarts,
+    show,
+    targets,
+    worker,
+)
 from jaxdist.planner.compiler import (
     CannotTell,
     CompileOptions,
@@ -91,7 +98,7 @@ def test_a_plan_holds_what_the_compiler_says(tpu_plan):
         )
         / devices
     )
-    state = 12 * tpu_plan.spec.parameter_count / devices
+    state = 12 * tpu_plan.composition.spec.parameter_count / devices
     assert found.argument_bytes == pytest.approx(state + batch, rel=0.01)
     # the whole state is donated
     assert found.alias_bytes == pytest.approx(state, rel=0.01)
@@ -171,15 +178,15 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_do(home, capsys):
 def test_figures_name_their_compiler_and_the_plan_another():
     figures = observed.TABLE["v5e"].sure
     assert "libtpu 0.0.42.1" in figures
-    assert plan_module._other_compiler(figures, "tpu", {"libtpu": "0.0.42.1"}) == ""
-    assert "compiled by libtpu 0.0.50.1" in plan_module._other_compiler(
+    assert compiled_step.other_compiler(figures, "tpu", {"libtpu": "0.0.42.1"}) == ""
+    assert "compiled by libtpu 0.0.50.1" in compiled_step.other_compiler(
         figures, "tpu", {"libtpu": "0.0.50.1"}
     )
     cuda = {"jax-cuda13-plugin": "0.11.2"}
-    assert "jax-cuda13-plugin 0.11.2" in plan_module._other_compiler(
+    assert "jax-cuda13-plugin 0.11.2" in compiled_step.other_compiler(
         observed.TABLE["gpu"].sure, "gpu", cuda
     )
-    assert not plan_module._other_compiler("unknown", "cpu", cuda)
+    assert not compiled_step.other_compiler("unknown", "cpu", cuda)
 
 
 def test_checkpoints_and_failures_are_arithmetic():
@@ -187,13 +194,13 @@ def test_checkpoints_and_failures_are_arithmetic():
         run_of(TINY | {"checkpoint.every_steps": "100"}),
         targets.parse("v5p:2x2x4"),
     )
-    shape = plan_by_arithmetic(run, target).rules.shape  # fsdp 16, on 4 hosts
+    composition = plan_by_arithmetic(run, target).composition  # fsdp 16, on 4 hosts
     assumed = restarts.Assumptions(
         chip_hours_per_failure=160, host_storage_bytes_per_s=1e9
     )
     known = {"assumed": assumed, "compile_s": 50.0}
     found = restarts.estimate(
-        run, shape, target, 240 * 10**9, 15 * 10**9, step_s=2.0, **known
+        composition, target, 240 * 10**9, 15 * 10**9, step_s=2.0, **known
     )
     # 15 GB/s to the host
     assert found.device_bytes == 15e9 and found.blocking_s == pytest.approx(1.0)
@@ -212,7 +219,12 @@ def test_checkpoints_and_failures_are_arithmetic():
             run, checkpoint=dataclasses.replace(run.checkpoint, **checkpoint)
         )
         return restarts.estimate(
-            changed, shape, target, 240 * 10**9, 15 * 10**9, step_s=2.0, **known
+            dataclasses.replace(composition, config=changed),
+            target,
+            240 * 10**9,
+            15 * 10**9,
+            step_s=2.0,
+            **known,
         )
 
     assert estimate(asynchronous=False).blocking_s == 61
@@ -223,7 +235,7 @@ def test_checkpoints_and_failures_are_arithmetic():
     assert estimate(**own).mtbf_s == found.mtbf_s
     known["assumed"] = restarts.Assumptions(host_storage_bytes_per_s=1e9)
     assert estimate(**own).mtbf_s == pytest.approx(5 * 3600) and estimate().mtbf_s > 1e6
-    unknown = restarts.estimate(run, shape, target, 1, 1, step_s=None, **known)
+    unknown = restarts.estimate(composition, target, 1, 1, step_s=None, **known)
     assert unknown.every_steps is unknown.configured_lost_share is None
 
 
@@ -392,7 +404,7 @@ def test_flags_are_those_of_train_and_the_users_win():
     v5e = targets.parse("v5e:2x2")
     plain, notes = compiler_flags(v5e, CompileOptions(), {})
     assert not notes and not any("sparse_core" in flag for flag in plain)
-    assert plain[name] is True and plain[compiler.WINDOWED_EINSUM] == "1000000"
+    assert plain[name] is True and plain[observed.WINDOWED_EINSUM] == "1000000"
     own = {"LIBTPU_INIT_ARGS": f"--{name}=false --xla_tpu_scoped_vmem_limit_kib=98304"}
     mine, _ = compiler_flags(v5e, CompileOptions(flags=(("x", 1),)), own)
     assert (
@@ -429,7 +441,8 @@ def test_arithmetic_alone_knows_layout_and_parameters():
         TINY | {"mesh.fsdp": "8", "mesh.pipeline": "2", "batch.global_size": "64"}
     )
     found = plan_by_arithmetic(run, targets.parse("v5p:2x2x4"))
-    assert found.spec.parameter_count > 0 and found.rules.shape.sizes["fsdp"] == 8
+    assert found.composition.spec.parameter_count > 0
+    assert found.composition.shape.sizes["fsdp"] == 8
     assert found.pipeline["schedule"] == "1f1b" and 0 < found.pipeline["bubble"] < 1
     assert found.fits is None and found.compiled is None
 

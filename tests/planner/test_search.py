@@ -13,8 +13,9 @@ from rich.console import Console
 
 from jaxdist.config import ConfigError, files, schema
 from jaxdist.parallel.mesh import resolve_mesh
-from jaxdist.planner import layouts, memory, plan, search, targets, timing
+from jaxdist.planner import document, layouts, memory, search, targets, timing
 from jaxdist.planner.compiler import CompileOptions
+from jaxdist.planner.trials import Compiled
 from jaxdist.trainer import run_config, validation
 
 needs_libtpu = pytest.mark.skipif(
@@ -46,15 +47,8 @@ def run_of(name: str, words: str = "") -> run_config.RunConfig:
 def llama():
     """Every layout of the 8 B model on 64 chips."""
     run, target = run_of("llama3_8b"), targets.parse("v5p:4x4x4")
-    meshes, illegal, spec = layouts.legal_meshes(run, target)
-    return (
-        run,
-        target,
-        meshes,
-        illegal,
-        spec,
-        list(layouts.candidates(run, target, meshes, spec)),
-    )
+    meshes, illegal = layouts.legal_meshes(run, target)
+    return run, target, meshes, illegal, list(layouts.candidates(meshes, target))
 
 
 def one_of(found, **wanted):
@@ -84,8 +78,8 @@ def one_of(found, **wanted):
 
 def test_pipelines_are_tried_where_the_last_layers_save_more():
     run, target = run_of("llama3_8b", "remat.layers=20"), targets.parse("v5p:2x2x1")
-    meshes, _, spec = layouts.legal_meshes(run, target)
-    found = [*layouts.candidates(run, target, meshes, spec)]
+    meshes, _ = layouts.legal_meshes(run, target)
+    found = [*layouts.candidates(meshes, target)]
     staged = [one for one in found if one.shape.sizes["pipeline"] > 1]
     assert {one.run.remat.layers for one in staged} == {0}
     assert {one.run.remat.layers for one in found} == {0, 20}
@@ -93,7 +87,7 @@ def test_pipelines_are_tried_where_the_last_layers_save_more():
 
 
 def test_every_layout_is_legal_and_keeps_the_batch(llama):
-    run, target, _, _, _, found = llama
+    run, target, _, _, found = llama
     assert len(found) > 1000 and len({c.text for c in found}) == len(found)
     for axis in ("pipeline", "data", "fsdp", "tensor"):
         assert len({c.shape.sizes[axis] for c in found}) > 3, axis
@@ -113,7 +107,7 @@ def test_every_layout_is_legal_and_keeps_the_batch(llama):
 
 
 def test_overrides_make_the_layout(llama):
-    run, target, _, _, _, found = llama
+    run, target, _, _, found = llama
     for one in found[:: len(found) // 12]:
         made = overridden(run, " ".join(one.overrides(run)))
         assert made == dataclasses.replace(one.run, pipeline=made.pipeline)
@@ -123,7 +117,7 @@ def test_overrides_make_the_layout(llama):
 
 
 def test_illegal_meshes_are_counted_with_their_reason(llama):
-    _, _, meshes, illegal, _, _ = llama
+    _, _, meshes, illegal, _ = llama
     # 2^6 as four factors; 2^5, 2^4 and 2^3, where context is 2, 4 and 8.
     assert len(meshes) + sum(illegal.values()) == 84 + 56 + 35 + 20
     assert any("mesh.tensor" in reason for reason in illegal)
@@ -167,10 +161,8 @@ def test_8_bit_floats_are_gathered_in_half_the_bytes_and_multiplied_in_less_time
     target, found = targets.parse("h100:1x8"), {}
     for matmul in ("compute", "fp8_rowwise", "fp8_rowwise_wgrad_bf16"):
         run = run_of("llama3_8b", f"precision.matmul={matmul} batch.global_size=8")
-        meshes, _, spec = layouts.legal_meshes(run, target)
-        found[matmul] = one_of(
-            list(layouts.candidates(run, target, meshes, spec)), fsdp=8
-        )
+        meshes, _ = layouts.legal_meshes(run, target)
+        found[matmul] = one_of(list(layouts.candidates(meshes, target)), fsdp=8)
     half, byte, mixed = found.values()
     coded = 6.71 / 8.03  # parameters: all but embedding, head, key and value
     assert byte.gathers == pytest.approx(half.gathers * (1 - coded / 2), rel=2e-3)
@@ -182,16 +174,13 @@ def test_8_bit_floats_are_gathered_in_half_the_bytes_and_multiplied_in_less_time
 
 
 def test_state_is_a_lower_bound_of_what_is_accounted(llama):
-    _, target, _, _, spec, found = llama
+    *_, found = llama
     for one in found[:: len(found) // 40]:
-        assert (
-            one.state_bytes
-            <= 1.001 * layouts.accounted(one, target, spec).accounted_bytes
-        ), one.text
+        assert one.state_bytes <= 1.001 * one.accounted_bytes, one.text
 
 
 def test_products_alone_take_what_flops_over_peak_say(llama):
-    run, target, _, _, spec, found = llama
+    run, target, _, _, found = llama
     bare = one_of(found, fsdp=64, remat="none").compute
     flops = 6 * 8.03e9 * 64 * 8192 / 64 / target.chip.peak("bfloat16")
     # attention comes on top, the embedding's lookup does not count
@@ -200,8 +189,9 @@ def test_products_alone_take_what_flops_over_peak_say(llama):
 
 def test_slices_are_crossed_by_data_fsdp_or_stages():
     run, target = run_of("llama3_8b"), targets.parse("v5p:2x2x2x2")
-    meshes, illegal, _ = layouts.legal_meshes(run, target)
-    crossing = {axis for _, shape in meshes for axis, n in shape.dcn.items() if n > 1}
+    meshes, illegal = layouts.legal_meshes(run, target)
+    sliced = [one.shape.dcn.items() for one in meshes]
+    crossing = {axis for dcn in sliced for axis, n in dcn if n > 1}
     assert crossing == {"data", "fsdp", "pipeline"} and len(meshes) > 20
 
 
@@ -212,13 +202,11 @@ def done(one, step_s, peak, fits=True):
         step_s=step_s,
         waterfall={"compute": 1.0, "x": step_s - 1},
     )
-    return search.Compiled(
+    return Compiled(
         one,
-        plan.Plan(
-            one.run,
+        document.Plan(
+            one.composition,
             targets.parse("v5p:4x4x4"),
-            None,
-            None,
             {},
             95 * 2**30,
             {},
@@ -249,7 +237,7 @@ def test_ties_go_to_the_simpler_and_losers_say_why(llama):
     )
     # equal to none, and smaller
     assert [r.layout.text for r in ranked][0] == "fsdp 64, remat dots"
-    whys = {r.layout.text: r.why(ranked[0]) for r in ranked}
+    whys = {r.layout.text: search.why_not_best(r, ranked[0]) for r in ranked}
     assert (
         "tie" in whys["data 2 x fsdp 32, remat dots"]
         and "more to set" in whys["data 2 x fsdp 32, remat dots"]
@@ -257,7 +245,7 @@ def test_ties_go_to_the_simpler_and_losers_say_why(llama):
     assert whys["fsdp 16 x tensor 4, remat dots"] == "x 1.50: +1 s x"
     refused = done(none, 1.0, 97, fits=False)
     assert search._ranked([refused, ranked[0]]) == [ranked[0], refused]
-    assert refused.why(ranked[0]) == "does not fit: 2.00 GiB too much"
+    assert search.why_not_best(refused, ranked[0]) == "does not fit: 2.00 GiB too much"
 
 
 def text_of(found: search.Ranking, *base: str) -> str:
@@ -291,7 +279,7 @@ def test_a_search_on_cpu_compiles_what_it_calls_best(tmp_path):
     made = overridden(run, " ".join(told["overrides"]))
     assert (
         validation.validate_on(made, 2, with_data=False).shape
-        == found.winner.rules.shape
+        == found.winner.composition.shape
     )
 
 
@@ -314,8 +302,7 @@ def test_none_fits_is_exit_3_with_the_nearest(tmp_path, monkeypatch):
         run_of("quickstart", f"{TINY} precision.compute=float32"),
         targets.parse("cpu:2"),
     )
-    monkeypatch.setattr(search, "capacity", lambda target: 1000)
-    monkeypatch.setattr("jaxdist.planner.plan.capacity", lambda target: 1000)
+    monkeypatch.setattr(targets.Target, "usable_bytes", 1000)
     found = search.search(
         run, target, finalists=1, options=CompileOptions(cache=tmp_path)
     )

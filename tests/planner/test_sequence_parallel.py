@@ -84,11 +84,11 @@ def _sent(alike: Counter) -> float:
 
 def test_a_search_prices_both():
     run, target = run_of(SMALL), targets.parse("v5e:2x2")
-    meshes, _, spec = layouts.legal_meshes(run, target)
-    (mesh,) = (both for both in meshes if both[1].sizes["tensor"] == 4)
+    meshes, _ = layouts.legal_meshes(run, target)
+    (mesh,) = (one for one in meshes if one.shape.sizes["tensor"] == 4)
     times = {
         one.run.mesh.sequence_parallel: one.estimate.tensor
-        for one in layouts.candidates(run, target, [mesh], spec)
+        for one in layouts.candidates([mesh], target)
         if one.run.remat.policy == "full"
         and one.run.batch.accumulation == 1
         and one.run.mesh.zero == 3
@@ -99,7 +99,7 @@ def test_a_search_prices_both():
     )
     assert "sequence parallel" in next(
         one.text
-        for one in layouts.candidates(run, target, [mesh], spec)
+        for one in layouts.candidates([mesh], target)
         if one.run.mesh.sequence_parallel
     )
     assert not run.mesh.sequence_parallel  # the default

@@ -11,7 +11,7 @@ import pytest
 
 from jaxdist.config import files
 from jaxdist.parallel import mesh
-from jaxdist.planner import communication, plan, targets, timing
+from jaxdist.planner import communication, compiled_step, plan, targets, timing
 from jaxdist.planner.compiler import Compiled
 from jaxdist.telemetry import hlo
 from jaxdist.trainer import run_config
@@ -581,7 +581,7 @@ def test_the_time_of_a_run_takes_its_sizes_from_the_config():
     compiled = Compiled(
         **sizes, host_argument_bytes=0, host_temp_bytes=0, hlo=text, mesh_ids=()
     )
-    time = plan._with_compiled(plan.plan_by_arithmetic(run, V5E), compiled).time
+    time = compiled_step.with_compiled(plan.plan_by_arithmetic(run, V5E), compiled).time
     # no peak is published for it
     assert run.precision.compute == "float32" and time.mfu_causal is None
     assert time.tokens_per_s == pytest.approx(256 * 128 / time.step_s)

@@ -7,8 +7,9 @@ from jaxdist.parallel.axes import AXES
 from jaxdist.parallel.mesh import MeshConfig, MeshShape
 from jaxdist.planner import communication, plan, targets
 from jaxdist.planner.calibration import Calibration
+from jaxdist.planner.compiled_step import with_compiled
 from jaxdist.planner.compiler import Compiled
-from jaxdist.planner.plan import Plan
+from jaxdist.planner.document import Plan
 from jaxdist.telemetry import hlo
 from jaxdist.trainer import run_config
 from support.paths import CONFIGS, HLO
@@ -70,4 +71,4 @@ def planned(name: str, measured: Calibration | None = None) -> Plan:
         **sizes, host_argument_bytes=0, host_temp_bytes=0, hlo=program, mesh_ids=ids
     )
     by_arithmetic = plan.plan_by_arithmetic(run, target)
-    return plan._with_compiled(replace(by_arithmetic, calibration=measured), compiled)
+    return with_compiled(replace(by_arithmetic, calibration=measured), compiled)

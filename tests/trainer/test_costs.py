@@ -18,7 +18,7 @@ def test_a_block_keeps_what_its_ops_declare(name):
     changes = {"mesh.data": 1, "remat.policy": f"save:{','.join(KEPT)}"}
     run, target = run_of(name, **changes), targets.parse("cpu:1")
     composed = targets.validate_for(run, target)
-    found = memory.components(run, composed.spec, composed.rules, target)
+    found = memory.components(composed, target)
     tokens = run.batch.global_size * run.batch.sequence_length
     tokens //= run.batch.accumulation
     declared = {}
