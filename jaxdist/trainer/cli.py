@@ -86,12 +86,12 @@ def parse(
     if flags.config is None:
         flags.config = _config_in(folder, flags, faults)
     if folder or hasattr(flags, "dry_run"):  # a plan keeps nothing without a workdir
-        run_format.check_folder(_workdir(flags))
+        run_format.check_folder(workdir_of(flags))
     config = _load(flags, overrides)
     configured = schema.flatten(config).get("model.target", registry.DEFAULT_TARGET)
     target = overrides.get("model.target", configured)
     if hasattr(flags, "workdir"):
-        registry.refuse_inside(target, _workdir(flags))
+        registry.refuse_inside(target, workdir_of(flags))
     _refuse_source_code(target, overrides, config)
     if target != configured:  # the other overrides are checked against its fields
         with config.unlocked():
@@ -261,7 +261,7 @@ def _check_loggers(
     if not trains:
         return
     for target in loggers.named_classes(config):
-        registry.refuse_inside(target, _workdir(flags), key=loggers.KEY)
+        registry.refuse_inside(target, workdir_of(flags), key=loggers.KEY)
         if flags.config.endswith(".json") and not chosen:
             registry.check_stored_target(
                 target,
@@ -271,7 +271,8 @@ def _check_loggers(
             )
 
 
-def _workdir(flags: argparse.Namespace) -> Path:
+def workdir_of(flags: argparse.Namespace) -> Path:
+    """Returns the workdir of a command that takes a run's config."""
     return Path(flags.workdir or default_workdir(flags.config))
 
 
@@ -279,7 +280,7 @@ def _config_in_workdir(flags: argparse.Namespace, target: str) -> RunConfig | No
     """Reads the config of the run in a command's workdir, if there is one."""
     if not hasattr(flags, "workdir"):
         return None
-    folder = _workdir(flags)
+    folder = workdir_of(flags)
     if not (folder / workdir.CONFIG).is_file():
         return None
     return workdir.read_config(folder, named=target, trust_code=flags.trust_code)

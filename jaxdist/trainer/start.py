@@ -62,7 +62,7 @@ def init_or_restore(
             if sources:
                 phase("restore", 0)
             state = initial_weights.first_state(
-                run.config, built, run.folder, sources, inputs
+                run.config, built, run.folder, sources, inputs.build, inputs.initial
             )
             progress = Progress()
             windows: list[list[int]] = []
