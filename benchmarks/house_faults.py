@@ -883,9 +883,9 @@ finally:
         room="watchdog",
         function="main",
         module="train",
-        old="folder = Path(flags.workdir or default_workdir(flags.config))",
+        old="folder = cli.workdir_of(flags)",
         new="""
-folder = Path(flags.workdir or default_workdir(flags.config))
+folder = cli.workdir_of(flags)
 jax.local_device_count()
 """,
         tests=(
