@@ -18,7 +18,7 @@ from jaxdist.config import ConfigError, extras
 from jaxdist.data.sources import npz
 from jaxdist.evaluation import held_out_set, loading
 from jaxdist.evaluation.trained_run import Watch
-from jaxdist.trainer import exit_code, run_cli, workdir
+from jaxdist.trainer import cli, exit_code, workdir
 from jaxdist.trainer.held_out import HeldOut
 
 
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     flags = _parser().parse_args(arguments)
     _check(flags)
     harness = extras.load("jaxdist.evaluation.lm_eval") if flags.tasks else None
-    options = run_cli.run_options(flags)
+    options = cli.run_options(flags)
     if flags.stride is not None and not flags.tasks:  # before weights are read
         stored = workdir.read_config(
             flags.workdir, named=flags.target, trust_code=flags.trust_code
@@ -92,7 +92,7 @@ def _check(flags: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = run_cli.WorkdirParser("evaluate", __doc__)
+    parser = cli.WorkdirParser("evaluate", __doc__)
     add = parser.add_argument
     add("--json", action="store_true", help="one JSON object on standard output")
     add(

@@ -9,20 +9,21 @@ a function of the user (`every`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, schema
 from jaxdist.distributed import coordination
 from jaxdist.step.state import Metrics, State
 from jaxdist.telemetry import clock
-from jaxdist.trainer.progress import Progress
-from jaxdist.trainer.served import check_served
+from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_metadata import Progress
 
 if TYPE_CHECKING:
     from jaxdist.checkpoint.manager import CheckpointManager
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from jaxdist.telemetry.metrics import MetricsWriter
     from jaxdist.trainer.compose import Composition
     from jaxdist.trainer.health import SkippingDataset
-    from jaxdist.trainer.run_config import RunConfig
 
 
 @dataclass
@@ -474,3 +474,29 @@ def check_callbacks(callbacks: Iterable[object]) -> None:
                 for item in wrong
             ]
         )
+
+
+def check_served(run: RunConfig, keys: Collection[str]) -> None:
+    """Checks that no key of a config is set in vain.
+
+    Args:
+      run: the config.
+      keys: that the run's callbacks serve; a group stands for its keys.
+
+    Raises:
+      ConfigError: one line for each key that needs a callback which the run lacks.
+    """
+    faults = []
+    for key, fact in schema.schema_of(RunConfig).items():
+        value = attrgetter(key)(run)
+        group = key.partition(".")[0]
+        if not fact.callback or key in keys or group in keys:
+            continue
+        if value != fact.default:
+            faults.append(
+                f"{key}={value}: nothing in this run does that. The key needs the "
+                f"callback {fact.callback}. Pass it in callbacks=[...], or leave the "
+                f"key out."
+            )
+    if faults:
+        raise ConfigError(faults)

@@ -1,4 +1,6 @@
-"""The command line of a run: from `--config NAME --config.a.b=value` to a RunConfig."""
+"""The command line of a run: from `--config NAME --config.a.b=value` to a RunConfig, and
+from `--workdir` to a trained run.
+"""
 
 import argparse
 import os
@@ -7,6 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -17,16 +20,18 @@ from jaxdist.config import (
     schema,
     suggest,
 )
+from jaxdist.distributed import initialize
 from jaxdist.models import registry
+from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.storage import run_format
 from jaxdist.trainer import (
-    config_json,
     initial_weights,
     loggers,
     source_run,
     workdir,
 )
 from jaxdist.trainer.default_workdir import default_workdir
+from jaxdist.trainer.exit_code import print_error
 from jaxdist.trainer.run_config import (
     RunConfig,
     default_config,
@@ -224,10 +229,10 @@ def _load(flags: argparse.Namespace, overrides: Mapping[str, str]) -> ConfigDict
         raise ConfigError(
             f"--config={flags.config}: {name} takes no argument. Remove ':{argument}'."
         )
-    stored = config_json.read(Path(name))
-    _refuse_source_code(config_json.target_of(stored), overrides, stored)
+    stored = workdir.read_stored(Path(name))
+    _refuse_source_code(workdir.target_of(stored), overrides, stored)
     named = overrides.get("model.target")
-    run = config_json.resolve(
+    run = workdir.resolve(
         stored, Path(name).parent, named=named, trust_code=flags.trust_code
     )
     return schema.to_config_dict(run)
@@ -293,3 +298,64 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="execute the model code that a stored config names (docs/security.md)",
     )
+
+
+# --- commands that use a trained run --------------------------------------------------
+
+
+def _step(text: str) -> int | str:
+    return text if text == "best" else int(text)
+
+
+class WorkdirParser(Parser):
+    """A parser with --workdir, --step and --mesh, for commands that use a
+    trained run.
+    """
+
+    def __init__(self, name: str, description: str | None):
+        super().__init__(prog=f"jaxdist {name}", description=description)
+        self.add_argument(
+            "--workdir", required=True, type=Path, help="folder of the run"
+        )
+        self.add_argument(
+            "--step",
+            type=_step,
+            help="checkpoint to read, or best (default: the newest)",
+        )
+        self.add_argument(
+            "--mesh",
+            help="AXIS=SIZE,..., e.g. fsdp=4,tensor=2 (default: one that fits); context for long texts",
+        )
+        named = "of the run, if its model is your own: trusts this code alone"
+        self.add_argument(
+            "--config.model.target", dest="target", metavar="TARGET", help=named
+        )
+        add_trust(self)
+
+
+def run_options(flags: argparse.Namespace) -> dict[str, Any]:
+    """Returns what the flags of a WorkdirParser say, for `loading.load_run`; joins
+    its processes.
+
+    Standard output is for results: all else goes to standard error.
+
+    Raises:
+      ConfigError: --mesh names no mesh.
+    """
+    mesh = None
+    if flags.mesh:
+        sizes = dict(part.partition("=")[::2] for part in flags.mesh.split(","))
+        axes = {
+            name.strip(): int(n) if n.strip().isdecimal() else n
+            for name, n in sizes.items()
+        }
+        mesh = schema.from_config_dict(MeshConfig, axes)
+    print_error(initialize.prepare())
+    trust = {"target": flags.target, "trust_code": flags.trust_code}
+    return {
+        "folder": flags.workdir,
+        "step": flags.step,
+        "mesh": mesh,
+        "log": print_error,
+        **trust,
+    }

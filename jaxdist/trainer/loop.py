@@ -9,12 +9,11 @@ from jaxdist.distributed import coordination
 from jaxdist.step.state import Metrics, State
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.display import Display
-from jaxdist.trainer import batching, opening, restore
+from jaxdist.trainer import batching, opening, restore, run_metadata
 from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd, StepView
 from jaxdist.trainer.health import Diverged
 from jaxdist.trainer.held_out import score_held_out
 from jaxdist.trainer.preemption import StopSignals
-from jaxdist.trainer.progress import progress_of
 from jaxdist.trainer.saver import Saver
 from jaxdist.trainer.step_log import StepLog
 
@@ -362,14 +361,14 @@ class Trainer:
             raise TrainingStopped(f"{fault}; {change}", fault.kind)
         (state, metadata), self.dataset = restored
         self.run.dataset = self.dataset
-        self.progress.go_to(progress_of(metadata))
+        self.progress.go_to(run_metadata.progress_of(metadata))
         self.progress.elapsed_s = elapsed_s
-        self.callbacks.load(metadata.get(restore.CALLBACKS, {}))
+        self.callbacks.load(metadata.get(run_metadata.CALLBACKS, {}))
         self._evaluated_at = -1
         self.log.rewind()
         step = self.progress.step
         left_out = self.dataset.windows[-1]
-        self.dataset.go_to(step, metadata.get(restore.READER))
+        self.dataset.go_to(step, metadata.get(run_metadata.READER))
         self.writer.event(
             "restore",
             step,

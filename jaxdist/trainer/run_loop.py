@@ -6,10 +6,11 @@ import jax
 
 from jaxdist.checkpoint.manager import NotOwner
 from jaxdist.data import SourceError
+from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.telemetry.display import Display
-from jaxdist.trainer import compose, extension, model_flops, opening, reporting
+from jaxdist.telemetry.metrics import EXTENDED
+from jaxdist.trainer import compose, elastic, model_flops, opening, restore
 from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd
-from jaxdist.trainer.extension import SettledSchedule
 from jaxdist.trainer.loop import Trainer, TrainingStopped
 from jaxdist.trainer.preemption import StopSignals
 from jaxdist.trainer.saver import Saver, checkpoint_metadata, failure_rate
@@ -39,7 +40,7 @@ def train_to_end(
     callbacks: CallbackList,
     signals: StopSignals,
     display: Display,
-    schedule: SettledSchedule,
+    schedule: ScheduleSteps,
     start: Start,
 ) -> RunEnd:
     """Trains from a start to the end; an error that ends the run is an event `stop`.
@@ -68,13 +69,13 @@ def train_to_end(
         samples=run.samples,
         callbacks=callbacks,
     )
-    run.store.milestones = extension.milestones(run.config, schedule.steps)
+    run.store.milestones = restore.milestones(run.config, schedule)
     saver = Saver(
         store=run.store,
         views=run.built.views,
         writer=run.writer,
         display=display,
-        metadata=partial(checkpoint_metadata, run, schedule.steps, callbacks),
+        metadata=partial(checkpoint_metadata, run, schedule, callbacks),
         failures=partial(failure_rate, run),
         on_save=callbacks.save,
     )
@@ -91,7 +92,7 @@ def train_to_end(
     end = trainer.end_without_steps(start.state)
     if end is not None:
         return end
-    reporting.report_start(run, callbacks, saver, schedule.steps)
+    _report_start(run, callbacks, saver, schedule)
     try:
         state, reason = trainer.train(start.state)
     except (
@@ -105,6 +106,27 @@ def train_to_end(
             raise TrainingStopped(str(error), error.reason) from error
         raise
     return trainer.finish(state, reason)
+
+
+def _report_start(
+    run: Run, callbacks: CallbackList, saver: Saver, schedule: ScheduleSteps
+) -> None:
+    """Writes the events of a start; loggers begin with them."""
+    assert run.writer is not None
+    step = run.progress.step
+    devices = jax.device_count()
+    callbacks.phase("data", step + 1)
+    resized = elastic.resized(run.folder, run.config, devices)
+    if resized:
+        run.event("resize", step, **resized)
+    run.event("start", step, devices=devices, processes=jax.process_count())
+    saver.report_bad_checkpoints()
+    for part in schedule.extensions:
+        if part.start == step:
+            run.writer.write(step, {EXTENDED: part.end})
+    if step:
+        run.event("restore", step)
+        run.note(f"resumed after step {step}")
 
 
 def _report_stop(run: Run, error: Exception) -> None:

@@ -16,10 +16,10 @@ from jaxdist.telemetry import clock
 from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import MetricsWriter
 from jaxdist.telemetry.units import duration_text, time_text
-from jaxdist.trainer import extension, restore, workdir
+from jaxdist.trainer import run_metadata, workdir
 from jaxdist.trainer.callbacks import CallbackList, Run, StepView
-from jaxdist.trainer.progress import Progress
 from jaxdist.trainer.run_config import run_fingerprint
+from jaxdist.trainer.run_metadata import Progress
 
 PREPARED_AFTER = 2  # steps of a start; the first of them is then on its way to the log
 
@@ -39,13 +39,13 @@ def checkpoint_metadata(
             "data": run.dataset.fingerprint,
         },
         **workdir.stored_config(run.config),
-        extension.SCHEDULE_KEY: schedule.to_json(),
-        restore.SKIPPED: run.dataset.windows,
-        restore.CALLBACKS: callbacks.state(),
+        run_metadata.SCHEDULE: schedule.to_json(),
+        run_metadata.SKIPPED: run.dataset.windows,
+        run_metadata.CALLBACKS: callbacks.state(),
     }
     reader = run.dataset.reader_state(progress.step)
     if reader is not None:
-        metadata[restore.READER] = reader
+        metadata[run_metadata.READER] = reader
     return metadata
 
 

@@ -25,7 +25,7 @@ from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.models import registry
 from jaxdist.models.model_values import for_logits
 from jaxdist.storage import run_format
-from jaxdist.trainer import config_json, workdir
+from jaxdist.trainer import run_metadata, workdir
 from jaxdist.trainer.run_config import RunConfig, model_defaults
 from jaxdist.trainer.weight_source import ImpliedConfig
 
@@ -89,7 +89,7 @@ class SourceRun:
 
     def config_of(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the config that a step's metadata holds, {} if it holds none."""
-        config = config_json.tupled(group_of(metadata, workdir.CONFIG_KEY))
+        config = workdir.tupled(group_of(metadata, run_metadata.CONFIG))
         return config | {"model": group_of(config, "model")}
 
 

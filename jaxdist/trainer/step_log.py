@@ -16,8 +16,8 @@ from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import MetricsWriter, Throughput
 from jaxdist.trainer.callbacks import CallbackList, RowView
 from jaxdist.trainer.health import Monitor
-from jaxdist.trainer.progress import Progress
 from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_metadata import Progress
 
 _ARRAY_ROWS = 50  # about so many of a run: of 48 layers with 128 experts 2 MB
 

@@ -15,11 +15,11 @@ import jax
 from jaxdist.step.state import State
 from jaxdist.trainer import (
     elastic,
-    extension,
     initial_weights,
     opening,
     preemption,
     reporting,
+    restore,
     run_loop,
     validation,
 )
@@ -113,7 +113,7 @@ def train(
             opening.open_workdir(current, requested, everyone, stack)
             assert current.store is not None
             everyone.start(current)
-            schedule = extension.settle_schedule(config, folder, current.store)
+            schedule = restore.settle_schedule(config, folder, current.store)
             dataset = opening.open_dataset(config, folder, inputs, current.say)
             built = composition.build_step(
                 devices,
@@ -130,7 +130,7 @@ def train(
                 if title:
                     display.note(title)
                 end = run_loop.train_to_end(
-                    current, everyone, signals, display, schedule, start
+                    current, everyone, signals, display, schedule.steps, start
                 )
                 everyone.end(end)
                 if end.error is not None:

@@ -19,7 +19,7 @@ from jaxdist.checkpoint.files import list_steps, read_step
 from jaxdist.config import ConfigError, schema
 from jaxdist.telemetry.metrics import read_events, read_rows
 from jaxdist.trainer import callbacks as callbacks_module
-from jaxdist.trainer import run_config, served, trainer
+from jaxdist.trainer import run_config, trainer
 from jaxdist.trainer.callbacks import (
     Callback,
     CallbackList,
@@ -485,7 +485,7 @@ def refused_keys(keys: set[str]) -> dict[str, str]:
       keys: that the run's callbacks serve.
     """
     with pytest.raises(ConfigError) as refused:
-        served.check_served(config_of(**SET), keys)
+        callbacks_module.check_served(config_of(**SET), keys)
     return {fault.partition("=")[0]: fault for fault in refused.value.faults}
 
 
@@ -511,9 +511,9 @@ def test_each_key_in_vain_is_refused_with_the_callback_that_it_needs():
 
 
 def test_defaults_need_no_callback_and_those_of_fit_serve_every_key(tmp_path):
-    served.check_served(config_of(), set())
+    callbacks_module.check_served(config_of(), set())
     everyone = library.run_callbacks(config_of(), tmp_path)
-    served.check_served(config_of(**SET), keys_of(everyone))
+    callbacks_module.check_served(config_of(**SET), keys_of(everyone))
     # a run without one that declares keys refuses at least one of them
     for callback in everyone:
         if callback.keys:
