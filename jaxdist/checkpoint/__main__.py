@@ -94,7 +94,7 @@ def _one(text: str) -> tuple[int, folders.StepInfo, integrity.Manifest]:
 
 
 def _located(text: str) -> tuple[Path, int | None]:
-    """Returns what `locate` does.
+    """Locates checkpoints as `locate` does.
 
     Raises:
       OtherVersion: another version has written the folder, or a step in it.
@@ -138,7 +138,7 @@ def _rows(folder: Path, **what: Any) -> list[dict[str, Any]]:
 
 
 def _row(folder: Path, step: int, **what: Any) -> dict[str, Any]:
-    """Returns what a step holds, or what is wrong with it."""
+    """Describes what a step holds, or what is wrong with it."""
     try:
         manifest = integrity.check(folder, step, **what)
     except (CheckpointError, OSError) as error:
@@ -182,10 +182,8 @@ def _verify(flags: argparse.Namespace) -> Result:
 
 def _diff(flags: argparse.Namespace) -> Result:
     pairs = [_one(flags.path), _one(flags.other)]
-    infos, prints = (
-        [info for _, info, _ in pairs],
-        [manifest.fingerprints for *_, manifest in pairs],
-    )
+    infos = [info for _, info, _ in pairs]
+    prints = [manifest.fingerprints for *_, manifest in pairs]
     a, b = (info.arrays for info in infos)
     differ = {n: f"{a[n]} and {b[n]}" for n in a if n in b and a[n] != b[n]}
     differ |= {

@@ -33,7 +33,8 @@ from jaxdist.storage import lock
 CLOCK_STEPS = 10
 _TAKEN = "another process's"  # of the folder, among the reasons why no save can begin
 # for the file system, at least; for Orbax to say itself what took too long
-_ANSWER_S, _GRACE_S = 2, 10
+_ANSWER_S = 2
+_GRACE_S = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +104,15 @@ class CheckpointManager:
           CheckpointError: the folder cannot be written, or belongs to another run.
           lock.Locked: another process owns it.
         """
-        self.folder, self.config, self.mode = folders.as_path(folder), config, mode
+        self.folder = folders.as_path(folder)
+        self.config = config
+        self.mode = mode
         # {step: reason} of what `restore` could not use
         self.bad_steps: dict[int, str] = {}
         # steps that are always due, and never expire
         self.milestones: frozenset[int] = frozenset()
-        self._results, self.interval = (
-            queue.SimpleQueue[SaveResult](),
-            SaveInterval(config),
-        )
+        self._results = queue.SimpleQueue[SaveResult]()
+        self.interval = SaveInterval(config)
         self._background = Background(self.folder, config.timeout_s + _GRACE_S)
         self.newest = 0  # the newest step that was restored or saved since; 0: none
         self.best: list[int] = []  # steps to keep: the last of them that was saved
@@ -154,7 +155,8 @@ class CheckpointManager:
         except OSError as error:
             if error.errno not in lock.UNSUPPORTED:
                 raise
-            resumes, name = run is not None, self.run or secrets.token_hex(8)
+            resumes = run is not None
+            name = self.run or secrets.token_hex(8)
             lease = lock.lease(self.folder / folders.OWNER, name, resumes=resumes)
             self._is_ours = self._owned.enter_context(lease)
         folders.remove_leftovers(self.folder)
@@ -194,7 +196,7 @@ class CheckpointManager:
     def should_save(
         self, step: int, now: float, *, last: bool = False, stopped: bool = False
     ) -> bool:
-        """Returns whether a save is due after `step`; remembers `now` as the time of
+        """Tests whether a save is due after `step`; remembers `now` as the time of
         the save.
 
         Args:
@@ -204,7 +206,8 @@ class CheckpointManager:
           last: whether training ends here (then `save_at_end` counts too).
           stopped: whether it ends before its time and goes on later: always due.
         """
-        self._now, seconds = now, self.interval.seconds
+        self._now = now
+        seconds = self.interval.seconds
         if self._last_save is None:
             self._last_save = now
         due = stopped or step in self.milestones or self.config.is_due(step, last=last)
@@ -245,7 +248,8 @@ class CheckpointManager:
             )
         arrays = state_dict.to_canonical(state)
         document = folders.describe(step, state_dict.describe(arrays), metadata)
-        num_bytes, started = trees.tree_bytes(arrays), time.monotonic()
+        num_bytes = trees.tree_bytes(arrays)
+        started = time.monotonic()
 
         def report(error: CheckpointError | None, *, ok: bool) -> None:
             self._results.put(
@@ -265,14 +269,15 @@ class CheckpointManager:
         self._background.begin(finish, f"save of step {step}")
 
     def _obstacle(self, step: int, num_bytes: int, wait: bool) -> str:
-        """Returns why no save can begin, "" if one can; process 0 decides for all.
+        """Explains why no save can begin, "" if one can; process 0 decides for all.
 
         Raises:
           NotOwner: another process has become the folder's owner.
         """
         reason = ""
         if jax.process_index() == 0:
-            answers, patience_s = queue.SimpleQueue[str](), self.config.patience_s
+            answers = queue.SimpleQueue[str]()
+            patience_s = self.config.patience_s
             if ended := self.wait(None if wait else patience_s):
                 ask = functools.partial(self._make_room, step, num_bytes)
                 self._background.begin(
@@ -292,7 +297,8 @@ class CheckpointManager:
                 return _TAKEN
             # of failed saves: they eat the rest of the disk
             folders.remove_leftovers(self.folder)
-            path, reason = self.folder / str(step), self.bad_steps.pop(step, "")
+            path = self.folder / str(step)
+            reason = self.bad_steps.pop(step, "")
             if path.exists() and (reason or step not in self.steps()):
                 folders.quarantine(
                     self.folder, step, reason or "it was in the way and no checkpoint"
@@ -332,7 +338,8 @@ class CheckpointManager:
         """Wait for the commit, seal, delete what has expired and report; runs in the
         save's thread.
         """
-        ok, problem = True, None
+        ok = True
+        problem = None
         try:
             if isinstance(sums, Exception):
                 raise sums
@@ -345,10 +352,12 @@ class CheckpointManager:
                 integrity.seal(self.folder, step, self.run, fingerprints)
             self.newest = step
         except Exception as error:
-            text, place = error_text(error), str(self.folder / str(step))
+            text = error_text(error)
+            place = str(self.folder / str(step))
             # errors of write and fsync name nothing
             text += "" if place in text else f" ({place})"
-            ok, problem = False, CheckpointError(f"step {step} was not saved: {text}")
+            ok = False
+            problem = CheckpointError(f"step {step} was not saved: {text}")
             self._last_step = None  # so that a save at the end is tried again
         try:
             if jax.process_index() == 0 and self._is_ours():
@@ -369,7 +378,8 @@ class CheckpointManager:
             for n in self.steps()
             if n not in self.bad_steps and n not in self.milestones
         ]
-        last, every = self.config.keep_last, self.config.keep_every
+        last = self.config.keep_last
+        every = self.config.keep_every
         for old in folders.expired(
             good, newest=step, keep_last=last, keep_every=every, best=self.best
         ):
@@ -389,7 +399,7 @@ class CheckpointManager:
         return self._background.wait(seconds)
 
     def delay(self) -> str:
-        """Returns what to say of a save that has not ended."""
+        """Describes a save that has not ended."""
         return self._background.delay()
 
     def restore(

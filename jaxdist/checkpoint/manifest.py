@@ -217,13 +217,11 @@ def _files(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
     """
     for entry in path.iterdir():
         name = prefix + entry.name
-        is_link, is_folder = (
-            isinstance(entry, Path) and entry.is_symlink(),
-            entry.is_dir(),
-        )
+        is_link = isinstance(entry, Path) and entry.is_symlink()
+        is_folder = entry.is_dir()
         if is_folder and not is_link and prefix.count("/") < _DEEPEST:
             yield from _files(entry, f"{name}/")
-        elif is_link or is_folder or isinstance(entry, Path) and not entry.is_file():
+        elif is_link or is_folder or (isinstance(entry, Path) and not entry.is_file()):
             yield name, -1
         elif name != MANIFEST:
             yield name, folders.file_bytes(entry)
@@ -312,7 +310,7 @@ def _shown(steps: Mapping[str, Sequence[int]]) -> str:
 
 
 def newest_metadata(folder: Path, run: str | None) -> dict[str, Any]:
-    """Returns what the newest step of a run that looks sound says beside its arrays; {}
+    """Reads what the newest step of a run that looks sound says beside its arrays; {}
     if there is none.
 
     Of its files only those of the metadata are hashed.

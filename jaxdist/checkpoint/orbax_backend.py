@@ -47,7 +47,7 @@ sys.unraisablehook = _pass_over_late_writes(sys.unraisablehook)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Returns whether asyncio says more than that further writes of a failed save
+    """Tests whether asyncio says more than that further writes of a failed save
     failed, too.
     """
     text = record.getMessage()
@@ -58,7 +58,7 @@ logging.getLogger("asyncio").addFilter(_is_news)
 
 
 def _type_handlers() -> Any:
-    """Returns how leaves are written: arrays of any sharding, and host arrays by
+    """Lists how leaves are written: arrays of any sharding, and host arrays by
     process 0.
     """
     arrays = ocp.type_handlers.ArrayHandler(

@@ -12,7 +12,9 @@ from jaxdist.step.checkpoint_views import StateCut
 from jaxdist.step.state import OptState, State
 from jaxdist.step.step_config import StepConfig
 
-INIT, STEPS = 0, 1  # what the seed's first fold is for
+# what the seed's first fold is for
+INIT = 0
+STEPS = 1
 # `MODULES/NAME/PATH` is the first value of a frozen module's parameter.
 MODULES = "modules"
 

@@ -104,7 +104,7 @@ def abstract_batch(spec: ModelSpec, batch: Mapping[str, Any]) -> dict[str, Any]:
 def _fields(
     spec: ModelSpec, modules: Mapping[str, FrozenModule], batch: Batch
 ) -> Terms:
-    """Returns what the objective adds to a batch.
+    """Computes the fields that the objective adds to a batch.
 
     Raises:
       ConfigError: a field has the name of another, or is not [B, S] or [B, S, k].

@@ -18,7 +18,7 @@ from jaxdist.step.update import UpdateRule
 def state_shardings(
     spec: ModelSpec, abstract: State, mesh: Mesh, rules: Rules, rule: UpdateRule
 ) -> State:
-    """Returns where each array of a state lies.
+    """Places each array of a state.
 
     Args:
       spec: with blocks by stage, where a pipeline cuts them up.

@@ -71,7 +71,8 @@ class UpdateRule:
         return _swapped(after, paths), metrics
 
     def _apply(self, state: State, sums: Sums, batch: Batch) -> tuple[State, Metrics]:
-        count, loss = sums.loss.count, sums.loss
+        count = sums.loss.count
+        loss = sums.loss
         total = optax.tree.norm(sums.gradients)
         norm = total / count
         good = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
@@ -116,7 +117,8 @@ class UpdateRule:
         """
         if self.scaler is None or before.loss_scale is None:
             return skipped, None, {}
-        finite, now = jnp.isfinite(total), before.loss_scale
+        finite = jnp.isfinite(total)
+        now = before.loss_scale
         by_scale = loss_scale.is_cause(now, finite, loss)
         after = self.scaler.after(now, finite, by_scale)
         return (
@@ -128,7 +130,7 @@ class UpdateRule:
     def _update_whole(
         self, state: State, sums: Sums, norm: jax.Array, good: jax.Array
     ) -> tuple[Trained, jax.Array | None, jax.Array]:
-        """Returns what one update leaves, the learning rate, and `good` in the order of
+        """Computes what one update leaves, the learning rate, and `good` in the order of
         memory.
         """
         scale = self._scale(sums, norm)
@@ -169,10 +171,8 @@ class UpdateRule:
     ) -> tuple[Trained, jax.Array | None, jax.Array]:
         """Returns the same, of a state whose moments wait in the host's memory."""
         assert self.layerwise is not None and self.schedule is not None
-        rate, before = (
-            self.schedule(state.step),
-            Trained(state.trainable, state.opt_state.optimizer, state.ema),
-        )
+        rate = self.schedule(state.step)
+        before = Trained(state.trainable, state.opt_state.optimizer, state.ema)
         scalars = Scalars(self._scale(sums, norm), rate, good)
         return (
             self.layerwise.apply(
@@ -183,7 +183,7 @@ class UpdateRule:
         )
 
     def _scale(self, sums: Sums, norm: jax.Array) -> jax.Array:
-        """Returns what makes summed gradients the clipped mean."""
+        """Computes what makes summed gradients the clipped mean."""
         count = sums.loss.count
         return (
             jnp.minimum(1, self.clip / jnp.maximum(norm, 1e-30)) / count
@@ -234,7 +234,7 @@ def build_update_rule(
 def offload_obstacle(
     optimizer: OptimizerConfig | optax.GradientTransformation,
 ) -> str | None:
-    """Returns why moments cannot wait in the host's memory with this optimizer; None:
+    """Explains why moments cannot wait in the host's memory with this optimizer; None:
     they can.
     """
     if not isinstance(optimizer, OptimizerConfig) or optimizer.name == "given":
@@ -251,7 +251,7 @@ def offload_obstacle(
 
 
 def narrow_kernels(parameters: Tree, names: Tree) -> Tree:
-    """Returns which parameters are updated with their last two dims swapped: experts'
+    """Finds the parameters that are updated with their last two dims swapped: experts'
     kernels, on TPUs.
 
     Where fsdp leaves less than a vector's lanes of the last dim, the one before is
@@ -311,7 +311,7 @@ def _stats_metrics(stats: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _count_tokens(batch: Batch, norm: jax.Array) -> jax.Array:
-    """Returns how many targets have a weight, or samples where none has; known only
+    """Counts the targets that have a weight, or samples where none has; known only
     after the norm.
 
     A sum over devices that depends on nothing may run before or beside those in the

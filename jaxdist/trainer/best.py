@@ -41,7 +41,8 @@ class BestRule:
         Args:
           before: the same before it; {}: none, or of another figure.
         """
-        value, known = row[self.name], before.get("of") == self._of
+        value = row[self.name]
+        known = before.get("of") == self._of
         sign = -1 if self.largest else 1
         if math.isfinite(value) and (
             not known or sign * value < sign * before["value"]
@@ -50,7 +51,7 @@ class BestRule:
         return {**before, "since": before["since"] + 1} if known else {}
 
     def exhausted(self, best: Mapping[str, Any]) -> str:
-        """Returns why the run ends, "" if it does not."""
+        """Explains why the run ends; "" if it does not."""
         if (
             not self.patience
             or best.get("of") != self._of
@@ -129,7 +130,8 @@ class KeepBest(Callback):
 
 def best_rule(config: RunConfig) -> BestRule | None:
     """Returns the rule of a run; None if nothing depends on the best evaluation."""
-    chosen, patience = config.checkpoint.keep_best, config.train.patience
+    chosen = config.checkpoint.keep_best
+    patience = config.train.patience
     if not (chosen or patience):
         return None
     name, _, end = chosen.partition(":")

@@ -254,7 +254,7 @@ class Callback:
         """Follows the last step and the last save."""
 
     def state(self) -> Any:
-        """Returns what a checkpoint keeps of the callback, as JSON; None: nothing."""
+        """Gives what a checkpoint keeps of the callback, as JSON; None: nothing."""
         return None
 
     def load(self, state: Any) -> None:
@@ -444,7 +444,7 @@ class CallbackList:
                 callback.on_end(end)
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of all callbacks, by name."""
+        """Collects what a checkpoint keeps of all callbacks, by name."""
         kept = {item.name: item.state() for item in self._here if item.name}
         return {name: state for name, state in kept.items() if state is not None}
 

@@ -220,7 +220,9 @@ def _unknown_faults(words: Sequence[str], flags: Iterable[str]) -> Iterator[str]
 
 def _load(flags: argparse.Namespace, overrides: Mapping[str, str]) -> ConfigDict:
     """Loads the config that --config names: a Python file, or a run's config.json."""
-    name, colon, argument = flags.config, "", ""
+    name = flags.config
+    colon = ""
+    argument = ""
     if not _is_json_file(name):  # whose folder may have a colon
         name, colon, argument = flags.config.partition(":")
     if not _is_json_file(name):
@@ -334,8 +336,8 @@ class WorkdirParser(Parser):
 
 
 def run_options(flags: argparse.Namespace) -> dict[str, Any]:
-    """Returns what the flags of a WorkdirParser say, for `loading.load_run`; joins
-    its processes.
+    """Joins the processes; returns the options of `loading.load_run` that the flags of
+    a WorkdirParser give.
 
     Standard output is for results: all else goes to standard error.
 

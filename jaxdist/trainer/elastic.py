@@ -103,7 +103,8 @@ def fit_config(
     it is no config.
     """
     try:
-        mesh, batch = config["mesh"], config["batch"]
+        mesh = config["mesh"]
+        batch = config["batch"]
         axes = {axis: _size(mesh[axis]) for axis in AXES}
         known = math.prod(size for size in axes.values() if size > 0)
         axes = {

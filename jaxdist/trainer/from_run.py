@@ -290,8 +290,8 @@ def _misfits(
 
 
 def _converts(theirs: ArrayInfo, ours: ArrayInfo) -> bool:
-    same = (
-        theirs.dtype == ours.dtype or theirs.dtype in _FLOATS and ours.dtype in _FLOATS
+    same = theirs.dtype == ours.dtype or (
+        theirs.dtype in _FLOATS and ours.dtype in _FLOATS
     )
     return same and theirs.shape == ours.shape
 

@@ -19,7 +19,7 @@ from jaxdist.trainer.user_model import UserInputs
 
 
 def is_lead() -> bool:
-    """Returns whether this process writes the run's files."""
+    """Tests whether this process writes the run's files."""
     return jax.process_index() == 0
 
 

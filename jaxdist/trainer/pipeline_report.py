@@ -65,7 +65,8 @@ def estimate_pipeline(composition: Composition) -> PipelineEstimate | None:
     split = any("pipeline" in axes_in(entry) for stored in specs for entry in stored)
     # without a split vocabulary each stage does all of it
     edge = head / cut.stages if split else head
-    config, places = cut.config, cut.stages * cut.config.chunks
+    config = cut.config
+    places = cut.stages * cut.config.chunks
     depth = cut.dims[2]
     layers = [
         max(min(depth, cut.num_layers - first), 0)

@@ -35,7 +35,8 @@ from jaxdist.distributed.cluster import TORCHRUN, count_ray_workers
 from jaxdist.distributed.stop_signals import stop_signals
 
 # between looks for a request; between looks for the others' answers
-_LOOK_S, _TRY_S = 0.25, 0.02
+_LOOK_S = 0.25
+_TRY_S = 0.02
 _END_S = 10  # that Python's own end may last after a failure
 _LOST = (  # words of errors by which one process hears that another has gone
     "gloo",
@@ -71,12 +72,12 @@ class StopSignals:
         self.stopping = False  # whether `reached` has returned True
         self._heard = self._interrupted = self._asking = self._told = False
         # calls of `reached`; the one to stop at
-        self._steps, self._stop_at = 0, math.inf
-        self._lock, self._left = threading.Lock(), threading.Event()
-        self._requests, self._answers = (
-            coordination.Board("stop"),
-            coordination.Board("stop-at"),
-        )
+        self._steps = 0
+        self._stop_at = math.inf
+        self._lock = threading.Lock()
+        self._left = threading.Event()
+        self._requests = coordination.Board("stop")
+        self._answers = coordination.Board("stop-at")
         self._grouped = self._requests.client is not None
         self._before: dict[int, Any] = {}
 
@@ -119,7 +120,7 @@ class StopSignals:
             self._thread.join(timeout=1)
 
     def reached(self) -> bool:
-        """Returns whether to stop after this step; each process calls it once a step,
+        """Tests whether to stop after this step; each process calls it once a step,
         all get the same.
         """
         self._take_back()
@@ -287,7 +288,8 @@ def refuse_unjoined() -> None:
         _keep_exit_codes()  # the agent reads them
     if jax.distributed.is_initialized():
         return
-    launcher, size = initialize.detect_launcher(os.environ), "WORLD_SIZE"
+    launcher = initialize.detect_launcher(os.environ)
+    size = "WORLD_SIZE"
     if launcher in (initialize.LAUNCH, TORCHRUN):
         ours = launcher == initialize.LAUNCH
         number, alone = (
@@ -311,7 +313,8 @@ def _keep_exit_codes() -> None:
     """
     if PROCESS.keeps_codes:
         return
-    PROCESS.keeps_codes, show = True, sys.excepthook
+    PROCESS.keeps_codes = True
+    show = sys.excepthook
 
     def end(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if not _is_main():  # of a library's thread: it ends nothing

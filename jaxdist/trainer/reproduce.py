@@ -14,7 +14,10 @@ from typing import Any
 from jaxdist.storage import untrusted
 
 # in run.json
-SOURCE, COMMAND, ENVIRONMENT, HOSTS = "source", "command", "environment", "hosts"
+SOURCE = "source"
+COMMAND = "command"
+ENVIRONMENT = "environment"
+HOSTS = "hosts"
 # of TPUs: {"shape": chips along each ICI dim of a slice, "slices": number}
 TOPOLOGY = "topology"
 
@@ -53,7 +56,8 @@ def without_secrets(words: Sequence[str]) -> list[str]:
     """Returns a command without the values of flags that are named like secrets, and
     users in URLs.
     """
-    shown, is_value = [], False
+    shown = []
+    is_value = False
     for word in words:
         name, equals, _ = word.partition("=")
         is_secret = bool(_SECRET_FLAG.fullmatch(name.lstrip("-")))
@@ -76,7 +80,8 @@ def repeat(
       info: run.json.
       config: flat.
     """
-    stored, source = _fields(info, COMMAND), _fields(info, SOURCE)
+    stored = _fields(info, COMMAND)
+    source = _fields(info, SOURCE)
     words = stored.get("argv")
     if (
         not isinstance(words, list)
@@ -84,14 +89,14 @@ def repeat(
         or not all(isinstance(word, str) for word in words)
     ):
         return None
-    commit, digest = source.get("commit"), source.get("hash")
-    processes, there = info.get("num_processes"), _elsewhere(stored.get("folder"))
+    commit = source.get("commit")
+    digest = source.get("hash")
+    processes = info.get("num_processes")
+    there = _elsewhere(stored.get("folder"))
     notes = []
     if stored.get("trains"):
-        words, notes = (
-            _train(folder.absolute() if there else folder, config),
-            [_trust(config)],
-        )
+        words = _train(folder.absolute() if there else folder, config)
+        notes = [_trust(config)]
     if type(processes) is int and processes > 1:
         words, machines = _launch(words, info, processes)
         notes.insert(0, machines)
@@ -146,10 +151,11 @@ def _train(folder: Path, config: Mapping[str, Any]) -> list[str]:
 
 
 def _trust(config: Mapping[str, Any]) -> str:
-    """Returns what has to be named on the command line, since it is code of
+    """Formats what has to be named on the command line, since it is code of
     somebody's.
     """
-    target, named = config.get("model.target"), config.get("train.loggers")
+    target = config.get("model.target")
+    named = config.get("train.loggers")
     flags = [f"--config.model.target={target}"] * (
         isinstance(target, str) and not target.startswith(_OURS)
     )
@@ -204,7 +210,8 @@ def as_lines(repeat: Mapping[str, Any] | None) -> list[str]:
     """Returns the command, and what it needs, for people."""
     if repeat is None:
         return []
-    commit, digest = repeat["commit"], repeat["source"]
+    commit = repeat["commit"]
+    digest = repeat["source"]
     facts = [f"commit {commit[:12]}"] if commit else []
     facts += ["with changes that were not committed"] if repeat["dirty"] else []
     facts += [f"source {digest}"] if digest else []

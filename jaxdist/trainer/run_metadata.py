@@ -77,7 +77,7 @@ def check(metadata: Mapping[str, Any]) -> None:
 
 
 def check_windows(windows: object) -> list[list[int]]:
-    """Returns what is a list of windows, each [first, after the last] batch.
+    """Checks a list of windows, each [first, after the last] batch, and returns it.
 
     Raises:
       Malformed: it is no such list.

@@ -30,7 +30,7 @@ def checkpoint_metadata(
     callbacks: CallbackList,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Returns what a checkpoint keeps beside its arrays."""
+    """Collects what a checkpoint keeps beside its arrays."""
     assert run.dataset is not None
     metadata = {
         "progress": asdict(progress),
@@ -81,7 +81,7 @@ class Saver:
     _blocked_s: dict[int, float] = field(default_factory=dict, init=False)
 
     def is_due(self, step: int) -> bool:
-        """Returns whether `checkpoint.*` wants a save after this step."""
+        """Tests whether `checkpoint.*` wants a save after this step."""
         return self.store.should_save(step, time.monotonic())
 
     def __call__(self, view: StepView) -> None:

@@ -94,7 +94,7 @@ class SourceRun:
 
 
 def locate(name: str) -> SourceRun:
-    """Returns what FOLDER or FOLDER@STEP means: a workdir, its checkpoints, or a step
+    """Finds the run of FOLDER or FOLDER@STEP: a workdir, its checkpoints, or a step
     in it; also gs://.
 
     Raises:

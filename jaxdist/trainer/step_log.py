@@ -74,7 +74,8 @@ class StepLog:
         self._pending.clear()
         self._tokens.clear()
         self._loader = loader
-        progress, waited_s = self.progress, self._monitor.waited_s
+        progress = self.progress
+        waited_s = self._monitor.waited_s
         self._window = MetricsWindow(
             time.monotonic(),
             progress.step,
@@ -133,10 +134,13 @@ class StepLog:
             self._write_row(number, metrics)
 
     def _write_row(self, number: int, metrics: Metrics) -> None:
-        now, window = time.monotonic(), self._window
+        now = time.monotonic()
+        window = self._window
         self._count_tokens()
-        seen, waited_s = self.progress.tokens_seen, self._monitor.waited_s
-        seconds, steps = now - window.began - window.paused_s, number - window.step
+        seen = self.progress.tokens_seen
+        waited_s = self._monitor.waited_s
+        seconds = now - window.began - window.paused_s
+        steps = number - window.step
         scalars = {name: x for name, x in metrics.items() if x.ndim == 0}
         values = {name: x.item() for name, x in jax.device_get(scalars).items()}
         del values["tokens"], values["skipped"]
@@ -168,10 +172,11 @@ class StepLog:
             )
 
     def _keeps_arrays(self, number: int) -> bool:
-        """Returns whether the row of a step has its arrays written too: the first, the
+        """Tests whether the row of a step has its arrays written too: the first, the
         last, some between.
         """
-        steps, log_every = self.config.train.steps, self.config.train.log_every
+        steps = self.config.train.steps
+        log_every = self.config.train.log_every
         every = -(-steps // _ARRAY_ROWS)
         return number in (1, steps) or number // every > (number - log_every) // every
 

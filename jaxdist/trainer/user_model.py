@@ -38,7 +38,7 @@ class UserInputs(NamedTuple):
 
 
 def builder(model: Model) -> tuple[Build, dict[str, np.ndarray] | None]:
-    """Returns what makes the model of its rngs, and, if it is made, path -> its values.
+    """Makes a function of rngs of the model, and, if it is made, path -> its values.
 
     Raises:
       ConfigError: it is neither a module nor makes one.
@@ -87,7 +87,7 @@ def _made(model: Any, by_name: bool, rngs: nnx.Rngs) -> nnx.Module:
 def maker(
     config: RunConfig, folder: Path, model: Model | None, target: str | None
 ) -> Build | None:
-    """Returns what makes the model of a run of `jaxdist.fit`; None for any other run,
+    """Finds what makes the model of a run of `jaxdist.fit`; None for any other run,
     whose config says it.
 
     Raises:

@@ -20,8 +20,11 @@ from jaxdist.storage import atomic, lock, run_format, untrusted
 from jaxdist.trainer import run_metadata
 from jaxdist.trainer.run_config import RunConfig, from_config, keys_that_may_change
 
-CONFIG, RUN, LOCK = run_format.CONFIG, run_format.RUN, ".lock"
-SAMPLE, REPORT = "sample.txt", "report.html"
+CONFIG = run_format.CONFIG
+RUN = run_format.RUN
+LOCK = ".lock"
+SAMPLE = "sample.txt"
+REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
 IDENTITY_KEY = "run"  # in run.json: the identity of the run, as in its checkpoints
 
