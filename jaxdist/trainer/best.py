@@ -104,7 +104,6 @@ class KeepBest(Callback):
         self._best = checked_best(state or {})
         if self._rule is None:
             return
-        assert self._run.built is not None and self._run.store is not None
         self._rule.check(self._run.config, self._run.built)
         if "step" in self._best:
             self._run.store.best.append(self._best["step"])
@@ -120,7 +119,6 @@ class KeepBest(Callback):
             return
         self._best = self._rule.judged(self._best, view.step, row)
         if self._rule.keeps and self._best.get("step") == view.step:
-            assert self._run.store is not None
             self._run.store.best.append(view.step)
             view.request_save()
         reason = self._rule.exhausted(self._best)

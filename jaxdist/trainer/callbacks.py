@@ -22,6 +22,7 @@ from jaxdist.config import ConfigError, schema
 from jaxdist.distributed import coordination
 from jaxdist.step.state import Metrics, State
 from jaxdist.telemetry import clock
+from jaxdist.telemetry.metrics import MetricsWriter
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.run_metadata import Progress
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from jaxdist.checkpoint.manager import CheckpointManager
     from jaxdist.protocols.model_spec import ModelSpec
     from jaxdist.step.train_step import TrainStep
-    from jaxdist.telemetry.metrics import MetricsWriter
     from jaxdist.trainer.compose import Composition
     from jaxdist.trainer.health import SkippingDataset
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class Run:
     """A run, as its callbacks see it.
 
-    `writer` and `store` are None until `on_start`, `built` and `dataset` until `load`.
+    There is a `store` from `on_start` on, `built` from `load` on.
     """
 
     composition: Composition
@@ -54,13 +54,17 @@ class Run:
     # code, versions and machines, as run.json has them; {} on other processes
     origin: Mapping[str, Any] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
-    writer: MetricsWriter | None = None
-    store: CheckpointManager | None = None
-    built: TrainStep | None = None
-    # without the batches that the run leaves out
+    # of rows and events; writes nothing until `on_start`, and on other processes
+    writer: MetricsWriter = field(init=False, repr=False)
+    store: CheckpointManager = field(init=False, repr=False)
+    built: TrainStep = field(init=False, repr=False)
+    # without the batches that the run leaves out; None until its first state is known
     dataset: SkippingDataset | None = None
     # why the run ends before its first step; "" if it does not
     stop_reason: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self.writer = MetricsWriter(self.folder, enabled=False)
 
     @property
     def config(self) -> RunConfig:
@@ -86,8 +90,7 @@ class Run:
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
         """Appends an event to events.jsonl; any process may."""
-        if self.writer is not None:
-            self.writer.event(name, step, **fields)
+        self.writer.event(name, step, **fields)
 
 
 @dataclass

@@ -46,7 +46,6 @@ class Loggers(Callback):
         if phase != "data" or self._run is None or not self._classes:
             return
         run = self._run
-        assert run.writer is not None
         for view in start(
             self._classes,
             run.folder,

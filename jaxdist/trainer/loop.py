@@ -44,14 +44,9 @@ class Trainer:
         saver: Saver,
     ):
         """Prepares the loop; nothing runs yet."""
-        assert run.built is not None
-        assert run.store is not None
-        assert run.writer is not None
-        assert run.dataset is not None
         self.run = run
         self.config = run.config
         self.built = run.built
-        self.store = run.store
         self.writer = run.writer
         self.progress = run.progress
         self.callbacks = callbacks
@@ -59,6 +54,7 @@ class Trainer:
         self.display = display
         self.log = log
         self.saver = saver
+        assert run.dataset is not None
         self.dataset = run.dataset
         # once: a run outlives its files
         self.shardings = batching.batch_shardings(self.config, self.built)
@@ -346,7 +342,7 @@ class Trainer:
         may_go_back = len(self.dataset.windows) < self.config.health.max_rollbacks
         if fault.policy == "rollback" and may_go_back:
             restored = restore.roll_back(
-                self.store,
+                self.run.store,
                 self.run.folder,
                 self.built.views.abstract,
                 self.dataset,

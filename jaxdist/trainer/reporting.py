@@ -30,7 +30,6 @@ def describe(
     composition = run.composition
     devices = built.mesh.devices
     if opening.is_lead():
-        assert run.store is not None
         workdir.write_json(
             run.folder / workdir.RUN,
             {

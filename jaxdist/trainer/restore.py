@@ -143,7 +143,6 @@ def has_checkpoint(run: Run) -> bool:
     Raises:
       CheckpointError: the run has saved, but its checkpoints are gone.
     """
-    assert run.store is not None
     if coordination.broadcast(files.has_steps(run.store.folder)):
         return True
     events = read_events(run.folder)
@@ -170,8 +169,6 @@ def restore_checkpoint(run: Run, dataset: Dataset, back_to: int | None) -> Resto
       ConfigError: its model, optimizer, config or data are others.
     """
     store = run.store
-    assert run.built is not None
-    assert store is not None
     try:
         restored = store.restore(trained(run.built.views.abstract), back_to)
     except LayoutError as error:

@@ -57,18 +57,10 @@ def train_to_end(
       TrainingStopped: losses stayed non-finite, or a checkpoint could not be written.
       SourceError: the data cannot be read.
     """
-    assert run.built is not None and run.store is not None and run.writer is not None
-    log = StepLog(
-        config=run.config,
-        progress=run.progress,
-        writer=run.writer,
-        display=display,
-        throughput=model_flops.throughput(
-            run.composition, run.built.mesh, start.step_flops
-        ),
-        samples=run.samples,
-        callbacks=callbacks,
+    throughput = model_flops.throughput(
+        run.composition, run.built.mesh, start.step_flops
     )
+    log = StepLog(run, callbacks, display, throughput)
     run.store.milestones = restore.milestones(run.config, schedule)
     saver = Saver(
         store=run.store,
@@ -112,7 +104,6 @@ def _report_start(
     run: Run, callbacks: CallbackList, saver: Saver, schedule: ScheduleSteps
 ) -> None:
     """Writes the events of a start; loggers begin with them."""
-    assert run.writer is not None
     step = run.progress.step
     devices = jax.device_count()
     callbacks.phase("data", step + 1)

@@ -54,8 +54,6 @@ def init_or_restore(
     """
     built = run.built
     store = run.store
-    assert built is not None
-    assert store is not None
     pool = ThreadPoolExecutor(3)
     try:
         compiled = pool.submit(compile_step, run)
@@ -109,7 +107,6 @@ def compile_step(run: Run) -> float | None:
       The FLOPs of a step, all devices together; None where not all count.
     """
     built = run.built
-    assert built is not None
     batch = built.abstract_batch(batch_shapes(run.config))
     traced = built.step.trace(built.abstract_state, batch)
     lowered = traced.lower()

@@ -111,7 +111,6 @@ def train(
         try:
             everyone.phase("start")
             opening.open_workdir(current, requested, everyone, stack)
-            assert current.store is not None
             everyone.start(current)
             schedule = restore.settle_schedule(config, folder, current.store)
             dataset = opening.open_dataset(config, folder, inputs, current.say)
