@@ -221,16 +221,13 @@ def _unknown_faults(words: Sequence[str], flags: Iterable[str]) -> Iterator[str]
 def _load(flags: argparse.Namespace, overrides: Mapping[str, str]) -> ConfigDict:
     """Loads the config that --config names: a Python file, or a run's config.json."""
     name = flags.config
-    colon = ""
-    argument = ""
     if not _is_json_file(name):  # whose folder may have a colon
-        name, colon, argument = flags.config.partition(":")
-    if not _is_json_file(name):
-        return files.load(flags.config, folders=files.packaged_folders())
-    if colon:
-        raise ConfigError(
-            f"--config={flags.config}: {name} takes no argument. Remove ':{argument}'."
-        )
+        file, _, argument = name.partition(":")
+        if _is_json_file(file):
+            raise ConfigError(
+                f"--config={name}: {file} takes no argument. Remove ':{argument}'."
+            )
+        return files.load(name, folders=files.packaged_folders())
     stored = workdir.read_stored(Path(name))
     _refuse_source_code(workdir.target_of(stored), overrides, stored)
     named = overrides.get("model.target")

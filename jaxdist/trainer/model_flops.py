@@ -2,6 +2,9 @@
 speed.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 from jax.sharding import Mesh
 
@@ -10,6 +13,7 @@ from jaxdist.models import lora, registry
 from jaxdist.ops import costs
 from jaxdist.optim.roles import role_of
 from jaxdist.parallel import execution
+from jaxdist.parallel.formats.format import Recipe
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.protocols.param_names import Names, has_experts
 from jaxdist.step.gradients import build_objective
@@ -70,12 +74,28 @@ def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
 
 def _counted(run: RunConfig, spec: ModelSpec) -> float:
     """Counts the FLOPs of a sample in the model's forward program, times three."""
-    batch = abstract_batch(spec, batch_shapes(run, 1))
-    objective = build_objective(spec, compute=run.precision.compute, remat="none")
+    return 3 * flops.jaxpr_flops(forward_program(run, spec, batch_shapes(run, 1)))
+
+
+def forward_program(
+    run: RunConfig,
+    spec: ModelSpec,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    recipe: Recipe | None = None,
+) -> Any:
+    """Traces the loss of a batch, without its gradients; returns the jaxpr.
+
+    Args:
+      batch: shapes of the dataset's fields.
+      recipe: of large kernels; None: they are multiplied in the run's compute dtype.
+    """
+    compute = run.precision.compute
+    objective = build_objective(spec, compute=compute, remat="none")
     forward = jax.make_jaxpr(lambda t, m, f, b: objective(t, m, f, b, None)[0])
-    with execution.activate(compute=run.precision.compute):
-        program = forward(spec.trainable, spec.model_state, spec.frozen, batch)
-    return 3 * flops.jaxpr_flops(program)
+    with execution.activate(compute=compute, recipe=recipe):
+        return forward(
+            spec.trainable, spec.model_state, spec.frozen, abstract_batch(spec, batch)
+        )
 
 
 def _frozen_flops(run: RunConfig, spec: ModelSpec) -> float:
