@@ -1,7 +1,5 @@
 """The loop of a run with what it needs: display, log of steps, saver."""
 
-from functools import partial
-
 import jax
 
 from jaxdist.checkpoint.manager import NotOwner
@@ -13,7 +11,7 @@ from jaxdist.trainer import compose, elastic, model_flops, opening, restore
 from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd
 from jaxdist.trainer.loop import Trainer, TrainingStopped
 from jaxdist.trainer.preemption import StopSignals
-from jaxdist.trainer.saver import Saver, checkpoint_metadata, failure_rate
+from jaxdist.trainer.saver import Saver
 from jaxdist.trainer.start import Start
 from jaxdist.trainer.step_log import StepLog
 
@@ -62,15 +60,7 @@ def train_to_end(
     )
     log = StepLog(run, callbacks, display, throughput)
     run.store.milestones = restore.milestones(run.config, schedule)
-    saver = Saver(
-        store=run.store,
-        views=run.built.views,
-        writer=run.writer,
-        display=display,
-        metadata=partial(checkpoint_metadata, run, schedule, callbacks),
-        failures=partial(failure_rate, run),
-        on_save=callbacks.save,
-    )
+    saver = Saver(run, callbacks, schedule)
     # They may delete in a store what has expired: by now is known what is kept.
     callbacks.load(start.callbacks)
     trainer = Trainer(
