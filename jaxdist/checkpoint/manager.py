@@ -278,14 +278,16 @@ class CheckpointManager:
         if jax.process_index() == 0:
             answers = queue.SimpleQueue[str]()
             patience_s = self.config.patience_s
-            if ended := self.wait(None if wait else patience_s):
+            ended = self.wait(None if wait else patience_s)
+            if ended:
                 ask = functools.partial(self._make_room, step, num_bytes)
                 self._background.begin(
                     lambda: answers.put(ask()), f"look at the disk before step {step}"
                 )
                 ended = self.wait(None if wait else max(patience_s, _ANSWER_S))
             reason = answers.get() if ended else self.delay()
-        if (reason := coordination.first_error(reason)) == _TAKEN:
+        reason = coordination.first_error(reason)
+        if reason == _TAKEN:
             raise NotOwner(self._taken())
         if not reason:
             self.wait()
@@ -510,9 +512,10 @@ class CheckpointManager:
                 state_dict.from_canonical(arrays, abstract_state), info.metadata
             )
         sums = fingerprint.of(arrays)
-        if changed := [
+        changed = [
             name for name in sums if sums[name] != manifest.fingerprints.get(name)
-        ]:
+        ]
+        if changed:
             raise CheckpointError(
                 f"not what was saved, by fingerprint: {', '.join(changed[:8])}"
             )
@@ -560,5 +563,6 @@ def _error_on_all(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         reason = error_text(error)
-    if reason := coordination.first_error(reason):
+    reason = coordination.first_error(reason)
+    if reason:
         raise CheckpointError(reason)

@@ -258,7 +258,8 @@ def identity(folder: Path, *, create: bool, own: str | None = None) -> str | Non
       CheckpointError: the folder is another run's than `own`, or nothing says whose of
         several it is.
     """
-    if (name := read_identity(folder)) is None:
+    name = read_identity(folder)
+    if name is None:
         steps = _steps_by_run(folder)
         if own is None and len(steps) > 1:
             raise CheckpointError(

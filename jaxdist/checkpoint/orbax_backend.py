@@ -163,9 +163,10 @@ class OrbaxBackend:
             path, args=ocp.args.Composite(**{STATE_ITEM: item})
         )
         arrays = trees.flatten_names(restored[STATE_ITEM])
-        if missing := [
+        missing = [
             name for name in abstract if not isinstance(arrays.get(name), jax.Array)
-        ]:
+        ]
+        if missing:
             raise ValueError(
                 f"the files do not hold {', '.join(missing[:8])}"
             )  # Orbax leaves out what is not there

@@ -59,9 +59,11 @@ def check_model(
     shapes = frozenset(
         (name, x.shape, jax.numpy.dtype(x.dtype)) for name, x in batch.items()
     )
-    if (asked := (shapes, accumulation, stages)) in spec.passed:
+    asked = (shapes, accumulation, stages)
+    if asked in spec.passed:
         return []
-    if causes := list(faults(spec, stages=stages)):
+    causes = list(faults(spec, stages=stages))
+    if causes:
         return causes
     part = "embed, blocks and head" if spec.staged else "loss(batch, key)"
     try:

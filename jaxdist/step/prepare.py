@@ -110,7 +110,8 @@ def _fields(
       ConfigError: a field has the name of another, or is not [B, S] or [B, S, k].
     """
     fields = spec.objective.prepare(modules, batch)
-    if taken := sorted(fields.keys() & batch.keys()):
+    taken = sorted(fields.keys() & batch.keys())
+    if taken:
         name = type(spec.objective).__name__
         raise ConfigError(
             f"{name}.prepare returned {', '.join(taken)}, which batches have; rename it"

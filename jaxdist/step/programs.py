@@ -54,9 +54,10 @@ def build_inspect(
     chosen = reduction.choose(spec, rules, setting, parts=config.parts)
 
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
-        if faults := model_checks.check_model(
+        faults = model_checks.check_model(
             spec, batch, accumulation=accumulation, stages=stages
-        ):
+        )
+        if faults:
             raise ConfigError(faults)
         with execution.activate(
             mesh,

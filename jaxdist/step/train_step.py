@@ -30,9 +30,8 @@ from jaxdist.step.checkpoint_views import (
     build_views,
     with_sharding,
 )
-from jaxdist.step.first_state import first_state
+from jaxdist.step.first_state import first_state, state_shardings
 from jaxdist.step.state import Metrics, State
-from jaxdist.step.state_layout import state_shardings
 from jaxdist.step.step_config import StepConfig
 from jaxdist.step.update import build_update_rule
 
@@ -96,7 +95,8 @@ def build_train_step(
     """
     staging = config.staging
     stages = staging.stages if staging else 1
-    if faults := list(model_checks.faults(spec, stages=stages)):
+    faults = list(model_checks.faults(spec, stages=stages))
+    if faults:
         raise ConfigError(faults)
     staged = staging.staged_spec(spec) if staging else spec
     cut = StateCut.of(staging, spec)

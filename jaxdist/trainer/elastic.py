@@ -80,7 +80,8 @@ def fit(
             if global_size // (parts * n) <= most
         )
         # none of a global size of 0, which is refused elsewhere
-        if accumulation := next(legal, None):
+        accumulation = next(legal, None)
+        if accumulation:
             layouts.append((math.prod(sizes), sizes, ElasticLayout(axes, accumulation)))
     return max(layouts, key=lambda entry: entry[:2])[2] if layouts else None
 
@@ -162,7 +163,8 @@ def full_devices(
     Args:
       per_process: devices of this process; all have as many.
     """
-    if (processes := environ.get(FULL_PROCESSES)) is None:
+    processes = environ.get(FULL_PROCESSES)
+    if processes is None:
         return None
     return int(processes) * per_process or next(
         (start["devices"] for start in _starts(folder)), None

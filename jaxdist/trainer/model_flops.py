@@ -56,7 +56,8 @@ def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
     """
     length = targets_per_sample(run)
     formula = registry.model_hook(run.model_config, "flops_per_token")
-    if declared := costs_of(run):
+    declared = costs_of(run)
+    if declared:
         needed = {
             convention: costs.model_flops(declared, convention)
             for convention in _CONVENTIONS

@@ -148,7 +148,8 @@ def lines(composition: Composition) -> Iterator[str]:
             f"  the layers before them (first_blocks) run on every stage, which lengthens the step by "
             f"{result.time / without - 1:.1%}"
         )
-    if warning := estimate.balance.warning():
+    warning = estimate.balance.warning()
+    if warning:
         yield f"  warning: {warning}"
     yield from _edge_lines(estimate, rules)
     for option in microbatch_options(

@@ -153,7 +153,8 @@ class StopSignals:
         called, too.
         """
         for number in self._before:
-            if (theirs := signal.getsignal(number)) != self._ask:
+            theirs = signal.getsignal(number)
+            if theirs != self._ask:
                 self._before[number] = signal.signal(number, self._ask)
                 if not self._told:
                     also = (
@@ -299,7 +300,8 @@ def refuse_unjoined() -> None:
             f"one of {os.environ.get(number)} processes of {launcher}, but not joined "
             f"to the others; call jaxdist.join() first of all, or unset {alone} to run alone"
         )
-    if (workers := count_ray_workers()) > 1:
+    workers = count_ray_workers()
+    if workers > 1:
         raise ConfigError(
             f"one of {workers} workers of Ray Train, which has not joined them: each would make the run "
             f"alone; start `jaxdist launch` in each worker as examples/ray_train.py does, or give "
@@ -323,8 +325,9 @@ def _keep_exit_codes() -> None:
             _fail(error)
         else:
             show(kind, error, trace)
+            code = exit_code_of(error)
             # no shell's
-            if (code := exit_code_of(error)) != 1 and not hasattr(sys, "ps1"):
+            if code != 1 and not hasattr(sys, "ps1"):
                 _leave_tidily(code)
 
     sys.excepthook = end

@@ -4,13 +4,13 @@ import jax
 
 from jaxdist.checkpoint.manager import NotOwner
 from jaxdist.data import SourceError
-from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import EXTENDED
 from jaxdist.trainer import compose, elastic, model_flops, opening, restore
 from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd
 from jaxdist.trainer.loop import Trainer, TrainingStopped
 from jaxdist.trainer.preemption import StopSignals
+from jaxdist.trainer.restore import SettledSchedule
 from jaxdist.trainer.saver import Saver
 from jaxdist.trainer.start import Start
 from jaxdist.trainer.step_log import StepLog
@@ -38,7 +38,7 @@ def train_to_end(
     callbacks: CallbackList,
     signals: StopSignals,
     display: Display,
-    schedule: ScheduleSteps,
+    schedule: SettledSchedule,
     start: Start,
 ) -> RunEnd:
     """Trains from a start to the end; an error that ends the run is an event `stop`.
@@ -59,8 +59,8 @@ def train_to_end(
         run.composition, run.built.mesh, start.step_flops
     )
     log = StepLog(run, callbacks, display, throughput)
-    run.store.milestones = restore.milestones(run.config, schedule)
-    saver = Saver(run, callbacks, schedule)
+    run.store.milestones = restore.milestones(run.config, schedule.steps)
+    saver = Saver(run, callbacks, schedule.steps)
     # They may delete in a store what has expired: by now is known what is kept.
     callbacks.load(start.callbacks)
     trainer = Trainer(
@@ -91,7 +91,7 @@ def train_to_end(
 
 
 def _report_start(
-    run: Run, callbacks: CallbackList, saver: Saver, schedule: ScheduleSteps
+    run: Run, callbacks: CallbackList, saver: Saver, schedule: SettledSchedule
 ) -> None:
     """Writes the events of a start; loggers begin with them."""
     step = run.progress.step
@@ -102,7 +102,7 @@ def _report_start(
         run.event("resize", step, **resized)
     run.event("start", step, devices=devices, processes=jax.process_count())
     saver.report_bad_checkpoints()
-    for part in schedule.extensions:
+    for part in schedule.steps.extensions:
         if part.start == step:
             run.writer.write(step, {EXTENDED: part.end})
     if step:

@@ -155,7 +155,8 @@ class StepLog:
                 device_wait_s=waited_s - window.device_wait_s,
             )
         )
-        if balancer := self._loader.balancer:
+        balancer = self._loader.balancer
+        if balancer:
             row |= balancer.metrics(number - 1)
         self.progress.elapsed_s += seconds
         self._window = MetricsWindow(

@@ -129,7 +129,7 @@ def train(
                 if title:
                     display.note(title)
                 end = run_loop.train_to_end(
-                    current, everyone, signals, display, schedule.steps, start
+                    current, everyone, signals, display, schedule, start
                 )
                 everyone.end(end)
                 if end.error is not None:

@@ -57,7 +57,8 @@ def builder(model: Model) -> tuple[Build, dict[str, np.ndarray] | None]:
             return nnx.merge(graph, streams, zeros, rest)
 
         return empty, {path: np.asarray(x) for path, x in values.items()}
-    if fault := registry.foreign_fault(model):
+    fault = registry.foreign_fault(model)
+    if fault:
         raise ConfigError(f"model: {fault}")
     if not callable(model):
         raise ConfigError(
@@ -75,7 +76,8 @@ def _takes_rngs_by_name(model: Any) -> bool:
 
 def _made(model: Any, by_name: bool, rngs: nnx.Rngs) -> nnx.Module:
     made = model(rngs=rngs) if by_name else model(rngs)
-    if fault := registry.foreign_fault(made):
+    fault = registry.foreign_fault(made)
+    if fault:
         raise ConfigError(f"model: {fault}")
     if not isinstance(made, nnx.Module):
         raise ConfigError(

@@ -36,7 +36,8 @@ def checkpoints_folder(folder: Path, config: RunConfig) -> Path:
       ConfigError: the name cannot be a folder of checkpoints.
     """
     chosen = config.checkpoint.folder
-    if fault := name_fault(chosen or folder):
+    fault = name_fault(chosen or folder)
+    if fault:
         raise ConfigError(fault)
     return as_path(chosen) if chosen else folder / CHECKPOINTS
 
