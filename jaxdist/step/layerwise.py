@@ -193,7 +193,9 @@ def build_parts(
     groups: dict[str, list[str]] = {}
     for name, role in by_name.items():
         top = name.partition(trees.SEPARATOR)[0]
-        group = "" if role.kind == "vector" else top if top in STACKED else name
+        group = top if top in STACKED else name
+        if role.kind == "vector":
+            group = ""
         groups.setdefault(group, []).append(name)
 
     def part(group: str, members: list[str]) -> Part:
