@@ -11,7 +11,7 @@ from jaxdist.telemetry import clock
 from jaxdist.telemetry.display import Display
 from jaxdist.trainer import batching, opening, restore, run_metadata
 from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd, StepView
-from jaxdist.trainer.health import Diverged
+from jaxdist.trainer.health import Diverged, SkippingDataset
 from jaxdist.trainer.held_out import score_held_out
 from jaxdist.trainer.preemption import StopSignals
 from jaxdist.trainer.saver import Saver
@@ -54,14 +54,18 @@ class Trainer:
         self.display = display
         self.log = log
         self.saver = saver
-        assert run.dataset is not None
-        self.dataset = run.dataset
         # once: a run outlives its files
         self.shardings = batching.batch_shardings(self.config, self.built)
         self._evaluated_at = -1
         # what callbacks of this process have asked for since the last vote
         self._wants_save = False
         self._wants_stop = ""
+
+    @property
+    def dataset(self) -> SkippingDataset:
+        """The run's, which changes as the run goes back."""
+        assert self.run.dataset is not None
+        return self.run.dataset
 
     def train(self, state: State) -> tuple[State, str]:
         """Trains to the last step, or to the step in which a signal asked to stop.
@@ -341,13 +345,7 @@ class Trainer:
         restored = None
         may_go_back = len(self.dataset.windows) < self.config.health.max_rollbacks
         if fault.policy == "rollback" and may_go_back:
-            restored = restore.roll_back(
-                self.run.store,
-                self.run.folder,
-                self.built.views.abstract,
-                self.dataset,
-                fault,
-            )
+            restored = restore.roll_back(self.run, fault)
         self.saver.report()
         if restored is None:
             if fault.kind == "drift":
@@ -355,8 +353,7 @@ class Trainer:
             else:
                 change = _CHANGE.format(fault.first)
             raise TrainingStopped(f"{fault}; {change}", fault.kind)
-        (state, metadata), self.dataset = restored
-        self.run.dataset = self.dataset
+        state, metadata = restored
         self.progress.go_to(run_metadata.progress_of(metadata))
         self.progress.elapsed_s = elapsed_s
         self.callbacks.load(metadata.get(run_metadata.CALLBACKS, {}))

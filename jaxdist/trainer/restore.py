@@ -23,7 +23,7 @@ from jaxdist.storage import run_format, untrusted
 from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer import run_metadata, workdir
 from jaxdist.trainer.callbacks import Run
-from jaxdist.trainer.health import SKIPPED_FILE, Diverged, SkippingDataset
+from jaxdist.trainer.health import SKIPPED_FILE, Diverged
 from jaxdist.trainer.run_config import RunConfig
 
 # --- the schedule ---------------------------------------------------------------------
@@ -235,21 +235,18 @@ def skipped_windows(folder: Path, metadata: Mapping[str, Any]) -> list[list[int]
 # --- going back -----------------------------------------------------------------------
 
 
-def roll_back(
-    store: CheckpointManager,
-    folder: Path,
-    abstract: Any,
-    dataset: SkippingDataset,
-    fault: Diverged,
-) -> tuple[Restored, SkippingDataset] | None:
+def roll_back(run: Run, fault: Diverged) -> Restored | None:
     """Restores the newest good checkpoint before a fault. Every process makes the call.
 
-    Newer checkpoints go to quarantine.
+    Newer checkpoints go to quarantine. From then on the run's dataset leaves out what
+    came since.
 
     Returns:
-      The checkpoint, and the dataset without what came since; None if no checkpoint can
-      be used.
+      The checkpoint; None if none can be used.
     """
+    store = run.store
+    dataset = run.dataset
+    assert dataset is not None
     store.wait()
     before = fault.first
     restored = None
@@ -259,13 +256,14 @@ def roll_back(
         if before < 0:
             return None
         with contextlib.suppress(CheckpointError):
-            restored = store.restore(trained(abstract), before)
-    without = dataset.without(before + 1, fault.last if fault.skip else before)
+            restored = store.restore(trained(run.built.views.abstract), before)
+    run.dataset = dataset.without(before + 1, fault.last if fault.skip else before)
     if jax.process_index() == 0:
         # In this order: should we die in between, the next start does the same again.
         _set_aside(store, before, f"rolled back to step {before}: {fault}")
-        workdir.write_json(folder / SKIPPED_FILE, {"windows": without.windows})
-    return restored, without
+        windows = {"windows": run.dataset.windows}
+        workdir.write_json(run.folder / SKIPPED_FILE, windows)
+    return restored
 
 
 def _set_aside(store: CheckpointManager, after: int, reason: str) -> None:
