@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
@@ -101,9 +101,14 @@ def build_train_step(
     staged = staging.staged_spec(spec) if staging else spec
     cut = StateCut.of(staging, spec)
     rule = build_update_rule(
-        optimizer, schedule, spec, config.ema_decay, staged.names, config.moments_in
+        optimizer,
+        schedule,
+        spec,
+        ema_decay=config.ema_decay,
+        names=staged.names,
+        moments_in=config.moments_in,
+        scaler=config.loss_scale,
     )
-    rule = replace(rule, scaler=config.loss_scale)
     placement.place(staged.all_parameters(), rules)
     fresh = partial(first_state, spec, cut, rule.transform, config)
     abstract = jax.eval_shape(fresh)

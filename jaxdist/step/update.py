@@ -149,22 +149,18 @@ class UpdateRule:
             rate = self.schedule(state.step)
             updates = jax.tree.map(lambda u: u * rate, updates)
         trainable = optax.apply_updates(state.trainable, updates)
+        ema = None
         decay = self.ema_decay
-        ema = (
-            jax.tree.map(lambda e, p: e + (1 - decay) * (p - e), state.ema, trainable)
-            if decay
-            else None
-        )
+        if decay:
+            ema = jax.tree.map(
+                lambda e, p: e + (1 - decay) * (p - e), state.ema, trainable
+            )
         trainable = where_finite(good, trainable, state.trainable)
-        good = (
-            after_params_updated(good, trainable) if execution.current().mesh else good
-        )
+        if execution.current().mesh:
+            good = after_params_updated(good, trainable)
         moments = where_finite(good, moments, state.opt_state.optimizer)
-        return (
-            Trained(trainable, moments, where_finite(good, ema, state.ema)),
-            rate,
-            good,
-        )
+        ema = where_finite(good, ema, state.ema)
+        return Trained(trainable, moments, ema), rate, good
 
     def _update_by_layer(
         self, state: State, sums: Sums, norm: jax.Array, good: jax.Array
@@ -173,23 +169,16 @@ class UpdateRule:
         assert self.layerwise is not None and self.schedule is not None
         rate = self.schedule(state.step)
         before = Trained(state.trainable, state.opt_state.optimizer, state.ema)
+        gradients = _as_state(sums.gradients, self.names)
         scalars = Scalars(self._scale(sums, norm), rate, good)
-        return (
-            self.layerwise.apply(
-                before, _as_state(sums.gradients, self.names), scalars
-            ),
-            rate,
-            good,
-        )
+        return self.layerwise.apply(before, gradients, scalars), rate, good
 
     def _scale(self, sums: Sums, norm: jax.Array) -> jax.Array:
         """Computes what makes summed gradients the clipped mean."""
         count = sums.loss.count
-        return (
-            jnp.minimum(1, self.clip / jnp.maximum(norm, 1e-30)) / count
-            if self.clip
-            else 1 / count
-        )
+        if not self.clip:
+            return 1 / count
+        return jnp.minimum(1, self.clip / jnp.maximum(norm, 1e-30)) / count
 
 
 def build_update_rule(
@@ -199,6 +188,7 @@ def build_update_rule(
     ema_decay: float,
     names: Tree,
     moments_in: str | None = None,
+    scaler: loss_scale.DynamicLossScale | None = None,
 ) -> UpdateRule:
     """Returns the rule of a configured optimizer, or of one of optax, which is used as
     it is.
@@ -208,16 +198,27 @@ def build_update_rule(
       names: logical names of the trained parameters, as the step holds them.
       moments_in: the memory kind where moments wait to be updated layer by layer; None:
         the device's, and all are updated at once.
+      scaler: how the loss scale moves; None: there is none.
 
     Raises:
       ConfigError: moments cannot wait on the host with this optimizer.
     """
-    if moments_in and (why := offload_obstacle(optimizer)):
-        raise ConfigError(why)
+    obstacle = offload_obstacle(optimizer) if moments_in else None
+    if obstacle:
+        raise ConfigError(obstacle)
     figures = getattr(spec.model_class, "stats_metrics", None)
-    figures = figures if callable(figures) else None
+    if not callable(figures):
+        figures = None
     if not isinstance(optimizer, OptimizerConfig):
-        return UpdateRule(optimizer, None, 0.0, ema_decay, names, figures)
+        return UpdateRule(
+            optimizer,
+            schedule=None,
+            clip=0.0,
+            ema_decay=ema_decay,
+            names=names,
+            stats_metrics=figures,
+            scaler=scaler,
+        )
     # The rate is applied by the step: see `UpdateRule._updates`.
     unit = lambda _: jnp.float32(1)  # noqa: E731
     transform = build_optimizer(optimizer, unit, spec.trainable, spec.names)
@@ -226,9 +227,17 @@ def build_update_rule(
         of_part = partial(optimizer_of, optimizer, unit)
         parts = build_parts(roles(spec.trainable, spec.names), names, of_part)
         layerwise = LayerwiseUpdate(parts, ema_decay, moments_in)
-    elementwise = optimizer.name in ELEMENTWISE and layerwise is None
-    rest = ema_decay, names, figures, layerwise, elementwise
-    return UpdateRule(transform, schedule, optimizer.clip_norm, *rest)
+    return UpdateRule(
+        transform,
+        schedule=schedule,
+        clip=optimizer.clip_norm,
+        ema_decay=ema_decay,
+        names=names,
+        stats_metrics=figures,
+        layerwise=layerwise,
+        elementwise=optimizer.name in ELEMENTWISE and layerwise is None,
+        scaler=scaler,
+    )
 
 
 def offload_obstacle(

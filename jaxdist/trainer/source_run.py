@@ -108,12 +108,10 @@ def locate(name: str) -> SourceRun:
     except run_format.OtherVersion as error:
         raise run_format.OtherVersion(f"init.from_run={name}: {error}") from error
     except ConfigError as error:
-        made = os.path.split(name)  # runs/CONFIG, unless a run was told otherwise
-        cure = (
-            f", or make it: python -m jaxdist.train --config {made[1]}"
-            if made[0] == "runs"
-            else ""
-        )
+        cure = ""
+        parent, config = os.path.split(name)
+        if parent == "runs":  # runs/CONFIG, unless a run was told otherwise
+            cure = f", or make it: python -m jaxdist.train --config {config}"
         raise ConfigError(
             f"init.from_run={name}: {error}; give the workdir of a run{cure}"
         ) from error
