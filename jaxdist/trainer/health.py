@@ -86,9 +86,8 @@ class Monitor:
             self._spike(number, loss)
 
     def _where(self, number: int) -> dict[str, int]:
-        return dict(
-            zip(("first_sample", "last_sample"), self._samples(number), strict=True)
-        )
+        first, last = self._samples(number)
+        return {"first_sample": first, "last_sample": last}
 
     def _nonfinite(self, number: int, skipped: int) -> None:
         self._event(

@@ -70,7 +70,10 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.stopping = False  # whether `reached` has returned True
-        self._heard = self._interrupted = self._asking = self._told = False
+        self._heard = False  # of a signal to this process
+        self._interrupted = False  # by a first Ctrl-C
+        self._asking = False  # a user's own handler is being called
+        self._told = False  # that a handler was set during the run
         # calls of `reached`; the one to stop at
         self._steps = 0
         self._stop_at = math.inf
@@ -293,9 +296,8 @@ def refuse_unjoined() -> None:
     size = "WORLD_SIZE"
     if launcher in (initialize.LAUNCH, TORCHRUN):
         ours = launcher == initialize.LAUNCH
-        number, alone = (
-            ("JAXDIST_NUM_PROCESSES", "JAXDIST_COORDINATOR") if ours else (size, size)
-        )
+        number = "JAXDIST_NUM_PROCESSES" if ours else size
+        alone = "JAXDIST_COORDINATOR" if ours else size
         raise ConfigError(
             f"one of {os.environ.get(number)} processes of {launcher}, but not joined "
             f"to the others; call jaxdist.join() first of all, or unset {alone} to run alone"
