@@ -15,7 +15,7 @@ from jaxdist.distributed import coordination, initialize
 from jaxdist.operations.callbacks import Ledger, Watchdog, command_age_s
 from jaxdist.parallel.remat import FIT
 from jaxdist.telemetry import clock
-from jaxdist.telemetry.display import print_safe
+from jaxdist.telemetry.display import lively, print_safe
 from jaxdist.trainer import cli, elastic, exit_code
 from jaxdist.trainer.loop import TrainingStopped
 from jaxdist.trainer.preemption import Interrupted, own_process
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
             config = _resolved(
                 config,
-                _lively(watchdog),
+                lively(print_safe, watchdog.on_progress),
                 folder=folder,
                 full_devices=full_devices,
             )
@@ -80,16 +80,6 @@ def _dry_run(config: RunConfig) -> int:
         jax.config.update("jax_num_cpu_devices", emulated)
     dry_run.dry_run(_resolved(config), jax.devices())
     return 0
-
-
-def _lively(watchdog: Watchdog) -> Callable[[str], None]:
-    """Makes a `print` whose lines show the watchdog that work goes on."""
-
-    def speak(text: str) -> None:
-        watchdog.on_progress(text)
-        print_safe(text)
-
-    return speak
 
 
 def _resolved(

@@ -6,13 +6,14 @@ The loop is `trainer.loop`. What else a run does is a list of callbacks
 
 import contextlib
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxdist.step.state import State
+from jaxdist.telemetry.display import lively
 from jaxdist.trainer import (
     elastic,
     initial_weights,
@@ -105,7 +106,7 @@ def train(
             folder=folder,
             devices=devices,
             note=opening.log,
-            say=_lively(opening.log, everyone),
+            say=lively(opening.log, everyone.progress),
             preempt=lambda reason: signals.hear(signal.SIGTERM),
         )
         try:
@@ -139,15 +140,3 @@ def train(
                 everyone.fault(error)
             raise
         return TrainResult(composition, built, end.state, end.stopped, end.reason)
-
-
-def _lively(
-    say: Callable[[str], None], callbacks: CallbackList
-) -> Callable[[str], None]:
-    """Makes a `say` whose lines show callbacks that work goes on."""
-
-    def speak(text: str) -> None:
-        callbacks.progress(text)
-        say(text)
-
-    return speak
