@@ -53,6 +53,21 @@ class SettledSchedule(NamedTuple):
             )
         return lines
 
+    def milestones(self, config: RunConfig) -> frozenset[int]:
+        """Finds the steps to save and keep: where wsd's decay begins, which a longer
+        run goes on from.
+        """
+        saves = config.checkpoint
+        by_rule = saves.interval == "auto" or saves.every_steps or saves.every_minutes
+        if not (by_rule or saves.save_at_end):
+            return frozenset()
+        optimizer = config.optimizer
+        if optimizer.schedule != "wsd":
+            return frozenset()
+        if not schedules.depends_on_train_steps(optimizer):
+            return frozenset()
+        return frozenset({schedules.decay_start(optimizer, self.steps)})
+
 
 def settle_schedule(
     config: RunConfig, folder: Path, store: CheckpointManager
@@ -72,20 +87,6 @@ def settle_schedule(
             settled = [steps.to_json(), *rest]
     value, back_to, newest = coordination.broadcast(settled)
     return SettledSchedule(ScheduleSteps.from_json(value), back_to, newest)
-
-
-def milestones(config: RunConfig, steps: ScheduleSteps) -> frozenset[int]:
-    """Finds the steps to save and keep: where wsd's decay begins, which a longer run
-    goes on from.
-    """
-    saves = config.checkpoint
-    by_rule = saves.interval == "auto" or saves.every_steps or saves.every_minutes
-    if not (by_rule or saves.save_at_end):
-        return frozenset()
-    optimizer = config.optimizer
-    if optimizer.schedule != "wsd" or not schedules.depends_on_train_steps(optimizer):
-        return frozenset()
-    return frozenset({schedules.decay_start(optimizer, steps)})
 
 
 def _settle(

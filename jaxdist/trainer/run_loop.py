@@ -6,7 +6,7 @@ from jaxdist.checkpoint.manager import NotOwner
 from jaxdist.data import SourceError
 from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import EXTENDED
-from jaxdist.trainer import compose, elastic, model_flops, opening, restore
+from jaxdist.trainer import compose, elastic, model_flops, opening
 from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd
 from jaxdist.trainer.loop import Trainer, TrainingStopped
 from jaxdist.trainer.preemption import StopSignals
@@ -59,7 +59,7 @@ def train_to_end(
         run.composition, run.built.mesh, start.step_flops
     )
     log = StepLog(run, callbacks, display, throughput)
-    run.store.milestones = restore.milestones(run.config, schedule.steps)
+    run.store.milestones = schedule.milestones(run.config)
     saver = Saver(run, callbacks, schedule.steps)
     # They may delete in a store what has expired: by now is known what is kept.
     callbacks.load(start.callbacks)
