@@ -40,14 +40,15 @@ def describe(
             },
         )
     counts = step_lines.counts(composition)
-    lines = [
-        f"mesh: {composition.shape} ({devices.size} x {devices.flat[0].device_kind}); {counts}",
+    opening.log(
+        f"mesh: {composition.shape} ({devices.size} x {devices.flat[0].device_kind}); {counts}"
+    )
+    for line in (
         *step_lines.step_lines(composition, built),
         *batching.balancer(composition, dataset).lines(),
         *pipeline_report.lines(composition),
         *schedule.lines(run.config),
-    ]
-    for line in lines:
+    ):
         opening.log(line)
 
 
