@@ -307,11 +307,10 @@ class CheckpointManager:
                 )
             if path.exists():
                 return f"{path} already exists"
-            if (
-                isinstance(self.folder, Path)
-                and (free := shutil.disk_usage(self.folder).free) < num_bytes
-            ):
-                return f"{num_bytes:,} bytes are needed, {free:,} are free in {self.folder}"
+            if isinstance(self.folder, Path):
+                free = shutil.disk_usage(self.folder).free
+                if free < num_bytes:
+                    return f"{num_bytes:,} bytes are needed, {free:,} are free in {self.folder}"
             folders.begin_save(self.folder, step)
         except Exception as error:  # of the disk, or of an object store's client
             return error_text(error)
@@ -519,7 +518,8 @@ class CheckpointManager:
             raise CheckpointError(
                 f"not what was saved, by fingerprint: {', '.join(changed[:8])}"
             )
-        if "step" in arrays and (made := int(arrays["step"])) != step:
+        made = int(arrays["step"]) if "step" in arrays else step
+        if made != step:
             raise CheckpointError(
                 f"its state had made {made} steps, not {step}: another step's content"
             )

@@ -98,10 +98,10 @@ def read_manifest(path: Path, *, place: object = None) -> Manifest:
     try:
         text = untrusted.read_bytes(path / MANIFEST).decode()
         document = untrusted.parse_json(text, dict)
-        if _is_sealed(document) and (
-            other := run_format.fault(document, place or path)
-        ):
-            raise OtherVersion(other)
+        if _is_sealed(document):
+            other = run_format.fault(document, place or path)
+            if other:
+                raise OtherVersion(other)
         manifest = Manifest(
             of_kind(document["step"], int, "step"),
             of_kind(document["run"], str, "run"),
