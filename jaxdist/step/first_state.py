@@ -1,5 +1,5 @@
-"""The state before the first step: its values, the devices and memory where they are
-stored, and the random keys of a run.
+"""The state before the first step: its values, and the devices and memory where they
+are stored.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,12 +18,9 @@ from jaxdist.protocols.model_spec import ModelSpec, Tree, stored_dtype
 from jaxdist.step.checkpoint_views import StateCut
 from jaxdist.step.layerwise import Trained
 from jaxdist.step.state import OptState, State
-from jaxdist.step.step_config import StepConfig
+from jaxdist.step.step_config import INIT, StepConfig, key_of
 from jaxdist.step.update import UpdateRule
 
-# what the seed's first fold is for
-INIT = 0
-STEPS = 1
 # `MODULES/NAME/PATH` is the first value of a frozen module's parameter.
 MODULES = "modules"
 
@@ -78,14 +75,6 @@ def first_state(
     scale = config.loss_scale.init() if config.loss_scale else None
     opt_state = OptState(transform.init(trainable), jnp.int32(0), scale)
     return State(jnp.int32(0), trainable, frozen, model_state, opt_state, ema, modules)
-
-
-def key_of(seed: int, purpose: int) -> jax.Array:
-    """Returns the random key of a run for a purpose, `INIT` or `STEPS`."""
-    high, low = divmod(seed, 2**32)
-    # without 64-bit types, jax would leave the upper half out
-    key = jax.random.key(low)
-    return jax.random.fold_in(jax.random.fold_in(key, high) if high else key, purpose)
 
 
 # --- where it is stored ---------------------------------------------------------------

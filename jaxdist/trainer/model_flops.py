@@ -2,9 +2,6 @@
 speed.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 from jax.sharding import Mesh
 
@@ -12,12 +9,9 @@ from jaxdist.hardware import chips
 from jaxdist.models import lora, registry
 from jaxdist.ops import costs
 from jaxdist.optim.roles import role_of
-from jaxdist.parallel import execution
-from jaxdist.parallel.formats.format import Recipe
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.protocols.param_names import Names, has_experts
-from jaxdist.step.gradients import build_objective
-from jaxdist.step.prepare import abstract_batch
+from jaxdist.step.programs import forward_program
 from jaxdist.telemetry import flops
 from jaxdist.telemetry.metrics import Throughput
 from jaxdist.trainer.compose import Composition, batch_shapes, targets_per_sample
@@ -75,28 +69,9 @@ def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
 
 def _counted(run: RunConfig, spec: ModelSpec) -> float:
     """Counts the FLOPs of a sample in the model's forward program, times three."""
-    return 3 * flops.jaxpr_flops(forward_program(run, spec, batch_shapes(run, 1)))
-
-
-def forward_program(
-    run: RunConfig,
-    spec: ModelSpec,
-    batch: Mapping[str, jax.ShapeDtypeStruct],
-    recipe: Recipe | None = None,
-) -> Any:
-    """Traces the loss of a batch, without its gradients; returns the jaxpr.
-
-    Args:
-      batch: shapes of the dataset's fields.
-      recipe: of large kernels; None: they are multiplied in the run's compute dtype.
-    """
-    compute = run.precision.compute
-    objective = build_objective(spec, compute=compute, remat="none")
-    forward = jax.make_jaxpr(lambda t, m, f, b: objective(t, m, f, b, None)[0])
-    with execution.activate(compute=compute, recipe=recipe):
-        return forward(
-            spec.trainable, spec.model_state, spec.frozen, abstract_batch(spec, batch)
-        )
+    sample = batch_shapes(run, 1)
+    program = forward_program(spec, sample, compute=run.precision.compute)
+    return 3 * flops.jaxpr_flops(program)
 
 
 def _frozen_flops(run: RunConfig, spec: ModelSpec) -> float:

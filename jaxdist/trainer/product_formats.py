@@ -12,8 +12,8 @@ from jaxdist.hardware.chips import chip_for, platform_of
 from jaxdist.optim.roles import Role, role_of
 from jaxdist.parallel.formats.format import Recipe
 from jaxdist.protocols.model_spec import ModelSpec
+from jaxdist.step.programs import forward_program
 from jaxdist.telemetry.flops import jaxpr_flops
-from jaxdist.trainer.model_flops import forward_program
 from jaxdist.trainer.run_config import RunConfig
 
 _T = 1e12
@@ -106,7 +106,9 @@ def share(run: RunConfig, spec: ModelSpec, sample: Sample) -> float:
     recipe = run.precision.recipe
     if recipe is None:
         return 0.0
-    program = forward_program(run, spec, sample(), recipe)
+    program = forward_program(
+        spec, sample(), compute=run.precision.compute, recipe=recipe
+    )
     total = jaxpr_flops(program)
     if not total:
         return 0.0

@@ -47,7 +47,7 @@ def describe(
         *step_lines.step_lines(composition, built),
         *batching.balancer(composition, dataset).lines(),
         *pipeline_report.lines(composition),
-        *schedule.lines(run.config),
+        *schedule.lines(run),
     ):
         opening.log(line)
 

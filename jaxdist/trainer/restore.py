@@ -24,7 +24,6 @@ from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer import run_metadata, workdir
 from jaxdist.trainer.callbacks import Run
 from jaxdist.trainer.health import SKIPPED_FILE, Diverged
-from jaxdist.trainer.run_config import RunConfig
 
 # --- the schedule ---------------------------------------------------------------------
 
@@ -36,8 +35,9 @@ class SettledSchedule(NamedTuple):
     back_to: int | None  # the checkpoint to go on from; None: the newest
     newest: int  # step of the newest checkpoint, 0 without one
 
-    def lines(self, config: RunConfig) -> list[str]:
+    def lines(self, run: Run) -> list[str]:
         """Lists what to print at the start."""
+        config = run.config
         if config.optimizer.name == "given":
             return []
         lines = schedules.describe(
@@ -53,15 +53,15 @@ class SettledSchedule(NamedTuple):
             )
         return lines
 
-    def milestones(self, config: RunConfig) -> frozenset[int]:
+    def milestones(self, run: Run) -> frozenset[int]:
         """Finds the steps to save and keep: where wsd's decay begins, which a longer
         run goes on from.
         """
-        saves = config.checkpoint
+        saves = run.config.checkpoint
         by_rule = saves.interval == "auto" or saves.every_steps or saves.every_minutes
         if not (by_rule or saves.save_at_end):
             return frozenset()
-        optimizer = config.optimizer
+        optimizer = run.config.optimizer
         if optimizer.schedule != "wsd":
             return frozenset()
         if not schedules.depends_on_train_steps(optimizer):
@@ -69,11 +69,9 @@ class SettledSchedule(NamedTuple):
         return frozenset({schedules.decay_start(optimizer, self.steps)})
 
 
-def settle_schedule(
-    config: RunConfig, folder: Path, store: CheckpointManager
-) -> SettledSchedule:
-    """Decides the schedule of the run in `folder`: as its checkpoints say, extended
-    where `train.steps` was raised.
+def settle_schedule(run: Run) -> SettledSchedule:
+    """Decides the schedule of a run: as its checkpoints say, extended where
+    `train.steps` was raised.
 
     Every process makes the call, the first decides.
 
@@ -83,15 +81,15 @@ def settle_schedule(
     settled: Any = None
     with coordination.raise_on_all():
         if jax.process_index() == 0:
-            steps, *rest = _settle(config, folder, store)
+            steps, *rest = _settle(run)
             settled = [steps.to_json(), *rest]
     value, back_to, newest = coordination.broadcast(settled)
     return SettledSchedule(ScheduleSteps.from_json(value), back_to, newest)
 
 
-def _settle(
-    config: RunConfig, folder: Path, store: CheckpointManager
-) -> SettledSchedule:
+def _settle(run: Run) -> SettledSchedule:
+    config = run.config
+    store = run.store
     metadata = manifest.newest_metadata(store.folder, store.run)
     if "progress" not in metadata:
         steps = schedules.settle(config.optimizer, config.train.steps)
@@ -113,7 +111,7 @@ def _settle(
         return None
 
     # run.json may know of an extension from which nothing has been saved yet.
-    noted = _noted_steps(folder)
+    noted = _noted_steps(run.folder)
     if noted is not None and noted.end == config.train.steps:
         known = noted.extensions[: len(stored.extensions)]
         start = back_to(noted)

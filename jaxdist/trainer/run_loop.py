@@ -59,7 +59,7 @@ def train_to_end(
         run.composition, run.built.mesh, start.step_flops
     )
     log = StepLog(run, callbacks, display, throughput)
-    run.store.milestones = schedule.milestones(run.config)
+    run.store.milestones = schedule.milestones(run)
     saver = Saver(run, callbacks, schedule.steps)
     # They may delete in a store what has expired: by now is known what is kept.
     callbacks.load(start.callbacks)

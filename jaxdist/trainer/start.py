@@ -1,10 +1,11 @@
 """Where a run starts: fresh, or from a checkpoint; its step compiles meanwhile."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jaxdist.checkpoint import manager as checkpoints
 from jaxdist.data import Dataset
@@ -15,8 +16,8 @@ from jaxdist.trainer import initial_weights, restore, run_metadata
 from jaxdist.trainer.callbacks import Run
 from jaxdist.trainer.compose import batch_shapes
 from jaxdist.trainer.health import SkippingDataset
+from jaxdist.trainer.run_config import Build
 from jaxdist.trainer.run_metadata import Progress, progress_of
-from jaxdist.trainer.user_model import UserInputs
 from jaxdist.trainer.weight_source import WeightSource
 
 
@@ -33,9 +34,10 @@ def init_or_restore(
     run: Run,
     dataset: Dataset,
     phase: Callable[[str, int], None],
-    inputs: UserInputs,
     sources: Sequence[WeightSource],
     back_to: int | None = None,
+    build: Build | None = None,
+    given: Mapping[str, np.ndarray] | None = None,
 ) -> Start:
     """Makes the first state or reads it; the step is compiled.
 
@@ -47,10 +49,11 @@ def init_or_restore(
       run: with its step built and its checkpoints open; takes progress and data.
       dataset: the run's, without anything left out.
       phase: told of "restore" and "compile", each with the step reached.
-      inputs: what a caller has given.
       sources: of the initial weights; none: they are random.
       back_to: a step to go on from; what was saved after it goes to quarantine. None:
         the newest.
+      build: makes the model, where a caller has given one.
+      given: path -> value that a caller's model begins with.
     """
     built = run.built
     store = run.store
@@ -61,7 +64,7 @@ def init_or_restore(
             if sources:
                 phase("restore", 0)
             state = initial_weights.first_state(
-                run.config, built, run.folder, sources, inputs.build, inputs.initial
+                run.config, built, run.folder, sources, build, given
             )
             progress = Progress()
             windows: list[list[int]] = []

@@ -113,8 +113,8 @@ def train(
             everyone.phase("start")
             opening.open_workdir(current, requested, everyone, stack)
             everyone.start(current)
-            schedule = restore.settle_schedule(config, folder, current.store)
-            dataset = opening.open_dataset(config, folder, inputs, current.say)
+            schedule = restore.settle_schedule(current)
+            dataset = opening.open_dataset(config, folder, inputs.dataset, current.say)
             built = composition.build_step(
                 devices,
                 max_traces=MAX_TRACES,
@@ -124,7 +124,13 @@ def train(
             reporting.describe(current, built, dataset, schedule)
             current.built = built
             start = init_or_restore(
-                current, dataset, everyone.phase, inputs, sources, schedule.back_to
+                current,
+                dataset,
+                everyone.phase,
+                sources,
+                back_to=schedule.back_to,
+                build=inputs.build,
+                given=inputs.initial,
             )
             with run_loop.build_display(current) as display:
                 if title:
