@@ -1107,8 +1107,8 @@ return total._replace(loss=total.loss._replace(count=sums.loss.count)), None
         name="held_out_documents_are_trained_on",
         room="data",
         function="split_all",
-        old="ChosenDocuments(store, ~held)",
-        new="ChosenDocuments(store, held | ~held)",
+        old="store.take(~held)",
+        new="store.take(held | ~held)",
         tests=("data/test_dataset.py::test_train_and_validation_share_no_document",),
     ),
     # Products, attention, experts, the loss.

@@ -61,16 +61,16 @@ def heading_of(group: str) -> list[str]:
 
 
 def row_of(field: Field) -> str:
-    default = f"`{field.default!r}`"
-    resume = "yes" if field.may_change_on_resume else ""
+    """Makes the row of a key."""
     cells = [
         f"`{field.path}`",
         annotations.describe(field.type),
-        default,
+        f"`{field.default!r}`",
         field.doc,
-        resume,
+        "yes" if field.may_change_on_resume else "",
     ]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    row = " | ".join(cell.replace("|", "\\|") for cell in cells)
+    return f"| {row} |"
 
 
 if __name__ == "__main__":

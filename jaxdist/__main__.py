@@ -23,12 +23,11 @@ COMMANDS = {
 
 
 def help_text() -> str:
-    """Returns the list of commands, a line each."""
+    """Lists the commands, a line each."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name.ljust(width)}  {meaning}" for name, meaning in COMMANDS.items()]
-    return "\n".join(
-        ["usage: jaxdist COMMAND [flags]", "", *lines, "", "jaxdist COMMAND --help"]
-    )
+    commands = "\n".join(lines)
+    return f"usage: jaxdist COMMAND [flags]\n\n{commands}\n\njaxdist COMMAND --help"
 
 
 def main() -> None:

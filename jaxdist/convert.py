@@ -35,7 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     target = flags.target
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(
-            f"--to {target}: something is there; give a folder that is empty or not there yet"
+            f"--to {target}: something is there; "
+            "give a folder that is empty or not there yet"
         )
     with atomic.replacing(target) as partial:
         partial.mkdir(parents=True)
@@ -48,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _to_huggingface(flags: argparse.Namespace, target: Path) -> str:
-    """Writes a run's weights as a Hugging Face folder; returns what was written."""
+    """Writes a run's weights as a Hugging Face folder; gives a summary of it."""
     stored = workdir.read_stored(flags.source / workdir.CONFIG)
     model = workdir.target_of(stored)
     if model != registry.DEFAULT_TARGET:
@@ -76,7 +77,7 @@ def _to_huggingface(flags: argparse.Namespace, target: Path) -> str:
 
 
 def _to_workdir(flags: argparse.Namespace, target: Path) -> str:
-    """Writes a Hugging Face folder as a workdir; returns what was read."""
+    """Writes a Hugging Face folder as a workdir; gives a summary of it."""
     folder = open_folder(flags.source, flags.dtype or "float32")
     has_tokenizer = folder.copy_tokenizer(target)
     values = folder.config_values(
@@ -115,8 +116,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="huggingface, of a run with lora: write them as PEFT does",
     )
-    unbiased = "huggingface: leave out biases by which a run chooses experts, though tokens go elsewhere then"
-    add("--drop-choice-bias", action="store_true", help=unbiased)
+    add(
+        "--drop-choice-bias",
+        action="store_true",
+        help="huggingface: leave out biases by which a run chooses experts, "
+        "though tokens go elsewhere then",
+    )
     add(
         "--step",
         type=int,

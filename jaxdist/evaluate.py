@@ -26,54 +26,67 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags = _parser().parse_args(arguments)
     _check(flags)
-    harness = extras.load("jaxdist.evaluation.lm_eval") if flags.tasks else None
+    if flags.tasks:
+        results, text = _score_tasks(flags)
+    else:
+        results, text = _score_held_out(flags)
+    if jax.process_index() == 0:
+        print(_as_json(results) if flags.json else text)
+    return 0
+
+
+def _score_tasks(flags: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Scores the tasks of --tasks: the results, and a text of them."""
+    harness = extras.load("jaxdist.evaluation.lm_eval")
+    run = loading.load_run(**cli.run_options(flags))
+    metrics = harness.evaluate_tasks(
+        run,
+        flags.tasks.split(","),
+        folder=flags.tasks_folder,
+        limit=flags.limit,
+        longest=flags.max_length,
+        stride=flags.stride,
+        watch=_show_progress(),
+    )
+    return {"step": int(run.state.step), "tasks": metrics}, _as_table(metrics)
+
+
+def _score_held_out(flags: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Scores the held-out set or --data: the results, and a text of them."""
     options = cli.run_options(flags)
-    if flags.stride is not None and not flags.tasks:  # before weights are read
+    if flags.stride is not None:  # before weights are read
         stored = workdir.read_config(
             flags.workdir, named=flags.target, trust_code=flags.trust_code
         )
         held_out_set.check_stride(stored, flags.stride)
     run = loading.load_run(**options)
-    watch = _show_progress() if jax.process_index() == 0 else None
-    results: dict[str, Any]
-    chosen: dict[str, Any]
-    if harness:
-        chosen = {"folder": flags.tasks_folder, "limit": flags.limit}
-        chosen |= {"longest": flags.max_length, "stride": flags.stride}
-        metrics = harness.evaluate_tasks(
-            run, flags.tasks.split(","), watch=watch, **chosen
-        )
-        results, text = (
-            {"step": int(run.state.step), "tasks": metrics},
-            _as_table(metrics),
-        )
-    else:
-        data = npz.read(flags.data, "--data")[0] if flags.data else None
-        chosen = {"validation_tokens": flags.validation_tokens, "stride": flags.stride}
-        held_out = run.evaluate(data, **chosen, watch=watch)
-        results, text = (
-            held_out._asdict() | {"stride": flags.stride},
-            _as_text(held_out),
-        )
-    if jax.process_index() == 0:
-        print(_as_json(results) if flags.json else text)
-    return 0
+    watch = _show_progress()
+    data = npz.read(flags.data, "--data")[0] if flags.data else None
+    held_out = run.evaluate(
+        data,
+        validation_tokens=flags.validation_tokens,
+        stride=flags.stride,
+        watch=watch,
+    )
+    return held_out._asdict() | {"stride": flags.stride}, _as_text(held_out)
 
 
 def _check(flags: argparse.Namespace) -> None:
     """Raises ConfigError for flags that do not go together, before anything is
     loaded.
     """
+    counts = {
+        "--limit": flags.limit,
+        "--max-length": flags.max_length,
+        "--stride": flags.stride,
+    }
     faults = [
-        f"--{name.replace('_', '-')}={value}: must be >= 1"
-        for name in ("limit", "max_length", "stride")
-        if (value := getattr(flags, name)) is not None and value < 1
+        f"{flag}={value}: must be >= 1"
+        for flag, value in counts.items()
+        if value is not None and value < 1
     ]
-    if not flags.tasks and (flags.tasks_folder, flags.limit, flags.max_length) != (
-        None,
-        None,
-        None,
-    ):
+    of_tasks = [flags.tasks_folder, flags.limit, flags.max_length]
+    if not flags.tasks and of_tasks != [None, None, None]:
         faults.append(
             "--tasks-folder, --limit and --max-length go with --tasks; name some"
         )
@@ -130,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _as_json(result: Any) -> str:
-    """Returns the result as strict JSON: what is infinite or not a number is null."""
+    """Writes the result as strict JSON: what is infinite or not a number is null."""
     return json.dumps(json.loads(json.dumps(result), parse_constant=lambda _: None))
 
 
@@ -146,23 +159,27 @@ def _as_table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def _as_text(result: HeldOut) -> str:
-    bits = "unknown" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
-    sliding = (
-        f" ({result.windows} windows of {result.documents} documents)"
-        if result.windows
-        else ""
+    bits = "unknown"
+    if result.bits_per_byte is not None:
+        bits = f"{result.bits_per_byte:.4f}"
+    text = (
+        f"step {result.step}: loss {result.loss:.6f} nats per target "
+        f"over {result.tokens} targets, "
+        f"perplexity {result.perplexity:.4f}, bits per byte {bits}"
     )
-    own = "".join(f", {name} {value:.6g}" for name, value in result.metrics.items())
-    return (
-        f"step {result.step}: loss {result.loss:.6f} nats per target over {result.tokens} targets, "
-        f"perplexity {result.perplexity:.4f}, bits per byte {bits}{own}{sliding}"
-    )
+    for name, value in result.metrics.items():
+        text += f", {name} {value:.6g}"
+    if result.windows:
+        text += f" ({result.windows} windows of {result.documents} documents)"
+    return text
 
 
-def _show_progress() -> Watch:
-    """Returns what shows how many batches are under way: one changing line on a
-    terminal, else some.
+def _show_progress() -> Watch | None:
+    """Makes a function that shows how many batches are done: one changing line on a
+    terminal, some lines elsewhere. Only process 0 shows any.
     """
+    if jax.process_index() > 0:
+        return None
     shown_s = time.monotonic()
 
     def show(batch: int, total: int) -> None:

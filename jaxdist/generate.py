@@ -22,48 +22,56 @@ def main(arguments: list[str] | None = None) -> int:
     run = loading.load_run(**cli.run_options(flags))
     sampling = SamplingConfig(flags.temperature, flags.top_k, flags.top_p)
     options = {"max_tokens": flags.max_tokens, "sampling": sampling, "seed": flags.seed}
-    before = [{"role": "system", "content": flags.system}] if flags.system else []
+    before = [_turn("system", flags.system)] if flags.system else []
     if flags.interactive:
         return _interact(run, before if flags.chat else None, options)
     options["num_samples"] = flags.num_samples
     if flags.chat:
-        samples = run.chat(
-            [[*before, {"role": "user", "content": text}] for text in prompts],
-            **options,
-        )
+        chats = [[*before, _turn("user", text)] for text in prompts]
+        samples = run.chat(chats, **options)
     else:
         samples = run.generate(prompts, **options)
     texts = [sample.text for of_prompt in samples for sample in of_prompt]
     if jax.process_index() == 0:
         for number, text in enumerate(texts, 1):
-            print(f"--- {number} of {len(texts)}\n{text}" if len(texts) > 1 else text)
+            if len(texts) > 1:
+                print(f"--- {number} of {len(texts)}")
+            print(text)
     return 0
 
 
+def _turn(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
 def _prompts(flags: argparse.Namespace) -> list[str]:
-    """Returns the texts to go on from; raises ConfigError where there is none, or a
-    file cannot be read.
+    """Collects the prompts.
+
+    Raises:
+      ConfigError: there is none, a file cannot be read, or flags do not go together.
     """
-    prompts, faults = list(flags.prompt), []
+    prompts = list(flags.prompt)
+    faults = []
     for file in flags.prompt_file:
         try:
             prompts.append(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            faults.append(
-                f"--prompt-file {file}: {getattr(error, 'strerror', None) or error}; give a UTF-8 text"
-            )
-    if bool(prompts or faults) == flags.interactive:
-        wrong = (
-            "--interactive reads its prompts: leave out"
-            if flags.interactive
-            else "give"
+            reason = getattr(error, "strerror", None) or error
+            faults.append(f"--prompt-file {file}: {reason}; give a UTF-8 text")
+    has_prompts = bool(prompts or faults)
+    if has_prompts and flags.interactive:
+        faults.append(
+            "--interactive reads its prompts: "
+            "leave out --prompt TEXT or --prompt-file FILE"
         )
-        faults.append(f"{wrong} --prompt TEXT or --prompt-file FILE")
+    if not has_prompts and not flags.interactive:
+        faults.append("give --prompt TEXT or --prompt-file FILE")
     if flags.system and not flags.chat:
         faults.append("--system: a turn of a chat; give --chat, too")
     if flags.interactive and flags.num_samples > 1:
         faults.append(
-            f"--interactive writes one text for a prompt: leave out --num-samples={flags.num_samples}"
+            "--interactive writes one text for a prompt: "
+            f"leave out --num-samples={flags.num_samples}"
         )
     if faults:
         raise ConfigError(faults)
@@ -94,14 +102,15 @@ def _interact(
         except (EOFError, KeyboardInterrupt):
             return 0
         answer = ""
+        question: str | list[dict[str, str]] = prompt
+        if chat is not None:
+            question = [*chat, _turn("user", prompt)]
         try:
-            turns = (
-                None if chat is None else [*chat, {"role": "user", "content": prompt}]
-            )
-            for text in run.stream(turns or prompt, **options):
+            for text in run.stream(question, **options):
                 print(text, end="", flush=True)
                 answer += text
-            chat = turns and [*turns, {"role": "assistant", "content": answer}]
+            if chat is not None:
+                chat += [_turn("user", prompt), _turn("assistant", answer)]
         except KeyboardInterrupt:
             pass
         except ConfigError as error:
@@ -111,7 +120,8 @@ def _interact(
 
 def _parser() -> argparse.ArgumentParser:
     parser = cli.WorkdirParser("generate", __doc__)
-    add, sampling = parser.add_argument, SamplingConfig()
+    add = parser.add_argument
+    sampling = SamplingConfig()
     add(
         "--prompt",
         action="append",

@@ -55,8 +55,8 @@ def _parser() -> cli.ConfigParser:
         "--precision",
         choices=tuple(dict.fromkeys((*PRECISIONS, "both", *FORMATS, *RECIPES))),
         default="",
-        help="default: both float32 and bfloat16 (float16 if the config sets it), and precision.matmul if "
-        "the config sets it",
+        help="default: both float32 and bfloat16 (float16 if the config sets it), "
+        "and precision.matmul if the config sets it",
     )
     parser.add_argument(
         "--only", default="", help="just the layouts whose name contains this text"
@@ -68,7 +68,7 @@ def _parser() -> cli.ConfigParser:
 
 
 def _devices(count: int) -> Sequence[jax.Device]:
-    """Returns `count` devices: of the CPU they are made; of accelerators, as many as
+    """Finds `count` devices: of the CPU they are made; of accelerators, as many as
     there are.
 
     Raises:

@@ -35,14 +35,15 @@ _CLONE = Path(__file__).parents[2]
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs an extra: by name, or from the clone that this
-    code lies in.
+    """Writes the command that installs an extra: by name, or from the clone that this
+    code is part of.
     """
     if PUBLISHED:
         return f'pip install "jaxdist[{extra}]"'
     if not (_CLONE / "pyproject.toml").is_file():
         return f'pip install -e ".[{extra}]" in a clone of jaxdist'
-    return f'pip install -e "{"." if Path.cwd() == _CLONE else _CLONE}[{extra}]"'
+    folder = "." if Path.cwd() == _CLONE else _CLONE
+    return f'pip install -e "{folder}[{extra}]"'
 
 
 class MissingExtra(ImportError):

@@ -9,8 +9,7 @@ SEPARATOR = "/"
 
 
 def key_name(key: object) -> str:
-    """Returns the text of one key of a pytree path: a dict key, a field name or an
-    index.
+    """Names one key of a pytree path: a dict key, a field name or an index.
 
     Raises:
       ValueError: the text is empty or holds the separator, so that names would be
@@ -20,18 +19,19 @@ def key_name(key: object) -> str:
     if not name or SEPARATOR in name:
         raise ValueError(
             f"the tree key {name!r} cannot be part of a name: "
-            f"keys must be non-empty and without {SEPARATOR!r}; rename the attribute or dict key"
+            f"keys must be non-empty and without {SEPARATOR!r}; "
+            "rename the attribute or dict key"
         )
     return name
 
 
 def join(path: Sequence[object]) -> str:
-    """Returns the name of the leaf at a pytree `path`, e.g. "blocks/mlp/w"."""
+    """Names the leaf at a pytree `path`, e.g. "blocks/mlp/w"."""
     return SEPARATOR.join(key_name(key) for key in path)
 
 
 def flatten_names(tree: Any) -> dict[str, Any]:
-    """Returns {name: leaf} in flatten order; None and empty containers hold no leaves.
+    """Makes {name: leaf} in flatten order; None and empty containers hold no leaves.
 
     Dict keys, NamedTuple fields and sequence indexes become the parts of a name.
 
@@ -48,8 +48,8 @@ def flatten_names(tree: Any) -> dict[str, Any]:
 
 
 def unflatten_names(names: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested dicts from {name: leaf}; indexes stay text, as the names do not
-    tell them.
+    """Makes nested dicts of {name: leaf}; indexes stay text, as the names do not tell
+    them.
 
     Raises:
       ValueError: one name is the beginning of another ("a" beside "a/b").
@@ -67,7 +67,7 @@ def unflatten_names(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Returns the bytes of all leaves, each counted once (global shapes, not per
+    """Adds up the bytes of all leaves, each counted once (global shapes, not per
     device).
     """
     return sum(leaf.size * leaf.dtype.itemsize for leaf in tree_util.tree_leaves(tree))

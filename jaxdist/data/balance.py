@@ -44,7 +44,7 @@ class StepGrid:
         return 2 * self.context if self.zigzag else self.context
 
     def cells(self, global_size: int) -> np.ndarray:
-        """Returns the rows of each part and batch shard, [parts, shards, G / (parts x
+        """Lists the rows of each part and batch shard, [parts, shards, G / (parts x
         shards)].
         """
         # Row = shard, then place in the shard, microbatch, accumulation: parts take
@@ -54,48 +54,53 @@ class StepGrid:
         return rows.transpose(3, 2, 0, 1).reshape(self.parts, self.batch_shards, -1)
 
     def on_devices(self, work: np.ndarray) -> np.ndarray:
-        """Returns the work of rows' chunks [G, chunks] as that of a context axis of n
-        devices, [G, n].
+        """Adds up the work of rows' chunks [G, chunks] by device of the context axis,
+        [G, n].
         """
-        return (
-            work[:, : self.context] + work[:, self.context :][:, ::-1]
-            if self.zigzag
-            else work
-        )
+        if not self.zigzag:
+            return work
+        return work[:, : self.context] + work[:, self.context :][:, ::-1]
 
 
 def balanced_order(work: np.ndarray, grid: StepGrid) -> np.ndarray:
-    """Returns which row of the batch goes to each place, [G], so that cells have even
-    work [G].
+    """Chooses the row of the batch for each place, [G], so that cells have even work
+    [G].
 
     The longest rows first, each to the cell that has the least work and still room (LPT
     with equal counts; Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
     Shards wait for each other in each part, so cells of like work then make up a part;
     of these the shard with least work so far takes the one with most.
     """
-    cells = grid.cells(len(work))
-    count, room = cells.shape[0] * cells.shape[1], cells.shape[2]
     if work.min() == work.max():
         return np.arange(len(work))
-    least = [(0, cell) for cell in range(count)]  # a heap
-    rows: list[list[int]] = [[] for _ in range(count)]
-    for row in np.argsort(-work, kind="stable").tolist():
-        load, cell = heapq.heappop(least)
-        rows[cell].append(row)
-        if len(rows[cell]) < room:
-            heapq.heappush(least, (load + int(work[row]), cell))
-    loads = work[np.array(rows)].sum(1)
-    most_first = np.argsort(-loads, kind="stable").reshape(cells.shape[:2])
-    order, so_far = np.empty(len(work), np.int64), np.zeros(grid.batch_shards, np.int64)
-    for part, members in enumerate(most_first):
-        shards = np.argsort(so_far, kind="stable")
-        so_far[shards] += loads[members]
-        order[cells[part, shards]] = np.sort(np.array(rows)[members], axis=1)
+    cells = grid.cells(len(work))
+    parts, shards, room = cells.shape
+    rows = np.array(_even_groups(work, parts * shards, room))
+    loads = work[rows].sum(1)
+    most_first = np.argsort(-loads, kind="stable").reshape(parts, shards)
+    order = np.empty(len(work), np.int64)
+    so_far = np.zeros(shards, np.int64)  # work of each shard
+    for part, groups in enumerate(most_first):
+        least_first = np.argsort(so_far, kind="stable")
+        so_far[least_first] += loads[groups]
+        order[cells[part, least_first]] = np.sort(rows[groups], axis=1)
     return order
 
 
+def _even_groups(work: np.ndarray, count: int, room: int) -> list[list[int]]:
+    """Groups rows into `count` groups of `room` rows with like work."""
+    least = [(0, group) for group in range(count)]  # a heap
+    groups: list[list[int]] = [[] for _ in range(count)]
+    for row in np.argsort(-work, kind="stable").tolist():
+        load, group = heapq.heappop(least)
+        groups[group].append(row)
+        if len(groups[group]) < room:
+            heapq.heappush(least, (load + int(work[row]), group))
+    return groups
+
+
 def imbalance(work: np.ndarray, grid: StepGrid) -> dict[str, float]:
-    """Returns how uneven the attention work of a step is, by name of the metric; 1 =
+    """Measures how uneven the attention work of a step is, by name of the metric; 1 =
     even.
 
     Args:
@@ -110,9 +115,8 @@ def imbalance(work: np.ndarray, grid: StepGrid) -> dict[str, float]:
         "attention_slowdown": cells.max(1).sum() / cells.mean(1).sum(),
     }
     if grid.context > 1:
-        metrics["attention_imbalance_context"] = (
-            devices.max(2).sum() / devices.mean(2).sum()
-        )
+        of_context = devices.max(2).sum() / devices.mean(2).sum()
+        metrics["attention_imbalance_context"] = of_context
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -124,74 +128,72 @@ class Balancer:
     def __init__(
         self, dataset: Dataset, global_size: int, grid: StepGrid, *, balanced: bool
     ):
-        """Args:
-        balanced: whether rows change places; else the metrics are of the batches as
-        they are.
+        """Makes a balancer of batches of G rows.
+
+        Args:
+          balanced: whether rows change places; else the metrics are of the batches as
+            they are.
         """
-        self._dataset, self._size, self._grid, self._balanced = (
-            dataset,
-            global_size,
-            grid,
-            balanced,
-        )
+        self._dataset = dataset
+        self._size = global_size
+        self._grid = grid
+        self._balanced = balanced
 
     def order(self, step: int) -> np.ndarray:
-        """Returns which row of the global batch of `step` goes to each place, [G]."""
-        work = (
-            self._dataset.attention_work(step, self._size) if self._balanced else None
-        )
-        return (
-            np.arange(self._size)
-            if work is None
-            else balanced_order(work[:, 0], self._grid)
-        )
+        """Chooses the row of the global batch of `step` for each place, [G]."""
+        work = None
+        if self._balanced:
+            work = self._dataset.attention_work(step, self._size)
+        if work is None:
+            return np.arange(self._size)
+        return balanced_order(work[:, 0], self._grid)
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Returns `imbalance` of the batch of `step`; nothing where all rows need the
-        same work.
+        """Measures the `imbalance` of the batch of `step`; nothing where all rows need
+        the same work.
         """
+        work = self._work(step)
+        if work is None:
+            return {}
+        return imbalance(work[self.order(step)], self._grid)
+
+    def _work(self, step: int) -> np.ndarray | None:
+        """Counts the work of the rows' chunks, [G, chunks]; None: it is even."""
         work = self._dataset.attention_work(step, self._size, self._grid.chunks)
-        return (
-            {}
-            if work is None or not work.any()
-            else imbalance(work[self.order(step)], self._grid)
-        )
+        return work if work is not None and work.any() else None
 
     def lines(self) -> list[str]:
-        """Returns a line for people: the means of the first steps, as they are and as
+        """Writes a line for people: the means of the first steps, as they are and as
         they could be.
         """
-        steps = range(_SAMPLE_STEPS)
-        work = [
-            self._dataset.attention_work(step, self._size, self._grid.chunks)
-            for step in steps
-        ]
-        known = [x for x in work if x is not None and x.any()]
-        if not known:
+        steps: dict[str, list[dict[str, float]]] = {"none": [], "attention": []}
+        for step in range(_SAMPLE_STEPS):
+            work = self._work(step)
+            if work is not None:
+                order = balanced_order(work.sum(1), self._grid)
+                steps["none"].append(imbalance(work, self._grid))
+                steps["attention"].append(imbalance(work[order], self._grid))
+        count = len(steps["none"])
+        if not count:
             return []
-        orders = [balanced_order(x.sum(1), self._grid) for x in known]
-        before = _means([imbalance(x, self._grid) for x in known])
-        after = _means(
-            [
-                imbalance(x[order], self._grid)
-                for x, order in zip(known, orders, strict=True)
-            ]
-        )
-        now, then = (after, before) if self._balanced else (before, after)
-        other = "none" if self._balanced else "attention"
-        parts, shards = self._grid.parts, self._grid.batch_shards
+        now, other = ("attention", "none") if self._balanced else ("none", "attention")
+        means = _means(steps[now])
+        others = _means(steps[other])
+        parts = self._grid.parts
+        shards = self._grid.batch_shards
+        of_context = ""
+        if self._grid.context > 1:
+            value = means["attention_imbalance_context"]
+            of_context = f", {value:.2f} of context shards"
         return [
-            f"attention work, largest over mean (first {len(known)} steps): "
-            f"{now['attention_imbalance']:.2f} of {parts * shards} microbatches ({parts} x {shards} batch "
-            f"shards), {now['attention_slowdown']:.2f} where shards wait for each other{_of_context(now)} "
-            f"(data.balance={other}: {then['attention_imbalance']:.2f}, {then['attention_slowdown']:.2f})"
+            f"attention work, largest over mean (first {count} steps): "
+            f"{means['attention_imbalance']:.2f} of {parts * shards} microbatches "
+            f"({parts} x {shards} batch shards), {means['attention_slowdown']:.2f} "
+            f"where shards wait for each other{of_context} "
+            f"(data.balance={other}: {others['attention_imbalance']:.2f}, "
+            f"{others['attention_slowdown']:.2f})"
         ]
 
 
 def _means(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: fmean(row[name] for row in rows) for name in rows[0]}
-
-
-def _of_context(means: dict[str, float]) -> str:
-    value = means.get("attention_imbalance_context")
-    return "" if value is None else f", {value:.2f} of context shards"

@@ -46,9 +46,12 @@ class BpeTokenizer:
         special_tokens: SpecialTokens = "tokens",
         config: TokenizerConfig = TokenizerConfig(),  # noqa: B008 (frozen)
     ):
-        """Args:
+        """Makes the tokenizer of a file.
+
+        Args:
           special_tokens: what a text encodes to that spells one: its id, as the file
-          says, or its characters. config: what the files beside `content` say.
+            says, or its characters.
+          config: what the files beside `content` say.
 
         Raises:
           ConfigError: `content` is no tokenizer.json.
@@ -59,46 +62,36 @@ class BpeTokenizer:
             self._open(content, special_tokens)
 
     def _open(self, content: str, special_tokens: SpecialTokens) -> None:
-        self._tokenizer = Tokenizer.from_str(content)
-        self._tokenizer.encode_special_tokens = special_tokens == "text"
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        end_tokens = (self._tokenizer.token_to_id(name) for name in _END_NAMES)
-        self.end_of_document: int | None = next(
-            (i for i in end_tokens if i is not None), None
-        )
-        before = self._tokenizer.encode("", add_special_tokens=True).ids[:1]
-        self.begin_of_document: int | None = next(
-            (i for i in before if i != self.end_of_document), None
-        )
-        ids = (*self._tokenizer.get_vocab(with_added_tokens=True).values(), *before)
+        tokenizer = Tokenizer.from_str(content)
+        tokenizer.encode_special_tokens = special_tokens == "text"
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        end_tokens = [tokenizer.token_to_id(name) for name in _END_NAMES]
+        end = next((i for i in end_tokens if i is not None), None)
+        before = tokenizer.encode("", add_special_tokens=True).ids[:1]
+        self.end_of_document: int | None = end
+        self.begin_of_document: int | None = next((i for i in before if i != end), None)
+        ids = (*tokenizer.get_vocab(with_added_tokens=True).values(), *before)
         self.vocab_size = max(ids, default=-1) + 1
         if not 1 <= self.vocab_size <= _MAX_ID:
             raise ConfigError(
                 f"its largest id is {self.vocab_size - 1}; required 0 to {_MAX_ID - 1}"
             )
-        named = (
-            *self.config.end_ids,
-            self._tokenizer.token_to_id(self.config.special.get("eos_token", "")),
-        )
+        end_of_text = tokenizer.token_to_id(self.config.special.get("eos_token", ""))
+        named = {*self.config.end_ids, end_of_text, end}
         # Ids beyond the vocabulary, which some configs name, are never drawn.
-        ends = {
-            i
-            for i in (*named, self.end_of_document)
-            if i is not None and 0 <= i < self.vocab_size
-        }
-        self.end_ids = tuple(sorted(ends))
-        added = (
-            self._tokenizer.get_added_tokens_decoder()
-            if special_tokens == "tokens"
-            else {}
-        )
-        self.special_tokens = {
-            i: token.content for i, token in added.items() if token.special
-        }
+        drawn = {i for i in named if i is not None and 0 <= i < self.vocab_size}
+        self.end_ids = tuple(sorted(drawn))
+        self.special_tokens = {}
+        if special_tokens == "tokens":
+            added = tokenizer.get_added_tokens_decoder()
+            self.special_tokens = {
+                i: token.content for i, token in added.items() if token.special
+            }
         # Caches of the two settings must not be mixed up.
         how = ["special tokens"] if self.special_tokens else []
-        self.fingerprint = digest(self._tokenizer.to_str(), *how)
+        self.fingerprint = digest(tokenizer.to_str(), *how)
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_documents([text])[0]
@@ -120,13 +113,10 @@ class BpeTokenizer:
         encoded = []
         for encoding, (_, spans) in zip(encodings, texts, strict=True):
             inside = np.zeros(len(encoding.ids), bool)
-            for span in spans:  # a character may be in no token
-                tokens = [
-                    t
-                    for t in map(encoding.char_to_token, range(*span))
-                    if t is not None
-                ]
-                if tokens:
+            for span in spans:
+                places = [encoding.char_to_token(i) for i in range(*span)]
+                tokens = [place for place in places if place is not None]
+                if tokens:  # a character may be in no token
                     inside[tokens[0] : tokens[-1] + 1] = True
             encoded.append((np.asarray(encoding.ids, np.int32), inside))
         return encoded
@@ -146,11 +136,9 @@ def _failures(what: str) -> Iterator[None]:
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from None
     except BaseException as error:
-        # it raises bare Exception, and PanicException, which is none
-        if (
-            not isinstance(error, Exception)
-            and type(error).__name__ != "PanicException"
-        ):
+        # It raises bare Exception, and PanicException, which is none.
+        is_panic = type(error).__name__ == "PanicException"
+        if not isinstance(error, Exception) and not is_panic:
             raise
         raise ConfigError(f"{what}: {one_line(error)}") from error
 
@@ -158,7 +146,7 @@ def _failures(what: str) -> Iterator[None]:
 def load(
     path: Path, cache: Path | None = None, special_tokens: SpecialTokens = "tokens"
 ) -> BpeTokenizer:
-    """Returns the tokenizer of a tokenizer.json file, after a trial.
+    """Loads the tokenizer of a tokenizer.json file, after a trial.
 
     Args:
       cache: folder that remembers files that passed; None: the file is tried out in any
@@ -177,11 +165,9 @@ def load(
         raise ConfigError(f"data.tokenizer={path}: {fault}") from error
     try:
         trial.once("tokenizer", tokenizers.__version__, __name__, data, cache)
-        beside = (
-            tokenizer_config.read(path.parent)
-            if path.name == TOKENIZER_FILE
-            else TokenizerConfig()
-        )
+        beside = TokenizerConfig()
+        if path.name == TOKENIZER_FILE:
+            beside = tokenizer_config.read(path.parent)
         return BpeTokenizer(content, special_tokens, beside)
     except ConfigError as error:
         raise ConfigError(f"data.tokenizer={path}: {error}") from error
@@ -202,23 +188,17 @@ def _trial_texts(content: str) -> Iterator[str]:
     pattern names.
     """
     patterns = re.findall(r'"Regex"\s*:\s*("(?:[^"\\]|\\.)*")', content)
-    letters = "".join(
-        dict.fromkeys("".join(json.loads(pattern) for pattern in patterns))
-    )[:100]
-    for run in (
-        *dict.fromkeys("aA0 \n'.-_é中" + letters),
-        letters,
-        "ab ",
-        "a1",
-        letters[::-1],
-    ):
+    named = "".join(json.loads(pattern) for pattern in patterns)
+    letters = "".join(dict.fromkeys(named))[:100]
+    single = dict.fromkeys("aA0 \n'.-_é中" + letters)
+    for run in (*single, letters, "ab ", "a1", letters[::-1]):
         for length in (30, 2000):
             yield (run * length)[:length]
             yield (run * length)[:length] + "\x01"
 
 
 def train(texts: Sequence[Iterable[str]], size: int) -> str:
-    """Returns the tokenizer.json of a byte-level BPE with `size` ids.
+    """Trains a byte-level BPE with `size` ids, and gives its tokenizer.json.
 
     Args:
       texts: of each source; of each, the first 100 million characters / number of

@@ -47,15 +47,15 @@ class ChatEncoder:
     """Makes tokens and weights of rows; made by `open_encoder`."""
 
     def __init__(self, tokenizer: Tokenizer, template: Any = None):
-        """Args:
-        template: a chat_template.ChatTemplate; None: rows have prompts and completions
-        that are texts.
+        """Makes an encoder.
+
+        Args:
+          template: a chat_template.ChatTemplate; None: rows have prompts and
+            completions that are texts.
         """
-        self.tokenizer, self.template, self.vocab_size = (
-            tokenizer,
-            template,
-            tokenizer.vocab_size,
-        )
+        self.tokenizer = tokenizer
+        self.template = template
+        self.vocab_size = tokenizer.vocab_size
         special = tokenizer.config.special
         self.fingerprint = digest(
             _VERSION,
@@ -64,30 +64,31 @@ class ChatEncoder:
             sorted(special.items()),
         )
         self.end_ids = tuple(sorted({*tokenizer.end_ids, *self._turn_ends()}))
-        end = tokenizer.end_of_document
-        self._end = special.get(
-            "eos_token", "" if end is None else tokenizer.special_tokens.get(end, "")
-        )
+        end = ""
+        if tokenizer.end_of_document is not None:
+            end = tokenizer.special_tokens.get(tokenizer.end_of_document, "")
+        self._end = special.get("eos_token", end)
 
     def prompt(self, messages: Messages) -> np.ndarray:
-        """Returns the ids of a conversation whose next turn is the assistant's,
-        [length] int32.
+        """Encodes a conversation whose next turn is the assistant's, [length] int32.
 
         Raises:
           ConfigError: there is no template, or it refuses the messages.
         """
-        return self.tokenizer.encode(
-            self._render(messages, add_generation_prompt=True)[0]
-        )
+        text, _ = self._render(messages, add_generation_prompt=True)
+        return self.tokenizer.encode(text)
 
     def encode(
         self, documents: Sequence[Document]
     ) -> tuple[list[np.ndarray], list[np.ndarray], Counter[str]]:
-        """Returns of each row ids and weights (1: learned), and how many rows were not
-        as usual, by key.
+        """Encodes rows.
 
         Args:
           documents: rows as JSON, see `chat_rows`.
+
+        Returns:
+          The ids of each; its weights (1: learned); how many rows were not as usual, by
+          key of _NOTES.
 
         Raises:
           ConfigError: a row that the template refuses, by its id.
@@ -102,30 +103,26 @@ class ChatEncoder:
         encoded = self.tokenizer.encode_spans(
             [(example.text, example.learned) for example in examples]
         )
-        prompts = iter(
-            self.tokenizer.encode_documents(
-                [e.prompt for e in examples if e.prompt is not None]
-            )
-        )
-        ids, weights = [], []
+        prompts = [e.prompt for e in examples if e.prompt is not None]
+        encoded_prompts = iter(self.tokenizer.encode_documents(prompts))
+        begin = self.tokenizer.begin_of_document
+        ids = []
+        weights = []
         for example, (tokens, learned) in zip(examples, encoded, strict=True):
             if example.prompt is not None:
-                before = next(prompts)
-                notes["mismatch"] += int(
-                    not np.array_equal(tokens[: len(before)], before)
-                )
+                before = next(encoded_prompts)
+                if not np.array_equal(tokens[: len(before)], before):
+                    notes["mismatch"] += 1
                 learned = np.arange(len(tokens)) >= len(before)
-            if example.begins and self.tokenizer.begin_of_document is not None:
-                tokens, learned = (
-                    np.insert(tokens, 0, self.tokenizer.begin_of_document),
-                    np.insert(learned, 0, 0),
-                )
+            if example.begins and begin is not None:
+                tokens = np.insert(tokens, 0, begin)
+                learned = np.insert(learned, 0, 0)
             ids.append(tokens)
             weights.append(learned.astype(np.uint8))
-        return ids, weights, +notes
+        return ids, weights, notes
 
     def notes(self, counts: Counter[str]) -> list[str]:
-        """Returns what to say of the rows that were not as usual."""
+        """Writes a line for each kind of rows that were not as usual."""
         return [
             f"{counts[key]} rows: {text}" for key, text in _NOTES.items() if counts[key]
         ]
@@ -134,61 +131,63 @@ class ChatEncoder:
         options = {"tools": row["tools"]} if "tools" in row else {}
         if "messages" in row:
             return self._conversation(row["messages"], options)
-        prompt, completion = row["prompt"], row["completion"]
+        prompt = row["prompt"]
+        completion = row["completion"]
         if isinstance(prompt, str):
             whole = prompt + completion
-            return _Example(
-                whole if whole.endswith(self._end) else whole + self._end,
-                prompt=prompt,
-                begins=True,
-            )
+            if not whole.endswith(self._end):
+                whole += self._end
+            return _Example(whole, prompt=prompt, begins=True)
         before, _ = self._render(prompt, add_generation_prompt=True, **options)
-        return _Example(
-            self._render([*prompt, *completion], **options)[0], prompt=before
-        )
+        text, _ = self._render([*prompt, *completion], **options)
+        return _Example(text, prompt=before)
 
     def _conversation(self, messages: Messages, options: Mapping[str, Any]) -> _Example:
         text, marked = self._render(messages, **options)
         if self.template.marks_answers:
             return _Example(text, marked)
-        turns = [
-            i for i, message in enumerate(messages) if message["role"] == "assistant"
+        answers = [
+            self._added(messages[: i + 1], options)
+            for i, message in enumerate(messages)
+            if message["role"] == "assistant"
         ]
-        spans = [self._added(messages[: i + 1], options) for i in turns]
-        if all(span is not None and text.startswith(span[0]) for span in spans):
-            return _Example(text, [span[1] for span in spans if span])
-        last = (
-            self._added(messages, options) if turns[-1] == len(messages) - 1 else None
-        )
-        return _Example(text, [last[1]] if last else [], note="last")
+        if all(answer and text.startswith(answer[0]) for answer in answers):
+            return _Example(text, [answer[1] for answer in answers if answer])
+        last = answers[-1]
+        if last and messages[-1]["role"] == "assistant":
+            return _Example(text, [last[1]], note="last")
+        return _Example(text, note="last")
 
     def _added(
         self, messages: Messages, options: Mapping[str, Any]
     ) -> tuple[str, Span] | None:
-        """Returns a conversation's text, and which characters the last turn, an answer,
-        has added to it.
+        """Finds what the last turn of a conversation, an answer, adds to its text.
 
-        None: it does not begin with what the assistant is given to answer.
+        Returns:
+          The text, and the range of characters of the answer. None: the text does not
+          begin with what the assistant is given to answer.
         """
+        earlier = messages[:-1]
         try:
-            before, _ = self._render(
-                messages[:-1], add_generation_prompt=True, **options
-            )
+            before, _ = self._render(earlier, add_generation_prompt=True, **options)
             whole, _ = self._render(messages, **options)
         except ConfigError:
-            # some templates refuse what does not end, or begin, with a user's turn
+            # Some templates refuse what does not end, or begin, with a user's turn.
             return None
-        return (whole, (len(before), len(whole))) if whole.startswith(before) else None
+        if not whole.startswith(before):
+            return None
+        return whole, (len(before), len(whole))
 
     def _render(self, messages: Messages, **options: Any) -> tuple[str, list[Span]]:
         if self.template is None:
             raise ConfigError(
-                "messages need a chat template, and the tokenizer has none; set data.chat_template=FILE.jinja"
+                "messages need a chat template, and the tokenizer has none; "
+                "set data.chat_template=FILE.jinja"
             )
         return self.template.render(messages, **options)
 
     def _turn_ends(self) -> list[int]:
-        """Returns the special token (of bytes: the control character) that follows an
+        """Finds the special token (of bytes: the control character) that follows an
         answer, if one does.
         """
         chat = [
@@ -196,21 +195,22 @@ class ChatEncoder:
             {"role": "assistant", "content": _ANSWER},
         ]
         try:
-            text = self.template.render(chat)[0] if self.template else ""
+            text, _ = self._render(chat)
         except ConfigError:
             return []
         _, answer, after = text.rpartition(_ANSWER)
-        first = self.tokenizer.encode(after)[:1].tolist() if answer else []
-        control = (i for i in range(32) if chr(i) not in "\t\n\r")
-        ends = set(self.tokenizer.special_tokens if self.tokenizer.content else control)
-        return [i for i in first if i in ends]
+        if not answer:
+            return []
+        ends = set(self.tokenizer.special_tokens)
+        if not self.tokenizer.content:
+            ends = {i for i in range(32) if chr(i) not in "\t\n\r"}
+        return [i for i in self.tokenizer.encode(after)[:1].tolist() if i in ends]
 
 
 def open_encoder(
     config: DataConfig, tokenizer: Tokenizer, folder: Path | None = None
 ) -> ChatEncoder:
-    """Returns what encodes the rows of a config: with its template, else the
-    tokenizer's own.
+    """Makes the encoder of a config's rows, with its template or the tokenizer's own.
 
     Args:
       folder: where a run has kept a template (its workdir), which then is the one.
@@ -219,10 +219,8 @@ def open_encoder(
       ConfigError: the template cannot be read, is none, or is harmful.
       ImportError: naming the extra, where jinja2 is not installed.
     """
-    kept, where = (
-        tokenizer_config.kept_template(folder),
-        "the tokenizer's chat template",
-    )
+    kept = tokenizer_config.kept_template(folder)
+    where = "the tokenizer's chat template"
     source = kept or tokenizer.config.chat_template
     if config.chat_template and not kept:
         where = f"data.chat_template={config.chat_template}"

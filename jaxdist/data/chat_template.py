@@ -7,6 +7,7 @@ make, so it is tried out first, like a tokenizer.json; `python -m
 jaxdist.data.chat_template` is that process.
 """
 
+import contextlib
 import datetime
 import json
 import re
@@ -34,37 +35,46 @@ class ChatTemplate:
     """A template and the special tokens that it may name (`bos_token`, ...)."""
 
     def __init__(self, source: str, special: Mapping[str, str]):
-        """Raises ConfigError where `source` is no template."""
-        self.source, self._special = source, dict(special)
+        """Compiles a template.
+
+        Raises:
+          ConfigError: `source` is none.
+        """
+        self.source = source
+        self._special = dict(special)
         self.marks_answers = bool(_MARKED.search(source))
         self._environment = _environment()
         try:
             self._template = self._environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
             line = getattr(error, "lineno", None)
-            raise ConfigError(
-                f"line {line}: {one_line(error)}" if line else one_line(error)
-            ) from error
+            place = f"line {line}: " if line else ""
+            raise ConfigError(f"{place}{one_line(error)}") from error
 
     def render(
         self, messages: Sequence[Message], **options: Any
     ) -> tuple[str, list[Span]]:
-        """Returns the text of a conversation, and which characters the template marks
-        as generated.
+        """Writes a conversation as a text.
 
         Args:
           options: what else the template may read: `add_generation_prompt`, `tools`.
 
+        Returns:
+          The text, and the ranges of characters that the template marks as generated.
+
         Raises:
           ConfigError: the template fails on these messages, or refuses them.
         """
-        variables = (
-            {"tools": None, "documents": None, "add_generation_prompt": False}
-            | self._special
-            | options
-        )
+        variables = {
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": False,
+            **self._special,
+            **options,
+        }
         tracker: Any = self._environment.extensions[_Generation.identifier]
-        tracker.blocks, tracker.spans = [], []
+        tracker.blocks = []
+        tracker.spans = []
         try:
             for block in self._template.generate(messages=list(messages), **variables):
                 tracker.blocks.append(block)
@@ -87,19 +97,20 @@ class _Generation(Extension):
         self.spans: list[Span] = []
 
     def parse(self, parser: Any) -> nodes.Node:
-        """Returns a call of `_mark` on what the two tags enclose."""
+        """Makes a call of `_mark` on what the two tags enclose."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
     def _mark(self, caller: Any) -> str:
-        text, start = caller(), sum(map(len, self.blocks))
+        text = caller()
+        start = sum(map(len, self.blocks))
         self.spans.append((start, start + len(text)))
         return text
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Returns the environment that templates are written for: that of transformers."""
+    """Makes the environment that templates are written for: that of transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -109,7 +120,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Returns JSON as it is: jinja2's own filter escapes it for HTML."""
+    """Writes JSON as it is: jinja2's own filter escapes it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -127,7 +138,7 @@ def _now(form: str) -> str:
 def load(
     source: str, special: Mapping[str, str], *, where: str, cache: Path | None = None
 ) -> ChatTemplate:
-    """Returns a template, after a trial.
+    """Loads a template, after a trial.
 
     Args:
       where: what names it in errors: "data.chat_template=chat.jinja".
@@ -140,7 +151,7 @@ def load(
     """
     try:
         trial.once(
-            "chat-template", f"{jinja2.__version__}", __name__, source.encode(), cache
+            "chat-template", jinja2.__version__, __name__, source.encode(), cache
         )
         return ChatTemplate(source, special)
     except ConfigError as error:
@@ -149,17 +160,15 @@ def load(
 
 def _try_out(content: bytes) -> None:
     """Renders a short conversation; what a template refuses is no fault of its own."""
-    template = ChatTemplate(
-        content.decode(), dict.fromkeys(("bos_token", "eos_token"), "<>")
-    )
+    special = {"bos_token": "<>", "eos_token": "<>"}
+    template = ChatTemplate(content.decode(), special)
     turns = [
         {"role": role, "content": "text " * 40} for role in ("user", "assistant") * 2
     ]
-    for messages in (turns, turns[:1], [{"role": "system", "content": "text"}, *turns]):
-        try:
+    system = {"role": "system", "content": "text"}
+    for messages in (turns, turns[:1], [system, *turns]):
+        with contextlib.suppress(ConfigError):
             template.render(messages, add_generation_prompt=True)
-        except ConfigError:
-            continue
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Shapes: G global batch, S sequence length.
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
@@ -30,11 +30,14 @@ class Placer:
     """
 
     def __init__(self, shardings: Mapping[str, Sharding], global_size: int):
-        """Args:
-        shardings: by entry name; dim 0 is the sample.
-        global_size: G.
+        """Makes a placer.
+
+        Args:
+          shardings: by entry name; dim 0 is the sample.
+          global_size: G.
         """
-        self._shardings, self._size = shardings, global_size
+        self._shardings = shardings
+        self._size = global_size
         self._kept: dict[str, tuple[np.ndarray, jax.Array]] = {}
         # [rows] of the global batch that this process reads, and [G] a row's number
         # among them.
@@ -43,7 +46,7 @@ class Placer:
         self._local_row[self.rows] = np.arange(len(self.rows))
 
     def __call__(self, batch: Batch) -> DeviceBatch:
-        """Returns global arrays made of the rows `self.rows`."""
+        """Makes global arrays of the rows `self.rows`."""
         kept = {
             name: array
             for name, (host, array) in self._kept.items()
@@ -70,7 +73,7 @@ class Placer:
 
 
 def _local_rows(sharding: Sharding, global_size: int) -> np.ndarray:
-    """Returns the rows of [G, ...] that devices of this process hold, ascending."""
+    """Lists the rows of [G, ...] that devices of this process hold, ascending."""
     # The second dim only has to divide: no sequence is split over more devices than
     # there are.
     shape = (global_size, len(sharding.device_set))
@@ -99,38 +102,43 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
         prefetch: int = 2,
         balancer: Balancer | None = None,
     ):
-        """Args:
-        global_size: G, sequences per batch.
-        shardings: see Placer.
-        split: "train" or "validation".
-        start: first step (updates finished before it), or first held-out batch.
-        prefetch: batches ready at most; 0 = read in the caller, no thread.
-        balancer: of training batches, says which row goes where; None: each stays.
+        """Starts to read ahead.
 
-        Raises ConfigError for validation, where nothing is held out."""
-        training = split == "train"
-        self._read = source.train_batch if training else source.validation_batch
-        self._stop = (
-            sys.maxsize if training else source.num_validation_batches(global_size)
-        )
-        self._name, self._size, self.balancer = source.name, global_size, balancer
+        Args:
+          global_size: G, sequences per batch.
+          shardings: see Placer.
+          split: "train" or "validation".
+          start: first step (updates finished before it), or first held-out batch.
+          prefetch: batches ready at most; 0 = read in the caller, no thread.
+          balancer: of training batches, says which row goes where; None: each stays.
+
+        Raises:
+          ConfigError: of validation, nothing is held out.
+        """
+        self._read: Callable[..., Batch] = source.train_batch
+        self._stop = sys.maxsize
+        if split != "train":
+            self._read = source.validation_batch
+            self._stop = source.num_validation_batches(global_size)
+        self._name = source.name
+        self._size = global_size
+        self.balancer = balancer
         self._placer = Placer(shardings, global_size)
         self.step = start  # of the batch that `next` returns
         self.data_wait_s = 0.0
         self._closed = False
         # of self.step and the steps after it
         self._ahead: deque[Future[DeviceBatch]] = deque()
-        self._thread = (
-            ThreadPoolExecutor(1, f"jaxdist-{split}-data") if prefetch else None
-        )
+        self._thread = None
+        if prefetch:
+            self._thread = ThreadPoolExecutor(1, f"jaxdist-{split}-data")
         self._prefetch = prefetch
         self._fill()
 
     def _fill(self) -> None:
         """Orders the steps that are to be prepared ahead."""
-        for step in range(
-            self.step + len(self._ahead), min(self.step + self._prefetch, self._stop)
-        ):
+        end = min(self.step + self._prefetch, self._stop)
+        for step in range(self.step + len(self._ahead), end):
             assert self._thread
             self._ahead.append(self._thread.submit(self._make, step))
 
@@ -141,7 +149,7 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
         return self._placer(self._read(step, self._size, rows))
 
     def __next__(self) -> DeviceBatch:
-        """Returns the next batch.
+        """Gives the next batch.
 
         Raises:
           StopIteration: after the last held-out batch.
@@ -154,11 +162,10 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
             raise StopIteration
         begin_s = time.perf_counter()
         try:
-            batch = (
-                self._ahead.popleft().result()
-                if self._thread
-                else self._make(self.step)
-            )
+            if self._thread:
+                batch = self._ahead.popleft().result()
+            else:
+                batch = self._make(self.step)
         except BaseException:
             self.close()
             raise

@@ -1,23 +1,16 @@
 """Opening a dataset: from the options `data.*` to samples."""
 
 import dataclasses
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 from jaxdist.config import ConfigError
 from jaxdist.config.schema import faults as config_faults
-from jaxdist.data import (
-    chat,
-    splits,
-    token_cache,
-    token_files,
-    tokenizer,
-    tokenizer_config,
-)
-from jaxdist.data import samples as sample_arrays
+from jaxdist.data import splits, token_cache
 from jaxdist.data.config import DataConfig, parts_of
 from jaxdist.data.dataset import Dataset, vocabulary_fault
+from jaxdist.data.encoders import open_tokenizer
+from jaxdist.data.samples import INDEX
 from jaxdist.data.sources.documents import Corpus
 from jaxdist.data.sources.source import (
     SampleShape,
@@ -29,8 +22,6 @@ from jaxdist.data.sources.source import (
 from jaxdist.data.sources.table import SOURCES
 from jaxdist.data.token_cache import Encoder, Log
 from jaxdist.data.token_files import TokenStore
-from jaxdist.data.tokenizer import Tokenizer
-from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest
 
 
@@ -71,7 +62,7 @@ def open_dataset(
         parts.append(dataclasses.replace(config, path=config.validation_path))
     corpora = [_open_corpus(part, log) for part in parts]
     texts = [corpus for corpus in corpora[:num_train] if corpus]
-    loaded, encoder = _open_tokenizer(config, texts, folder, log)
+    loaded, encoder = open_tokenizer(config, texts, folder, log)
     stores = [
         _open_tokens(part, corpus, encoder, log)
         for part, corpus in zip(parts, corpora, strict=True)
@@ -111,7 +102,7 @@ def sample_shapes(config: DataConfig, sequence_length: int) -> SampleShapes:
     Raises:
       ConfigError: the file of samples is not what it must be.
     """
-    index = {sample_arrays.INDEX: SampleShape((), "int32")}
+    index = {INDEX: SampleShape((), "int32")}
     source = SOURCES[config.source]
     if isinstance(source, SampleSource):
         return source.shapes(config.path) | index
@@ -132,24 +123,17 @@ def sample_shapes(config: DataConfig, sequence_length: int) -> SampleShapes:
 def _open_samples(
     source: SampleSource, config: DataConfig, seed: int, log: Log
 ) -> Dataset:
-    opened = sample_arrays.open_samples(
-        source,
-        config.path,
-        name=config.name,
-        validation_path=config.validation_path,
-        validation_share=config.validation_share,
-        limit=config.validation_tokens,
-    )
+    sides, fingerprint = splits.split_samples(source, config)
+    train, held_out = sides
     contents = ", ".join(
         f"{name} {list(shape.dims)} {shape.dtype}"
         for name, shape in source.shapes(config.path).items()
     )
     log(
-        f"data: {config.name}: {opened.train.num_rows} samples of {contents}; "
-        f"{opened.held_out.num_rows} held out"
+        f"data: {config.name}: {train.num_tokens} samples of {contents}; "
+        f"{held_out.num_tokens} held out"
     )
-    sides = splits.sample_splits(config.name, opened.train, opened.held_out)
-    return Dataset([sides], seed=seed, fingerprint=opened.fingerprint)
+    return Dataset([sides], seed=seed, fingerprint=fingerprint)
 
 
 def _open_corpus(config: DataConfig, log: Log) -> Corpus | None:
@@ -182,86 +166,3 @@ def _check_vocabulary(stores: list[TokenStore], vocab_size: int | None) -> None:
     faults = [fault for fault in faults if fault]
     if faults:
         raise ConfigError(faults)
-
-
-# --- The tokenizer --------------------------------------------------------------------
-
-
-def _open_tokenizer(
-    config: DataConfig, texts: list[Corpus], folder: Path | None, log: Log
-) -> tuple[Tokenizer | None, Encoder | None]:
-    """Opens the tokenizer, and the encoder of documents that uses it; keeps what they
-    need in `folder`.
-
-    Args:
-      texts: what the tokenizer is trained on, if it is to be trained.
-
-    Returns:
-      None twice for token ids that somebody else made, unless `data.tokenizer` names a
-      file.
-    """
-    name = config.tokenizer
-    size = tokenizer.bpe_size(name)
-    if not texts and (size or name == "bytes"):
-        return None, None
-    is_kept = bool(folder and (folder / tokenizer.TOKENIZER_FILE).is_file())
-    if size and not is_kept:
-        name = str(_train_tokenizer(config, size, texts, log))
-    loaded = tokenizer.load_tokenizer(
-        name,
-        folder=folder,
-        cache=config.cache_folder(),
-        special_tokens=config.special_tokens,
-    )
-    encoder: Encoder = token_cache.TextEncoder(loaded)
-    about = loaded.config
-    if config.format == "chat":
-        chats = chat.open_encoder(config, loaded, folder)
-        encoder = chats
-        about = dataclasses.replace(
-            about,
-            end_ids=chats.end_ids,
-            chat_template=chats.template.source if chats.template else "",
-        )
-    # A tokenizer without a file (bytes) has only its config to keep.
-    is_new = not is_kept if loaded.content else about != loaded.config
-    if folder and is_new:
-        folder.mkdir(parents=True, exist_ok=True)
-        tokenizer_config.write(folder, about)
-        if loaded.content is not None:
-            atomic.write_text(folder / tokenizer.TOKENIZER_FILE, loaded.content)
-    return loaded, encoder
-
-
-def _train_tokenizer(
-    config: DataConfig, size: int, texts: list[Corpus], log: Log
-) -> Path:
-    """Trains a BPE on what is not held out of all texts, once; gives its file in the
-    cache.
-    """
-    share = config.validation_share
-    if config.validation_path:
-        share = 0
-    stamps = [stamp for corpus in texts for stamp in (corpus.name, corpus.stamp)]
-    key = digest(config.tokenizer, share, *stamps)[:16]
-    target = config.cache_folder() / f"tokenizer-{key}.json"
-    with token_cache.one_builder(target, log):
-        if not target.is_file():
-            log(f"data: training a byte-level BPE of {size} tokens -> {target}")
-            documents = [_training_texts(corpus, share) for corpus in texts]
-            atomic.write_text(target, tokenizer.bpe().train(documents, size))
-    return target
-
-
-def _training_texts(corpus: Corpus, share: int) -> Iterator[str]:
-    """Yields the texts that the hash leaves for training; all, if it leaves none (see
-    `splits.split`).
-    """
-    is_empty = True
-    for document in corpus.documents():
-        if token_files.group_of([document.id])[0] >= share:
-            is_empty = False
-            yield document.text
-    if is_empty:
-        for document in corpus.documents():
-            yield document.text

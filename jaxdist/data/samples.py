@@ -3,20 +3,16 @@ reads.
 
 Row i of the arrays [N, ...] is sample i. A batch has the same names and [B, ...]:
 floats as float32, integers as int32, an `image` of uint8 as float32 in [0, 1]. The
-arrays stay in memory. What is held out is chosen by sample number, whatever the seed.
+arrays stay in memory.
 """
 
-import math
 import re
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from jaxdist.config import ConfigError
-from jaxdist.data.shuffle import order_key, permute
-from jaxdist.data.sources.source import SampleShape, SampleShapes, SampleSource
-from jaxdist.storage.digest import digest
+from jaxdist.data.sources.source import SampleShape, SampleShapes
 
 INDEX = "sample"  # the batch entry that jaxdist adds: the global sample index
 _INT32 = np.iinfo(np.int32)
@@ -149,77 +145,3 @@ def beyond_int32(arrays: Arrays) -> list[str]:
             if values.min() < _INT32.min or values.max() > _INT32.max:
                 names.append(name)
     return names
-
-
-# --- sources of samples ---------------------------------------------------------------
-
-
-class OpenedSamples(NamedTuple):
-    """The samples of a source."""
-
-    train: SampleRows
-    held_out: SampleRows
-    fingerprint: str  # of the contents and the split
-
-
-def open_samples(
-    source: SampleSource,
-    path: str,
-    *,
-    name: str,
-    validation_path: str = "",
-    validation_share: int = 0,
-    limit: int = 0,
-) -> OpenedSamples:
-    """Reads the samples of a source, and splits them.
-
-    Args:
-      path: `data.path`.
-      name: of the source, for errors.
-      validation_path: of samples that are all held out; "" = some of `path` are.
-      validation_share: samples held out of every 256.
-      limit: samples held out at most; 0 = all.
-
-    Raises:
-      ConfigError: the file is not what it must be, with all faults; or nothing is left
-        for training.
-      ImportError: names the extra that the source needs.
-    """
-    assert source.read
-    arrays, stamp = source.read(path)
-    count = count_samples(arrays)
-    if validation_path:
-        others, other_stamp = source.read(validation_path)
-        _check_alike(arrays, others, validation_path)
-        train = np.arange(count)
-        held_out = np.arange(count_samples(others))
-        fingerprint = digest(stamp, other_stamp)
-    else:
-        others = arrays
-        shuffled = permute(np.arange(count), count, order_key(0, "held out"))
-        num_held_out = math.ceil(count * validation_share / 256)
-        train = np.sort(shuffled[num_held_out:])
-        held_out = np.sort(shuffled[:num_held_out])
-        fingerprint = digest(stamp, validation_share)
-    if not len(train):
-        raise ConfigError(
-            f"data source {name}: all {count} samples are held out; give more of them"
-        )
-    if limit:
-        held_out = held_out[:limit]
-    return OpenedSamples(
-        train=SampleRows(arrays, train),
-        held_out=SampleRows(others, held_out),
-        fingerprint=fingerprint,
-    )
-
-
-def _check_alike(arrays: Arrays, others: Arrays, validation_path: str) -> None:
-    """Raises ConfigError if held-out samples have other entries or dims."""
-    expected = {name: list(values.shape[1:]) for name, values in arrays.items()}
-    found = {name: list(values.shape[1:]) for name, values in others.items()}
-    if found != expected:
-        raise ConfigError(
-            f"data.validation_path={validation_path}: "
-            f"a sample has {found}, in data.path {expected}"
-        )

@@ -7,25 +7,21 @@ from collections.abc import Sequence
 import numpy as np
 
 _GOLDEN = 0x9E3779B97F4A7C15
-_MULTIPLY_1, _MULTIPLY_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
 _ROUND_KEYS = tuple(np.uint64(_GOLDEN * number % 2**64) for number in range(1, 7))
 
 
 def order_key(seed: int, name: str) -> int:
-    """Returns the 64-bit key of a source's order; different names give unrelated
+    """Hashes to the 64-bit key of a source's order; different names give unrelated
     orders.
     """
-    return int.from_bytes(
-        hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little"
-    )
+    hashed = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(hashed[:8], "little")
 
 
 def permute(
     index: np.ndarray, size: int | np.ndarray, key: int | np.ndarray
 ) -> np.ndarray:
-    """Returns the sample in [0, size) that each running `index` takes: int64, shape of
-    `index`.
+    """Chooses the sample in [0, size) that each running `index` takes.
 
     Epoch `index // size` visits every sample once, in its own pseudo-random order: a
     Feistel network on the mixed radix a x b (a = ceil(sqrt(size)), b = ceil(size / a);
@@ -33,19 +29,23 @@ def permute(
     for the fewer than `a` values past the end.
 
     Args:
-      size, key: of the source; arrays like `index` (int64, uint64) where sources
-      differ.
+      size: of the source; an array like `index` (int64) where sources differ.
+      key: of the source, too (uint64).
+
+    Returns:
+      int64, in the shape of `index`.
     """
     epoch, position = np.divmod(np.asarray(index, np.int64), size)
     keys = _mix(
         epoch.astype(np.uint64) * np.uint64(_GOLDEN) + np.asarray(key, np.uint64)
     )
     root = np.ceil(np.sqrt(size)).astype(np.int64)
-    a, b = root.astype(np.uint64), (-(-size // root)).astype(np.uint64)
+    a = root.astype(np.uint64)
+    b = (-(-size // root)).astype(np.uint64)
     end = np.asarray(size, np.uint64)
     value = _feistel(position.astype(np.uint64), keys, a, b)
-    while np.any(outside := value >= end):
-        value = np.where(outside, _feistel(value, keys, a, b), value)
+    while np.any(value >= end):
+        value = np.where(value >= end, _feistel(value, keys, a, b), value)
     return value.astype(np.int64)
 
 
@@ -62,12 +62,12 @@ def _feistel(
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Returns splitmix64's finaliser of uint64 `x`, in place."""
-    x ^= x >> _SHIFT_1
-    x *= _MULTIPLY_1
-    x ^= x >> _SHIFT_2
-    x *= _MULTIPLY_2
-    x ^= x >> _SHIFT_3
+    """Applies splitmix64's finaliser to uint64 `x`, in place."""
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
     return x
 
 
@@ -88,11 +88,12 @@ class Mixture:
         source = np.repeat(np.arange(share.size), self.counts)
         rank = np.concatenate([np.arange(count) for count in self.counts])
         order = np.argsort((rank + 0.5) / self.counts[source], kind="stable")
-        self._source, self._rank = source[order], rank[order]
+        self._source = source[order]
+        self._rank = rank[order]
 
     def locate(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (source, running index within that source) of global sample indices,
-        both [B].
+        """Finds the source of global sample indices [B], and the running index within
+        that source, both [B].
         """
         period, slot = np.divmod(np.asarray(index, np.int64), self.PERIOD)
         source = self._source[slot]
@@ -100,10 +101,11 @@ class Mixture:
 
 
 def _largest_remainder(share: np.ndarray, total: int) -> np.ndarray:
-    """Returns integers near `share * total`, each at least 1, that sum to `total`."""
+    """Rounds `share * total` to integers, each at least 1, that sum to `total`."""
     counts = np.maximum(np.floor(share * total), 1).astype(np.int64)
-    while (missing := total - counts.sum()) != 0:
-        step = 1 if missing > 0 else -1
+    while counts.sum() != total:
+        missing = total - counts.sum()
+        step = np.sign(missing)
         able = np.flatnonzero((counts > 1) | (step > 0))
         want = (share * total - counts)[able] * step
         counts[able[np.argsort(-want, kind="stable")[: abs(missing)]]] += step

@@ -20,10 +20,11 @@ from jaxdist.data.packing import (
     PackingPlan,
     best_fit,
     count_learned,
+    count_predictions,
     count_up,
     plan_rows,
 )
-from jaxdist.data.token_files import TokenStore
+from jaxdist.data.token_files import Pieces, TokenStore
 
 
 class SlidingCounts(NamedTuple):
@@ -45,39 +46,49 @@ class SlidingWindows(PackedDocuments):
     def __init__(
         self,
         store: TokenStore,
-        chosen: np.ndarray,
         sequence_length: int,
         *,
         stride: int,
         limit: int = 0,
         packed: bool,
     ):
-        """Args:
-        chosen: [documents] bool.
-        stride: N, 1 to S.
-        limit: targets at most, in the order of documents, of examples whole ones alone;
-        0 = all. packed: whether models tell segments apart.
+        """Cuts documents into windows.
+
+        Args:
+          stride: N, 1 to S.
+          limit: targets at most, in the order of documents, of examples whole ones
+            alone; 0 = all.
+          packed: whether models tell segments apart.
         """
-        document, offset, length, read = _windows(
-            _predictions(store, chosen, limit), sequence_length, stride
+        documents = store.documents
+        predictions = count_predictions(store, limit=limit)
+        # windows after a document's first
+        more = -(-np.maximum(predictions - sequence_length, 0) // stride)
+        counts = (predictions > 0) * (1 + more)
+        document = np.repeat(np.arange(len(counts)), counts)
+        number = count_up(counts)
+        offset = number * stride
+        windows = Pieces(
+            owner=documents.owner[document],
+            start=documents.start[document] + offset,
+            length=np.minimum(sequence_length, predictions[document] - offset),
         )
-        owner, start = (
-            store.file[chosen][document],
-            store.start[chosen][document] + offset,
-        )
-        used = count_learned(store, owner, start + read, length - read) > 0
-        document, owner, start, length, read = (
-            x[used] for x in (document, owner, start, length, read)
-        )
-        row = best_fit(length, sequence_length) if packed else np.arange(len(length))
+        # predictions that windows before have made
+        read = np.where(number > 0, sequence_length - stride, 0)
+        used = count_learned(store, windows, read) > 0
+        windows = windows.take(used)
+        row = np.arange(len(windows.length))
+        if packed:
+            row = best_fit(windows.length, sequence_length)
         order, first = plan_rows(row)
-        plan = PackingPlan(first, owner[order], start[order], length[order])
-        super().__init__(store, plan, sequence_length, read=read[order])
+        plan = PackingPlan(first, *windows.take(order))
+        super().__init__(store, plan, sequence_length, read=read[used][order])
         self._packed = packed
-        self.counts = SlidingCounts(len(np.unique(document)), len(length))
+        num_documents = len(np.unique(document[used]))
+        self.counts = SlidingCounts(num_documents, len(windows.length))
 
     def read(self, rows: np.ndarray) -> Batch:
-        """Returns the rows; see the class."""
+        """Reads the rows; see the class."""
         batch = super().read(rows)
         if not self._packed:
             del batch["segment_ids"]
@@ -85,37 +96,10 @@ class SlidingWindows(PackedDocuments):
 
 
 def total(samples: Iterable[Any]) -> SlidingCounts | None:
-    """Returns the counts of all parts of a set; None: it is not made of sliding
+    """Adds up the counts of all parts of a set; None: it is not made of sliding
     windows.
     """
     counts = [part.counts for part in samples if isinstance(part, SlidingWindows)]
-    return SlidingCounts(*map(sum, zip(*counts, strict=True))) if counts else None
-
-
-def _predictions(store: TokenStore, chosen: np.ndarray, limit: int) -> np.ndarray:
-    """Returns how many predictions of each chosen document are to be scored,
-    [documents] int64.
-    """
-    predictions = np.maximum(store.length[chosen] - 1, 0)
-    if limit and store.weights:
-        learned = count_learned(
-            store, store.file[chosen], store.start[chosen], predictions
-        )
-        return predictions * (np.cumsum(learned) <= limit)
-    if not limit:
-        return predictions
-    return np.clip(limit - (np.cumsum(predictions) - predictions), 0, predictions)
-
-
-def _windows(
-    predictions: np.ndarray, length_S: int, stride_N: int
-) -> tuple[np.ndarray, ...]:
-    """Returns of each window [P] its document, its offset there, its predictions, and
-    how many of them windows before have made."""
-    # windows after a document's first
-    more = -(-np.maximum(predictions - length_S, 0) // stride_N)
-    windows = (predictions > 0) * (1 + more)
-    document, number = np.repeat(np.arange(len(windows)), windows), count_up(windows)
-    offset = number * stride_N
-    length = np.minimum(length_S, predictions[document] - offset)
-    return document, offset, length, np.where(number > 0, length_S - stride_N, 0)
+    if not counts:
+        return None
+    return SlidingCounts(*map(sum, zip(*counts, strict=True)))

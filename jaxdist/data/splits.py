@@ -1,10 +1,13 @@
 """The training and the held-out part of a source: which documents are in which, as
 which samples.
+
+Whether a document is held out depends on its id alone. Which samples of arrays are held
+out depends on their number alone, whatever the seed.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -12,21 +15,20 @@ from jaxdist.config import ConfigError
 from jaxdist.data import packing, sliding, token_files
 from jaxdist.data.config import DataConfig
 from jaxdist.data.dataset import DatasetSplit, Samples
-from jaxdist.data.samples import SampleRows
+from jaxdist.data.samples import Arrays, SampleRows, count_samples
+from jaxdist.data.shuffle import order_key, permute
+from jaxdist.data.sources.source import SampleSource
 from jaxdist.data.token_cache import Log
 from jaxdist.data.token_files import TokenStore
+from jaxdist.storage.digest import digest
+
+Sides = tuple[DatasetSplit, DatasetSplit]  # training, held out
 
 
-class ChosenDocuments(NamedTuple):
-    """Some documents of a store."""
-
-    store: TokenStore
-    chosen: np.ndarray  # [documents] bool
+# --- Samples of arrays ----------------------------------------------------------------
 
 
-def sample_splits(
-    name: str, train: SampleRows, held_out: SampleRows
-) -> tuple[DatasetSplit, DatasetSplit]:
+def sample_sides(name: str, train: SampleRows, held_out: SampleRows) -> Sides:
     """Makes the parts of a source of arrays; each sample counts as one token."""
     return (
         DatasetSplit(name, train, train.num_rows, pads=False),
@@ -34,21 +36,72 @@ def sample_splits(
     )
 
 
+def split_samples(source: SampleSource, config: DataConfig) -> tuple[Sides, str]:
+    """Reads the samples of a source, and splits them.
+
+    Returns:
+      The parts, and a fingerprint of the contents and the split.
+
+    Raises:
+      ConfigError: the file is not what it must be, with all faults; or nothing is left
+        for training.
+      ImportError: names the extra that the source needs.
+    """
+    assert source.read
+    arrays, stamp = source.read(config.path)
+    count = count_samples(arrays)
+    others = arrays
+    if config.validation_path:
+        others, other_stamp = source.read(config.validation_path)
+        _check_alike(arrays, others, config.validation_path)
+        train = np.arange(count)
+        held_out = np.arange(count_samples(others))
+        fingerprint = digest(stamp, other_stamp)
+    else:
+        share = config.validation_share
+        shuffled = permute(np.arange(count), count, order_key(0, "held out"))
+        num_held_out = math.ceil(count * share / 256)
+        train = np.sort(shuffled[num_held_out:])
+        held_out = np.sort(shuffled[:num_held_out])
+        fingerprint = digest(stamp, share)
+    if not len(train):
+        raise ConfigError(
+            f"data source {config.name}: all {count} samples are held out; "
+            "give more of them"
+        )
+    if config.validation_tokens:
+        held_out = held_out[: config.validation_tokens]
+    sides = sample_sides(
+        config.name, SampleRows(arrays, train), SampleRows(others, held_out)
+    )
+    return sides, fingerprint
+
+
+def _check_alike(arrays: Arrays, others: Arrays, validation_path: str) -> None:
+    """Raises ConfigError if held-out samples have other entries or dims."""
+    expected = {name: list(values.shape[1:]) for name, values in arrays.items()}
+    found = {name: list(values.shape[1:]) for name, values in others.items()}
+    if found != expected:
+        raise ConfigError(
+            f"data.validation_path={validation_path}: "
+            f"a sample has {found}, in data.path {expected}"
+        )
+
+
+# --- Documents ------------------------------------------------------------------------
+
+
 def split_all(
     stores: list[TokenStore], config: DataConfig, log: Log
-) -> Iterator[tuple[ChosenDocuments, ChosenDocuments]]:
+) -> Iterator[tuple[TokenStore, TokenStore]]:
     """Yields the documents of training and those held out, of each source."""
     if config.validation_path:
         train, held_out = stores
-        yield _all_documents(train), _all_documents(held_out)
+        yield train, held_out
         return
     for whole in stores:
         store, held = split(whole, config.validation_share, log)
-        yield ChosenDocuments(store, ~held), ChosenDocuments(store, held)
-
-
-def _all_documents(store: TokenStore) -> ChosenDocuments:
-    return ChosenDocuments(store, np.ones(len(store.length), bool))
+        yield store.take(~held), store.take(held)
 
 
 def split(store: TokenStore, share: int, log: Log) -> tuple[TokenStore, np.ndarray]:
@@ -88,17 +141,16 @@ def _cut_into_blocks(store: TokenStore) -> TokenStore:
     blocks = -(-store.length // size)
     document = np.repeat(np.arange(len(blocks)), blocks)
     number = packing.count_up(blocks)
-    whole = store.length[document]
+    whole = store.take(document)
     offset = number * size
-    length = np.minimum(size, whole - offset)
+    length = np.minimum(size, whole.length - offset)
     num_bytes = None
-    if store.num_bytes is not None:
-        num_bytes = store.num_bytes[document] * (length / np.maximum(whole, 1))
+    if whole.num_bytes is not None:
+        num_bytes = whole.num_bytes * (length / np.maximum(whole.length, 1))
     pairs = zip(document.tolist(), number.tolist(), strict=True)
     return dataclasses.replace(
-        store,
-        file=store.file[document],
-        start=store.start[document] + offset,
+        whole,
+        start=whole.start + offset,
         length=length,
         group=token_files.group_of(f"{d}#{n}" for d, n in pairs),
         num_bytes=num_bytes,
@@ -107,7 +159,7 @@ def _cut_into_blocks(store: TokenStore) -> TokenStore:
 
 def cut(
     config: DataConfig,
-    documents: ChosenDocuments,
+    store: TokenStore,
     *,
     sequence_length: int,
     log: Log,
@@ -123,15 +175,14 @@ def cut(
     Raises:
       ConfigError: training has too little.
     """
-    store = documents.store
-    length = store.length[documents.chosen]
+    length = store.length
     truncates = stride is None and config.truncates
     kept = length
     if truncates and not store.weights:
         kept = np.minimum(length, sequence_length + 1)
     if store.weights:
         longest = sequence_length if truncates else int(length.max(initial=0))
-        num_tokens = _count_examples(documents, longest, log, held_out)
+        num_tokens = _count_examples(store, longest, log, held_out)
     else:
         num_tokens = int(kept.sum())
         if not held_out and num_tokens <= sequence_length:
@@ -145,23 +196,19 @@ def cut(
     if stride is not None:
         samples = sliding.SlidingWindows(
             store,
-            documents.chosen,
             sequence_length,
             stride=stride,
             limit=limit,
             packed=config.packing == "documents",
         )
     elif config.packing == "window":
-        samples = packing.Windows(
-            store, documents.chosen, sequence_length, limit=limit, partial=held_out
-        )
+        samples = packing.Windows(store, sequence_length, limit=limit, partial=held_out)
     else:
         if not store.weights:
             side = _side(held_out)
             _log_longer(store.name, side, length, kept, sequence_length, log)
         plan = packing.open_packing(
             store,
-            documents.chosen,
             sequence_length,
             limit=limit,
             truncate=truncates,
@@ -172,7 +219,7 @@ def cut(
     num_bytes = None
     if store.num_bytes is not None:
         share = kept / np.maximum(length, 1)
-        num_bytes = float((store.num_bytes[documents.chosen] * share).sum())
+        num_bytes = float((store.num_bytes * share).sum())
     return DatasetSplit(
         name=store.name,
         samples=samples,
@@ -214,17 +261,18 @@ def _log_longer(
 
 
 def _count_examples(
-    documents: ChosenDocuments, sequence_length: int, log: Log, held_out: bool
+    store: TokenStore, sequence_length: int, log: Log, held_out: bool
 ) -> int:
     """Counts the learned tokens of examples, and logs which are cut off or skipped.
 
     Raises:
       ConfigError: training has none.
     """
-    store, chosen = documents
-    length = store.length[chosen]
-    learned = packing.learned_targets(store, chosen, sequence_length)
-    whole = packing.learned_targets(store, chosen, int(length.max(initial=0)))
+    length = store.length
+    predictions = packing.count_predictions(store)
+    whole = packing.count_learned(store, store.documents._replace(length=predictions))
+    kept = packing.count_predictions(store, longest=sequence_length)
+    learned = packing.count_learned(store, store.documents._replace(length=kept))
     longer = int((length > sequence_length + 1).sum())
     empty = int((learned == 0).sum())
     log(

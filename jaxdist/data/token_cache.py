@@ -3,9 +3,8 @@ was made of.
 
 `<cache_dir>/tokens-<key>/` holds `tokens.bin` (ids of all documents, one after the
 other), of chats `weights.bin` (a byte for each of them, 1: learned),
-`documents.npy` ([documents, 3] int64: length in tokens, UTF-8 bytes, hash group),
-`ids.txt` (their ids, a JSON text per line) and `meta.json`, which has checksums of what
-is read. The folder appears whole or not at all. A damaged one is made again; where the
+`documents.npy` ([documents, 3] int64: length in tokens, UTF-8 bytes, hash group) and
+`meta.json`, which has checksums of the others. The folder appears whole or not at all. A damaged one is made again; where the
 damage shows only while a run reads (large corpora are checked in the background), the
 run stops, and its next start makes the folder again.
 """
@@ -38,7 +37,6 @@ _BATCH_CHARACTERS = 4_000_000  # tokenised at once: enough for all cores, little
 _TOKENS = "tokens.bin"
 _WEIGHTS = "weights.bin"
 _DOCUMENTS = "documents.npy"
-_IDS = "ids.txt"
 _PROGRESS_S = 5.0  # between two lines of progress
 # of one checksum; up to so many are checked at the start (0.04 s), more behind it
 _CHECKED_BYTES = 64 << 20
@@ -151,38 +149,34 @@ def _load(target: Path, name: str, log: Log) -> TokenStore | None:
 
     Large files are checked in the background.
     """
-    large = []
     try:
         meta = run_format.unmarked(read_json(target / "meta.json", dict), target)
         if meta.pop("digest") != _digest_of(meta):
             return None
         expected = meta["checksums"]
-        notes = meta["notes"]
         if list(_checksums(target / _DOCUMENTS)) != expected[_DOCUMENTS]:
             return None
         with open_regular(target / _DOCUMENTS) as content:
             documents = np.load(content, allow_pickle=False)
         dtypes = {_TOKENS: meta["dtype"], _WEIGHTS: "<u1"}
-        files = []
-        for file_name, dtype in dtypes.items():
-            if file_name not in expected:
-                continue
-            file = TokenFile(target / file_name, dtype, count=meta["tokens"])
-            files.append(file)
-            if len(expected[file_name]) > 1:
-                large.append(file)
-            elif list(_checksums(file.path)) != expected[file_name]:
-                return None
+        files = [
+            TokenFile(target / file_name, dtype, count=meta["tokens"])
+            for file_name, dtype in dtypes.items()
+            if file_name in expected
+        ]
+        if any(_is_damaged(file, expected[file.path.name]) for file in files):
+            return None
     except (OSError, ValueError, KeyError):
         return None
-    for file in large:
-        threading.Thread(
-            target=_check_slowly,
-            args=(file, expected[file.path.name], target / "meta.json"),
-            name="jaxdist-token-check",
-            daemon=True,
-        ).start()
-    for note in notes:
+    for file in files:
+        if _is_large(expected[file.path.name]):
+            threading.Thread(
+                target=_check_slowly,
+                args=(file, expected[file.path.name], target / "meta.json"),
+                name="jaxdist-token-check",
+                daemon=True,
+            ).start()
+    for note in meta["notes"]:
         log(f"data: {name}: {note}")
     length, num_bytes, group = documents.T
     weights = tuple(files[1:])
@@ -199,6 +193,15 @@ def _load(target: Path, name: str, log: Log) -> TokenStore | None:
         fingerprint=meta["fingerprint"],
         weights=weights,
     )
+
+
+def _is_large(checksums: list[int]) -> bool:
+    return len(checksums) > 1
+
+
+def _is_damaged(file: TokenFile, expected: list[int]) -> bool:
+    """Compares a file with its checksums, unless it is large."""
+    return not _is_large(expected) and list(_checksums(file.path)) != expected
 
 
 def _digest_of(meta: dict[str, Any]) -> str:
@@ -292,7 +295,6 @@ class _CacheWriter:
         self._dtype = _smallest_dtype(encoder.vocab_size)
         self._tokens = (folder / _TOKENS).open("wb")
         self._weights: IO[bytes] | None = None  # opened with the first that come
-        self._ids = (folder / _IDS).open("w")
         self._counts: Counter[str] = Counter()
         self._content = hashlib.sha256()
         self._max_id = 0
@@ -301,9 +303,9 @@ class _CacheWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in (self._tokens, self._weights, self._ids):
-            if file:
-                file.close()
+        self._tokens.close()
+        if self._weights:
+            self._weights.close()
 
     def add(self, batch: list[Document]) -> None:
         """Encodes documents and writes their tokens.
@@ -329,7 +331,6 @@ class _CacheWriter:
         for document, tokens_of, group in zip(batch, ids, groups.tolist(), strict=True):
             num_bytes = len(document.text.encode("utf-8", "replace"))
             self.rows.append((len(tokens_of), num_bytes, group))
-            self._ids.write(json.dumps(document.id) + "\n")
 
     def _check_vocabulary(self, ids: np.ndarray) -> None:
         """Raises ConfigError if an id is outside the vocabulary: it might wrap."""

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,6 +85,35 @@ class TokenFile:
         return self._tokens.itemsize
 
 
+class Pieces(NamedTuple):
+    """Runs of tokens in the files of a store."""
+
+    owner: np.ndarray  # [P] int32, number of the file; -1 = padding, of no file
+    start: np.ndarray  # [P] int64, offset of the first token in the file
+    length: np.ndarray  # [P] int64, tokens; of pieces to learn from: predictions
+
+    def take(self, chosen: np.ndarray) -> "Pieces":
+        """Selects pieces, by a mask or by number."""
+        return Pieces(*(values[chosen] for values in self))
+
+    def tokens(self, files: Sequence[TokenFile]) -> np.ndarray:
+        """Reads the pieces, one after the other; padding is 0."""
+        contents = {
+            number: files[number].tokens
+            for number in set(self.owner.tolist())
+            if number >= 0
+        }
+        tokens = np.zeros(self.length.sum(), np.int32)
+        begin = 0
+        rows = (values.tolist() for values in self)
+        for number, first, count in zip(*rows, strict=True):
+            if number >= 0:
+                piece = contents[number][first : first + count]
+                tokens[begin : begin + count] = piece
+            begin += count
+        return tokens
+
+
 @dataclass(frozen=True)
 class TokenStore:
     """Tokenized documents of one source, in the order of the token stream.
@@ -105,6 +134,22 @@ class TokenStore:
     fingerprint: str
     # Of each file's tokens: 1 = learned. (): all are, and documents are texts.
     weights: tuple[TokenFile, ...] = ()
+
+    @property
+    def documents(self) -> Pieces:
+        """The documents as pieces of the files."""
+        return Pieces(self.file, self.start, self.length)
+
+    def take(self, chosen: np.ndarray) -> "TokenStore":
+        """Selects documents, by a mask or by number."""
+        return replace(
+            self,
+            file=self.file[chosen],
+            start=self.start[chosen],
+            length=self.length[chosen],
+            group=self.group[chosen],
+            num_bytes=None if self.num_bytes is None else self.num_bytes[chosen],
+        )
 
 
 def group_of(ids: Iterable[str]) -> np.ndarray:

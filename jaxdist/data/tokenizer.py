@@ -6,7 +6,6 @@ model. `bpe:SIZE` and tokenizer.json files go through the optional `tokenizers` 
 (bpe.py); they do have an end-of-document id where the vocabulary holds one.
 """
 
-import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,20 +40,20 @@ class Tokenizer(Protocol):
     content: str | None  # of its tokenizer.json; None: it needs no file
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the ids of `text`, [length] int32, without any special id."""
+        """Encodes a text to ids, [length] int32, without any special id."""
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text, of any integer type; may use all cores."""
+        """Encodes each text to ids of any integer type; may use all cores."""
 
     def encode_spans(
         self, texts: Sequence[tuple[str, Spans]]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns of each text its ids, and which of them are, also in part, in its
+        """Encodes each text to ids, and marks those that are, also in part, in its
         ranges, bool.
         """
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of ids; invalid UTF-8 becomes U+FFFD."""
+        """Decodes ids to a text; invalid UTF-8 becomes U+FFFD."""
 
 
 class ByteTokenizer:
@@ -69,9 +68,8 @@ class ByteTokenizer:
 
     def __init__(self, config: TokenizerConfig = TokenizerConfig()):  # noqa: B008 (frozen)
         self.config = config
-        self.end_ids = tuple(
-            sorted(i for i in config.end_ids if 0 <= i < self.vocab_size)
-        )
+        ends = [i for i in config.end_ids if 0 <= i < self.vocab_size]
+        self.end_ids = tuple(sorted(ends))
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_documents([text])[0].astype(np.int32)
@@ -89,9 +87,7 @@ class ByteTokenizer:
             ids = self.encode(text)
             inside = np.zeros(len(ids), bool)
             for span in spans:
-                first, last = (
-                    len(text[:place].encode("utf-8", "replace")) for place in span
-                )
+                first, last = (len(self.encode(text[:place])) for place in span)
                 inside[first:last] = True
             encoded.append((ids, inside))
         return encoded
@@ -110,7 +106,7 @@ def load_tokenizer(
     cache: Path | None = None,
     special_tokens: SpecialTokens = "tokens",
 ) -> Tokenizer:
-    """Returns a tokenizer that needs no training, for commands that have no corpus at
+    """Loads a tokenizer that needs no training, for commands that have no corpus at
     hand.
 
     Args:
@@ -127,24 +123,25 @@ def load_tokenizer(
       ImportError: naming the extra, where `tokenizers` is not installed.
     """
     if name == "bytes":
-        return (
-            ByteTokenizer(tokenizer_config.read(folder)) if folder else ByteTokenizer()
-        )
-    size, saved = bpe_size(name), folder and folder / TOKENIZER_FILE
-    if saved and saved.is_file():
-        return bpe().load(saved, cache, special_tokens)
+        if not folder:
+            return ByteTokenizer()
+        return ByteTokenizer(tokenizer_config.read(folder))
+    size = bpe_size(name)
+    if folder and (folder / TOKENIZER_FILE).is_file():
+        return bpe().load(folder / TOKENIZER_FILE, cache, special_tokens)
     if size:
         raise ConfigError(
-            f"data.tokenizer={name}: no {TOKENIZER_FILE} in {folder or 'any folder'}. It is saved "
-            "by the run that trains it; set data.tokenizer to the path of that file."
+            f"data.tokenizer={name}: no {TOKENIZER_FILE} in {folder or 'any folder'}. "
+            "It is saved by the run that trains it; "
+            "set data.tokenizer to the path of that file."
         )
     path = expanded(name)
-    with contextlib.suppress(OSError):  # a name that is too long
-        path = path / TOKENIZER_FILE if path.is_dir() else path
+    if os.path.isdir(path):
+        path = path / TOKENIZER_FILE
     if not os.path.isfile(path):
         raise ConfigError(
-            f"data.tokenizer={name}: required bytes, bpe:SIZE or the path of a tokenizer.json; "
-            f"{path} is not a file."
+            f"data.tokenizer={name}: required bytes, bpe:SIZE or the path of a "
+            f"tokenizer.json; {path} is not a file."
         )
     return bpe().load(path, cache, special_tokens)
 
@@ -155,9 +152,12 @@ def bpe() -> Any:
 
 
 def bpe_size(name: str) -> int | None:
-    """Returns SIZE of `bpe:SIZE`, None for any other tokenizer name.
-    Raises ConfigError where SIZE is not a number from 257 (256 bytes and the end of a
-    document) to 10^9."""
+    """Reads SIZE of `bpe:SIZE`; None for any other tokenizer name.
+
+    Raises:
+      ConfigError: SIZE is not a number from 257 (256 bytes and the end of a document)
+        to 10^9.
+    """
     if not name.startswith("bpe:"):
         return None
     if not re.fullmatch(r"\d{3,9}", name[4:]) or int(name[4:]) < 257:

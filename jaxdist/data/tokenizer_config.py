@@ -7,7 +7,7 @@ them, the tokenizer_config.json of its workdir, which then is all that is needed
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ HUGGINGFACE = "huggingface"
 # The first that spells a special token or has a template wins, as in transformers; end
 # ids are those of all.
 _FILES = (
+    TEMPLATE,
     FILE,
     "special_tokens_map.json",
     "chat_template.json",
@@ -69,32 +70,28 @@ class TokenizerConfig:
 
 
 def read(folder: Path) -> TokenizerConfig:
-    """Returns what a Hugging Face folder or a workdir says.
+    """Reads what a Hugging Face folder or a workdir says.
 
     Raises:
       ConfigError: a file is malformed.
     """
     config = TokenizerConfig()
     for place in (folder, folder / HUGGINGFACE):
-        config = _joined(config, _read(place / TEMPLATE, _template_file))
         for name in _FILES:
-            config = _joined(
-                config, _read(place / name, lambda file: read_json(file, dict))
-            )
+            config = _joined(config, _read(place / name))
     return config
 
 
 def write(folder: Path, config: TokenizerConfig) -> None:
     """Writes into a workdir what `read` has read, where there is anything."""
-    fields: dict[str, Any] = (
-        {"eos_token_id": list(config.end_ids)} if config.end_ids else {}
-    )
-    fields |= config.special
-    for name, text in (
-        (TEMPLATE, config.chat_template),
-        (FILE, json.dumps(fields, indent=1) + "\n"),
-    ):
-        if text if name == TEMPLATE else fields:
+    fields: dict[str, Any] = dict(config.special)
+    if config.end_ids:
+        fields = {"eos_token_id": list(config.end_ids), **fields}
+    contents = {TEMPLATE: config.chat_template}
+    if fields:
+        contents[FILE] = json.dumps(fields, indent=1) + "\n"
+    for name, text in contents.items():
+        if text:
             folder.mkdir(parents=True, exist_ok=True)
             atomic.write_text(folder / name, text)
 
@@ -112,69 +109,81 @@ def copy_small_files(source: Path, target: Path) -> None:
 
 
 def kept_template(folder: Path | None) -> str:
-    """Returns the chat template that a workdir has kept; "" if none. Raises ConfigError
-    as `read`.
+    """Reads the chat template that a workdir has kept; "" if none.
+
+    Raises:
+      ConfigError: the file is malformed.
     """
-    return (
-        "" if folder is None else _read(folder / TEMPLATE, _template_file).chat_template
-    )
+    if folder is None:
+        return ""
+    return _read(folder / TEMPLATE).chat_template
 
 
-def _read(file: Path, reader: Callable[[Path], Mapping[str, Any]]) -> TokenizerConfig:
-    """Returns what one file says; nothing where there is none."""
+def _read(file: Path) -> TokenizerConfig:
+    """Reads what one file says; nothing where there is none."""
     try:
-        fields = reader(file)
-        spelt = {
+        if file.name == TEMPLATE:
+            return TokenizerConfig(chat_template=_read_text(file))
+        fields = read_json(file, dict)
+        special = {
             name: _spelling(fields[name], name) for name in _SPECIAL if fields.get(name)
         }
-        ids = tuple(dict.fromkeys(_end_ids(fields)))
-        return TokenizerConfig(ids, spelt, _template(fields.get("chat_template")))
+        return TokenizerConfig(
+            end_ids=tuple(dict.fromkeys(_end_ids(fields))),
+            special=special,
+            chat_template=_template(fields.get("chat_template")),
+        )
     except FileNotFoundError:
         return TokenizerConfig()
     except Malformed as error:
         raise ConfigError(f"{file}: {error}; copy it again, or remove it") from error
 
 
-def _joined(first: TokenizerConfig, second: TokenizerConfig) -> TokenizerConfig:
-    ids = tuple(dict.fromkeys((*first.end_ids, *second.end_ids)))
-    return TokenizerConfig(
-        ids,
-        {**second.special, **first.special},
-        first.chat_template or second.chat_template,
-    )
-
-
-def _template_file(file: Path) -> dict[str, str]:
+def _read_text(file: Path) -> str:
     try:
-        return {"chat_template": read_bytes(file).decode()}
+        return read_bytes(file).decode()
     except UnicodeDecodeError as error:
         raise Malformed(f"not UTF-8 at byte {error.start}") from error
+
+
+def _joined(first: TokenizerConfig, second: TokenizerConfig) -> TokenizerConfig:
+    return TokenizerConfig(
+        end_ids=tuple(dict.fromkeys((*first.end_ids, *second.end_ids))),
+        special={**second.special, **first.special},
+        chat_template=first.chat_template or second.chat_template,
+    )
 
 
 def _end_ids(fields: Mapping[str, Any]) -> Iterator[int]:
     """Yields the ids that one file says end a text; raises Malformed."""
     text = fields.get("text_config")  # of models that also see
     for part in (fields, text if isinstance(text, dict) else {}):
-        ids = part.get("eos_token_id")
-        listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        yield from (of_kind(end, int, "eos_token_id") for end in listed)
+        ids = part.get("eos_token_id", [])
+        if ids is None:
+            ids = []
+        for end in ids if isinstance(ids, list) else [ids]:
+            yield of_kind(end, int, "eos_token_id")
 
 
 def _spelling(token: Any, name: str) -> str:
-    """Returns how a token is spelt: a text, or the `content` of a dict."""
-    return of_kind(
-        token.get("content") if isinstance(token, dict) else token, str, name
-    )
+    """Reads how a token is spelt: a text, or the `content` of a dict."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return of_kind(token, str, name)
 
 
 def _template(value: Any) -> str:
-    """Returns a chat template; of several the one called `default`. Raises
-    Malformed.
+    """Reads a chat template; of several the one called `default`.
+
+    Raises:
+      Malformed: it is none.
     """
     if isinstance(value, list):
         named = {
             of_kind(entry, dict, "a chat template").get("name"): entry
             for entry in value
         }
-        value = named["default"].get("template") if "default" in named else None
-    return of_kind("" if value is None else value, str, "chat_template")
+        value = named.get("default", {}).get("template")
+    if value is None:
+        return ""
+    return of_kind(value, str, "chat_template")

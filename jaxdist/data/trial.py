@@ -16,8 +16,7 @@ from jaxdist.data.reading import one_line
 from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest, digest_bytes
 
-# of processor time to try a file out, and as much per 10 MB; Gemma's tokenizer has 33
-# MB
+# of processor time to try a file out, and as much per 10 MB (Gemma's tokenizer: 33 MB)
 _SECONDS = 4
 _BYTES = 1 << 30  # of memory
 _TIMEOUT_S = 300  # by the clock, on a machine that does other things too
@@ -37,16 +36,16 @@ def once(
     Raises:
       ConfigError: the trial failed, or took too long.
     """
-    passed = (
-        cache and cache / f"{kind}-{digest(version, digest_bytes(content))[:32]}.passed"
-    )
-    if passed and passed.is_file():
+    if cache is None:
+        _run(module, content)
+        return
+    passed = cache / f"{kind}-{digest(version, digest_bytes(content))[:32]}.passed"
+    if passed.is_file():
         return
     _run(module, content)
     with contextlib.suppress(OSError):  # then it is tried out again
-        if passed:
-            passed.parent.mkdir(parents=True, exist_ok=True)
-            atomic.write_text(passed, "")
+        cache.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(passed, "")
 
 
 def _run(module: str, content: bytes) -> None:
@@ -54,8 +53,6 @@ def _run(module: str, content: bytes) -> None:
         "OPENBLAS_NUM_THREADS": "1",
         "RAYON_NUM_THREADS": "1",
         "RUST_BACKTRACE": "0",
-    }
-    variables |= {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "PYTHONIOENCODING": "utf-8:replace",
     }
@@ -74,9 +71,15 @@ def _run(module: str, content: bytes) -> None:
         return
     said = one_line(done.stdout.decode("utf-8", "replace"))
     if done.returncode == -signal.SIGXCPU:
-        said = f"it takes more than {_SECONDS} s for short texts: a pattern or a loop without end"
+        said = (
+            f"it takes more than {_SECONDS} s for short texts: "
+            "a pattern or a loop without end"
+        )
     elif not done.stdout.strip():  # ended by the package
-        said = f"trying it out ended with status {done.returncode}: it needs too much memory, or is damaged"
+        said = (
+            f"trying it out ended with status {done.returncode}: "
+            "it needs too much memory, or is damaged"
+        )
     raise ConfigError(f"{said}; use another one")
 
 

@@ -11,7 +11,7 @@ Shapes: N samples, G global batch.
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from jaxdist.data import iterator_state, samples
 from jaxdist.data.dataset import SAMPLE_MASK, Dataset, SourceError
 from jaxdist.data.packing import Batch
 from jaxdist.data.samples import INDEX, SampleRows
-from jaxdist.data.splits import sample_splits
+from jaxdist.data.splits import sample_sides
 from jaxdist.storage.digest import digest
 
 Batches = (
@@ -37,54 +37,6 @@ _NUM_STATES = 70
 
 class NoBatch(RuntimeError):
     """The caller's batches have no such batch; the text says why."""
-
-
-class BatchReader(Protocol):
-    """Whole batches by number, from a caller."""
-
-    def __call__(self, step: int) -> Any:
-        """Gives the batch after `step` updates.
-
-        Raises:
-          NoBatch: there is none.
-        """
-
-    def state(self, step: int) -> Any:
-        """Gives the state before the batch after `step` updates, as JSON; None: it is
-        unknown, or there is none.
-        """
-
-    def go_to(self, step: int, state: Any) -> str:
-        """Prepares to give the batch after `step` updates next.
-
-        Args:
-          state: of `state`, from a checkpoint; None: there was none.
-
-        Returns:
-          A line for people that says how; "" if there is nothing to say.
-
-        Raises:
-          NoBatch: the reader does not take the state.
-        """
-
-
-class Computed:
-    """The batches of a function of the step, which needs no state."""
-
-    def __init__(self, function: Callable[[int], Any]):
-        self._function = function
-
-    def __call__(self, step: int) -> Any:
-        """See BatchReader."""
-        return self._function(step)
-
-    def state(self, step: int) -> None:
-        """See BatchReader."""
-        return None
-
-    def go_to(self, step: int, state: Any) -> str:
-        """See BatchReader."""
-        return ""
 
 
 class _Holder(NamedTuple):
@@ -106,7 +58,11 @@ class Iterated:
         self._epoch = 0  # of the next restart
 
     def __call__(self, step: int) -> Any:
-        """See BatchReader."""
+        """Gives the batch after `step` updates.
+
+        Raises:
+          NoBatch: there is none.
+        """
         if step == 0 or step < self._next:
             self._epoch = 0
             if not self._restart():
@@ -130,11 +86,23 @@ class Iterated:
         return batch
 
     def state(self, step: int) -> Any:
-        """See BatchReader."""
+        """Gives the state before the batch after `step` updates, as JSON; None: it is
+        unknown, or there is none.
+        """
         return self._states.get(step)
 
     def go_to(self, step: int, state: Any) -> str:
-        """See BatchReader."""
+        """Prepares to give the batch after `step` updates next.
+
+        Args:
+          state: of `state`, from a checkpoint; None: there was none.
+
+        Returns:
+          A line for people that says how; "" if there is nothing to say.
+
+        Raises:
+          NoBatch: the iterator does not take the state.
+        """
         holder = self._holder()
         if state is None or holder is None:
             if step < self._next:
@@ -211,14 +179,14 @@ class UserDataset(Dataset):
     def __init__(
         self,
         *args: Any,
-        reader: BatchReader | None,
+        reader: Callable[[int], Any] | None,
         example: Batch,
         **options: Any,
     ):
         """Makes a dataset; other arguments are those of Dataset.
 
         Args:
-          reader: of the training batches; None: they are samples of arrays.
+          reader: gives the training batch of a step; None: they are samples of arrays.
           example: the reader's first batch, or all arrays.
         """
         super().__init__(*args, **options)
@@ -249,7 +217,9 @@ class UserDataset(Dataset):
         """Gives the state of an iterator that has one, before the batch after `step`
         updates; else None.
         """
-        return self._reader.state(step) if self._reader else None
+        if not isinstance(self._reader, Iterated):
+            return None
+        return self._reader.state(step)
 
     def go_to(self, step: int, state: Any) -> str:
         """Prepares an iterator to give the batch after `step` updates.
@@ -260,14 +230,14 @@ class UserDataset(Dataset):
         Raises:
           ConfigError: the iterator does not take the state.
         """
-        if self._reader is None:
+        if not isinstance(self._reader, Iterated):
             return ""
         try:
             return self._reader.go_to(step, state)
         except NoBatch as error:
             raise ConfigError(f"batches: {error}") from error
 
-    def _read_batch(self, reader: BatchReader, step: int) -> Batch:
+    def _read_batch(self, reader: Callable[[int], Any], step: int) -> Batch:
         """Reads the batch after `step` updates, and checks it."""
         name = f"batches: the one after {step} updates"
         try:
@@ -333,7 +303,7 @@ def open_user_batches(
     if validation is not None:
         held_out = _held_out("validation", validation, _describe(example), size)
     dataset = UserDataset(
-        [sample_splits("batches", train, held_out)],
+        [sample_sides("batches", train, held_out)],
         seed=seed,
         fingerprint=fingerprint,
         reader=reader,
@@ -353,16 +323,16 @@ def open_held_out(data: Mapping[str, Any], *, like: str, size: int) -> Dataset:
       ConfigError: they hold something else, or no whole batch.
     """
     held_out = _held_out("data", data, like, size)
-    sides = sample_splits("data", held_out, held_out)
+    sides = sample_sides("data", held_out, held_out)
     return Dataset([sides], seed=0, fingerprint="")
 
 
-def _reader_of(batches: Batches) -> BatchReader | None:
-    """Chooses how to read whole batches; None: they are arrays."""
+def _reader_of(batches: Batches) -> Callable[[int], Any] | None:
+    """Makes a function from the step to its whole batch; None: they are arrays."""
     if isinstance(batches, Mapping):
         return None
     if callable(batches):
-        return Computed(batches)
+        return batches
     if isinstance(batches, Iterable):
         return Iterated(batches)
     raise ConfigError(
@@ -371,7 +341,7 @@ def _reader_of(batches: Batches) -> BatchReader | None:
     )
 
 
-def _first_batch(reader: BatchReader) -> Batch:
+def _first_batch(reader: Callable[[int], Any]) -> Batch:
     try:
         return _convert("batches: the first", reader(0))
     except NoBatch as error:

@@ -85,7 +85,9 @@ class PrecisionConfig:
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong between the values, each with its cure."""
-        recipe = self.recipe
+        recipe = RECIPES.get(
+            self.matmul
+        )  # of another word the range says what is wrong
         if recipe is not None and self.compute != recipe.dtype:
             yield (
                 f"precision.matmul={self.matmul}: activations and gradients between such products are "
@@ -103,7 +105,8 @@ class PrecisionConfig:
 
 def device_faults(config: PrecisionConfig, device: jax.Device) -> Iterator[str]:
     """Yields why a device is not to compute in `precision.compute`, with the fix."""
-    return config.format.device_faults(device)
+    if config.compute in FORMATS:  # of another word the range says what is wrong
+        yield from config.format.device_faults(device)
 
 
 def advice(config: PrecisionConfig, device: jax.Device) -> Iterator[str]:

@@ -132,14 +132,38 @@ class ModelSpec:
             model_state={},
             frozen=_merged(self.trainable, self.model_state, self.frozen),
             names={},
-            frozen_names=_merged_names(self.names, self.state_names, self.frozen_names),
+            frozen_names=_merged_names(
+                self.names, self._state_as_parameters, self.frozen_names
+            ),
         )
 
+    @property
+    def _state_as_parameters(self) -> Tree:
+        """The names of the model state as parameters have theirs: without stack dims."""
+
+        def name(path, leaf) -> Names:
+            stacked = self.staged and path[0].key in param_names.STACKED
+            return (None,) * (leaf.ndim - stacked)
+
+        return jax.tree_util.tree_map_with_path(name, self.model_state)
+
     def init_frozen(
-        self, key: jax.Array, given: Mapping[str, jax.Array] | None = None
+        self,
+        key: jax.Array,
+        given: Mapping[str, jax.Array] | None = None,
+        *,
+        params: str = "float32",
     ) -> Tree:
-        """Returns all arrays of a newly initialised model, see `init_params`."""
-        return _merged(*self.init_params(key, given))
+        """Returns all arrays of a newly initialised model, see `init_params`.
+
+        Args:
+          params: dtype that parameters are stored in; model state keeps its own.
+        """
+        trainable, model_state, frozen = self.init_params(key, given)
+        stored = jax.tree.map(
+            lambda x: x.astype(stored_dtype(x, params)), (trainable, frozen)
+        )
+        return _merged(*stored, model_state)
 
     def state_of(self, model: nnx.Module) -> Tree:
         """Returns the model state that a model, assembled and then used, has come to.

@@ -48,11 +48,22 @@ class Objective(ABC):
     Attributes:
       modules: names of the frozen modules that `prepare` calls.
       sums_over_samples: whether the loss is a sum of terms of one sample each, if that
-        of the policy's own code is (see `jaxdist.protocols.model`).
+        of the policy's own code is (see `jaxdist.protocols.model`). A subclass that
+        replaces how the loss of a batch is made says it again.
     """
 
     modules: ClassVar[tuple[str, ...]] = ()
-    sums_over_samples: ClassVar[bool] = True
+    sums_over_samples: ClassVar[bool] = False
+
+    @classmethod
+    def adds_up_samples(cls) -> bool:
+        """Checks whether a class says `sums_over_samples` of the code that it has."""
+        for owner in cls.__mro__:
+            if "sums_over_samples" in vars(owner):
+                return bool(vars(owner)["sums_over_samples"])
+            if {"batch_loss", "head_loss"} & vars(owner).keys():
+                return False
+        return False
 
     @property
     def prepares(self) -> bool:
@@ -101,6 +112,8 @@ class NextToken(Objective):
     For the transformer that is next-token cross-entropy.
     """
 
+    sums_over_samples: ClassVar[bool] = True
+
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
         return head_loss(policy, x, batch)
 
@@ -115,25 +128,33 @@ class TokenObjective(Objective):
     each target, from the last block's output.
     """
 
+    sums_over_samples: ClassVar[bool] = True
+
     @abstractmethod
     def sample_loss(self, terms: Terms, sample: Batch) -> Loss:
         """Computes the loss of one sample.
 
         Sum terms over the sequence before anything that is not linear: devices may
-        share out the sequence.
+        share out the sequence. Where held-out rows are no whole batch, the last is
+        filled up with rows whose weights are all 0: their sum and count must be 0.
 
         Args:
           terms: of the policy, each [S] or [S, k].
           sample: the row of each field of the batch, prepared ones too.
+
+        Returns:
+          A Loss of sums; or a scalar, which counts the sample once.
         """
 
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
-        terms = policy.token_terms(x, batch)
+        terms = as_terms(policy.token_terms(x, batch), batch)
         losses = jax.vmap(self._as_sums)(terms, dict(batch))
         return jax.tree.map(lambda each: each.sum(0), losses)
 
     def _as_sums(self, terms: Terms, sample: Batch) -> Loss:
-        return as_loss(self.sample_loss(terms, sample), sample)
+        # Fields of a sample have no dim of samples: a scalar loss is that of one.
+        one_sample = {"sample": jnp.zeros(1)}
+        return as_loss(self.sample_loss(terms, sample), one_sample)
 
     def faults(self, model_class: type, staged: bool) -> Iterator[str]:
         yield from token_faults(type(self).__name__, model_class, staged)
@@ -142,6 +163,8 @@ class TokenObjective(Objective):
 @dataclass(frozen=True)
 class WholeModel(Objective):
     """The loss that a model of a user computes by itself, `loss(batch, key)`."""
+
+    sums_over_samples: ClassVar[bool] = True
 
     def batch_loss(
         self,
@@ -187,12 +210,13 @@ def as_terms(terms: Mapping[str, Any], batch: Batch) -> Terms:
     Raises:
       ConfigError: one is not [B, S] or [B, S, k], or no float.
     """
-    dims = batch_dims(batch)
+    known = token_dims(batch)
+    allowed = [f"{[*dims]} or {[*dims, 'k']}" for dims in known]
+    required = f"required float {' or '.join(allowed)}"
     faults = [
-        f"{name} {x.dtype}{list(x.shape)}: required float {list(dims)} or "
-        f"{[*dims, 'k']}"
+        f"{name} {x.dtype}{list(x.shape)}: {required}"
         for name, x in terms.items()
-        if x.shape[:2] != dims
+        if x.shape[:2] not in known
         or x.ndim > 3
         or not jnp.issubdtype(x.dtype, jnp.floating)
     ]
@@ -201,16 +225,16 @@ def as_terms(terms: Mapping[str, Any], batch: Batch) -> Terms:
     return {name: x.astype(jnp.float32) for name, x in terms.items()}
 
 
-def batch_dims(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Finds [B, S] of a batch.
+def token_dims(batch: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """Lists the dims of a batch's fields [B, S], each once: there may be several S.
 
     Raises:
       ConfigError: no field is [B, S].
     """
-    for x in batch.values():
-        if x.ndim == 2:
-            return x.shape
-    raise ConfigError("the batch has no field [B, S], which terms of tokens need")
+    found = dict.fromkeys(x.shape for x in batch.values() if x.ndim == 2)
+    if not found:
+        raise ConfigError("the batch has no field [B, S], which terms of tokens need")
+    return [*found]
 
 
 def _loss_faults(model_class: type) -> Iterator[str]:

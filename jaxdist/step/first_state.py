@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.config import trees
+from jaxdist.config import ConfigError, trees
 from jaxdist.parallel.offload import HOST
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.sharding import Rules
@@ -41,31 +41,24 @@ def first_state(
         module are called `modules/NAME/PATH`; others of its parameters begin as the
         policy's of the same path.
     """
-    given = given or {}
     start = key_of(config.seed, INIT)
-    policy = {
-        path: x for path, x in given.items() if not path.startswith(f"{MODULES}/")
-    }
+    policy, of_modules = _by_model(spec, given or {})
     trainable, model_state, frozen = spec.init_params(start, policy)
     modules = {}
     for name, module in spec.modules.items():
-        prefix = f"{MODULES}/{name}/"
-        known = trees.flatten_names(module.frozen)
+        known = _places(module)
         values = {path: x for path, x in policy.items() if path in known}
-        values |= {
-            path.removeprefix(prefix): x
-            for path, x in given.items()
-            if path.startswith(prefix)
-        }
-        modules[name] = module.init_frozen(start, values)
+        modules[name] = module.init_frozen(
+            start, values | of_modules[name], params=config.params
+        )
     if cut:
         trainable, model_state, frozen = map(
             cut.policy.staged, (trainable, model_state, frozen)
         )
         modules = cut.staged_modules(modules)
-    trainable, frozen, modules = (
+    trainable, frozen = (
         jax.tree.map(lambda x: x.astype(stored_dtype(x, config.params)), tree)
-        for tree in (trainable, frozen, modules)
+        for tree in (trainable, frozen)
     )
     ema = (
         jax.tree.map(lambda x: x.astype(jnp.float32), trainable)
@@ -75,6 +68,51 @@ def first_state(
     scale = config.loss_scale.init() if config.loss_scale else None
     opt_state = OptState(transform.init(trainable), jnp.int32(0), scale)
     return State(jnp.int32(0), trainable, frozen, model_state, opt_state, ema, modules)
+
+
+def _by_model(
+    spec: ModelSpec, given: Mapping[str, jax.Array]
+) -> tuple[dict[str, jax.Array], dict[str, dict[str, jax.Array]]]:
+    """Separates the first values of the policy from those of each frozen module.
+
+    Without frozen modules all are the policy's: a model may call a part `modules`.
+
+    Raises:
+      ConfigError: a value is for a module, or a parameter of one, that there is not.
+    """
+    policy: dict[str, jax.Array] = {}
+    of_modules: dict[str, dict[str, jax.Array]] = {name: {} for name in spec.modules}
+    unknown = []
+    for path, x in given.items():
+        if not spec.modules or not path.startswith(f"{MODULES}/"):
+            policy[path] = x
+            continue
+        name, _, inner = path.removeprefix(f"{MODULES}/").partition("/")
+        if name in spec.modules and inner in _places(spec.modules[name]):
+            of_modules[name][inner] = x
+        else:
+            unknown.append(path)
+    if unknown:
+        raise ConfigError(
+            f"no frozen module has the parameter {', '.join(unknown[:3])}; "
+            f"the modules are {', '.join(spec.modules)}"
+        )
+    return policy, of_modules
+
+
+def _places(module: ModelSpec) -> set[str]:
+    """Lists the paths that a frozen module's values may be given by.
+
+    These are its parameters, and what holds some: an adapter takes the kernel that it
+    adapts by the kernel's own path.
+    """
+    places: set[str] = set()
+    for path in trees.flatten_names(module.frozen):
+        parts = path.split(trees.SEPARATOR)
+        places |= {
+            trees.SEPARATOR.join(parts[:end]) for end in range(1, len(parts) + 1)
+        }
+    return places
 
 
 # --- where it is stored ---------------------------------------------------------------

@@ -65,11 +65,13 @@ def check_model(
     causes = list(faults(spec, stages=stages))
     if causes:
         return causes
-    part = "embed, blocks and head" if spec.staged else "loss(batch, key)"
+    part = f"{type(spec.objective).__name__}.prepare(modules, batch)"
     try:
-        stats, changed = _trace(spec, abstract_batch(spec, batch))
+        prepared = abstract_batch(spec, batch)
+        part = "embed, blocks and head" if spec.staged else "loss(batch, key)"
+        stats, changed = _trace(spec, prepared)
         part = "metrics(batch)"
-        _trace_metrics(spec, batch)
+        _trace_metrics(spec, prepared)
     except ConfigError as error:
         return list(error.faults)
     except Exception as error:  # anything may happen in a model's code

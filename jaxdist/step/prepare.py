@@ -23,23 +23,24 @@ from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.protocols.objective import FrozenModule, Terms, as_terms, module_terms
 from jaxdist.step.batch_parts import dim_names, join_parts, split_batch
 from jaxdist.step.gradients import assembled, assembler, names_of
-from jaxdist.step.state import State
 
 # A module's terms for a batch, from the module's arrays.
 _TermsOf = Callable[[Tree, Batch], Terms]
 _TERMS = "token_terms/"  # before their names, where blocks have stats of their own
 
-Prepare = Callable[[State, Batch], tuple[State, Batch]]
+# (arrays of the frozen modules, those that the policy computes with, batch) -> (the
+# policy's arrays, batch)
+Prepare = Callable[[Tree, Tree, Batch], tuple[Tree, Batch]]
 
 
 def build_prepare(
     spec: ModelSpec, cut: Staging | None, *, compute: str, accumulation: int
 ) -> Prepare:
-    """Returns `prepare(state, batch) -> (state, batch)`.
+    """Returns `prepare(modules, policy, batch) -> (policy, batch)`.
 
-    The batch that comes out has the objective's fields. The state has the same values;
-    what is computed from it waits for the fields, so that collectives of the two
-    programs keep one order.
+    The batch that comes out has the objective's fields. The policy's arrays have the
+    same values; what is computed from them waits for the fields, so that collectives of
+    the two programs keep one order.
 
     Args:
       spec: with flat blocks.
@@ -48,7 +49,7 @@ def build_prepare(
       accumulation: sequential parts of the batch.
     """
     if not spec.objective.prepares:
-        return lambda state, batch: (state, batch)
+        return lambda modules, policy, batch: (policy, batch)
     terms = {
         name: _whole_terms(module, compute)
         if cut is None
@@ -56,13 +57,13 @@ def build_prepare(
         for name, module in spec.modules.items()
     }
 
-    def prepare(state: State, batch: Batch) -> tuple[State, Batch]:
+    def prepare(modules: Tree, policy: Tree, batch: Batch) -> tuple[Tree, Batch]:
         def of_part(part: Batch) -> Terms:
-            modules = {
-                name: partial(terms_of, state.modules[name])
+            frozen = {
+                name: partial(terms_of, modules[name])
                 for name, terms_of in terms.items()
             }
-            return _fields(spec, modules, part)
+            return _fields(spec, frozen, part)
 
         if accumulation == 1:
             fields = of_part(batch)
@@ -70,8 +71,7 @@ def build_prepare(
             parts = split_batch(batch, accumulation)
             fields = join_parts(jax.lax.map(of_part, parts))
         whole = _laid_out({**batch, **fields})
-        trainable, whole = jax.lax.optimization_barrier((state.trainable, whole))
-        return state._replace(trainable=trainable), whole
+        return jax.lax.optimization_barrier((policy, whole))
 
     return prepare
 

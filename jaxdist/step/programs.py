@@ -71,7 +71,9 @@ def build_inspect(
             once = reduction.axes_for(chosen, batch, rules, setting, config.parts)
             scaled = state.opt_state.loss_scale
             scale = None if scaled is None else factor(scaled, batch)
-            state, batch = prepare(state, batch)
+            policy = (state.trainable, state.frozen)
+            policy, batch = prepare(state.modules, policy, batch)
+            state = state._replace(trainable=policy[0], frozen=policy[1])
             sums = sum_gradients(
                 gradient_of,
                 state,
@@ -105,8 +107,7 @@ def build_evaluate(
         with execution.activate(
             mesh, rules, compute=config.compute, recipe=config.recipe
         ):
-            state, batch = prepare(state, batch)
-            arrays = state.model_arrays
+            arrays, batch = prepare(state.modules, state.model_arrays, batch)
             _, (loss, _) = loss_of(*arrays, batch, None)
             others = {
                 f"aux/{name}": (value, loss.count) for name, value in loss.aux.items()

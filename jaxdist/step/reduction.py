@@ -61,7 +61,7 @@ def obstacle(spec: ModelSpec, rules: Rules) -> str:
         return f"{name} draws from its own nnx.Rngs ({where}), which each replica would draw alike"
     if not spec.sums_over_samples:
         return f"{name} does not say that its loss is a sum over samples (sums_over_samples = True)"
-    if not spec.objective.sums_over_samples:
+    if not spec.objective.adds_up_samples():
         objective = type(spec.objective).__name__
         return f"{objective} does not say that it is a sum over samples (sums_over_samples = True)"
     stored = (

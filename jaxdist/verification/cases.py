@@ -2,7 +2,6 @@
 starting point.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -25,22 +24,25 @@ JITTER = 0.05  # standard deviation of the step away from the initial parameters
 MOMENT = 1e-3  # mean of the moments that the step starts with
 LARGEST_AS_IS = 5_000_000  # parameters of a model that cannot be shrunk
 ACCUMULATION = 4
-ONE_DEVICE: dict[str, Any] = (
-    {f"mesh.{axis}": 1 for axis in AXES}
-    | {f"mesh.dcn.{axis}": 1 for axis in AXES}
-    | {"mesh.zero": 3, "mesh.sequence_parallel": False, "batch.accumulation": 1}
-    | {
-        f"context.{field.name}": field.default
-        for field in dataclasses.fields(ContextConfig)
-    }
-    | {
-        f"pipeline.{field.name}": field.default
-        for field in dataclasses.fields(PipelineConfig)
-    }
-)
-
 
 Overrides = dict[str, Any]  # what a layout changes of a one-device run, by config path
+
+
+def _defaults(cls: type, group: str) -> Overrides:
+    fields = schema.schema_of(cls, group).values()
+    return {field.path: field.default for field in fields}
+
+
+ONE_DEVICE: Overrides = {
+    **{f"mesh.{axis}": 1 for axis in AXES},
+    **{f"mesh.dcn.{axis}": 1 for axis in AXES},
+    "mesh.zero": 3,
+    "mesh.sequence_parallel": False,
+    "batch.accumulation": 1,
+    **_defaults(ContextConfig, "context."),
+    **_defaults(PipelineConfig, "pipeline."),
+}
+
 # How tokens choose experts: by their routers; as drawn from the seed; drawn from the
 # first quarter alone.
 Routing = Literal["", "chosen", "given", "skewed"]  # "": there are none
@@ -52,19 +54,22 @@ Routing = Literal["", "chosen", "given", "skewed"]  # "": there are none
 def shrink_config(
     run: RunConfig, num_devices: int
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """Returns the run at tiny sizes, every variant kept, and lines that say what was
-    changed.
+    """Makes the run tiny, every variant kept.
 
     A model whose Config has no `tiny` is used as it is.
+
+    Returns:
+      The run, and lines that say what was changed.
 
     Raises:
       ConfigError: such a model has more than 5 M parameters.
     """
     old = schema.flatten(schema.to_config_dict(run))
     unit = ACCUMULATION * num_devices
+    length = run.batch.sequence_length
     new = {
         "batch.global_size": unit * -(-16 // unit),
-        "batch.sequence_length": run.batch.sequence_length,
+        "batch.sequence_length": length,
         # the first update is then at the peak rate: it can be seen
         "optimizer.warmup_steps": 0,
         "remat.layers": 0,  # they are of the whole stack, which a pipeline cuts up
@@ -73,26 +78,30 @@ def shrink_config(
     # No sample is written, and the shrunk model may be too short for one.
     run = compose.with_overrides(run, {"train.sample_tokens": 0})
     if run.data.is_text:
-        new["batch.sequence_length"] = min(32, run.batch.sequence_length)
+        length = min(32, length)
+        new["batch.sequence_length"] = length
         # nothing is read
         data = DataConfig(packing=run.data.packing)
         run = compose.with_overrides(run, {"data": data})
     config = run.model_config
-    if tiny := registry.model_hook(config, "tiny"):
+    tiny = registry.model_hook(config, "tiny")
+    if tiny:
         split = (*getattr(config, "tensor_parallel_dims", ()), FSDP_NAME, "num_experts")
-        values = schema.to_config_dict(tiny(new["batch.sequence_length"]))
+        values = schema.to_config_dict(tiny(length))
         for name, size in schema.flatten(values).items():
-            new[f"model.{name}"] = (
-                math.lcm(size, num_devices) if name in split else size
-            )
+            if name in split:
+                size = math.lcm(size, num_devices)
+            new[f"model.{name}"] = size
     else:
         _refuse_if_large(run)
     changed = {path: value for path, value in new.items() if old[path] != value}
-    lines = []
-    for group in ("model", "batch", "optimizer", "remat"):
-        paths = [path for path in changed if path.startswith(group + ".")]
-        moves = (f"{p.partition('.')[2]} {old[p]} -> {changed[p]}" for p in paths)
-        lines += [f"{group}: {', '.join(moves)}"] if paths else []
+    moves: dict[str, list[str]] = {"model": [], "batch": [], "optimizer": []}
+    for path, value in changed.items():
+        group, _, name = path.partition(".")
+        moves.setdefault(group, []).append(f"{name} {old[path]} -> {value}")
+    lines = [
+        f"{group}: {', '.join(all_of)}" for group, all_of in moves.items() if all_of
+    ]
     return compose.with_overrides(run, changed), tuple(lines)
 
 
@@ -101,8 +110,9 @@ def _refuse_if_large(run: RunConfig) -> None:
     spec = validation.validate(one, jax.devices()[:1]).spec
     if spec.parameter_count > LARGEST_AS_IS:
         raise ConfigError(
-            f"{run.model['target']} has {spec.parameter_count:,} parameters and cannot be shrunk "
-            f"(its Config has no tiny()); verify a config of at most {LARGEST_AS_IS:,} parameters"
+            f"{run.model['target']} has {spec.parameter_count:,} parameters and cannot "
+            "be shrunk (its Config has no tiny()); "
+            f"verify a config of at most {LARGEST_AS_IS:,} parameters"
         )
 
 
@@ -110,25 +120,21 @@ def _refuse_if_large(run: RunConfig) -> None:
 
 
 def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
-    """Returns the layouts of so many devices that are proved, by name, the config's own
+    """Lists the layouts of so many devices that are proved, by name, the config's own
     last.
     """
     n = num_devices
-    samples = [axis for axis in SEARCHED if axis in BATCH_AXES]
-    layouts: dict[str, Overrides] = {
-        f"{axis} {n}": {f"mesh.{axis}": n} for axis in samples
-    }
+    layouts: dict[str, Overrides] = {}
+    for axis in SEARCHED:
+        if axis in BATCH_AXES:
+            layouts[f"{axis} {n}"] = {f"mesh.{axis}": n}
     for stage in range(3):
         layouts |= _case(f", zero {stage}", {"mesh.zero": stage}, fsdp=n)
     layouts |= _in_parts(fsdp=n)
     if n % 2 == 0 and n > 2:
         layouts |= _case(tensor=2, fsdp=n // 2)
-        layouts |= _case(
-            ", sequence parallel",
-            {"mesh.sequence_parallel": True},
-            tensor=2,
-            fsdp=n // 2,
-        )
+        by_sequence: Overrides = {"mesh.sequence_parallel": True}
+        layouts |= _case(", sequence parallel", by_sequence, tensor=2, fsdp=n // 2)
         slices = {"mesh.data": 2, "mesh.dcn.data": 2, "mesh.fsdp": n // 2}
         layouts[f"2 slices x fsdp {n // 2}"] = slices
         layouts |= _in_parts(data=n)
@@ -146,24 +152,24 @@ def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
         chunks["model.num_layers"] = _layers_on(run, 8)
         layouts |= _case(", 2 chunks", chunks, pipeline=4, data=n // 4)
         layouts |= _case(pipeline=2, fsdp=n // 4, tensor=2)
-        for stage in (3, 2, 1, 0) if n > 4 else ():
-            changes = {"mesh.zero": stage, "pipeline.microbatches": 2}
-            layouts |= _in_parts(changes, pipeline=2, data=2, fsdp=n // 4)
+        if n > 4:
+            for stage in (3, 2, 1, 0):
+                changes = {"mesh.zero": stage, "pipeline.microbatches": 2}
+                layouts |= _in_parts(changes, pipeline=2, data=2, fsdp=n // 4)
+    has_experts = bool(run.model.get("num_experts"))
     if run.data.is_text:
-        layouts |= _context_layouts(
-            n, staged, experts=bool(run.model.get("num_experts"))
-        )
+        layouts |= _context_layouts(n, staged, experts=has_experts)
     if hasattr(run.model_config, "tiny"):
         layouts |= _case(", 4 kv heads", {"model.num_kv_heads": 4}, tensor=n)
     else:
         layouts |= _case(tensor=n)
-    if run.model.get("num_experts"):
+    if has_experts:
         layouts |= _expert_layouts(n, staged)
     return layouts | _own_layout(run, n, layouts)
 
 
 def _context_layouts(n: int, staged: bool, *, experts: bool) -> dict[str, Overrides]:
-    """Returns the layouts whose devices share out sequences."""
+    """Lists the layouts whose devices split sequences."""
     layouts = _case(context=n)
     for form in ("gather", "ring"):
         layouts |= _case(f", {form}", {"context.attention": form}, context=n)
@@ -177,18 +183,15 @@ def _context_layouts(n: int, staged: bool, *, experts: bool) -> dict[str, Overri
 
 
 def _expert_layouts(n: int, staged: bool) -> dict[str, Overrides]:
-    """Returns the layouts whose devices share out experts."""
+    """Lists the layouts whose devices split experts."""
     layouts = _case(expert=n)
     if n % 2 == 0 and n > 2:
         for stage in (3, 2, 1):
-            layouts |= _case(
-                f", zero {stage}" * (stage < 3),
-                {"mesh.zero": stage},
-                fsdp=2,
-                expert=n // 2,
-            )
+            zero = {"mesh.zero": stage}
+            layouts |= _case(_zero_note(stage), zero, fsdp=2, expert=n // 2)
         layouts |= _in_parts(data=2, expert=n // 2)
-        layouts |= _case(pipeline=2, expert=n // 2) if staged else {}
+        if staged:
+            layouts |= _case(pipeline=2, expert=n // 2)
     if n % 4 == 0 and n > 4:
         layouts |= _case(fsdp=n // 4, expert=2, tensor=2)
     return layouts
@@ -197,56 +200,49 @@ def _expert_layouts(n: int, staged: bool) -> dict[str, Overrides]:
 def _case(
     note: str = "", more: Overrides | None = None, **sizes: int
 ) -> dict[str, Overrides]:
-    """Returns a layout of these mesh axes under its name."""
+    """Makes a layout of these mesh axes, under its name."""
     name = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-    return {
-        name + note: {f"mesh.{axis}": size for axis, size in sizes.items()}
-        | (more or {})
-    }
+    mesh = {f"mesh.{axis}": size for axis, size in sizes.items()}
+    return {name + note: mesh | (more or {})}
 
 
 def _in_parts(more: Overrides | None = None, **sizes: int) -> dict[str, Overrides]:
-    """Returns a layout whose step has several parts, and what is added up over them."""
+    """Makes a layout whose step has several parts, and what is added up over them."""
     more = {"batch.accumulation": ACCUMULATION} | (more or {})
-    zero = more.get("mesh.zero", 3)
-    return _case(
-        f", accumulation {ACCUMULATION}" + f", zero {zero}" * (zero < 3), more, **sizes
-    )
+    note = f", accumulation {ACCUMULATION}{_zero_note(more.get('mesh.zero', 3))}"
+    return _case(note, more, **sizes)
+
+
+def _zero_note(stage: int) -> str:
+    return f", zero {stage}" if stage < 3 else ""
 
 
 def _own_layout(
     run: RunConfig, num_devices: int, others: Mapping[str, Overrides]
 ) -> dict[str, Overrides]:
-    """Returns the config's own layout under its name, unless one of the others is the
+    """Makes the config's own layout, under its name, unless one of the others is the
     same.
     """
     flat = schema.flatten(schema.to_config_dict(run))
     values = {path: flat[path] for path in ONE_DEVICE}
     values["batch.accumulation"] = min(run.batch.accumulation, ACCUMULATION)
-    known = math.prod(
-        values[f"mesh.{axis}"] for axis in AXES if values[f"mesh.{axis}"] > 0
-    )
-    values |= {
-        f"mesh.{axis}": num_devices // known
-        for axis in AXES
-        if values[f"mesh.{axis}"] == -1
-    }
-    values |= {
-        f"mesh.dcn.{axis}": 1 for axis in AXES if values[f"mesh.dcn.{axis}"] == -1
-    }
+    sizes = {axis: values[f"mesh.{axis}"] for axis in AXES}
+    known = math.prod(size for size in sizes.values() if size > 0)
+    for axis, size in sizes.items():
+        if size == -1:
+            sizes[axis] = values[f"mesh.{axis}"] = num_devices // known
+        if values[f"mesh.dcn.{axis}"] == -1:
+            values[f"mesh.dcn.{axis}"] = 1
     values |= _small_pipeline(run, values)
     if any(values.items() <= (ONE_DEVICE | other).items() for other in others.values()):
         return {}
-    sizes = " x ".join(
-        f"{axis} {values[f'mesh.{axis}']}"
-        for axis in AXES
-        if values[f"mesh.{axis}"] > 1
-    )
-    changed = [path for path in _NAMED if values[path] != ONE_DEVICE[path]]
-    notes = [
-        f"{path.partition('.')[2].replace('_', ' ')} {values[path]}" for path in changed
-    ]
-    return {"the config's own: " + ", ".join([sizes or "one device", *notes]): values}
+    axes = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    words = [" x ".join(axes) or "one device"]
+    for path in _NAMED:
+        if values[path] != ONE_DEVICE[path]:
+            name = path.partition(".")[2].replace("_", " ")
+            words.append(f"{name} {values[path]}")
+    return {f"the config's own: {', '.join(words)}": values}
 
 
 _NAMED = (  # what a name says besides the mesh's axes
@@ -261,28 +257,23 @@ _NAMED = (  # what a name says besides the mesh's axes
 
 
 def _small_pipeline(run: RunConfig, layout: Overrides) -> Overrides:
-    """Returns what the layout's pipeline is at tiny sizes: a microbatch a stage, a
-    layer a place.
+    """Makes the layout's pipeline at tiny sizes: a microbatch a stage, a layer a
+    place.
     """
-    stages, chunks = layout["mesh.pipeline"], layout["pipeline.chunks"]
+    stages = layout["mesh.pipeline"]
     if stages == 1:
-        return {
-            path: value
-            for path, value in ONE_DEVICE.items()
-            if path.startswith("pipeline.")
-        }
-    from_file = layout["pipeline.schedule"].endswith(".json")
-    microbatches = layout["pipeline.microbatches"] if from_file else stages
-    sizes = (
-        {"model.num_layers": _layers_on(run, stages * chunks)}
-        if "num_layers" in run.model
-        else {}
-    )
-    return {"pipeline.microbatches": microbatches} | sizes
+        return _defaults(PipelineConfig, "pipeline.")
+    overrides: Overrides = {"pipeline.microbatches": stages}
+    if layout["pipeline.schedule"].endswith(".json"):
+        overrides["pipeline.microbatches"] = layout["pipeline.microbatches"]
+    if "num_layers" in run.model:
+        places = stages * layout["pipeline.chunks"]
+        overrides["model.num_layers"] = _layers_on(run, places)
+    return overrides
 
 
 def _layers_on(run: RunConfig, places: int) -> int:
-    """Returns the layers of a model with a block on each place of a pipeline."""
+    """Counts the layers of a model with a block on each place of a pipeline."""
     layers_on = registry.model_hook(run.model_config, "layers_on")
     return layers_on(places) if layers_on else places
 
@@ -291,7 +282,7 @@ def _layers_on(run: RunConfig, places: int) -> int:
 
 
 def synthetic_batch(run: RunConfig) -> dict[str, np.ndarray]:
-    """Returns a batch from the seed: [B, S] random tokens, unequal weights, some rows
+    """Makes a batch from the seed: [B, S] random tokens, unequal weights, some rows
     without any.
 
     With data.packing=documents a row holds two documents and padding, with their
@@ -304,7 +295,8 @@ def synthetic_batch(run: RunConfig) -> dict[str, np.ndarray]:
         )
         return dataset.train_batch(0, run.batch.global_size)
     rng = np.random.default_rng(run.seed)
-    size, length = run.batch.global_size, run.batch.sequence_length
+    size = run.batch.global_size
+    length = run.batch.sequence_length
     dims = (size, length)
     vocab = run.vocab_size or 256
     weights = rng.choice(np.array([0, 0.5, 1, 2], np.float32), dims)
@@ -320,17 +312,16 @@ def synthetic_batch(run: RunConfig) -> dict[str, np.ndarray]:
         cut = rng.integers(1, length - 1, (size, 1))
         end = rng.integers(cut + 1, length)
         place = batch["positions"]
-        batch["segment_ids"] = np.where(
-            place < cut, 1, np.where(place < end, 2, 0)
-        ).astype(np.int32)
+        segments = np.where(place < cut, 1, 2) * (place < end)
+        batch["segment_ids"] = segments.astype(np.int32)
         batch["weights"] = np.where(place < end, weights, 0)
         batch["positions"] = np.where(place < cut, place, place - cut).astype(np.int32)
     return batch
 
 
 def routings(run: RunConfig, precision: str, layout: Overrides) -> tuple[Routing, ...]:
-    """Returns the ways in which a layout's tokens choose experts, a row of the table
-    for each.
+    """Lists the ways in which a layout's tokens choose experts, a row of the table for
+    each.
 
     In bfloat16 near-ties fall as rounding does, and one token's expert is much of an
     expert's gradient: there the choice is given, and compared in float32 alone. An
@@ -343,20 +334,23 @@ def routings(run: RunConfig, precision: str, layout: Overrides) -> tuple[Routing
 
 
 def batches(run: RunConfig, num_layers: int) -> dict[Routing, dict[str, np.ndarray]]:
-    """Returns the batch of each routing.
+    """Makes the batch of each routing.
 
     Args:
       num_layers: of the deepest layout.
     """
-    batch, E = synthetic_batch(run), run.model.get("num_experts")
+    batch = synthetic_batch(run)
+    E = run.model.get("num_experts")
     if not E:
         return {"": batch}
-    rng, k = np.random.default_rng(run.seed + 2), run.model["experts_per_token"]
-    dims = (run.batch.global_size, run.batch.sequence_length, num_layers, E)
-    order = rng.permuted(np.broadcast_to(np.arange(E, dtype=np.int32), dims), axis=-1)
-    quarter = order[order < max(E // 4, k)].reshape(*dims[:3], -1)
+    k = run.model["experts_per_token"]
+    rng = np.random.default_rng(run.seed + 2)
+    dims = (run.batch.global_size, run.batch.sequence_length, num_layers)
+    all_ids = np.broadcast_to(np.arange(E, dtype=np.int32), (*dims, E))
+    order = rng.permuted(all_ids, axis=-1)
+    quarter = order[order < max(E // 4, k)].reshape(*dims, -1)
     ids: dict[Routing, np.ndarray] = {
-        "chosen": np.full((*dims[:3], k), -1, np.int32),
+        "chosen": np.full((*dims, k), -1, np.int32),
         "given": order[..., :k],
         "skewed": quarter[..., :k],
     }
@@ -366,7 +360,7 @@ def batches(run: RunConfig, num_layers: int) -> dict[Routing, dict[str, np.ndarr
 
 
 def moved_parameters(parameters: Any, seed: int) -> Any:
-    """Returns the host arrays with normal noise added to every floating-point leaf.
+    """Adds normal noise to every floating-point leaf of host arrays.
 
     There no parameter is zero and no layer an identity, so every leaf takes part in the
     step.
@@ -376,8 +370,7 @@ def moved_parameters(parameters: Any, seed: int) -> Any:
 
 
 def moved_moments(moments: Any, seed: int) -> Any:
-    """Returns the host arrays of a fresh optimizer state, its moments raised to about
-    1e-3.
+    """Raises the moments of a fresh optimizer state (host arrays) to about 1e-3.
 
     From zero, Adam's and Lion's first update is the sign of the gradient, and Muon's
     divides by the gradient's smallest singular values: they turn rounding into whole
@@ -389,10 +382,8 @@ def moved_moments(moments: Any, seed: int) -> Any:
 
 def _moved(tree: Any, noise: Callable[[tuple[int, ...]], np.ndarray]) -> Any:
     def move(x: np.ndarray) -> np.ndarray:
-        return (
-            (x + noise(x.shape)).astype(x.dtype)
-            if jnp.issubdtype(x.dtype, jnp.floating)
-            else x
-        )
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return (x + noise(x.shape)).astype(x.dtype)
 
     return jax.tree.map(move, tree)

@@ -73,15 +73,13 @@ class Report:
         return all(result.passed for result in self.layouts)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as JSON values; errors that are not finite are null."""
+        """Makes the report's JSON values; errors that are not finite are null."""
         values = asdict(self) | {"passed": self.passed}
         values["bands"] = {name: asdict(bands) for name, bands in BANDS.items()}
-        for row in values["layouts"]:
-            row |= {
-                k: None
-                for k, v in row.items()
-                if isinstance(v, float) and not math.isfinite(v)
-            }
+        for result in values["layouts"]:
+            for key, value in result.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    result[key] = None
         return values
 
 
@@ -89,8 +87,8 @@ class Report:
 
 
 def rounding_alone(gradients: Arrays) -> set[str]:
-    """Returns the leaves whose gradient is zero in exact arithmetic, judged from
-    float32 gradients.
+    """Finds the leaves whose gradient is zero in exact arithmetic, judged from float32
+    gradients.
 
     Such is the key bias of a softmax without rotary positions. What is computed for it
     is noise, so neither it nor an update that divides by its size can be the same
@@ -110,7 +108,7 @@ def compare(
     *,
     routing: str = "",
 ) -> Result:
-    """Returns the errors of a layout against one device.
+    """Compares a layout with one device.
 
     Args:
       expected: what one device showed, by precision.
@@ -118,8 +116,11 @@ def compare(
       routing: of the experts, if there are any: then each expert's load and the model's
         state are equal.
     """
-    bands, reference = BANDS[precision], expected[precision]
-    gradients, parameters, updates = {}, [], []
+    bands = BANDS[precision]
+    reference = expected[precision]
+    gradients = {}
+    parameters = []
+    updates = []
     for leaf, gradient in reference.gradients.items():
         if leaf not in excluded:
             parameter = reference.parameters[leaf]
@@ -127,51 +128,59 @@ def compare(
             gradients[leaf] = _ratio(seen.gradients[leaf] - gradient, gradient, np.inf)
             parameters.append(_ratio(difference, parameter))
             updates.append(_ratio(difference, parameter - reference.start[leaf]))
-    parameters += [
-        _ratio(seen.state[leaf] - state, state)
-        for leaf, state in reference.state.items()
-    ]
+    for leaf, state in reference.state.items():
+        parameters.append(_ratio(seen.state[leaf] - state, state))
     worst = max(gradients, key=lambda leaf: np.nan_to_num(gradients[leaf], nan=np.inf))
-    loss = abs(seen.loss - reference.loss) / abs(reference.loss)
-    errors = (loss, gradients[worst], _largest(parameters), _largest(updates))
-    equal = jax.tree.all(jax.tree.map(np.array_equal, seen.initial, reference.initial))
+    initial = reference.initial
+    init_equal = jax.tree.all(jax.tree.map(np.array_equal, seen.initial, initial))
+    load_equal = not routing or _same_load(seen, reference)
     # Parameters stored in bfloat16 move by roundings, so only where they end can be
     # compared.
-    rounded = any(x.dtype != np.float32 for x in jax.tree.leaves(reference.initial))
+    is_rounded = any(x.dtype != np.float32 for x in jax.tree.leaves(initial))
     outside = [leaf for leaf, error in gradients.items() if not error <= bands.gradient]
-    exact = expected["float32"].gradients
-    by_rounding = (
-        bool(outside) and not rounded and _as_near(seen, reference, exact, outside)
-    )
-    widest = math.inf if by_rounding else bands.gradient
-    limits = (
-        bands.loss,
-        widest,
-        bands.parameter,
-        math.inf if rounded else bands.update,
-    )
-    load_equal = not routing or _same_load(seen, reference)
-    passed = equal and load_equal
-    passed = passed and all(
-        error <= limit for error, limit in zip(errors, limits, strict=True)
+    by_rounding = False
+    if outside and not is_rounded:
+        exact = expected["float32"].gradients
+        by_rounding = _as_near(seen, reference, exact, outside)
+    loss_error = abs(seen.loss - reference.loss) / abs(reference.loss)
+    param_error = _largest(parameters)
+    update_error = _largest(updates)
+    passed = (
+        init_equal
+        and load_equal
+        and loss_error <= bands.loss
+        and gradients[worst] <= (math.inf if by_rounding else bands.gradient)
+        and param_error <= bands.parameter
+        and update_error <= (math.inf if is_rounded else bands.update)
     )
     return Result(
-        name, precision, *errors, equal, passed, worst, by_rounding, routing, load_equal
+        layout=name,
+        precision=precision,
+        loss_error=loss_error,
+        grad_error=gradients[worst],
+        param_error=param_error,
+        update_error=update_error,
+        init_equal=init_equal,
+        passed=passed,
+        worst=worst,
+        by_rounding=by_rounding,
+        routing=routing,
+        load_equal=load_equal,
     )
 
 
 def _same_load(seen: Observed, reference: Observed) -> bool:
-    same = (
+    same = [
         np.array_equal(seen.state[leaf], state)
         for leaf, state in reference.state.items()
-    )
-    return np.array_equal(seen.load, reference.load) and all(same)
+    ]
+    return all(same) and np.array_equal(seen.load, reference.load)
 
 
 def _as_near(
     seen: Observed, reference: Observed, exact: Arrays, leaves: Sequence[str]
 ) -> bool:
-    """Returns whether leaves' gradients are about as near to float32's as one device's
+    """Checks that leaves' gradients are about as near to float32's as one device's
     are.
     """
 
@@ -187,13 +196,14 @@ def _as_near(
 def _ratio(
     difference: np.ndarray, reference: np.ndarray, order: float | None = None
 ) -> float:
-    """Returns the norm of the difference over that of the reference; 0 where both are
+    """Divides the norm of the difference by that of the reference; 0 where both are
     zero.
     """
-    error, size = (
-        float(np.linalg.norm(x.ravel(), order)) for x in (difference, reference)
-    )
-    return 0.0 if error == 0 else error / size if size else math.inf
+    error = float(np.linalg.norm(difference.ravel(), order))
+    size = float(np.linalg.norm(reference.ravel(), order))
+    if error == 0:
+        return 0.0
+    return error / size if size else math.inf
 
 
 def _largest(values: Sequence[float]) -> float:
@@ -204,32 +214,35 @@ def _largest(values: Sequence[float]) -> float:
 
 WIDTH = 40
 HEADER = (
-    f"{'layout':<{WIDTH}} {'precision':<9} {'loss':>8} {'gradients':>9} {'parameters':>10} "
-    f"{'update':>8}  {'init':<9} verdict"
+    f"{'layout':<{WIDTH}} {'precision':<9} {'loss':>8} {'gradients':>9} "
+    f"{'parameters':>10} {'update':>8}  {'init':<9} verdict"
 )
 
 
 _ROUTED = {
-    "given": "routing held fixed",
-    "skewed": "tokens on a quarter of the experts",
+    "given": ", routing held fixed",
+    "skewed": ", tokens on a quarter of the experts",
 }
 
 
 def row(result: Result) -> str:
-    """Returns one line of the table."""
-    verdict = f"equal{' *' * result.by_rounding}"
-    verdict += f", {_ROUTED[result.routing]}" if _ROUTED.get(result.routing) else ""
-    verdict = verdict if result.passed else f"NOT EQUAL, worst gradient: {result.worst}"
-    verdict += "" if result.load_equal else "; loads differ"
+    """Writes one line of the table."""
+    verdict = f"NOT EQUAL, worst gradient: {result.worst}"
+    if result.passed:
+        verdict = "equal *" if result.by_rounding else "equal"
+        verdict += _ROUTED.get(result.routing, "")
+    if not result.load_equal:
+        verdict += "; loads differ"
+    init = "identical" if result.init_equal else "DIFFERS"
     return (
         f"{result.layout:<{WIDTH}} {result.precision:<9} {result.loss_error:8.1e} "
-        f"{result.grad_error:9.1e} {result.param_error:10.1e} {result.update_error:8.1e}  "
-        f"{'identical' if result.init_equal else 'DIFFERS':<9} {verdict}"
+        f"{result.grad_error:9.1e} {result.param_error:10.1e} "
+        f"{result.update_error:8.1e}  {init:<9} {verdict}"
     )
 
 
 def summary(report: Report) -> str:
-    """Returns the lines under the table: what was left out, and the verdict."""
+    """Writes the lines under the table: what was left out, and the verdict."""
     lines = []
     if report.not_compared:
         names = ", ".join(report.not_compared)
@@ -238,18 +251,19 @@ def summary(report: Report) -> str:
         )
     if any(result.by_rounding and result.passed for result in report.layouts):
         lines.append(
-            "* the model answers to rounding: its gradients are as near to float32's as one device's"
+            "* the model answers to rounding: "
+            "its gradients are as near to float32's as one device's"
         )
     if any(result.routing == "given" for result in report.layouts):
         lines.append(
-            "routing held fixed: each token's experts are drawn, since rounding to bfloat16 decides between "
-            "nearly equal ones; what routers choose is compared in float32"
+            "routing held fixed: each token's experts are drawn, since rounding to "
+            "bfloat16 decides between nearly equal ones; what routers choose is "
+            "compared in float32"
         )
-    count, wrong = (
-        len(report.layouts),
-        sum(not result.passed for result in report.layouts),
-    )
-    verdict = f"{wrong} of {count} rows are NOT equal to one device"
-    return "\n".join(
-        [*lines, verdict if wrong else f"all {count} rows equal one device"]
-    )
+    count = len(report.layouts)
+    wrong = sum(not result.passed for result in report.layouts)
+    if wrong:
+        lines.append(f"{wrong} of {count} rows are NOT equal to one device")
+    else:
+        lines.append(f"all {count} rows equal one device")
+    return "\n".join(lines)

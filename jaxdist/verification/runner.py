@@ -65,42 +65,40 @@ def compile_layout(
     devices: Sequence[jax.Device],
     batch: Mapping[str, np.ndarray],
 ) -> dict[str, Program]:
-    """Returns the compiled init and step of a run on these devices, by precision.
+    """Compiles the init and the step of a run on these devices, by precision.
 
     Raises:
       ConfigError: the layout cannot be.
     """
-    options = OPTIONS | (CPU_OPTIONS if devices[0].platform == "cpu" else {})
+    options: dict[str, Any] = dict(OPTIONS)
+    if devices[0].platform == "cpu":
+        options |= CPU_OPTIONS
     programs: dict[str, Program] = {}
     # by dtype of the stored parameters, and if there is a loss scale
     inits: dict[tuple[str, bool], Any] = {}
     for precision in precisions:
         this = compose.with_overrides(run, {"precision": _precision(run, precision)})
-        start_of = (this.precision.params, this.precision.format.scales_loss)
-        with (
-            _tracing,
-            jax.default_matmul_precision("highest" if precision == "float32" else None),
-        ):
+        init_key = (this.precision.params, this.precision.format.scales_loss)
+        matmuls = "highest" if precision == "float32" else None
+        with _tracing, jax.default_matmul_precision(matmuls):
             composition = validation.validate(this, devices)
             if composition.spec.streams and this.batch.accumulation > 1:
                 raise ConfigError(
                     "the parts of a step draw otherwise from the model's own nnx.Rngs"
                 )
             built = composition.build_step(devices)
-            step = built.inspect.lower(
-                built.abstract_state, built.abstract_batch(batch)
-            )
-            start = None if start_of in inits else built.init.lower()
-        if start is not None:
-            inits[start_of] = start.compile(compiler_options=options)
-        programs[precision] = Program(
-            built, inits[start_of], step.compile(compiler_options=options)
-        )
+            inputs = (built.abstract_state, built.abstract_batch(batch))
+            step = built.inspect.lower(*inputs)
+            init = None if init_key in inits else built.init.lower()
+        if init is not None:
+            inits[init_key] = init.compile(compiler_options=options)
+        compiled = step.compile(compiler_options=options)
+        programs[precision] = Program(built, inits[init_key], compiled)
     return programs
 
 
 def precisions_of(run: RunConfig) -> tuple[Precision, ...]:
-    """Returns the precisions that a run's layouts are compared in."""
+    """Lists the precisions that a run's layouts are compared in."""
     rows: tuple[Precision, ...] = PRECISIONS
     if run.precision.compute not in PRECISIONS:
         rows = ("float32", run.precision.compute)
@@ -110,7 +108,7 @@ def precisions_of(run: RunConfig) -> tuple[Precision, ...]:
 
 
 def _precision(run: RunConfig, name: Precision) -> PrecisionConfig:
-    """Returns the config of a row: in float32 nothing is stored in less, else the run
+    """Makes the config of a row: in float32 nothing is stored in less, else the run
     says in what.
     """
     if name == "float32":
@@ -127,7 +125,7 @@ def _precision(run: RunConfig, name: Precision) -> PrecisionConfig:
 
 
 def observe(program: Program, batch: Mapping[str, np.ndarray], seed: int) -> Observed:
-    """Returns what one step from the moved starting point shows."""
+    """Runs one step from the moved starting point."""
     built = program.built
     fresh: State = program.init()
     # as checkpoints have it: stages and padding are a layout's own
@@ -142,18 +140,17 @@ def observe(program: Program, batch: Mapping[str, np.ndarray], seed: int) -> Obs
     state = built.views.staged(jax.device_put(flat, where))
     inputs = jax.device_put(dict(batch), built.batch_shardings(batch))
     after, metrics, gradients = program.inspect(state, inputs)
-    loss = float(metrics["loss"])
     summed = built.views.flat(after._replace(trainable=gradients)).trainable
     after = built.views.flat(after)
     load = metrics.get(f"stats/{experts.LOAD_METRIC}")
     return Observed(
-        loss,
-        _host(summed),
-        _host(start),
-        _host(after.trainable),
-        initial,
-        _host(after.model_state),
-        None if load is None else np.asarray(load),
+        loss=float(metrics["loss"]),
+        gradients=_host(summed),
+        start=_host(start),
+        parameters=_host(after.trainable),
+        initial=initial,
+        state=_host(after.model_state),
+        load=None if load is None else np.asarray(load),
     )
 
 
@@ -173,7 +170,7 @@ def verify_layouts(
     only: str = "",
     log: Log = print,
 ) -> Report:
-    """Returns how each layout of these devices compares with one device.
+    """Compares each layout of these devices with one device.
 
     Args:
       run: a config of any size; it is shrunk.
@@ -190,14 +187,16 @@ def verify_layouts(
     for line in shrunk:
         log(f"shrunk {line}")
     log(
-        f"comparing {len(wanted)} layouts of {len(devices)} x {devices[0].device_kind} with one"
+        f"comparing {len(wanted)} layouts of "
+        f"{len(devices)} x {devices[0].device_kind} with one"
     )
     batches = cases.batches(small, _depth(small, wanted))
+    some_batch = next(iter(batches.values()))
+    precisions = precisions or precisions_of(run)
     # Which leaves to leave out is judged in float32, so that reference is always there.
-    both = tuple(
-        dict.fromkeys(("float32", *(precisions := precisions or precisions_of(run))))
-    )
-    results, skipped = [], {}
+    with_float32 = tuple(dict.fromkeys(("float32", *precisions)))
+    results: list[Result] = []
+    skipped: dict[str, str] = {}
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
 
         def start(
@@ -206,23 +205,19 @@ def verify_layouts(
             devices: Sequence[jax.Device],
         ) -> Future[dict[str, Program]]:
             layout = compose.with_overrides(small, cases.ONE_DEVICE | overrides)
-            return pool.submit(
-                compile_layout,
-                layout,
-                precisions,
-                devices,
-                next(iter(batches.values())),
-            )
+            return pool.submit(compile_layout, layout, precisions, devices, some_batch)
 
         references = {
-            v: start(dict(v), both, devices[:1]) for v in map(_variant, wanted.values())
+            variant: start(dict(variant), with_float32, devices[:1])
+            for variant in map(_variant, wanted.values())
         }
         compiling = _ahead(
             lambda name: start(wanted[name], precisions, devices), wanted
         )
-        one = _OneDevice(
-            small, batches, {v: future.result() for v, future in references.items()}
-        )
+        programs_of = {
+            variant: future.result() for variant, future in references.items()
+        }
+        one = _OneDevice(small, batches, programs_of)
         log(comparison.HEADER)
         for name, future in compiling:
             try:
@@ -237,17 +232,21 @@ def verify_layouts(
     if not results:
         raise ConfigError([f"{name} cannot be: {why}" for name, why in skipped.items()])
     first = one.observed(_variant(next(iter(wanted.values()))), next(iter(batches)))
-    not_compared = tuple(sorted(comparison.rounding_alone(first["float32"].gradients)))
+    not_compared = comparison.rounding_alone(first["float32"].gradients)
     return Report(
-        _reference(small, devices, first), tuple(results), skipped, shrunk, not_compared
+        reference=_reference(small, devices, first),
+        layouts=tuple(results),
+        skipped=skipped,
+        shrunk=shrunk,
+        not_compared=tuple(sorted(not_compared)),
     )
 
 
 def _ahead(
     start: Callable[[str], Future], names: Iterable[str]
 ) -> Iterator[tuple[str, Future]]:
-    """Starts a few, and returns each name with its future; whenever one is taken,
-    another starts.
+    """Starts a few, and gives each name with its future; whenever one is taken, another
+    starts.
     """
     rest = iter(names)
     started = deque((name, start(name)) for name in islice(rest, AHEAD))
@@ -267,16 +266,18 @@ def _wanted_layouts(
     wanted = {name: overrides for name, overrides in known.items() if only in name}
     if not wanted or num_devices < 2:
         raise ConfigError(
-            f"no layout to compare with one device ({num_devices} devices, only={only!r}); layouts here: "
-            f"{'; '.join(known)}; emulate more devices with JAX_PLATFORMS=cpu and --devices 8"
+            f"no layout to compare with one device ({num_devices} devices, "
+            f"only={only!r}); layouts here: {'; '.join(known)}; "
+            "emulate more devices with JAX_PLATFORMS=cpu and --devices 8"
         )
     return wanted
 
 
 def _depth(run: RunConfig, layouts: Mapping[str, cases.Overrides]) -> int:
-    """Returns the layers of the deepest layout."""
-    own = run.model.get("num_layers", 0)
-    return max(own, *(layout.get("model.num_layers", 0) for layout in layouts.values()))
+    """Counts the layers of the deepest layout."""
+    num_layers = run.model.get("num_layers", 0)
+    changed = [layout.get("model.num_layers", 0) for layout in layouts.values()]
+    return max(num_layers, *changed)
 
 
 @dataclass
@@ -295,14 +296,13 @@ class _OneDevice:
     def observed(
         self, variant: _Variant, routing: cases.Routing
     ) -> dict[str, Observed]:
-        """Returns what a step shows, by precision."""
+        """Gives what a step shows, by precision."""
         if (variant, routing) not in self._seen:
-            batch, programs = self.batches[routing], self.programs[variant]
-            seen = {
+            batch = self.batches[routing]
+            self._seen[variant, routing] = {
                 name: observe(program, batch, self.run.seed)
-                for name, program in programs.items()
+                for name, program in self.programs[variant].items()
             }
-            self._seen[variant, routing] = seen
         return self._seen[variant, routing]
 
 
@@ -323,7 +323,7 @@ def _compare_all(
 def _reference(
     run: RunConfig, devices: Sequence[jax.Device], seen: Mapping[str, Observed]
 ) -> dict[str, Any]:
-    """Returns what the reference is, as JSON values."""
+    """Describes the reference in JSON values."""
     return {
         "devices": 1,
         "device_kind": devices[0].device_kind,
@@ -336,7 +336,7 @@ def _reference(
 
 
 def _variant(overrides: cases.Overrides) -> _Variant:
-    """Returns what a layout changes of the model: it needs a reference of its own."""
+    """Finds what a layout changes of the model: it needs a reference of its own."""
     return tuple(
         (path, value) for path, value in overrides.items() if path.startswith("model.")
     )

@@ -162,7 +162,7 @@ def test_windows_score_each_token_of_the_stream_once(tmp_path, files, gap, limit
     chosen = np.array([True, True, True, False, True, True, True, False])
     stream = np.concatenate([d for d, c in zip(documents, chosen, strict=True) if c])
     store = store_of(tmp_path, documents, gap, files)
-    windows = Windows(store, chosen, LENGTH_S, limit=limit, partial=True)
+    windows = Windows(store.take(chosen), LENGTH_S, limit=limit, partial=True)
     assert windows.num_targets == (limit or len(stream) - 1)
     batch = windows.read(np.arange(windows.num_rows + 2))
     scored = batch["weights"] == 1
@@ -175,7 +175,7 @@ def test_windows_score_each_token_of_the_stream_once(tmp_path, files, gap, limit
 
 def test_windows_do_not_depend_on_how_many_are_read(tmp_path):
     store = store_of(tmp_path, numbered([30] * 10), gap=1, files=2)
-    windows = Windows(store, np.ones(10, bool), LENGTH_S, partial=False)
+    windows = Windows(store, LENGTH_S, partial=False)
     rows = np.array([5, 0, 17, 3])
     together = windows.read(rows)
     for place, row in enumerate(rows):
@@ -203,7 +203,7 @@ def test_packing_never_crosses_a_border(tmp_path, files, gap, limit):
     documents = numbered([1, 40, 0, 17, 16, 2, 33, 5, 6, 7, 8])
     store, chosen = store_of(tmp_path, documents, gap, files), np.ones(11, bool)
     chosen[7] = False
-    plan = plan_packing(store, chosen, LENGTH_S, limit=limit)
+    plan = plan_packing(store.take(chosen), LENGTH_S, limit=limit)
     packed = PackedDocuments(store, plan, LENGTH_S)
     batch = packed.read(np.arange(packed.num_rows + 1))
     used = batch["weights"] == 1

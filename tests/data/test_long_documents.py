@@ -72,7 +72,7 @@ def scored(
     """Returns the targets that count, in order, and all rows."""
     chosen = np.ones(len(store.length), bool)
     packed = PackedDocuments(
-        store, plan_packing(store, chosen, LENGTH_S, truncate=truncate), LENGTH_S
+        store, plan_packing(store.take(chosen), LENGTH_S, truncate=truncate), LENGTH_S
     )
     batch = packed.read(np.arange(packed.num_rows))
     used = batch["weights"] == 1

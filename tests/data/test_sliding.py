@@ -77,7 +77,9 @@ def exact(chosen: np.ndarray, stride: int) -> dict[int, list[int]]:
 def test_every_token_counts_once_after_its_own_window(store, packed):
     chosen = np.arange(len(LENGTHS)) != 3
     for stride in range(1, LENGTH_S + 1):
-        windows = SlidingWindows(store, chosen, LENGTH_S, stride=stride, packed=packed)
+        windows = SlidingWindows(
+            store.take(chosen), LENGTH_S, stride=stride, packed=packed
+        )
         found = scored(windows)
         assert found == exact(chosen, stride)
         for target, before in found.items():
@@ -91,8 +93,8 @@ def test_every_token_counts_once_after_its_own_window(store, packed):
 
 def test_a_whole_stride_is_the_rows_of_packed_documents(store):
     chosen = np.ones(len(LENGTHS), bool)
-    windows = SlidingWindows(store, chosen, LENGTH_S, stride=LENGTH_S, packed=True)
-    rows = PackedDocuments(store, plan_packing(store, chosen, LENGTH_S), LENGTH_S)
+    windows = SlidingWindows(store.take(chosen), LENGTH_S, stride=LENGTH_S, packed=True)
+    rows = PackedDocuments(store, plan_packing(store.take(chosen), LENGTH_S), LENGTH_S)
     assert windows.num_rows == rows.num_rows
     one, other = (part.read(np.arange(rows.num_rows)) for part in (windows, rows))
     assert (
@@ -106,7 +108,7 @@ def test_a_limit_takes_the_first_targets(store):
     whole = list(exact(chosen, 5))
     for limit in (1, 10, 40, 99, 1000):
         windows = SlidingWindows(
-            store, chosen, LENGTH_S, stride=5, limit=limit, packed=False
+            store.take(chosen), LENGTH_S, stride=5, limit=limit, packed=False
         )
         assert sorted(scored(windows)) == whole[:limit]
 
@@ -126,13 +128,19 @@ def test_what_is_not_learned_is_read_and_does_not_count(store, tmp_path, stride)
         for t, before in exact(chosen, stride).items()
         if learned[np.flatnonzero(ids == t)[0]]
     }
-    windows = SlidingWindows(chats, chosen, LENGTH_S, stride=stride, packed=True)
+    windows = SlidingWindows(chats.take(chosen), LENGTH_S, stride=stride, packed=True)
     assert scored(windows) == expected and windows.num_targets == len(expected) > 20
-    everything = SlidingWindows(store, chosen, LENGTH_S, stride=stride, packed=True)
+    everything = SlidingWindows(
+        store.take(chosen), LENGTH_S, stride=stride, packed=True
+    )
     assert windows.counts.windows < everything.counts.windows
     # A limit takes whole examples alone.
     some = SlidingWindows(
-        chats, chosen, LENGTH_S, stride=stride, limit=len(expected) // 2, packed=True
+        chats.take(chosen),
+        LENGTH_S,
+        stride=stride,
+        limit=len(expected) // 2,
+        packed=True,
     )
     documents = {target // 100 for target in scored(some)}
     assert documents and scored(some) == {

@@ -12,7 +12,7 @@ import pytest
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig, open_dataset, sample_shapes
 from jaxdist.data.config import parts_of
-from jaxdist.data.sources.source import Mixture, SampleSource, TextSource
+from jaxdist.data.sources.source import SampleSource, TextSource, TokenSource
 from jaxdist.data.sources.table import SOURCES, guess_source
 
 TEXTS = [f"<{number}>" + "abcdefghij"[number % 10] * 40 for number in range(60)]
@@ -158,7 +158,7 @@ def test_the_facts_of_a_source_are_rules_of_the_config(name):
 def test_mixtures_have_parts_of_tokens(name):
     config = DataConfig(source="mixture", mixture=(f"1:{name}:x",))
     source = SOURCES[name]
-    is_part = source.is_text and not isinstance(source, Mixture)
+    is_part = isinstance(source, TextSource | TokenSource)
     if is_part and source.takes_path:
         weights, parts = parts_of(config)
         assert weights == [1.0]

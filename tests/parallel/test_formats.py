@@ -4,11 +4,14 @@ it needs.
 
 import typing
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxdist.config import schema
 from jaxdist.hardware.chips import CHIPS
 from jaxdist.ops import matmul
+from jaxdist.parallel import precision
 from jaxdist.parallel.precision import (
     FORMATS,
     RECIPES,
@@ -61,3 +64,11 @@ def test_small_kernels_are_taken_where_the_config_says_so():
     assert few.why_not((), (64, 64), 1) == "64 x 64: too small to gain"
     assert all_kernels.why_not((), (64, 64), 1) == ""
     assert "multiples of 16" in all_kernels.why_not((), (64, 24), 1)
+
+
+@pytest.mark.parametrize("key", ["compute", "matmul"])
+def test_a_word_of_no_table_is_a_fault_and_no_crash(key):
+    config = PrecisionConfig(**{key: "float9"})
+    faults = schema.faults(config, "precision.")
+    assert faults[0].startswith(f"precision.{key}: got 'float9', required one of")
+    assert not [*precision.device_faults(config, jax.devices()[0])]

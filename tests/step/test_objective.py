@@ -6,16 +6,25 @@ from functools import lru_cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from jaxdist.checkpoint.state_dict import to_canonical
 from jaxdist.config import ConfigError
+from jaxdist.models import lora
 from jaxdist.models.transformer import Transformer
 from jaxdist.protocols.model import Loss
 from jaxdist.protocols.model_spec import describe
-from jaxdist.protocols.objective import NextToken, TokenObjective, WholeModel
+from jaxdist.protocols.objective import (
+    NextToken,
+    Objective,
+    TokenObjective,
+    WholeModel,
+)
 from jaxdist.step import reduction
+from jaxdist.step.first_state import first_state
+from jaxdist.step.step_config import StepConfig
 from support.models import TINY, Layout, rules_and_mesh, worst
 from support.objectives import (
     MODEL,
@@ -57,6 +66,18 @@ def test_a_reference_gives_the_same_on_every_layout(name):
     assert worst(found.trainable, wanted.trainable) < 1e-5
     assert found.evaluated[1] == wanted.evaluated[1] == 16
     np.testing.assert_allclose(found.evaluated[0], wanted.evaluated[0], rtol=1e-5)
+
+
+def test_a_reference_with_a_state_of_its_layers_is_pipelined():
+    model = replace(MODEL, num_experts=4, experts_per_token=2)  # with biases of choice
+    spec = spec_for(Preference(), model, model)
+    assert spec.modules["reference"].named_frozen()["blocks/mlp/choice_bias"]
+    built = build(spec, case({"pipeline": 2, "expert": 2}))
+    state = built.abstract_state.modules["reference"]["blocks"]
+    for bias in (state["mlp"]["choice_bias"], state["mlp_norm"]["scale"]):
+        assert bias.shape[:3] == (1, 2, 2)
+        assert bias.sharding.spec[:3] == (None, "pipeline", None)
+    built.evaluate.trace(built.abstract_state, built.abstract_batch(batch_of_pairs()))
 
 
 def test_the_loss_of_pairs_is_that_of_a_plain_program():
@@ -135,16 +156,136 @@ def test_a_reference_begins_as_the_policy_or_as_given():
     assert (state.trainable["final_norm"]["scale"] == 1).all()
 
 
+def test_a_reference_with_adapters_begins_as_the_kernels_that_are_given():
+    build_adapted = lora.adapted(
+        lambda rngs: Transformer(MODEL, rngs=rngs), lora.LoraConfig(rank=2)
+    )
+    policy = describe(build_adapted)
+    spec = policy.trained_for(Preference(), {"reference": policy})
+    given = {"blocks/mlp/up": jnp.full((4, 32, 48), 0.5)}
+    state = build(spec, case()).init(given)
+    for tree in (state.frozen, state.modules["reference"]):
+        assert (tree["blocks"]["mlp"]["up"]["base"] == 0.5).all()
+
+
+@pytest.mark.parametrize(
+    "path", ["modules/refrence/final_norm/scale", "modules/reference/scale"]
+)
+def test_a_first_value_of_no_module_is_refused(path):
+    built = build(spec_for(Preference()), case())
+    with pytest.raises(ConfigError, match=f"no frozen module has .* {path}"):
+        jax.eval_shape(built.init, {path: jnp.ones(16)})
+
+
+class WithModules(nnx.Module):
+    """A model of a user that calls its layers `modules`."""
+
+    def __init__(self, rngs):
+        self.modules = nnx.List([nnx.Linear(4, 4, rngs=rngs)])
+
+    def loss(self, batch, key):
+        return self.modules[0](batch["x"]).mean()
+
+
+def test_a_model_that_has_modules_of_its_own_begins_as_given():
+    spec = describe(WithModules)
+    (path,) = [name for name in spec.named_parameters() if name.endswith("kernel")]
+    assert path.startswith("modules/")
+    state = build(spec, case()).init({path: jnp.full((4, 4), 2.0)})
+    assert (state.trainable["modules"][0]["kernel"] == 2).all()
+
+
+def test_the_state_of_a_frozen_module_keeps_its_dtype_as_the_policys_does():
+    model = replace(MODEL, num_experts=4, experts_per_token=2)
+    spec = spec_for(Preference(), model, model)
+    config = StepConfig(params="bfloat16")
+    state = jax.eval_shape(
+        lambda: first_state(spec, None, optax.sgd(0.1), config, None)
+    )
+    reference = state.modules["reference"]["blocks"]["mlp"]
+    assert reference["router"].dtype == jnp.bfloat16
+    bias = state.model_state["blocks"]["mlp"]["choice_bias"]
+    assert reference["choice_bias"].dtype == bias.dtype == jnp.float32
+
+
+def test_all_that_the_policy_computes_with_waits_for_the_prepared_fields():
+    """Adapters' base and a moving average, too: their gathers are collectives."""
+    adapted = lora.adapted(
+        lambda rngs: Transformer(MODEL, rngs=rngs), lora.LoraConfig(rank=2)
+    )
+    reference = describe(lambda rngs: Transformer(REFERENCE, rngs=rngs))
+    spec = describe(adapted).trained_for(Preference(), {"reference": reference})
+    batch = batch_of_pairs()
+    fields = len(batch) + 2
+    frozen = len(jax.tree.leaves(spec.frozen))
+    built = build(spec, case(), ema_decay=0.9)
+    state = built.abstract_state
+    assert frozen > 0
+    for program, weights in (
+        (built.step, state.trainable),
+        (built.evaluate, state.ema),
+    ):
+        jaxpr = program.trace(state, built.abstract_batch(batch)).jaxpr
+        barriers = [
+            eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"
+        ]
+        held = len(jax.tree.leaves(weights)) + frozen + fields
+        assert held in [len(eqn.invars) for eqn in barriers]
+
+
+class Advantage(TokenObjective):
+    """A scalar loss, of rows whose first field by name is one number."""
+
+    def sample_loss(self, terms, sample):
+        return -sample["advantage"] * terms["log_probability"].mean()
+
+
+def test_a_scalar_loss_of_a_row_counts_the_row_once():
+    batch = batch_of_pairs() | {"advantage": np.ones(16, np.float32)}
+    total, count, _ = run(spec_for(Advantage()), case(), batch).evaluated
+    assert count == 16
+    plain = {**batch_of_pairs(), "weights": np.ones((16, 16), np.float32)}
+    nats, tokens, _ = run(spec_for(NextToken()), case(), plain).evaluated
+    assert total / count == pytest.approx(float(nats / tokens), rel=1e-6)
+
+
 class Coupled(SumObjective):
     """An objective that does not say that its loss is a sum over samples."""
 
     sums_over_samples = False
 
 
-def test_once_is_refused_for_an_objective_that_does_not_say_so():
+class Contrastive(SumObjective):
+    """Replaces the sum over rows, and does not say again that it is one."""
+
+    def head_loss(self, policy, x, batch):
+        scores = policy.token_terms(x, batch)["log_probability"].sum(1)
+        return Loss(jax.nn.logsumexp(scores), jnp.float32(1))
+
+
+class Said(Contrastive):
+    """Says it again."""
+
+    sums_over_samples = True
+
+
+class Bare(Objective):
+    """An objective of a user that says nothing."""
+
+    def head_loss(self, policy, x, batch):
+        return Loss(x.sum(), jnp.float32(1))
+
+    def faults(self, model_class, staged):
+        yield from ()
+
+
+@pytest.mark.parametrize("objective", [Coupled(), Contrastive(), Bare()])
+def test_once_is_refused_for_an_objective_that_does_not_say_so(objective):
     rules, _ = rules_and_mesh(Layout(2, data=2))
-    why = reduction.obstacle(spec_for(Coupled()), rules)
-    assert "Coupled" in why and "sums_over_samples" in why
+    name = type(objective).__name__
+    why = reduction.obstacle(spec_for(objective), rules)
+    assert name in why and "sums_over_samples" in why
+    assert not reduction.obstacle(spec_for(Said()), rules)
     assert not reduction.obstacle(spec_for(SumObjective()), rules)
 
 
@@ -188,6 +329,63 @@ class Misnamed(TokenObjective):
 
     def sample_loss(self, terms, sample):
         return Loss(terms["log_probability"].sum(), jnp.float32(1))
+
+
+class Narrow(Transformer):
+    """Gives terms in another dtype, or of rows where terms are of tokens."""
+
+    def __init__(self, config, rngs, *, of_rows):
+        super().__init__(config, rngs=rngs)
+        self.of_rows = of_rows
+
+    def token_terms(self, x, batch):
+        terms = super().token_terms(x, batch)
+        if self.of_rows:
+            return {name: term.sum(1) for name, term in terms.items()}
+        return {name: term.astype("bfloat16") for name, term in terms.items()}
+
+
+def trace_step(spec, batch):
+    built = build(spec, case())
+    built.step.trace(built.abstract_state, built.abstract_batch(batch))
+
+
+def test_terms_of_the_policy_are_float32_and_checked_as_those_of_a_module():
+    seen = []
+
+    class Seeing(SumObjective):
+        def sample_loss(self, terms, sample):
+            seen.append(terms["log_probability"].dtype)
+            return super().sample_loss(terms, sample)
+
+    policies = [
+        describe(lambda rngs, of_rows=of_rows: Narrow(MODEL, rngs, of_rows=of_rows))
+        for of_rows in (False, True)
+    ]
+    trace_step(policies[0].trained_for(Seeing(), {}), batch_of_pairs())
+    assert {*seen} == {jnp.dtype("float32")}
+    with pytest.raises(ConfigError, match=r"log_probability float32\[16\]: required"):
+        trace_step(policies[1].trained_for(Seeing(), {}), batch_of_pairs())
+
+
+def test_a_field_of_samples_before_the_tokens_is_not_taken_for_them():
+    batch = batch_of_pairs() | {"answers": np.ones((16, 3), np.float32)}
+    trace_step(spec_for(Preference()), batch)
+
+
+class Measured(Transformer):
+    """Has metrics that read a prepared field."""
+
+    def metrics(self, batch):
+        return {"reference": (batch["reference"] * batch["weights"]).sum()}
+
+
+def test_metrics_may_read_prepared_fields():
+    spec, batch = spec_for(Preference(), model_class=Measured), batch_of_pairs()
+    trace_step(spec, batch)
+    built = build(spec, case())
+    found = built.evaluate.eval_shape(built.abstract_state, batch)
+    assert "reference" in found[2]
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,8 @@ def spec_for(
     return spec.trained_for(objective, {name: frozen for name in objective.modules})
 
 
-def build(spec: ModelSpec, on: Case) -> TrainStep:
+def build(spec: ModelSpec, on: Case, **options: Any) -> TrainStep:
+    """Returns the step of a layout; options are further ones of `StepConfig`."""
     config = meshes.MeshConfig(**dict(on.sizes), zero=on.zero)
     mesh = meshes.build_mesh(config, jax.devices()[: on.devices])
     shape = meshes.resolve_mesh(config, on.devices)
@@ -111,6 +112,7 @@ def build(spec: ModelSpec, on: Case) -> TrainStep:
         reduce_over_replicas=on.reduce,
         compute=on.compute,
         staging=on.staging,
+        **options,
     )
     return build_train_step(spec, SGD, lambda _: jnp.float32(0.1), mesh, rules, step)
 

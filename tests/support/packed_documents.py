@@ -21,7 +21,7 @@ def dataset_of(folder, lengths, length_S: int) -> Dataset:
         "test", files, owner, start, length, groups, None, max_id=63, fingerprint="test"
     )
     sides = [
-        PackedDocuments(store, plan_packing(store, chosen, length_S), length_S)
+        PackedDocuments(store, plan_packing(store.take(chosen), length_S), length_S)
         for chosen in (np.ones(len(length), bool), np.zeros(len(length), bool))
     ]
     return Dataset(

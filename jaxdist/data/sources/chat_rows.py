@@ -11,7 +11,7 @@ NEEDED = "'messages', or 'prompt' and 'completion'"
 
 
 def chat_row(record: Mapping[str, Any]) -> str:
-    """Returns a record's row as JSON: messages, or prompt and completion, and perhaps
+    """Writes a record's row as JSON: messages, or prompt and completion, and perhaps
     tools.
 
     Raises:
@@ -21,37 +21,37 @@ def chat_row(record: Mapping[str, Any]) -> str:
     row = {name: record[name] for name in FIELDS if record.get(name) is not None}
     if isinstance(row.get("tools"), str):
         row["tools"] = parse_json(row["tools"], list)
+    turns = ["prompt", "completion"]
     if "messages" in row:
+        turns = ["messages"]
         row = {name: row[name] for name in ("messages", "tools") if name in row}
-    elif not {"prompt", "completion"} <= set(row):
+    elif not set(turns) <= set(row):
         raise Malformed(f"no {NEEDED}")
-    both_texts = isinstance(row.get("prompt"), str) and isinstance(
-        row.get("completion"), str
-    )
-    for name in () if both_texts else ("messages", "prompt", "completion"):
-        if name in row:
-            row[name] = [
-                _message(message, name)
-                for message in of_kind(row[name], list, repr(name))
-            ]
-            if not row[name]:
-                raise Malformed(f"{name!r} is empty; required: at least one message")
+    are_texts = all(isinstance(row[name], str) for name in turns)
+    if "messages" in row or not are_texts:
+        for name in turns:
+            row[name] = _messages(row[name], name)
     # JSON may spell half a surrogate pair, which no tokenizer takes.
     return json.dumps(row, ensure_ascii=False).encode("utf-8", "replace").decode()
 
 
-def _message(message: Any, name: str) -> dict[str, Any]:
-    """Returns one message without the fields that tables fill with nothing; raises
-    Malformed.
+def _messages(turns: Any, name: str) -> list[dict[str, Any]]:
+    """Checks messages, and leaves out the fields that tables fill with nothing.
+
+    Raises:
+      Malformed: they are none.
     """
-    kept = {
-        key: x
-        for key, x in of_kind(message, dict, f"a message of {name!r}").items()
-        if x is not None
-    }
-    of_kind(kept.get("role"), str, "the 'role' of a message")
-    if not isinstance(kept.get("content", ""), str | list):
-        raise Malformed(
-            f"the 'content' of a message is {type(kept['content']).__name__}; required: str"
-        )
-    return kept
+    messages = []
+    for turn in of_kind(turns, list, repr(name)):
+        fields = of_kind(turn, dict, f"a message of {name!r}")
+        message = {key: value for key, value in fields.items() if value is not None}
+        of_kind(message.get("role"), str, "the 'role' of a message")
+        content = message.get("content", "")
+        if not isinstance(content, str | list):
+            raise Malformed(
+                f"the 'content' of a message is {type(content).__name__}; required: str"
+            )
+        messages.append(message)
+    if not messages:
+        raise Malformed(f"{name!r} is empty; required: at least one message")
+    return messages

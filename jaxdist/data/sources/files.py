@@ -1,4 +1,5 @@
-"""The files that `data.path` names, and corpora made of files.
+"""The files that `data.path` names, and corpora made of files. One of text files
+(`data.source=text`) has a document for each.
 
 A document's id is its path below the folder or glob that found it, so that a corpus can
 be moved without changing what is held out.
@@ -122,6 +123,15 @@ def corpus_of(
         summary=f"{len(files)} files, {num_bytes / 1e6:.2f} MB",
         documents=lambda: chain.from_iterable(map(read, files)),
     )
+
+
+def open_text(options: SourceOptions) -> Corpus:
+    """Finds the text files of `data.path`.
+
+    Raises:
+      ConfigError: an entry finds nothing.
+    """
+    return corpus_of(options.name, find_files(options), read_text)
 
 
 def read_text(file: File) -> Iterator[Document]:

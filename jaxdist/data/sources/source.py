@@ -7,7 +7,7 @@ that jaxdist does not know, a `SampleSource` arrays without tokens.
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +28,6 @@ SampleShapes = dict[str, SampleShape]  # by entry of a batch
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
     """The facts of one kind of data."""
-
-    is_text: ClassVar[bool] = True  # samples are sequences of tokens
 
     takes_path: bool = True  # False: data.path must be empty
     # ends of file names by which a path is recognized
@@ -60,8 +58,6 @@ class TokenSource(Source):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleSource(Source):
     """Samples that are rows of named arrays [N, ...], without tokens."""
-
-    is_text: ClassVar[bool] = False
 
     has_documents: bool = False
     # Gives what one sample holds, of a data.path; reads no values.

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxdist.config import extras
 from jaxdist.data import samples
-from jaxdist.data.sources import jsonl, npz, stdlib, text
+from jaxdist.data.sources import files, jsonl, npz, stdlib
 from jaxdist.data.sources.bin_files import open_bin
 from jaxdist.data.sources.documents import Corpus, SourceOptions
 from jaxdist.data.sources.megatron import open_megatron
@@ -57,7 +57,7 @@ def _read_digits(path: str) -> tuple[dict[str, np.ndarray], str]:
 
 SOURCES: dict[str, Source] = {
     "stdlib": TextSource(open=stdlib.open_corpus, takes_path=False),
-    "text": TextSource(open=text.open_corpus),
+    "text": TextSource(open=files.open_text),
     "jsonl": TextSource(
         open=jsonl.open_corpus,
         endings=(".jsonl", ".jsonl.gz", ".json"),

@@ -35,7 +35,7 @@ class PipelineConfig:
     microbatches: Annotated[NonNegativeInt, Searched()] = 0
     # groups of layers on a stage (virtual stages); > 1 with interleaved only
     chunks: Annotated[PositiveInt, Searched()] = 1
-    # split over stages; last: whole on each (was: replicated)
+    # embedding and head: sharded = split over stages, last = whole on each
     edges: Literal["sharded", "last"] = "sharded"
     # gather a stage's fsdp shards once a step, not in each tick (memory!)
     gather_once: bool = False

@@ -1,0 +1,93 @@
+"""The tokenizer of a dataset, opened or trained, and the encoder that uses it."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxdist.data import chat, token_cache, token_files, tokenizer, tokenizer_config
+from jaxdist.data.config import DataConfig
+from jaxdist.data.sources.documents import Corpus
+from jaxdist.data.token_cache import Encoder, Log
+from jaxdist.data.tokenizer import Tokenizer
+from jaxdist.storage import atomic
+from jaxdist.storage.digest import digest
+
+
+def open_tokenizer(
+    config: DataConfig, texts: list[Corpus], folder: Path | None, log: Log
+) -> tuple[Tokenizer | None, Encoder | None]:
+    """Opens the tokenizer, and the encoder of documents that uses it; keeps what they
+    need in `folder`.
+
+    Args:
+      texts: what the tokenizer is trained on, if it is to be trained.
+
+    Returns:
+      None twice for token ids that somebody else made, unless `data.tokenizer` names a
+      file.
+    """
+    name = config.tokenizer
+    size = tokenizer.bpe_size(name)
+    if not texts and (size or name == "bytes"):
+        return None, None
+    is_kept = bool(folder and (folder / tokenizer.TOKENIZER_FILE).is_file())
+    if size and not is_kept:
+        name = str(_train_tokenizer(config, size, texts, log))
+    loaded = tokenizer.load_tokenizer(
+        name,
+        folder=folder,
+        cache=config.cache_folder(),
+        special_tokens=config.special_tokens,
+    )
+    encoder: Encoder = token_cache.TextEncoder(loaded)
+    about = loaded.config
+    if config.format == "chat":
+        chats = chat.open_encoder(config, loaded, folder)
+        encoder = chats
+        about = dataclasses.replace(
+            about,
+            end_ids=chats.end_ids,
+            chat_template=chats.template.source if chats.template else "",
+        )
+    # A tokenizer without a file (bytes) has only its config to keep.
+    is_new = not is_kept if loaded.content else about != loaded.config
+    if folder and is_new:
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer_config.write(folder, about)
+        if loaded.content is not None:
+            atomic.write_text(folder / tokenizer.TOKENIZER_FILE, loaded.content)
+    return loaded, encoder
+
+
+def _train_tokenizer(
+    config: DataConfig, size: int, texts: list[Corpus], log: Log
+) -> Path:
+    """Trains a BPE on what is not held out of all texts, once; gives its file in the
+    cache.
+    """
+    share = config.validation_share
+    if config.validation_path:
+        share = 0
+    stamps = [stamp for corpus in texts for stamp in (corpus.name, corpus.stamp)]
+    key = digest(config.tokenizer, share, *stamps)[:16]
+    target = config.cache_folder() / f"tokenizer-{key}.json"
+    with token_cache.one_builder(target, log):
+        if not target.is_file():
+            log(f"data: training a byte-level BPE of {size} tokens -> {target}")
+            documents = [_training_texts(corpus, share) for corpus in texts]
+            atomic.write_text(target, tokenizer.bpe().train(documents, size))
+    return target
+
+
+def _training_texts(corpus: Corpus, share: int) -> Iterator[str]:
+    """Yields the texts that the hash leaves for training; all, if it leaves none (see
+    `splits.split`).
+    """
+    is_empty = True
+    for document in corpus.documents():
+        if token_files.group_of([document.id])[0] >= share:
+            is_empty = False
+            yield document.text
+    if is_empty:
+        for document in corpus.documents():
+            yield document.text
