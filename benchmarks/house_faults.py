@@ -672,7 +672,7 @@ finally:
         name="schedule_not_saved",
         room="resume",
         function="checkpoint_metadata",
-        old="extension.SCHEDULE_KEY",
+        old="run_metadata.SCHEDULE",
         new='"left out"',
         tests=(
             "trainer/test_extension.py::test_wsd_goes_back_to_where_its_decay_began",
@@ -812,8 +812,8 @@ finally:
         name="rollback_keeps_progress",
         room="trainer",
         function="Trainer._roll_back",
-        old="self.progress.go_to(progress_of(metadata))",
-        new="self.progress.step = progress_of(metadata).step",
+        old="self.progress.go_to(run_metadata.progress_of(metadata))",
+        new="self.progress.step = run_metadata.progress_of(metadata).step",
         tests=(
             "trainer/test_health.py::test_a_rollback_takes_back_the_targets_that_were_counted",
         ),
@@ -883,9 +883,9 @@ finally:
         room="watchdog",
         function="main",
         module="train",
-        old="folder = Path(flags.workdir or default_workdir(flags.config))",
+        old="folder = cli.workdir_of(flags)",
         new="""
-folder = Path(flags.workdir or default_workdir(flags.config))
+folder = cli.workdir_of(flags)
 jax.local_device_count()
 """,
         tests=(

@@ -34,7 +34,7 @@ from jaxdist.config import ConfigError
 from jaxdist.hardware import chips
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.telemetry.metrics import MetricsWriter
-from jaxdist.trainer import compose, model_flops, trainer
+from jaxdist.trainer import compose, model_flops, opening
 from jaxdist.trainer import run_config as recipe
 
 ROWS_SKIPPED = 3  # the first rows still wait for threads and files
@@ -216,7 +216,7 @@ def stamped_rows(stamps: list[Stamp]) -> Iterator[None]:
             super().write(number, values)
             stamps.append(Stamp(number, time.perf_counter(), time.process_time()))
 
-    with mock.patch.object(trainer, "MetricsWriter", Stamped):
+    with mock.patch.object(opening, "MetricsWriter", Stamped):
         yield
 
 

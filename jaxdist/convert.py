@@ -20,7 +20,6 @@ from jaxdist.models import registry
 from jaxdist.storage import atomic
 from jaxdist.trainer import (
     compose,
-    config_json,
     exit_code,
     run_config,
     save_weights,
@@ -51,11 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _to_huggingface(flags: argparse.Namespace, target: Path) -> str:
     """Writes a run's weights as a Hugging Face folder; gives a summary of it."""
-    stored = config_json.read(flags.source / workdir.CONFIG)
-    model = config_json.target_of(stored)
+    stored = workdir.read_stored(flags.source / workdir.CONFIG)
+    model = workdir.target_of(stored)
     if model != registry.DEFAULT_TARGET:
         raise ConfigError(f"model.target={model!r}: required {registry.DEFAULT_TARGET}")
-    config = config_json.resolve(stored, flags.source)
+    config = workdir.resolve(stored, flags.source)
     source = Source(
         workdir=flags.source,
         checkpoints=workdir.checkpoints_folder(flags.source, config),

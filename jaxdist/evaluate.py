@@ -18,7 +18,7 @@ from jaxdist.config import ConfigError, extras
 from jaxdist.data.sources import npz
 from jaxdist.evaluation import held_out_set, loading
 from jaxdist.evaluation.trained_run import Watch
-from jaxdist.trainer import exit_code, run_cli, workdir
+from jaxdist.trainer import cli, exit_code, workdir
 from jaxdist.trainer.held_out import HeldOut
 
 
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _score_tasks(flags: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Scores the tasks of --tasks: the results, and a text of them."""
     harness = extras.load("jaxdist.evaluation.lm_eval")
-    run = loading.load_run(**run_cli.run_options(flags))
+    run = loading.load_run(**cli.run_options(flags))
     metrics = harness.evaluate_tasks(
         run,
         flags.tasks.split(","),
@@ -53,7 +53,7 @@ def _score_tasks(flags: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def _score_held_out(flags: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Scores the held-out set or --data: the results, and a text of them."""
-    options = run_cli.run_options(flags)
+    options = cli.run_options(flags)
     if flags.stride is not None:  # before weights are read
         stored = workdir.read_config(
             flags.workdir, named=flags.target, trust_code=flags.trust_code
@@ -105,7 +105,7 @@ def _check(flags: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = run_cli.WorkdirParser("evaluate", __doc__)
+    parser = cli.WorkdirParser("evaluate", __doc__)
     add = parser.add_argument
     add("--json", action="store_true", help="one JSON object on standard output")
     add(

@@ -12,14 +12,14 @@ import jax
 from jaxdist.config import ConfigError
 from jaxdist.evaluation import loading, trained_run
 from jaxdist.inference.decoding import SamplingConfig
-from jaxdist.trainer import exit_code, run_cli
+from jaxdist.trainer import cli, exit_code
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags = _parser().parse_args(arguments)
     prompts = _prompts(flags)
-    run = loading.load_run(**run_cli.run_options(flags))
+    run = loading.load_run(**cli.run_options(flags))
     sampling = SamplingConfig(flags.temperature, flags.top_k, flags.top_p)
     options = {"max_tokens": flags.max_tokens, "sampling": sampling, "seed": flags.seed}
     before = [_turn("system", flags.system)] if flags.system else []
@@ -119,7 +119,7 @@ def _interact(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = run_cli.WorkdirParser("generate", __doc__)
+    parser = cli.WorkdirParser("generate", __doc__)
     add = parser.add_argument
     sampling = SamplingConfig()
     add(

@@ -4,55 +4,22 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxdist import interop
+from jaxdist import interop, library
 from jaxdist.config import EXIT_PREEMPTED, extras
 from jaxdist.data import SourceError
 from jaxdist.distributed import coordination, initialize
-from jaxdist.inference.sample import Sample
-from jaxdist.operations.callbacks import (
-    CheckpointCopies,
-    Ledger,
-    MetricsServer,
-    PreemptionNotices,
-    ReplicaCheck,
-    Report,
-    SlowSteps,
-    Stragglers,
-    Watchdog,
-    command_age_s,
-)
+from jaxdist.operations.callbacks import Ledger, Watchdog, command_age_s
 from jaxdist.parallel.remat import FIT
 from jaxdist.telemetry import clock
-from jaxdist.telemetry.display import print_safe
-from jaxdist.trainer import cli, elastic, exit_code, trainer
-from jaxdist.trainer.callbacks import Callback
-from jaxdist.trainer.core_callbacks import KeepBest, Loggers, Profile
-from jaxdist.trainer.default_workdir import default_workdir
+from jaxdist.telemetry.display import lively, print_safe
+from jaxdist.trainer import cli, elastic, exit_code
 from jaxdist.trainer.loop import TrainingStopped
 from jaxdist.trainer.preemption import Interrupted, own_process
 from jaxdist.trainer.run_config import RunConfig
-
-
-def run_callbacks(ledger: Ledger) -> list[Callback]:
-    """Lists what a run does beside training, in the order of the calls."""
-    return [
-        MetricsServer(ledger),
-        Loggers(),
-        PreemptionNotices(),
-        Stragglers(),
-        SlowSteps(),
-        ReplicaCheck(),
-        Profile(),
-        KeepBest(),
-        CheckpointCopies(),
-        Report(),
-        Sample(),
-    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     if flags.dry_run:
         return _dry_run(config)
-    folder = Path(flags.workdir or default_workdir(flags.config))
+    folder = cli.workdir_of(flags)
     ledger = Ledger(age_s=command_age_s())
     watchdog = Watchdog(config.watchdog, folder)
     try:
@@ -75,18 +42,16 @@ def main(arguments: list[str] | None = None) -> int:
             )
             config = _resolved(
                 config,
-                _lively(watchdog),
+                lively(print_safe, watchdog.on_progress),
                 folder=folder,
                 full_devices=full_devices,
             )
-            trainer.run(
+            library.run(
                 config,
                 folder,
+                entered=(ledger, watchdog),
                 title=flags.config,
                 full_devices=full_devices,
-                process_callbacks=[ledger, watchdog],
-                callbacks=run_callbacks(ledger),
-                weight_sources=interop.WEIGHT_SOURCES,
             )
     except Interrupted as interrupted:
         with contextlib.suppress(OSError):  # of a terminal that was closed
@@ -115,16 +80,6 @@ def _dry_run(config: RunConfig) -> int:
         jax.config.update("jax_num_cpu_devices", emulated)
     dry_run.dry_run(_resolved(config), jax.devices())
     return 0
-
-
-def _lively(watchdog: Watchdog) -> Callable[[str], None]:
-    """Makes a `print` whose lines show the watchdog that work goes on."""
-
-    def speak(text: str) -> None:
-        watchdog.on_progress(text)
-        print_safe(text)
-
-    return speak
 
 
 def _resolved(

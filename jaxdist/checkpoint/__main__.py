@@ -94,7 +94,7 @@ def _one(text: str) -> tuple[int, folders.StepInfo, integrity.Manifest]:
 
 
 def _located(text: str) -> tuple[Path, int | None]:
-    """Returns what `locate` does.
+    """Locates checkpoints as `locate` does.
 
     Raises:
       OtherVersion: another version has written the folder, or a step in it.
@@ -138,7 +138,7 @@ def _rows(folder: Path, **what: Any) -> list[dict[str, Any]]:
 
 
 def _row(folder: Path, step: int, **what: Any) -> dict[str, Any]:
-    """Returns what a step holds, or what is wrong with it."""
+    """Describes what a step holds, or what is wrong with it."""
     try:
         manifest = integrity.check(folder, step, **what)
     except (CheckpointError, OSError) as error:
@@ -172,7 +172,9 @@ def _verify(flags: argparse.Namespace) -> Result:
     how: dict[str, Any] = {"run": run, "contents": True}
     rows = _rows(folder, **how) if only is None else [_row(folder, only, **how)]
     good = ["fault" not in row for row in rows]
-    code = 0 if good and all(good) else 1 if any(good) else config.EXIT_NO_CHECKPOINT
+    code = 0 if all(good) else 1
+    if not any(good):
+        code = config.EXIT_NO_CHECKPOINT
     return {
         "folder": str(folder),
         "steps": rows,
@@ -182,17 +184,14 @@ def _verify(flags: argparse.Namespace) -> Result:
 
 def _diff(flags: argparse.Namespace) -> Result:
     pairs = [_one(flags.path), _one(flags.other)]
-    infos, prints = (
-        [info for _, info, _ in pairs],
-        [manifest.fingerprints for *_, manifest in pairs],
-    )
+    infos = [info for _, info, _ in pairs]
+    prints = [manifest.fingerprints for *_, manifest in pairs]
     a, b = (info.arrays for info in infos)
     differ = {n: f"{a[n]} and {b[n]}" for n in a if n in b and a[n] != b[n]}
-    differ |= {
-        n: "values"
-        for n in a
-        if n in b and a[n] == b[n] and prints[0].get(n) != prints[1].get(n)
-    }
+    for name in a:
+        is_alike = name in b and name not in differ
+        if is_alike and prints[0].get(name) != prints[1].get(name):
+            differ[name] = "values"
     only = {
         "only_first": [n for n in a if n not in b],
         "only_second": [n for n in b if n not in a],
@@ -212,16 +211,13 @@ def _lines(value: Any, indent: str = "") -> Iterator[str]:
     """Yields nested JSON as indented lines; what has few and plain parts is
     one line.
     """
-    for key, item in (
-        value.items() if isinstance(value, dict) else [("-", item) for item in value]
-    ):
-        parts = (
-            list(item.values())
-            if isinstance(item, dict)
-            else item
-            if isinstance(item, list)
-            else []
-        )
+    rows = value.items() if isinstance(value, dict) else [("-", x) for x in value]
+    for key, item in rows:
+        parts: list[Any] = []
+        if isinstance(item, dict):
+            parts = list(item.values())
+        elif isinstance(item, list):
+            parts = item
         if len(parts) > 6 or any(
             isinstance(part, dict) or len(str(part)) > 60 for part in parts
         ):

@@ -19,7 +19,8 @@ class Background:
         limit_s: seconds that a piece of work may take, before nothing waits for it any
         more.
         """
-        self._folder, self._limit_s = folder, limit_s
+        self._folder = folder
+        self._limit_s = limit_s
         self._thread: threading.Thread | None = None
         self._began = 0.0  # monotonic seconds
 
@@ -41,11 +42,9 @@ class Background:
         return not self._thread.is_alive()
 
     def delay(self) -> str:
-        """Returns what to say of work that has not ended."""
-        name, seconds = (
-            self._thread.name if self._thread else "",
-            time.monotonic() - self._began,
-        )
+        """Describes work that has not ended."""
+        name = self._thread.name if self._thread else ""
+        seconds = time.monotonic() - self._began
         return (
             f"{self._folder}: the {name} has taken {seconds:.0f} s and has not ended; a faster disk or fewer "
             f"saves would help, unless the disk is stuck (checkpoint.patience_s, checkpoint.timeout_s)"

@@ -51,7 +51,7 @@ class CheckpointConfig:
 
     @property
     def saves(self) -> bool:
-        """Returns whether any rule asks for saves; a run that is stopped early saves
+        """Whether any rule asks for saves; a run that is stopped early saves
         all the same.
         """
         auto = self.interval == "auto"
@@ -64,7 +64,7 @@ class CheckpointConfig:
         )
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """Returns whether a rule asks for a save after this step; the clock's is not
+        """Tests whether a rule asks for a save after this step; the clock's is not
         looked at.
         """
         by_steps = (

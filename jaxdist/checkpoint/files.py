@@ -38,11 +38,13 @@ METADATA_ITEM = "metadata"
 MANIFEST = "manifest.json"
 QUARANTINE = "quarantine"
 # of the process that writes to the folder; where no lock is, a lease
-LOCK, OWNER = ".lock", "owner.json"
+LOCK = ".lock"
+OWNER = "owner.json"
 _METADATA_FILE = Path(METADATA_ITEM) / "metadata"
 _MARKER = ".unfinished"
 # TensorStore errors run to pages; the cause stands last
-_HEAD_CHARS, _TAIL_CHARS = 120, 200
+_HEAD_CHARS = 120
+_TAIL_CHARS = 200
 # of a run's metadata: objects, where they are there
 _GROUPS = {"progress", "fingerprints", "config"}
 _MOST_TRIED = 64  # whole steps that a restore looks at
@@ -150,7 +152,7 @@ def _chosen_folder(file: Path) -> str:
 
 
 def present_path(folder: Path, step: int) -> Path:
-    """Returns where the checkpoint of `step` is.
+    """Finds the checkpoint of `step`.
 
     Raises:
       CheckpointError: nothing is there.
@@ -165,7 +167,7 @@ def present_path(folder: Path, step: int) -> Path:
 
 
 def quarantine_folder(folder: Path) -> Path:
-    """Returns where untrusted steps go: beside a workdir's `checkpoints`, else
+    """Names the folder where untrusted steps go: beside a workdir's `checkpoints`, else
     inside.
     """
     return (folder.parent if folder.name == "checkpoints" else folder) / QUARANTINE
@@ -192,7 +194,7 @@ def all_steps(folder: Path) -> list[int]:
 
 
 def none_usable(folder: Path, failures: Mapping[int, str]) -> CheckpointError:
-    """Returns what to raise where none of the steps can be used, {step: reason}."""
+    """Makes the error to raise where none of the steps can be used, {step: reason}."""
     if not failures:
         aside = quarantine_folder(folder)
         hint = f"; {aside} holds what could not be trusted" if aside.is_dir() else ""
@@ -237,7 +239,7 @@ def steps_to_try(folder: Path) -> list[int]:
 
 
 def is_deleted(folder: Path, step: int) -> bool:
-    """Returns whether a step was deleted, or is being deleted, by its run; not if it is
+    """Tests whether a step was deleted, or is being deleted, by its run; not if it is
     damaged.
     """
     path = folder / str(step)
@@ -245,7 +247,7 @@ def is_deleted(folder: Path, step: int) -> bool:
 
 
 def has_steps(folder: Path) -> bool:
-    """Returns whether a run has saved here, however damaged that may be by now.
+    """Tests whether a run has saved here, however damaged that may be by now.
 
     Also if all that is left is in quarantine: a run must not begin anew where one has
     been.
@@ -305,7 +307,7 @@ def describe(
 
 
 def read_step(folder: Path, step: int) -> StepInfo:
-    """Returns what the checkpoint of `step` says about itself.
+    """Reads what the checkpoint of `step` says about itself.
 
     Raises:
       CheckpointError: the step is absent, torn, of an unknown format or not what it
@@ -355,7 +357,7 @@ def expired(
     keep_every: int,
     best: Sequence[int] = (),
 ) -> list[int]:
-    """Returns which of `steps` to delete once `newest` has been committed.
+    """Chooses which of `steps` to delete once `newest` has been committed.
 
     Kept are `newest` and the `keep_last - 1` before it, multiples of `keep_every` (0 =
     none), the last of `best` that is there (the save of one may have failed), and all
@@ -439,11 +441,13 @@ def quarantine(folder: Path, step: int, reason: str, *, undone: bool = False) ->
     """
     aside = quarantine_folder(folder)
     aside.mkdir(parents=True, exist_ok=True)
-    target, number = aside / str(step), 1
+    target = aside / str(step)
+    number = 1
     while target.exists():
         number += 1
         target = aside / f"{step}-{number}"
-    source, note = folder / str(step), target.with_name(f"{target.name}.json")
+    source = folder / str(step)
+    note = target.with_name(f"{target.name}.json")
     document = {
         run_format.KEY: run_format.FORMAT,
         "step": step,

@@ -19,7 +19,10 @@ from jaxdist.parallel.offload import to_device
 
 # by bytes an element
 _UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
-_GOLDEN, _MIX1, _MIX2 = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35  # murmur3's finalizer
+# murmur3's finalizer
+_GOLDEN = 0x9E3779B1
+_MIX1 = 0x85EBCA6B
+_MIX2 = 0xC2B2AE35
 
 
 @jax.jit
@@ -51,15 +54,14 @@ def array_sum(array: jax.Array) -> jax.Array:
     element changes it.
     """
     array = to_device(array)  # optimizer state may wait on the host
-    if (
-        array.dtype == jnp.bool_
-        or jnp.issubdtype(array.dtype, jnp.integer)
-        and array.dtype.itemsize == 1
+    if array.dtype == jnp.bool_ or (
+        jnp.issubdtype(array.dtype, jnp.integer) and array.dtype.itemsize == 1
     ):
         array = array.astype(jnp.uint8)  # also what is smaller than a byte
     kind = _UINTS[array.dtype.itemsize]
     bits = lax.bitcast_convert_type(array, kind).astype(jnp.uint32)  # 8 bytes: [..., 2]
-    index, stride = jnp.uint32(0), 1
+    index = jnp.uint32(0)
+    stride = 1
     for dim in reversed(range(bits.ndim)):
         index = index + lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * jnp.uint32(
             stride % 2**32

@@ -86,10 +86,8 @@ class SaveInterval:
             return {}
         self._blocked.append(blocked_s)
         self._written.append(written_s)
-        blocked_s, written_s = (
-            statistics.median(self._blocked),
-            statistics.median(self._written),
-        )
+        blocked_s = statistics.median(self._blocked)
+        written_s = statistics.median(self._written)
         mtbf_s, source = failures
         self.seconds = max(checkpoint_interval(blocked_s, mtbf_s), written_s, 1.0)
         if self._told and 1 / _CHANGED < self.seconds / self._told < _CHANGED:

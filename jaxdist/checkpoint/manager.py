@@ -33,7 +33,8 @@ from jaxdist.storage import lock
 CLOCK_STEPS = 10
 _TAKEN = "another process's"  # of the folder, among the reasons why no save can begin
 # for the file system, at least; for Orbax to say itself what took too long
-_ANSWER_S, _GRACE_S = 2, 10
+_ANSWER_S = 2
+_GRACE_S = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +104,15 @@ class CheckpointManager:
           CheckpointError: the folder cannot be written, or belongs to another run.
           lock.Locked: another process owns it.
         """
-        self.folder, self.config, self.mode = folders.as_path(folder), config, mode
+        self.folder = folders.as_path(folder)
+        self.config = config
+        self.mode = mode
         # {step: reason} of what `restore` could not use
         self.bad_steps: dict[int, str] = {}
         # steps that are always due, and never expire
         self.milestones: frozenset[int] = frozenset()
-        self._results, self.interval = (
-            queue.SimpleQueue[SaveResult](),
-            SaveInterval(config),
-        )
+        self._results = queue.SimpleQueue[SaveResult]()
+        self.interval = SaveInterval(config)
         self._background = Background(self.folder, config.timeout_s + _GRACE_S)
         self.newest = 0  # the newest step that was restored or saved since; 0: none
         self.best: list[int] = []  # steps to keep: the last of them that was saved
@@ -154,7 +155,8 @@ class CheckpointManager:
         except OSError as error:
             if error.errno not in lock.UNSUPPORTED:
                 raise
-            resumes, name = run is not None, self.run or secrets.token_hex(8)
+            resumes = run is not None
+            name = self.run or secrets.token_hex(8)
             lease = lock.lease(self.folder / folders.OWNER, name, resumes=resumes)
             self._is_ours = self._owned.enter_context(lease)
         folders.remove_leftovers(self.folder)
@@ -194,7 +196,7 @@ class CheckpointManager:
     def should_save(
         self, step: int, now: float, *, last: bool = False, stopped: bool = False
     ) -> bool:
-        """Returns whether a save is due after `step`; remembers `now` as the time of
+        """Tests whether a save is due after `step`; remembers `now` as the time of
         the save.
 
         Args:
@@ -204,7 +206,8 @@ class CheckpointManager:
           last: whether training ends here (then `save_at_end` counts too).
           stopped: whether it ends before its time and goes on later: always due.
         """
-        self._now, seconds = now, self.interval.seconds
+        self._now = now
+        seconds = self.interval.seconds
         if self._last_save is None:
             self._last_save = now
         due = stopped or step in self.milestones or self.config.is_due(step, last=last)
@@ -245,7 +248,8 @@ class CheckpointManager:
             )
         arrays = state_dict.to_canonical(state)
         document = folders.describe(step, state_dict.describe(arrays), metadata)
-        num_bytes, started = trees.tree_bytes(arrays), time.monotonic()
+        num_bytes = trees.tree_bytes(arrays)
+        started = time.monotonic()
 
         def report(error: CheckpointError | None, *, ok: bool) -> None:
             self._results.put(
@@ -265,22 +269,25 @@ class CheckpointManager:
         self._background.begin(finish, f"save of step {step}")
 
     def _obstacle(self, step: int, num_bytes: int, wait: bool) -> str:
-        """Returns why no save can begin, "" if one can; process 0 decides for all.
+        """Explains why no save can begin, "" if one can; process 0 decides for all.
 
         Raises:
           NotOwner: another process has become the folder's owner.
         """
         reason = ""
         if jax.process_index() == 0:
-            answers, patience_s = queue.SimpleQueue[str](), self.config.patience_s
-            if ended := self.wait(None if wait else patience_s):
+            answers = queue.SimpleQueue[str]()
+            patience_s = self.config.patience_s
+            ended = self.wait(None if wait else patience_s)
+            if ended:
                 ask = functools.partial(self._make_room, step, num_bytes)
                 self._background.begin(
                     lambda: answers.put(ask()), f"look at the disk before step {step}"
                 )
                 ended = self.wait(None if wait else max(patience_s, _ANSWER_S))
             reason = answers.get() if ended else self.delay()
-        if (reason := coordination.first_error(reason)) == _TAKEN:
+        reason = coordination.first_error(reason)
+        if reason == _TAKEN:
             raise NotOwner(self._taken())
         if not reason:
             self.wait()
@@ -292,18 +299,18 @@ class CheckpointManager:
                 return _TAKEN
             # of failed saves: they eat the rest of the disk
             folders.remove_leftovers(self.folder)
-            path, reason = self.folder / str(step), self.bad_steps.pop(step, "")
+            path = self.folder / str(step)
+            reason = self.bad_steps.pop(step, "")
             if path.exists() and (reason or step not in self.steps()):
                 folders.quarantine(
                     self.folder, step, reason or "it was in the way and no checkpoint"
                 )
             if path.exists():
                 return f"{path} already exists"
-            if (
-                isinstance(self.folder, Path)
-                and (free := shutil.disk_usage(self.folder).free) < num_bytes
-            ):
-                return f"{num_bytes:,} bytes are needed, {free:,} are free in {self.folder}"
+            if isinstance(self.folder, Path):
+                free = shutil.disk_usage(self.folder).free
+                if free < num_bytes:
+                    return f"{num_bytes:,} bytes are needed, {free:,} are free in {self.folder}"
             folders.begin_save(self.folder, step)
         except Exception as error:  # of the disk, or of an object store's client
             return error_text(error)
@@ -332,7 +339,8 @@ class CheckpointManager:
         """Wait for the commit, seal, delete what has expired and report; runs in the
         save's thread.
         """
-        ok, problem = True, None
+        ok = True
+        problem = None
         try:
             if isinstance(sums, Exception):
                 raise sums
@@ -345,10 +353,12 @@ class CheckpointManager:
                 integrity.seal(self.folder, step, self.run, fingerprints)
             self.newest = step
         except Exception as error:
-            text, place = error_text(error), str(self.folder / str(step))
+            text = error_text(error)
+            place = str(self.folder / str(step))
             # errors of write and fsync name nothing
             text += "" if place in text else f" ({place})"
-            ok, problem = False, CheckpointError(f"step {step} was not saved: {text}")
+            ok = False
+            problem = CheckpointError(f"step {step} was not saved: {text}")
             self._last_step = None  # so that a save at the end is tried again
         try:
             if jax.process_index() == 0 and self._is_ours():
@@ -369,7 +379,8 @@ class CheckpointManager:
             for n in self.steps()
             if n not in self.bad_steps and n not in self.milestones
         ]
-        last, every = self.config.keep_last, self.config.keep_every
+        last = self.config.keep_last
+        every = self.config.keep_every
         for old in folders.expired(
             good, newest=step, keep_last=last, keep_every=every, best=self.best
         ):
@@ -389,7 +400,7 @@ class CheckpointManager:
         return self._background.wait(seconds)
 
     def delay(self) -> str:
-        """Returns what to say of a save that has not ended."""
+        """Describes a save that has not ended."""
         return self._background.delay()
 
     def restore(
@@ -500,13 +511,15 @@ class CheckpointManager:
                 state_dict.from_canonical(arrays, abstract_state), info.metadata
             )
         sums = fingerprint.of(arrays)
-        if changed := [
+        changed = [
             name for name in sums if sums[name] != manifest.fingerprints.get(name)
-        ]:
+        ]
+        if changed:
             raise CheckpointError(
                 f"not what was saved, by fingerprint: {', '.join(changed[:8])}"
             )
-        if "step" in arrays and (made := int(arrays["step"])) != step:
+        made = int(arrays["step"]) if "step" in arrays else step
+        if made != step:
             raise CheckpointError(
                 f"its state had made {made} steps, not {step}: another step's content"
             )
@@ -550,5 +563,6 @@ def _error_on_all(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         reason = error_text(error)
-    if reason := coordination.first_error(reason):
+    reason = coordination.first_error(reason)
+    if reason:
         raise CheckpointError(reason)

@@ -98,10 +98,10 @@ def read_manifest(path: Path, *, place: object = None) -> Manifest:
     try:
         text = untrusted.read_bytes(path / MANIFEST).decode()
         document = untrusted.parse_json(text, dict)
-        if _is_sealed(document) and (
-            other := run_format.fault(document, place or path)
-        ):
-            raise OtherVersion(other)
+        if _is_sealed(document):
+            other = run_format.fault(document, place or path)
+            if other:
+                raise OtherVersion(other)
         manifest = Manifest(
             of_kind(document["step"], int, "step"),
             of_kind(document["run"], str, "run"),
@@ -217,13 +217,11 @@ def _files(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
     """
     for entry in path.iterdir():
         name = prefix + entry.name
-        is_link, is_folder = (
-            isinstance(entry, Path) and entry.is_symlink(),
-            entry.is_dir(),
-        )
+        is_link = isinstance(entry, Path) and entry.is_symlink()
+        is_folder = entry.is_dir()
         if is_folder and not is_link and prefix.count("/") < _DEEPEST:
             yield from _files(entry, f"{name}/")
-        elif is_link or is_folder or isinstance(entry, Path) and not entry.is_file():
+        elif is_link or is_folder or (isinstance(entry, Path) and not entry.is_file()):
             yield name, -1
         elif name != MANIFEST:
             yield name, folders.file_bytes(entry)
@@ -260,7 +258,8 @@ def identity(folder: Path, *, create: bool, own: str | None = None) -> str | Non
       CheckpointError: the folder is another run's than `own`, or nothing says whose of
         several it is.
     """
-    if (name := read_identity(folder)) is None:
+    name = read_identity(folder)
+    if name is None:
         steps = _steps_by_run(folder)
         if own is None and len(steps) > 1:
             raise CheckpointError(
@@ -312,7 +311,7 @@ def _shown(steps: Mapping[str, Sequence[int]]) -> str:
 
 
 def newest_metadata(folder: Path, run: str | None) -> dict[str, Any]:
-    """Returns what the newest step of a run that looks sound says beside its arrays; {}
+    """Reads what the newest step of a run that looks sound says beside its arrays; {}
     if there is none.
 
     Of its files only those of the metadata are hashed.

@@ -47,7 +47,7 @@ sys.unraisablehook = _pass_over_late_writes(sys.unraisablehook)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Returns whether asyncio says more than that further writes of a failed save
+    """Tests whether asyncio says more than that further writes of a failed save
     failed, too.
     """
     text = record.getMessage()
@@ -58,7 +58,7 @@ logging.getLogger("asyncio").addFilter(_is_news)
 
 
 def _type_handlers() -> Any:
-    """Returns how leaves are written: arrays of any sharding, and host arrays by
+    """Lists how leaves are written: arrays of any sharding, and host arrays by
     process 0.
     """
     arrays = ocp.type_handlers.ArrayHandler(
@@ -163,9 +163,10 @@ class OrbaxBackend:
             path, args=ocp.args.Composite(**{STATE_ITEM: item})
         )
         arrays = trees.flatten_names(restored[STATE_ITEM])
-        if missing := [
+        missing = [
             name for name in abstract if not isinstance(arrays.get(name), jax.Array)
-        ]:
+        ]
+        if missing:
             raise ValueError(
                 f"the files do not hold {', '.join(missing[:8])}"
             )  # Orbax leaves out what is not there

@@ -41,7 +41,8 @@ class LayoutError(CheckpointError):
         """Args:
         differing: "NAME: what is there, what is here", in the order of the state.
         """
-        self.faults, self.differing = tuple(faults), differing
+        self.faults = tuple(faults)
+        self.differing = differing
         super().__init__(
             "the checkpoint does not fit this state:\n" + "\n".join(self.faults)
         )

@@ -21,7 +21,7 @@ class Sample(Callback):
         """Generates and writes the text. No sample is no failure: the run is saved."""
         run = self._run
         train = run.config.train
-        assert run.built is not None and run.dataset is not None
+        assert run.dataset is not None
         tokenizer = run.dataset.tokenizer
         if not (end.is_final and train.sample_tokens and tokenizer):
             return

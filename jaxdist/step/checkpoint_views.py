@@ -70,10 +70,20 @@ class CheckpointViews(NamedTuple):
 def build_views(
     cut: StateCut | None, abstract: State, shardings: Any
 ) -> CheckpointViews:
-    """Returns the views of a state that a pipeline cuts up; None: none does."""
+    """Builds the views of a state that a pipeline cuts up.
+
+    Args:
+      cut: the pipeline's; None: no pipeline.
+      abstract: the state's shapes.
+      shardings: of the state.
+    """
     if cut is None:
-        same = jax.tree.map(with_sharding, abstract, shardings)
-        return CheckpointViews(*(3 * (lambda state: state,)), abstract=same)
+        return CheckpointViews(
+            flat=_same,
+            staged=_same,
+            staged_weights=_same,
+            abstract=jax.tree.map(with_sharding, abstract, shardings),
+        )
     shapes = jax.eval_shape(cut.flat, abstract)
     stages = cut.policy.stages
 
@@ -87,12 +97,17 @@ def build_views(
         return NamedSharding(where.mesh, spec, memory_kind=where.memory_kind)
 
     flat = jax.tree.map(flat_sharding, shapes, abstract, shardings)
+    of_weights = shardings._replace(opt_state=None, ema=None)
     return CheckpointViews(
-        _view(cut.flat, flat, donate=False),
-        _view(cut.staged, shardings, donate=True),
-        jax.jit(cut.staged, out_shardings=shardings._replace(opt_state=None, ema=None)),
-        jax.tree.map(with_sharding, shapes, flat),
+        flat=_view(cut.flat, flat, donate=False),
+        staged=_view(cut.staged, shardings, donate=True),
+        staged_weights=jax.jit(cut.staged, out_shardings=of_weights),
+        abstract=jax.tree.map(with_sharding, shapes, flat),
     )
+
+
+def _same(state: State) -> State:
+    return state
 
 
 def _view(

@@ -1,18 +1,26 @@
-"""The state before the first step, and the random keys of a run."""
+"""The state before the first step: its values, and the devices and memory where they
+are stored.
+"""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import ConfigError, trees
-from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
+from jaxdist.parallel.offload import HOST
+from jaxdist.parallel.optimizer_sharding import state_specs
+from jaxdist.parallel.sharding import Rules
+from jaxdist.protocols.model_spec import ModelSpec, Tree, stored_dtype
 from jaxdist.step.checkpoint_views import StateCut
+from jaxdist.step.layerwise import Trained
 from jaxdist.step.state import OptState, State
-from jaxdist.step.step_config import StepConfig
+from jaxdist.step.step_config import INIT, StepConfig, key_of
+from jaxdist.step.update import UpdateRule
 
-INIT, STEPS = 0, 1  # what the seed's first fold is for
 # `MODULES/NAME/PATH` is the first value of a frozen module's parameter.
 MODULES = "modules"
 
@@ -107,9 +115,58 @@ def _places(module: ModelSpec) -> set[str]:
     return places
 
 
-def key_of(seed: int, purpose: int) -> jax.Array:
-    """Returns the random key of a run for a purpose, `INIT` or `STEPS`."""
-    high, low = divmod(seed, 2**32)
-    # without 64-bit types, jax would leave the upper half out
-    key = jax.random.key(low)
-    return jax.random.fold_in(jax.random.fold_in(key, high) if high else key, purpose)
+# --- where it is stored ---------------------------------------------------------------
+
+
+def state_shardings(
+    spec: ModelSpec, abstract: State, mesh: Mesh, rules: Rules, rule: UpdateRule
+) -> State:
+    """Places each array of a state.
+
+    Args:
+      spec: with blocks by stage, where a pipeline cuts them up.
+      abstract: the state's shapes.
+      rule: says what waits in the host's memory.
+    """
+
+    def specs(tree: Tree, names: Tree, rule: Callable[..., P]) -> Tree:
+        return jax.tree.map(lambda x, own: rule(own, x.shape), tree, names)
+
+    whole = jax.tree.map(lambda _: P(), abstract)
+    moments = specs(spec.trainable, spec.names, rules.state)
+    optimizer = state_specs(abstract.opt_state.optimizer, spec.trainable, moments)
+    state = whole._replace(
+        trainable=specs(spec.trainable, spec.names, rules.stored),
+        frozen=specs(spec.frozen, spec.frozen_names, rules.stored),
+        model_state=specs(spec.model_state, spec.state_names, rules.computed),
+        opt_state=whole.opt_state._replace(optimizer=optimizer),
+        ema=None if abstract.ema is None else moments,
+        modules={
+            name: specs(module.frozen, module.frozen_names, rules.stored)
+            for name, module in spec.modules.items()
+        },
+    )
+    shardings = jax.tree.map(
+        lambda s: NamedSharding(mesh, s), state, is_leaf=lambda x: isinstance(x, P)
+    )
+    return _on_host(rule, abstract, shardings)
+
+
+def _on_host(rule: UpdateRule, abstract: State, shardings: State) -> State:
+    """Returns the shardings, those of what waits in the host's memory with its memory
+    kind.
+    """
+    if rule.layerwise is None:
+        return shardings
+    _, moments, ema = rule.layerwise.waiting(
+        Trained(abstract.trainable, abstract.opt_state.optimizer, abstract.ema)
+    )
+
+    def move(waits: bool, where: NamedSharding) -> NamedSharding:
+        return where.with_memory_kind(HOST) if waits else where
+
+    optimizer = jax.tree.map(move, moments, shardings.opt_state.optimizer)
+    average = None if ema is None else jax.tree.map(move, ema, shardings.ema)
+    return shardings._replace(
+        opt_state=shardings.opt_state._replace(optimizer=optimizer), ema=average
+    )

@@ -52,7 +52,8 @@ def build_objective(
 
     def objective(trainable, model_state, frozen, batch, key, scale=None):
         if execution.current().manual and not spec.casts_itself:
-            trainable, frozen = _with_whole_edges(trainable), _with_whole_edges(frozen)
+            trainable = _with_whole_edges(trainable)
+            frozen = _with_whole_edges(frozen)
         # of the model's own random streams: the parts of a step draw different ones
         own_key = key
         if key is not None and spec.streams and "sample" in batch:
@@ -112,9 +113,11 @@ def assembler(
     """
 
     def assemble(part: StageParams):
-        trained, frozen = part.trained, part.frozen
+        trained = part.trained
+        frozen = part.frozen
         if not spec.casts_itself:
-            trained, frozen = _with_whole_edges(trained), _with_whole_edges(frozen)
+            trained = _with_whole_edges(trained)
+            frozen = _with_whole_edges(frozen)
         return assembled(spec, compute, trained, part.model_state, frozen, key)
 
     return assemble
@@ -128,7 +131,8 @@ def _with_whole_edges(tree: Tree) -> Tree:
     ("Check failed: partition_group_list", spmd_partitioner_util.cc). `jaxdist.ops` look
     up without an index.
     """
-    now, whole = execution.current(), P()
+    now = execution.current()
+    whole = P()
     return {
         name: part
         if name in STACKED

@@ -67,11 +67,10 @@ class LayerwiseUpdate:
 
     def apply(self, before: Trained, gradients: Tree, scalars: Scalars) -> Trained:
         """Returns the trees after an update by summed gradients."""
-        leaves, slopes = (
-            Trained(*map(trees.flatten_names, before)),
-            trees.flatten_names(gradients),
-        )
-        after, done = Trained(*map(dict, leaves)), Leaves()
+        leaves = Trained(*map(trees.flatten_names, before))
+        slopes = trees.flatten_names(gradients)
+        after = Trained(*map(dict, leaves))
+        done = Leaves()
         for part in self.parts:
             # One part after another: else the moments of several may be on the device
             # at once.
@@ -87,7 +86,7 @@ class LayerwiseUpdate:
         return Trained(*map(_in_structure, before, after))
 
     def waiting(self, abstract: Trained) -> Trained:
-        """Returns which leaves wait in the host's memory, as trees of bools."""
+        """Marks the leaves that wait in the host's memory, as trees of bools."""
         shapes = trees.flatten_names(abstract.params)
         held = {name for part in self.parts if part.waits for name in part.names}
 
@@ -194,7 +193,9 @@ def build_parts(
     groups: dict[str, list[str]] = {}
     for name, role in by_name.items():
         top = name.partition(trees.SEPARATOR)[0]
-        group = "" if role.kind == "vector" else top if top in STACKED else name
+        group = top if top in STACKED else name
+        if role.kind == "vector":
+            group = ""
         groups.setdefault(group, []).append(name)
 
     def part(group: str, members: list[str]) -> Part:
@@ -260,7 +261,7 @@ def _put(x: jax.Array, layer: jax.Array, at: dict[int, jax.Array]) -> jax.Array:
 
 
 def _put_back(after: Trained, before: Trained) -> Trained:
-    """Returns what was computed on the device, in the memory where it was before."""
+    """Moves what was computed on the device to the memory where it was before."""
     return jax.tree.map(
         lambda new, old: to_host(new) if on_host(old) else new, after, before
     )

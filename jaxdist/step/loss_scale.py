@@ -64,7 +64,7 @@ class DynamicLossScale:
 
 
 def factor(state: LossScale, batch: Batch) -> jax.Array:
-    """Returns what multiplies a step's sum of losses, a power of two.
+    """Computes what multiplies a step's sum of losses, a power of two.
 
     The scale is of the mean, as torch's is, up to the next power of two of the step's
     targets.
@@ -90,7 +90,7 @@ def unscaled(gradients: Tree, factor: jax.Array | None) -> Tree:
 
 
 def is_cause(state: LossScale, finite: jax.Array, loss: jax.Array) -> jax.Array:
-    """Returns whether the scale can be why gradients are not finite: above its floor,
+    """Tests whether the scale can be why gradients are not finite: above its floor,
     with a finite loss.
     """
     return ~finite & jnp.isfinite(loss) & (state.scale > FLOOR)

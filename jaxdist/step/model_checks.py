@@ -46,7 +46,7 @@ def faults(spec: ModelSpec, *, stages: int = 1) -> Iterator[str]:
 def check_model(
     spec: ModelSpec, batch: Mapping[str, Any], *, accumulation: int = 1, stages: int = 1
 ) -> list[str]:
-    """Returns why the model cannot be trained so on such batches; [] if it can.
+    """Lists why the model cannot be trained so on such batches; [] if it can.
 
     A start asks twice, before the data is opened and when the step is traced: the model
     is traced once.
@@ -59,9 +59,11 @@ def check_model(
     shapes = frozenset(
         (name, x.shape, jax.numpy.dtype(x.dtype)) for name, x in batch.items()
     )
-    if (asked := (shapes, accumulation, stages)) in spec.passed:
+    asked = (shapes, accumulation, stages)
+    if asked in spec.passed:
         return []
-    if causes := list(faults(spec, stages=stages)):
+    causes = list(faults(spec, stages=stages))
+    if causes:
         return causes
     part = f"{type(spec.objective).__name__}.prepare(modules, batch)"
     try:
@@ -145,7 +147,8 @@ def _origin(jaxpr: Jaxpr, var: Var | Literal) -> Var | None:
             return None
         place = inner.invars.index(came)
         if eqn.primitive.name == "scan":
-            consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+            consts = eqn.params["num_consts"]
+            carried = eqn.params["num_carry"]
             kept = (
                 place == consts + index
                 if index < carried
@@ -170,7 +173,7 @@ def _trace_metrics(spec: ModelSpec, batch: Batch) -> None:
 
 
 def _blame(spec: ModelSpec, part: str, batch: Batch, error: Exception) -> str:
-    """Returns what a model's code stumbled over, where, and what it was given."""
+    """Describes what a model's code stumbled over, where, and what it was given."""
     name = spec.model_class.__name__
     given = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in batch.items())
     frames = [

@@ -104,13 +104,14 @@ def abstract_batch(spec: ModelSpec, batch: Mapping[str, Any]) -> dict[str, Any]:
 def _fields(
     spec: ModelSpec, modules: Mapping[str, FrozenModule], batch: Batch
 ) -> Terms:
-    """Returns what the objective adds to a batch.
+    """Computes the fields that the objective adds to a batch.
 
     Raises:
       ConfigError: a field has the name of another, or is not [B, S] or [B, S, k].
     """
     fields = spec.objective.prepare(modules, batch)
-    if taken := sorted(fields.keys() & batch.keys()):
+    taken = sorted(fields.keys() & batch.keys())
+    if taken:
         name = type(spec.objective).__name__
         raise ConfigError(
             f"{name}.prepare returned {', '.join(taken)}, which batches have; rename it"

@@ -1,19 +1,20 @@
 """What a step computes: the functions that `train_step` compiles."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from jaxdist.config import ConfigError
 from jaxdist.parallel import execution
+from jaxdist.parallel.formats.format import Recipe
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import Batch, as_metrics, has_metrics
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.step import model_checks, reduction
 from jaxdist.step.evaluation import LossSums
-from jaxdist.step.first_state import STEPS, key_of
 from jaxdist.step.gradients import (
     PartSums,
     assembled,
@@ -23,9 +24,9 @@ from jaxdist.step.gradients import (
     sum_gradients,
 )
 from jaxdist.step.loss_scale import factor
-from jaxdist.step.prepare import build_prepare
+from jaxdist.step.prepare import abstract_batch, build_prepare
 from jaxdist.step.state import Metrics, State
-from jaxdist.step.step_config import StepConfig
+from jaxdist.step.step_config import STEPS, StepConfig, key_of
 from jaxdist.step.update import UpdateRule, apply_stats
 
 
@@ -54,9 +55,10 @@ def build_inspect(
     chosen = reduction.choose(spec, rules, setting, parts=config.parts)
 
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
-        if faults := model_checks.check_model(
+        faults = model_checks.check_model(
             spec, batch, accumulation=accumulation, stages=stages
-        ):
+        )
+        if faults:
             raise ConfigError(faults)
         with execution.activate(
             mesh,
@@ -133,3 +135,25 @@ def build_gradients(spec: ModelSpec, config: StepConfig) -> tuple[PartSums, Part
         return jax.grad(objective, has_aux=True), objective
     build = partial(build_pipelined, spec, config.staging, compute=config.compute)
     return build(backward=True), build(backward=False)
+
+
+def forward_program(
+    spec: ModelSpec,
+    batch: Mapping[str, Any],
+    *,
+    compute: str,
+    recipe: Recipe | None = None,
+) -> Any:
+    """Traces the objective of a batch, without gradients; returns the jaxpr.
+
+    Args:
+      spec: with flat blocks.
+      batch: arrays or their shapes, without the objective's fields.
+      compute: dtype of matrix products.
+      recipe: of large kernels; None: they are multiplied in `compute`.
+    """
+    objective = build_objective(spec, compute=compute, remat="none")
+    forward = jax.make_jaxpr(lambda t, m, f, b: objective(t, m, f, b, None)[0])
+    with execution.activate(compute=compute, recipe=recipe):
+        whole = abstract_batch(spec, batch)
+        return forward(spec.trainable, spec.model_state, spec.frozen, whole)

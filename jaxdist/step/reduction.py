@@ -33,13 +33,14 @@ class Reduction(NamedTuple):
 
 
 def choose(spec: ModelSpec, rules: Rules, setting: Reduce, *, parts: int) -> Reduction:
-    """Returns how gradients are summed in a step of so many parts (accumulation x
+    """Chooses how gradients are summed in a step of so many parts (accumulation x
     microbatches).
 
     Raises:
       ConfigError: `once` is set, and the model does not allow it.
     """
-    axes, sizes = rules.replica_axes, rules.shape.sizes
+    axes = rules.replica_axes
+    sizes = rules.shape.sizes
     if not axes or (parts == 1 and sizes["pipeline"] == 1):
         return Reduction((), "")
     over = " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
@@ -52,8 +53,9 @@ def choose(spec: ModelSpec, rules: Rules, setting: Reduce, *, parts: int) -> Red
 
 
 def obstacle(spec: ModelSpec, rules: Rules) -> str:
-    """Returns why a model's parts may not be added up by replica; "" if they may."""
-    name, inside = spec.model_class.__name__, rules.inside(rules.replica_axes)
+    """Explains why a model's parts may not be added up by replica; "" if they may."""
+    name = spec.model_class.__name__
+    inside = rules.inside(rules.replica_axes)
     if spec.streams:
         where = ", ".join(list(trees.flatten_names(spec.streams))[:2])
         return f"{name} draws from its own nnx.Rngs ({where}), which each replica would draw alike"
@@ -76,17 +78,15 @@ def obstacle(spec: ModelSpec, rules: Rules) -> str:
 
 
 def _risk(spec: ModelSpec, rules: Rules) -> str:
-    """Returns why a model might end the process in a region that its author has not
+    """Explains why a model might end the process in a region that its author has not
     asked for; or "".
 
     XLA aborts on an index into a parameter that devices split there ("Check failed:
     partition_group_list"), where two more axes are in use. Ours look up without an
     index (`jaxdist.ops`); a pipeline's stages are a region anyway.
     """
-    owner, pipelined = (
-        who_sums_over_samples(spec.model_class),
-        rules.shape.sizes["pipeline"] > 1,
-    )
+    owner = who_sums_over_samples(spec.model_class)
+    pipelined = rules.shape.sizes["pipeline"] > 1
     split = [
         axis
         for axis, size in rules.inside(rules.replica_axes).shape.sizes.items()
@@ -106,7 +106,7 @@ def _risk(spec: ModelSpec, rules: Rules) -> str:
 
 
 def refusal(why: str) -> str:
-    """Returns what is wrong with `mesh.reduce=once` where gradients cannot be summed
+    """Formats what is wrong with `mesh.reduce=once` where gradients cannot be summed
     so.
     """
     return f"mesh.reduce=once: {why}; set mesh.reduce=auto or each"

@@ -2,11 +2,17 @@
 
 from dataclasses import dataclass
 
+import jax
+
 from jaxdist.parallel.formats.format import Recipe
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.remat import RematConfig
 from jaxdist.step.loss_scale import DynamicLossScale
 from jaxdist.step.reduction import Reduce
+
+# what the seed's first fold is for
+INIT = 0
+STEPS = 1
 
 
 @dataclass(frozen=True)
@@ -34,3 +40,11 @@ class StepConfig:
     def parts(self) -> int:
         """Returns the sequential parts that a step's batch is cut into."""
         return self.accumulation * (self.staging.microbatches if self.staging else 1)
+
+
+def key_of(seed: int, purpose: int) -> jax.Array:
+    """Returns the random key of a run for a purpose, `INIT` or `STEPS`."""
+    high, low = divmod(seed, 2**32)
+    # without 64-bit types, jax would leave the upper half out
+    key = jax.random.key(low)
+    return jax.random.fold_in(jax.random.fold_in(key, high) if high else key, purpose)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
@@ -30,9 +30,8 @@ from jaxdist.step.checkpoint_views import (
     build_views,
     with_sharding,
 )
-from jaxdist.step.first_state import first_state
+from jaxdist.step.first_state import first_state, state_shardings
 from jaxdist.step.state import Metrics, State
-from jaxdist.step.state_layout import state_shardings
 from jaxdist.step.step_config import StepConfig
 from jaxdist.step.update import build_update_rule
 
@@ -96,14 +95,20 @@ def build_train_step(
     """
     staging = config.staging
     stages = staging.stages if staging else 1
-    if faults := list(model_checks.faults(spec, stages=stages)):
+    faults = list(model_checks.faults(spec, stages=stages))
+    if faults:
         raise ConfigError(faults)
     staged = staging.staged_spec(spec) if staging else spec
     cut = StateCut.of(staging, spec)
     rule = build_update_rule(
-        optimizer, schedule, spec, config.ema_decay, staged.names, config.moments_in
+        optimizer,
+        schedule,
+        spec,
+        ema_decay=config.ema_decay,
+        names=staged.names,
+        moments_in=config.moments_in,
+        scaler=config.loss_scale,
     )
-    rule = replace(rule, scaler=config.loss_scale)
     placement.place(staged.all_parameters(), rules)
     fresh = partial(first_state, spec, cut, rule.transform, config)
     abstract = jax.eval_shape(fresh)

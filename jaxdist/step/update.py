@@ -71,7 +71,8 @@ class UpdateRule:
         return _swapped(after, paths), metrics
 
     def _apply(self, state: State, sums: Sums, batch: Batch) -> tuple[State, Metrics]:
-        count, loss = sums.loss.count, sums.loss
+        count = sums.loss.count
+        loss = sums.loss
         total = optax.tree.norm(sums.gradients)
         norm = total / count
         good = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
@@ -116,7 +117,8 @@ class UpdateRule:
         """
         if self.scaler is None or before.loss_scale is None:
             return skipped, None, {}
-        finite, now = jnp.isfinite(total), before.loss_scale
+        finite = jnp.isfinite(total)
+        now = before.loss_scale
         by_scale = loss_scale.is_cause(now, finite, loss)
         after = self.scaler.after(now, finite, by_scale)
         return (
@@ -128,7 +130,7 @@ class UpdateRule:
     def _update_whole(
         self, state: State, sums: Sums, norm: jax.Array, good: jax.Array
     ) -> tuple[Trained, jax.Array | None, jax.Array]:
-        """Returns what one update leaves, the learning rate, and `good` in the order of
+        """Computes what one update leaves, the learning rate, and `good` in the order of
         memory.
         """
         scale = self._scale(sums, norm)
@@ -147,49 +149,36 @@ class UpdateRule:
             rate = self.schedule(state.step)
             updates = jax.tree.map(lambda u: u * rate, updates)
         trainable = optax.apply_updates(state.trainable, updates)
+        ema = None
         decay = self.ema_decay
-        ema = (
-            jax.tree.map(lambda e, p: e + (1 - decay) * (p - e), state.ema, trainable)
-            if decay
-            else None
-        )
+        if decay:
+            ema = jax.tree.map(
+                lambda e, p: e + (1 - decay) * (p - e), state.ema, trainable
+            )
         trainable = where_finite(good, trainable, state.trainable)
-        good = (
-            after_params_updated(good, trainable) if execution.current().mesh else good
-        )
+        if execution.current().mesh:
+            good = after_params_updated(good, trainable)
         moments = where_finite(good, moments, state.opt_state.optimizer)
-        return (
-            Trained(trainable, moments, where_finite(good, ema, state.ema)),
-            rate,
-            good,
-        )
+        ema = where_finite(good, ema, state.ema)
+        return Trained(trainable, moments, ema), rate, good
 
     def _update_by_layer(
         self, state: State, sums: Sums, norm: jax.Array, good: jax.Array
     ) -> tuple[Trained, jax.Array | None, jax.Array]:
         """Returns the same, of a state whose moments wait in the host's memory."""
         assert self.layerwise is not None and self.schedule is not None
-        rate, before = (
-            self.schedule(state.step),
-            Trained(state.trainable, state.opt_state.optimizer, state.ema),
-        )
+        rate = self.schedule(state.step)
+        before = Trained(state.trainable, state.opt_state.optimizer, state.ema)
+        gradients = _as_state(sums.gradients, self.names)
         scalars = Scalars(self._scale(sums, norm), rate, good)
-        return (
-            self.layerwise.apply(
-                before, _as_state(sums.gradients, self.names), scalars
-            ),
-            rate,
-            good,
-        )
+        return self.layerwise.apply(before, gradients, scalars), rate, good
 
     def _scale(self, sums: Sums, norm: jax.Array) -> jax.Array:
-        """Returns what makes summed gradients the clipped mean."""
+        """Computes what makes summed gradients the clipped mean."""
         count = sums.loss.count
-        return (
-            jnp.minimum(1, self.clip / jnp.maximum(norm, 1e-30)) / count
-            if self.clip
-            else 1 / count
-        )
+        if not self.clip:
+            return 1 / count
+        return jnp.minimum(1, self.clip / jnp.maximum(norm, 1e-30)) / count
 
 
 def build_update_rule(
@@ -199,6 +188,7 @@ def build_update_rule(
     ema_decay: float,
     names: Tree,
     moments_in: str | None = None,
+    scaler: loss_scale.DynamicLossScale | None = None,
 ) -> UpdateRule:
     """Returns the rule of a configured optimizer, or of one of optax, which is used as
     it is.
@@ -208,16 +198,27 @@ def build_update_rule(
       names: logical names of the trained parameters, as the step holds them.
       moments_in: the memory kind where moments wait to be updated layer by layer; None:
         the device's, and all are updated at once.
+      scaler: how the loss scale moves; None: there is none.
 
     Raises:
       ConfigError: moments cannot wait on the host with this optimizer.
     """
-    if moments_in and (why := offload_obstacle(optimizer)):
-        raise ConfigError(why)
+    obstacle = offload_obstacle(optimizer) if moments_in else None
+    if obstacle:
+        raise ConfigError(obstacle)
     figures = getattr(spec.model_class, "stats_metrics", None)
-    figures = figures if callable(figures) else None
+    if not callable(figures):
+        figures = None
     if not isinstance(optimizer, OptimizerConfig):
-        return UpdateRule(optimizer, None, 0.0, ema_decay, names, figures)
+        return UpdateRule(
+            optimizer,
+            schedule=None,
+            clip=0.0,
+            ema_decay=ema_decay,
+            names=names,
+            stats_metrics=figures,
+            scaler=scaler,
+        )
     # The rate is applied by the step: see `UpdateRule._updates`.
     unit = lambda _: jnp.float32(1)  # noqa: E731
     transform = build_optimizer(optimizer, unit, spec.trainable, spec.names)
@@ -226,15 +227,23 @@ def build_update_rule(
         of_part = partial(optimizer_of, optimizer, unit)
         parts = build_parts(roles(spec.trainable, spec.names), names, of_part)
         layerwise = LayerwiseUpdate(parts, ema_decay, moments_in)
-    elementwise = optimizer.name in ELEMENTWISE and layerwise is None
-    rest = ema_decay, names, figures, layerwise, elementwise
-    return UpdateRule(transform, schedule, optimizer.clip_norm, *rest)
+    return UpdateRule(
+        transform,
+        schedule=schedule,
+        clip=optimizer.clip_norm,
+        ema_decay=ema_decay,
+        names=names,
+        stats_metrics=figures,
+        layerwise=layerwise,
+        elementwise=optimizer.name in ELEMENTWISE and layerwise is None,
+        scaler=scaler,
+    )
 
 
 def offload_obstacle(
     optimizer: OptimizerConfig | optax.GradientTransformation,
 ) -> str | None:
-    """Returns why moments cannot wait in the host's memory with this optimizer; None:
+    """Explains why moments cannot wait in the host's memory with this optimizer; None:
     they can.
     """
     if not isinstance(optimizer, OptimizerConfig) or optimizer.name == "given":
@@ -251,7 +260,7 @@ def offload_obstacle(
 
 
 def narrow_kernels(parameters: Tree, names: Tree) -> Tree:
-    """Returns which parameters are updated with their last two dims swapped: experts'
+    """Finds the parameters that are updated with their last two dims swapped: experts'
     kernels, on TPUs.
 
     Where fsdp leaves less than a vector's lanes of the last dim, the one before is
@@ -311,7 +320,7 @@ def _stats_metrics(stats: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _count_tokens(batch: Batch, norm: jax.Array) -> jax.Array:
-    """Returns how many targets have a weight, or samples where none has; known only
+    """Counts the targets that have a weight, or samples where none has; known only
     after the norm.
 
     A sum over devices that depends on nothing may run before or beside those in the

@@ -43,6 +43,23 @@ def print_safe(text: str) -> None:
             print(text.encode("ascii", "backslashreplace").decode(), flush=True)
 
 
+def lively(
+    say: Callable[[str], None], progress: Callable[[str], None]
+) -> Callable[[str], None]:
+    """Makes a `say` whose lines also show that work of many seconds goes on.
+
+    Args:
+      say: prints a line.
+      progress: is told of each line before it is printed.
+    """
+
+    def speak(text: str) -> None:
+        progress(text)
+        say(text)
+
+    return speak
+
+
 class Display:
     """Progress, ETA, loss, tokens/s, MFU, step time and data wait of one run; process 0
     shows it.

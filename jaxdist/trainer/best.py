@@ -16,7 +16,7 @@ from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import ConfigError, suggest
 from jaxdist.step.train_step import TrainStep
 from jaxdist.storage.untrusted import Malformed, of_kind
-from jaxdist.trainer import compose
+from jaxdist.trainer import compose, run_metadata
 from jaxdist.trainer.callbacks import Callback, Run, StepView
 from jaxdist.trainer.run_config import RunConfig
 
@@ -41,16 +41,16 @@ class BestRule:
         Args:
           before: the same before it; {}: none, or of another figure.
         """
-        value, known = row[self.name], before.get("of") == self._of
+        value = row[self.name]
+        known = before.get("of") == self._of
         sign = -1 if self.largest else 1
-        if math.isfinite(value) and (
-            not known or sign * value < sign * before["value"]
-        ):
+        is_better = not known or sign * value < sign * before["value"]
+        if is_better and math.isfinite(value):
             return {"of": self._of, "step": step, "value": value, "since": 0}
         return {**before, "since": before["since"] + 1} if known else {}
 
     def exhausted(self, best: Mapping[str, Any]) -> str:
-        """Returns why the run ends, "" if it does not."""
+        """Explains why the run ends; "" if it does not."""
         if (
             not self.patience
             or best.get("of") != self._of
@@ -67,14 +67,15 @@ class BestRule:
         return f"{self.name}:{'max' if self.largest else 'min'}"
 
     def check(self, config: RunConfig, built: TrainStep) -> None:
-        """Raises ConfigError if the evaluations of a run's model have no such field;
-        traces one.
+        """Checks that the evaluations of a run's model have such a field; traces one.
+
+        Raises:
+          ConfigError: they have not.
         """
         abstract = built.abstract_batch(compose.batch_shapes(config))
         *_, others = jax.eval_shape(built.evaluate, built.abstract_state, abstract)
-        if self.name not in (
-            known := ["eval_loss", *(f"eval_{name}" for name in others)]
-        ):
+        known = ["eval_loss", *(f"eval_{name}" for name in others)]
+        if self.name not in known:
             raise ConfigError(
                 f"checkpoint.keep_best={self.name}: evaluations of this model have {', '.join(known)}."
                 f"{suggest(self.name, known)}"
@@ -103,7 +104,6 @@ class KeepBest(Callback):
         self._best = checked_best(state or {})
         if self._rule is None:
             return
-        assert self._run.built is not None and self._run.store is not None
         self._rule.check(self._run.config, self._run.built)
         if "step" in self._best:
             self._run.store.best.append(self._best["step"])
@@ -119,7 +119,6 @@ class KeepBest(Callback):
             return
         self._best = self._rule.judged(self._best, view.step, row)
         if self._rule.keeps and self._best.get("step") == view.step:
-            assert self._run.store is not None
             self._run.store.best.append(view.step)
             view.request_save()
         reason = self._rule.exhausted(self._best)
@@ -129,7 +128,8 @@ class KeepBest(Callback):
 
 def best_rule(config: RunConfig) -> BestRule | None:
     """Returns the rule of a run; None if nothing depends on the best evaluation."""
-    chosen, patience = config.checkpoint.keep_best, config.train.patience
+    chosen = config.checkpoint.keep_best
+    patience = config.train.patience
     if not (chosen or patience):
         return None
     name, _, end = chosen.partition(":")
@@ -156,20 +156,15 @@ def checked_best(value: Any) -> dict[str, Any]:
 
 
 def best_step(checkpoints: Path) -> int:
-    """Returns the step of the best evaluation, as the newest readable checkpoint has
-    it.
+    """Reads the step of the best evaluation from the newest readable checkpoint.
 
     Raises:
       ConfigError: none tells one.
     """
     for step in files.newest_first(checkpoints):
         with contextlib.suppress(CheckpointError, KeyError, TypeError, ValueError):
-            return of_kind(
-                files.read_step(checkpoints, step).metadata["callbacks"]["best"][
-                    "step"
-                ],
-                int,
-            )
+            kept = files.read_step(checkpoints, step).metadata[run_metadata.CALLBACKS]
+            return of_kind(kept[KeepBest.name]["step"], int)
     raise ConfigError(
         f"step best: no checkpoint in {checkpoints} tells it; train with checkpoint.keep_best"
     )

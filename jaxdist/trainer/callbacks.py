@@ -9,36 +9,36 @@ a function of the user (`every`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, schema
 from jaxdist.distributed import coordination
 from jaxdist.step.state import Metrics, State
 from jaxdist.telemetry import clock
-from jaxdist.trainer.progress import Progress
-from jaxdist.trainer.served import check_served
+from jaxdist.telemetry.metrics import MetricsWriter
+from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_metadata import Progress
 
 if TYPE_CHECKING:
     from jaxdist.checkpoint.manager import CheckpointManager
     from jaxdist.protocols.model_spec import ModelSpec
     from jaxdist.step.train_step import TrainStep
-    from jaxdist.telemetry.metrics import MetricsWriter
     from jaxdist.trainer.compose import Composition
     from jaxdist.trainer.health import SkippingDataset
-    from jaxdist.trainer.run_config import RunConfig
 
 
 @dataclass
 class Run:
     """A run, as its callbacks see it.
 
-    `writer` and `store` are None until `on_start`, `built` and `dataset` until `load`.
+    There is a `store` from `on_start` on, `built` from `load` on.
     """
 
     composition: Composition
@@ -54,13 +54,17 @@ class Run:
     # code, versions and machines, as run.json has them; {} on other processes
     origin: Mapping[str, Any] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
-    writer: MetricsWriter | None = None
-    store: CheckpointManager | None = None
-    built: TrainStep | None = None
-    # without the batches that the run leaves out
+    # of rows and events; writes nothing until `on_start`, and on other processes
+    writer: MetricsWriter = field(init=False, repr=False)
+    store: CheckpointManager = field(init=False, repr=False)
+    built: TrainStep = field(init=False, repr=False)
+    # without the batches that the run leaves out; None until its first state is known
     dataset: SkippingDataset | None = None
     # why the run ends before its first step; "" if it does not
     stop_reason: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self.writer = MetricsWriter(self.folder, enabled=False)
 
     @property
     def config(self) -> RunConfig:
@@ -86,8 +90,7 @@ class Run:
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
         """Appends an event to events.jsonl; any process may."""
-        if self.writer is not None:
-            self.writer.event(name, step, **fields)
+        self.writer.event(name, step, **fields)
 
 
 @dataclass
@@ -254,7 +257,7 @@ class Callback:
         """Follows the last step and the last save."""
 
     def state(self) -> Any:
-        """Returns what a checkpoint keeps of the callback, as JSON; None: nothing."""
+        """Gives what a checkpoint keeps of the callback, as JSON; None: nothing."""
         return None
 
     def load(self, state: Any) -> None:
@@ -444,7 +447,7 @@ class CallbackList:
                 callback.on_end(end)
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of all callbacks, by name."""
+        """Collects what a checkpoint keeps of all callbacks, by name."""
         kept = {item.name: item.state() for item in self._here if item.name}
         return {name: state for name, state in kept.items() if state is not None}
 
@@ -474,3 +477,29 @@ def check_callbacks(callbacks: Iterable[object]) -> None:
                 for item in wrong
             ]
         )
+
+
+def check_served(run: RunConfig, keys: Collection[str]) -> None:
+    """Checks that no key of a config is set in vain.
+
+    Args:
+      run: the config.
+      keys: that the run's callbacks serve; a group stands for its keys.
+
+    Raises:
+      ConfigError: one line for each key that needs a callback which the run lacks.
+    """
+    faults = []
+    for key, fact in schema.schema_of(RunConfig).items():
+        value = attrgetter(key)(run)
+        group = key.partition(".")[0]
+        if not fact.callback or key in keys or group in keys:
+            continue
+        if value != fact.default:
+            faults.append(
+                f"{key}={value}: nothing in this run does that. The key needs the "
+                f"callback {fact.callback}. Pass it in callbacks=[...], or leave the "
+                f"key out."
+            )
+    if faults:
+        raise ConfigError(faults)

@@ -1,4 +1,6 @@
-"""The command line of a run: from `--config NAME --config.a.b=value` to a RunConfig."""
+"""The command line of a run: from `--config NAME --config.a.b=value` to a RunConfig, and
+from `--workdir` to a trained run.
+"""
 
 import argparse
 import os
@@ -7,6 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -17,16 +20,18 @@ from jaxdist.config import (
     schema,
     suggest,
 )
+from jaxdist.distributed import initialize
 from jaxdist.models import registry
+from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.storage import run_format
 from jaxdist.trainer import (
-    config_json,
     initial_weights,
     loggers,
     source_run,
     workdir,
 )
 from jaxdist.trainer.default_workdir import default_workdir
+from jaxdist.trainer.exit_code import print_error
 from jaxdist.trainer.run_config import (
     RunConfig,
     default_config,
@@ -86,12 +91,12 @@ def parse(
     if flags.config is None:
         flags.config = _config_in(folder, flags, faults)
     if folder or hasattr(flags, "dry_run"):  # a plan keeps nothing without a workdir
-        run_format.check_folder(_workdir(flags))
+        run_format.check_folder(workdir_of(flags))
     config = _load(flags, overrides)
     configured = schema.flatten(config).get("model.target", registry.DEFAULT_TARGET)
     target = overrides.get("model.target", configured)
     if hasattr(flags, "workdir"):
-        registry.refuse_inside(target, _workdir(flags))
+        registry.refuse_inside(target, workdir_of(flags))
     _refuse_source_code(target, overrides, config)
     if target != configured:  # the other overrides are checked against its fields
         with config.unlocked():
@@ -215,19 +220,18 @@ def _unknown_faults(words: Sequence[str], flags: Iterable[str]) -> Iterator[str]
 
 def _load(flags: argparse.Namespace, overrides: Mapping[str, str]) -> ConfigDict:
     """Loads the config that --config names: a Python file, or a run's config.json."""
-    name, colon, argument = flags.config, "", ""
+    name = flags.config
     if not _is_json_file(name):  # whose folder may have a colon
-        name, colon, argument = flags.config.partition(":")
-    if not _is_json_file(name):
-        return files.load(flags.config, folders=files.packaged_folders())
-    if colon:
-        raise ConfigError(
-            f"--config={flags.config}: {name} takes no argument. Remove ':{argument}'."
-        )
-    stored = config_json.read(Path(name))
-    _refuse_source_code(config_json.target_of(stored), overrides, stored)
+        file, _, argument = name.partition(":")
+        if _is_json_file(file):
+            raise ConfigError(
+                f"--config={name}: {file} takes no argument. Remove ':{argument}'."
+            )
+        return files.load(name, folders=files.packaged_folders())
+    stored = workdir.read_stored(Path(name))
+    _refuse_source_code(workdir.target_of(stored), overrides, stored)
     named = overrides.get("model.target")
-    run = config_json.resolve(
+    run = workdir.resolve(
         stored, Path(name).parent, named=named, trust_code=flags.trust_code
     )
     return schema.to_config_dict(run)
@@ -261,7 +265,7 @@ def _check_loggers(
     if not trains:
         return
     for target in loggers.named_classes(config):
-        registry.refuse_inside(target, _workdir(flags), key=loggers.KEY)
+        registry.refuse_inside(target, workdir_of(flags), key=loggers.KEY)
         if flags.config.endswith(".json") and not chosen:
             registry.check_stored_target(
                 target,
@@ -271,7 +275,8 @@ def _check_loggers(
             )
 
 
-def _workdir(flags: argparse.Namespace) -> Path:
+def workdir_of(flags: argparse.Namespace) -> Path:
+    """Returns the workdir of a command that takes a run's config."""
     return Path(flags.workdir or default_workdir(flags.config))
 
 
@@ -279,7 +284,7 @@ def _config_in_workdir(flags: argparse.Namespace, target: str) -> RunConfig | No
     """Reads the config of the run in a command's workdir, if there is one."""
     if not hasattr(flags, "workdir"):
         return None
-    folder = _workdir(flags)
+    folder = workdir_of(flags)
     if not (folder / workdir.CONFIG).is_file():
         return None
     return workdir.read_config(folder, named=target, trust_code=flags.trust_code)
@@ -292,3 +297,64 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="execute the model code that a stored config names (docs/security.md)",
     )
+
+
+# --- commands that use a trained run --------------------------------------------------
+
+
+def _step(text: str) -> int | str:
+    return text if text == "best" else int(text)
+
+
+class WorkdirParser(Parser):
+    """A parser with --workdir, --step and --mesh, for commands that use a
+    trained run.
+    """
+
+    def __init__(self, name: str, description: str | None):
+        super().__init__(prog=f"jaxdist {name}", description=description)
+        self.add_argument(
+            "--workdir", required=True, type=Path, help="folder of the run"
+        )
+        self.add_argument(
+            "--step",
+            type=_step,
+            help="checkpoint to read, or best (default: the newest)",
+        )
+        self.add_argument(
+            "--mesh",
+            help="AXIS=SIZE,..., e.g. fsdp=4,tensor=2 (default: one that fits); context for long texts",
+        )
+        named = "of the run, if its model is your own: trusts this code alone"
+        self.add_argument(
+            "--config.model.target", dest="target", metavar="TARGET", help=named
+        )
+        add_trust(self)
+
+
+def run_options(flags: argparse.Namespace) -> dict[str, Any]:
+    """Joins the processes; returns the options of `loading.load_run` that the flags of
+    a WorkdirParser give.
+
+    Standard output is for results: all else goes to standard error.
+
+    Raises:
+      ConfigError: --mesh names no mesh.
+    """
+    mesh = None
+    if flags.mesh:
+        sizes = dict(part.partition("=")[::2] for part in flags.mesh.split(","))
+        axes = {
+            name.strip(): int(n) if n.strip().isdecimal() else n
+            for name, n in sizes.items()
+        }
+        mesh = schema.from_config_dict(MeshConfig, axes)
+    print_error(initialize.prepare())
+    trust = {"target": flags.target, "trust_code": flags.trust_code}
+    return {
+        "folder": flags.workdir,
+        "step": flags.step,
+        "mesh": mesh,
+        "log": print_error,
+        **trust,
+    }

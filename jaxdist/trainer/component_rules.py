@@ -22,8 +22,10 @@ def component_faults(run: RunConfig) -> Iterator[str]:
     learned = ""
     if "max_positions" in run.model:
         learned = " (learned positions: raise model.max_positions)"
-    if run.offload.optimizer and (why := offload_obstacle(run.optimizer)):
-        yield why
+    if run.offload.optimizer:
+        obstacle = offload_obstacle(run.optimizer)
+        if obstacle:
+            yield obstacle
     if train.sample_tokens and not train.sample_prompt:
         yield "train.sample_prompt is empty; give the sample something to go on from"
     if not is_text(train.sample_prompt):

@@ -80,7 +80,8 @@ def fit(
             if global_size // (parts * n) <= most
         )
         # none of a global size of 0, which is refused elsewhere
-        if accumulation := next(legal, None):
+        accumulation = next(legal, None)
+        if accumulation:
             layouts.append((math.prod(sizes), sizes, ElasticLayout(axes, accumulation)))
     return max(layouts, key=lambda entry: entry[:2])[2] if layouts else None
 
@@ -103,7 +104,8 @@ def fit_config(
     it is no config.
     """
     try:
-        mesh, batch = config["mesh"], config["batch"]
+        mesh = config["mesh"]
+        batch = config["batch"]
         axes = {axis: _size(mesh[axis]) for axis in AXES}
         known = math.prod(size for size in axes.values() if size > 0)
         axes = {
@@ -161,7 +163,8 @@ def full_devices(
     Args:
       per_process: devices of this process; all have as many.
     """
-    if (processes := environ.get(FULL_PROCESSES)) is None:
+    processes = environ.get(FULL_PROCESSES)
+    if processes is None:
         return None
     return int(processes) * per_process or next(
         (start["devices"] for start in _starts(folder)), None

@@ -6,7 +6,7 @@ The other run is read as every checkpoint is, by manifest, checksums and fingerp
 """
 
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -113,18 +113,28 @@ def _load(target: Target, source: SourceRun, store: CheckpointManager) -> Loaded
 
 
 def _refuse_non_finite(source: SourceRun, arrays: Mapping[str, jax.Array]) -> None:
-    """Raises ConfigError naming the arrays that hold NaN or infinite values: that run
-    has diverged.
+    """Checks that the other run has not diverged.
+
+    Raises:
+      ConfigError: naming the arrays that hold NaN or infinite values.
     """
     finite = jax.jit(
         lambda arrays: {name: jnp.isfinite(x).all() for name, x in arrays.items()}
     )(arrays)
-    if bad := [name for name, good in jax.device_get(finite).items() if not good]:
-        more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+    bad = [name for name, good in jax.device_get(finite).items() if not good]
+    if bad:
         raise ConfigError(
-            f"init.from_run={source.name}: NaN or infinite values in {', '.join(bad[:_SHOWN])}{more}; name "
+            f"init.from_run={source.name}: NaN or infinite values in {_listed(bad)}; name "
             f"an earlier step (FOLDER@STEP)"
         )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Joins the first names, and counts the others."""
+    text = ", ".join(names[:_SHOWN])
+    if len(names) > _SHOWN:
+        text += f" and {len(names) - _SHOWN} more"
+    return text
 
 
 class Match(NamedTuple):
@@ -141,13 +151,12 @@ class Match(NamedTuple):
         """Returns the abstract arrays to read: as they are there, laid out as the run
         has them.
         """
-        places = {name: x.sharding for name, x in self.ours.items()}
-        stored = {
-            name: jax.ShapeDtypeStruct(
-                arrays[name].shape, arrays[name].dtype, sharding=place
+        stored = {}
+        for name, x in self.ours.items():
+            there = arrays[name]
+            stored[name] = jax.ShapeDtypeStruct(
+                there.shape, there.dtype, sharding=x.sharding
             )
-            for name, place in places.items()
-        }
         return trees.unflatten_names(stored)
 
     def converted(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -244,12 +253,15 @@ def _stretched(config: RunConfig, stored: Mapping[str, Any]) -> str:
 
 
 def _adapter_faults(config: RunConfig, stored: Mapping[str, Any]) -> list[str]:
-    there = group_of(stored, "lora")
-    return [
-        f"lora.{name}={ours}, there {there[name]}; set lora.{name}={there[name]}"
-        for name in _LORA
-        if there.get(name, ours := getattr(config.lora, name)) != ours
-    ]
+    """Lists the values that adapters cannot be read without, and that differ there."""
+    theirs = group_of(stored, "lora")
+    faults = []
+    for name in _LORA:
+        ours = getattr(config.lora, name)
+        there = theirs.get(name, ours)
+        if there != ours:
+            faults.append(f"lora.{name}={ours}, there {there}; set lora.{name}={there}")
+    return faults
 
 
 def _merge_fault(source: SourceRun, stored: Mapping[str, Any]) -> str:
@@ -267,40 +279,32 @@ def _merge_fault(source: SourceRun, stored: Mapping[str, Any]) -> str:
 def _misfits(
     arrays: Mapping[str, ArrayInfo], there: Mapping[str, str], ours: Parameters
 ) -> list[str]:
-    """Returns a line for each array that only one has, or whose shape or kind differs;
-    the first ones.
-    """
+    """Lists the arrays that only one has, or whose shape or kind differs; the first."""
     lines = []
     for path in {**ours, **there}:
         theirs = arrays[there[path]] if path in there else None
-        here = (
-            ArrayInfo(tuple(ours[path].shape), str(ours[path].dtype))
-            if path in ours
-            else None
-        )
+        here = None
+        if path in ours:
+            here = ArrayInfo(tuple(ours[path].shape), str(ours[path].dtype))
         if theirs is None or here is None or not _converts(theirs, here):
             lines.append(
                 f"{path}: {theirs or 'nothing'} there, {here or 'nothing'} here"
             )
-    return (
-        lines
-        if len(lines) <= _SHOWN
-        else [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more arrays"]
-    )
+    if len(lines) > _SHOWN:
+        return [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more arrays"]
+    return lines
 
 
 def _converts(theirs: ArrayInfo, ours: ArrayInfo) -> bool:
-    same = (
-        theirs.dtype == ours.dtype or theirs.dtype in _FLOATS and ours.dtype in _FLOATS
-    )
-    return same and theirs.shape == ours.shape
+    floats = theirs.dtype in _FLOATS and ours.dtype in _FLOATS
+    return theirs.shape == ours.shape and (floats or theirs.dtype == ours.dtype)
 
 
 def _optimizer_faults(
     arrays: Mapping[str, ArrayInfo], carried: Mapping[str, Any]
 ) -> list[str]:
-    """Returns a line if what the optimizer keeps is not what this run's optimizer
-    keeps.
+    """Lists, in one line, what the other optimizer keeps that this run's does not, and
+    what it lacks.
     """
     ours = state_dict.describe(carried)
     there = {
@@ -308,13 +312,16 @@ def _optimizer_faults(
         for name in _by_path(arrays, "opt_state").values()
         if not name.startswith(_LOSS_SCALE)
     }
-    differ = {n for n in ours if n in there and not _converts(arrays[n], ours[n])}
-    if faults := sorted(
-        differ | ((ours.keys() | there) - {n for n in ours if n in arrays})
-    ):
-        more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        return [
-            f"its optimizer keeps another state than this run's ({', '.join(faults[:_SHOWN])}{more}); set "
-            f"optimizer.* as there, or leave out init.optimizer"
-        ]
-    return []
+    missing = {name for name in ours if name not in arrays}
+    others = {
+        name
+        for name in there
+        if name not in ours or not _converts(arrays[name], ours[name])
+    }
+    differing = sorted(missing | others)
+    if not differing:
+        return []
+    return [
+        f"its optimizer keeps another state than this run's ({_listed(differing)}); set "
+        f"optimizer.* as there, or leave out init.optimizer"
+    ]

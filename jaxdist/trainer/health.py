@@ -26,7 +26,9 @@ SKIPPED_FILE = "skipped.json"
 
 _EVERY_ROW = slice(None)
 # losses that say what is usual; of them needed; steps between looks
-_RECENT, _ENOUGH, _REFRESH = 100, 20, 10
+_RECENT = 100
+_ENOUGH = 20
+_REFRESH = 10
 
 
 class Diverged(Exception):
@@ -35,7 +37,9 @@ class Diverged(Exception):
     def __init__(self, kind: str, reason: str, *, first: int, last: int, policy: str):
         super().__init__(reason)
         self.kind = kind  # "nonfinite", "spike" or "drift"
-        self.first, self.last = first, last  # steps that went wrong
+        # steps that went wrong
+        self.first = first
+        self.last = last
         self.policy = policy  # "stop" or "rollback"
         self.skip = kind != "drift"  # whether data can be the cause
 
@@ -57,8 +61,11 @@ class Monitor:
         event: takes an event's name, step and fields.
         note: takes a line for people.
         """
-        self._config, self._limit = config, nonfinite_limit
-        self._samples, self._event, self._note = samples, event, note
+        self._config = config
+        self._limit = nonfinite_limit
+        self._samples = samples
+        self._event = event
+        self._note = note
         self.waited_s = 0.0  # for steps to be done
         self._losses: deque[float] = deque(maxlen=_RECENT)
         self._median = self._high = math.inf
@@ -70,7 +77,8 @@ class Monitor:
           Diverged: by the policies of the config.
         """
         began = time.monotonic()
-        skipped, loss = int(metrics["skipped"]), float(metrics["loss"])
+        skipped = int(metrics["skipped"])
+        loss = float(metrics["loss"])
         self.waited_s += time.monotonic() - began
         if skipped:
             self._nonfinite(number, skipped)
@@ -78,9 +86,8 @@ class Monitor:
             self._spike(number, loss)
 
     def _where(self, number: int) -> dict[str, int]:
-        return dict(
-            zip(("first_sample", "last_sample"), self._samples(number), strict=True)
-        )
+        first, last = self._samples(number)
+        return {"first_sample": first, "last_sample": last}
 
     def _nonfinite(self, number: int, skipped: int) -> None:
         self._event(
@@ -92,11 +99,13 @@ class Monitor:
             text = (
                 f"{skipped} steps in a row with non-finite loss or gradients ({limit})"
             )
-            first, policy = number - skipped + 1, self._config.nonfinite
+            first = number - skipped + 1
+            policy = self._config.nonfinite
             raise Diverged("nonfinite", text, first=first, last=number, policy=policy)
 
     def _spike(self, number: int, loss: float) -> None:
-        sigmas, losses = self._config.spike_sigmas, self._losses
+        sigmas = self._config.spike_sigmas
+        losses = self._losses
         losses.append(loss)
         if sigmas and loss > self._high:
             self._event(

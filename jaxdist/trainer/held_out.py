@@ -75,13 +75,15 @@ def held_out(
 
     result = score_held_out(config, built, state, dataset, over=over)
     per_token = dataset.validation_bytes_per_token
-    bits_per_byte = None if per_token is None else result.bits_per_byte(per_token)
-    step = int(state.step)
-    figures = result.perplexity, bits_per_byte, per_token
-    found = HeldOut(step, result.loss, result.tokens, *figures, result.metrics)
     sliding = dataset.validation_windows
-    return (
-        found._replace(windows=sliding.windows, documents=sliding.documents)
-        if sliding
-        else found
+    return HeldOut(
+        step=int(state.step),
+        loss=result.loss,
+        tokens=result.tokens,
+        perplexity=result.perplexity,
+        bits_per_byte=None if per_token is None else result.bits_per_byte(per_token),
+        bytes_per_token=per_token,
+        metrics=result.metrics,
+        windows=sliding.windows if sliding else None,
+        documents=sliding.documents if sliding else None,
     )

@@ -22,8 +22,7 @@ from jaxdist.models.model_values import POSITIONS, differing_values, for_logits
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer.from_run import AnotherRun
-from jaxdist.trainer.run_config import RunConfig, model_defaults
-from jaxdist.trainer.user_model import UserInputs
+from jaxdist.trainer.run_config import Build, RunConfig, model_defaults
 from jaxdist.trainer.weight_source import (
     ImpliedConfig,
     LoadedWeights,
@@ -134,23 +133,24 @@ def first_state(
     built: TrainStep,
     folder: Path,
     sources: Sequence[WeightSource],
-    inputs: UserInputs | None = None,
+    build: Build | None = None,
+    given: Mapping[str, np.ndarray] | None = None,
 ) -> State:
     """Makes the first state of a run. Every process makes the call.
 
     Args:
       folder: the workdir; small files that belong to the weights are copied there.
       sources: those that `chosen_sources` found; none: all values are random.
-      inputs: what a caller has given.
+      build: makes the model, where a caller has given one.
+      given: path -> value that a caller's model begins with.
 
     Raises:
       ConfigError: the weights cannot be read, or are those of another model.
       CheckpointError: no checkpoint of init.from_run can be used.
     """
-    inputs = inputs or UserInputs()
-    if inputs.initial and not config.init.from_run:
-        return built.init(_placed(inputs.initial, built))
-    target = Target(config, built.views.abstract, inputs.build)
+    if given and not config.init.from_run:
+        return built.init(_placed(given, built))
+    target = Target(config, built.views.abstract, build)
     opened = [_open(source, target) for source in sources]
     loaded = [weights.load() for weights in opened]
     values: dict[str, Any] = {}

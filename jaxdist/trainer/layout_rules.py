@@ -19,8 +19,10 @@ def layout_faults(composition: Composition) -> list[str]:
         *_batch_faults(composition),
         *optimizers.group_faults(run.optimizer, spec.named_trainable()),
     ]
-    if run.mesh.reduce == "once" and (why := reduction.obstacle(spec, rules)):
-        faults.append(reduction.refusal(why))
+    if run.mesh.reduce == "once":
+        obstacle = reduction.obstacle(spec, rules)
+        if obstacle:
+            faults.append(reduction.refusal(obstacle))
     misfits = [*_axis_faults(composition)]
     try:
         if misfits:  # the model may have no stages to place

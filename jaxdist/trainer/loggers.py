@@ -1,8 +1,7 @@
 """The loggers of a run: refused before anything compiles, or started with it."""
 
 import functools
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from jaxdist.config import ConfigError, schema
@@ -12,7 +11,7 @@ from jaxdist.telemetry.loggers import logger
 from jaxdist.telemetry.loggers.background import BackgroundLogger
 from jaxdist.trainer import workdir
 from jaxdist.trainer.callbacks import Callback, Run
-from jaxdist.trainer.run_config import RunConfig, TrainConfig
+from jaxdist.trainer.run_config import RunConfig
 
 KEY = "train.loggers"
 
@@ -35,7 +34,11 @@ class Loggers(Callback):
         Raises:
           ConfigError: there is no such logger, or it cannot be loaded.
         """
-        self._classes = find(config.train)
+        names = tuple(dict.fromkeys(config.train.loggers))
+        faults = list(logger.faults(names))
+        if faults:
+            raise ConfigError(faults)
+        self._classes = {name: _find(name) for name in names}
 
     def on_start(self, run: Run) -> None:
         """Takes the run's folder."""
@@ -46,16 +49,28 @@ class Loggers(Callback):
         if phase != "data" or self._run is None or not self._classes:
             return
         run = self._run
-        assert run.writer is not None
-        for view in start(
-            self._classes,
-            run.folder,
-            run.config,
-            first_step=run.progress.step,
-            report=run.writer.event,
-        ):
+        logged = _logged_run(run)
+        # each is made in a thread of its own
+        views = [
+            BackgroundLogger(
+                name,
+                functools.partial(make, logged),
+                run.writer.event,
+                close_s=logger.CLOSE_S,
+            )
+            for name, make in self._classes.items()
+        ]
+        for view in views:
             run.writer.attach(view)
         self._classes = {}
+
+
+def _logged_run(run: Run) -> logger.LoggedRun:
+    """Describes a run to its loggers."""
+    file = run.folder / workdir.RUN
+    info: dict[str, Any] = run_format.unmarked(untrusted.read_json(file, dict), file)
+    flat = schema.flatten(schema.to_config_dict(run.config))
+    return logger.LoggedRun(run.folder, flat, info, run.progress.step)
 
 
 def named_classes(config: RunConfig) -> list[str]:
@@ -63,20 +78,12 @@ def named_classes(config: RunConfig) -> list[str]:
     return [name for name in config.train.loggers if ":" in name]
 
 
-def find(config: TrainConfig) -> dict[str, Make]:
-    """Loads the class of each logger; executes the modules that they name.
+def _find(name: str) -> Make:
+    """Loads the class of a logger; executes the module that it names.
 
     Raises:
-      ConfigError: there is no such logger, or it cannot be loaded.
+      ConfigError: there is no such class, or it cannot be loaded.
     """
-    names = tuple(dict.fromkeys(config.loggers))
-    faults = list(logger.faults(names))
-    if faults:
-        raise ConfigError(faults)
-    return {name: _find(name) for name in names}
-
-
-def _find(name: str) -> Make:
     try:
         if ":" not in name:
             return logger.find_known(name)
@@ -88,31 +95,3 @@ def _find(name: str) -> Make:
         raise ConfigError(
             f"{KEY}={name}: cannot be loaded: {type(error).__name__}: {error}"
         ) from error
-
-
-def start(
-    classes: Mapping[str, Make],
-    folder: Path,
-    config: RunConfig,
-    *,
-    first_step: int,
-    report: Callable[..., None],
-) -> list[BackgroundLogger]:
-    """Returns the loggers, each being made in its own thread.
-
-    Args:
-      first_step: updates finished before.
-      report: writes an event; told of the first fault of each logger.
-    """
-    if not classes:
-        return []
-    file = folder / workdir.RUN
-    info: dict[str, Any] = run_format.unmarked(untrusted.read_json(file, dict), file)
-    flat = schema.flatten(schema.to_config_dict(config))
-    run = logger.LoggedRun(folder, flat, info, first_step)
-    return [
-        BackgroundLogger(
-            name, functools.partial(make, run), report, close_s=logger.CLOSE_S
-        )
-        for name, make in classes.items()
-    ]

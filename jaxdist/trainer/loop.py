@@ -9,12 +9,11 @@ from jaxdist.distributed import coordination
 from jaxdist.step.state import Metrics, State
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.display import Display
-from jaxdist.trainer import batching, opening, restore
+from jaxdist.trainer import batching, opening, restore, run_metadata
 from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd, StepView
-from jaxdist.trainer.health import Diverged
+from jaxdist.trainer.health import Diverged, SkippingDataset
 from jaxdist.trainer.held_out import score_held_out
 from jaxdist.trainer.preemption import StopSignals
-from jaxdist.trainer.progress import progress_of
 from jaxdist.trainer.saver import Saver
 from jaxdist.trainer.step_log import StepLog
 
@@ -45,14 +44,9 @@ class Trainer:
         saver: Saver,
     ):
         """Prepares the loop; nothing runs yet."""
-        assert run.built is not None
-        assert run.store is not None
-        assert run.writer is not None
-        assert run.dataset is not None
         self.run = run
         self.config = run.config
         self.built = run.built
-        self.store = run.store
         self.writer = run.writer
         self.progress = run.progress
         self.callbacks = callbacks
@@ -60,13 +54,18 @@ class Trainer:
         self.display = display
         self.log = log
         self.saver = saver
-        self.dataset = run.dataset
         # once: a run outlives its files
         self.shardings = batching.batch_shardings(self.config, self.built)
         self._evaluated_at = -1
         # what callbacks of this process have asked for since the last vote
         self._wants_save = False
         self._wants_stop = ""
+
+    @property
+    def dataset(self) -> SkippingDataset:
+        """The run's, which changes as the run goes back."""
+        assert self.run.dataset is not None
+        return self.run.dataset
 
     def train(self, state: State) -> tuple[State, str]:
         """Trains to the last step, or to the step in which a signal asked to stop.
@@ -346,13 +345,7 @@ class Trainer:
         restored = None
         may_go_back = len(self.dataset.windows) < self.config.health.max_rollbacks
         if fault.policy == "rollback" and may_go_back:
-            restored = restore.roll_back(
-                self.store,
-                self.run.folder,
-                self.built.views.abstract,
-                self.dataset,
-                fault,
-            )
+            restored = restore.roll_back(self.run, fault)
         self.saver.report()
         if restored is None:
             if fault.kind == "drift":
@@ -360,16 +353,15 @@ class Trainer:
             else:
                 change = _CHANGE.format(fault.first)
             raise TrainingStopped(f"{fault}; {change}", fault.kind)
-        (state, metadata), self.dataset = restored
-        self.run.dataset = self.dataset
-        self.progress.go_to(progress_of(metadata))
+        state, metadata = restored
+        self.progress.go_to(run_metadata.progress_of(metadata))
         self.progress.elapsed_s = elapsed_s
-        self.callbacks.load(metadata.get(restore.CALLBACKS, {}))
+        self.callbacks.load(metadata.get(run_metadata.CALLBACKS, {}))
         self._evaluated_at = -1
         self.log.rewind()
         step = self.progress.step
         left_out = self.dataset.windows[-1]
-        self.dataset.go_to(step, metadata.get(restore.READER))
+        self.dataset.go_to(step, metadata.get(run_metadata.READER))
         self.writer.event(
             "restore",
             step,

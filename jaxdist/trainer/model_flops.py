@@ -9,11 +9,9 @@ from jaxdist.hardware import chips
 from jaxdist.models import lora, registry
 from jaxdist.ops import costs
 from jaxdist.optim.roles import role_of
-from jaxdist.parallel import execution
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.protocols.param_names import Names, has_experts
-from jaxdist.step.gradients import build_objective
-from jaxdist.step.prepare import abstract_batch
+from jaxdist.step.programs import forward_program
 from jaxdist.telemetry import flops
 from jaxdist.telemetry.metrics import Throughput
 from jaxdist.trainer.compose import Composition, batch_shapes, targets_per_sample
@@ -52,7 +50,8 @@ def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
     """
     length = targets_per_sample(run)
     formula = registry.model_hook(run.model_config, "flops_per_token")
-    if declared := costs_of(run):
+    declared = costs_of(run)
+    if declared:
         needed = {
             convention: costs.model_flops(declared, convention)
             for convention in _CONVENTIONS
@@ -70,11 +69,8 @@ def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
 
 def _counted(run: RunConfig, spec: ModelSpec) -> float:
     """Counts the FLOPs of a sample in the model's forward program, times three."""
-    batch = abstract_batch(spec, batch_shapes(run, 1))
-    objective = build_objective(spec, compute=run.precision.compute, remat="none")
-    forward = jax.make_jaxpr(lambda t, m, f, b: objective(t, m, f, b, None)[0])
-    with execution.activate(compute=run.precision.compute):
-        program = forward(spec.trainable, spec.model_state, spec.frozen, batch)
+    sample = batch_shapes(run, 1)
+    program = forward_program(spec, sample, compute=run.precision.compute)
     return 3 * flops.jaxpr_flops(program)
 
 

@@ -15,11 +15,10 @@ from jaxdist.telemetry.metrics import MetricsWriter
 from jaxdist.trainer import batching, provenance, source_run, workdir
 from jaxdist.trainer.callbacks import CallbackList, Run
 from jaxdist.trainer.run_config import RunConfig
-from jaxdist.trainer.user_model import UserInputs
 
 
 def is_lead() -> bool:
-    """Returns whether this process writes the run's files."""
+    """Tests whether this process writes the run's files."""
     return jax.process_index() == 0
 
 
@@ -43,12 +42,13 @@ def refuse_other_version(folder: Path) -> None:
 def open_dataset(
     config: RunConfig,
     folder: Path,
-    inputs: UserInputs,
+    given: Dataset | None,
     say: Callable[[str], None],
 ) -> Dataset:
     """Opens the run's data.
 
     Args:
+      given: a caller's own; None: that of `data.*`.
       say: takes lines of progress.
 
     Raises:
@@ -56,7 +56,7 @@ def open_dataset(
       SourceError: it cannot be read. PeerFailed: by another process.
     """
     with coordination.raise_on_all():
-        dataset = inputs.dataset or batching.open_data(config, folder, say)
+        dataset = given or batching.open_data(config, folder, say)
     consistency.agree(lambda: {"data": dataset.fingerprint})
     if config.train.eval_every:
         dataset.num_validation_batches(config.batch.global_size)

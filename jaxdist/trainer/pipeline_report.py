@@ -65,7 +65,8 @@ def estimate_pipeline(composition: Composition) -> PipelineEstimate | None:
     split = any("pipeline" in axes_in(entry) for stored in specs for entry in stored)
     # without a split vocabulary each stage does all of it
     edge = head / cut.stages if split else head
-    config, places = cut.config, cut.stages * cut.config.chunks
+    config = cut.config
+    places = cut.stages * cut.config.chunks
     depth = cut.dims[2]
     layers = [
         max(min(depth, cut.num_layers - first), 0)
@@ -147,7 +148,8 @@ def lines(composition: Composition) -> Iterator[str]:
             f"  the layers before them (first_blocks) run on every stage, which lengthens the step by "
             f"{result.time / without - 1:.1%}"
         )
-    if warning := estimate.balance.warning():
+    warning = estimate.balance.warning()
+    if warning:
         yield f"  warning: {warning}"
     yield from _edge_lines(estimate, rules)
     for option in microbatch_options(

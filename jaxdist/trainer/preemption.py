@@ -35,7 +35,8 @@ from jaxdist.distributed.cluster import TORCHRUN, count_ray_workers
 from jaxdist.distributed.stop_signals import stop_signals
 
 # between looks for a request; between looks for the others' answers
-_LOOK_S, _TRY_S = 0.25, 0.02
+_LOOK_S = 0.25
+_TRY_S = 0.02
 _END_S = 10  # that Python's own end may last after a failure
 _LOST = (  # words of errors by which one process hears that another has gone
     "gloo",
@@ -69,14 +70,17 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.stopping = False  # whether `reached` has returned True
-        self._heard = self._interrupted = self._asking = self._told = False
+        self._heard = False  # of a signal to this process
+        self._interrupted = False  # by a first Ctrl-C
+        self._asking = False  # a user's own handler is being called
+        self._told = False  # that a handler was set during the run
         # calls of `reached`; the one to stop at
-        self._steps, self._stop_at = 0, math.inf
-        self._lock, self._left = threading.Lock(), threading.Event()
-        self._requests, self._answers = (
-            coordination.Board("stop"),
-            coordination.Board("stop-at"),
-        )
+        self._steps = 0
+        self._stop_at = math.inf
+        self._lock = threading.Lock()
+        self._left = threading.Event()
+        self._requests = coordination.Board("stop")
+        self._answers = coordination.Board("stop-at")
         self._grouped = self._requests.client is not None
         self._before: dict[int, Any] = {}
 
@@ -119,7 +123,7 @@ class StopSignals:
             self._thread.join(timeout=1)
 
     def reached(self) -> bool:
-        """Returns whether to stop after this step; each process calls it once a step,
+        """Tests whether to stop after this step; each process calls it once a step,
         all get the same.
         """
         self._take_back()
@@ -152,7 +156,8 @@ class StopSignals:
         called, too.
         """
         for number in self._before:
-            if (theirs := signal.getsignal(number)) != self._ask:
+            theirs = signal.getsignal(number)
+            if theirs != self._ask:
                 self._before[number] = signal.signal(number, self._ask)
                 if not self._told:
                     also = (
@@ -287,17 +292,18 @@ def refuse_unjoined() -> None:
         _keep_exit_codes()  # the agent reads them
     if jax.distributed.is_initialized():
         return
-    launcher, size = initialize.detect_launcher(os.environ), "WORLD_SIZE"
+    launcher = initialize.detect_launcher(os.environ)
+    size = "WORLD_SIZE"
     if launcher in (initialize.LAUNCH, TORCHRUN):
         ours = launcher == initialize.LAUNCH
-        number, alone = (
-            ("JAXDIST_NUM_PROCESSES", "JAXDIST_COORDINATOR") if ours else (size, size)
-        )
+        number = "JAXDIST_NUM_PROCESSES" if ours else size
+        alone = "JAXDIST_COORDINATOR" if ours else size
         raise ConfigError(
             f"one of {os.environ.get(number)} processes of {launcher}, but not joined "
             f"to the others; call jaxdist.join() first of all, or unset {alone} to run alone"
         )
-    if (workers := count_ray_workers()) > 1:
+    workers = count_ray_workers()
+    if workers > 1:
         raise ConfigError(
             f"one of {workers} workers of Ray Train, which has not joined them: each would make the run "
             f"alone; start `jaxdist launch` in each worker as examples/ray_train.py does, or give "
@@ -311,7 +317,8 @@ def _keep_exit_codes() -> None:
     """
     if PROCESS.keeps_codes:
         return
-    PROCESS.keeps_codes, show = True, sys.excepthook
+    PROCESS.keeps_codes = True
+    show = sys.excepthook
 
     def end(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if not _is_main():  # of a library's thread: it ends nothing
@@ -320,8 +327,9 @@ def _keep_exit_codes() -> None:
             _fail(error)
         else:
             show(kind, error, trace)
+            code = exit_code_of(error)
             # no shell's
-            if (code := exit_code_of(error)) != 1 and not hasattr(sys, "ps1"):
+            if code != 1 and not hasattr(sys, "ps1"):
                 _leave_tidily(code)
 
     sys.excepthook = end

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 
 from jaxdist.hardware.chips import chip_for, platform_of
 from jaxdist.optim.roles import Role, role_of
-from jaxdist.parallel import execution
 from jaxdist.parallel.formats.format import Recipe
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.step.gradients import build_objective
-from jaxdist.step.prepare import abstract_batch
+from jaxdist.step.programs import forward_program
 from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.trainer.run_config import RunConfig
 
@@ -108,11 +106,9 @@ def share(run: RunConfig, spec: ModelSpec, sample: Sample) -> float:
     recipe = run.precision.recipe
     if recipe is None:
         return 0.0
-    objective = build_objective(spec, compute=run.precision.compute, remat="none")
-    forward = jax.make_jaxpr(lambda t, m, f, b: objective(t, m, f, b, None)[0])
-    with execution.activate(compute=run.precision.compute, recipe=recipe):
-        batch = abstract_batch(spec, sample())
-        program = forward(spec.trainable, spec.model_state, spec.frozen, batch)
+    program = forward_program(
+        spec, sample(), compute=run.precision.compute, recipe=recipe
+    )
     total = jaxpr_flops(program)
     if not total:
         return 0.0

@@ -83,8 +83,8 @@ def source_hash(model: type) -> str:
 
 
 def _topology(devices: np.ndarray) -> dict[str, Any]:
-    """Returns how the chips of TPU devices are joined: `plan` compiles for
-    such slices.
+    """Describes how the chips of TPU devices are joined: `plan` compiles for such
+    slices.
     """
     chip = chips.chip_for(devices.flat[0].device_kind)
     if chip is None or not chip.torus_dims:
@@ -94,7 +94,7 @@ def _topology(devices: np.ndarray) -> dict[str, Any]:
 
 
 def count_chips(devices: np.ndarray, *, machines: int) -> int:
-    """Returns what has a price: chips; where devices are CPUs, which may be emulated,
+    """Counts what has a price: chips; where devices are CPUs, which may be emulated,
     machines.
     """
     device = devices.flat[0]
@@ -161,7 +161,7 @@ def _argv() -> list[str]:
 
 
 def _folder() -> str:
-    """Returns where this process was started; "" if that has been deleted since."""
+    """Finds the folder where this process was started; "" if that has been deleted since."""
     try:
         return os.getcwd()
     except OSError:

@@ -1,76 +1,103 @@
-"""What a run says of itself at its start: run.json, lines for people, events."""
+"""What a run says of itself before its first step: run.json, and lines for people."""
+
+from typing import Any
 
 import jax
 
 from jaxdist.data import Dataset
 from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.step.train_step import TrainStep
-from jaxdist.telemetry.metrics import EXTENDED
 from jaxdist.trainer import (
     batching,
-    elastic,
+    compose,
+    model_flops,
     opening,
     pipeline_report,
+    run_metadata,
     step_lines,
     workdir,
 )
-from jaxdist.trainer.callbacks import CallbackList, Run
-from jaxdist.trainer.description import describe_run
-from jaxdist.trainer.extension import SettledSchedule
-from jaxdist.trainer.saver import Saver
+from jaxdist.trainer.callbacks import Run
+from jaxdist.trainer.compose import Composition
+from jaxdist.trainer.restore import SettledSchedule
+from jaxdist.trainer.run_config import run_fingerprint
 
 
 def describe(
-    run: Run,
-    built: TrainStep,
-    dataset: Dataset,
-    schedule: SettledSchedule,
+    run: Run, built: TrainStep, dataset: Dataset, schedule: SettledSchedule
 ) -> None:
     """Writes run.json and prints what the run will do."""
     composition = run.composition
     devices = built.mesh.devices
     if opening.is_lead():
-        assert run.store is not None
-        description = dict(run.origin) | describe_run(
-            composition, built, dataset, schedule.steps
-        )
-        description[workdir.IDENTITY_KEY] = run.store.run
         workdir.write_json(
             run.folder / workdir.RUN,
-            description | pipeline_report.describe(composition),
+            {
+                **run.origin,
+                **_description(composition, built, dataset, schedule.steps),
+                workdir.IDENTITY_KEY: run.store.run,
+                **pipeline_report.describe(composition),
+            },
         )
     counts = step_lines.counts(composition)
     opening.log(
         f"mesh: {composition.shape} ({devices.size} x {devices.flat[0].device_kind}); {counts}"
     )
-    step = [
+    for line in (
         *step_lines.step_lines(composition, built),
         *batching.balancer(composition, dataset).lines(),
-    ]
-    for line in (
-        *step,
         *pipeline_report.lines(composition),
-        *schedule.lines(run.config),
+        *schedule.lines(run),
     ):
         opening.log(line)
 
 
-def report_start(
-    run: Run, callbacks: CallbackList, saver: Saver, schedule: ScheduleSteps
-) -> None:
-    """Writes the events of a start; loggers begin with them."""
-    assert run.writer is not None
-    step = run.progress.step
-    devices = jax.device_count()
-    callbacks.phase("data", step + 1)
-    resized = elastic.resized(run.folder, run.config, devices)
-    if resized:
-        run.event("resize", step, **resized)
-    run.event("start", step, devices=devices, processes=jax.process_count())
-    saver.report_bad_checkpoints()
-    for part in schedule.extensions:
-        if part.start == step:
-            run.writer.write(step, {EXTENDED: part.end})
-    if step:
-        run.event("restore", step)
-        run.note(f"resumed after step {step}")
+def _description(
+    composition: Composition,
+    built: TrainStep,
+    dataset: Dataset,
+    schedule: ScheduleSteps,
+) -> dict[str, Any]:
+    """Describes the run itself for run.json: devices, mesh, fingerprints, sizes,
+    shardings.
+    """
+    run = composition.config
+    devices = built.mesh.devices
+    description = {
+        "platform": devices.flat[0].platform,
+        "device_kind": devices.flat[0].device_kind,
+        "num_devices": devices.size,
+        "num_processes": jax.process_count(),
+        "mesh": dict(built.rules.shape.sizes),
+        "zero": run.mesh.zero,
+        "accumulation": run.batch.accumulation,
+        "fingerprints": {"config": run_fingerprint(run), "data": dataset.fingerprint},
+        run_metadata.SCHEDULE: schedule.to_json(),
+        "parameters": composition.spec.parameter_count,
+        "active_parameters": model_flops.active_parameters(run, composition.spec),
+        "unit": compose.unit(run),
+        "flops_per_token": model_flops.model_flops(run, composition.spec),
+        "mfu_peak": {
+            "dtype": run.precision.peak,
+            "flops_per_s": model_flops.mfu_peak(run, devices.flat[0]),
+        },
+        "sharding": [
+            {
+                "parameter": placed.path,
+                "dims": list(placed.dims),
+                "names": list(placed.names),
+                "stored": str(placed.stored),
+                "state": str(placed.state),
+                "per_device": list(placed.shard_dims),
+                "bytes": placed.shard_bytes,
+                "copies": placed.replicated_bytes,
+                "why": placed.why,
+            }
+            for placed in composition.placements()
+        ],
+    }
+    # how attention sees sequences that devices share out
+    split = step_lines.context_lines(run, built.rules)
+    if split:
+        description["split_sequences"] = split
+    return description

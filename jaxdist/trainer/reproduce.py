@@ -14,7 +14,10 @@ from typing import Any
 from jaxdist.storage import untrusted
 
 # in run.json
-SOURCE, COMMAND, ENVIRONMENT, HOSTS = "source", "command", "environment", "hosts"
+SOURCE = "source"
+COMMAND = "command"
+ENVIRONMENT = "environment"
+HOSTS = "hosts"
 # of TPUs: {"shape": chips along each ICI dim of a slice, "slices": number}
 TOPOLOGY = "topology"
 
@@ -53,7 +56,8 @@ def without_secrets(words: Sequence[str]) -> list[str]:
     """Returns a command without the values of flags that are named like secrets, and
     users in URLs.
     """
-    shown, is_value = [], False
+    shown = []
+    is_value = False
     for word in words:
         name, equals, _ = word.partition("=")
         is_secret = bool(_SECRET_FLAG.fullmatch(name.lstrip("-")))
@@ -76,45 +80,54 @@ def repeat(
       info: run.json.
       config: flat.
     """
-    stored, source = _fields(info, COMMAND), _fields(info, SOURCE)
+    stored = _fields(info, COMMAND)
+    source = _fields(info, SOURCE)
     words = stored.get("argv")
-    if (
-        not isinstance(words, list)
-        or not words
-        or not all(isinstance(word, str) for word in words)
-    ):
+    if not words or words != _texts(words):
         return None
-    commit, digest = source.get("commit"), source.get("hash")
-    processes, there = info.get("num_processes"), _elsewhere(stored.get("folder"))
+    there = _elsewhere(stored.get("folder"))
     notes = []
     if stored.get("trains"):
-        words, notes = (
-            _train(folder.absolute() if there else folder, config),
-            [_trust(config)],
-        )
+        words = _train(folder.absolute() if there else folder, config)
+        notes.append(_trust(config))
+    processes = info.get("num_processes")
     if type(processes) is int and processes > 1:
-        words, machines = _launch(words, info, processes)
-        notes.insert(0, machines)
-    note = "; ".join(filter(None, notes))
+        machines = max(1, len(set(_texts(info.get(HOSTS)))))
+        each = str(max(1, processes // machines))
+        words = ["jaxdist", "launch", "--processes", each, "--", *words]
+        if machines > 1:
+            notes.insert(0, f"on each of {machines} machines, under a scheduler")
     command = " ".join(
         [*there, *_assignments(_fields(info, ENVIRONMENT)), shlex.join(words)]
     )
-    command += f"  # {note}" if note else ""
+    note = "; ".join(filter(None, notes))
+    if note:
+        command += f"  # {note}"
     return {
         "command": untrusted.printable(command),
-        "commit": commit
-        if isinstance(commit, str) and re.fullmatch("[0-9a-f]{7,64}", commit)
-        else None,
+        "commit": _hex(source.get("commit"), "[0-9a-f]{7,64}"),
         "dirty": source.get("dirty") is True,
-        "source": digest
-        if isinstance(digest, str) and re.fullmatch("[0-9a-f]{8,64}", digest)
-        else None,
+        "source": _hex(source.get("hash"), "[0-9a-f]{8,64}"),
     }
 
 
 def _fields(info: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = info.get(name)
     return value if isinstance(value, dict) else {}
+
+
+def _texts(value: object) -> list[str]:
+    """Lists the texts in a list; [] if it is none."""
+    if not isinstance(value, list | tuple):
+        return []
+    return [item for item in value if isinstance(item, str)]
+
+
+def _hex(value: object, pattern: str) -> str | None:
+    """Returns a hexadecimal text; None if it is none."""
+    if isinstance(value, str) and re.fullmatch(pattern, value):
+        return value
+    return None
 
 
 def _elsewhere(started: object) -> list[str]:
@@ -127,65 +140,28 @@ def _elsewhere(started: object) -> list[str]:
 
 
 def _train(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """Lists the words of the command that trains into another workdir."""
     place = folder if folder.name not in ("", "..") else folder.resolve()
-    again = ["--workdir", f"{place}-again"]
-    own = [
-        "python",
-        "-m",
-        "jaxdist.train",
-        "--config",
-        str(folder / "config.json"),
-        *again,
-    ]
+    words = ["python", "-m", "jaxdist.train", "--config", str(folder / "config.json")]
+    words += ["--workdir", f"{place}-again"]
     where = config.get("checkpoint.folder")
-    return (
-        [*own, f"--config.checkpoint.folder={where.rstrip('/')}-again"]
-        if isinstance(where, str) and where
-        else own
-    )
+    if isinstance(where, str) and where:
+        words.append(f"--config.checkpoint.folder={where.rstrip('/')}-again")
+    return words
 
 
 def _trust(config: Mapping[str, Any]) -> str:
-    """Returns what has to be named on the command line, since it is code of
+    """Formats what has to be named on the command line, since it is code of
     somebody's.
     """
-    target, named = config.get("model.target"), config.get("train.loggers")
-    flags = [f"--config.model.target={target}"] * (
-        isinstance(target, str) and not target.startswith(_OURS)
-    )
-    loggers = (
-        [name for name in named if isinstance(name, str)]
-        if isinstance(named, list | tuple)
-        else []
-    )
+    flags = []
+    target = config.get("model.target")
+    if isinstance(target, str) and not target.startswith(_OURS):
+        flags.append(f"--config.model.target={target}")
+    loggers = _texts(config.get("train.loggers"))
     if any(":" in name for name in loggers):
         flags.append(f"--config.train.loggers={','.join(loggers)}")
     return f"if you trust this code, add {shlex.join(flags)}" if flags else ""
-
-
-def _launch(
-    words: list[str], info: Mapping[str, Any], processes: int
-) -> tuple[list[str], str]:
-    """Returns the command that starts a group's processes, and on how many machines."""
-    stored = info.get(HOSTS)
-    hosts = (
-        [host for host in stored if isinstance(host, str)]
-        if isinstance(stored, list)
-        else []
-    )
-    machines = max(1, len(set(hosts)))
-    each = [
-        "jaxdist",
-        "launch",
-        "--processes",
-        str(max(1, processes // machines)),
-        "--",
-        *words,
-    ]
-    return (
-        each,
-        f"on each of {machines} machines, under a scheduler" if machines > 1 else "",
-    )
 
 
 def _assignments(known: Mapping[str, Any]) -> list[str]:
@@ -204,8 +180,14 @@ def as_lines(repeat: Mapping[str, Any] | None) -> list[str]:
     """Returns the command, and what it needs, for people."""
     if repeat is None:
         return []
-    commit, digest = repeat["commit"], repeat["source"]
-    facts = [f"commit {commit[:12]}"] if commit else []
-    facts += ["with changes that were not committed"] if repeat["dirty"] else []
-    facts += [f"source {digest}"] if digest else []
-    return [repeat["command"], *([f"of {', '.join(facts)}"] if facts else [])]
+    facts = []
+    if repeat["commit"]:
+        facts.append(f"commit {repeat['commit'][:12]}")
+    if repeat["dirty"]:
+        facts.append("with changes that were not committed")
+    if repeat["source"]:
+        facts.append(f"source {repeat['source']}")
+    lines = [repeat["command"]]
+    if facts:
+        lines.append(f"of {', '.join(facts)}")
+    return lines

@@ -1,43 +1,148 @@
-"""The checkpoints that a run goes on from: at its start the newest, after a fault an
-older one.
+"""What a run goes on from: its schedule; a checkpoint, at its start the newest, after a
+fault an older one.
 """
 
+import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manager as checkpoints
+from jaxdist.checkpoint import files, manifest
 from jaxdist.checkpoint.files import CheckpointError, StepInfo
-from jaxdist.checkpoint.manager import CheckpointManager, Restored
+from jaxdist.checkpoint.manager import CheckpointManager, Restored, Wanted
 from jaxdist.checkpoint.state_dict import LayoutError
 from jaxdist.config import ConfigError
 from jaxdist.data import Dataset
 from jaxdist.distributed import coordination
-from jaxdist.storage import run_format
-from jaxdist.storage.untrusted import Malformed, of_kind, read_json
+from jaxdist.optim import schedules
+from jaxdist.optim.schedules import ScheduleSteps
+from jaxdist.storage import run_format, untrusted
 from jaxdist.telemetry.metrics import read_events
-from jaxdist.trainer import workdir
+from jaxdist.trainer import run_metadata, workdir
 from jaxdist.trainer.callbacks import Run
-from jaxdist.trainer.health import SKIPPED_FILE, Diverged, SkippingDataset
-from jaxdist.trainer.progress import progress_of
+from jaxdist.trainer.health import SKIPPED_FILE, Diverged
 
-_MAX_BATCHES = 2**62
-SKIPPED = "skipped_data"  # in a checkpoint's metadata: the windows then known
-CALLBACKS = "callbacks"  # in a checkpoint's metadata: what it keeps of each, by name
-READER = "data_state"  # in a checkpoint's metadata: the state of a caller's iterator
+# --- the schedule ---------------------------------------------------------------------
+
+
+class SettledSchedule(NamedTuple):
+    """The schedule that a run trains with from now on."""
+
+    steps: ScheduleSteps
+    back_to: int | None  # the checkpoint to go on from; None: the newest
+    newest: int  # step of the newest checkpoint, 0 without one
+
+    def lines(self, run: Run) -> list[str]:
+        """Lists what to print at the start."""
+        config = run.config
+        if config.optimizer.name == "given":
+            return []
+        lines = schedules.describe(
+            config.optimizer,
+            self.steps,
+            train_steps=config.train.steps,
+            global_size=config.batch.global_size,
+        )
+        if self.back_to is not None:
+            again = f"steps {self.back_to + 1}-{self.newest} are done again, and their rows replaced"
+            lines.append(
+                f"back to the checkpoint {self.back_to}, where the decay began: {again}"
+            )
+        return lines
+
+    def milestones(self, run: Run) -> frozenset[int]:
+        """Finds the steps to save and keep: where wsd's decay begins, which a longer
+        run goes on from.
+        """
+        saves = run.config.checkpoint
+        by_rule = saves.interval == "auto" or saves.every_steps or saves.every_minutes
+        if not (by_rule or saves.save_at_end):
+            return frozenset()
+        optimizer = run.config.optimizer
+        if optimizer.schedule != "wsd":
+            return frozenset()
+        if not schedules.depends_on_train_steps(optimizer):
+            return frozenset()
+        return frozenset({schedules.decay_start(optimizer, self.steps)})
+
+
+def settle_schedule(run: Run) -> SettledSchedule:
+    """Decides the schedule of a run: as its checkpoints say, extended where
+    `train.steps` was raised.
+
+    Every process makes the call, the first decides.
+
+    Raises:
+      ConfigError: what is stored of the schedule cannot be read.
+    """
+    settled: Any = None
+    with coordination.raise_on_all():
+        if jax.process_index() == 0:
+            steps, *rest = _settle(run)
+            settled = [steps.to_json(), *rest]
+    value, back_to, newest = coordination.broadcast(settled)
+    return SettledSchedule(ScheduleSteps.from_json(value), back_to, newest)
+
+
+def _settle(run: Run) -> SettledSchedule:
+    config = run.config
+    store = run.store
+    metadata = manifest.newest_metadata(store.folder, store.run)
+    if "progress" not in metadata:
+        steps = schedules.settle(config.optimizer, config.train.steps)
+        return SettledSchedule(steps, None, 0)
+    done: int = metadata["progress"]["step"]
+    stored = run_metadata.schedule_of(metadata)
+
+    def saved(step: int) -> bool:
+        with contextlib.suppress(CheckpointError, OSError):
+            return step in store.steps() and bool(
+                manifest.check(store.folder, step, run=store.run)
+            )
+        return False
+
+    def back_to(steps: ScheduleSteps) -> int | None:
+        for part in steps.extensions:
+            if part not in stored.extensions and part.start < done:
+                return part.start
+        return None
+
+    # run.json may know of an extension from which nothing has been saved yet.
+    noted = _noted_steps(run.folder)
+    if noted is not None and noted.end == config.train.steps:
+        known = noted.extensions[: len(stored.extensions)]
+        start = back_to(noted)
+        if replace(noted, extensions=known) == stored:
+            if start is None or saved(start):
+                return SettledSchedule(noted, start, done)
+    steps = schedules.extend(
+        config.optimizer, stored, done=done, train_steps=config.train.steps, saved=saved
+    )
+    return SettledSchedule(steps, back_to(steps), done)
+
+
+def _noted_steps(folder: Path) -> ScheduleSteps | None:
+    """Reads the schedule in run.json; None if there is none."""
+    with contextlib.suppress(OSError, untrusted.Malformed):
+        document = untrusted.read_json(folder / run_format.RUN, dict)
+        if document.get(run_metadata.SCHEDULE):
+            return ScheduleSteps.from_json(document[run_metadata.SCHEDULE])
+    return None
+
+
+# --- the checkpoint -------------------------------------------------------------------
 
 
 def has_checkpoint(run: Run) -> bool:
-    """Tells whether a run can be resumed. Every process makes the call.
+    """Tests whether a run can be resumed. Every process makes the call.
 
     Raises:
       CheckpointError: the run has saved, but its checkpoints are gone.
     """
-    assert run.store is not None
-    if coordination.broadcast(folders.has_steps(run.store.folder)):
+    if coordination.broadcast(files.has_steps(run.store.folder)):
         return True
     events = read_events(run.folder)
     has_saved = any(event["event"] == "save" and event.get("ok") for event in events)
@@ -63,8 +168,6 @@ def restore_checkpoint(run: Run, dataset: Dataset, back_to: int | None) -> Resto
       ConfigError: its model, optimizer, config or data are others.
     """
     store = run.store
-    assert run.built is not None
-    assert store is not None
     try:
         restored = store.restore(trained(run.built.views.abstract), back_to)
     except LayoutError as error:
@@ -79,8 +182,7 @@ def restore_checkpoint(run: Run, dataset: Dataset, back_to: int | None) -> Resto
         for step, reason in error.steps.items():
             run.event("bad_checkpoint", step, reason=reason)
         raise
-    if workdir.CONFIG_KEY in restored.metadata:
-        workdir.check_stored_config(restored.metadata, run.config, store.folder)
+    workdir.check_stored_config(restored.metadata, run.config, store.folder)
     workdir.check_data(restored.metadata, dataset)
     if back_to is not None:
         _set_aside(
@@ -91,24 +193,17 @@ def restore_checkpoint(run: Run, dataset: Dataset, back_to: int | None) -> Resto
     return restored
 
 
-def trained(abstract: Any) -> checkpoints.Wanted:
-    """Returns what a store's `restore` asks of a step: `abstract`, if the step is one
-    of a run in training.
+def trained(abstract: Any) -> Wanted:
+    """Makes what a store's `restore` asks of a step: `abstract`, if the step is one of
+    a run in training.
 
     A step that is not counts as damaged: an older one is tried.
     """
 
     def wanted(info: StepInfo) -> Any:
         try:
-            progress_of(info.metadata)
-            of_kind(
-                info.metadata.get("fingerprints", {}).get("data"),
-                str,
-                "the data's fingerprint",
-            )
-            _checked(info.metadata.get(SKIPPED, []))
-            of_kind(info.metadata.get(CALLBACKS, {}), dict, CALLBACKS)
-        except Malformed as error:
+            run_metadata.check(info.metadata)
+        except untrusted.Malformed as error:
             raise CheckpointError(
                 f"its metadata is not that of a run in training: {error}"
             ) from error
@@ -117,11 +212,8 @@ def trained(abstract: Any) -> checkpoints.Wanted:
     return wanted
 
 
-# --- going back -----------------------------------------------------------------------
-
-
 def skipped_windows(folder: Path, metadata: Mapping[str, Any]) -> list[list[int]]:
-    """Returns the windows of batches that the run of a workdir leaves out.
+    """Reads the windows of batches that the run of a workdir leaves out.
 
     The workdir's file knows all, also those found after the checkpoint; a checkpoint
     that was taken elsewhere has its own list.
@@ -131,61 +223,51 @@ def skipped_windows(folder: Path, metadata: Mapping[str, Any]) -> list[list[int]
     """
     file = folder / SKIPPED_FILE
     try:
-        document = run_format.unmarked(read_json(file, dict), file)
-        return _checked(document.get("windows"))
+        document = run_format.unmarked(untrusted.read_json(file, dict), file)
+        return run_metadata.check_windows(document.get("windows"))
     except FileNotFoundError:
-        return metadata.get(SKIPPED, [])
-    except Malformed as error:
+        return metadata.get(run_metadata.SKIPPED, [])
+    except untrusted.Malformed as error:
         raise ConfigError(f"{file} is damaged ({error}); put it back") from error
 
 
-def _checked(windows: object) -> list[list[int]]:
-    """Returns what is a list of windows; raises Malformed if it is none."""
-    for window in of_kind(windows, list, "windows"):
-        if not _is_window(window):
-            raise Malformed(f"{window!r:.40} is no [first, end] of batches")
-    return windows  # type: ignore[return-value]
+# --- going back -----------------------------------------------------------------------
 
 
-def _is_window(value: Any) -> bool:
-    whole = isinstance(value, list) and [type(n) for n in value] == [int, int]
-    return whole and 0 <= value[0] <= value[1] < _MAX_BATCHES
+def roll_back(run: Run, fault: Diverged) -> Restored | None:
+    """Restores the newest good checkpoint before a fault. Every process makes the call.
 
-
-def roll_back(
-    store: CheckpointManager,
-    folder: Path,
-    abstract: Any,
-    dataset: SkippingDataset,
-    fault: Diverged,
-) -> tuple[Restored, SkippingDataset] | None:
-    """Returns the newest good checkpoint before the fault, and the dataset without what
+    Newer checkpoints go to quarantine. From then on the run's dataset leaves out what
     came since.
 
-    Newer checkpoints go to quarantine. None if no checkpoint can be used. Each process
-    makes the call.
+    Returns:
+      The checkpoint; None if none can be used.
     """
+    store = run.store
+    dataset = run.dataset
+    assert dataset is not None
     store.wait()
-    before, restored = fault.first, None
+    before = fault.first
+    restored = None
     while restored is None:
         known = [step for step in store.steps() if step < before]
         before = coordination.broadcast(max(known, default=-1))
         if before < 0:
             return None
-        try:
-            restored = store.restore(trained(abstract), before)
-        except CheckpointError:
-            continue
-    without = dataset.without(before + 1, fault.last if fault.skip else before)
+        with contextlib.suppress(CheckpointError):
+            restored = store.restore(trained(run.built.views.abstract), before)
+    run.dataset = dataset.without(before + 1, fault.last if fault.skip else before)
     if jax.process_index() == 0:
         # In this order: should we die in between, the next start does the same again.
         _set_aside(store, before, f"rolled back to step {before}: {fault}")
-        workdir.write_json(folder / SKIPPED_FILE, {"windows": without.windows})
-    return restored, without
+        windows = {"windows": run.dataset.windows}
+        workdir.write_json(run.folder / SKIPPED_FILE, windows)
+    return restored
 
 
 def _set_aside(store: CheckpointManager, after: int, reason: str) -> None:
     """Moves the steps after one to quarantine: another way leads on from it."""
     if jax.process_index() == 0:
-        for step in reversed([n for n in folders.all_steps(store.folder) if n > after]):
-            folders.quarantine(store.folder, step, reason, undone=True)
+        for step in reversed(files.all_steps(store.folder)):
+            if step > after:
+                files.quarantine(store.folder, step, reason, undone=True)

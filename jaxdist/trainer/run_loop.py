@@ -1,18 +1,17 @@
 """The loop of a run with what it needs: display, log of steps, saver."""
 
-from functools import partial
-
 import jax
 
 from jaxdist.checkpoint.manager import NotOwner
 from jaxdist.data import SourceError
 from jaxdist.telemetry.display import Display
-from jaxdist.trainer import compose, extension, model_flops, opening, reporting
+from jaxdist.telemetry.metrics import EXTENDED
+from jaxdist.trainer import compose, elastic, model_flops, opening
 from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd
-from jaxdist.trainer.extension import SettledSchedule
 from jaxdist.trainer.loop import Trainer, TrainingStopped
 from jaxdist.trainer.preemption import StopSignals
-from jaxdist.trainer.saver import Saver, checkpoint_metadata, failure_rate
+from jaxdist.trainer.restore import SettledSchedule
+from jaxdist.trainer.saver import Saver
 from jaxdist.trainer.start import Start
 from jaxdist.trainer.step_log import StepLog
 
@@ -56,28 +55,12 @@ def train_to_end(
       TrainingStopped: losses stayed non-finite, or a checkpoint could not be written.
       SourceError: the data cannot be read.
     """
-    assert run.built is not None and run.store is not None and run.writer is not None
-    log = StepLog(
-        config=run.config,
-        progress=run.progress,
-        writer=run.writer,
-        display=display,
-        throughput=model_flops.throughput(
-            run.composition, run.built.mesh, start.step_flops
-        ),
-        samples=run.samples,
-        callbacks=callbacks,
+    throughput = model_flops.throughput(
+        run.composition, run.built.mesh, start.step_flops
     )
-    run.store.milestones = extension.milestones(run.config, schedule.steps)
-    saver = Saver(
-        store=run.store,
-        views=run.built.views,
-        writer=run.writer,
-        display=display,
-        metadata=partial(checkpoint_metadata, run, schedule.steps, callbacks),
-        failures=partial(failure_rate, run),
-        on_save=callbacks.save,
-    )
+    log = StepLog(run, callbacks, display, throughput)
+    run.store.milestones = schedule.milestones(run)
+    saver = Saver(run, callbacks, schedule.steps)
     # They may delete in a store what has expired: by now is known what is kept.
     callbacks.load(start.callbacks)
     trainer = Trainer(
@@ -91,7 +74,7 @@ def train_to_end(
     end = trainer.end_without_steps(start.state)
     if end is not None:
         return end
-    reporting.report_start(run, callbacks, saver, schedule.steps)
+    _report_start(run, callbacks, saver, schedule)
     try:
         state, reason = trainer.train(start.state)
     except (
@@ -105,6 +88,26 @@ def train_to_end(
             raise TrainingStopped(str(error), error.reason) from error
         raise
     return trainer.finish(state, reason)
+
+
+def _report_start(
+    run: Run, callbacks: CallbackList, saver: Saver, schedule: SettledSchedule
+) -> None:
+    """Writes the events of a start; loggers begin with them."""
+    step = run.progress.step
+    devices = jax.device_count()
+    callbacks.phase("data", step + 1)
+    resized = elastic.resized(run.folder, run.config, devices)
+    if resized:
+        run.event("resize", step, **resized)
+    run.event("start", step, devices=devices, processes=jax.process_count())
+    saver.report_bad_checkpoints()
+    for part in schedule.steps.extensions:
+        if part.start == step:
+            run.writer.write(step, {EXTENDED: part.end})
+    if step:
+        run.event("restore", step)
+        run.note(f"resumed after step {step}")
 
 
 def _report_stop(run: Run, error: Exception) -> None:

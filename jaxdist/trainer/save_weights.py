@@ -60,7 +60,8 @@ def write(
         store.save(
             int(state.step), state, {**(metadata or {}), **workdir.stored_config(run)}
         )
-        if failed := [saved.error for saved in store.poll() if saved.error]:
+        failed = [saved.error for saved in store.poll() if saved.error]
+        if failed:
             raise failed[0]
     if jax.process_index() == 0:
         workdir.write_json(

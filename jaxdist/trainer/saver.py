@@ -1,25 +1,20 @@
 """The hook that saves: when a checkpoint is due, and what became of the saves."""
 
-import math
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from jaxdist.checkpoint.interval import mean_time_between_failures
-from jaxdist.checkpoint.manager import CheckpointManager, SaveResult
+from jaxdist.checkpoint.manager import SaveResult
 from jaxdist.distributed import coordination
 from jaxdist.optim.schedules import ScheduleSteps
-from jaxdist.step.checkpoint_views import CheckpointViews
 from jaxdist.telemetry import clock
-from jaxdist.telemetry.display import Display
-from jaxdist.telemetry.metrics import MetricsWriter
 from jaxdist.telemetry.units import duration_text, time_text
-from jaxdist.trainer import extension, restore, workdir
+from jaxdist.trainer import run_metadata, workdir
 from jaxdist.trainer.callbacks import CallbackList, Run, StepView
-from jaxdist.trainer.progress import Progress
 from jaxdist.trainer.run_config import run_fingerprint
+from jaxdist.trainer.run_metadata import Progress
 
 PREPARED_AFTER = 2  # steps of a start; the first of them is then on its way to the log
 
@@ -30,7 +25,7 @@ def checkpoint_metadata(
     callbacks: CallbackList,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Returns what a checkpoint keeps beside its arrays."""
+    """Collects what a checkpoint keeps beside its arrays."""
     assert run.dataset is not None
     metadata = {
         "progress": asdict(progress),
@@ -39,49 +34,35 @@ def checkpoint_metadata(
             "data": run.dataset.fingerprint,
         },
         **workdir.stored_config(run.config),
-        extension.SCHEDULE_KEY: schedule.to_json(),
-        restore.SKIPPED: run.dataset.windows,
-        restore.CALLBACKS: callbacks.state(),
+        run_metadata.SCHEDULE: schedule.to_json(),
+        run_metadata.SKIPPED: run.dataset.windows,
+        run_metadata.CALLBACKS: callbacks.state(),
     }
     reader = run.dataset.reader_state(progress.step)
     if reader is not None:
-        metadata[restore.READER] = reader
+        metadata[run_metadata.READER] = reader
     return metadata
-
-
-def failure_rate(run: Run) -> tuple[float, str]:
-    """Returns the seconds between failures of a run, and whose word that is."""
-    failures, seconds = clock.current().failures()
-    return mean_time_between_failures(
-        failures,
-        seconds,
-        chips=run.num_chips,
-        chip_hours_per_failure=run.config.checkpoint.chip_hours_per_failure,
-    )
 
 
 @dataclass
 class Saver:
     """Saves in the background, and reports each save as an event once it has ended."""
 
-    store: CheckpointManager
-    views: CheckpointViews
-    writer: MetricsWriter
-    display: Display
-    # what a checkpoint says beside its arrays
-    metadata: Callable[[Progress], dict[str, Any]]
-    # seconds between, and by what
-    failures: Callable[[], tuple[float, str]] = lambda: (math.inf, "")
-    # told of each checkpoint that is whole
-    on_save: Callable[[int], None] = lambda step: None
+    run: Run
+    callbacks: CallbackList
+    schedule: ScheduleSteps  # that the run trains with
     # of the last save; "" if it has succeeded
     failure: str = field(default="", init=False)
     _prepared: Future[None] | None = field(default=None, init=False)
     # by step, of saves under way
     _blocked_s: dict[int, float] = field(default_factory=dict, init=False)
 
+    def __post_init__(self) -> None:
+        self.store = self.run.store
+        self.views = self.run.built.views
+
     def is_due(self, step: int) -> bool:
-        """Returns whether `checkpoint.*` wants a save after this step."""
+        """Tests whether `checkpoint.*` wants a save after this step."""
         return self.store.should_save(step, time.monotonic())
 
     def __call__(self, view: StepView) -> None:
@@ -92,7 +73,9 @@ class Saver:
         if self.store.should_save(
             view.step, time.monotonic(), last=view.last, stopped=required
         ):
-            metadata = self.metadata(view.progress)
+            metadata = checkpoint_metadata(
+                self.run, self.schedule, self.callbacks, view.progress
+            )
             if self._prepared:
                 self._prepared.result()
             began = time.monotonic()
@@ -127,14 +110,14 @@ class Saver:
         for save in self.store.poll():
             error = save.error and str(save.error)
             sizes = {"seconds": save.seconds, "bytes": save.bytes}
-            self.writer.event("save", save.step, ok=save.ok, error=error, **sizes)
+            self.run.event("save", save.step, ok=save.ok, error=error, **sizes)
             if not save.ok:
                 note = "failed" if last else "failed, training goes on"
-                self.display.note(f"checkpoint {save.step} {note}: {error}")
+                self.run.note(f"checkpoint {save.step} {note}: {error}")
             self.failure = "" if save.ok else error or "it failed"
             self._choose_interval(save)
             if save.ok:
-                self.on_save(save.step)
+                self.callbacks.save(save.step)
 
     def _choose_interval(self, save: SaveResult) -> None:
         """Lets a save that has succeeded say how often to save, where the config leaves
@@ -143,11 +126,17 @@ class Saver:
         blocked_s = self._blocked_s.pop(save.step, None)
         if not save.ok or blocked_s is None or self.store.config.interval == "fixed":
             return
-        if fields := self.store.interval.measured(
-            blocked_s, save.seconds, self.failures()
-        ):
-            self.writer.event("save_interval", save.step, **fields)
-            self.display.note(
+        failures, seconds = clock.current().failures()
+        between_failures = mean_time_between_failures(
+            failures,
+            seconds,
+            chips=self.run.num_chips,
+            chip_hours_per_failure=self.store.config.chip_hours_per_failure,
+        )
+        fields = self.store.interval.measured(blocked_s, save.seconds, between_failures)
+        if fields:
+            self.run.event("save_interval", save.step, **fields)
+            self.run.note(
                 f"saving every {duration_text(fields['interval_s'])}: a save stops training for "
                 f"{time_text(fields['blocked_s'])} and is written in {time_text(fields['written_s'])}, "
                 f"failures come every {duration_text(fields['mtbf_s'])} ({fields['mtbf_by']})"
@@ -156,8 +145,8 @@ class Saver:
     def report_bad_checkpoints(self) -> None:
         """Writes an event for each checkpoint that a restore could not use."""
         for step, reason in self.store.bad_steps.items():
-            self.writer.event("bad_checkpoint", step, reason=reason)
-            self.display.note(f"checkpoint {step} cannot be used: {reason}")
+            self.run.event("bad_checkpoint", step, reason=reason)
+            self.run.note(f"checkpoint {step} cannot be used: {reason}")
 
     def finish(self, step: int) -> str:
         """Waits for the save under way; returns what is lost if the last save has
@@ -170,9 +159,11 @@ class Saver:
         """
         ended = self.store.wait()
         self.report(last=True)
-        failure = self.failure if ended else self.store.delay()
-        if failure := coordination.first_error(failure):
-            # not asked of a disk that may be stuck
-            good = coordination.broadcast(self.store.newest)
-            return f"the run resumes at step {good}, steps {good + 1}-{step} are lost: {failure}"
-        return ""
+        failure = coordination.first_error(
+            self.failure if ended else self.store.delay()
+        )
+        if not failure:
+            return ""
+        # not asked of a disk that may be stuck
+        good = coordination.broadcast(self.store.newest)
+        return f"the run resumes at step {good}, steps {good + 1}-{step} are lost: {failure}"

@@ -25,7 +25,7 @@ from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.models import registry
 from jaxdist.models.model_values import for_logits
 from jaxdist.storage import run_format
-from jaxdist.trainer import config_json, workdir
+from jaxdist.trainer import run_metadata, workdir
 from jaxdist.trainer.run_config import RunConfig, model_defaults
 from jaxdist.trainer.weight_source import ImpliedConfig
 
@@ -89,12 +89,12 @@ class SourceRun:
 
     def config_of(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the config that a step's metadata holds, {} if it holds none."""
-        config = config_json.tupled(group_of(metadata, workdir.CONFIG_KEY))
+        config = workdir.tupled(group_of(metadata, run_metadata.CONFIG))
         return config | {"model": group_of(config, "model")}
 
 
 def locate(name: str) -> SourceRun:
-    """Returns what FOLDER or FOLDER@STEP means: a workdir, its checkpoints, or a step
+    """Finds the run of FOLDER or FOLDER@STEP: a workdir, its checkpoints, or a step
     in it; also gs://.
 
     Raises:
@@ -108,12 +108,10 @@ def locate(name: str) -> SourceRun:
     except run_format.OtherVersion as error:
         raise run_format.OtherVersion(f"init.from_run={name}: {error}") from error
     except ConfigError as error:
-        made = os.path.split(name)  # runs/CONFIG, unless a run was told otherwise
-        cure = (
-            f", or make it: python -m jaxdist.train --config {made[1]}"
-            if made[0] == "runs"
-            else ""
-        )
+        cure = ""
+        parent, config = os.path.split(name)
+        if parent == "runs":  # runs/CONFIG, unless a run was told otherwise
+            cure = f", or make it: python -m jaxdist.train --config {config}"
         raise ConfigError(
             f"init.from_run={name}: {error}; give the workdir of a run{cure}"
         ) from error

@@ -59,7 +59,8 @@ def context_lines(run: RunConfig, rules: Rules) -> list[str]:
     if rules.shape.sizes["context"] == 1:
         return []
     for cost in costs_of(run):
-        if lines := cost.explain(rules, itemsize_of(run)):
+        lines = cost.explain(rules, itemsize_of(run))
+        if lines:
             return lines
     return []
 

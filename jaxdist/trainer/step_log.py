@@ -5,7 +5,7 @@ elapsed time.
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import jax
@@ -13,11 +13,10 @@ import jax
 from jaxdist.data.loader import Loader
 from jaxdist.step.state import Metrics
 from jaxdist.telemetry.display import Display
-from jaxdist.telemetry.metrics import MetricsWriter, Throughput
-from jaxdist.trainer.callbacks import CallbackList, RowView
+from jaxdist.telemetry.metrics import Throughput
+from jaxdist.trainer.callbacks import CallbackList, RowView, Run
 from jaxdist.trainer.health import Monitor
-from jaxdist.trainer.progress import Progress
-from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_metadata import Progress
 
 _ARRAY_ROWS = 50  # about so many of a run: of 48 layers with 128 experts 2 MB
 
@@ -45,21 +44,19 @@ class StepLog:
     training time.
     """
 
-    config: RunConfig
-    progress: Progress
-    writer: MetricsWriter
+    run: Run
+    callbacks: CallbackList
     display: Display
     throughput: Throughput
-    # first and last global sample index of a step's batch
-    samples: Callable[[int], tuple[int, int]]
-    callbacks: CallbackList
 
     def __post_init__(self) -> None:
+        config = self.run.config
+        self.progress = self.run.progress
         self._monitor = Monitor(
-            self.config.health,
-            nonfinite_limit=self.config.optimizer.nonfinite_limit,
-            samples=self.samples,
-            event=self.writer.event,
+            config.health,
+            nonfinite_limit=config.optimizer.nonfinite_limit,
+            samples=self.run.samples,
+            event=self.run.event,
             note=self.display.note,
         )
         self.paused_s = 0.0  # in all pauses so far
@@ -74,7 +71,8 @@ class StepLog:
         self._pending.clear()
         self._tokens.clear()
         self._loader = loader
-        progress, waited_s = self.progress, self._monitor.waited_s
+        progress = self.progress
+        waited_s = self._monitor.waited_s
         self._window = MetricsWindow(
             time.monotonic(),
             progress.step,
@@ -127,16 +125,19 @@ class StepLog:
         self._tokens.append(metrics["tokens"])
         self.display.step(number)
         if (
-            number in (1, self.config.train.steps)
-            or number % self.config.train.log_every == 0
+            number in (1, self.run.config.train.steps)
+            or number % self.run.config.train.log_every == 0
         ):
             self._write_row(number, metrics)
 
     def _write_row(self, number: int, metrics: Metrics) -> None:
-        now, window = time.monotonic(), self._window
+        now = time.monotonic()
+        window = self._window
         self._count_tokens()
-        seen, waited_s = self.progress.tokens_seen, self._monitor.waited_s
-        seconds, steps = now - window.began - window.paused_s, number - window.step
+        seen = self.progress.tokens_seen
+        waited_s = self._monitor.waited_s
+        seconds = now - window.began - window.paused_s
+        steps = number - window.step
         scalars = {name: x for name, x in metrics.items() if x.ndim == 0}
         values = {name: x.item() for name, x in jax.device_get(scalars).items()}
         del values["tokens"], values["skipped"]
@@ -154,24 +155,26 @@ class StepLog:
                 device_wait_s=waited_s - window.device_wait_s,
             )
         )
-        if balancer := self._loader.balancer:
+        balancer = self._loader.balancer
+        if balancer:
             row |= balancer.metrics(number - 1)
         self.progress.elapsed_s += seconds
         self._window = MetricsWindow(
             now, number, seen, self._loader.data_wait_s, waited_s
         )
-        self.writer.write(number, row)
+        self.run.writer.write(number, row)
         self.display.row(number, row)
         if self._keeps_arrays(number):
-            self.writer.write_arrays(
+            self.run.writer.write_arrays(
                 number, jax.device_get({n: x for n, x in metrics.items() if x.ndim})
             )
 
     def _keeps_arrays(self, number: int) -> bool:
-        """Returns whether the row of a step has its arrays written too: the first, the
+        """Tests whether the row of a step has its arrays written too: the first, the
         last, some between.
         """
-        steps, log_every = self.config.train.steps, self.config.train.log_every
+        steps = self.run.config.train.steps
+        log_every = self.run.config.train.log_every
         every = -(-steps // _ARRAY_ROWS)
         return number in (1, steps) or number // every > (number - log_every) // every
 

@@ -6,20 +6,21 @@ The loop is `trainer.loop`. What else a run does is a list of callbacks
 
 import contextlib
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxdist.step.state import State
+from jaxdist.telemetry.display import lively
 from jaxdist.trainer import (
     elastic,
-    extension,
     initial_weights,
     opening,
     preemption,
     reporting,
+    restore,
     run_loop,
     validation,
 )
@@ -105,16 +106,15 @@ def train(
             folder=folder,
             devices=devices,
             note=opening.log,
-            say=_lively(opening.log, everyone),
+            say=lively(opening.log, everyone.progress),
             preempt=lambda reason: signals.hear(signal.SIGTERM),
         )
         try:
             everyone.phase("start")
             opening.open_workdir(current, requested, everyone, stack)
-            assert current.store is not None
             everyone.start(current)
-            schedule = extension.settle_schedule(config, folder, current.store)
-            dataset = opening.open_dataset(config, folder, inputs, current.say)
+            schedule = restore.settle_schedule(current)
+            dataset = opening.open_dataset(config, folder, inputs.dataset, current.say)
             built = composition.build_step(
                 devices,
                 max_traces=MAX_TRACES,
@@ -124,7 +124,13 @@ def train(
             reporting.describe(current, built, dataset, schedule)
             current.built = built
             start = init_or_restore(
-                current, dataset, everyone.phase, inputs, sources, schedule.back_to
+                current,
+                dataset,
+                everyone.phase,
+                sources,
+                back_to=schedule.back_to,
+                build=inputs.build,
+                given=inputs.initial,
             )
             with run_loop.build_display(current) as display:
                 if title:
@@ -140,15 +146,3 @@ def train(
                 everyone.fault(error)
             raise
         return TrainResult(composition, built, end.state, end.stopped, end.reason)
-
-
-def _lively(
-    say: Callable[[str], None], callbacks: CallbackList
-) -> Callable[[str], None]:
-    """Makes a `say` whose lines show callbacks that work goes on."""
-
-    def speak(text: str) -> None:
-        callbacks.progress(text)
-        say(text)
-
-    return speak

@@ -1,4 +1,7 @@
-"""The folder of a run: its lock, its config, and the check of a config on resume."""
+"""The folder of a run: its lock, its config.json, and the check of a config on resume.
+
+Somebody else may have written a config.json, or its copy in a checkpoint.
+"""
 
 import contextlib
 import json
@@ -12,14 +15,17 @@ from jaxdist.checkpoint.files import CheckpointError, as_path, has_steps
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError, is_text, schema
 from jaxdist.data import Dataset
+from jaxdist.models import registry
 from jaxdist.storage import atomic, lock, run_format, untrusted
-from jaxdist.trainer import config_json, extension
-from jaxdist.trainer.run_config import RunConfig, keys_that_may_change
+from jaxdist.trainer import run_metadata
+from jaxdist.trainer.run_config import RunConfig, from_config, keys_that_may_change
 
-CONFIG, RUN, LOCK = run_format.CONFIG, run_format.RUN, ".lock"
-SAMPLE, REPORT = "sample.txt", "report.html"
+CONFIG = run_format.CONFIG
+RUN = run_format.RUN
+LOCK = ".lock"
+SAMPLE = "sample.txt"
+REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
-CONFIG_KEY = extension.CONFIG_KEY  # in a checkpoint's metadata: the run's whole config
 IDENTITY_KEY = "run"  # in run.json: the identity of the run, as in its checkpoints
 
 
@@ -30,7 +36,8 @@ def checkpoints_folder(folder: Path, config: RunConfig) -> Path:
       ConfigError: the name cannot be a folder of checkpoints.
     """
     chosen = config.checkpoint.folder
-    if fault := name_fault(chosen or folder):
+    fault = name_fault(chosen or folder)
+    if fault:
         raise ConfigError(fault)
     return as_path(chosen) if chosen else folder / CHECKPOINTS
 
@@ -118,6 +125,93 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(run_format.marked(document), indent=1) + "\n")
 
 
+# --- config.json ----------------------------------------------------------------------
+
+
+def read_config(
+    folder: Path, *, named: str | None = None, trust_code: bool | None = False
+) -> RunConfig:
+    """Reads the config that a run was started with.
+
+    Args:
+      named: as of `registry.check_stored_target`.
+      trust_code: as of `registry.check_stored_target`.
+
+    Raises:
+      ConfigError: the folder has no run, or none that can be read, or a model whose
+        code is not trusted.
+    """
+    stored = read_stored(folder / CONFIG)
+    return resolve(stored, folder, named=named, trust_code=trust_code)
+
+
+def read_stored(file: Path) -> dict[str, Any]:
+    """Reads a config.json; executes nothing.
+
+    Raises:
+      ConfigError: the file is missing, damaged, or of another version.
+    """
+    try:
+        stored = untrusted.read_json(file, dict)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{file.parent}: no run there (no {file.name}); give a run's folder"
+        ) from None
+    except untrusted.Malformed as error:
+        raise ConfigError(
+            f"{file} is damaged ({error}); put it back, or delete it if --config is what it was"
+        ) from error
+    return tupled(run_format.unmarked(stored, file.parent))
+
+
+def target_of(stored: Mapping[str, Any]) -> str:
+    """Reads the model.target of a stored config.
+
+    Raises:
+      ConfigError: the value is no text.
+    """
+    target = schema.flatten(stored).get("model.target", registry.DEFAULT_TARGET)
+    if not isinstance(target, str):
+        raise ConfigError(f"model.target: got {target!r}, required str.")
+    return target
+
+
+def resolve(
+    stored: Mapping[str, Any],
+    folder: Path,
+    *,
+    named: str | None = None,
+    trust_code: bool | None = False,
+) -> RunConfig:
+    """Makes the RunConfig of a stored config. All stored configs come through here.
+
+    Args:
+      stored: the config.
+      folder: where it is stored.
+      named: as of `registry.check_stored_target`.
+      trust_code: as of `registry.check_stored_target`.
+
+    Raises:
+      ConfigError: unknown keys, wrong types, or a model whose code is not trusted.
+    """
+    registry.check_stored_target(
+        target_of(stored), folder, named=named, trust_code=trust_code
+    )
+    return from_config(stored)
+
+
+def tupled(value: Any) -> Any:
+    """Converts the lists of a JSON document to tuples, as configs hold them."""
+    if isinstance(value, dict):
+        return {key: tupled(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return tuple(tupled(item) for item in value)
+    return value
+
+
+# --- resuming -------------------------------------------------------------------------
+
+
 def refuse_other_version(folder: Path, config: RunConfig) -> None:
     """Checks that no other version has written the workdir, or its checkpoints.
 
@@ -152,7 +246,7 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
                 f"{error}, or give another --workdir and checkpoint.folder"
             ) from error
         metadata = manifest.newest_metadata(checkpoints, owner)
-        if old is not None and CONFIG_KEY not in metadata:
+        if old is not None and run_metadata.CONFIG not in metadata:
             # No step is sound. The restore reports that, or fetches one.
             metadata |= stored_config(old)
         place = folder if checkpoints == folder / CHECKPOINTS else checkpoints
@@ -169,7 +263,7 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
 
 def stored_config(run: RunConfig) -> dict[str, Any]:
     """Makes the part of a checkpoint's metadata that holds the run's whole config."""
-    return {CONFIG_KEY: schema.to_config_dict(run).to_dict()}
+    return {run_metadata.CONFIG: schema.to_config_dict(run).to_dict()}
 
 
 def check_stored_config(
@@ -185,18 +279,18 @@ def check_stored_config(
     Raises:
       ConfigError: a line for each changed key that may not change on resume.
     """
-    stored = metadata.get(CONFIG_KEY)
+    stored = metadata.get(run_metadata.CONFIG)
     if not isinstance(stored, dict):
         return
     at = f"@{metadata['progress']['step']}" if "progress" in metadata else ""
     fix = f"put it back, or branch with init.from_run={place}{at} in another --workdir"
     # Without a warm-up of its own, a config has the one that the run began with.
     same_warmup: set[int | None] = {None}
-    if extension.SCHEDULE_KEY in metadata:
-        same_warmup.add(extension.stored_steps(metadata).warmup_steps)
+    if run_metadata.SCHEDULE in metadata:
+        same_warmup.add(run_metadata.schedule_of(metadata).warmup_steps)
     free_keys = keys_that_may_change(run)
     faults = []
-    for change in schema.diff(config_json.tupled(stored), schema.to_config_dict(run)):
+    for change in schema.diff(tupled(stored), schema.to_config_dict(run)):
         if change.path in free_keys:
             continue
         if change.path == "optimizer.warmup_steps" and change.new in same_warmup:
@@ -226,20 +320,3 @@ def check_data(metadata: Mapping[str, Any], dataset: Dataset) -> None:
             f"the data has changed: the run has read {known}, {dataset.name} is {dataset.fingerprint} now; "
             f"put the corpus and its settings back, or start anew with another --workdir"
         )
-
-
-def read_config(
-    folder: Path, *, named: str | None = None, trust_code: bool | None = False
-) -> RunConfig:
-    """Reads the config that a run was started with.
-
-    Args:
-      named: as of `registry.check_stored_target`.
-      trust_code: as of `registry.check_stored_target`.
-
-    Raises:
-      ConfigError: the folder has no run, or none that can be read, or a model whose
-        code is not trusted.
-    """
-    stored = config_json.read(folder / CONFIG)
-    return config_json.resolve(stored, folder, named=named, trust_code=trust_code)

@@ -16,7 +16,7 @@ from jaxdist.checkpoint.files import read_step
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.planner import dry_run
 from jaxdist.storage import run_format
-from jaxdist.trainer import run_config
+from jaxdist.trainer import cli, run_config
 from support.runs import overrides, refused
 
 FEW = (
@@ -485,7 +485,7 @@ def test_help_lists_every_field(capsys):
     ],
 )
 def test_the_default_workdir(given, folder):
-    assert train.default_workdir(given) == folder
+    assert cli.default_workdir(given) == folder
 
 
 def test_dry_run_needs_no_data_and_writes_nothing(capsys, tmp_path, monkeypatch):

@@ -18,11 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist import launch, train
+from jaxdist import launch
 from jaxdist.checkpoint.files import list_steps
 from jaxdist.distributed import initialize
 from jaxdist.operations.launch import growth, run_progress, supervisor
 from jaxdist.telemetry.metrics import read_rows
+from jaxdist.trainer import cli
 from support.launches import (
     STEPS,
     apart,
@@ -637,7 +638,7 @@ def test_without_a_home_compiled_programs_are_not_kept(monkeypatch):
 
 
 def test_train_and_launch_agree_on_the_default_workdir():
-    assert train.default_workdir is run_progress.default_workdir
+    assert cli.default_workdir is run_progress.default_workdir
     assert TINY["train.steps"] and run_progress.run_folder(command(Path("a"))) == Path(
         "a"
     )

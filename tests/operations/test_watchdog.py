@@ -510,7 +510,7 @@ def test_of_a_run_whose_process_never_finds_its_devices_that_is_named_and_it_beg
 COMMAND = (
     HEAD
     + """
-from jaxdist import every, train
+from jaxdist import every, library, train
 from jaxdist.distributed import initialize
 from jaxdist.trainer import exit_code
 from jaxdist.trainer.preemption import own_process
@@ -524,10 +524,10 @@ HOOKED = """
 def the_culprit(view):
     if view.step == 6:
         time.sleep(1000)
-callbacks_of_train = train.run_callbacks
-def run_callbacks(ledger):
-    return [*callbacks_of_train(ledger), every(3, the_culprit)]
-train.run_callbacks = run_callbacks
+callbacks_of_train = library.run_callbacks
+def run_callbacks(*run):
+    return [*callbacks_of_train(*run), every(3, the_culprit)]
+library.run_callbacks = run_callbacks
 """
 
 

@@ -9,7 +9,7 @@ import os
 
 import jax
 
-from jaxdist import train
+from jaxdist import library, train
 from jaxdist.config import ConfigError
 from jaxdist.trainer.callbacks import Callback
 from jaxdist.trainer.exit_code import exit_code
@@ -106,8 +106,8 @@ class Failing(Callback):
 
 def main() -> int:
     """Runs the command with the callbacks of `train`, and this one."""
-    callbacks_of_train = train.run_callbacks
-    train.run_callbacks = lambda ledger: [*callbacks_of_train(ledger), Failing()]
+    callbacks_of_train = library.run_callbacks
+    library.run_callbacks = lambda *run: [*callbacks_of_train(*run), Failing()]
     return train.main()
 
 

@@ -17,10 +17,9 @@ from flax import nnx
 from jaxdist import library, train
 from jaxdist.checkpoint.files import list_steps, read_step
 from jaxdist.config import ConfigError, schema
-from jaxdist.operations.ledger.ledger import Ledger
 from jaxdist.telemetry.metrics import read_events, read_rows
 from jaxdist.trainer import callbacks as callbacks_module
-from jaxdist.trainer import run_config, served, trainer
+from jaxdist.trainer import run_config, trainer
 from jaxdist.trainer.callbacks import (
     Callback,
     CallbackList,
@@ -486,7 +485,7 @@ def refused_keys(keys: set[str]) -> dict[str, str]:
       keys: that the run's callbacks serve.
     """
     with pytest.raises(ConfigError) as refused:
-        served.check_served(config_of(**SET), keys)
+        callbacks_module.check_served(config_of(**SET), keys)
     return {fault.partition("=")[0]: fault for fault in refused.value.faults}
 
 
@@ -512,9 +511,9 @@ def test_each_key_in_vain_is_refused_with_the_callback_that_it_needs():
 
 
 def test_defaults_need_no_callback_and_those_of_fit_serve_every_key(tmp_path):
-    served.check_served(config_of(), set())
+    callbacks_module.check_served(config_of(), set())
     everyone = library.run_callbacks(config_of(), tmp_path)
-    served.check_served(config_of(**SET), keys_of(everyone))
+    callbacks_module.check_served(config_of(**SET), keys_of(everyone))
     # a run without one that declares keys refuses at least one of them
     for callback in everyone:
         if callback.keys:
@@ -578,7 +577,7 @@ def test_fit_has_the_callbacks_of_train_but_for_those_that_it_names(
     monkeypatch.chdir(tmp_path)
     arguments = ["--config", "quickstart", "--workdir", str(tmp_path / "run")]
     flags = [*arguments, "--config.watchdog.start_s=0"]
-    of_train = captured(monkeypatch, train.trainer, "run", lambda: train.main(flags))
+    of_train = captured(monkeypatch, library.trainer, "run", lambda: train.main(flags))
     of_fit = captured(
         monkeypatch,
         library.trainer,
@@ -601,8 +600,6 @@ def test_fit_has_the_callbacks_of_train_but_for_those_that_it_names(
     assert of_run == [
         type(item) for item in library.run_callbacks(config_of(), tmp_path)
     ]
-    in_train = [type(item) for item in train.run_callbacks(Ledger())]
-    assert of_train[-len(in_train) :] == in_train
     said = re.search(
         r"has all callbacks of the command `train`(?: but ([\w`, ]+))?\.",
         " ".join((library.fit.__doc__ or "").split()),

@@ -15,7 +15,7 @@ from jaxdist import convert, evaluate, generate, plan, train
 from jaxdist.config import ConfigError, schema
 from jaxdist.models import registry
 from jaxdist.storage import run_format
-from jaxdist.trainer import cli, config_json, exit_code, run_config, workdir
+from jaxdist.trainer import cli, exit_code, run_config, workdir
 from support.paths import ROOT
 
 CODE = """from pathlib import Path
@@ -351,7 +351,7 @@ def test_a_run_s_config_is_a_config(tmp_path):
         ].train.steps
         == 9
     )
-    stored = config_json.read(tmp_path / "config.json") | {"train": {"step": 3}}
+    stored = workdir.read_stored(tmp_path / "config.json") | {"train": {"step": 3}}
     shutil.copy(tmp_path / "config.json", tmp_path / "other.json")
     (tmp_path / "config.json").write_text(json.dumps(run_format.marked(stored)))
     with pytest.raises(
@@ -381,7 +381,7 @@ def test_what_is_no_config_is_one_line(name, fault, tmp_path):
 
 def test_a_run_s_config_means_that_run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert cli._workdir(parsed_flags("runs/mine/config.json")) == workdir.Path(
+    assert cli.workdir_of(parsed_flags("runs/mine/config.json")) == workdir.Path(
         "runs/mine"
     )
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from jaxdist.checkpoint.files import CheckpointError, StepInfo
-from jaxdist.trainer import restore
-from jaxdist.trainer.progress import Progress
+from jaxdist.trainer import restore, run_metadata
+from jaxdist.trainer.run_metadata import Progress
 
 SOUND = {
     "progress": {"step": 8, "tokens_seen": 1024, "elapsed_s": 1},
     "fingerprints": {"config": "ab", "data": "cd"},
-    restore.SKIPPED: [[3, 5]],
+    run_metadata.SKIPPED: [[3, 5]],
 }
 
 
@@ -28,7 +28,7 @@ def checked(**changes: Any) -> str:
 
 def test_sound_metadata_is_believed():
     assert checked() == "" == checked(progress={"step": 8}, more=[1])
-    assert restore.progress_of(SOUND) == Progress(8, 1024, 1)
+    assert run_metadata.progress_of(SOUND) == Progress(8, 1024, 1)
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,13 @@ def test_sound_metadata_is_believed():
         ("progress", None, "progress is NoneType"),
         ("fingerprints", {}, "the data's fingerprint is NoneType"),
         ("fingerprints", {"data": ["x"]}, "the data's fingerprint is list"),
-        (restore.SKIPPED, {}, "windows is dict"),
-        (restore.SKIPPED, [[3, 5], [5, 3]], "[5, 3] is no [first, end] of batches"),
-        (restore.SKIPPED, [[0, 2**80]], "is no [first, end] of batches"),
+        (run_metadata.SKIPPED, {}, "windows is dict"),
+        (
+            run_metadata.SKIPPED,
+            [[3, 5], [5, 3]],
+            "[5, 3] is no [first, end] of batches",
+        ),
+        (run_metadata.SKIPPED, [[0, 2**80]], "is no [first, end] of batches"),
     ],
 )
 def test_what_no_run_wrote_is_refused(group, value, words):

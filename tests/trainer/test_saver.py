@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxdist.checkpoint.config import CheckpointConfig
+from jaxdist.trainer import saver
 from jaxdist.trainer.saver import PREPARED_AFTER, Saver
 
 
@@ -34,7 +35,13 @@ class _Store:
 
 def _saver(store) -> Saver:
     views = SimpleNamespace(abstract="shapes", flat=lambda state: state)
-    return Saver(store, views, None, None, lambda progress: {})
+    run = SimpleNamespace(store=store, built=SimpleNamespace(views=views))
+    return Saver(run, None, None)
+
+
+@pytest.fixture(autouse=True)
+def _without_metadata(monkeypatch):
+    monkeypatch.setattr(saver, "checkpoint_metadata", lambda *_: {})
 
 
 def _view(step):
