@@ -272,7 +272,9 @@ def _read_plan(path: Path) -> PackingPlan | None:
     """Reads a kept plan; None: it is absent or damaged."""
     try:
         with open_regular(path) as file, np.load(file, allow_pickle=False) as kept:
-            return PackingPlan(*(kept[name] for name in PackingPlan._fields))
+            # numpy gives the bytes of a member that is no array
+            arrays = [np.asarray(kept[name]) for name in PackingPlan._fields]
+            return PackingPlan(*arrays)
     except Exception:  # numpy and zipfile raise many types for that
         return None
 

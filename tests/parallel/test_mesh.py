@@ -264,7 +264,8 @@ def test_processes_of_torchrun_share_out_the_gpus(environ, gpus, monkeypatch):
         4,
         3,
     )
-    assert how["local_device_ids"] == gpus and how["coordinator_bind_address"] is None
+    assert how["local_device_ids"] == gpus
+    assert "coordinator_bind_address" not in how  # of several machines
 
 
 def test_processes_of_torchrun_cannot_share_tpus():

@@ -170,7 +170,7 @@ def test_a_warm_up_that_is_not_set_is_the_runs():
 
 def test_edges_that_are_replicated_are_refused():
     with pytest.raises(
-        ConfigError, match=r"required one of sharded, last\. .*last: whole on each"
+        ConfigError, match=r"required one of sharded, last\. .*last = whole on each"
     ):
         parse("--config", "quickstart", "--config.pipeline.edges=replicated")
 
