@@ -204,6 +204,16 @@ def test_equal_is_equal():
     assert result.passed and result.init_equal and result.grad_error == 0
 
 
+@pytest.mark.parametrize("precision", BANDS)
+def test_the_numbers_of_a_row_stand_under_their_names(precision):
+    result = compare("x", precision, observed(), dict.fromkeys(BANDS, observed()), ())
+    row = comparison.row(result)
+    assert precision in row
+    header = comparison.HEADER
+    assert row.index("identical") == header.index("init")
+    assert row.index("equal") == header.index("verdict")
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
