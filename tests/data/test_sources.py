@@ -12,6 +12,7 @@ import pytest
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig, open_dataset, sample_shapes
 from jaxdist.data.config import parts_of
+from jaxdist.data.sources.files import find_files
 from jaxdist.data.sources.source import SampleSource, TextSource, TokenSource
 from jaxdist.data.sources.table import SOURCES, guess_source
 
@@ -176,3 +177,13 @@ def test_an_ending_belongs_to_one_source():
         for ending in source.endings:
             assert guess_source(f"folder/file{ending}") == name
     assert guess_source("notes.md") == "text"
+
+
+@pytest.mark.parametrize("name", ["jsonl", "bin", "parquet"])
+def test_a_folder_gives_the_files_with_its_source_s_endings(name, tmp_path):
+    own = {f"rows{ending}" for ending in SOURCES[name].endings}
+    others = {"rows.txt", "rows.txt.gz", "rows.tar.gz", "rows.csv", f".{min(own)}"}
+    for file in own | others:
+        (tmp_path / file).write_text("x")
+    files = find_files(DataConfig(source=name, path=str(tmp_path)))
+    assert {file.id for file in files} == own

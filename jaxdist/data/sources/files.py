@@ -31,11 +31,11 @@ def entries_of(path: str) -> list[str]:
     return [entry for entry in entries if entry]
 
 
-def find_files(options: SourceOptions, *suffixes: str) -> list[File]:
+def find_files(options: SourceOptions) -> list[File]:
     """Finds the files of `data.path`: entries in the given order, each sorted by id.
 
-    A folder contributes the files below it that end in one of `suffixes` (all, if there
-    are none), without hidden ones. A file or a glob is taken as it is.
+    A folder contributes the files below it with one of the source's endings (all, if it
+    has none), without hidden ones. A file or a glob is taken as it is.
 
     Raises:
       ConfigError: names every entry that finds nothing.
@@ -45,12 +45,12 @@ def find_files(options: SourceOptions, *suffixes: str) -> list[File]:
     for entry in entries_of(options.path):
         shown = one_line(entry)
         try:
-            matches = _find(expanded(entry), suffixes)
+            matches = _find(expanded(entry), options.endings)
         except (OSError, ValueError, RecursionError) as error:
             faults.append(f"data.path={shown}: no path or glob ({one_line(error)}).")
             continue
         if not matches:
-            kinds = " or ".join(suffixes) or "text"
+            kinds = " or ".join(options.endings) or "text"
             faults.append(
                 f"data.path={shown}: no {options.source} file there "
                 f"(looked from {Path.cwd()}); "
@@ -64,7 +64,7 @@ def find_files(options: SourceOptions, *suffixes: str) -> list[File]:
     return files
 
 
-def _find(entry: Path, suffixes: tuple[str, ...]) -> list[File]:
+def _find(entry: Path, endings: tuple[str, ...]) -> list[File]:
     if entry.is_file():
         return [File(entry, entry.name)]
     if entry.is_dir():
@@ -72,7 +72,7 @@ def _find(entry: Path, suffixes: tuple[str, ...]) -> list[File]:
             file
             for file in _glob(entry, "**/*")
             if not re.search(r"(^|/)\.", file.id)
-            and (not suffixes or file.id.endswith(suffixes))
+            and (not endings or file.id.endswith(endings))
         ]
     else:
         files = _find_pattern(entry)
