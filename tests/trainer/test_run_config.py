@@ -217,7 +217,7 @@ class Net(nnx.Module):
 
 def test_edges_that_are_replicated_are_refused():
     with pytest.raises(
-        ConfigError, match=r"required one of sharded, last\. .*last: whole on each"
+        ConfigError, match=r"required one of sharded, last\. .*last = whole on each"
     ):
         parse("--config", "quickstart", "--config.pipeline.edges=replicated")
 
