@@ -2,6 +2,7 @@
 why, and where.
 """
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
@@ -146,4 +147,15 @@ def faults(
         yield (
             f"precision.matmul={recipe.name}: no product of {model} is in {recipe.units.numbers} ({whys or 'it multiplies otherwise'}); "
             f"those with large kernels are, by jaxdist.ops.matmul.project; set precision.matmul=compute"
+            f"{_small_kernels_fix(recipe, spec)}"
         )
+
+
+def _small_kernels_fix(recipe: Recipe, spec: ModelSpec) -> str:
+    """Names the key that has kernels multiplied by the recipe that are too small to
+    gain; "" if none is for that reason alone.
+    """
+    all_sizes = dataclasses.replace(recipe, takes_small=True)
+    if all(table(all_sizes, spec).values()):
+        return ""
+    return ", or precision.fp8_small_kernels=true to try it without a gain"
