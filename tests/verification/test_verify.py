@@ -55,6 +55,20 @@ class Summed(Bigram):
         super().__init__(width, False, rngs=rngs)
 
 
+class Narrow(Bigram):
+    """The same with a Config that can be tiny, and with none of our options."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        width: int = 32
+
+        def tiny(self, sequence_length: int) -> dict[str, int]:
+            return {"width": 16}
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        super().__init__(config.width, rngs=rngs)
+
+
 def quickstart(**changes) -> run_config.RunConfig:
     run = run_config.from_config(
         files.load("quickstart", folders=files.packaged_folders())
@@ -163,6 +177,16 @@ def test_the_config_s_own_pipeline_is_proved_small():
     # without stages it says nothing
     unused = quickstart(**{"pipeline.microbatches": 64, "mesh.data": 8})
     assert list(cases.layouts_for(unused, 8))[-1] == "tensor 8, 4 kv heads"
+
+
+def test_layouts_set_no_options_that_a_model_lacks():
+    run = run_config.from_config(run_config.default_config(f"{TARGET}Narrow"))
+    small, _ = cases.shrink_config(run, 8)
+    layouts = cases.layouts_for(small, 8)
+    assert list(layouts)[-1] == "tensor 8"
+    for overrides in layouts.values():
+        layout = compose.with_overrides(small, cases.ONE_DEVICE | overrides)
+        assert layout.model == {"target": f"{TARGET}Narrow", "width": 16}
 
 
 def test_a_model_without_stages_has_no_pipeline_layouts():
