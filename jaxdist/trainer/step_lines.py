@@ -6,6 +6,7 @@ from jaxdist.models import lora as adapters
 from jaxdist.models import registry
 from jaxdist.parallel import execution, precision
 from jaxdist.parallel.sharding import Rules
+from jaxdist.protocols.param_names import has_experts
 from jaxdist.step import reduction
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import product_formats
@@ -17,7 +18,7 @@ from jaxdist.trainer.run_config import RunConfig
 
 def counts(composition: Composition) -> str:
     """Tells how many parameters there are, how many are trained, and how many a token
-    uses.
+    uses; of experts also that all are counted, if no cost declares fewer.
     """
     run = composition.config
     spec = composition.spec
@@ -28,6 +29,11 @@ def counts(composition: Composition) -> str:
     active = active_parameters(run, spec)
     if active < spec.parameter_count:
         text += f", {active:,} active for a token"
+    elif any(has_experts(names) for _, names in spec.named_parameters().values()):
+        text += (
+            ", with all experts counted as active for a token: no op of Config.costs "
+            "declares fewer"
+        )
     return text
 
 
