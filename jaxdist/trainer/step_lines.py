@@ -12,7 +12,7 @@ from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import product_formats
 from jaxdist.trainer.compose import Composition, batch_shapes
 from jaxdist.trainer.costs import costs_of, itemsize_of
-from jaxdist.trainer.model_flops import active_parameters
+from jaxdist.trainer.model_flops import active_parameters, active_share
 from jaxdist.trainer.run_config import RunConfig
 
 
@@ -29,12 +29,23 @@ def counts(composition: Composition) -> str:
     active = active_parameters(run, spec)
     if active < spec.parameter_count:
         text += f", {active:,} active for a token"
-    elif any(has_experts(names) for _, names in spec.named_parameters().values()):
-        text += (
-            ", with all experts counted as active for a token: no op of Config.costs "
-            "declares fewer"
-        )
+    for line in expert_lines(composition):
+        text += f"; {line}"
     return text
+
+
+def expert_lines(composition: Composition) -> list[str]:
+    """Tells, in one line, that all experts count as active, if no cost declares fewer;
+    in none otherwise.
+    """
+    run = composition.config
+    names = [names for _, names in composition.spec.named_parameters().values()]
+    if not any(has_experts(own) and active_share(run, own) == 1 for own in names):
+        return []
+    return [
+        "all experts are counted as active for a token: no op of Config.costs declares "
+        "fewer"
+    ]
 
 
 def step_lines(composition: Composition, built: TrainStep) -> list[str]:
