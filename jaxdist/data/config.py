@@ -86,6 +86,11 @@ class DataConfig:
         return text.encode("utf-8", "backslashreplace").decode()
 
     @property
+    def endings(self) -> tuple[str, ...]:
+        """The endings of the files that the source takes from a folder; () if all."""
+        return SOURCES[self.source].endings
+
+    @property
     def is_text(self) -> bool:
         """Whether samples are sequences of tokens."""
         return not isinstance(SOURCES.get(self.source), SampleSource)

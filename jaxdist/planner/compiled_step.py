@@ -29,6 +29,7 @@ def with_compiled(plan: Plan, compiled: Compiled) -> Plan:
         *step_lines.reduction_lines(plan.composition, forced=True),
         *memory.offload_lines(plan.components),
         *undeclared_lines(run),
+        *step_lines.expert_lines(plan.composition),
     ]
     plan = _with_fit(plan, compiled)
     if not compiled.hlo:

@@ -34,7 +34,7 @@ from jaxdist.planner.observed import (
     Observed,
 )
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.trainer import validation
+from jaxdist.trainer import product_formats, validation
 from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.run_config import RunConfig
 
@@ -94,6 +94,11 @@ class Target:
         """Returns the text of a target of this chip and network with other sizes."""
         _, at, network = self.text.partition("@")
         return f"{self.family}:{_by(sizes)}{at}{network}"
+
+    @property
+    def device_kind(self) -> str:
+        """Names the devices as jax does."""
+        return self.chip.device_kinds[0] if self.chip else "cpu"
 
     @property
     def observed(self) -> Observed:
@@ -159,7 +164,7 @@ class Target:
             SimpleNamespace(
                 id=local if self.num_slices == 1 else (index + 1) * SLICE_ID + local,
                 platform=self.platform,
-                device_kind=self.chip.device_kinds[0] if self.chip else "cpu",
+                device_kind=self.device_kind,
                 coords=(*_coords(local // per_chip, self.shape), 0)[:3],
                 core_on_chip=local % per_chip,
                 slice_index=index,
@@ -262,8 +267,12 @@ def validate_for(
       spec: of the run's model, if it is known.
 
     Raises:
-      ConfigError: the run cannot be laid out on the target.
+      ConfigError: the run cannot be laid out on the target, or its chips have no units
+        for what it multiplies.
     """
+    faults = list(product_formats.unit_faults(run, target.platform, target.device_kind))
+    if faults:  # in every layout
+        raise ConfigError(faults)
     slices = target.num_slices if target.platform == "tpu" else None
     return validation.validate_on(
         run, target.num_devices, slices, with_data=False, spec=spec

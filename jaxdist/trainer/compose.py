@@ -53,6 +53,8 @@ def _with_value(group: Any, path: Sequence[str], value: Any) -> Any:
     """Replaces one value of a group, which is a dataclass or the options of a model."""
     name, *rest = path
     if isinstance(group, Mapping):
+        if name not in group:
+            raise AttributeError(f"the model has no option {name!r}")
         if rest:
             value = _with_value(group[name], rest, value)
         return {**group, name: value}

@@ -29,7 +29,7 @@ def active_parameters(run: RunConfig, spec: ModelSpec) -> int:
 
 def active_share(run: RunConfig, names: Names) -> float:
     """Returns the share of a parameter that a token uses, 1 except for kernels of
-    experts.
+    experts whose `Cost` in the model's `costs` declares it.
     """
     if not has_experts(names):
         return 1.0

@@ -2,6 +2,7 @@
 why, and where.
 """
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
@@ -115,6 +116,21 @@ def share(run: RunConfig, spec: ModelSpec, sample: Sample) -> float:
     return jaxpr_flops(program, only=recipe.units.in_jaxpr) / total
 
 
+def unit_faults(run: RunConfig, platform: str, device_kind: str) -> Iterator[str]:
+    """Yields why a device multiplies the numbers of the run's recipe no faster.
+
+    Args:
+      platform: as `jax.Device.platform`.
+      device_kind: as `jax.Device.device_kind`.
+    """
+    recipe = run.precision.recipe
+    if recipe is None:
+        return
+    why = recipe.units.why_not(platform, device_kind)
+    if why:
+        yield f"precision.matmul={recipe.name}: {why}; set precision.matmul=compute"
+
+
 def faults(
     run: RunConfig, spec: ModelSpec, device: jax.Device, sample: Sample
 ) -> Iterator[str]:
@@ -122,14 +138,24 @@ def faults(
     recipe = run.precision.recipe
     if recipe is None:
         return
-    setting = f"precision.matmul={recipe.name}"
-    slower = recipe.units.why_not(device)
+    slower = list(unit_faults(run, device.platform, device.device_kind))
     if slower:
-        yield f"{setting}: {slower}; set precision.matmul=compute"
+        yield from slower
     elif not share(run, spec, sample):
         whys = "; ".join(sorted(set(table(recipe, spec).values()) - {""}))
         model = spec.model_class.__name__
         yield (
-            f"{setting}: no product of {model} is in {recipe.units.numbers} ({whys or 'it multiplies otherwise'}); "
+            f"precision.matmul={recipe.name}: no product of {model} is in {recipe.units.numbers} ({whys or 'it multiplies otherwise'}); "
             f"those with large kernels are, by jaxdist.ops.matmul.project; set precision.matmul=compute"
+            f"{_small_kernels_fix(recipe, spec)}"
         )
+
+
+def _small_kernels_fix(recipe: Recipe, spec: ModelSpec) -> str:
+    """Names the key that has kernels multiplied by the recipe that are too small to
+    gain; "" if none is for that reason alone.
+    """
+    all_sizes = dataclasses.replace(recipe, takes_small=True)
+    if all(table(all_sizes, spec).values()):
+        return ""
+    return ", or precision.fp8_small_kernels=true to try it without a gain"

@@ -6,18 +6,19 @@ from jaxdist.models import lora as adapters
 from jaxdist.models import registry
 from jaxdist.parallel import execution, precision
 from jaxdist.parallel.sharding import Rules
+from jaxdist.protocols.param_names import has_experts
 from jaxdist.step import reduction
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import product_formats
 from jaxdist.trainer.compose import Composition, batch_shapes
 from jaxdist.trainer.costs import costs_of, itemsize_of
-from jaxdist.trainer.model_flops import active_parameters
+from jaxdist.trainer.model_flops import active_parameters, active_share
 from jaxdist.trainer.run_config import RunConfig
 
 
 def counts(composition: Composition) -> str:
     """Tells how many parameters there are, how many are trained, and how many a token
-    uses.
+    uses; of experts also that all are counted, if no cost declares fewer.
     """
     run = composition.config
     spec = composition.spec
@@ -28,7 +29,23 @@ def counts(composition: Composition) -> str:
     active = active_parameters(run, spec)
     if active < spec.parameter_count:
         text += f", {active:,} active for a token"
+    for line in expert_lines(composition):
+        text += f"; {line}"
     return text
+
+
+def expert_lines(composition: Composition) -> list[str]:
+    """Tells, in one line, that all experts count as active, if no cost declares fewer;
+    in none otherwise.
+    """
+    run = composition.config
+    names = [names for _, names in composition.spec.named_parameters().values()]
+    if not any(has_experts(own) and active_share(run, own) == 1 for own in names):
+        return []
+    return [
+        "all experts are counted as active for a token: no op of Config.costs declares "
+        "fewer"
+    ]
 
 
 def step_lines(composition: Composition, built: TrainStep) -> list[str]:

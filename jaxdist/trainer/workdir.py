@@ -18,7 +18,12 @@ from jaxdist.data import Dataset
 from jaxdist.models import registry
 from jaxdist.storage import atomic, lock, run_format, untrusted
 from jaxdist.trainer import run_metadata
-from jaxdist.trainer.run_config import RunConfig, from_config, keys_that_may_change
+from jaxdist.trainer.run_config import (
+    RunConfig,
+    from_config,
+    keys_that_may_change,
+    model_defaults,
+)
 
 CONFIG = run_format.CONFIG
 RUN = run_format.RUN
@@ -271,6 +276,10 @@ def check_stored_config(
 ) -> None:
     """Checks that a config leaves the losses of a checkpoint's run as they are.
 
+    An option that the model has gained since counts as stored with its default. All
+    other keys are stored in a config of this format, so that one without them is not
+    as it was written.
+
     Args:
       metadata: of the checkpoint; {} if none is sound.
       run: the config to resume with.
@@ -290,7 +299,8 @@ def check_stored_config(
         same_warmup.add(run_metadata.schedule_of(metadata).warmup_steps)
     free_keys = keys_that_may_change(run)
     faults = []
-    for change in schema.diff(tupled(stored), schema.to_config_dict(run)):
+    before = _with_new_options(tupled(stored), run)
+    for change in schema.diff(before, schema.to_config_dict(run)):
         if change.path in free_keys:
             continue
         if change.path == "optimizer.warmup_steps" and change.new in same_warmup:
@@ -301,6 +311,13 @@ def check_stored_config(
         )
     if faults:
         raise ConfigError(faults)
+
+
+def _with_new_options(stored: Mapping[str, Any], run: RunConfig) -> dict[str, Any]:
+    """Adds the defaults of the model's options that a stored config lacks, by path."""
+    model = model_defaults(run.model["target"])
+    model.pop("target")
+    return schema.flatten({"model": model}) | schema.flatten(stored)
 
 
 def _shown(value: object) -> str:

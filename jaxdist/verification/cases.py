@@ -159,7 +159,7 @@ def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
     has_experts = bool(run.model.get("num_experts"))
     if run.data.is_text:
         layouts |= _context_layouts(n, staged, experts=has_experts)
-    if hasattr(run.model_config, "tiny"):
+    if hasattr(run.model_config, "tiny") and "num_kv_heads" in run.model:
         layouts |= _case(", 4 kv heads", {"model.num_kv_heads": 4}, tensor=n)
     else:
         layouts |= _case(tensor=n)

@@ -213,8 +213,9 @@ def _largest(values: Sequence[float]) -> float:
 # --- the table ------------------------------------------------------------------------
 
 WIDTH = 40
+_PRECISION_WIDTH = max(map(len, BANDS))
 HEADER = (
-    f"{'layout':<{WIDTH}} {'precision':<9} {'loss':>8} {'gradients':>9} "
+    f"{'layout':<{WIDTH}} {'precision':<{_PRECISION_WIDTH}} {'loss':>8} {'gradients':>9} "
     f"{'parameters':>10} {'update':>8}  {'init':<9} verdict"
 )
 
@@ -235,8 +236,8 @@ def row(result: Result) -> str:
         verdict += "; loads differ"
     init = "identical" if result.init_equal else "DIFFERS"
     return (
-        f"{result.layout:<{WIDTH}} {result.precision:<9} {result.loss_error:8.1e} "
-        f"{result.grad_error:9.1e} {result.param_error:10.1e} "
+        f"{result.layout:<{WIDTH}} {result.precision:<{_PRECISION_WIDTH}} "
+        f"{result.loss_error:8.1e} {result.grad_error:9.1e} {result.param_error:10.1e} "
         f"{result.update_error:8.1e}  {init:<9} {verdict}"
     )
 

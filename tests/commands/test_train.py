@@ -17,7 +17,7 @@ from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.planner import dry_run
 from jaxdist.storage import run_format
 from jaxdist.trainer import cli, run_config
-from support.runs import overrides, refused
+from support.runs import command, overrides, refused
 
 FEW = (
     "train.steps=2",
@@ -463,6 +463,15 @@ def test_a_workdir_alone_goes_on_with_its_own_config(capsys, finished, tmp_path)
 
 
 # --- help, defaults, dry run ----------------------------------------------------------
+
+
+def test_the_flags_of_a_tests_run_keep_capitals(tmp_path):
+    flags = command(
+        tmp_path, data__path="/Data/Train.TXT", data__prefetch=0, init__x=True
+    )
+    assert "--config.data.path=/Data/Train.TXT" in flags
+    assert "--config.data.prefetch=0" in flags
+    assert "--config.init.x=true" in flags
 
 
 def test_help_lists_every_field(capsys):

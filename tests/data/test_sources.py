@@ -2,7 +2,9 @@
 keeps the promises of all.
 """
 
+import errno
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig, open_dataset, sample_shapes
 from jaxdist.data.config import parts_of
+from jaxdist.data.sources.files import find_files
 from jaxdist.data.sources.source import SampleSource, TextSource, TokenSource
 from jaxdist.data.sources.table import SOURCES, guess_source
 
@@ -176,3 +179,70 @@ def test_an_ending_belongs_to_one_source():
         for ending in source.endings:
             assert guess_source(f"folder/file{ending}") == name
     assert guess_source("notes.md") == "text"
+
+
+@pytest.mark.parametrize("name", ["jsonl", "bin", "parquet"])
+def test_a_folder_gives_the_files_with_its_source_s_endings(name, tmp_path):
+    own = {f"rows{ending}" for ending in SOURCES[name].endings}
+    others = {"rows.txt", "rows.txt.gz", "rows.tar.gz", "rows.csv", f".{min(own)}"}
+    for file in own | others:
+        (tmp_path / file).write_text("x")
+    files = find_files(DataConfig(source=name, path=str(tmp_path)))
+    assert {file.id for file in files} == own
+
+
+@pytest.fixture
+def closed_folders(monkeypatch):
+    """Makes folders named `closed` unreadable, for root, too."""
+    scandir = os.scandir
+
+    def refusing(path):
+        if Path(path).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+
+
+@pytest.mark.parametrize("glob", ["", "**/*.txt", "*/*.txt", "*/closed/*"])
+def test_a_folder_that_may_not_be_read_is_a_fault(glob, tmp_path, closed_folders):
+    closed = tmp_path / "a" / "closed"
+    closed.mkdir(parents=True)
+    (closed / "lost.txt").write_text("x")
+    (tmp_path / "a" / "found.txt").write_text("x")
+    config = DataConfig(source="text", path=str(tmp_path / glob))
+    if glob == "*/*.txt":  # which does not look there
+        assert [file.id for file in find_files(config)] == ["a/found.txt"]
+        return
+    with pytest.raises(ConfigError, match=f"{closed} cannot be read .Permission"):
+        find_files(config)
+
+
+def test_a_hidden_folder_that_may_not_be_read_is_left_out(tmp_path, closed_folders):
+    (tmp_path / ".git" / "closed").mkdir(parents=True)
+    (tmp_path / "a.txt").write_text("x")
+    (file,) = find_files(DataConfig(source="text", path=str(tmp_path)))
+    assert file.id == "a.txt"
+
+
+@pytest.mark.parametrize(
+    "glob",
+    ["*", "**/*", "**/*.txt", "a/**/*", "*/b/*.txt", "?/[bc]/*", "**/b/**/*", "no/*"],
+)
+def test_a_glob_finds_what_pathlib_finds(glob, tmp_path):
+    for name in ("x.txt", "a/x.txt", "a/b/y.txt", "a/b/c/b/z.md", "a/c/.h", ".g/b/x"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    (tmp_path / "a" / "up").symlink_to(tmp_path)
+    (tmp_path / "nowhere").symlink_to(tmp_path / "none")
+    expected = {path for path in tmp_path.glob(glob) if path.is_file()}
+    config = DataConfig(source="text", path=str(tmp_path / glob))
+    if not expected:
+        assert glob == "no/*"
+        with pytest.raises(ConfigError, match="no text file there"):
+            find_files(config)
+        return
+    files = find_files(config)
+    assert [file.path for file in files] == sorted(expected)

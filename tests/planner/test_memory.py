@@ -347,6 +347,7 @@ ON_HOST = {
 ON_HOST |= {"offload.optimizer": True}
 SHALLOW = {"model.num_layers": 4, "batch.sequence_length": 4096, "batch.global_size": 8}
 TENSOR = {"mesh.fsdp": 1, "mesh.tensor": 4, "model.num_layers": 4}
+FP8 = {"precision.matmul": "fp8_rowwise"}
 PEAKS = [
     ("llama3_8b", "v5p:4x4x4", {}, 8_345_512_640),
     ("llama3_8b", "v5p:2x2x4", {}, 25_189_575_360),
@@ -363,6 +364,9 @@ PEAKS = [
     ("llama3_8b", "h100:1x8", {}, 48_477_307_308),
     ("llama3_8b", "h100:1x8", {"remat.policy": "dots"}, 207_298_298_284),
     ("llama3_8b", "h100:1x8", {"batch.accumulation": 8}, 26_729_742_780),
+    # 2026-11-24, with cuDNN 9.28
+    ("llama3_8b", "h100:1x8", FP8, 49_752_387_988),
+    ("llama3_8b", "h100:1x8", FP8 | {"batch.accumulation": 8}, 26_627_158_436),
     ("llama3_8b", "h100:1x8", {"remat.policy": "offload:block_input"}, 31_650_300_316),
     (
         "llama3_8b",
@@ -487,6 +491,18 @@ PEAKS = [
 def test_components_sum_to_the_compilers_peak(name, on, changes, peak):
     found = account(run_of(name, **changes), on)
     assert memory.accounted_peak(found) == pytest.approx(peak, rel=0.08)
+
+
+@pytest.mark.parametrize("changes", [{}, {"batch.accumulation": 8}])
+def test_a_recipe_s_step_is_counted_as_the_compute_dtype_s(changes):
+    """What kernels in one byte save of a gather, codes of activations take."""
+    rows = [(one[2], one[3]) for one in PEAKS if one[:2] == ("llama3_8b", "h100:1x8")]
+    (half,) = (peak for settings, peak in rows if settings == changes)
+    (byte,) = (peak for settings, peak in rows if settings == FP8 | changes)
+    assert byte == pytest.approx(half, rel=0.03)
+    run = run_of("llama3_8b", **changes)
+    coded = run_of("llama3_8b", **FP8 | changes)
+    assert account(run, "h100:1x8") == account(coded, "h100:1x8")
 
 
 # GiB that libtpu 0.0.42.1 (jax 0.10.2) said to need of what it refused, 2026-11-22;

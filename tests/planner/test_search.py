@@ -15,6 +15,7 @@ from jaxdist.config import ConfigError, files, schema
 from jaxdist.parallel.mesh import resolve_mesh
 from jaxdist.planner import document, layouts, memory, search, targets, timing
 from jaxdist.planner.compiler import CompileOptions
+from jaxdist.planner.plan import plan_by_arithmetic
 from jaxdist.planner.trials import Compiled
 from jaxdist.trainer import run_config, validation
 
@@ -171,6 +172,22 @@ def test_8_bit_floats_are_gathered_in_half_the_bytes_and_multiplied_in_less_time
     assert half.compute - mixed.compute == pytest.approx(
         2 / 3 * (half.compute - byte.compute)
     )
+
+
+@pytest.mark.parametrize("text", ["a100:1x8", "v6e:2x4"])
+def test_a_chip_without_8_bit_units_is_refused_before_anything_is_laid_out(
+    text, monkeypatch
+):
+    run = run_of("llama3_8b", "precision.matmul=fp8_rowwise batch.global_size=8")
+    target = targets.parse(text)
+    # a layout or a compiler would be asked for after this
+    monkeypatch.setattr(targets.validation, "validate_on", None)
+    for ask in (plan_by_arithmetic, search.search):
+        with pytest.raises(ConfigError) as caught:
+            ask(run, target)
+        (fault,) = caught.value.faults
+        assert fault.startswith("precision.matmul=fp8_rowwise: ")
+        assert fault.endswith("set precision.matmul=compute")
 
 
 def test_state_is_a_lower_bound_of_what_is_accounted(llama):

@@ -53,9 +53,16 @@ def run_of(name: str, **changes) -> RunConfig:
 
 def command(workdir: Path, **changes) -> list[str]:
     settings = TINY | {key.replace("__", "."): value for key, value in changes.items()}
-    flags = [f"--config.{key}={str(value).lower()}" for key, value in settings.items()]
+    flags = [f"--config.{key}={_flag_text(value)}" for key, value in settings.items()]
     train = [sys.executable, "-m", "jaxdist.train", "--config", "quickstart"]
     return [*train, "--workdir", str(workdir), *flags]
+
+
+def _flag_text(value: object) -> str:
+    """Writes a value as flags have it: true and false are not Python's."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def environment(devices: int) -> dict[str, str]:

@@ -37,15 +37,25 @@ def test_overrides_change_what_they_name_and_nothing_else():
 
 
 def test_an_override_of_a_model_s_group_keeps_the_rest_of_the_group():
-    run = compose.with_overrides(
-        run_of("quickstart"), {"model.group": {"rank": 4, "scale": 1.0}}
-    )
+    run = run_of("quickstart")
+    options = {**run.model, "group": {"rank": 4, "scale": 1.0}}
+    run = compose.with_overrides(run, {"model": options})
     changed = compose.with_overrides(run, {"model.group.rank": 8})
     assert changed.model["group"] == {"rank": 8, "scale": 1.0}
     assert run.model["group"]["rank"] == 4
 
 
-@pytest.mark.parametrize("key", ["mesh.fdsp", "meshes.fsdp", "mesh.fsdp.size"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "mesh.fdsp",
+        "meshes.fsdp",
+        "mesh.fsdp.size",
+        "model.layers",
+        "model.group.rank",
+        "model.num_layers.size",
+    ],
+)
 def test_an_override_of_no_key_is_an_error(key):
     with pytest.raises((AttributeError, TypeError)):
         compose.with_overrides(run_of("quickstart"), {key: 2})

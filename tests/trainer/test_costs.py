@@ -2,12 +2,16 @@
 
 from dataclasses import dataclass
 
+import jax
 import pytest
+from flax import nnx
 
 from jaxdist.ops.costs import Cost, Product
+from jaxdist.ops.experts import experts_cost
 from jaxdist.parallel import remat
-from jaxdist.planner import memory, targets
-from jaxdist.trainer import costs, model_flops
+from jaxdist.planner import compiled_step, memory, plan, targets
+from jaxdist.planner.compiler import Compiled
+from jaxdist.trainer import costs, model_flops, run_config, step_lines
 from support.runs import run_of
 
 KEPT = ("query", "key", "value", remat.PROJECTED, "mlp_gate", "mlp_up")
@@ -50,6 +54,75 @@ def test_a_model_that_declares_nothing_is_listed_and_counted():
     spec = targets.validate_for(run, targets.parse("cpu:1")).spec
     found = model_flops.model_flops(run, spec)
     assert found["causal"] == found["full"] > 0
+
+
+class Mixture(nnx.Module):
+    """A model of a user's, with experts and without costs."""
+
+    def __init__(self, num_experts: int = 8, experts_per_token: int = 2, *, rngs):
+        values = jax.random.normal(rngs.params(), (num_experts, 16, 16))
+        self.up = nnx.Param(values, logical=("experts", "d_model", "d_ff"))
+
+    def loss(self, batch, key):
+        return self.up[...].sum(), batch["weights"].sum()
+
+
+class DeclaredMixture(Mixture):
+    """The same, whose Config declares what a token uses."""
+
+    @dataclass(frozen=True)
+    class Config:
+        def costs(self, sequence_length: int) -> list[Cost]:
+            return [
+                experts_cost(
+                    layers=1,
+                    experts=8,
+                    chosen=2,
+                    width=16,
+                    hidden=16,
+                    gated=False,
+                )
+            ]
+
+    def __init__(self, config, *, rngs):
+        super().__init__(rngs=rngs)
+
+
+def test_experts_of_which_no_cost_declares_a_share_are_all_counted_and_a_line_says_so():
+    def counts(model: type) -> str:
+        config = run_config.default_config(f"{__name__}:{model.__name__}")
+        run = run_config.from_config(config)
+        composition = targets.validate_for(run, targets.parse("cpu:1"))
+        return step_lines.counts(composition)
+
+    assert "; all experts are counted as active for a token" in counts(Mixture)
+    declared = counts(DeclaredMixture)
+    assert declared.endswith(f", {2 * 16 * 16} active for a token")
+    dense = targets.validate_for(run_of("quickstart"), targets.parse("cpu:1"))
+    assert "active" not in step_lines.counts(dense)
+
+
+def test_a_plan_says_that_all_experts_are_counted():
+    compiled = Compiled(
+        argument_bytes=1,
+        output_bytes=1,
+        alias_bytes=1,
+        temp_bytes=1,
+        peak_bytes=1,
+        host_argument_bytes=0,
+        host_temp_bytes=0,
+        hlo="",
+        mesh_ids=(0,),
+    )
+
+    def notes(model: type) -> str:
+        config = run_config.default_config(f"{__name__}:{model.__name__}")
+        run = run_config.from_config(config)
+        made = plan.plan_by_arithmetic(run, targets.parse("cpu:1"))
+        return "\n".join(compiled_step.with_compiled(made, compiled).warnings)
+
+    assert "all experts are counted as active" in notes(Mixture)
+    assert "experts" not in notes(DeclaredMixture)
 
 
 def test_mfu_sums_what_a_config_declares(monkeypatch):

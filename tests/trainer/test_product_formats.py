@@ -116,6 +116,10 @@ def test_chips_that_gain():
 def test_models_without_such_products_are_refused():
     (fault,) = faults(run_of(**{"model.d_model": 256, "model.d_ff": 512}), H100)
     assert "too small to gain" in fault and "jaxdist.ops.matmul.project" in fault
+    assert "or precision.fp8_small_kernels=true" in fault
+    odd = {"model.d_model": 24, "model.d_ff": 40, "model.head_dim": 6}
+    (fault,) = faults(run_of(**odd), H100)
+    assert "not multiples of 16" in fault and "fp8_small_kernels" not in fault
     small = run_of(
         **{"model.d_model": 256, "model.d_ff": 512, "precision.fp8_small_kernels": True}
     )

@@ -168,6 +168,53 @@ def test_a_warm_up_that_is_not_set_is_the_runs():
         check(none, none, schedule={"warmup_steps": None})
 
 
+def test_an_option_that_a_model_has_gained_is_a_change_if_it_is_set(
+    tmp_path, monkeypatch
+):
+    source = """
+from dataclasses import dataclass, field
+from flax import nnx
+
+@dataclass(frozen=True)
+class Extra:
+    rates: tuple[float, ...] = (0.5, 1.0)
+
+@dataclass(frozen=True)
+class Config:
+    width: int = 8
+    extra: Extra = Extra()
+
+class Net(nnx.Module):
+    Config = Config
+
+    def __init__(self, config, *, rngs):
+        pass
+"""
+    (tmp_path / "net_that_grew.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def check(without, **options):
+        config = run_config.default_config("net_that_grew:Net")
+        stored = schema.flatten(config)
+        stored.pop(without)
+        config.update_from_flattened_dict(options)
+        workdir.check_stored_config(
+            {"config": schema.unflatten(stored)},
+            run_config.from_config(config),
+            Path("x"),
+        )
+
+    check("model.extra.rates")
+    check("model.width")
+    rates = {"model.extra.rates": (0.5, 2.0)}
+    with pytest.raises(ConfigError, match=r"extra.rates: .* has \(0.5, 1.0\), now"):
+        check("model.extra.rates", **rates)
+    # jaxdist's own keys are all in a config of this format
+    for key in ("optimizer.name", "model.target"):
+        with pytest.raises(ConfigError, match=rf"{key}: .* has \(absent\), now"):
+            check(key)
+
+
 def test_edges_that_are_replicated_are_refused():
     with pytest.raises(
         ConfigError, match=r"required one of sharded, last\. .*last = whole on each"

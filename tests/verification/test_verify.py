@@ -55,6 +55,20 @@ class Summed(Bigram):
         super().__init__(width, False, rngs=rngs)
 
 
+class Narrow(Bigram):
+    """The same with a Config that can be tiny, and with none of our options."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        width: int = 32
+
+        def tiny(self, sequence_length: int) -> dict[str, int]:
+            return {"width": 16}
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        super().__init__(config.width, rngs=rngs)
+
+
 def quickstart(**changes) -> run_config.RunConfig:
     run = run_config.from_config(
         files.load("quickstart", folders=files.packaged_folders())
@@ -165,6 +179,16 @@ def test_the_config_s_own_pipeline_is_proved_small():
     assert list(cases.layouts_for(unused, 8))[-1] == "tensor 8, 4 kv heads"
 
 
+def test_layouts_set_no_options_that_a_model_lacks():
+    run = run_config.from_config(run_config.default_config(f"{TARGET}Narrow"))
+    small, _ = cases.shrink_config(run, 8)
+    layouts = cases.layouts_for(small, 8)
+    assert list(layouts)[-1] == "tensor 8"
+    for overrides in layouts.values():
+        layout = compose.with_overrides(small, cases.ONE_DEVICE | overrides)
+        assert layout.model == {"target": f"{TARGET}Narrow", "width": 16}
+
+
 def test_a_model_without_stages_has_no_pipeline_layouts():
     run = run_config.from_config(run_config.default_config(f"{TARGET}Bigram"))
     names = list(cases.layouts_for(run, 8))
@@ -202,6 +226,16 @@ ONE = dict.fromkeys(BANDS, observed())
 def test_equal_is_equal():
     result = compare("x", "float32", observed(), ONE, ())
     assert result.passed and result.init_equal and result.grad_error == 0
+
+
+@pytest.mark.parametrize("precision", BANDS)
+def test_the_numbers_of_a_row_stand_under_their_names(precision):
+    result = compare("x", precision, observed(), dict.fromkeys(BANDS, observed()), ())
+    row = comparison.row(result)
+    assert precision in row
+    header = comparison.HEADER
+    assert row.index("identical") == header.index("init")
+    assert row.index("equal") == header.index("verdict")
 
 
 @pytest.mark.parametrize(

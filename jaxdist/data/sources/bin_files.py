@@ -32,7 +32,7 @@ def open_bin(options: SourceOptions) -> TokenStore:
     Raises:
       ConfigError: a file is missing or cut off, or holds an id that no batch can hold.
     """
-    files = find_files(options, ".bin")
+    files = find_files(options)
     with reading(options.name):
         tables = [_open_file(file, options.bin_dtype) for file in files]
         return store_of(options.name, tables)

@@ -21,6 +21,10 @@ class SourceOptions(Protocol):
         """Source and path, for logs and errors."""
 
     @property
+    def endings(self) -> tuple[str, ...]:
+        """The file endings of the source's row; () if it takes any file."""
+
+    @property
     def text_field(self) -> str:
         """The field or column with a record's text."""
 

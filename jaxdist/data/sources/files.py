@@ -5,9 +5,9 @@ A document's id is its path below the folder or glob that found it, so that a co
 be moved without changing what is held out.
 """
 
+import fnmatch
 import os
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -31,11 +31,11 @@ def entries_of(path: str) -> list[str]:
     return [entry for entry in entries if entry]
 
 
-def find_files(options: SourceOptions, *suffixes: str) -> list[File]:
+def find_files(options: SourceOptions) -> list[File]:
     """Finds the files of `data.path`: entries in the given order, each sorted by id.
 
-    A folder contributes the files below it that end in one of `suffixes` (all, if there
-    are none), without hidden ones. A file or a glob is taken as it is.
+    A folder contributes the files below it with one of the source's endings (all, if it
+    has none), without hidden ones. A file or a glob is taken as it is.
 
     Raises:
       ConfigError: names every entry that finds nothing.
@@ -45,12 +45,19 @@ def find_files(options: SourceOptions, *suffixes: str) -> list[File]:
     for entry in entries_of(options.path):
         shown = one_line(entry)
         try:
-            matches = _find(expanded(entry), suffixes)
+            matches = _find(expanded(entry), options.endings)
+        except PermissionError as error:
+            closed = one_line(error.filename)
+            faults.append(
+                f"data.path={shown}: {closed} cannot be read ({error.strerror}), so its "
+                f"files would be left out. Make it readable, or give a glob without it."
+            )
+            continue
         except (OSError, ValueError, RecursionError) as error:
             faults.append(f"data.path={shown}: no path or glob ({one_line(error)}).")
             continue
         if not matches:
-            kinds = " or ".join(suffixes) or "text"
+            kinds = " or ".join(options.endings) or "text"
             faults.append(
                 f"data.path={shown}: no {options.source} file there "
                 f"(looked from {Path.cwd()}); "
@@ -64,38 +71,118 @@ def find_files(options: SourceOptions, *suffixes: str) -> list[File]:
     return files
 
 
-def _find(entry: Path, suffixes: tuple[str, ...]) -> list[File]:
+def _find(entry: Path, endings: tuple[str, ...]) -> list[File]:
+    """Finds the files of an entry.
+
+    Raises:
+      OSError: it cannot be looked up, or a folder below it cannot be read.
+      ValueError: it cannot be a path, or a glob.
+    """
     if entry.is_file():
         return [File(entry, entry.name)]
     if entry.is_dir():
         files = [
             file
-            for file in _glob(entry, "**/*")
-            if not re.search(r"(^|/)\.", file.id)
-            and (not suffixes or file.id.endswith(suffixes))
+            for file in _files_below(entry)
+            if not endings or file.id.endswith(endings)
         ]
     else:
         files = _find_pattern(entry)
     return sorted(files, key=lambda file: file.id)
 
 
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".")
+
+
+def _files_below(root: Path) -> Iterator[File]:
+    """Yields the files below a folder; not hidden ones, nor those of hidden folders.
+
+    Raises:
+      OSError: a folder cannot be read.
+    """
+    for folder, subfolders, names in os.walk(root, onerror=_raise):
+        subfolders[:] = [name for name in subfolders if not _is_hidden(name)]
+        for name in names:
+            path = Path(folder, name)
+            if path.is_file() and not _is_hidden(name):
+                yield _file_below(root, path)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _file_below(root: Path, path: Path) -> File:
+    return File(path, path.relative_to(root).as_posix())
+
+
 def _find_pattern(entry: Path) -> list[File]:
     """Finds the files of a glob; none if the path has no wildcard."""
     for place, part in enumerate(entry.parts):
-        if set("*?[") & set(part):
-            pattern = "/".join(entry.parts[place:])
-            # `**` again and again multiplies the time.
-            pattern = re.sub(r"(?<![^/])(\*\*/)+(?=\*\*(/|$))", "", pattern)
-            return _glob(Path(*entry.parts[:place]), pattern)
+        if _has_wildcards(part):
+            root = Path(*entry.parts[:place])
+            found = dict.fromkeys(_glob(root, _parts_of_pattern(entry.parts[place:])))
+            return [_file_below(root, path) for path in found if path.is_file()]
     return []
 
 
-def _glob(root: Path, pattern: str) -> list[File]:
-    return [
-        File(path, path.relative_to(root).as_posix())
-        for path in root.glob(pattern)
-        if path.is_file()
-    ]
+def _has_wildcards(part: str) -> bool:
+    return not set("*?[").isdisjoint(part)
+
+
+def _parts_of_pattern(parts: Sequence[str]) -> list[str]:
+    """Drops each `**` that follows another, which would multiply the time.
+
+    Raises:
+      ValueError: `**` is a part of a name.
+    """
+    kept: list[str] = []
+    for part in parts:
+        if "**" in part and part != "**":
+            raise ValueError("** can only be a whole part of a path")
+        if part != "**" or kept[-1:] != ["**"]:
+            kept.append(part)
+    return kept
+
+
+def _glob(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
+    """Yields the paths of a glob below a folder, some more than once.
+
+    `Path.glob` skips folders that may not be read, so that their files would be missed.
+
+    Args:
+      pattern: the parts of the glob.
+
+    Raises:
+      OSError: a folder cannot be read.
+    """
+    if not pattern:
+        yield folder
+        return
+    part, *rest = pattern
+    if not _has_wildcards(part):
+        yield from _glob(folder / part, rest)
+        return
+    if part == "**":
+        yield from _glob(folder, rest)
+    for entry in _entries(folder):
+        path = folder / entry.name
+        if part == "**":
+            # a link could lead back to a folder above
+            if entry.is_dir(follow_symlinks=False):
+                yield from _glob(path, pattern)
+        elif fnmatch.fnmatchcase(entry.name, part):
+            yield from _glob(path, rest)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Lists a folder; a path that is none has no entries."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def corpus_of(

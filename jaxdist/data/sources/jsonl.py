@@ -20,8 +20,7 @@ def open_corpus(options: SourceOptions) -> Corpus:
     Raises:
       ConfigError: an entry finds nothing.
     """
-    files = find_files(options, ".jsonl", ".json", ".gz")
-    return corpus_of_records(options, files, _read)
+    return corpus_of_records(options, find_files(options), _read)
 
 
 def _read(file: File, options: SourceOptions) -> Iterator[Document]:

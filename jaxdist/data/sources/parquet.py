@@ -24,7 +24,7 @@ def open_corpus(options: SourceOptions) -> Corpus:
     Raises:
       ConfigError: an entry finds nothing.
     """
-    return corpus_of_records(options, find_files(options, ".parquet"), _read)
+    return corpus_of_records(options, find_files(options), _read)
 
 
 def _read(file: File, options: SourceOptions) -> Iterator[Document]:

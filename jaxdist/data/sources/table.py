@@ -3,7 +3,7 @@
 stdlib       nothing: the sources of the running Python
 text         files, globs (`docs/**/*.md`) or folders (all text files below), comma
              separated
-jsonl        the same, `.jsonl`, `.json` or `.jsonl.gz`: one object per line
+jsonl        the same, `.jsonl` or `.json`, also gzipped (`.gz`): one object per line
 bin          the same, `.bin`: nanoGPT's raw ids, or with Karpathy's header
 megatron     pairs PREFIX.bin and PREFIX.idx, by prefix or glob
 huggingface  NAME[:CONFIG[:SPLIT]] of a dataset, or a folder of one (extra hf)
@@ -60,7 +60,7 @@ SOURCES: dict[str, Source] = {
     "text": TextSource(open=files.open_text),
     "jsonl": TextSource(
         open=jsonl.open_corpus,
-        endings=(".jsonl", ".jsonl.gz", ".json"),
+        endings=(".jsonl", ".jsonl.gz", ".json", ".json.gz"),
         has_chats=True,
     ),
     "bin": TokenSource(open=open_bin, endings=(".bin",), has_documents=False),

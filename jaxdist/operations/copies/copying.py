@@ -38,7 +38,6 @@ class CheckpointCopies(Callback):
     def on_start(self, run: Run) -> None:
         """Lets a restore fetch a copy of a damaged step."""
         self._run = run
-        assert run.store is not None
         if jax.process_index() == 0:
             run.store.fetch = step_copies.fetcher(
                 run.config.checkpoint, run.folder, run.store, run.say
@@ -47,7 +46,7 @@ class CheckpointCopies(Callback):
     def load(self, state: Any) -> None:
         """Begins to copy; from now on it is known which steps are kept."""
         run = self._run
-        assert run is not None and run.store is not None
+        assert run is not None
         if self._copier is None:
             self._copier = step_copies.copier(
                 run.config.checkpoint, run.folder, run.store

@@ -54,7 +54,6 @@ class MetricsServer(Callback):
         if ":" in host:
             host = f"[{host}]"
         run.note(f"metrics: http://{host}:{port}/metrics")
-        assert run.writer is not None
         run.writer.attach(view)
 
     def __exit__(self, *_: object) -> None:

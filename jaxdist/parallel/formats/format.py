@@ -66,8 +66,13 @@ class Units:
         """Checks if a chip is known to multiply these numbers faster."""
         raise NotImplementedError
 
-    def why_not(self, device: jax.Device) -> str:
-        """Says why a device gains nothing; "" if it may gain."""
+    def why_not(self, platform: str, device_kind: str) -> str:
+        """Says why a device gains nothing; "" if it may gain.
+
+        Args:
+          platform: as `jax.Device.platform`.
+          device_kind: as `jax.Device.device_kind`.
+        """
         raise NotImplementedError
 
     def in_jaxpr(self, equation: Any) -> bool:

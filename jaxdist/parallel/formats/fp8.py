@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import jax
-
 from jaxdist.hardware.chips import Chip, chip_for, platform_of
 from jaxdist.parallel.formats.format import Band, Recipe, Units
 from jaxdist.protocols.param_names import Names
@@ -29,11 +27,11 @@ class Fp8Units(Units):
             return False
         return byte > half
 
-    def why_not(self, device: jax.Device) -> str:
-        is_tpu = platform_of(device.platform) == "tpu"
-        chip = chip_for(device.device_kind)
+    def why_not(self, platform: str, device_kind: str) -> str:
+        is_tpu = platform_of(platform) == "tpu"
+        chip = chip_for(device_kind)
         if chip is None:
-            return _unmeasured(device.device_kind) if is_tpu else ""
+            return _unmeasured(device_kind) if is_tpu else ""
         if self.gain(chip) and not is_tpu:
             return ""
         if chip.name in self.cycles:
