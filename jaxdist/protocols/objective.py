@@ -46,6 +46,9 @@ FrozenModule = Callable[[Batch], Terms]
 class Objective(ABC):
     """The base of all objectives.
 
+    Subclasses are frozen dataclasses: objectives of equal options are equal, and models
+    trained for them are checked once.
+
     Attributes:
       modules: names of the frozen modules that `prepare` calls.
       sums_over_samples: whether the loss is a sum of terms of one sample each, if that
