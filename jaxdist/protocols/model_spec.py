@@ -251,6 +251,7 @@ class ModelSpec:
 
     @property
     def parameter_count(self) -> int:
+        """Counts the parameters of the policy, trained or not."""
         return self.trainable_count + self.frozen_count
 
     @property
@@ -260,6 +261,11 @@ class ModelSpec:
     @property
     def frozen_count(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self.frozen))
+
+    @property
+    def module_count(self) -> int:
+        """Counts the numbers that frozen modules hold, which are not the policy's."""
+        return sum(module.frozen_count for module in self.modules.values())
 
     @property
     def counts(self) -> str:

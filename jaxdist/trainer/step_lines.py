@@ -16,8 +16,8 @@ from jaxdist.trainer.run_config import RunConfig
 
 
 def counts(composition: Composition) -> str:
-    """Tells how many parameters there are, how many are trained, and how many a token
-    uses.
+    """Tells how many parameters the policy has, how many are trained, how many a token
+    uses, and how many frozen modules hold.
     """
     run = composition.config
     spec = composition.spec
@@ -28,6 +28,8 @@ def counts(composition: Composition) -> str:
     active = active_parameters(run, spec)
     if active < spec.parameter_count:
         text += f", {active:,} active for a token"
+    if spec.modules:
+        text += f"; {spec.module_count:,} in frozen modules ({', '.join(spec.modules)})"
     return text
 
 

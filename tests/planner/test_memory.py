@@ -10,9 +10,10 @@ import pytest
 
 from jaxdist.parallel import remat
 from jaxdist.planner import dry_run, memory, targets
-from jaxdist.planner.state import HOST_STATE, checkpoint_bytes
+from jaxdist.planner.state import HOST_STATE, checkpoint_bytes, held_bytes
 from jaxdist.trainer import compose, validation
 from jaxdist.trainer.run_config import RunConfig
+from support.objectives import Preference, composition_for
 from support.runs import run_of
 
 SMALL = {
@@ -103,6 +104,37 @@ def test_the_state_is_what_the_compiler_calls_arguments():
     # Besides them four counters of the step; the batch's own indices may be dropped, as
     # nobody reads them.
     assert state < arguments <= state + found["batch"] + 16
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"pipeline": 2, "fsdp": 2, "tensor": 2}])
+def test_frozen_modules_are_a_part_of_the_state(axes):
+    axes = {f"mesh.{axis}": size for axis, size in ({"data": 1} | axes).items()}
+    run = run_of("llama3_8b:tiny", **{"data.packing": "documents"} | axes)
+    composition = composition_for(run, Preference())
+    state = composition.build_step().abstract_state
+    found = memory.components(composition, jax.devices()[0])
+    held = 0
+    for x in jax.tree.leaves(state.modules):
+        held += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    # sharded as the policy of the same size
+    assert found["frozen modules"] == held == found["parameters"] > 0
+    whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert 0 <= whole - checkpoint_bytes(composition) < 100  # counters
+    placed = {p.path: p.shard_bytes for p in composition.placements()}
+    assert sum(placed.values()) == 2 * held
+    path = "modules/reference/blocks/mlp/up"
+    assert placed[path] == placed["blocks/mlp/up"]
+
+
+def test_frozen_modules_are_among_the_compilers_arguments():
+    run = run_of("llama3_8b:tiny", **{"mesh.fsdp": 8, "data.packing": "documents"})
+    composition = composition_for(run, Preference())
+    found = memory.components(composition, jax.devices()[0])
+    step = dry_run.compile_step(composition, jax.devices())
+    arguments = step.memory_analysis().argument_size_in_bytes
+    state = held_bytes(found)
+    assert found["frozen modules"] > state / 5
+    assert state + found["batch"] == pytest.approx(arguments, rel=0.01)
 
 
 TOKENS = 4 * 128  # of a device: 32 sequences over 8
