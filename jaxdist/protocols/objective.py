@@ -105,8 +105,13 @@ class Objective(ABC):
         """Computes the loss from the last block's output [B, S, D]."""
 
     @abstractmethod
-    def faults(self, model_class: type, staged: bool) -> Iterator[str]:
-        """Yields why a model of this class cannot be the policy."""
+    def faults(self, policy: Any, staged: bool) -> Iterator[str]:
+        """Yields why a model cannot be the policy.
+
+        Args:
+          policy: the model with abstract arrays.
+          staged: it has embed, a stack of blocks, and head.
+        """
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class NextToken(Objective):
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
         return head_loss(policy, x, batch)
 
-    def faults(self, model_class: type, staged: bool) -> Iterator[str]:
+    def faults(self, policy: Any, staged: bool) -> Iterator[str]:
         yield from ()
 
 
@@ -129,7 +134,8 @@ class TokenObjective(Objective):
     """An objective in three parts. Subclasses write `sample_loss`, and maybe `prepare`.
 
     The policy has a method `token_terms(x, batch) -> Terms`: what its head gives for
-    each target, from the last block's output.
+    each target, from the last block's output. It may have `head_only()`, options of it
+    such as "model.z_loss=0.1" that only the loss of its `head` reads.
     """
 
     sums_over_samples: ClassVar[bool] = True
@@ -160,8 +166,15 @@ class TokenObjective(Objective):
         one_sample = {"sample": jnp.zeros(1)}
         return as_loss(self.sample_loss(terms, sample), one_sample)
 
-    def faults(self, model_class: type, staged: bool) -> Iterator[str]:
-        yield from token_faults(type(self).__name__, model_class, staged)
+    def faults(self, policy: Any, staged: bool) -> Iterator[str]:
+        name = type(self).__name__
+        yield from token_faults(name, type(policy), staged)
+        options = policy.head_only() if hasattr(policy, "head_only") else []
+        for option in options:
+            yield (
+                f"{option} has no effect: it is a term of the loss of the policy's head, "
+                f"and {name} computes another loss; leave it out"
+            )
 
 
 @dataclass(frozen=True)
@@ -182,8 +195,8 @@ class WholeModel(Objective):
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
         raise TypeError(f"{type(policy).__name__} has no head of its own")
 
-    def faults(self, model_class: type, staged: bool) -> Iterator[str]:
-        yield from _loss_faults(model_class)
+    def faults(self, policy: Any, staged: bool) -> Iterator[str]:
+        yield from _loss_faults(type(policy))
 
 
 def token_faults(user: str, model_class: type, staged: bool) -> Iterator[str]:

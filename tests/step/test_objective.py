@@ -275,7 +275,7 @@ class Bare(Objective):
     def head_loss(self, policy, x, batch):
         return Loss(x.sum(), jnp.float32(1))
 
-    def faults(self, model_class, staged):
+    def faults(self, policy, staged):
         yield from ()
 
 
@@ -304,6 +304,15 @@ def test_a_user_model_is_an_objective_as_a_whole():
     assert spec.objective == WholeModel()
     with pytest.raises(ConfigError, match="Headless needs embed"):
         build(spec.trained_for(SumObjective(), {}), case())
+
+
+def test_a_term_of_the_head_s_loss_is_refused_where_the_loss_is_another():
+    model = replace(MODEL, z_loss=1e-4)
+    build(spec_for(NextToken(), model), case())
+    # a reference may have been trained with it
+    build(spec_for(Preference(), MODEL, model), case())
+    with pytest.raises(ConfigError, match="model.z_loss=0.0001 has no effect"):
+        build(spec_for(Preference(), model), case())
 
 
 def test_modules_are_those_that_the_objective_names():
