@@ -30,9 +30,9 @@ from jaxdist.protocols.model import (
     Transform,
     as_loss,
     head_loss,
-    staged_loss,
     staged_output,
     unchanged,
+    with_block_sums,
 )
 
 REQUIRED = (
@@ -54,10 +54,15 @@ class Objective(ABC):
       sums_over_samples: whether the loss is a sum of terms of one sample each, if that
         of the policy's own code is (see `jaxdist.protocols.model`). A subclass that
         replaces how the loss of a batch is made says it again.
+      counts_targets: whether the count is the sum of the targets' weights. Aux terms of
+        blocks (losses of routers) are sums over tokens under the same divisor, so an
+        objective that counts something else (pairs, samples) refuses them. A subclass
+        that counts otherwise says it again.
     """
 
     modules: ClassVar[tuple[str, ...]] = ()
     sums_over_samples: ClassVar[bool] = False
+    counts_targets: ClassVar[bool] = False
 
     @classmethod
     def adds_up_samples(cls) -> bool:
@@ -97,8 +102,22 @@ class Objective(ABC):
         Args:
           key: the step's; None: deterministic.
           transform: wraps the policy's blocks, for rematerialisation.
+
+        Raises:
+          ConfigError: blocks return aux terms, and targets are not what is counted.
         """
-        return staged_loss(policy, batch, key, transform, head=self.head_loss)
+        output = staged_output(policy, batch, key, transform)
+        if output.aux and not self.counts_targets:
+            name = type(self).__name__
+            raise ConfigError(
+                f"blocks of {type(policy).__name__} return aux terms ("
+                f"{', '.join(sorted(output.aux))}): {name} divides them by its count, "
+                f"but sums over tokens need the count of targets; turn these terms "
+                f"off, or set counts_targets = True in {name} if its count is "
+                f"the sum of `weights`"
+            )
+        loss = self.head_loss(policy, output.x, batch)
+        return with_block_sums(loss, output.aux, output.stats)
 
     @abstractmethod
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
@@ -122,6 +141,7 @@ class NextToken(Objective):
     """
 
     sums_over_samples: ClassVar[bool] = True
+    counts_targets: ClassVar[bool] = True  # or what the model's head counts with them
 
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
         return head_loss(policy, x, batch)

@@ -306,6 +306,47 @@ def test_a_user_model_is_an_objective_as_a_whole():
         build(spec.trained_for(SumObjective(), {}), case())
 
 
+ROUTED = replace(
+    MODEL,
+    num_experts=4,
+    experts_per_token=2,
+    balance="sequence",
+    balance_weight=0.1,
+    router_z_loss=0.1,
+)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        case({"data": 2, "expert": 2}, accumulation=2),
+        case({"pipeline": 2, "context": 2}, microbatches=2),
+    ],
+)
+def test_losses_of_routers_weigh_as_in_the_default_where_targets_are_counted(place):
+    batch = batch_of_pairs()
+    default = run(spec_for(NextToken(), ROUTED), case(), batch)
+    found = run(spec_for(SumObjective(), ROUTED), place, batch)
+    for metric in ("loss", "aux/balance", "aux/router_z_loss", "grad_norm"):
+        assert found.metrics[metric] == pytest.approx(
+            float(default.metrics[metric]), rel=2e-5
+        )
+    assert default.metrics["aux/router_z_loss"] > 0.01
+    assert worst(found.gradients, default.gradients) < 1e-4
+
+
+def test_losses_of_routers_are_refused_where_pairs_are_counted():
+    """They would weigh as many times more as a pair has tokens."""
+    trace_step(
+        spec_for(Preference(), replace(ROUTED, balance="bias", router_z_loss=0)),
+        batch_of_pairs(),
+    )
+    with pytest.raises(
+        ConfigError, match=r"aux terms \(balance, router_z_loss\): Preference divides"
+    ):
+        trace_step(spec_for(Preference(), ROUTED), batch_of_pairs())
+
+
 def test_a_term_of_the_head_s_loss_is_refused_where_the_loss_is_another():
     model = replace(MODEL, z_loss=1e-4)
     build(spec_for(NextToken(), model), case())

@@ -32,6 +32,8 @@ SGD = OptimizerConfig(name="sgd", learning_rate=0.1, warmup_steps=1)
 class SumObjective(TokenObjective):
     """Next-token cross-entropy, written as an objective of three parts."""
 
+    counts_targets = True
+
     def sample_loss(self, terms, sample):
         nats = -terms["log_probability"] * sample["weights"]
         return Loss(nats.sum(), sample["weights"].sum())
