@@ -106,7 +106,8 @@ class ModelSpec:
           modules: the frozen modules by the names that the objective calls them.
 
         Raises:
-          ConfigError: a module is missing, unknown, or gives no terms of tokens.
+          ConfigError: a module is missing, unknown, or gives no terms of tokens; the
+            objective cannot be compared.
         """
         name = type(objective).__name__
         faults = [
@@ -117,6 +118,10 @@ class ModelSpec:
         for module, spec in modules.items():
             user = f"frozen module {module!r}"
             faults += token_faults(user, spec.model_class, spec.staged)
+        try:
+            hash(objective)
+        except TypeError as error:
+            faults.append(f"{name}: {error}; make it a frozen dataclass")
         if faults:
             raise ConfigError(faults)
         frozen = {module: spec.all_frozen() for module, spec in modules.items()}

@@ -9,11 +9,11 @@ import jax
 import pytest
 
 from jaxdist.parallel import remat
-from jaxdist.planner import dry_run, memory, targets
+from jaxdist.planner import arithmetic, dry_run, memory, targets
 from jaxdist.planner.state import HOST_STATE, checkpoint_bytes, held_bytes
 from jaxdist.trainer import compose, validation
 from jaxdist.trainer.run_config import RunConfig
-from support.objectives import Preference, composition_for
+from support.objectives import Preference, SumObjective, composition_for
 from support.runs import run_of
 
 SMALL = {
@@ -124,6 +124,27 @@ def test_frozen_modules_are_a_part_of_the_state(axes):
     assert sum(placed.values()) == 2 * held
     path = "modules/reference/blocks/mlp/up"
     assert placed[path] == placed["blocks/mlp/up"]
+
+
+@pytest.mark.parametrize(("zero", "shards"), [(3, 4), (2, 1)])
+def test_a_search_counts_frozen_modules_in_the_state(zero, shards):
+    run = run_of(
+        "llama3_8b:tiny",
+        **{
+            "data.packing": "documents",
+            "mesh.data": 1,
+            "mesh.fsdp": 4,
+            "mesh.tensor": 2,
+            "mesh.zero": zero,
+        },
+    )
+    sizes = []
+    for objective in (SumObjective(), Preference()):
+        composition = composition_for(run, objective)
+        model = arithmetic.Model(composition, targets.parse("cpu:8"))
+        sizes.append(model.state_bytes(composition))
+    count = composition.spec.parameter_count
+    assert sizes[1] - sizes[0] == pytest.approx(4 * count / 2 / shards, abs=1)
 
 
 def test_frozen_modules_are_among_the_compilers_arguments():

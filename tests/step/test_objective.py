@@ -1,6 +1,6 @@
 """Objectives: three parts, a frozen reference, the same numbers on every layout."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import jax
@@ -354,6 +354,18 @@ def test_a_term_of_the_head_s_loss_is_refused_where_the_loss_is_another():
     build(spec_for(Preference(), MODEL, model), case())
     with pytest.raises(ConfigError, match="model.z_loss=0.0001 has no effect"):
         build(spec_for(Preference(), model), case())
+
+
+@dataclass
+class Mutable(SumObjective):
+    """A dataclass that is not frozen: it has no hash."""
+
+    weight: float = 1.0
+
+
+def test_an_objective_that_may_change_is_refused():
+    with pytest.raises(ConfigError, match="'Mutable'; make it a frozen dataclass"):
+        spec_for(Mutable())
 
 
 def test_modules_are_those_that_the_objective_names():
