@@ -38,6 +38,9 @@ from jaxdist.protocols.model import (
 REQUIRED = (
     "loss(self, batch, key) -> a scalar mean, (sum, count), or (sum, count, aux, stats)"
 )
+# A field [B] of a batch, the same for all rows: targets for each unit of the objective's
+# count in the whole batch. See `TokenObjective.row_losses`.
+TARGETS_PER_COUNT = "targets_per_count"
 Terms = dict[str, jax.Array]  # float32 [B, S] or [B, S, k] by name
 # A frozen module as `prepare` sees it: gives its `token_terms` for a batch.
 FrozenModule = Callable[[Batch], Terms]
@@ -54,10 +57,9 @@ class Objective(ABC):
       sums_over_samples: whether the loss is a sum of terms of one sample each, if that
         of the policy's own code is (see `jaxdist.protocols.model`). A subclass that
         replaces how the loss of a batch is made says it again.
-      counts_targets: whether the count is the sum of the targets' weights. Aux terms of
-        blocks (losses of routers) are sums over tokens under the same divisor, so an
-        objective that counts something else (pairs, samples) refuses them. A subclass
-        that counts otherwise says it again.
+      counts_targets: whether the count is the sum of the targets' weights, by which aux
+        terms of blocks (losses of routers) are divided: they are sums over tokens. A
+        subclass that counts otherwise says it again.
     """
 
     modules: ClassVar[tuple[str, ...]] = ()
@@ -104,10 +106,10 @@ class Objective(ABC):
           transform: wraps the policy's blocks, for rematerialisation.
 
         Raises:
-          ConfigError: blocks return aux terms, and targets are not what is counted.
+          ConfigError: blocks return aux terms, and targets cannot be counted.
         """
         output = staged_output(policy, batch, key, transform)
-        if output.aux and not self.counts_targets:
+        if output.aux and not self.can_count_targets(batch):
             name = type(self).__name__
             raise ConfigError(
                 f"blocks of {type(policy).__name__} return aux terms ("
@@ -118,6 +120,10 @@ class Objective(ABC):
             )
         loss = self.head_loss(policy, output.x, batch)
         return with_block_sums(loss, output.aux, output.stats)
+
+    def can_count_targets(self, batch: Batch) -> bool:
+        """Checks whether sums over tokens can be divided by the count of targets."""
+        return self.counts_targets
 
     @abstractmethod
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
@@ -178,8 +184,28 @@ class TokenObjective(Objective):
 
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
         terms = as_terms(policy.token_terms(x, batch), batch)
-        losses = jax.vmap(self._as_sums)(terms, dict(batch))
+        losses = self.row_losses(terms, batch)
         return jax.tree.map(lambda each: each.sum(0), losses)
+
+    def row_losses(self, terms: Terms, batch: Batch) -> Loss:
+        """Computes the losses of all rows, each [B].
+
+        With the field `TARGETS_PER_COUNT` they count targets, and their sums are larger
+        by as much: the mean is the same, and aux terms of blocks are means over targets.
+        """
+        sample = {name: x for name, x in batch.items() if name != TARGETS_PER_COUNT}
+        losses = jax.vmap(self._as_sums)(terms, sample)
+        if TARGETS_PER_COUNT not in batch:
+            return losses
+        factor = batch[TARGETS_PER_COUNT]
+        return losses._replace(
+            sum=losses.sum * factor,
+            count=batch["weights"].sum(1),
+            aux={name: own * factor for name, own in losses.aux.items()},
+        )
+
+    def can_count_targets(self, batch: Batch) -> bool:
+        return self.counts_targets or "weights" in batch
 
     def _as_sums(self, terms: Terms, sample: Batch) -> Loss:
         # Fields of a sample have no dim of samples: a scalar loss is that of one.

@@ -335,16 +335,65 @@ def test_losses_of_routers_weigh_as_in_the_default_where_targets_are_counted(pla
     assert worst(found.gradients, default.gradients) < 1e-4
 
 
-def test_losses_of_routers_are_refused_where_pairs_are_counted():
-    """They would weigh as many times more as a pair has tokens."""
-    trace_step(
-        spec_for(Preference(), replace(ROUTED, balance="bias", router_z_loss=0)),
-        batch_of_pairs(),
-    )
+@lru_cache
+def routed_pairs() -> Result:
+    return run(spec_for(Preference(), ROUTED), case(), batch_of_pairs())
+
+
+def test_losses_of_routers_weigh_as_in_the_default_where_pairs_are_counted():
+    batch = batch_of_pairs()
+    default = run(spec_for(NextToken(), ROUTED), case(), batch)
+    found = routed_pairs()
+    for term in ("aux/balance", "aux/router_z_loss"):
+        wanted = pytest.approx(float(default.metrics[term]), rel=1e-5)
+        assert found.metrics[term] == wanted
+        total, count = found.evaluated[2][term]
+        assert count == batch["weights"].sum() and total / count == wanted
+    # the loss of pairs, and its own aux terms, are those by the count of pairs
+    total, count, others = found.evaluated
+    assert count == 16
+    assert found.metrics["loss"] == pytest.approx(float(total / count), rel=1e-5)
+    total, count = others["aux/spread"]
+    assert count == 16
+    assert found.metrics["aux/spread"] == pytest.approx(float(total / count), rel=1e-5)
+
+
+def test_gradients_of_pairs_and_of_routers_are_divided_by_their_own_counts():
+    """The gradient is linear in the aux terms' weights, and so is that of a default."""
+    batch = batch_of_pairs()
+    free = replace(ROUTED, balance="none", router_z_loss=0)
+
+    def of_routers(objective):
+        whole = run(spec_for(objective, ROUTED), case(), batch).gradients
+        alone = run(spec_for(objective, free), case(), batch).gradients
+        return jax.tree.map(np.subtract, whole, alone)
+
+    assert worst(of_routers(Preference()), of_routers(NextToken())) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        case({"data": 2, "expert": 2}, accumulation=2),
+        case({"data": 2, "fsdp": 2}, accumulation=2, reduce="once"),
+        case({"pipeline": 2, "context": 2}, microbatches=2),
+    ],
+)
+def test_layouts_agree_on_losses_of_routers_beside_pairs(place):
+    found = run(spec_for(Preference(), ROUTED), place, batch_of_pairs())
+    for metric in ("loss", "aux/balance", "aux/router_z_loss", "grad_norm"):
+        assert found.metrics[metric] == pytest.approx(
+            float(routed_pairs().metrics[metric]), rel=2e-5
+        )
+    assert worst(found.gradients, routed_pairs().gradients) < 1e-4
+
+
+def test_losses_of_routers_are_refused_where_no_target_can_be_counted():
+    batch = batch_of_pairs()
     with pytest.raises(
-        ConfigError, match=r"aux terms \(balance, router_z_loss\): Preference divides"
+        ConfigError, match=r"aux terms \(balance, router_z_loss\): Bare divides"
     ):
-        trace_step(spec_for(Preference(), ROUTED), batch_of_pairs())
+        trace_step(spec_for(Bare(), ROUTED), batch)
 
 
 def test_a_term_of_the_head_s_loss_is_refused_where_the_loss_is_another():
