@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _score_tasks(flags: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Scores the tasks of --tasks: the results, and a text of them."""
     harness = extras.load("jaxdist.evaluation.lm_eval")
-    run = loading.load_run(**cli.run_options(flags))
+    run = loading.load_run(**cli.run_options(flags), modules=False)
     metrics = harness.evaluate_tasks(
         run,
         flags.tasks.split(","),

@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags = _parser().parse_args(arguments)
     prompts = _prompts(flags)
-    run = loading.load_run(**cli.run_options(flags))
+    run = loading.load_run(**cli.run_options(flags), modules=False)
     sampling = SamplingConfig(flags.temperature, flags.top_k, flags.top_p)
     options = {"max_tokens": flags.max_tokens, "sampling": sampling, "seed": flags.seed}
     before = [_turn("system", flags.system)] if flags.system else []

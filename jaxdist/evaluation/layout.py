@@ -81,10 +81,15 @@ def fitted(
     return validated(meshes[-1])
 
 
-def weights_alone(state: State) -> State:
+def weights_alone(state: State, *, modules: bool = True) -> State:
     """Returns of an abstract state what the forward pass needs, laid out like the
     parameters.
+
+    Args:
+      modules: False leaves out the frozen modules, which the objective alone reads.
     """
+    if not modules:
+        state = state._replace(modules={})
     if state.ema is None:
         return state._replace(opt_state=None)
     average = jax.tree.map(

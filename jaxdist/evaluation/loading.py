@@ -28,6 +28,7 @@ def load_run(
     target: str | None = None,
     trust_code: bool | None = None,
     model: Model | None = None,
+    modules: bool = True,
 ) -> TrainedRun:
     """Loads the run of a workdir with the weights of `step`, or of the newest usable
     checkpoint.
@@ -47,6 +48,8 @@ def load_run(
       trust_code: whether to import the model's module because the run's config names
         it. None: only one of jaxdist's, or one that is imported already.
       model: of a run of `jaxdist.fit`: what was given to it, to make the model again.
+      modules: False leaves out the frozen modules of the objective. `evaluate` needs
+        them; what writes and scores text does not.
 
     Raises:
       ConfigError: no run there, a model whose code is not trusted, or a mesh that is
@@ -70,9 +73,8 @@ def load_run(
         checkpoints, config.checkpoint, mode="read", run=run
     ) as store:
         try:
-            restored = store.restore(
-                layout.weights_alone(built.abstract_state), step, partial=True
-            ).state
+            wanted = layout.weights_alone(built.abstract_state, modules=modules)
+            restored = store.restore(wanted, step, partial=True).state
         except LayoutError as error:
             raise ConfigError(
                 f"model: the run in {folder} has another; {error.summary}"

@@ -25,6 +25,8 @@ from jaxdist.ops.costs import Cost
 from jaxdist.parallel.execution import shard
 from jaxdist.protocols.model import Batch, BlockInfo, BlockOutput
 
+_KINDS = ("global", "local")  # of attention in `model.layer_pattern`
+
 
 @dataclass(frozen=True)
 class AttentionConfig(RotaryConfig, BlockConfig):
@@ -215,15 +217,24 @@ class Attention(Mixer):
 
     @staticmethod
     def faults(config: AttentionConfig) -> Iterator[str]:
-        """Yields what is wrong with heads, positions and windows."""
+        """Yields what is wrong with heads and positions of attention layers, and with
+        windows.
+
+        Without such layers, heads and positions are those of other mixers.
+        """
         c = config
-        if min(c.num_heads, c.num_kv_heads) > 0 and c.num_heads % c.num_kv_heads:
-            yield (
-                f"model.num_kv_heads={c.num_kv_heads} does not divide "
-                f"model.num_heads={c.num_heads}; set it to a divisor"
-            )
-        yield from _rotary_faults(c)
+        if {*_KINDS} & {*c.layer_pattern}:
+            yield from _heads_faults(c)
+            yield from _rotary_faults(c)
         yield from _window_faults(c)
+
+
+def _heads_faults(c: AttentionConfig) -> Iterator[str]:
+    if min(c.num_heads, c.num_kv_heads) > 0 and c.num_heads % c.num_kv_heads:
+        yield (
+            f"model.num_kv_heads={c.num_kv_heads} does not divide "
+            f"model.num_heads={c.num_heads}; set it to a divisor"
+        )
 
 
 def _rotary_faults(c: AttentionConfig) -> Iterator[str]:

@@ -148,7 +148,8 @@ class Mixer(Part):
           length: slots, one for each token.
 
         Returns:
-          Arrays [L, B, ...], laid out over devices.
+          Arrays laid out over devices: [L, B, S, K, N] with a slot for each token, else
+          [L, B, ...].
         """
         raise NotImplementedError
 

@@ -159,6 +159,11 @@ class Transformer(nnx.Module):
         )
         return {"log_probability": log_probability, "log_normalizer": log_normalizer}
 
+    def head_only(self) -> list[str]:
+        """Lists the options in force that `head` reads and `token_terms` does not."""
+        z_loss = self.config.z_loss
+        return [f"model.z_loss={z_loss}"] if z_loss else []
+
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """Returns float32 logits [B, S, V] from the last block's output (for
         generation).

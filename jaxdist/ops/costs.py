@@ -9,7 +9,7 @@ its program (`telemetry.flops.jaxpr_flops`).
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxdist.parallel.sharding import Rules
 from jaxdist.telemetry.flops import Convention
@@ -111,13 +111,15 @@ class Cost:
     # the part of a plan's JSON that is about ops of this kind; "": none
     section = ""
     # what compiled programs call the values that the op sends
-    moves: tuple[str, ...] = ()
+    moves: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def report(
         cls, costs: Sequence[Any], rules: Rules, itemsize: int, load: float
     ) -> dict[str, Any]:
-        """Returns the section of a plan, as JSON, for all costs of this class.
+        """Returns the section of a plan, as JSON, for all costs of the section.
+
+        Classes of one section inherit this from one class: the first cost's is called.
 
         Args:
           load: rows of the fullest pair of devices, relative to the mean.
@@ -135,8 +137,12 @@ def reports(
     costs: Sequence[Cost], rules: Rules, itemsize: int, load: float
 ) -> Mapping[str, tuple[dict[str, Any], tuple[str, ...]]]:
     """Returns {section of a plan: (its JSON, what its ops call what they send)}."""
+    sections: dict[str, list[Cost]] = {}
+    for cost in costs:
+        if cost.section:
+            sections.setdefault(cost.section, []).append(cost)
     found = {}
-    for kind in dict.fromkeys(type(cost) for cost in costs if cost.section):
-        own = [cost for cost in costs if type(cost) is kind]
-        found[kind.section] = (kind.report(own, rules, itemsize, load), kind.moves)
+    for section, own in sections.items():
+        moves = dict.fromkeys(name for cost in own for name in cost.moves)
+        found[section] = (own[0].report(own, rules, itemsize, load), tuple(moves))
     return found

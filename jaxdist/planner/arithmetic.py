@@ -112,6 +112,9 @@ class Model:
         shards = math.prod(sizes[axis] for axis in PARAMETER_SHARDS)
         size = formulas.state_bytes(dense, kept, shards=shards, zero=zero)
         size += formulas.state_bytes(of_experts, kept, shards=sizes["fsdp"], zero=zero)
+        frozen = formulas.Policy(self.work.stored, gradients=0, optimizer=0)
+        in_modules = self.work.in_modules / sizes["tensor"] / sizes["pipeline"]
+        size += formulas.state_bytes(in_modules, frozen, shards=shards, zero=zero)
         return int(size)
 
     def _local(self, shape: MeshShape) -> tuple[float, float]:

@@ -22,7 +22,14 @@ from jaxdist.trainer.compose import Composition, batch_shapes
 Components = dict[str, int]
 HOST_STATE = "host memory: optimizer state"  # with the moving average
 # What a checkpoint holds.
-STATE = ("parameters", "optimizer state", "moving average", "model state", HOST_STATE)
+STATE = (
+    "parameters",
+    "frozen modules",
+    "optimizer state",
+    "moving average",
+    "model state",
+    HOST_STATE,
+)
 
 
 def held_state(composition: Composition, platform: str) -> Components:
@@ -52,13 +59,11 @@ def held_state(composition: Composition, platform: str) -> Components:
         average, average_on_host = _split(_leaf_bytes(rules, copies, rows), waiting.ema)
     params = run.precision.params
     stored = jnp.dtype(params).itemsize
-    frozen = sum(
-        shard_size(rules, rules.stored(names, x.shape), x.shape)
-        * stored_dtype(x, params).itemsize
-        for x, names in spec.named_frozen().values()
-    )
+    frozen = _frozen_bytes(spec, rules, params)
+    modules = [_frozen_bytes(module, rules, params) for module in spec.modules.values()]
     return {
         "parameters": parameter_bytes(spec, rules, rules.stored, stored) + frozen,
+        "frozen modules": sum(modules),
         "optimizer state": held,
         "moving average": average,
         HOST_STATE: on_host + average_on_host,
@@ -83,7 +88,9 @@ def checkpoint_bytes(composition: Composition) -> int:
     if run.train.ema_decay:
         kept += 4 * trained
     frozen = (
-        x.size * stored_dtype(x, params).itemsize for x in jax.tree.leaves(spec.frozen)
+        x.size * stored_dtype(x, params).itemsize
+        for model in (spec, *spec.modules.values())
+        for x in jax.tree.leaves(model.frozen)
     )
     return kept + sum(frozen) + _whole_bytes(spec.model_state)
 
@@ -100,6 +107,15 @@ def parameter_bytes(
         if path.startswith(of)
     )
     return itemsize * sum(parts)
+
+
+def _frozen_bytes(spec: ModelSpec, rules: Rules, params: str) -> int:
+    """Counts a device's bytes of frozen parameters as they are stored."""
+    return sum(
+        shard_size(rules, rules.stored(names, x.shape), x.shape)
+        * stored_dtype(x, params).itemsize
+        for x, names in spec.named_frozen().values()
+    )
 
 
 def shard_size(rules: Rules, where: P, dims: Sequence[int]) -> int:

@@ -19,7 +19,7 @@ from jaxdist.protocols.param_names import has_experts
 from jaxdist.trainer import compose, product_formats
 from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.costs import costs_of, itemsize_of
-from jaxdist.trainer.model_flops import model_flops
+from jaxdist.trainer.model_flops import model_flops, policy_flops
 
 
 class Work:
@@ -53,12 +53,16 @@ class Work:
             if has_experts(names)
         )
         self.dense = spec.parameter_count - self.in_experts
+        self.in_modules = legal.spec.module_count
         self._sum_costs(legal)
         self._count_recipe(legal)
 
     def _sum_costs(self, legal: Composition) -> None:
         """Sums what the ops declare; of a model that declares nothing, its FLOPs."""
-        flops = model_flops(legal.config, legal.spec)["causal"]
+        flops = policy_flops(legal.config, legal.spec)["causal"]
+        with_modules = model_flops(legal.config, legal.spec)["causal"]
+        # FLOPs of frozen modules, all of them taken for products
+        self.prepared = (with_modules - flops) * self.tokens
         self.costs = costs_of(legal.config) or _undeclared(legal.spec, flops)
         fused = [cost.fused_flops("causal") / 3 for cost in self.costs]
         # FLOPs of one forward pass of a step's fused kernels, and of those at the peak
@@ -118,7 +122,7 @@ class Work:
         padded = -(-self.depth // places) * places / self.depth
         recomputed = (self.again(policy) + again) / 3
         products = self.products + blocks * (padded * (1 + recomputed) - 1)
-        products += self.spare
+        products += self.spare + self.prepared
         return products * self.paced / self.target.num_devices / self.peak
 
     def kernels_s(

@@ -383,15 +383,11 @@ def staged_loss(
     batch: Batch,
     key: jax.Array | None,
     transform: Transform | Recompute = unchanged,
-    head: Callable[[Any, jax.Array, Batch], Loss] = head_loss,
 ) -> Loss:
-    """Returns the loss of a staged model.
-
-    Args:
-      head: computes the loss from the last block's output.
-    """
+    """Returns the loss of a staged model by its own head."""
     output = staged_output(model, batch, key, transform)
-    return with_block_sums(head(model, output.x, batch), output.aux, output.stats)
+    loss = head_loss(model, output.x, batch)
+    return with_block_sums(loss, output.aux, output.stats)
 
 
 def staged_output(

@@ -106,7 +106,8 @@ class ModelSpec:
           modules: the frozen modules by the names that the objective calls them.
 
         Raises:
-          ConfigError: a module is missing, unknown, or gives no terms of tokens.
+          ConfigError: a module is missing, unknown, or gives no terms of tokens; the
+            objective cannot be compared.
         """
         name = type(objective).__name__
         faults = [
@@ -117,6 +118,10 @@ class ModelSpec:
         for module, spec in modules.items():
             user = f"frozen module {module!r}"
             faults += token_faults(user, spec.model_class, spec.staged)
+        try:
+            hash(objective)
+        except TypeError as error:
+            faults.append(f"{name}: {error}; make it a frozen dataclass")
         if faults:
             raise ConfigError(faults)
         frozen = {module: spec.all_frozen() for module, spec in modules.items()}
@@ -251,6 +256,7 @@ class ModelSpec:
 
     @property
     def parameter_count(self) -> int:
+        """Counts the parameters of the policy, trained or not."""
         return self.trainable_count + self.frozen_count
 
     @property
@@ -260,6 +266,11 @@ class ModelSpec:
     @property
     def frozen_count(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self.frozen))
+
+    @property
+    def module_count(self) -> int:
+        """Counts the numbers that frozen modules hold, which are not the policy's."""
+        return sum(module.frozen_count for module in self.modules.values())
 
     @property
     def counts(self) -> str:

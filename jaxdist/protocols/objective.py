@@ -30,14 +30,17 @@ from jaxdist.protocols.model import (
     Transform,
     as_loss,
     head_loss,
-    staged_loss,
     staged_output,
     unchanged,
+    with_block_sums,
 )
 
 REQUIRED = (
     "loss(self, batch, key) -> a scalar mean, (sum, count), or (sum, count, aux, stats)"
 )
+# A field [B] of a batch, the same for all rows: targets for each unit of the objective's
+# count in the whole batch. See `TokenObjective.row_losses`.
+TARGETS_PER_COUNT = "targets_per_count"
 Terms = dict[str, jax.Array]  # float32 [B, S] or [B, S, k] by name
 # A frozen module as `prepare` sees it: gives its `token_terms` for a batch.
 FrozenModule = Callable[[Batch], Terms]
@@ -46,15 +49,22 @@ FrozenModule = Callable[[Batch], Terms]
 class Objective(ABC):
     """The base of all objectives.
 
+    Subclasses are frozen dataclasses: objectives of equal options are equal, and models
+    trained for them are checked once.
+
     Attributes:
       modules: names of the frozen modules that `prepare` calls.
       sums_over_samples: whether the loss is a sum of terms of one sample each, if that
         of the policy's own code is (see `jaxdist.protocols.model`). A subclass that
         replaces how the loss of a batch is made says it again.
+      counts_targets: whether the count is the sum of the targets' weights, by which aux
+        terms of blocks (losses of routers) are divided: they are sums over tokens. A
+        subclass that counts otherwise says it again.
     """
 
     modules: ClassVar[tuple[str, ...]] = ()
     sums_over_samples: ClassVar[bool] = False
+    counts_targets: ClassVar[bool] = False
 
     @classmethod
     def adds_up_samples(cls) -> bool:
@@ -94,16 +104,39 @@ class Objective(ABC):
         Args:
           key: the step's; None: deterministic.
           transform: wraps the policy's blocks, for rematerialisation.
+
+        Raises:
+          ConfigError: blocks return aux terms, and targets cannot be counted.
         """
-        return staged_loss(policy, batch, key, transform, head=self.head_loss)
+        output = staged_output(policy, batch, key, transform)
+        if output.aux and not self.can_count_targets(batch):
+            name = type(self).__name__
+            raise ConfigError(
+                f"blocks of {type(policy).__name__} return aux terms ("
+                f"{', '.join(sorted(output.aux))}): {name} divides them by its count, "
+                f"but sums over tokens need the count of targets; turn these terms "
+                f"off, or set counts_targets = True in {name} if its count is "
+                f"the sum of `weights`"
+            )
+        loss = self.head_loss(policy, output.x, batch)
+        return with_block_sums(loss, output.aux, output.stats)
+
+    def can_count_targets(self, batch: Batch) -> bool:
+        """Checks whether sums over tokens can be divided by the count of targets."""
+        return self.counts_targets
 
     @abstractmethod
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
         """Computes the loss from the last block's output [B, S, D]."""
 
     @abstractmethod
-    def faults(self, model_class: type, staged: bool) -> Iterator[str]:
-        """Yields why a model of this class cannot be the policy."""
+    def faults(self, policy: Any, staged: bool) -> Iterator[str]:
+        """Yields why a model cannot be the policy.
+
+        Args:
+          policy: the model with abstract arrays.
+          staged: it has embed, a stack of blocks, and head.
+        """
 
 
 @dataclass(frozen=True)
@@ -114,11 +147,12 @@ class NextToken(Objective):
     """
 
     sums_over_samples: ClassVar[bool] = True
+    counts_targets: ClassVar[bool] = True  # or what the model's head counts with them
 
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
         return head_loss(policy, x, batch)
 
-    def faults(self, model_class: type, staged: bool) -> Iterator[str]:
+    def faults(self, policy: Any, staged: bool) -> Iterator[str]:
         yield from ()
 
 
@@ -126,7 +160,8 @@ class TokenObjective(Objective):
     """An objective in three parts. Subclasses write `sample_loss`, and maybe `prepare`.
 
     The policy has a method `token_terms(x, batch) -> Terms`: what its head gives for
-    each target, from the last block's output.
+    each target, from the last block's output. It may have `head_only()`, options of it
+    such as "model.z_loss=0.1" that only the loss of its `head` reads.
     """
 
     sums_over_samples: ClassVar[bool] = True
@@ -149,16 +184,43 @@ class TokenObjective(Objective):
 
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
         terms = as_terms(policy.token_terms(x, batch), batch)
-        losses = jax.vmap(self._as_sums)(terms, dict(batch))
+        losses = self.row_losses(terms, batch)
         return jax.tree.map(lambda each: each.sum(0), losses)
+
+    def row_losses(self, terms: Terms, batch: Batch) -> Loss:
+        """Computes the losses of all rows, each [B].
+
+        With the field `TARGETS_PER_COUNT` they count targets, and their sums are larger
+        by as much: the mean is the same, and aux terms of blocks are means over targets.
+        """
+        sample = {name: x for name, x in batch.items() if name != TARGETS_PER_COUNT}
+        losses = jax.vmap(self._as_sums)(terms, sample)
+        if TARGETS_PER_COUNT not in batch:
+            return losses
+        factor = batch[TARGETS_PER_COUNT]
+        return losses._replace(
+            sum=losses.sum * factor,
+            count=batch["weights"].sum(1),
+            aux={name: own * factor for name, own in losses.aux.items()},
+        )
+
+    def can_count_targets(self, batch: Batch) -> bool:
+        return self.counts_targets or "weights" in batch
 
     def _as_sums(self, terms: Terms, sample: Batch) -> Loss:
         # Fields of a sample have no dim of samples: a scalar loss is that of one.
         one_sample = {"sample": jnp.zeros(1)}
         return as_loss(self.sample_loss(terms, sample), one_sample)
 
-    def faults(self, model_class: type, staged: bool) -> Iterator[str]:
-        yield from token_faults(type(self).__name__, model_class, staged)
+    def faults(self, policy: Any, staged: bool) -> Iterator[str]:
+        name = type(self).__name__
+        yield from token_faults(name, type(policy), staged)
+        options = policy.head_only() if hasattr(policy, "head_only") else []
+        for option in options:
+            yield (
+                f"{option} has no effect: it is a term of the loss of the policy's head, "
+                f"and {name} computes another loss; leave it out"
+            )
 
 
 @dataclass(frozen=True)
@@ -179,8 +241,8 @@ class WholeModel(Objective):
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
         raise TypeError(f"{type(policy).__name__} has no head of its own")
 
-    def faults(self, model_class: type, staged: bool) -> Iterator[str]:
-        yield from _loss_faults(model_class)
+    def faults(self, policy: Any, staged: bool) -> Iterator[str]:
+        yield from _loss_faults(type(policy))
 
 
 def token_faults(user: str, model_class: type, staged: bool) -> Iterator[str]:

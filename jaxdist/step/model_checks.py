@@ -28,7 +28,7 @@ def faults(spec: ModelSpec, *, stages: int = 1) -> Iterator[str]:
     in a pipeline.
     """
     name = spec.model_class.__name__
-    yield from spec.objective.faults(spec.model_class, spec.staged)
+    yield from spec.objective.faults(spec.abstract_model, spec.staged)
     if has_metrics(spec.model_class):
         metrics: Any = spec.model_class.metrics  # type: ignore[attr-defined]
         try:

@@ -18,9 +18,16 @@ from jaxdist.parallel.pipeline.executor import pipeline_sums
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.pipeline.stage import Pipeline
 from jaxdist.parallel.pipeline.stage_params import StageParams
-from jaxdist.protocols.model import Batch, Loss
+from jaxdist.protocols.model import Batch, Loss, staged_output
 from jaxdist.protocols.model_spec import ModelSpec, Tree
-from jaxdist.protocols.objective import FrozenModule, Terms, as_terms, module_terms
+from jaxdist.protocols.objective import (
+    TARGETS_PER_COUNT,
+    FrozenModule,
+    Terms,
+    TokenObjective,
+    as_terms,
+    module_terms,
+)
 from jaxdist.step.batch_parts import dim_names, join_parts, split_batch
 from jaxdist.step.gradients import assembled, assembler, names_of
 
@@ -34,7 +41,12 @@ Prepare = Callable[[Tree, Tree, Batch], tuple[Tree, Batch]]
 
 
 def build_prepare(
-    spec: ModelSpec, cut: Staging | None, *, compute: str, accumulation: int
+    spec: ModelSpec,
+    cut: Staging | None,
+    *,
+    compute: str,
+    accumulation: int,
+    counts_targets: bool = True,
 ) -> Prepare:
     """Returns `prepare(modules, policy, batch) -> (policy, batch)`.
 
@@ -47,9 +59,10 @@ def build_prepare(
       cut: how the pipeline cuts up the policy; None: no pipeline.
       compute: dtype of the modules' products and activations.
       accumulation: sequential parts of the batch.
+      counts_targets: False leaves the count to the objective where blocks have aux
+        terms, too.
     """
-    if not spec.objective.prepares:
-        return lambda modules, policy, batch: (policy, batch)
+    prepares = spec.objective.prepares
     terms = {
         name: _whole_terms(module, compute)
         if cut is None
@@ -65,12 +78,17 @@ def build_prepare(
             }
             return _fields(spec, frozen, part)
 
-        if accumulation == 1:
-            fields = of_part(batch)
-        else:
+        whole = {**batch}
+        if prepares and accumulation == 1:
+            whole |= of_part(batch)
+        elif prepares:
             parts = split_batch(batch, accumulation)
-            fields = join_parts(jax.lax.map(of_part, parts))
-        whole = _laid_out({**batch, **fields})
+            whole |= join_parts(jax.lax.map(of_part, parts))
+        if counts_targets:
+            whole |= _targets_per_count(spec, whole)
+        if len(whole) == len(batch):
+            return policy, batch
+        whole = _laid_out(whole)
         return jax.lax.optimization_barrier((policy, whole))
 
     return prepare
@@ -87,15 +105,14 @@ def abstract_batch(spec: ModelSpec, batch: Mapping[str, Any]) -> dict[str, Any]:
       ConfigError: the fields do not fit the batch.
     """
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
-    if not spec.objective.prepares:
-        return shapes
 
     def fields(arrays: Mapping[str, Tree], batch: Batch) -> Terms:
         modules = {
             name: partial(module_terms, module.assemble({}, {}, arrays[name]))
             for name, module in spec.modules.items()
         }
-        return _fields(spec, modules, batch)
+        added = _fields(spec, modules, batch) if spec.objective.prepares else {}
+        return added | _targets_per_count(spec, {**batch, **added})
 
     arrays = {name: module.frozen for name, module in spec.modules.items()}
     return shapes | jax.eval_shape(fields, arrays, shapes)
@@ -117,6 +134,48 @@ def _fields(
             f"{name}.prepare returned {', '.join(taken)}, which batches have; rename it"
         )
     return as_terms(fields, batch)
+
+
+def _targets_per_count(spec: ModelSpec, batch: Batch) -> dict[str, jax.Array]:
+    """Computes the field of that name where aux terms of blocks need it; else {}.
+
+    Args:
+      batch: the whole batch of a step, with the objective's fields.
+    """
+    if not aux_over_targets(spec, batch):
+        return {}
+    assert isinstance(spec.objective, TokenObjective)
+    _, terms = _policy_outputs(spec, batch)
+    # Counts depend on the batch alone.
+    zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in terms.items()}
+    count = spec.objective.row_losses(zeros, batch).count.sum()
+    weights = batch["weights"]
+    return {TARGETS_PER_COUNT: jnp.full(len(weights), weights.sum() / count)}
+
+
+def aux_over_targets(spec: ModelSpec, batch: Batch) -> list[str]:
+    """Names the aux terms of blocks that the objective's own count cannot divide."""
+    objective = spec.objective
+    if objective.counts_targets or not isinstance(objective, TokenObjective):
+        return []
+    if not objective.can_count_targets(batch):
+        return []
+    aux, _ = _policy_outputs(spec, batch)
+    return [*aux]
+
+
+def _policy_outputs(spec: ModelSpec, batch: Batch) -> tuple[Terms, Terms]:
+    """Returns the shapes of the aux terms of the policy's blocks, and of its terms."""
+
+    def outputs(parts: tuple[Tree, Tree, Tree], batch: Batch) -> tuple[Terms, Terms]:
+        model = spec.assemble(*parts)
+        x, aux, _ = staged_output(model, batch, None)
+        return aux, as_terms(model.token_terms(x, batch), batch)
+
+    parts = (spec.trainable, spec.model_state, spec.frozen)
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+    with execution.activate():
+        return jax.eval_shape(outputs, parts, shapes)
 
 
 def _whole_terms(module: ModelSpec, compute: str) -> _TermsOf:

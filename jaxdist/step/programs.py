@@ -24,7 +24,7 @@ from jaxdist.step.gradients import (
     sum_gradients,
 )
 from jaxdist.step.loss_scale import factor
-from jaxdist.step.prepare import abstract_batch, build_prepare
+from jaxdist.step.prepare import abstract_batch, aux_over_targets, build_prepare
 from jaxdist.step.state import Metrics, State
 from jaxdist.step.step_config import STEPS, StepConfig, key_of
 from jaxdist.step.update import UpdateRule, apply_stats
@@ -101,7 +101,10 @@ def build_evaluate(
     """
     cut = config.staging
     measures = has_metrics(spec.model_class)
-    prepare = build_prepare(spec, cut, compute=config.compute, accumulation=1)
+    # Sums of several batches are added up: the loss keeps the objective's count.
+    prepare = build_prepare(
+        spec, cut, compute=config.compute, accumulation=1, counts_targets=False
+    )
 
     def evaluate(state: State, batch: Batch) -> LossSums:
         with execution.activate(
@@ -109,8 +112,11 @@ def build_evaluate(
         ):
             arrays, batch = prepare(state.modules, state.model_arrays, batch)
             _, (loss, _) = loss_of(*arrays, batch, None)
+            counts = dict.fromkeys(loss.aux, loss.count)
+            for name in aux_over_targets(spec, batch):
+                counts[name] = batch["weights"].sum()
             others = {
-                f"aux/{name}": (value, loss.count) for name, value in loss.aux.items()
+                f"aux/{name}": (value, counts[name]) for name, value in loss.aux.items()
             }
             if measures:
                 parts = [*map(cut.flat, arrays)] if cut else [*arrays]

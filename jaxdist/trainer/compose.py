@@ -180,14 +180,14 @@ class Composition:
         )
 
     def placements(self) -> list[Placement]:
-        """Places every parameter on the mesh.
+        """Places every parameter on the mesh, those of frozen modules too.
 
         Raises:
           ConfigError: dims that an axis does not divide.
         """
         params = self.config.precision.params
         parameters = {}
-        for path, (x, names) in self.staged_spec.named_parameters().items():
+        for path, (x, names) in self.staged_spec.all_parameters().items():
             stored = jax.ShapeDtypeStruct(x.shape, stored_dtype(x, params))
             parameters[path] = (stored, names)
         return place(parameters, self.rules)

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 
 from jaxdist.models import registry
 from jaxdist.ops.costs import Cost
+from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.trainer.compose import targets_per_sample
 from jaxdist.trainer.run_config import RunConfig
 
@@ -11,6 +12,13 @@ from jaxdist.trainer.run_config import RunConfig
 def costs_of(run: RunConfig) -> list[Cost]:
     """Returns the costs of the model's ops, of all sequences; [] if it declares none."""
     costs = registry.model_hook(run.model_config, "costs")
+    return costs(targets_per_sample(run)) if costs else []
+
+
+def module_costs(run: RunConfig, module: ModelSpec) -> list[Cost]:
+    """Returns the costs of a frozen module's ops; [] if its model declares none."""
+    config = getattr(module.abstract_model, "config", None)
+    costs = registry.model_hook(config, "costs")
     return costs(targets_per_sample(run)) if costs else []
 
 

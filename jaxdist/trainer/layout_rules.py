@@ -26,7 +26,7 @@ def layout_faults(composition: Composition) -> list[str]:
     misfits = [*_axis_faults(composition)]
     try:
         if misfits:  # the model may have no stages to place
-            place(spec.named_parameters(), rules)
+            place(spec.all_parameters(), rules)
         else:
             composition.placements()
     except ConfigError as error:

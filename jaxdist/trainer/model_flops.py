@@ -2,6 +2,9 @@
 speed.
 """
 
+import math
+from collections.abc import Mapping
+
 import jax
 from jax.sharding import Mesh
 
@@ -9,18 +12,22 @@ from jaxdist.hardware import chips
 from jaxdist.models import lora, registry
 from jaxdist.ops import costs
 from jaxdist.optim.roles import role_of
-from jaxdist.protocols.model_spec import ModelSpec
+from jaxdist.parallel import execution
+from jaxdist.protocols.model_spec import ModelSpec, Tree
+from jaxdist.protocols.objective import Terms, module_terms
 from jaxdist.protocols.param_names import Names, has_experts
 from jaxdist.step.programs import forward_program
 from jaxdist.telemetry import flops
 from jaxdist.telemetry.metrics import Throughput
 from jaxdist.trainer.compose import Composition, batch_shapes, targets_per_sample
-from jaxdist.trainer.costs import costs_of
+from jaxdist.trainer.costs import costs_of, module_costs
 from jaxdist.trainer.run_config import RunConfig
 
 
 def active_parameters(run: RunConfig, spec: ModelSpec) -> int:
-    """Counts the parameters that a token uses: of experts those that it goes to."""
+    """Counts the policy's parameters that a token uses: of experts those that it goes
+    to.
+    """
     return sum(
         round(x.size * active_share(run, names))
         for x, names in spec.named_parameters().values()
@@ -40,8 +47,44 @@ _CONVENTIONS: tuple[flops.Convention, ...] = ("causal", "full")
 
 
 def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
-    """Counts model FLOPs per target (forward and backward) by both attention
-    conventions.
+    """Counts model FLOPs per target of a step by both attention conventions.
+
+    Those of the policy, forward and backward, and of its objective's frozen modules,
+    forward.
+    """
+    parts = [policy_flops(run, spec)]
+    parts += [module_flops(run, module) for module in spec.modules.values()]
+    return {
+        convention: math.fsum(part[convention] for part in parts)
+        for convention in _CONVENTIONS
+    }
+
+
+def module_flops(run: RunConfig, module: ModelSpec) -> dict[str, float]:
+    """Counts model FLOPs per target of a frozen module's forward pass.
+
+    A third of what its ops declare for forward and backward, without adapters. Those of
+    a model that declares nothing are counted from its program.
+    """
+    declared = module_costs(run, module)
+    if declared:
+        return {
+            convention: costs.model_flops(declared, convention) / 3
+            for convention in _CONVENTIONS
+        }
+
+    def terms(frozen: Tree, batch: Mapping[str, jax.Array]) -> Terms:
+        return module_terms(module.assemble({}, {}, frozen), batch)
+
+    with execution.activate(compute=run.precision.compute):
+        program = jax.make_jaxpr(terms)(module.frozen, batch_shapes(run, 1))
+    counted = flops.jaxpr_flops(program) / targets_per_sample(run)
+    return dict.fromkeys(_CONVENTIONS, counted)
+
+
+def policy_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
+    """Counts model FLOPs per target of the policy (forward and backward) by both
+    attention conventions.
 
     The sum of what the model's ops declare, or what its Config says of
     `flops_per_token`; a frozen kernel has no gradient of its own, so it takes two

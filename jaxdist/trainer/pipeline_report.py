@@ -28,7 +28,7 @@ from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.protocols.model import embedded
 from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.trainer.compose import Composition, batch_shapes, targets_per_sample
-from jaxdist.trainer.model_flops import model_flops
+from jaxdist.trainer.model_flops import policy_flops
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _forward_and_backward(
     """
     run = composition.config
     spec = composition.spec
-    whole = model_flops(run, spec)["causal"]
+    whole = policy_flops(run, spec)["causal"]
     batch = batch_shapes(run, 1)
 
     def outside(embed) -> float:

@@ -17,8 +17,9 @@ from jaxdist.trainer.run_config import RunConfig
 
 
 def counts(composition: Composition) -> str:
-    """Tells how many parameters there are, how many are trained, and how many a token
-    uses; of experts also that all are counted, if no cost declares fewer.
+    """Tells how many parameters the policy has, how many are trained, how many a token
+    uses, and how many frozen modules hold; of experts also that all are counted, if no
+    cost declares fewer.
     """
     run = composition.config
     spec = composition.spec
@@ -31,6 +32,8 @@ def counts(composition: Composition) -> str:
         text += f", {active:,} active for a token"
     for line in expert_lines(composition):
         text += f"; {line}"
+    if spec.modules:
+        text += f"; {spec.module_count:,} in frozen modules ({', '.join(spec.modules)})"
     return text
 
 

@@ -10,6 +10,7 @@ from jaxdist.data.config import DataConfig
 from jaxdist.parallel import offload, precision
 from jaxdist.parallel.mesh import resolve_mesh, slices_of
 from jaxdist.protocols.model_spec import ModelSpec
+from jaxdist.protocols.objective import Objective
 from jaxdist.step.model_checks import check_model
 from jaxdist.trainer import compose, product_formats
 from jaxdist.trainer.component_rules import LARGEST, component_faults, model_faults
@@ -17,7 +18,9 @@ from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.layout_rules import layout_faults
 from jaxdist.trainer.run_config import Build, RunConfig
 
-_examined: set[str] = set()  # what was found to be without fault
+# Models that were found to be without fault: their options, and what they are trained
+# for.
+_examined: set[tuple[str, Objective]] = set()
 
 
 def validate(
@@ -73,9 +76,10 @@ def _check_loss(composition: Composition, *, is_given: bool) -> None:
         run.optimizer.frozen,
         run.lora,
         run.init,
-        composition.spec.objective,
+        composition.parts,
+        stages,
     )
-    key = repr((*options, composition.parts, stages))
+    key = (repr(options), composition.spec.objective)
     if key in _examined and not is_given:
         return
     faults = check_model(

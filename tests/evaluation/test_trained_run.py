@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxdist
 from jaxdist import convert, evaluate, generate
 from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
@@ -19,9 +20,10 @@ from jaxdist.data import bpe
 from jaxdist.evaluation import layout, loading, trained_run
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.inference.scoring import windows
+from jaxdist.models.transformer import Transformer
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.parallel.remat import RematConfig
-from jaxdist.trainer import exit_code
+from jaxdist.trainer import compose, exit_code
 from support.inference import (  # noqa: F401  pytest finds them here
     STEPS,
     TOP,
@@ -31,6 +33,7 @@ from support.inference import (  # noqa: F401  pytest finds them here
     tiny_config,
     trained_fixture,
 )
+from support.objectives import MODEL, SGD, Preference, batch_of_pairs
 from support.paths import DATA
 
 
@@ -473,3 +476,52 @@ def test_prompts_that_are_none_are_refused(flags, text, capsys):
         exit_code.exit_code(lambda: generate.main(["--workdir", "none", *flags])) == 78
     )
     assert text in capsys.readouterr().err
+
+
+def test_frozen_modules_are_read_where_the_objective_needs_them(tmp_path, monkeypatch):
+    describe = compose.model_spec
+
+    def with_reference(run, build=None):
+        spec = describe(run, build)
+        return spec.trained_for(Preference(), {"reference": spec})
+
+    monkeypatch.setattr(compose, "model_spec", with_reference)
+    batch = batch_of_pairs()
+    del batch["sample"]
+    devices = jax.devices()[:1]
+
+    def make(rngs):
+        return Transformer(MODEL, rngs=rngs)
+
+    fitted = jaxdist.fit(
+        make, SGD, batch, steps=1, devices=devices, folder=tmp_path, batch_size=8
+    )
+    whole, policy = [
+        jaxdist.load_run(
+            fitted.folder,
+            model=make,
+            devices=devices,
+            modules=modules,
+            log=lambda _: None,
+        )
+        for modules in (True, False)
+    ]
+    assert whole.evaluate(batch).tokens == 16
+    assert [*whole.state.modules] == ["reference"] and not policy.state.modules
+    written = [run.generate_tokens([[1, 2]], max_tokens=4) for run in (whole, policy)]
+    np.testing.assert_array_equal(written[0][0].tokens, written[1][0].tokens)
+
+
+def test_what_writes_text_reads_no_frozen_module(trained, command, monkeypatch):
+    load = loading.load_run
+    asked = []
+
+    def watched(*arguments, **options):
+        asked.append(options["modules"])
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(loading, "load_run", watched)
+    code, *_ = command(
+        generate.main, "--workdir", trained[0], "--prompt", "cat", "--max-tokens", 1
+    )
+    assert code == 0 and asked == [False]

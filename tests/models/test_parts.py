@@ -241,6 +241,18 @@ def test_the_config_asks_the_parts():
     assert not [text for text in faults(replace(TINY, dropout=0.5)) if "means" in text]
 
 
+def test_attention_judges_the_heads_of_attention_layers_alone():
+    config = replace(
+        TINY, layer_pattern=(MEAN,), num_heads=6, num_kv_heads=4, head_dim=3
+    )
+    assert not [*config.faults()]
+    assert not [*replace(config, **config.tiny(32)).faults()]
+    with_attention = replace(config, layer_pattern=(MEAN, "global"))
+    assert len([*with_attention.faults()]) == 2
+    (fault,) = replace(config, window=8).faults()
+    assert "has no local layers" in fault
+
+
 def test_layers_that_leave_a_group_unfilled_are_a_fault():
     (text,) = [
         text for text in faults(replace(PLAIN, num_layers=7)) if "repeats" in text

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from jaxdist.config import ConfigError, files, schema
+from jaxdist.ops import costs
 from jaxdist.ops.attention_costs import (
     AttentionCost,
     Traffic,
@@ -297,3 +298,18 @@ def test_what_cannot_be_split_is_refused_as_a_run_is():
     assert math.isfinite(
         peak("mesh.context=2 mesh.fsdp=32 batch.global_size=32")["parameters"]
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentCost(AttentionCost):
+    """Attention of another mixer, which sends a value of its own."""
+
+    moves = ("latents",)
+
+
+def test_ops_of_two_classes_share_a_section():
+    latent = LatentCost(**{**vars(LLAMA), "layers": 3})
+    rules = Rules(mesh_shape(context=4))
+    (section, moves) = costs.reports([LLAMA, latent], rules, 2, 1.0)["context"]
+    assert [layer["count"] for layer in section["layers"]] == [LLAMA.layers, 3]
+    assert moves == (*LLAMA.moves, "latents")

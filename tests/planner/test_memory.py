@@ -9,10 +9,11 @@ import jax
 import pytest
 
 from jaxdist.parallel import remat
-from jaxdist.planner import dry_run, memory, targets
-from jaxdist.planner.state import HOST_STATE, checkpoint_bytes
+from jaxdist.planner import arithmetic, dry_run, memory, targets
+from jaxdist.planner.state import HOST_STATE, checkpoint_bytes, held_bytes
 from jaxdist.trainer import compose, validation
 from jaxdist.trainer.run_config import RunConfig
+from support.objectives import Preference, SumObjective, composition_for
 from support.runs import run_of
 
 SMALL = {
@@ -103,6 +104,58 @@ def test_the_state_is_what_the_compiler_calls_arguments():
     # Besides them four counters of the step; the batch's own indices may be dropped, as
     # nobody reads them.
     assert state < arguments <= state + found["batch"] + 16
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"pipeline": 2, "fsdp": 2, "tensor": 2}])
+def test_frozen_modules_are_a_part_of_the_state(axes):
+    axes = {f"mesh.{axis}": size for axis, size in ({"data": 1} | axes).items()}
+    run = run_of("llama3_8b:tiny", **{"data.packing": "documents"} | axes)
+    composition = composition_for(run, Preference())
+    state = composition.build_step().abstract_state
+    found = memory.components(composition, jax.devices()[0])
+    held = 0
+    for x in jax.tree.leaves(state.modules):
+        held += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    # sharded as the policy of the same size
+    assert found["frozen modules"] == held == found["parameters"] > 0
+    whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert 0 <= whole - checkpoint_bytes(composition) < 100  # counters
+    placed = {p.path: p.shard_bytes for p in composition.placements()}
+    assert sum(placed.values()) == 2 * held
+    path = "modules/reference/blocks/mlp/up"
+    assert placed[path] == placed["blocks/mlp/up"]
+
+
+@pytest.mark.parametrize(("zero", "shards"), [(3, 4), (2, 1)])
+def test_a_search_counts_frozen_modules_in_the_state(zero, shards):
+    run = run_of(
+        "llama3_8b:tiny",
+        **{
+            "data.packing": "documents",
+            "mesh.data": 1,
+            "mesh.fsdp": 4,
+            "mesh.tensor": 2,
+            "mesh.zero": zero,
+        },
+    )
+    sizes = []
+    for objective in (SumObjective(), Preference()):
+        composition = composition_for(run, objective)
+        model = arithmetic.Model(composition, targets.parse("cpu:8"))
+        sizes.append(model.state_bytes(composition))
+    count = composition.spec.parameter_count
+    assert sizes[1] - sizes[0] == pytest.approx(4 * count / 2 / shards, abs=1)
+
+
+def test_frozen_modules_are_among_the_compilers_arguments():
+    run = run_of("llama3_8b:tiny", **{"mesh.fsdp": 8, "data.packing": "documents"})
+    composition = composition_for(run, Preference())
+    found = memory.components(composition, jax.devices()[0])
+    step = dry_run.compile_step(composition, jax.devices())
+    arguments = step.memory_analysis().argument_size_in_bytes
+    state = held_bytes(found)
+    assert found["frozen modules"] > state / 5
+    assert state + found["batch"] == pytest.approx(arguments, rel=0.01)
 
 
 TOKENS = 4 * 128  # of a device: 32 sequences over 8

@@ -1,6 +1,6 @@
 """Objectives: three parts, a frozen reference, the same numbers on every layout."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import jax
@@ -275,7 +275,7 @@ class Bare(Objective):
     def head_loss(self, policy, x, batch):
         return Loss(x.sum(), jnp.float32(1))
 
-    def faults(self, model_class, staged):
+    def faults(self, policy, staged):
         yield from ()
 
 
@@ -304,6 +304,117 @@ def test_a_user_model_is_an_objective_as_a_whole():
     assert spec.objective == WholeModel()
     with pytest.raises(ConfigError, match="Headless needs embed"):
         build(spec.trained_for(SumObjective(), {}), case())
+
+
+ROUTED = replace(
+    MODEL,
+    num_experts=4,
+    experts_per_token=2,
+    balance="sequence",
+    balance_weight=0.1,
+    router_z_loss=0.1,
+)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        case({"data": 2, "expert": 2}, accumulation=2),
+        case({"pipeline": 2, "context": 2}, microbatches=2),
+    ],
+)
+def test_losses_of_routers_weigh_as_in_the_default_where_targets_are_counted(place):
+    batch = batch_of_pairs()
+    default = run(spec_for(NextToken(), ROUTED), case(), batch)
+    found = run(spec_for(SumObjective(), ROUTED), place, batch)
+    for metric in ("loss", "aux/balance", "aux/router_z_loss", "grad_norm"):
+        assert found.metrics[metric] == pytest.approx(
+            float(default.metrics[metric]), rel=2e-5
+        )
+    assert default.metrics["aux/router_z_loss"] > 0.01
+    assert worst(found.gradients, default.gradients) < 1e-4
+
+
+@lru_cache
+def routed_pairs() -> Result:
+    return run(spec_for(Preference(), ROUTED), case(), batch_of_pairs())
+
+
+def test_losses_of_routers_weigh_as_in_the_default_where_pairs_are_counted():
+    batch = batch_of_pairs()
+    default = run(spec_for(NextToken(), ROUTED), case(), batch)
+    found = routed_pairs()
+    for term in ("aux/balance", "aux/router_z_loss"):
+        wanted = pytest.approx(float(default.metrics[term]), rel=1e-5)
+        assert found.metrics[term] == wanted
+        total, count = found.evaluated[2][term]
+        assert count == batch["weights"].sum() and total / count == wanted
+    # the loss of pairs, and its own aux terms, are those by the count of pairs
+    total, count, others = found.evaluated
+    assert count == 16
+    assert found.metrics["loss"] == pytest.approx(float(total / count), rel=1e-5)
+    total, count = others["aux/spread"]
+    assert count == 16
+    assert found.metrics["aux/spread"] == pytest.approx(float(total / count), rel=1e-5)
+
+
+def test_gradients_of_pairs_and_of_routers_are_divided_by_their_own_counts():
+    """The gradient is linear in the aux terms' weights, and so is that of a default."""
+    batch = batch_of_pairs()
+    free = replace(ROUTED, balance="none", router_z_loss=0)
+
+    def of_routers(objective):
+        whole = run(spec_for(objective, ROUTED), case(), batch).gradients
+        alone = run(spec_for(objective, free), case(), batch).gradients
+        return jax.tree.map(np.subtract, whole, alone)
+
+    assert worst(of_routers(Preference()), of_routers(NextToken())) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        case({"data": 2, "expert": 2}, accumulation=2),
+        case({"data": 2, "fsdp": 2}, accumulation=2, reduce="once"),
+        case({"pipeline": 2, "context": 2}, microbatches=2),
+    ],
+)
+def test_layouts_agree_on_losses_of_routers_beside_pairs(place):
+    found = run(spec_for(Preference(), ROUTED), place, batch_of_pairs())
+    for metric in ("loss", "aux/balance", "aux/router_z_loss", "grad_norm"):
+        assert found.metrics[metric] == pytest.approx(
+            float(routed_pairs().metrics[metric]), rel=2e-5
+        )
+    assert worst(found.gradients, routed_pairs().gradients) < 1e-4
+
+
+def test_losses_of_routers_are_refused_where_no_target_can_be_counted():
+    batch = batch_of_pairs()
+    with pytest.raises(
+        ConfigError, match=r"aux terms \(balance, router_z_loss\): Bare divides"
+    ):
+        trace_step(spec_for(Bare(), ROUTED), batch)
+
+
+def test_a_term_of_the_head_s_loss_is_refused_where_the_loss_is_another():
+    model = replace(MODEL, z_loss=1e-4)
+    build(spec_for(NextToken(), model), case())
+    # a reference may have been trained with it
+    build(spec_for(Preference(), MODEL, model), case())
+    with pytest.raises(ConfigError, match="model.z_loss=0.0001 has no effect"):
+        build(spec_for(Preference(), model), case())
+
+
+@dataclass
+class Mutable(SumObjective):
+    """A dataclass that is not frozen: it has no hash."""
+
+    weight: float = 1.0
+
+
+def test_an_objective_that_may_change_is_refused():
+    with pytest.raises(ConfigError, match="'Mutable'; make it a frozen dataclass"):
+        spec_for(Mutable())
 
 
 def test_modules_are_those_that_the_objective_names():

@@ -17,6 +17,9 @@ from jaxdist.protocols.model_spec import ModelSpec, describe
 from jaxdist.protocols.objective import Objective, TokenObjective
 from jaxdist.step.step_config import StepConfig
 from jaxdist.step.train_step import TrainStep, build_train_step
+from jaxdist.trainer import compose, validation
+from jaxdist.trainer.compose import Composition
+from jaxdist.trainer.run_config import RunConfig
 from support.models import FAST_COMPILE, TINY
 
 B, S = 16, 16
@@ -28,6 +31,8 @@ SGD = OptimizerConfig(name="sgd", learning_rate=0.1, warmup_steps=1)
 
 class SumObjective(TokenObjective):
     """Next-token cross-entropy, written as an objective of three parts."""
+
+    counts_targets = True
 
     def sample_loss(self, terms, sample):
         nats = -terms["log_probability"] * sample["weights"]
@@ -94,6 +99,15 @@ def spec_for(
     spec = describe(lambda rngs: model_class(model, rngs=rngs))
     frozen = describe(lambda rngs: Transformer(reference, rngs=rngs))
     return spec.trained_for(objective, {name: frozen for name in objective.modules})
+
+
+def composition_for(
+    run: RunConfig, objective: Objective, devices: int = 8
+) -> Composition:
+    """Composes a run whose objective has the run's model as its frozen modules."""
+    spec = compose.model_spec(run)
+    spec = spec.trained_for(objective, {name: spec for name in objective.modules})
+    return validation.validate_on(run, devices, with_data=False, spec=spec)
 
 
 def build(spec: ModelSpec, on: Case, **options: Any) -> TrainStep:

@@ -8,6 +8,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jaxdist.config import files
+from jaxdist.planner import targets
+from jaxdist.planner.work import Work
 from jaxdist.telemetry.flops import (
     hlo_flops,
     is_uncounted,
@@ -17,9 +19,11 @@ from jaxdist.trainer import (
     compose,
     model_flops,
     run_config,
+    step_lines,
     validation,
 )
 from support.flops_formula import transformer_flops_per_token
+from support.objectives import Preference, SumObjective, composition_for
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["swiglu", "gelu"])
@@ -92,6 +96,50 @@ def test_the_compiled_step_does_the_model_flops_and_what_attention_recomputes(ru
     assert 1.1 * counted < again < 4 / 3 * counted, (
         "all but the head's forward products, twice"
     )
+
+
+def test_a_frozen_module_counts_a_forward_pass(run):
+    """Of what a step does, too: its program, with the module and without."""
+    run = compose.with_overrides(run, {"data.packing": "documents"})
+    batch = compose.batch_shapes(run)
+    tokens = 4 * 256
+    counted = []
+    compositions = [
+        composition_for(run, objective, 1)
+        for objective in (SumObjective(), Preference())
+    ]
+    for composition in compositions:
+        built = composition.build_step(jax.devices()[:1])
+        traced = built.step.trace(built.abstract_state, built.abstract_batch(batch))
+        counted.append(jaxpr_flops(traced.jaxpr) / tokens)
+    alone, both = [model_flops.model_flops(run, c.spec) for c in compositions]
+    for convention, needed in both.items():
+        assert needed == pytest.approx(alone[convention] * 4 / 3, rel=1e-12)
+    assert model_flops.policy_flops(run, compositions[1].spec) == alone
+    matmuls = (2 * alone["causal"] - alone["full"]) / 3
+    attention = (alone["full"] / 3 - matmuls) * 5 / 8  # four causal blocks
+    assert counted[1] - counted[0] == pytest.approx(matmuls + attention, rel=0.01)
+    # the throughput's numerator, and the planner's products
+    meter = model_flops.throughput(
+        compositions[1], compositions[1].mesh(jax.devices()[:1])
+    )
+    assert meter.causal_flops_per_token == both["causal"]
+    target = targets.parse("h100:1")
+    works = [Work(composition, target) for composition in compositions]
+    more = works[1].products_s("none", 1) - works[0].products_s("none", 1)
+    assert more == pytest.approx(tokens * alone["causal"] / 3 / works[0].peak, rel=1e-6)
+    assert works[1].in_modules == compositions[1].spec.parameter_count
+    counts = step_lines.counts(compositions[1])
+    assert counts.endswith(f"; {works[1].in_modules:,} in frozen modules (reference)")
+
+
+def test_a_module_that_declares_nothing_is_counted_from_its_program(run, monkeypatch):
+    module = compose.model_spec(run).all_frozen()
+    declared = model_flops.module_flops(run, module)
+    monkeypatch.setattr(model_flops, "module_costs", lambda run, module: [])
+    counted = model_flops.module_flops(run, module)
+    assert counted["causal"] == counted["full"]
+    assert declared["causal"] < counted["causal"] < declared["full"]
 
 
 def test_a_local_layer_counts_the_tokens_it_sees():

@@ -3,9 +3,11 @@
 import jax
 import pytest
 
+from jaxdist.config import ConfigError
 from jaxdist.parallel.mesh import resolve_mesh
 from jaxdist.parallel.remat import RematConfig
 from jaxdist.trainer import compose, validation
+from support.objectives import SumObjective
 from support.runs import run_of
 
 
@@ -112,3 +114,32 @@ def compose_of(compute: str) -> compose.Composition:
     run = run_of("quickstart", **{"precision.compute": compute})
     shape = resolve_mesh(run.mesh, 8)
     return compose.compose(run, shape, compose.model_spec(run))
+
+
+class Reading(SumObjective):
+    """Reads a field of a batch; all of them have one text."""
+
+    def __init__(self, field):
+        self.field = field
+
+    def __repr__(self):
+        return "Reading"
+
+    def sample_loss(self, terms, sample):
+        assert sample[self.field] is not None
+        return super().sample_loss(terms, sample)
+
+
+def test_a_model_is_checked_for_each_objective(monkeypatch):
+    """Also where their texts are equal, as those of two objects at one address are."""
+    run = run_of("llama3_8b:tiny")
+    plain = compose.model_spec(run)
+
+    def validate(objective):
+        spec = plain.trained_for(objective, {})
+        monkeypatch.setattr(compose, "model_spec", lambda run, build=None: spec)
+        validation.validate(run, jax.devices()[:1], with_data=False)
+
+    validate(Reading("weights"))
+    with pytest.raises(ConfigError, match="the batch has no 'answers'"):
+        validate(Reading("answers"))

@@ -65,7 +65,7 @@ def test_layers_and_head_are_the_formula_s():
     model = run.model
     layer, head, first = pipeline_report._forward_and_backward(composition, 4)
     assert head == 6 * model["d_model"] * model["vocab_size"] and first == 0
-    flops = pipeline_report.model_flops(run, composition.spec)
+    flops = pipeline_report.policy_flops(run, composition.spec)
     assert 4 * layer + head == flops["causal"]
 
 
