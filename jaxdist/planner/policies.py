@@ -93,6 +93,8 @@ class Policies:
             round(math.log(_careful(one.estimate)) / SAME),
             one.estimate.host,
             one.accounted_bytes,
+            # of equals, the policy of a word: the same program may have several names
+            one.run.remat.policy not in layouts.REMAT,
         )
 
     def _is_within(self, one: Candidate) -> bool:

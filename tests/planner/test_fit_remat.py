@@ -62,6 +62,17 @@ def test_the_best_is_no_slower_than_any_policy_of_the_search(on):
     assert on != "cpu:8" or memory.HOST not in components  # a CPU's host is itself
 
 
+def test_of_equal_policies_the_one_of_a_word_comes_first():
+    """Else names of one program take the places of those that are compiled."""
+    run = run_of("quickstart", **{"remat.policy": "fit", "batch.global_size": 8192})
+    found = policies.Policies(run, targets.parse("v6e:2x2"), None)
+    dots, twin, *_ = found.best()
+    assert twin.run.remat.policy.startswith("save:")
+    assert twin.estimate.step_s == dots.estimate.step_s
+    assert twin.accounted_bytes == dots.accounted_bytes
+    assert dots.run.remat.policy == "dots"
+
+
 def test_more_memory_means_less_recomputation():
     steps = [
         weigher("v5e:2x4", share).best()[0].estimate.compute
