@@ -356,11 +356,13 @@ def test_a_put_that_never_returns_costs_its_step_alone_and_is_told(
         while not results:
             results = copier.poll()
             time.sleep(0.02)
-        (result,) = results
+        # The thread that takes over may have copied step 1 already.
+        result, *others = results
         assert (
             result.step == 2 and "the store has shown no sign for 1 s" in result.error
         )
-        assert ended(copier) == [(1, "")]
+        copied = [(other.step, other.error) for other in others]
+        assert copied + ended(copier) == [(1, "")]
         write_step(here, 3)
         copier.wake()
         assert ended(copier) == [(3, "")]
