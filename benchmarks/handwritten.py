@@ -268,7 +268,7 @@ def splash(q_BSHN, k_BSKN, v_BSKN, interpret: bool = False):
     """Returns causal attention of a device's own rows and heads by JAX's TPU kernel, q
     already scaled.
     """
-    from jax.experimental.pallas.ops.tpu import splash_attention as pallas  # noqa: PLC0415 (only for TPUs)
+    from jax.experimental.pallas.ops.tpu import splash_attention as pallas
 
     S, H = q_BSHN.shape[1:3]
     block = max(b for b in (128, 256, 384, 512) if S % b == 0)

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import dataclasses
 import io
+import itertools
 import statistics
 import sys
 import tempfile
@@ -223,7 +224,7 @@ def stamped_rows(stamps: list[Stamp]) -> Iterator[None]:
 def per_step(stamps: list[Stamp]) -> dict[str, float]:
     """Returns the median over rows by wall time, and the mean by processor time."""
     used = stamps[min(ROWS_SKIPPED, len(stamps) - 2) :]
-    pairs = list(zip(used[:-1], used[1:], strict=True))
+    pairs = list(itertools.pairwise(used))
     walls = [(b.wall_s - a.wall_s) / (b.number - a.number) for a, b in pairs]
     first, last = used[0], used[-1]
     processor = (last.processor_s - first.processor_s) / (last.number - first.number)

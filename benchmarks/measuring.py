@@ -62,9 +62,13 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
     range.
     """
     if len(values) < 4:
-        return dict(median=statistics.median(values), low=min(values), high=max(values))
+        return {
+            "median": statistics.median(values),
+            "low": min(values),
+            "high": max(values),
+        }
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return dict(median=median, low=low, high=high)
+    return {"median": median, "low": low, "high": high}
 
 
 def ratios(

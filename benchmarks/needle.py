@@ -38,10 +38,40 @@ SHORT, LONG, SHARDS, DEPTHS = 512, 4096, 8, 8
 MOST_CODES = {SHORT: 20, LONG: 26}  # in a haystack; it has at least one
 QUESTIONS = 20  # of an example: the more, the more is learned of it
 NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-WORDS = (
-    "apple bread chair cloud field glass green horse lemon light mouse music night ocean paper plant "
-    "river sheep shirt smoke spoon stone storm sugar sword table tiger tower train uncle voice watch"
-).split()
+WORDS = [
+    "apple",
+    "bread",
+    "chair",
+    "cloud",
+    "field",
+    "glass",
+    "green",
+    "horse",
+    "lemon",
+    "light",
+    "mouse",
+    "music",
+    "night",
+    "ocean",
+    "paper",
+    "plant",
+    "river",
+    "sheep",
+    "shirt",
+    "smoke",
+    "spoon",
+    "stone",
+    "storm",
+    "sugar",
+    "sword",
+    "table",
+    "tiger",
+    "tower",
+    "train",
+    "uncle",
+    "voice",
+    "watch",
+]
 TEMPLATE = """\
 {%- for message in messages %}
     {%- if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}

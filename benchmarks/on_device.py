@@ -221,9 +221,9 @@ def main() -> int:
     if faults:
         return _refused(faults)
     sys.path.insert(0, str(ROOT))
-    from jaxdist.distributed.initialize import detect_launcher  # noqa: PLC0415 - what they need is here now
-    from jaxdist.hardware.flags import detect_platform  # noqa: PLC0415
-    from jaxdist.storage import lock  # noqa: PLC0415
+    from jaxdist.distributed.initialize import detect_launcher
+    from jaxdist.hardware.flags import detect_platform
+    from jaxdist.storage import lock
 
     tiny = flags.tiny or detect_platform(os.environ) == "cpu"
     chosen = [
@@ -472,10 +472,8 @@ def _environment(item: Item) -> dict[str, str]:
 
 def _end(child: subprocess.Popen) -> None:
     """Ends an item with all that it started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     child.wait()
 
 

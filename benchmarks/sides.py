@@ -345,9 +345,12 @@ def yardstick(run: recipe.RunConfig) -> Yardstick | str:
         return f"the yardstick has not this run's {', '.join(reasons)}"
     known = {name: c[name] for name in _SIZES}
     sequence, batch = run.batch.sequence_length, run.batch.global_size
-    more = dict(
-        sequence=sequence, batch=batch, theta=c["rope_theta"], eps=c["norm_eps"]
-    )
+    more = {
+        "sequence": sequence,
+        "batch": batch,
+        "theta": c["rope_theta"],
+        "eps": c["norm_eps"],
+    }
     if has_experts:
         known["d_ff"] = c["expert_d_ff"] or c["d_ff"]
         routed = {name: c[name] for name in _EXPERTS}

@@ -191,8 +191,8 @@ def _environment() -> dict[str, str]:
 
 def handwritten_start(shape_name: str, workdir: Path) -> None:
     """Trains one step as a plain script would, and writes its loss."""
-    import handwritten  # noqa: PLC0415 - this side must not pay for the other's imports
-    import jax  # noqa: PLC0415
+    import handwritten
+    import jax
 
     shape, options = handwritten.SHAPES[shape_name], handwritten.Options()
     tokens = np.memmap(workdir.parent / "tokens.bin", np.uint16, "r")

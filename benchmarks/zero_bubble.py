@@ -19,6 +19,7 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -374,7 +375,7 @@ def main() -> None:
     stage = Stage(SMALL, 4, 256, "float32")
     slot = 4 * 4 * 256 * SMALL.num_layers * stash_elements(SMALL)
     found_bytes = [compiled_bytes(stage, slots) for slots in (1, 2, 3, 4)]
-    growth = [b - a for a, b in zip(found_bytes, found_bytes[1:], strict=False)]
+    growth = [b - a for a, b in itertools.pairwise(found_bytes)]
     print(
         f"\ncompiled, 2 layers x 256, 4 x 256 tokens, 1 to 4 slots: {found_bytes} bytes; a slot more:"
     )

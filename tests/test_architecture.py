@@ -21,11 +21,29 @@ PACKAGE = ROOT / "jaxdist"
 
 # A file at the top of the package is a command, a folder is a part; a folder imports
 # what stands after it.
-ORDER = """
-commands planner verification operations evaluation interop inference trainer
-models step ops checkpoint parallel optim data distributed protocols telemetry
-hardware storage config
-""".split()
+ORDER = [
+    "commands",
+    "planner",
+    "verification",
+    "operations",
+    "evaluation",
+    "interop",
+    "inference",
+    "trainer",
+    "models",
+    "step",
+    "ops",
+    "checkpoint",
+    "parallel",
+    "optim",
+    "data",
+    "distributed",
+    "protocols",
+    "telemetry",
+    "hardware",
+    "storage",
+    "config",
+]
 MAX_FLOORS = 10  # folders in the longest chain of imports
 
 
@@ -140,10 +158,22 @@ def test_a_folder_imports_only_what_stands_after_it():
 
 
 # The core trains. A wing adds to it; commands and the library compose them.
-CORE = """
-config storage hardware distributed parallel protocols models ops step optim data
-checkpoint telemetry trainer
-""".split()
+CORE = [
+    "config",
+    "storage",
+    "hardware",
+    "distributed",
+    "parallel",
+    "protocols",
+    "models",
+    "ops",
+    "step",
+    "optim",
+    "data",
+    "checkpoint",
+    "telemetry",
+    "trainer",
+]
 WINGS = {
     "planning": ["planner", "verification"],
     "operations": ["operations"],
@@ -332,14 +362,27 @@ def run_python(code: str) -> subprocess.CompletedProcess:
 
 
 def test_import_jaxdist_is_free():
-    heavy = "jax jaxlib flax optax orbax grain rich numpy tensorboardX datasets transformers".split()
+    heavy = [
+        "jax",
+        "jaxlib",
+        "flax",
+        "optax",
+        "orbax",
+        "grain",
+        "rich",
+        "numpy",
+        "tensorboardX",
+        "datasets",
+        "transformers",
+    ]
     done = run_python(
         "import os, sys; before = dict(os.environ); import jaxdist; dir(jaxdist);"
         "assert dict(os.environ) == before; print(*sys.modules)"
     )
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.split())
-    assert "jaxdist" in loaded and not loaded & set(heavy)
+    assert "jaxdist" in loaded
+    assert not loaded & set(heavy)
     assert not {name for name in loaded if name.startswith("jaxdist.")}
 
 
@@ -357,10 +400,20 @@ def test_an_unknown_export_is_an_attribute_error():
         _ = jaxdist.nope
 
 
-WITHOUT_JAX = """
-launch report checkpoint.__main__ config hardware parallel.axes trainer.elastic
-distributed.cluster distributed.local_devices storage.atomic storage.digest storage.lock
-""".split()
+WITHOUT_JAX = [
+    "launch",
+    "report",
+    "checkpoint.__main__",
+    "config",
+    "hardware",
+    "parallel.axes",
+    "trainer.elastic",
+    "distributed.cluster",
+    "distributed.local_devices",
+    "storage.atomic",
+    "storage.digest",
+    "storage.lock",
+]
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_JAX))
@@ -376,7 +429,8 @@ def test_every_command_is_listed_and_exists():
         for name in modules()
         if folder_of(name) == "commands"
     }
-    assert set(COMMANDS) == built - {"__main__", *ROOTS} and len(COMMANDS) > 8
+    assert set(COMMANDS) == built - {"__main__", *ROOTS}
+    assert len(COMMANDS) > 8
 
 
 def test_the_command_lists_suggests_and_dispatches():
@@ -387,10 +441,12 @@ def test_the_command_lists_suggests_and_dispatches():
         )
 
     listed = jaxdist_command()
-    assert listed.returncode == 0 and "doctor" in listed.stdout
+    assert listed.returncode == 0
+    assert "doctor" in listed.stdout
     assert jaxdist_command("--version").stdout.strip() == jaxdist.__version__
     wrong = jaxdist_command("trian")
-    assert wrong.returncode == 78 and "Did you mean train?" in wrong.stderr
+    assert wrong.returncode == 78
+    assert "Did you mean train?" in wrong.stderr
 
 
 # --- the tests themselves -------------------------------------------------------------

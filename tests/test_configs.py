@@ -74,15 +74,25 @@ def test_a_full_size_needs_tokens_and_fits_a_pod(name):
     ):
         validation.validate(run, jax.devices())
     shape = validation.validate(run, jax.devices(), with_data=False).shape
-    assert len(jax.devices()) == 8 and shape.batch_shards == 8
+    assert len(jax.devices()) == 8
+    assert shape.batch_shards == 8
 
 
 @pytest.mark.parametrize("name", SIZED)
 def test_tiny_is_small_and_of_the_same_family(name):
     full, tiny = parse("--config", name), parse("--config", f"{name}:tiny")
     spec = validation.validate(tiny, jax.devices()).spec
-    assert spec.parameter_count < 2e6 and tiny.data.source == "stdlib"
-    family = "positions norm activation gated bias tie_embeddings rope_theta".split()
+    assert spec.parameter_count < 2e6
+    assert tiny.data.source == "stdlib"
+    family = [
+        "positions",
+        "norm",
+        "activation",
+        "gated",
+        "bias",
+        "tie_embeddings",
+        "rope_theta",
+    ]
     assert [tiny.model[key] for key in family] == [full.model[key] for key in family]
     grouped = [
         run.model["num_kv_heads"] < run.model["num_heads"] for run in (full, tiny)
@@ -149,7 +159,8 @@ FEATURES = {"lora", "watchdog", "resilience", "health", "profile", "telemetry"}
 def test_keys_keep_to_their_budgets_and_each_has_a_meaning():
     fields = run_config.full_schema(run_config.registry.DEFAULT_TARGET)
     of_experts = {"model.num_experts", *(f"model.{name}" for name in EXPERT_FIELDS)}
-    assert of_experts <= fields.keys() and len(of_experts) <= 16
+    assert of_experts <= fields.keys()
+    assert len(of_experts) <= 16
     others = fields.keys() - of_experts
     for feature in FEATURES:
         group = {path for path in others if path.startswith(f"{feature}.")}

@@ -120,22 +120,17 @@ def test_the_jobset_starts_an_agent_that_finds_its_place():
     jobset = the_jobset()
     (workers,) = jobset["spec"]["replicatedJobs"]
     job = workers["template"]["spec"]
-    assert (
-        job["completionMode"] == "Indexed" and job["parallelism"] == job["completions"]
-    )
+    assert job["completionMode"] == "Indexed"
+    assert job["parallelism"] == job["completions"]
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["values"] == [77, 78]
-    assert (
-        rule["onExitCodes"]["containerName"] == container["name"]
-        and pod["restartPolicy"] == "Never"
-    )
+    assert rule["onExitCodes"]["containerName"] == container["name"]
+    assert pod["restartPolicy"] == "Never"
     options = launch._options(container["command"][3:] + container["args"])
-    assert (
-        options.processes == 1
-        and options.grace_s < pod["terminationGracePeriodSeconds"]
-    )
+    assert options.processes == 1
+    assert options.grace_s < pod["terminationGracePeriodSeconds"]
     assert run_progress.run_folder(options.command) == Path("/runs/quickstart")
     labels = {
         "jobset.sigs.k8s.io/jobset-name": jobset["metadata"]["name"],
@@ -190,10 +185,8 @@ def test_the_slurm_script_requeues_what_a_new_start_may_cure(tmp_path, code, req
     assert job.wait(20) == (0 if requeued else code)
     said = (tmp_path / "said").read_text()
     assert "jaxdist.launch --processes 1 -- python -m jaxdist.train --config x" in said
-    assert (
-        "scancel --signal=TERM 7.0" in said
-        and ("scontrol requeue 7" in said) == requeued
-    )
+    assert "scancel --signal=TERM 7.0" in said
+    assert ("scontrol requeue 7" in said) == requeued
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI's mpirun")

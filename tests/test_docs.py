@@ -86,7 +86,8 @@ def test_what_the_architecture_page_names_exists():
         r"`([\w./]+\.(?:py|txt|md|toml)|[\w./]+/)(?::([\w., ]+))?`",
         ARCHITECTURE.read_text(),
     )
-    assert len(quoted) > 60 and sum(bool(names) for _, names in quoted) > 30
+    assert len(quoted) > 60
+    assert sum(bool(names) for _, names in quoted) > 30
     faults = []
     for path, names in quoted:
         file = located(path)
@@ -108,9 +109,8 @@ def test_the_architecture_page_draws_all_folders():
         for path in (ROOT / "jaxdist").iterdir()
         if (path / "__init__.py").is_file()
     }
-    assert len(folders) > 15 and not [
-        name for name in folders if not re.search(rf"^ *{name}/ ", page, re.M)
-    ]
+    assert len(folders) > 15
+    assert not [name for name in folders if not re.search(rf"^ *{name}/ ", page, re.M)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -134,7 +134,8 @@ def test_the_page_of_config_keys_is_generated():
     script = runpy.run_path(str(ROOT / "docs/generate.py"))
     page = script["config_page"]()
     assert "| `train.steps` | int >= 1 | `1000` | optimizer updates | yes |" in page
-    assert "| `seed` |" in page and page.count("| yes |") > 50
+    assert "| `seed` |" in page
+    assert page.count("| yes |") > 50
     written = (ROOT / "docs/config-keys.md").read_text()
     assert written.splitlines() == page.splitlines(), "run python docs/generate.py"
 

@@ -30,7 +30,8 @@ def on_device(monkeypatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location(
         "on_device", ROOT / "benchmarks/on_device.py"
     )
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "on_device", module)
     spec.loader.exec_module(module)
@@ -91,14 +92,14 @@ def test_a_failure_has_its_reason_and_stops_no_other(on_device, monkeypatch, tmp
 def test_what_the_budget_cuts_short_is_left(on_device, monkeypatch, tmp_path):
     (item,) = (item for item in on_device.ITEMS if item.name == "slow")
     row = on_device.run_item(item, True, tmp_path, 0.2)
-    assert row["status"] == "cut" and "all that the budget had left" in row["reason"]
+    assert row["status"] == "cut"
+    assert "all that the budget had left" in row["reason"]
     assert on_device._is_left(item, {"slow": row}, tiny=True)
     # it may take all again
     assert on_device.left_of(on_device.ITEMS, {"slow": row}, True, False)[-1] == item
     failed = {"slow": row | {"status": "failed"}}
-    assert not on_device._is_left(item, failed, tiny=True) and on_device._is_left(
-        item, failed, True, True
-    )
+    assert not on_device._is_left(item, failed, tiny=True)
+    assert on_device._is_left(item, failed, True, True)
     # at full size nothing was tried
     assert on_device._is_left(item, failed, tiny=False)
 
@@ -123,9 +124,8 @@ def test_a_budget_of_no_time_is_refused(
 ):
     arguments = ("--out", str(tmp_path / "new"), "--budget-minutes", minutes)
     assert run(on_device, monkeypatch, *arguments) == on_device.EXIT_CONFIG
-    assert (
-        "must be above 0" in capsys.readouterr().err and not (tmp_path / "new").exists()
-    )
+    assert "must be above 0" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_two_at_once_and_a_folder_that_is_none_are_refused(
@@ -136,7 +136,8 @@ def test_two_at_once_and_a_folder_that_is_none_are_refused(
             run(on_device, monkeypatch, "--out", str(tmp_path), "--items", "good")
             == on_device.EXIT_CONFIG
         )
-    assert "process" in capsys.readouterr().err and not on_device.last_rows(tmp_path)
+    assert "process" in capsys.readouterr().err
+    assert not on_device.last_rows(tmp_path)
     (tmp_path / "file").touch()
     assert (
         run(on_device, monkeypatch, "--out", str(tmp_path / "file"))
@@ -206,10 +207,8 @@ def test_memory_of_a_side_that_shared_the_device_is_its_programs(monkeypatch):
         "alias_bytes": 9,
     }
     side = sizes | {"device_peak_bytes": 40, "alone": False}
-    assert (
-        items.taken_bytes(side) == 16
-        and items.taken_bytes(side | {"alone": True}) == 40
-    )
+    assert items.taken_bytes(side) == 16
+    assert items.taken_bytes(side | {"alone": True}) == 40
     assert items.taken_bytes(sizes | {"device_peak_bytes": None, "alone": True}) == 16
 
 
@@ -232,4 +231,5 @@ def test_results_of_timed_calls_are_let_go(monkeypatch):
 
     monkeypatch.setattr(items.measuring, "timed", timed)
     items._seconds(Result, at_least_s=1e-3)
-    assert len(most) == 1 + 1 + 5 * 10 and max(most) <= 2
+    assert len(most) == 1 + 1 + 5 * 10
+    assert max(most) <= 2

@@ -117,10 +117,8 @@ def test_rows_are_of_the_same_work_and_bear_out_efficiency_and_prediction(
     for mode in ("weak", "strong"):
         base, row = by[mode, 2], by[mode, 8]
         assert base["predicted"] is by[mode, 4]["predicted"] is None
-        assert (
-            "cpu:4" in by[mode, 4]["not_predicted"]
-            and "predicted from" in base["not_predicted"]
-        )
+        assert "cpu:4" in by[mode, 4]["not_predicted"]
+        assert "predicted from" in base["not_predicted"]
         told, own, least = row["predicted"], row["planned"], base["planned"]
         more = own["program_flops"] / least["program_flops"]
         assert more == pytest.approx(4.0 if mode == "weak" else 1.0, rel=0.05)
@@ -136,10 +134,8 @@ def test_rows_are_of_the_same_work_and_bear_out_efficiency_and_prediction(
             medians(row) / told["step_s"]
         )
     shown = capsys.readouterr().out
-    assert (
-        "emulated: CPU devices share the cores" in shown
-        and "emulated: strong   8" in shown
-    )
+    assert "emulated: CPU devices share the cores" in shown
+    assert "emulated: strong   8" in shown
     check_against_plan(by["weak", 8], files[8], capsys)
 
 
@@ -272,9 +268,8 @@ def test_a_count_that_does_not_fit_is_a_row_with_its_reason(scaling, monkeypatch
     table = rows.rows_of(
         points, found, reasons, {point.key: "unknown" for point in points}
     )
-    assert [row["fits"] for row in table] == [False, True] and table[0][
-        "reason"
-    ] == reason
+    assert [row["fits"] for row in table] == [False, True]
+    assert table[0]["reason"] == reason
     assert (table[1]["efficiency"], table[1]["step_s"]["median"]) == (1.0, 1.0)
     assert "does not fit" in "\n".join(rows.lines(table))
 
@@ -317,9 +312,8 @@ def test_where_plan_knows_the_compute_its_own_seconds_are_the_prediction(scaling
         None,
         "these devices are no slice",
     )
-    assert (
-        most["predicted"]["efficiency"] is None and most["predicted"]["step_s"] == 1.0
-    )
+    assert most["predicted"]["efficiency"] is None
+    assert most["predicted"]["step_s"] == 1.0
     assert "unknown" in "\n".join(rows.lines([least, most]))
 
 

@@ -13,7 +13,7 @@ class Background:
     from ending.
     """
 
-    def __init__(self, folder: Path, limit_s: float):
+    def __init__(self, folder: Path, limit_s: float) -> None:
         """Args:
         folder: what the work is on, to name it.
         limit_s: seconds that a piece of work may take, before nothing waits for it any

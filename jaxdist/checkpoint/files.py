@@ -62,7 +62,7 @@ class CheckpointError(Exception):
 
     exit_code = EXIT_NO_CHECKPOINT
 
-    def __init__(self, message: str, steps: Mapping[int, str] | None = None):
+    def __init__(self, message: str, steps: Mapping[int, str] | None = None) -> None:
         super().__init__(message)
         self.steps = dict(steps or {})
 

@@ -61,7 +61,7 @@ class SaveInterval:
     says counts.
     """
 
-    def __init__(self, config: CheckpointConfig):
+    def __init__(self, config: CheckpointConfig) -> None:
         self._auto = config.interval == "auto"
         # 0: none by the clock
         self.seconds = FIRST_S if self._auto else 60 * config.every_minutes

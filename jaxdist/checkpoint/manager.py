@@ -94,7 +94,7 @@ class CheckpointManager:
         *,
         mode: Literal["write", "read"] = "write",
         run: str | None = None,
-    ):
+    ) -> None:
         """Opens the folder; with mode "write" makes it and becomes its owner.
 
         Args:
@@ -260,13 +260,14 @@ class CheckpointManager:
         self._last_save = self._now
         if obstacle:
             report(CheckpointError(f"step {step} was not saved: {obstacle}"), ok=False)
-            return
+            return None
         self._last_step = step
         sums = self._start(step, arrays, document)
         finish = functools.partial(self._finish, step, list(arrays), sums, report)
         if isinstance(sums, Exception) or not self.config.asynchronous:
             return finish()
         self._background.begin(finish, f"save of step {step}")
+        return None
 
     def _obstacle(self, step: int, num_bytes: int, wait: bool) -> str:
         """Explains why no save can begin, "" if one can; process 0 decides for all.

@@ -76,7 +76,7 @@ class OrbaxBackend:
     calls.
     """
 
-    def __init__(self, *, timeout_s: int):
+    def __init__(self, *, timeout_s: int) -> None:
         # Named, the processes wait for each other through the coordination service, not
         # in a collective: one whose save fails would leave the others in it, to be
         # answered by its next step's. Orbax's own barrier knows nothing of failures: a

@@ -37,7 +37,7 @@ class LayoutError(CheckpointError):
     each.
     """
 
-    def __init__(self, faults: Sequence[str], differing: Sequence[str] = ()):
+    def __init__(self, faults: Sequence[str], differing: Sequence[str] = ()) -> None:
         """Args:
         differing: "NAME: what is there, what is here", in the order of the state.
         """

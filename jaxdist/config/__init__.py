@@ -24,7 +24,7 @@ class ConfigError(ValueError):
 
     exit_code = EXIT_CONFIG
 
-    def __init__(self, faults: str | Iterable[str]):
+    def __init__(self, faults: str | Iterable[str]) -> None:
         if isinstance(faults, str):
             faults = [faults]
         self.faults: tuple[str, ...] = tuple(faults)

@@ -127,7 +127,7 @@ class Balancer:
 
     def __init__(
         self, dataset: Dataset, global_size: int, grid: StepGrid, *, balanced: bool
-    ):
+    ) -> None:
         """Makes a balancer of batches of G rows.
 
         Args:

@@ -45,7 +45,7 @@ class BpeTokenizer:
         content: str,
         special_tokens: SpecialTokens = "tokens",
         config: TokenizerConfig = TokenizerConfig(),  # noqa: B008 (frozen)
-    ):
+    ) -> None:
         """Makes the tokenizer of a file.
 
         Args:

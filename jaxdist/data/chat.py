@@ -46,7 +46,7 @@ class _Example(NamedTuple):
 class ChatEncoder:
     """Makes tokens and weights of rows; made by `open_encoder`."""
 
-    def __init__(self, tokenizer: Tokenizer, template: Any = None):
+    def __init__(self, tokenizer: Tokenizer, template: Any = None) -> None:
         """Makes an encoder.
 
         Args:

@@ -34,7 +34,7 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 class ChatTemplate:
     """A template and the special tokens that it may name (`bos_token`, ...)."""
 
-    def __init__(self, source: str, special: Mapping[str, str]):
+    def __init__(self, source: str, special: Mapping[str, str]) -> None:
         """Compiles a template.
 
         Raises:
@@ -91,7 +91,7 @@ class _Generation(Extension):
 
     tags = {"generation"}
 
-    def __init__(self, environment: jinja2.Environment):
+    def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
         self.blocks: list[str] = []  # of the text so far
         self.spans: list[Span] = []

@@ -62,7 +62,7 @@ class Dataset:
         vocab_size: int | None = None,
         seed: int,
         fingerprint: str,
-    ):
+    ) -> None:
         """Puts the samples of all sources in one order.
 
         Args:

@@ -29,7 +29,7 @@ class Placer:
     weights, positions) keep their device copy, so a step must not donate its batch.
     """
 
-    def __init__(self, shardings: Mapping[str, Sharding], global_size: int):
+    def __init__(self, shardings: Mapping[str, Sharding], global_size: int) -> None:
         """Makes a placer.
 
         Args:
@@ -101,7 +101,7 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
         start: int = 0,
         prefetch: int = 2,
         balancer: Balancer | None = None,
-    ):
+    ) -> None:
         """Starts to read ahead.
 
         Args:

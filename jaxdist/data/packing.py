@@ -42,7 +42,7 @@ class Windows:
         *,
         limit: int = 0,
         partial: bool,
-    ):
+    ) -> None:
         """Cuts documents into windows.
 
         Args:
@@ -161,7 +161,7 @@ class PackedDocuments:
         sequence_length: int,
         *,
         read: np.ndarray | None = None,
-    ):
+    ) -> None:
         """Makes rows by a plan.
 
         Args:

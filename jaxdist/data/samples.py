@@ -35,7 +35,7 @@ class ArrayHeader(Protocol):
 class SampleRows:
     """Some rows of arrays as samples; each counts as one target."""
 
-    def __init__(self, arrays: Arrays, rows: np.ndarray):
+    def __init__(self, arrays: Arrays, rows: np.ndarray) -> None:
         self._arrays = arrays
         self._rows = rows
         self.num_rows = len(rows)

@@ -82,7 +82,7 @@ class Mixture:
 
     PERIOD = 4096
 
-    def __init__(self, weights: Sequence[float]):
+    def __init__(self, weights: Sequence[float]) -> None:
         share = np.asarray(weights, np.float64)
         self.counts = _largest_remainder(share / share.sum(), self.PERIOD)
         source = np.repeat(np.arange(share.size), self.counts)

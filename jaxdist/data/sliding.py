@@ -51,7 +51,7 @@ class SlidingWindows(PackedDocuments):
         stride: int,
         limit: int = 0,
         packed: bool,
-    ):
+    ) -> None:
         """Cuts documents into windows.
 
         Args:

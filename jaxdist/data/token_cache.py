@@ -69,7 +69,7 @@ class TextEncoder:
     one.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
         self.fingerprint = tokenizer.fingerprint
@@ -286,7 +286,7 @@ def _write(corpus: Corpus, encoder: Encoder, folder: Path, log: Log) -> None:
 class _CacheWriter:
     """The files of a cache while they are written."""
 
-    def __init__(self, folder: Path, encoder: Encoder):
+    def __init__(self, folder: Path, encoder: Encoder) -> None:
         self.begin_s = time.monotonic()
         # of each document: tokens, UTF-8 bytes, group
         self.rows: list[tuple[int, int, int]] = []

@@ -27,7 +27,7 @@ class TokenFile:
 
     def __init__(
         self, path: Path, dtype: str, *, offset_bytes: int = 0, count: int | None = None
-    ):
+    ) -> None:
         """Maps a file.
 
         Args:

@@ -66,7 +66,7 @@ class ByteTokenizer:
     fingerprint = "bytes"
     content: str | None = None
 
-    def __init__(self, config: TokenizerConfig = TokenizerConfig()):  # noqa: B008 (frozen)
+    def __init__(self, config: TokenizerConfig = TokenizerConfig()) -> None:  # noqa: B008 (frozen)
         self.config = config
         ends = [i for i in config.end_ids if 0 <= i < self.vocab_size]
         self.end_ids = tuple(sorted(ends))

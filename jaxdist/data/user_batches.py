@@ -50,7 +50,7 @@ class _Holder(NamedTuple):
 class Iterated:
     """The batches of an iterable; it restarts at its end, if it can."""
 
-    def __init__(self, batches: Iterable[Any]):
+    def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
         self._iterator: Iterator[Any] = iter(())
         self._next = 0  # of the batch that the iterator gives
@@ -182,7 +182,7 @@ class UserDataset(Dataset):
         reader: Callable[[int], Any] | None,
         example: Batch,
         **options: Any,
-    ):
+    ) -> None:
         """Makes a dataset; other arguments are those of Dataset.
 
         Args:

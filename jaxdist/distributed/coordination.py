@@ -45,7 +45,7 @@ _numbers = itertools.count()
 class PeerFailed(RuntimeError):
     """Another process has failed, and says why. Nothing is wrong with this one."""
 
-    def __init__(self, message: str, exit_code: int = EXIT_PEER_LOST):
+    def __init__(self, message: str, exit_code: int = EXIT_PEER_LOST) -> None:
         super().__init__(message)
         self.exit_code = exit_code
 
@@ -275,7 +275,7 @@ class Board:
     for a lone process.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str) -> None:
         self.client = kv_client()
         self._name = f"jaxdist/{name}/{next(_numbers)}/"
 
@@ -298,7 +298,7 @@ class FailableBarrier:
     Every process makes the same ones. Not for a lone process.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str) -> None:
         self._client = kv_client()
         self._name = f"jaxdist/{name}/{next(_numbers)}"
         self._round = 0

@@ -35,7 +35,7 @@ class RunModel(LM):
         longest: int | None = None,
         stride: int | None = None,
         watch: Watch | None = None,
-    ):
+    ) -> None:
         super().__init__()
         self._run = run
         self._longest = longest
@@ -73,9 +73,11 @@ class RunModel(LM):
         texts = [""] * len(requests)
         for (stops, most, sampling), numbers in groups.items():
             prompts = [requests[i].args[0] for i in numbers]
-            options: dict[str, Any] = dict(
-                stops=stops, max_tokens=most, longest=self._longest
-            )
+            options: dict[str, Any] = {
+                "stops": stops,
+                "max_tokens": most,
+                "longest": self._longest,
+            }
             answers = self._run.complete(prompts, sampling=sampling, **options)
             for i, text in zip(numbers, answers, strict=True):
                 texts[i] = text

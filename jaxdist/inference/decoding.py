@@ -71,7 +71,7 @@ class TokenGenerator:
 
     def __init__(
         self, spec: ModelSpec, mesh: Mesh, rules: Rules, *, compute: str = "float32"
-    ):
+    ) -> None:
         # or each device has whole sequences, as in the cache
         splits = hasattr(spec.model_class, "prefill")
         self._mesh = mesh
@@ -96,7 +96,7 @@ class TokenGenerator:
         prompts: Sequence[Sequence[int] | np.ndarray],
         *,
         max_tokens: int,
-        sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 (frozen)
+        sampling: SamplingConfig = SamplingConfig(),
         seed: int = 0,
         samples: Sequence[int] | None = None,
     ) -> list[Generation]:

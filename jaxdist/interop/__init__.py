@@ -25,15 +25,15 @@ from jaxdist.interop.initial_weights import WEIGHT_SOURCES
 __all__ = [
     "FAMILIES",
     "KEPT",
-    "CheckpointWeights",
     "WEIGHT_SOURCES",
+    "CheckpointWeights",
     "Tensors",
+    "canonical_values",
     "copy_own_tokenizer",
     "derive",
     "export",
     "fields_of",
     "open_weights",
     "read_config",
-    "canonical_values",
     "write_chat_files",
 ]

@@ -24,7 +24,7 @@ _MOST_LAYERS = 100_000
 class Source:
     """A config.json that notes which fields were read, and what is wrong with them."""
 
-    def __init__(self, config: Mapping[str, Any], prefix: str = ""):
+    def __init__(self, config: Mapping[str, Any], prefix: str = "") -> None:
         self.config = dict(config)
         self.prefix = prefix
         self.faults = list[str]()

@@ -103,7 +103,9 @@ def derive(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
     for rule in family.rules:
         values |= rule.read(source, values)
     faults = source.close(
-        lambda key, value: _HARMLESS.fullmatch(key) or not value and _OFF.fullmatch(key)
+        lambda key, value: (
+            _HARMLESS.fullmatch(key) or (not value and _OFF.fullmatch(key))
+        )
     )
     if not isinstance(kind, str | None):
         faults.append(f"model_type={kind!r}: a name is required")

@@ -71,7 +71,7 @@ def open_tensors(file: Path) -> Any:
 class Tensors:
     """The safetensors files of a folder, opened and checked; no tensor is read yet."""
 
-    def __init__(self, folder: Path | str, family: Family):
+    def __init__(self, folder: Path | str, family: Family) -> None:
         """Opens them.
 
         Raises:

@@ -43,7 +43,7 @@ class CheckpointWeights:
     at a time.
     """
 
-    def __init__(self, folder: Path, step: int | None = None):
+    def __init__(self, folder: Path, step: int | None = None) -> None:
         """Chooses `step`, or the newest one that is sound; of a run that has one, the
         moving average.
 

@@ -140,8 +140,7 @@ def read(
         fields = read_json(folder / CONFIG, dict)
         with open_tensors(folder / WEIGHTS) as file:
             tensors = {
-                name.removeprefix(_PREFIX): file.get_tensor(name)
-                for name in file.keys()
+                name.removeprefix(_PREFIX): file.get_tensor(name) for name in file
             }
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ConfigError(

@@ -66,7 +66,7 @@ class Attention(Mixer):
 
     Config = AttentionConfig
 
-    def __init__(self, config: AttentionConfig, rngs: nnx.Rngs):
+    def __init__(self, config: AttentionConfig, rngs: nnx.Rngs) -> None:
         c = self.config = config
         heads = (c.num_heads, c.head_dim)
         kv = (c.num_kv_heads, c.head_dim)

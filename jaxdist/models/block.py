@@ -33,7 +33,7 @@ class Block(nnx.Module):
         rngs: nnx.Rngs,
         *,
         layer_pattern: tuple[str, ...],
-    ):
+    ) -> None:
         c = config
         self.layer_pattern = layer_pattern  # of a stack of these blocks
         self.dropout = c.dropout

@@ -119,7 +119,7 @@ class Experts(Channel):
     Config = ExpertsConfig
     stat_names = (LOAD,)
 
-    def __init__(self, config: ExpertsConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ExpertsConfig, rngs: nnx.Rngs) -> None:
         c = self.config = config
         std = c.init_std
         E = c.num_experts

@@ -33,7 +33,9 @@ class FeedForward(Channel):
 
     Config = FeedForwardConfig
 
-    def __init__(self, config: FeedForwardConfig, rngs: nnx.Rngs, d_ff: int = 0):
+    def __init__(
+        self, config: FeedForwardConfig, rngs: nnx.Rngs, d_ff: int = 0
+    ) -> None:
         c = config
         width = d_ff or c.d_ff
         inputs = ("d_model", "d_ff")

@@ -35,7 +35,9 @@ class Norm(nnx.Module):
     Kind "rms_plus_one" keeps its scale's distance from 1, as Gemma does.
     """
 
-    def __init__(self, *dims: int, kind: str, eps: float, names: Names = ("d_model",)):
+    def __init__(
+        self, *dims: int, kind: str, eps: float, names: Names = ("d_model",)
+    ) -> None:
         self.kind = kind
         self.eps = eps
         self.rank = len(dims)
@@ -128,7 +130,7 @@ def rotate(x_BSHN: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         return _rotate_by_product(x_BSHN, cos, sin)
     R = 2 * cos.shape[-1]
     turning, rest = (
-        (x_BSHN, []) if R == x_BSHN.shape[-1] else (x_BSHN[..., :R], [x_BSHN[..., R:]])
+        (x_BSHN, []) if x_BSHN.shape[-1] == R else (x_BSHN[..., :R], [x_BSHN[..., R:]])
     )
     first, second = jnp.split(turning.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate(

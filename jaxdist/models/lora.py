@@ -87,7 +87,7 @@ class LoraKernel(nnx.Module):
     # of the block that runs: `protocols.model.run_blocks` sets it
     block_info: BlockInfo | None = None
 
-    def __init__(self, kernel: nnx.Param, shape: Shape, config: LoraConfig):
+    def __init__(self, kernel: nnx.Param, shape: Shape, config: LoraConfig) -> None:
         self.contract = shape.contract
         self.scaling = config.alpha / config.rank
         self.dropout = config.dropout

@@ -77,7 +77,7 @@ class Part(nnx.Module):
     # names of the stats that `update` reads; only a part with names has an `update`
     stat_names: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, config: Any, rngs: nnx.Rngs):
+    def __init__(self, config: Any, rngs: nnx.Rngs) -> None:
         raise NotImplementedError
 
     @staticmethod

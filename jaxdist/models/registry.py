@@ -66,7 +66,7 @@ class UserModel(nnx.Module):
     be made.
     """
 
-    def __init__(self, name: str, *, rngs: nnx.Rngs):
+    def __init__(self, name: str, *, rngs: nnx.Rngs) -> None:
         raise ConfigError(
             f"the model {name} was given to jaxdist.fit, and only its maker can make it again: give it here, "
             f"too, load_run(folder, model=...), or --config.model.target=FILE.py:NAME, a class or a function "
@@ -96,10 +96,8 @@ def check_stored_target(
       ConfigError: it is none of these; nothing was imported.
     """
     module_name, _ = _split(target, key)
-    if (
-        is_installed(target)
-        or trust_code is None
-        and _known_as(module_name) in sys.modules
+    if is_installed(target) or (
+        trust_code is None and _known_as(module_name) in sys.modules
     ):
         return
     refuse_inside(target, folder, key=key)

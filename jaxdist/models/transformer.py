@@ -53,7 +53,7 @@ class Transformer(nnx.Module):
     casts_itself = True
     sums_over_samples = True  # so gradients need to cross `data` only once a step
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         c = self.config = config
         self.embedding = layers.normal(
             rngs, (c.vocab_size, c.d_model), c.init_std, ("vocab", "d_model")

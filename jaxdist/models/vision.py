@@ -63,7 +63,7 @@ class EncoderBlock(nnx.Module):
     sees all.
     """
 
-    def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
+    def __init__(self, config: VisionConfig, rngs: nnx.Rngs) -> None:
         D = config.d_model
         F = config.d_ff
         heads = (config.num_heads, config.d_model // config.num_heads)
@@ -106,7 +106,7 @@ class VisionTransformer(nnx.Module):
     casts_itself = True
     sums_over_samples = True  # so gradients need to cross `data` only once a step
 
-    def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs) -> None:
         c = self.config = config
         pixels = c.patch_size**2 * c.channels
         token = c.pooling == "token"

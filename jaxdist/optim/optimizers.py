@@ -241,7 +241,7 @@ def _expert_by_expert(
     all experts.
     """
 
-    def axis(role: Role) -> int | None | optax.MaskedNode:
+    def axis(role: Role) -> int | optax.MaskedNode | None:
         return role.experts if role.kind == "matrix" else optax.MaskedNode()
 
     axes = jax.tree.map(axis, param_roles)

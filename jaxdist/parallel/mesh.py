@@ -136,7 +136,7 @@ def _fill(
     if bad:
         return sizes, bad
     known = math.prod(size for size in sizes.values() if size > 0)
-    filled = sizes | {axis: total // known for axis in unknown}
+    filled = sizes | dict.fromkeys(unknown, total // known)
     if math.prod(filled.values()) == total:
         return filled, []
     cure = f"set sizes whose product is {total}, or start with {known} {what}"

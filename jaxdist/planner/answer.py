@@ -56,7 +56,7 @@ class Question:
         fix: bool = False,
         expert_load: float = 1.0,
         calibration_file: str | None = None,
-    ):
+    ) -> None:
         if search and target.platform == "cpu":
             raise ConfigError(
                 "--search ranks by time, of which a CPU's compiler says nothing; name a TPU or GPU"

@@ -92,7 +92,9 @@ class Model:
       expert_load: see `plan.make_plan`.
     """
 
-    def __init__(self, legal: Composition, target: Target, expert_load: float = 1.0):
+    def __init__(
+        self, legal: Composition, target: Target, expert_load: float = 1.0
+    ) -> None:
         self.target = target
         self.work = Work(legal, target)
         chip = target.chip

@@ -177,7 +177,7 @@ class _Reader:
 
     def __init__(
         self, module: hlo.Module, shape: MeshShape, target: Target | None, mesh_ids
-    ):
+    ) -> None:
         self.module = module
         self.shape = shape
         self.target = target

@@ -140,7 +140,7 @@ class _Step:
         *,
         ordered: bool = False,
         pressed: bool = False,
-    ):
+    ) -> None:
         run = self.run = composition.config
         rules = self.rules = composition.rules
         spec = self.flat = composition.spec
@@ -403,7 +403,7 @@ class _Step:
         """
         parts = self.rules.shape.sizes["context"]
         table = self._head_table(trained=False)
-        if not table or self.cut and self.rules.vocab_over_stages:
+        if not table or (self.cut and self.rules.vocab_over_stages):
             return 1
         vocabulary = table[0][table[1].index("vocab")]
         return 1 if vocabulary % (parts * self.rules.shape.sizes["tensor"]) else parts

@@ -27,7 +27,7 @@ SAME = 0.002  # of a step: what arithmetic does not tell apart is ranked by byte
 class Policies:
     """The policies of a run on a target by arithmetic."""
 
-    def __init__(self, run: RunConfig, target: Target, limit_bytes: int | None):
+    def __init__(self, run: RunConfig, target: Target, limit_bytes: int | None) -> None:
         base = compose.with_overrides(run, {"remat": RematConfig("full")})
         self.full = validate_for(base, target)
         self.spec = self.full.spec

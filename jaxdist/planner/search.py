@@ -240,7 +240,7 @@ class _Finals:
         ends: float,
         expert_load: float,
         say: Callable[[str], None],
-    ):
+    ) -> None:
         self.fitting = fitting
         self.target = target
         self.options = options

@@ -432,7 +432,7 @@ class _Costs:
         peak: float,
         kernels,
         reached: tuple[float, float],
-    ):
+    ) -> None:
         assert target.chip is not None
         self.module = module
         self.clock_hz = target.chip.clock_hz

@@ -30,7 +30,7 @@ class Work:
         are taken.
     """
 
-    def __init__(self, legal: Composition, target: Target):
+    def __init__(self, legal: Composition, target: Target) -> None:
         run = legal.config
         spec = legal.spec
         self.target = target

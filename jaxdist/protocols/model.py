@@ -129,7 +129,7 @@ class LayerGroup(nnx.Module):
       kinds: what each of them reads in `info.kind`; () for no names.
     """
 
-    def __init__(self, layers: Sequence[nnx.Module], kinds: Sequence[str] = ()):
+    def __init__(self, layers: Sequence[nnx.Module], kinds: Sequence[str] = ()) -> None:
         self.kinds = tuple(kinds) or ("",) * len(layers)
         for number, layer in enumerate(layers):
             setattr(self, f"layer_{number}", layer)

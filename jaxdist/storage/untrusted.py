@@ -74,7 +74,7 @@ def of_kind(value: object, kind: type[Kind], name: str = "it") -> Kind:
     Raises:
       Malformed: it is not; says what it is.
     """
-    if not isinstance(value, kind) or isinstance(value, bool) and kind is int:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
         raise Malformed(f"{name} is {type(value).__name__}; required: {kind.__name__}")
     return value
 

@@ -189,7 +189,7 @@ def _window_pairs(
     outputs = np.arange(out) * stride - pad
     places = (outputs + tap * kernel_dilation for tap in range(kernel))
     inside = (
-        (p % dilation == 0) & (0 <= p) & (p <= (size - 1) * dilation) for p in places
+        (p % dilation == 0) & (p >= 0) & (p <= (size - 1) * dilation) for p in places
     )
     return sum(map(np.count_nonzero, inside))
 

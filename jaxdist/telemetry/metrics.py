@@ -115,7 +115,7 @@ class MetricsWriter:
         nothing.
         """
         if not self._files or not arrays or self._refused:
-            return
+            return None
         if ARRAYS_FILE not in self._files:
             try:
                 self._files[ARRAYS_FILE] = _open_append(self._folder / ARRAYS_FILE)
@@ -124,6 +124,7 @@ class MetricsWriter:
                 return print(error, file=sys.stderr)
         lists = {name: _rounded(x.tolist()) for name, x in arrays.items()}
         self._append(ARRAYS_FILE, {"step": step, "time": self._clock(), **lists})
+        return None
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
         """Appends {"time", "event", "step", **fields} to events.jsonl."""

@@ -29,7 +29,7 @@ class NotebookBlock:
 
     def __init__(
         self, display: Callable[..., Any], clock: Callable[[], float] = time.monotonic
-    ):
+    ) -> None:
         """Args:
         display: IPython's.
         clock: monotonic seconds.

@@ -273,7 +273,7 @@ class Hook(Callback):
 
     def __init__(
         self, steps: int, function: Callable[[StepView], None], *, at_end: bool
-    ):
+    ) -> None:
         self.steps = steps
         self._function = function
         self._at_end = at_end
@@ -313,7 +313,7 @@ def every(
 class CallbackList:
     """The callbacks of a run, called as one."""
 
-    def __init__(self, entered: Sequence[Callback], others: Sequence[Callback]):
+    def __init__(self, entered: Sequence[Callback], others: Sequence[Callback]) -> None:
         """Takes the callbacks; `entered` enters those that are not entered yet.
 
         Args:

@@ -45,7 +45,7 @@ from jaxdist.trainer.weight_source import WeightSource
 class ConfigParser(Parser):
     """A parser with --config and --help TEXT, for commands that take a run's config."""
 
-    def __init__(self, name: str, description: str | None):
+    def __init__(self, name: str, description: str | None) -> None:
         super().__init__(
             prog=f"jaxdist {name}", description=description, add_help=False
         )
@@ -311,7 +311,7 @@ class WorkdirParser(Parser):
     trained run.
     """
 
-    def __init__(self, name: str, description: str | None):
+    def __init__(self, name: str, description: str | None) -> None:
         super().__init__(prog=f"jaxdist {name}", description=description)
         self.add_argument(
             "--workdir", required=True, type=Path, help="folder of the run"

@@ -34,7 +34,9 @@ _REFRESH = 10
 class Diverged(Exception):
     """The run cannot go on from its state: go back before step `first`, or stop."""
 
-    def __init__(self, kind: str, reason: str, *, first: int, last: int, policy: str):
+    def __init__(
+        self, kind: str, reason: str, *, first: int, last: int, policy: str
+    ) -> None:
         super().__init__(reason)
         self.kind = kind  # "nonfinite", "spike" or "drift"
         # steps that went wrong
@@ -55,7 +57,7 @@ class Monitor:
         samples: Callable[[int], tuple[int, int]],
         event: Callable[..., None],
         note: Callable[[str], None],
-    ):
+    ) -> None:
         """Args:
         samples: first and last global sample index of a step's batch.
         event: takes an event's name, step and fields.
@@ -142,7 +144,7 @@ class SkippingDataset(Dataset):
     Which batch a step takes is a function of the windows alone.
     """
 
-    def __init__(self, dataset: Dataset, windows: Iterable[Sequence[int]] = ()):
+    def __init__(self, dataset: Dataset, windows: Iterable[Sequence[int]] = ()) -> None:
         vars(self).update(vars(dataset))
         self._whole = getattr(dataset, "_whole", dataset)
         self.windows = [[first, end] for first, end in windows]

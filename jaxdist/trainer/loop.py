@@ -23,7 +23,7 @@ _CHANGE = "lower optimizer.learning_rate, or look at the data from step {} on"
 class TrainingStopped(RuntimeError):
     """Training cannot go on; the message says why and what to do."""
 
-    def __init__(self, message: str, reason: str):
+    def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
         self.reason = reason  # in the event `stop`
 
@@ -42,7 +42,7 @@ class Trainer:
         display: Display,
         log: StepLog,
         saver: Saver,
-    ):
+    ) -> None:
         """Prepares the loop; nothing runs yet."""
         self.run = run
         self.config = run.config

@@ -2,6 +2,7 @@
 machines.
 """
 
+import contextlib
 import os
 import platform
 import socket
@@ -111,10 +112,8 @@ def versions() -> dict[str, str]:
     """
     known = {"jaxdist": jaxdist.__version__, "python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             known[package] = version(package)
-        except PackageNotFoundError:
-            pass
     return known
 
 

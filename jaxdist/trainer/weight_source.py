@@ -52,7 +52,9 @@ class OpenedWeights(NamedTuple):
 class Target:
     """The arrays that weights are loaded into."""
 
-    def __init__(self, config: RunConfig, abstract: State, build: Build | None = None):
+    def __init__(
+        self, config: RunConfig, abstract: State, build: Build | None = None
+    ) -> None:
         """Takes what a run has of its arrays.
 
         Args:

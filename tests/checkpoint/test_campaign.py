@@ -77,9 +77,8 @@ def test_kill_9_at_20_random_moments_of_saving(tmp_path):
         target = {"x": jnp.zeros(1 << 20, jnp.uint32), "step": jnp.int32(0)}
         with CheckpointManager(folder, CheckpointConfig()) as store:
             found = store.restore(target)
-            assert store.bad_steps == {} and names(folder) == sorted(
-                map(str, store.steps())
-            )
+            assert store.bad_steps == {}
+            assert names(folder) == sorted(map(str, store.steps()))
         step = found.metadata["data"]
         assert step == folders.list_steps(folder)[-1] == int(found.state["step"])
         assert_bitwise(
@@ -163,9 +162,8 @@ def test_each_damage_through_a_whole_run(straight, tmp_path, damage, damaged):
         manifest.read_manifest(run / "checkpoints" / "28")
         for run in (workdir, straight)
     )
-    assert again.fingerprints == once.fingerprints and losses(workdir) == losses(
-        straight
-    )
+    assert again.fingerprints == once.fingerprints
+    assert losses(workdir) == losses(straight)
 
 
 def rss_kib() -> int:

@@ -50,11 +50,10 @@ def test_files_of_another_shape_are_said_to_be(workdir, called, capsys):
     (workdir / "quarantine" / "2.json").write_text("[" * 100_000)
     (workdir / "checkpoints" / "1" / "manifest.json").write_text("[" * 100_000)
     code, found = called("list", workdir)
-    assert code == 0 and "nested deeper than" in found["steps"][0]["fault"]
-    assert (
-        found["quarantine"][0]["step"] == "2"
-        and "nested deeper" in found["quarantine"][0]["reason"]
-    )
+    assert code == 0
+    assert "nested deeper than" in found["steps"][0]["fault"]
+    assert found["quarantine"][0]["step"] == "2"
+    assert "nested deeper" in found["quarantine"][0]["reason"]
     assert called("list", workdir, text=True)[0] == 0
     for text in (
         "[]",
@@ -71,34 +70,35 @@ def test_list_says_what_is_there_and_what_is_in_quarantine(workdir, called):
     folders.quarantine(workdir / "checkpoints", 2, "it was damaged")
     (workdir / "checkpoints" / "7").mkdir()
     code, found = called("list", workdir)
-    assert code == 0 and found["folder"] == str(workdir / "checkpoints")
+    assert code == 0
+    assert found["folder"] == str(workdir / "checkpoints")
     one, seven = found["steps"]
-    assert (
-        (one["step"], one["arrays"]) == (1, 13)
-        and one["files"] >= 8
-        and one["bytes"] > 1000
-    )
-    assert seven["step"] == 7 and "manifest.json is missing" in seven["fault"]
+    assert (one["step"], one["arrays"]) == (1, 13)
+    assert one["files"] >= 8
+    assert one["bytes"] > 1000
+    assert seven["step"] == 7
+    assert "manifest.json is missing" in seven["fault"]
     (aside,) = found["quarantine"]
     assert (aside["step"], aside["reason"]) == (2, "it was damaged")
     assert called("list", workdir / "checkpoints")[1] == found
     code, text = called("list", workdir, text=True)
-    assert "step 1, arrays 13, files" in text and "it was damaged" in text
+    assert "step 1, arrays 13, files" in text
+    assert "it was damaged" in text
 
 
 def test_a_workdir_may_have_a_number_for_its_name(workdir, called, tmp_path):
     job = shutil.copytree(workdir, tmp_path / "12345")
     _, found = called("list", job)
-    assert found["folder"] == str(job / "checkpoints") and "12345" not in str(
-        found["steps"]
-    )
+    assert found["folder"] == str(job / "checkpoints")
+    assert "12345" not in str(found["steps"])
 
 
 def test_inspect_shows_arrays_and_metadata_of_the_newest_or_the_named_step(
     sound, called
 ):
     code, found = called("inspect", sound)
-    assert code == 0 and (found["step"], found["metadata"]) == (2, {"data": 2})
+    assert code == 0
+    assert (found["step"], found["metadata"]) == (2, {"data": 2})
     arrays = state_dict.describe(state_dict.to_canonical(make_state(mesh_of(1, 1))))
     assert {n: (x["dtype"], tuple(x["shape"])) for n, x in found["arrays"].items()} == {
         name: (info.dtype, info.shape) for name, info in arrays.items()
@@ -113,10 +113,12 @@ def test_inspect_shows_arrays_and_metadata_of_the_newest_or_the_named_step(
 
 def test_verify_finds_damage_and_says_how_bad_it_is(workdir, called):
     code, found = called("verify", workdir)
-    assert code == 0 and ["fault" in row for row in found["steps"]] == [False, False]
+    assert code == 0
+    assert ["fault" in row for row in found["steps"]] == [False, False]
     flip(a_data_file(workdir / "checkpoints" / "2"), 77)
     code, found = called("verify", workdir)
-    assert code == 1 and ["fault" in row for row in found["steps"]] == [False, True]
+    assert code == 1
+    assert ["fault" in row for row in found["steps"]] == [False, True]
     assert found["good"] == "1 of 2"
     assert "has changed since it was sealed" in found["steps"][1]["fault"]
     assert called("verify", workdir / "checkpoints" / "1")[0] == 0
@@ -129,12 +131,11 @@ def test_diff_names_the_arrays_that_differ(workdir, called, tmp_path):
     steps = workdir / "checkpoints"
     assert called("diff", steps / "1", steps / "1")[1]["equal"]
     code, found = called("diff", steps / "1", workdir)
-    assert (
-        code == 1 and not found["equal"] and found["metadata"] == ["run.data: 1 and 2"]
-    )
-    assert len(found["different"]) == 13 and set(found["different"].values()) == {
-        "values"
-    }
+    assert code == 1
+    assert not found["equal"]
+    assert found["metadata"] == ["run.data: 1 and 2"]
+    assert len(found["different"]) == 13
+    assert set(found["different"].values()) == {"values"}
     one = make_state(mesh_of(1, 1), seed=1)
     other = one._replace(
         trainable=one.trainable | {"norm": one.trainable["norm"].astype("bfloat16")},
@@ -149,7 +150,8 @@ def test_diff_names_the_arrays_that_differ(workdir, called, tmp_path):
     ) as store:
         store.save(1, jax.device_put(other, jax.devices()[0]), {"data": 1, "new": 0})
     code, found = called("diff", steps / "1", tmp_path / "other")
-    assert code == 1 and found["metadata"] == ["run.new: (absent) and 0"]
+    assert code == 1
+    assert found["metadata"] == ["run.new: (absent) and 0"]
     assert found["different"] == {
         "trainable/norm": "float32[8] and bfloat16[8]",
         "trainable/embed": "values",
@@ -184,7 +186,9 @@ def test_what_may_not_be_read_is_a_fault_in_one_line(tmp_path, capsys):
     finally:
         os.seteuid(0)
     (fault,) = capsys.readouterr().err.splitlines()
-    assert code == 78 and fault.startswith("error: ") and "Permission denied" in fault
+    assert code == 78
+    assert fault.startswith("error: ")
+    assert "Permission denied" in fault
 
 
 def test_it_runs_without_jax_and_as_a_command(sound):

@@ -273,7 +273,8 @@ def test_one_of_several_owners_has_a_folder_in_an_object_store(store_environment
     time.sleep(21)
     assert another.go() == "held"
     one.signal(signal.SIGCONT)
-    assert not one.is_held() and another.is_held()
+    assert not one.is_held()
+    assert another.is_held()
     one.end()
     # its record is not taken away by the end of the one before
     assert another.is_held()

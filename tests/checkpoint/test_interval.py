@@ -37,11 +37,9 @@ def test_what_it_chooses_loses_least_and_follows_the_measure():
     assert interval.seconds == told["interval_s"] == checkpoint_interval(0.5, 3600)
     # Young's, to first order
     assert interval.seconds == pytest.approx(math.sqrt(2 * 0.5 * 3600), rel=0.01)
-    assert (
-        told["mtbf_s"] == 3600
-        and told["mtbf_by"] == "test"
-        and told["blocked_s"] == 0.5
-    )
+    assert told["mtbf_s"] == 3600
+    assert told["mtbf_by"] == "test"
+    assert told["blocked_s"] == 0.5
     # No other interval loses less; a fifth longer or shorter loses more.
     lost = [
         lost_share(factor * interval.seconds, 0.5, 0.0, 3600)
@@ -69,7 +67,8 @@ def test_no_save_begins_before_the_one_before_is_written():
 
 def test_hours_that_choose_nothing_are_refused():
     (fault,) = CheckpointConfig(chip_hours_per_failure=5.0).faults()
-    assert "chip_hours_per_failure=5" in fault and "checkpoint.interval=auto" in fault
+    assert "chip_hours_per_failure=5" in fault
+    assert "checkpoint.interval=auto" in fault
     assert not list(
         CheckpointConfig(interval="auto", chip_hours_per_failure=5.0).faults()
     )
@@ -77,7 +76,8 @@ def test_hours_that_choose_nothing_are_refused():
 
 def test_fixed_intervals_stay():
     interval = SaveInterval(CheckpointConfig(every_minutes=2.0))
-    assert interval.measured(8.0, 30.0, HOUR) == {} and interval.seconds == 120
+    assert interval.measured(8.0, 30.0, HOUR) == {}
+    assert interval.seconds == 120
     assert SaveInterval(CheckpointConfig()).seconds == 0
 
 
@@ -149,7 +149,8 @@ def test_each_end_of_a_run_counts_as_what_it_is(tmp_path, monkeypatch, capsys):
             library.run(folder=tmp_path, **options)
     library.run(folder=tmp_path, **options)
     lives = read_lives(tmp_path)
-    assert not ends and all(life.ended for life in lives)
+    assert not ends
+    assert all(life.ended for life in lives)
     assert [life.exit_code for life in lives] == [1, 1, 75, 0]
     assert [life.failed for life in lives] == [True, True, False, False]
     chosen = [
@@ -161,10 +162,8 @@ def test_each_end_of_a_run_counts_as_what_it_is(tmp_path, monkeypatch, capsys):
         "1 failure of this run",
         "2 failures of this run",
     } == said
-    assert (
-        min(event["mtbf_s"] for event in chosen) < 600
-        and "2 failures of this run" in capsys.readouterr().out
-    )
+    assert min(event["mtbf_s"] for event in chosen) < 600
+    assert "2 failures of this run" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -195,18 +194,15 @@ def test_exceptions_of_either_of_two_processes_are_failures(tmp_path):
     mtbf_s, source = mean_time_between_failures(
         failures, lived_s, chips=2, chip_hours_per_failure=0.0
     )
-    assert (
-        source == "2 failures of this run"
-        and mtbf_s == sum(life.seconds for life in lives) / 2
-    )
+    assert source == "2 failures of this run"
+    assert mtbf_s == sum(life.seconds for life in lives) / 2
 
 
 def test_saves_are_due_by_the_clock_and_not_by_steps(tmp_path):
     with CheckpointManager(tmp_path, AUTO) as store:
         assert not store.should_save(500, 0.0)  # every_steps is 500 by default
-        assert not store.should_save(501, FIRST_S - 1) and store.should_save(
-            502, FIRST_S
-        )
+        assert not store.should_save(501, FIRST_S - 1)
+        assert store.should_save(502, FIRST_S)
         store.interval.measured(0.5, 1.0, (100.0, "x"))
         assert store.interval.seconds == checkpoint_interval(0.5, 100.0) < 12
         assert store.should_save(503, 12.0)
@@ -229,11 +225,12 @@ def test_a_run_measures_its_saves_and_says_what_it_chose(tmp_path, monkeypatch, 
     events = read_events(tmp_path)
     chosen = [event for event in events if event["event"] == "save_interval"]
     saves = [event["step"] for event in events if event["event"] == "save"]
-    assert chosen and chosen[0]["step"] == saves[0] and saves[0] not in range(0, 40, 7)
+    assert chosen
+    assert chosen[0]["step"] == saves[0]
+    assert saves[0] not in range(0, 40, 7)
     for one in chosen:
-        assert (
-            one["mtbf_s"] == 1800.0 and 0 < one["blocked_s"] <= one["written_s"] + 0.5
-        )
+        assert one["mtbf_s"] == 1800.0
+        assert 0 < one["blocked_s"] <= one["written_s"] + 0.5
         best = max(checkpoint_interval(one["blocked_s"], 1800.0), one["written_s"], 1.0)
         assert math.isclose(one["interval_s"], best)
     assert "saving every " in capsys.readouterr().out

@@ -316,9 +316,8 @@ def test_a_full_disk_is_reported_and_saving_recovers(tmp_path):
         assert not failed.ok
         assert isinstance(failed.error, CheckpointError)
         assert str(failed.error).startswith("step 2 was not saved: ")
-        assert "File too large" in str(failed.error) and len(
-            str(failed.error)
-        ) < 400 + len(str(tmp_path))
+        assert "File too large" in str(failed.error)
+        assert len(str(failed.error)) < 400 + len(str(tmp_path))
         assert store.steps() == [1]
         assert save_and_wait(store, 3, state).ok
     assert names(tmp_path) == ["1", "3"]
@@ -328,7 +327,8 @@ def test_saving_a_step_that_exists_is_an_error_and_changes_nothing(tmp_path):
     states = saved(tmp_path, [1])
     with CheckpointManager(tmp_path, CheckpointConfig()) as store:
         result = save_and_wait(store, 1, make_state(mesh_of(4, 2), seed=9))
-        assert not result.ok and "already exists" in str(result.error)
+        assert not result.ok
+        assert "already exists" in str(result.error)
         assert_bitwise(
             store.restore(abstract_on(mesh_of(1, 1), states[1])).state, states[1]
         )
@@ -377,7 +377,8 @@ def test_leftovers_are_cleaned_but_only_ours(tmp_path):
         (tmp_path / name / "inner").mkdir(parents=True)
     for step in (1, 2, 3):  # 1: it died between the last two files of a save
         folders.begin_save(tmp_path, step)
-    assert folders.list_steps(tmp_path) == [1] and folders.all_steps(tmp_path) == [1, 5]
+    assert folders.list_steps(tmp_path) == [1]
+    assert folders.all_steps(tmp_path) == [1, 5]
     CheckpointManager(tmp_path, CheckpointConfig()).close()
     assert names(tmp_path) == sorted([*others, "1"])
     assert folders.list_steps(tmp_path) == [1]
@@ -424,7 +425,8 @@ def test_a_damaged_newest_step_gives_way_to_an_older_one(tmp_path, damage):
         restored = store.restore(abstract_on(mesh_of(2, 2), states[1]))
         assert restored.metadata == {"data": 1}
         assert_bitwise(restored.state, states[1])
-        assert list(store.bad_steps) == [2] and len(store.bad_steps[2]) < 700
+        assert list(store.bad_steps) == [2]
+        assert len(store.bad_steps[2]) < 700
         store_reason = store.bad_steps[2]
         # Training goes on from step 1 and reaches the damaged step again.
         assert save_and_wait(store, 2, states[2], data=2).ok
@@ -444,13 +446,10 @@ def test_folders_without_a_checkpoint_do_not_hide_the_one_that_is(tmp_path):
         assert_bitwise(
             store.restore(abstract_on(mesh_of(2, 2), states[12])).state, states[12]
         )
-        assert sorted(store.bad_steps) == list(range(1000, 1070)) and store.steps() == [
-            12
-        ]
-    assert (
-        names(tmp_path / "quarantine")[-1] == "1069.json"
-        and (tmp_path / "99999999999").is_dir()
-    )
+        assert sorted(store.bad_steps) == list(range(1000, 1070))
+        assert store.steps() == [12]
+    assert names(tmp_path / "quarantine")[-1] == "1069.json"
+    assert (tmp_path / "99999999999").is_dir()
 
 
 def test_when_no_step_is_usable_each_one_is_named(tmp_path):
@@ -467,9 +466,8 @@ def test_when_no_step_is_usable_each_one_is_named(tmp_path):
     assert list(caught.value.steps) == [3, 2, 1]
     assert "manifest.json is missing" in caught.value.steps[3]
     assert "metadata/metadata has" in caught.value.steps[2]
-    assert folders.all_steps(tmp_path) == [1, 2, 3] and folders.list_steps(
-        tmp_path
-    ) == [1, 2]
+    assert folders.all_steps(tmp_path) == [1, 2, 3]
+    assert folders.list_steps(tmp_path) == [1, 2]
     assert all(f"step {step}: " in str(caught.value) for step in (1, 2, 3))
 
 

@@ -172,7 +172,8 @@ def test_a_manifest_names_every_file_and_sha256sum_agrees(sound):
         for p in (folder / "3").rglob("*")
         if p.is_file() and p.name != "manifest.json"
     ]
-    assert len(files) >= 8 and len(manifest.files) == len(files)
+    assert len(files) >= 8
+    assert len(manifest.files) == len(files)
     for file in files:
         size, digest = manifest.files[file.relative_to(folder / "3").as_posix()]
         assert (size, digest) == (
@@ -204,7 +205,8 @@ def test_one_flipped_bit_in_any_file_is_seen(sound, copy):
     """Each file of a step in turn, one bit each, through a real restore."""
     _, states = sound
     files = sorted(p for p in (copy / "3").rglob("*") if p.is_file())
-    assert len(files) >= 9 and copy / "3" / "manifest.json" in files
+    assert len(files) >= 9
+    assert copy / "3" / "manifest.json" in files
     draw, silent = random.Random(0), []
     for file in files:
         bit = draw.randrange(8 * file.stat().st_size)
@@ -249,8 +251,10 @@ def test_damage_is_seen_set_aside_and_saved_over(sound, copy, damage, damaged):
         aside = copy.parent / "quarantine"
         for step in tried:
             note = json.loads((aside / f"{step}.json").read_text())
-            assert said in note["reason"] and note["reason"] == store.bad_steps[step]
-            assert (aside / str(step)).is_dir() and not (copy / str(step)).exists()
+            assert said in note["reason"]
+            assert note["reason"] == store.bad_steps[step]
+            assert (aside / str(step)).is_dir()
+            assert not (copy / str(step)).exists()
         # The run goes on from there, and comes to these steps again.
         for step in range(good + 1, 5):
             assert save_and_wait(store, step, states[step], data=step).ok
@@ -284,7 +288,8 @@ def test_what_one_process_cannot_read_no_process_waits_for(sound, copy, monkeypa
     )
     monkeypatch.setattr(OrbaxBackend, "read", seeing)
     assert restored_step(copy, sound[1]) == (2, {3: "process 1: gone"})
-    assert seen == ["2"] and not list(told)
+    assert seen == ["2"]
+    assert not list(told)
 
 
 def test_a_damaged_step_below_the_good_one_is_seen_when_it_is_needed(sound, copy):
@@ -292,7 +297,8 @@ def test_a_damaged_step_below_the_good_one_is_seen_when_it_is_needed(sound, copy
     assert restored_step(copy, sound[1]) == (3, {})
     shutil.rmtree(copy / "3")
     step, bad = restored_step(copy, sound[1])
-    assert step == 1 and list(bad) == [2]
+    assert step == 1
+    assert list(bad) == [2]
 
 
 def test_if_all_are_bad_all_stay_and_the_run_is_not_taken_for_new(sound, copy):
@@ -302,7 +308,8 @@ def test_if_all_are_bad_all_stay_and_the_run_is_not_taken_for_new(sound, copy):
         with pytest.raises(CheckpointError, match="no usable checkpoint") as caught:
             restored_step(copy, sound[1])
         assert list(caught.value.steps) == [3, 2, 1]
-    assert names(copy) == ["1", "2", "3"] and folders.has_steps(copy)
+    assert names(copy) == ["1", "2", "3"]
+    assert folders.has_steps(copy)
     assert not (copy.parent / "quarantine").exists()
 
 
@@ -310,7 +317,8 @@ def test_a_run_whose_steps_are_all_in_quarantine_is_not_taken_for_new(sound, cop
     folders.quarantine(copy, 3, "a test")
     for step in (1, 2):
         shutil.rmtree(copy / str(step))
-    assert folders.list_steps(copy) == [] and folders.has_steps(copy)
+    assert folders.list_steps(copy) == []
+    assert folders.has_steps(copy)
     with pytest.raises(
         CheckpointError, match="quarantine holds what could not be trusted"
     ):
@@ -342,9 +350,11 @@ def test_a_step_of_another_run_is_foreign(sound, copy, tmp_path):
     states = saved(tmp_path / "other" / "checkpoints", [5])
     shutil.copytree(tmp_path / "other" / "checkpoints" / "5", copy / "5")
     step, bad = restored_step(copy, sound[1], mode="read")
-    assert step == 3 and "it belongs to another run" in bad[5]
+    assert step == 3
+    assert "it belongs to another run" in bad[5]
     step, bad = restored_step(copy, sound[1])
-    assert step == 3 and list(bad) == [5]
+    assert step == 3
+    assert list(bad) == [5]
     assert (copy.parent / "quarantine" / "5").is_dir()
     # Copied to a folder of its own it is no stranger: a run begins there.
     shutil.copytree(copy.parent / "quarantine" / "5", tmp_path / "new" / "5")
@@ -361,7 +371,8 @@ def test_a_step_of_another_run_is_foreign(sound, copy, tmp_path):
 def test_a_lost_identity_is_that_of_the_steps(sound, copy, how):
     file = copy / integrity.IDENTITY
     known = integrity.identity(copy, create=False)
-    assert known and file.read_text().startswith(known)
+    assert known
+    assert file.read_text().startswith(known)
     {
         "gone": file.unlink,
         "flipped": lambda: flip(file, 9),
@@ -387,7 +398,8 @@ def test_a_lost_identity_is_never_that_of_a_foreign_step(sound, copy, tmp_path):
     # the workdir knows it
     with CheckpointManager(copy, CheckpointConfig(), run=own) as store:
         restored = store.restore(abstract_on(mesh_of(1, 1), sound[1][3]))
-        assert restored.metadata == {"data": 3} and list(store.bad_steps) == [5]
+        assert restored.metadata == {"data": 3}
+        assert list(store.bad_steps) == [5]
     assert integrity.read_identity(copy) == own
     with pytest.raises(
         CheckpointError, match=f"belongs to run {own}, and this is run {other}"
@@ -416,9 +428,8 @@ def test_a_steps_content_under_another_number_is_bad(sound, copy):
     integrity.check(copy, 20)
     assert folders.read_step(copy, 20).metadata == {"data": 1}
     step, bad = restored_step(copy, sound[1])
-    assert step == 3 and bad == {
-        20: "its state had made 1 steps, not 20: another step's content"
-    }
+    assert step == 3
+    assert bad == {20: "its state had made 1 steps, not 20: another step's content"}
     assert (copy.parent / "quarantine" / "20").is_dir()
 
 
@@ -466,7 +477,8 @@ def test_a_save_that_dies_before_its_seal_never_counts(sound, copy):
     assert restored_step(copy, sound[1], mode="read") == (3, {})
     assert names(copy) == ["1", "2", "3", "4", "4.unfinished"]
     assert restored_step(copy, sound[1]) == (3, {})
-    assert names(copy) == ["1", "2", "3"] and not (copy.parent / "quarantine").exists()
+    assert names(copy) == ["1", "2", "3"]
+    assert not (copy.parent / "quarantine").exists()
 
 
 def test_a_first_save_that_dies_leaves_a_run_that_may_begin(tmp_path):
@@ -485,8 +497,7 @@ def test_a_deletion_that_dies_is_finished(sound, copy, monkeypatch):
         patch.setattr(folders, "_remove_tree", die)
         with pytest.raises(KeyboardInterrupt):
             folders.remove_step(copy, 1)
-    assert names(copy) == ["1", "1.unfinished", "2", "3"] and folders.list_steps(
-        copy
-    ) == [2, 3]
+    assert names(copy) == ["1", "1.unfinished", "2", "3"]
+    assert folders.list_steps(copy) == [2, 3]
     assert restored_step(copy, sound[1]) == (3, {})
     assert names(copy) == ["2", "3"]

@@ -65,19 +65,15 @@ def test_another_run_does_not_go_on_from_a_folder(root, capsys):
     other = {"seed": 1, "optimizer__learning_rate": 0.5, "train__steps": 3}
     faults = refused(capsys, *arguments(root / "b", root / "shared", **other))
     rate, seed = sorted(faults)
-    assert (
-        rate.startswith("optimizer.learning_rate: the run in ")
-        and "now 0.5; put it back" in rate
-    )
+    assert rate.startswith("optimizer.learning_rate: the run in ")
+    assert "now 0.5; put it back" in rate
     place = root / "shared"
     assert seed.startswith(
         f"seed: the run in {place} has 0, now 1; put it back, or branch with "
     )
     assert f"init.from_run={place}@2 in another --workdir" in seed
-    assert (
-        folders.list_steps(root / "shared") == [2]
-        and not (root / "quarantine").exists()
-    )
+    assert folders.list_steps(root / "shared") == [2]
+    assert not (root / "quarantine").exists()
 
 
 def test_the_same_run_goes_on_without_its_workdir(root):
@@ -93,10 +89,8 @@ def test_without_config_json_the_checkpoint_says_what_the_run_was(root, capsys):
     (root / "a" / "config.json").unlink()
     changed = arguments(root / "a", root / "shared", optimizer__learning_rate=0.5)
     (fault,) = refused(capsys, *changed)
-    assert (
-        fault.startswith("optimizer.learning_rate: the run in ")
-        and "now 0.5; put it back" in fault
-    )
+    assert fault.startswith("optimizer.learning_rate: the run in ")
+    assert "now 0.5; put it back" in fault
     assert not (root / "a" / "config.json").exists()
     assert train.main(arguments(root / "a", root / "shared")) == 0
 
@@ -141,7 +135,8 @@ def test_a_workdir_of_another_run_does_not_take_the_folder(root, capsys):
     assert train.main(arguments(root / "b")) == 0
     shutil.rmtree(root / "b" / "checkpoints")
     (fault,) = refused(capsys, *arguments(root / "b", root / "shared"))
-    assert "belongs to run " in fault and "and this is run " in fault
+    assert "belongs to run " in fault
+    assert "and this is run " in fault
 
 
 def test_a_run_that_loses_its_folder_ends(root, capsys, monkeypatch):

@@ -32,7 +32,8 @@ def test_a_process_says_nothing(arguments, tmp_path):
             command, stdout=stream, stderr=subprocess.PIPE, text=True, cwd=tmp_path
         )
     # 0: it was written as the command had ended
-    assert done.stderr == "" and done.returncode in (0, 141)
+    assert done.stderr == ""
+    assert done.returncode in (0, 141)
 
 
 # of runpy: it is imported already
@@ -47,7 +48,8 @@ def test_every_command_ends_quietly(name, monkeypatch, capsys):
             patch.setattr(sys, "stdout", stream)
             runpy.run_module(f"jaxdist.{name}", run_name="__main__")
         stream.flush()  # as the interpreter does in the end; it would complain
-    assert not ended.value.code and capsys.readouterr().err == ""
+    assert not ended.value.code
+    assert capsys.readouterr().err == ""
 
 
 def test_a_command_that_writes_on_ends_with_the_code_of_a_sigpipe(monkeypatch):

@@ -42,10 +42,12 @@ def test_a_converted_workdir_writes_and_scores_text(converted, tmp_path):
         path.name for path in converted.iterdir()
     }
     run = loading.load_run(converted)
-    assert run.config.model["tie_embeddings"] and int(run.state.step) == 0
+    assert run.config.model["tie_embeddings"]
+    assert int(run.state.step) == 0
     greedy = SamplingConfig(temperature=0.0)
     (sample,), _ = run.generate(["the in", "x"], max_tokens=5, sampling=greedy)
-    assert sample.text.startswith("the in") and 1 <= len(sample.tokens) <= 5
+    assert sample.text.startswith("the in")
+    assert 1 <= len(sample.tokens) <= 5
     tokens = np.load(SMOLLM / "tokens.npy")
     expected = np.load(SMOLLM / "logits.npy")
     assert run.tokenizer.end_of_document == 259 == run.tokenizer.vocab_size - 1
@@ -79,7 +81,8 @@ def test_a_converted_workdir_stops_at_each_end_that_its_folder_names(
         ["the inn"], max_tokens=8, sampling=SamplingConfig(temperature=0.0)
     )[0]
     first = whole.tokens.tolist().index(end)
-    assert sample.ended and sample.tokens.tolist() == whole.tokens[:first].tolist()
+    assert sample.ended
+    assert sample.tokens.tolist() == whole.tokens[:first].tolist()
 
 
 def test_there_and_back_is_the_same(converted, tmp_path):
@@ -97,7 +100,8 @@ def test_there_and_back_is_the_same(converted, tmp_path):
         == 0
     )
     before, after = load_all(SMOLLM), load_all(back)
-    assert before.keys() == after.keys() and len(list(back.glob("*.safetensors"))) > 1
+    assert before.keys() == after.keys()
+    assert len(list(back.glob("*.safetensors"))) > 1
     assert all(before[name].tobytes() == after[name].tobytes() for name in before)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (back / name).read_bytes() == (SMOLLM / name).read_bytes()
@@ -146,12 +150,12 @@ def test_a_model_without_an_origin_is_written_as_the_family_that_has_its_values(
     (work / "tokenizer.json").write_text(tokenizer)  # one that a run has trained
     assert run_convert(work, tmp_path / "out", "huggingface") == 0
     fields = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert fields["model_type"] == "gpt2" and fields["n_positions"] == 32
-    assert "max_position_embeddings" not in fields and fields["pad_token_id"] is None
-    assert (
-        fields["eos_token_id"] == 259
-        and (tmp_path / "out" / "tokenizer.json").read_text() == tokenizer
-    )
+    assert fields["model_type"] == "gpt2"
+    assert fields["n_positions"] == 32
+    assert "max_position_embeddings" not in fields
+    assert fields["pad_token_id"] is None
+    assert fields["eos_token_id"] == 259
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == tokenizer
     about = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert about["eos_token"] == "<|endoftext|>"
     config = json.loads((work / "config.json").read_text())

@@ -24,13 +24,13 @@ TOGETHER = {
 def test_json_on_a_bare_cpu(capsys):
     assert doctor.main(["--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["devices"]["platform"] == "cpu" and report["devices"]["count"] == 8
+    assert report["devices"]["platform"] == "cpu"
+    assert report["devices"]["count"] == 8
     assert report["devices"]["launcher"] == "none: one process"
-    assert report["chip"] is None and "mfu will be null" in report["mfu"]
-    assert (
-        report["versions"]["jax"] == jax.__version__
-        and not report["versions"]["faults"]
-    )
+    assert report["chip"] is None
+    assert "mfu will be null" in report["mfu"]
+    assert report["versions"]["jax"] == jax.__version__
+    assert not report["versions"]["faults"]
     assert set(report["extras"]) == set(extras.EXTRAS)
     assert all(place["free_bytes"] > 0 for place in report["disk"].values())
     assert report["host"]["memory_bytes"] > 2**28
@@ -40,13 +40,21 @@ def test_json_on_a_bare_cpu(capsys):
 def test_text_has_every_section(capsys):
     assert doctor.main([]) == 0
     text = capsys.readouterr().out
-    for section in "devices versions chip host disk network extras flags mfu".split():
+    for section in [
+        "devices",
+        "versions",
+        "chip",
+        "host",
+        "disk",
+        "network",
+        "extras",
+        "flags",
+        "mfu",
+    ]:
         assert f"\n{section}\n  " in "\n" + text
-    assert (
-        "  count: 8\n" in text
-        and "flags\n  none" in text
-        and "GiB, writable True" in text
-    )
+    assert "  count: 8\n" in text
+    assert "flags\n  none" in text
+    assert "GiB, writable True" in text
 
 
 def test_devices_that_do_not_start_are_said_and_not_a_crash(monkeypatch):
@@ -58,19 +66,18 @@ def test_devices_that_do_not_start_are_said_and_not_a_crash(monkeypatch):
     assert report["devices"]["trouble"] == "AssertionError: no backend at all"
     assert "trouble: AssertionError" in doctor.as_text(report)
     flags = {flag["setting"]: flag for flag in report["flags"]}
-    assert flags and all(flag["set_by_train"] for flag in flags.values())
+    assert flags
+    assert all(flag["set_by_train"] for flag in flags.values())
 
 
 def test_a_gpu_without_bfloat16_is_advised_float16(monkeypatch):
     t4 = SimpleNamespace(
-        platform="gpu", device_kind="Tesla T4", id=0, memory_stats=lambda: {}
+        platform="gpu", device_kind="Tesla T4", id=0, memory_stats=dict
     )
     monkeypatch.setattr(jax, "devices", lambda: [t4])
     text = doctor.as_text(doctor.examine({}))
-    assert (
-        "advice: Tesla T4 has no units for bfloat16" in text
-        and "precision.compute=float16" in text
-    )
+    assert "advice: Tesla T4 has no units for bfloat16" in text
+    assert "precision.compute=float16" in text
 
 
 def test_flags_of_the_user_stay():
@@ -79,7 +86,8 @@ def test_flags_of_the_user_stay():
         flag["setting"]: flag["set_by_train"]
         for flag in doctor.examine(environ)["flags"]
     }
-    assert not flags.pop("XLA_PYTHON_CLIENT_MEM_FRACTION") and all(flags.values())
+    assert not flags.pop("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    assert all(flags.values())
 
 
 @pytest.mark.parametrize(
@@ -96,7 +104,8 @@ def test_versions_that_do_not_belong_together(change, cure, monkeypatch):
     tested = ["libtpu==0.0.42.* ; extra == 'tpu'"]
     monkeypatch.setattr(metadata, "requires", lambda _: tested)
     faults = compiler.version_faults(TOGETHER | change)
-    assert len(faults) == (cure is not None) and (cure is None or cure in faults[0])
+    assert len(faults) == (cure is not None)
+    assert cure is None or cure in faults[0]
 
 
 @pytest.mark.parametrize(
@@ -119,8 +128,10 @@ def test_chips_are_told_with_their_source():
     chip = chips.chip_for("TPU v5 lite")
     assert "197 TFLOP/s" in doctor.mfu_meaning("TPU v5 lite", chip)
     text = doctor.as_text({"chip": doctor._chip(chip, jax.devices()[0])})
-    assert "bfloat16 197 TFLOP/s" in text and "usable_hbm_bytes: 15.75 GiB" in text
-    assert "link_bytes_per_s: 45 GB/s" in text and f"source: {chip.source}" in text
+    assert "bfloat16 197 TFLOP/s" in text
+    assert "usable_hbm_bytes: 15.75 GiB" in text
+    assert "link_bytes_per_s: 45 GB/s" in text
+    assert f"source: {chip.source}" in text
     h100 = doctor.mfu_meaning(
         "NVIDIA H100 80GB HBM3", chips.chip_for("NVIDIA H100 80GB HBM3")
     )

@@ -35,13 +35,16 @@ def jaxdist(folder, *arguments):
 
 
 def test_the_names_are_not_utf8():
-    assert not is_text(ODD) and not is_text("\ud800") and is_text("wÿ \U0001f600")
+    assert not is_text(ODD)
+    assert not is_text("\ud800")
+    assert is_text("wÿ \U0001f600")
 
 
 def test_a_run_cannot_be_there(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (fault,) = refused(capsys, "--config", "quickstart", "--workdir", ODD)
-    assert r"w\udcff': not UTF-8" in fault and not os.listdir(tmp_path)
+    assert r"w\udcff': not UTF-8" in fault
+    assert not os.listdir(tmp_path)
     (tmp_path / ODD).mkdir()
     monkeypatch.chdir(ODD)
     (fault,) = refused(capsys, "--config", "quickstart")  # runs/quickstart below it
@@ -59,16 +62,19 @@ def test_what_was_copied_there_is_read(tmp_path):
     config = run_config.default_config().to_dict()
     (folder / "config.json").write_text(json.dumps(run_format.marked(config)))
     done = jaxdist(tmp_path, "report", ODD)
-    assert done.returncode == 0 and rb"w\udcff" in done.stdout
+    assert done.returncode == 0
+    assert rb"w\udcff" in done.stdout
     assert (folder / "report.html").read_text().endswith("</html>\n")
     for action in ("list", "verify", "inspect"):
         assert jaxdist(tmp_path, "checkpoint", action, ODD).returncode in (0, 77)
     done = jaxdist(tmp_path, "generate", "--workdir", ODD, "--prompt", "x")
-    assert done.returncode == 78 and b"not UTF-8" in done.stderr
+    assert done.returncode == 78
+    assert b"not UTF-8" in done.stderr
     done = jaxdist(
         tmp_path, "convert", "--from", ODD, "--to", "x", "--format", "huggingface"
     )
-    assert done.returncode == 78 and len(done.stderr.splitlines()) == 1
+    assert done.returncode == 78
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("text", [ODD, "\ud800"])
@@ -78,7 +84,8 @@ def test_prompts_are_text(text, capsys):
     (fault,) = refused(
         capsys, "--config", "quickstart", f"--config.train.sample_prompt={text}"
     )
-    assert "train.sample_prompt=" in fault and "is not UTF-8 text" in fault
+    assert "train.sample_prompt=" in fault
+    assert "is not UTF-8 text" in fault
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,8 @@ def test_each_command_names_it_and_leaves_it(name, folder, version, tmp_path, ca
     before = contents(folder.parent)
     assert exit_code.exit_code(lambda: main(words.split())) == code
     error = capfd.readouterr().err
-    assert error.count("\n") == 1 and str(folder) in error
+    assert error.count("\n") == 1
+    assert str(folder) in error
     assert "was written by another version of jaxdist. It has " in error
     bare = "checkpoint" in name or "a step" in name
     if version == "newer":

@@ -78,7 +78,9 @@ def test_the_config_is_followed_from_the_quickstart_to_an_answer(
     capsys.readouterr()
     assert train.main([*tuned, *flags(SHORT | cache)]) == 0
     said = capsys.readouterr().out
-    assert "training examples" in said and "0 left out" in said and "trainable" in said
+    assert "training examples" in said
+    assert "0 left out" in said
+    assert "trainable" in said
     assert [
         row["tokens_seen"] > 0 for row in read_rows(tmp_path / "runs/sft_lora").train
     ] == [True, True]
@@ -93,7 +95,8 @@ def test_the_config_is_followed_from_the_quickstart_to_an_answer(
     )[0]
     capsys.readouterr()
     assert generate.main([*answer, "--max-tokens", "5", "--temperature", "0"]) == 0
-    assert capsys.readouterr().out == sample.text + "\n" and question not in sample.text
+    assert capsys.readouterr().out == sample.text + "\n"
+    assert question not in sample.text
     # Two turns typed: the second question follows the first and its answer.
     talk = [
         turn("user", question),
@@ -171,11 +174,9 @@ def test_the_page_can_be_followed(tmp_path, monkeypatch):
         second.replace("\\\n", " ").replace("models/smollm", str(SMOLLM))
     )
     run = parsed(command[3:])
-    assert (
-        run.data.format == "chat"
-        and not list(run.data.faults())
-        and run.lora.rank == 16
-    )
+    assert run.data.format == "chat"
+    assert not list(run.data.faults())
+    assert run.lora.rank == 16
     for row in re.findall(r"```json\n(.*?)```", page, re.S)[0].splitlines():
         assert chat_rows.chat_row(json.loads(row))
 

@@ -65,7 +65,8 @@ def test_a_signal_that_nobody_can_hear_is_refused_in_one_line():
     odd = os.environ | {"JAXDIST_STOP_SIGNALS": "SIGKILL"}
     done = subprocess.run(command, env=odd, capture_output=True, text=True)
     (fault,) = done.stderr.splitlines()
-    assert done.returncode == 78 and "SIGKILL is no signal that can ask" in fault
+    assert done.returncode == 78
+    assert "SIGKILL is no signal that can ask" in fault
 
 
 def test_a_workdir_is_a_local_folder(capsys):
@@ -277,10 +278,8 @@ def test_a_key_or_a_config_in_a_flags_place_says_how_it_is_written(capsys):
     lists = "no such flag; Did you mean --config quickstart? --help lists them"
     assert refused(capsys, "quickstart") == [f"quickstart: {lists}"]
     (first, second) = refused(capsys, "--workdir", "/nowhere", "--steps=3")
-    assert (
-        "--config.train.steps=3" in first
-        and "/nowhere holds no run that could go on" in second
-    )
+    assert "--config.train.steps=3" in first
+    assert "/nowhere holds no run that could go on" in second
 
 
 def test_names_of_configs_and_flags(capsys):
@@ -307,7 +306,8 @@ def test_the_process_exits_with_78():
         "--config.sed=1",
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 78 and "Traceback" not in done.stderr
+    assert done.returncode == 78
+    assert "Traceback" not in done.stderr
     assert done.stderr.startswith("error: sed: no such field. Did you mean seed?")
 
 
@@ -322,7 +322,8 @@ def test_data_that_is_missing_empty_or_beyond_the_vocabulary(capsys, tmp_path):
 
     missing = tmp_path / "nowhere.txt"
     (fault,) = of("data.source=text", f"data.path={missing}")
-    assert f"data.path={missing}: no text file there" in fault and "give a" in fault
+    assert f"data.path={missing}: no text file there" in fault
+    assert "give a" in fault
     empty = tmp_path / "empty.txt"
     empty.touch()
     (fault,) = of("data.source=text", f"data.path={empty}")
@@ -365,10 +366,8 @@ def test_a_workdir_that_cannot_be_written(capsys, tmp_path, corpus):
             *overrides(*corpus),
         ]
         (fault,) = refused(capsys, *arguments)
-        assert (
-            f"--workdir {folder}: cannot be written (" in fault
-            and "give a folder" in fault
-        )
+        assert f"--workdir {folder}: cannot be written (" in fault
+        assert "give a folder" in fault
 
 
 # to itself, and to what is not there
@@ -478,7 +477,9 @@ def test_help_lists_every_field(capsys):
     with pytest.raises(SystemExit) as stopped:
         train.main(["--config", "llama3_8b", "--help"])
     text = capsys.readouterr().out
-    assert not stopped.value.code and "--workdir" in text and "--dry-run" in text
+    assert not stopped.value.code
+    assert "--workdir" in text
+    assert "--dry-run" in text
     for path in run_config.full_schema(run_config.registry.DEFAULT_TARGET):
         assert f"--config.{path} " in text
     assert "= 128256" in text  # the config's value, not the class's default

@@ -106,9 +106,8 @@ def test_schema_holds_leaves_in_source_order_with_their_comments():
         SCHEMA["rate"].doc == "per update, > 0; a meaning so long that it stands above"
     )
     assert SCHEMA["batch.sequence_length"].doc == ""
-    assert "batch" not in SCHEMA and not any(
-        path.startswith("model") for path in SCHEMA
-    )
+    assert "batch" not in SCHEMA
+    assert not any(path.startswith("model") for path in SCHEMA)
 
 
 def test_an_owners_default_beats_the_groups_own():
@@ -171,7 +170,8 @@ def test_parameters_of_a_plain_class_have_marks_too():
             pass
 
     fields = schema.schema_of(Plain)
-    assert fields["block"].type is int and fields["block"].may_change_on_resume
+    assert fields["block"].type is int
+    assert fields["block"].may_change_on_resume
     assert not fields["width"].may_change_on_resume
 
 
@@ -258,8 +258,10 @@ def test_config_dict_round_trip():
     tree = schema.to_config_dict(
         Run(dims=(3,), model={"d_model": 4, "moe": {"experts": 2}})
     )
-    assert tree.is_locked and tree.batch.is_locked
-    assert tree.dims == (3,) and tree.model.moe.experts == 2
+    assert tree.is_locked
+    assert tree.batch.is_locked
+    assert tree.dims == (3,)
+    assert tree.model.moe.experts == 2
     tree.limit = 2.5  # None accepts any type
     assert tree.limit == 2.5
     back = schema.from_config_dict(Run, tree)
@@ -292,7 +294,7 @@ def test_a_components_own_refusal_is_a_fault_of_its_group():
 
 
 @pytest.mark.parametrize(
-    "path, text, value",
+    ("path", "text", "value"),
     [
         ("seed", "7", 7),
         ("seed", "-1", -1),
@@ -318,11 +320,12 @@ def test_a_components_own_refusal_is_a_fault_of_its_group():
 )
 def test_parse_value(path, text, value):
     parsed = schema.parse_value(text, SCHEMA[path])
-    assert parsed == value and type(parsed) is type(value)
+    assert parsed == value
+    assert type(parsed) is type(value)
 
 
 @pytest.mark.parametrize(
-    "path, text, fault",
+    ("path", "text", "fault"),
     [
         ("seed", "1.5", "seed: got '1.5', required int."),
         ("seed", "true", "seed: got 'true', required int."),
@@ -379,14 +382,17 @@ def test_overrides_apply_together_or_not_at_all():
     assert tree == schema.to_config_dict(Run())
     files.apply_overrides(tree, {"limit": "3", "batch.global_size": "4"}, SCHEMA)
     files.apply_overrides(tree, {"limit": "none"}, SCHEMA)
-    assert tree.limit is None and tree.batch.global_size == 4 and tree.is_locked
+    assert tree.limit is None
+    assert tree.batch.global_size == 4
+    assert tree.is_locked
 
 
 def test_overrides_of_fields_the_file_left_at_their_defaults():
     tree = ConfigDict({"model": {"target": "Net"}}).lock()
     fields = schema.schema_of(Net, "model.") | schema.schema_of(Batch, "batch.")
     files.apply_overrides(tree, {"model.depth": "9", "batch.global_size": "2"}, fields)
-    assert tree.model.depth == 9 and tree.batch.global_size == 2
+    assert tree.model.depth == 9
+    assert tree.batch.global_size == 2
 
 
 @pytest.fixture
@@ -411,7 +417,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_load_by_name_and_by_path(folder, monkeypatch):
     loaded = files.load("quick-start", folders=[folder])
-    assert loaded.is_locked and loaded.arg is None
+    assert loaded.is_locked
+    assert loaded.arg is None
     assert files.load("quick_start:a=1,b:c", folders=[folder]).arg == "a=1,b:c"
     path = str(folder / "quick_start.py")
     assert files.load(f"{path}:tiny", folders=[]).arg == "tiny"
@@ -428,7 +435,7 @@ def test_load_accepts_a_dataclass(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "spec, fault",
+    ("spec", "fault"),
     [
         (
             "quickstart",
@@ -451,7 +458,8 @@ def test_load_accepts_a_dataclass(tmp_path):
 )
 def test_load_says_what_is_wrong(folder, spec, fault):
     (found,) = faults_of(files.load, spec, folders=[folder])
-    assert fault in found and len(found) < 250 + len(str(folder))
+    assert fault in found
+    assert len(found) < 250 + len(str(folder))
 
 
 def test_packaged_folders_exist_in_a_checkout():
@@ -463,14 +471,23 @@ def test_help_lists_every_field_with_type_value_and_meaning():
     text = files.help_text(schema.to_config_dict(Run(seed=4)), SCHEMA, width=1000)
     lines = text.splitlines()
     assert len(lines) == len(SCHEMA)
-    assert lines[0].split() == "--config.seed int = 4 for everything random".split()
+    assert lines[0].split() == [
+        "--config.seed",
+        "int",
+        "=",
+        "4",
+        "for",
+        "everything",
+        "random",
+    ]
     assert any("one of dots, none, full  = 'dots'" in line for line in lines)
 
 
 def test_help_says_what_may_change_on_resume():
     text = files.help_text({}, schema.schema_of(MarkedOwner), width=1000)
     ends = {line.split()[0]: line.endswith(" resume)") for line in text.splitlines()}
-    assert ends["--config.group.free"] and not ends["--config.group.limit"]
+    assert ends["--config.group.free"]
+    assert not ends["--config.group.limit"]
 
 
 def test_help_is_wrapped_at_the_width_and_loses_nothing():
@@ -489,14 +506,12 @@ def test_help_lists_the_fields_with_a_text():
         return [line.split()[0].removeprefix("--config.") for line in text.splitlines()]
 
     by_path = [path for path in SCHEMA if "batch" in path]
-    assert paths("batch") == paths("--config.BATCH") == by_path and 0 < len(
-        by_path
-    ) < len(SCHEMA)
+    assert paths("batch") == paths("--config.BATCH") == by_path
+    assert 0 < len(by_path) < len(SCHEMA)
     assert paths("everything random") == ["seed"]
     (fault,) = faults_of(files.help_text, {}, SCHEMA, words="bathc")
-    assert (
-        fault.startswith("--help bathc: no field has this") and "Did you mean" in fault
-    )
+    assert fault.startswith("--help bathc: no field has this")
+    assert "Did you mean" in fault
 
 
 def test_diff_names_changed_added_and_removed_paths():
@@ -519,10 +534,8 @@ def test_flatten_and_unflatten_are_inverse():
 def test_fingerprint_sees_values_and_not_order_or_nesting():
     one = {"mesh.data": 1, "seed": 0, "dims": (1, 2)}
     print_of = schema.fingerprint
-    assert (
-        print_of(one) == print_of(dict(reversed(one.items())))
-        and len(print_of(one)) == 64
-    )
+    assert print_of(one) == print_of(dict(reversed(one.items())))
+    assert len(print_of(one)) == 64
     assert print_of(one) == print_of({**one, "dims": [1, 2]})  # as read back from JSON
     assert print_of(one) != print_of({**one, "seed": 1})
     assert print_of(one) != print_of({**one, "mesh.data": 2})

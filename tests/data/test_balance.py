@@ -101,7 +101,7 @@ def test_every_row_stays_in_the_batch(grid, work):
 
 
 @pytest.mark.parametrize(
-    "grid,rows,before,after",
+    ("grid", "rows", "before", "after"),
     [  # means of 16 steps: the fullest cell, and what waiting for shards costs
         (StepGrid(1, 1, 8), 64, (1.41, 1.41), (1.01, 1.01)),
         (StepGrid(4, 1, 16), 256, (1.98, 1.74), (1.03, 1.01)),

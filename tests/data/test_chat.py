@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("jinja2", reason="extra `chat` is not installed")
 pytest.importorskip("tokenizers", reason="extra `chat` is not installed")
 
-from jaxdist.config import ConfigError  # noqa: E402
-from jaxdist.data import DataConfig, chat, chat_template, load_tokenizer, open_dataset  # noqa: E402
-from jaxdist.data.sources.documents import Document  # noqa: E402
-from support.chats import (  # noqa: E402
+from jaxdist.config import ConfigError
+from jaxdist.data import DataConfig, chat, chat_template, load_tokenizer, open_dataset
+from jaxdist.data.sources.documents import Document
+from support.chats import (
     HEADERS,
     MARKED,
     PLAIN,
@@ -68,7 +68,8 @@ def test_the_assistants_turns_and_their_ends_are_learned(name, tmp_path):
             (x.strip() if name == "headers" else x) + end for x in answers
         )
     stop = tokenizer._tokenizer.token_to_id(end.strip())
-    assert stop in encoder.end_ids and stop not in tokenizer.end_ids
+    assert stop in encoder.end_ids
+    assert stop not in tokenizer.end_ids
 
 
 def test_marks_and_prefixes_say_the_same(tmp_path):
@@ -76,7 +77,8 @@ def test_marks_and_prefixes_say_the_same(tmp_path):
         encoder_of(tmp_path / name, text)
         for name, text in (("marked", MARKED), ("plain", PLAIN))
     )
-    assert marked.template.marks_answers and not plain.template.marks_answers
+    assert marked.template.marks_answers
+    assert not plain.template.marks_answers
     for some in ("messages", "prompt-completion"):
         one, two = (encoded(encoder, rows(some)) for encoder in (marked, plain))
         for a, b in zip((*one[0], *one[1]), (*two[0], *two[1]), strict=True):
@@ -104,7 +106,8 @@ def test_a_template_that_rewrites_history_teaches_the_last_turn_alone(tmp_path):
         np.testing.assert_array_equal(a, b)
         assert a.any()
     (_, (silent,), counts) = encoded(encoder, [{"messages": conversations()[2][:-1]}])
-    assert not silent.any() and counts["last"] == 1
+    assert not silent.any()
+    assert counts["last"] == 1
 
 
 @pytest.mark.parametrize("begins", [False, True])
@@ -128,7 +131,8 @@ def test_a_prompt_and_its_completion_as_texts_need_no_template(begins, tmp_path)
     _, (learned,), counts = encoded(
         encoder, [{"prompt": "what is in pyth", "completion": "on"}]
     )
-    assert counts["mismatch"] == 1 and learned.any()
+    assert counts["mismatch"] == 1
+    assert learned.any()
     with pytest.raises(
         ConfigError,
         match="0: messages need a chat template.*set data.chat_template=FILE",
@@ -148,7 +152,8 @@ def test_templates_see_what_transformers_gives_them():
     template = chat_template.ChatTemplate(source, {"eos_token": "</s>"})
     messages = [{**turn("user", "é"), "more": {"b": "<é>", "a": 1}}, turn("tool", "no")]
     text, spans = template.render(messages)
-    assert text == 'é</s>{"b": "<é>", "a": 1}\n20NoneTrue' and spans == []
+    assert text == 'é</s>{"b": "<é>", "a": 1}\n20NoneTrue'
+    assert spans == []
     with pytest.raises(ConfigError, match="its chat template fails: too long: <3"):
         template.render(messages * 2)
     assert chat_template.ChatTemplate("{{ undefined_name }}x", {}).render([])[0] == "x"
@@ -231,9 +236,8 @@ def test_batches_keep_examples_apart_and_count_what_is_cut_off(tmp_path):
         len(ids) - sum(w[1 : length_S + 1].any() for w in weights),
     ], said
     again = open_dataset(options, sequence_length=length_S, log=(later := []).append)
-    assert again.fingerprint == dataset.fingerprint and not any(
-        "tokenised" in line for line in later
-    )
+    assert again.fingerprint == dataset.fingerprint
+    assert not any("tokenised" in line for line in later)
     assert [line for line in later if "examples" in line] == [
         line for line in lines if "examples" in line
     ]
@@ -258,9 +262,8 @@ def test_the_cache_knows_template_and_format(tmp_path):
     again = open_dataset(
         other, sequence_length=64, folder=tmp_path / "run", log=(lines := []).append
     )
-    assert again.fingerprint == two.fingerprint and not any(
-        "tokenised" in line for line in lines
-    )
+    assert again.fingerprint == two.fingerprint
+    assert not any("tokenised" in line for line in lines)
     assert (tmp_path / "run" / "chat_template.jinja").read_text() == HEADERS
     stop = two.tokenizer._tokenizer.token_to_id("<|eot_id|>")
     assert stop in load_tokenizer("bpe:300", folder=tmp_path / "run").end_ids
@@ -284,11 +287,9 @@ def test_bytes_can_chat(tmp_path):
         for m in chat
         if m["role"] == "assistant"
     }
-    assert (
-        len(parts := learned.split("\x03")) > 4
-        and set(parts[:-1]) <= answers
-        and not parts[-1]
-    )
+    assert len(parts := learned.split("\x03")) > 4
+    assert set(parts[:-1]) <= answers
+    assert not parts[-1]
     assert load_tokenizer("bytes", folder=tmp_path / "run").end_ids == (3,)
 
 
@@ -319,10 +320,8 @@ def test_tables_have_the_rows_of_jsonl(tmp_path):
         found.append(dataset.read("train", np.arange(dataset.num_train_samples)))
     for batch in found[1:]:
         for key in ("tokens", "weights", "segment_ids"):
-            assert (
-                sorted(map(bytes, batch[key])) == sorted(map(bytes, found[0][key]))
-                and batch["weights"].any()
-            )
+            assert sorted(map(bytes, batch[key])) == sorted(map(bytes, found[0][key]))
+            assert batch["weights"].any()
     options = options_of(
         tmp_path, source="parquet", path=str(tmp_path / "rows.parquet"), format="text"
     )
@@ -340,7 +339,7 @@ def refusal(options):
 
 
 @pytest.mark.parametrize(
-    "changes,words",
+    ("changes", "words"),
     [
         ({"packing": "window"}, "set data.packing=documents"),
         ({"source": "stdlib", "path": ""}, "data.source=stdlib has no chats"),
@@ -355,7 +354,7 @@ def test_options_that_contradict_are_refused(changes, words, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "row,words",
+    ("row", "words"),
     [
         ('{"text": "x"}', "no 'messages', or 'prompt' and 'completion' (has: text)"),
         (
@@ -384,7 +383,8 @@ def test_a_row_that_is_no_chat_is_named(row, words, tmp_path):
     good = json.dumps(rows("messages")[0])
     path.write_bytes(f"{good}\n{row}\n".encode("utf-8", "surrogateescape"))
     (fault,) = refusal(options_of(tmp_path))
-    assert f"{path} line 2: " in fault and words in fault
+    assert f"{path} line 2: " in fault
+    assert words in fault
 
 
 def test_a_row_that_the_template_refuses_is_named(tmp_path):
@@ -405,7 +405,7 @@ ENDLESS = (
 
 
 @pytest.mark.parametrize(
-    "source,words",
+    ("source", "words"),
     [
         ("{% for %}", "line 1: "),
         pytest.param(ENDLESS, "takes more than 4 s", marks=pytest.mark.slow),
@@ -413,7 +413,8 @@ ENDLESS = (
 )
 def test_a_harmful_template_is_refused(source, words, tmp_path):
     (fault,) = refusal(options_of(tmp_path, source))
-    assert fault.startswith("the tokenizer's chat template: ") and words in fault
+    assert fault.startswith("the tokenizer's chat template: ")
+    assert words in fault
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,8 @@ def test_permutations_of_four_are_uniform():
 def test_order_reaches_indices_beyond_32_bits():
     start = 10 * 2**40
     order = permute(np.arange(start, start + 1000), 2**40, 1)
-    assert order.min() >= 0 and len(np.unique(order)) == 1000
+    assert order.min() >= 0
+    assert len(np.unique(order)) == 1000
 
 
 def test_sources_of_different_sizes_are_permuted_together():
@@ -149,13 +150,14 @@ def test_mixture_counts_and_running_indices(weights):
         counts = np.bincount(source[begin : begin + 200], minlength=len(weights))
         assert np.all(np.abs(counts - 200 * share) < 2)
     again = mixture.locate(np.array([total - 1, 7]))  # closed form: no history needed
-    assert again[0].tolist() == [source[-1], source[7]] and again[1][0] == running[-1]
+    assert again[0].tolist() == [source[-1], source[7]]
+    assert again[1][0] == running[-1]
 
 
 # --- Windows --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("files,gap", [(1, 0), (1, 3), (3, 0), (3, 2)])
+@pytest.mark.parametrize(("files", "gap"), [(1, 0), (1, 3), (3, 0), (3, 2)])
 @pytest.mark.parametrize("limit", [0, 1, 50])
 def test_windows_score_each_token_of_the_stream_once(tmp_path, files, gap, limit):
     documents = numbered([1, 40, 0, 7, 90, 2, 33, 33])
@@ -166,10 +168,12 @@ def test_windows_score_each_token_of_the_stream_once(tmp_path, files, gap, limit
     assert windows.num_targets == (limit or len(stream) - 1)
     batch = windows.read(np.arange(windows.num_rows + 2))
     scored = batch["weights"] == 1
-    assert scored.sum() == windows.num_targets and not scored[-2:].any()
+    assert scored.sum() == windows.num_targets
+    assert not scored[-2:].any()
     assert np.array_equal(batch["targets"][scored], stream[1 : windows.num_targets + 1])
     assert np.array_equal(batch["tokens"][scored], stream[: windows.num_targets])
-    assert not batch["tokens"][~scored].any() and not batch["targets"][~scored].any()
+    assert not batch["tokens"][~scored].any()
+    assert not batch["targets"][~scored].any()
     assert batch["positions"].tolist() == [list(range(LENGTH_S))] * len(scored)
 
 
@@ -183,7 +187,8 @@ def test_windows_do_not_depend_on_how_many_are_read(tmp_path):
         assert all(
             np.array_equal(alone[name][0], together[name][place]) for name in together
         )
-    assert together["weights"].min() == 1 and windows.num_rows == 299 // LENGTH_S
+    assert together["weights"].min() == 1
+    assert windows.num_rows == 299 // LENGTH_S
 
 
 # --- Packing --------------------------------------------------------------------------
@@ -193,11 +198,12 @@ def test_best_fit_fills_rows_and_never_overflows():
     lengths = np.random.default_rng(0).integers(1, 33, 500)
     rows = best_fit(lengths, 64)
     filled = np.bincount(rows, weights=lengths)
-    assert filled.max() <= 64 and len(filled) == -(-lengths.sum() // 64)
+    assert filled.max() <= 64
+    assert len(filled) == -(-lengths.sum() // 64)
     assert np.array_equal(rows, best_fit(lengths, 64))
 
 
-@pytest.mark.parametrize("files,gap", [(1, 0), (2, 3)])
+@pytest.mark.parametrize(("files", "gap"), [(1, 0), (2, 3)])
 @pytest.mark.parametrize("limit", [0, 77])
 def test_packing_never_crosses_a_border(tmp_path, files, gap, limit):
     documents = numbered([1, 40, 0, 17, 16, 2, 33, 5, 6, 7, 8])
@@ -207,7 +213,8 @@ def test_packing_never_crosses_a_border(tmp_path, files, gap, limit):
     packed = PackedDocuments(store, plan, LENGTH_S)
     batch = packed.read(np.arange(packed.num_rows + 1))
     used = batch["weights"] == 1
-    assert used.sum() == packed.num_targets and not used[-1].any()
+    assert used.sum() == packed.num_targets
+    assert not used[-1].any()
     assert np.array_equal(used, batch["segment_ids"] > 0)
     # A target follows its token inside the same document; each is scored once.
     assert np.array_equal(batch["targets"][used], batch["tokens"][used] + 1)
@@ -237,9 +244,8 @@ def test_packed_dataset_reads_its_plan_back(tmp_path):
     assert list((tmp_path / "cache").glob("packing-*.npz"))
     again = open_texts(folder, tmp_path, packing="documents")
     one, two = first.train_batch(3, 8), again.train_batch(3, 8)
-    assert "segment_ids" in one and all(
-        np.array_equal(one[name], two[name]) for name in one
-    )
+    assert "segment_ids" in one
+    assert all(np.array_equal(one[name], two[name]) for name in one)
 
 
 # --- Datasets -------------------------------------------------------------------------
@@ -274,7 +280,8 @@ def test_an_epoch_shows_every_sample_once(tmp_path):
         dataset.read("train", np.arange(count) + e * count)["tokens"] for e in (0, 1)
     ]
     first, second = (sorted(map(bytes, epoch)) for epoch in rows)
-    assert first == second and not np.array_equal(*rows)
+    assert first == second
+    assert not np.array_equal(*rows)
 
 
 @pytest.mark.parametrize("packing", ["window", "documents"])
@@ -292,7 +299,7 @@ def test_validation_scores_each_held_out_token_once(tmp_path, packing):
 def test_train_and_validation_share_no_document(tmp_path):
     folder = write_texts(tmp_path / "texts")
     dataset = open_texts(folder, tmp_path, packing="documents")
-    text = {s: "" for s in ("train", "validation")}
+    text = dict.fromkeys(("train", "validation"), "")
     count = dataset.num_train_samples
     train = dataset.read("train", np.arange(count))
     held = dataset.validation_batch(0, 200)
@@ -303,7 +310,8 @@ def test_train_and_validation_share_no_document(tmp_path):
         ("train" * (n in text["train"]), "validation" * (n in text["validation"]))
         for n in names
     ]
-    assert all(bool(a) != bool(b) for a, b in sides) and any(b for _, b in sides)
+    assert all(bool(a) != bool(b) for a, b in sides)
+    assert any(b for _, b in sides)
 
 
 def test_split_is_stable_when_the_corpus_moves(tmp_path):
@@ -320,8 +328,11 @@ def test_stdlib_is_the_default_and_needs_no_download(tmp_path):
     lines: list[str] = []
     config = DataConfig(cache_dir=str(tmp_path))
     dataset = open_dataset(config, sequence_length=64, vocab_size=256, log=lines.append)
-    assert config.source == "stdlib" and "sha256" in lines[0] and "files" in lines[0]
-    assert dataset.num_train_tokens > 500_000 and dataset.num_validation_tokens > 10_000
+    assert config.source == "stdlib"
+    assert "sha256" in lines[0]
+    assert "files" in lines[0]
+    assert dataset.num_train_tokens > 500_000
+    assert dataset.num_validation_tokens > 10_000
     assert dataset.bytes_per_token == 1.0
     batch = dataset.train_batch(0, 4)
     assert {name: (v.shape, v.dtype.name) for name, v in batch.items()} == {
@@ -451,12 +462,12 @@ def test_bpe_is_trained_once_saved_and_ends_documents(tmp_path):
     assert tokenizer.decode(tokenizer.encode(text)) == text
     end = tokenizer.end_of_document
     # no text ends a document
-    assert end is not None and end not in tokenizer.encode(text)
+    assert end is not None
+    assert end not in tokenizer.encode(text)
     held = dataset.validation_batch(0, 100)
     used = held["weights"] > 0
-    assert np.sum(held["targets"][used] == end) > 0 and not np.any(
-        held["tokens"][used] == end
-    )
+    assert np.sum(held["targets"][used] == end) > 0
+    assert not np.any(held["tokens"][used] == end)
     assert dataset.bytes_per_token > 1.5
     files = [
         f
@@ -464,9 +475,8 @@ def test_bpe_is_trained_once_saved_and_ends_documents(tmp_path):
         if group_of([f.relative_to(folder).as_posix()])[0] < 13
     ]
     tokens = used.sum() + len(files)  # a document's first token is no target
-    assert (
-        len(files) > 1 and dataset.validation_bytes_per_token != dataset.bytes_per_token
-    )
+    assert len(files) > 1
+    assert dataset.validation_bytes_per_token != dataset.bytes_per_token
     size = sum(file.stat().st_size for file in files)
     assert dataset.validation_bytes_per_token * tokens == pytest.approx(size)
     open_dataset(options, sequence_length=64, log=(again := []).append)
@@ -479,7 +489,7 @@ def test_bpe_is_trained_once_saved_and_ends_documents(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options,words",
+    ("options", "words"),
     [
         ({"path": "/nowhere/*.txt"}, "data.path=/nowhere"),
         ({"path": ""}, "needs data.path"),
@@ -562,7 +572,8 @@ def test_a_source_that_ends_is_named(tmp_path):
 
 def test_options_read_from_the_command_line():
     fields = schema.schema_of(DataConfig, "data.")
-    assert len(fields) <= 17 and all(field.doc for field in fields.values())
+    assert len(fields) <= 17
+    assert all(field.doc for field in fields.values())
     text = "0.7:stdlib:,0.3:jsonl:/x/y.jsonl,/x/z.jsonl, .5:bin:/b"
     mixture = schema.parse_value(text, fields["data.mixture"])
     weights, sources = parts_of(DataConfig(source="mixture", mixture=mixture))

@@ -72,7 +72,8 @@ def test_constant_entries_stay_on_the_device(tmp_path):
     dataset = open_dataset(config, sequence_length=LENGTH_S, log=print)
     with Loader(dataset, global_size=GLOBAL_G, shardings=by_name()) as loader:
         one, two = next(loader), next(loader)
-    assert one["weights"] is two["weights"] and one["positions"] is two["positions"]
+    assert one["weights"] is two["weights"]
+    assert one["positions"] is two["positions"]
     assert one["tokens"] is not two["tokens"]
 
 
@@ -127,14 +128,16 @@ def test_a_dying_source_is_reported_after_the_good_batches(
         SourceError, match="train sample 24: .*shrank to 0 bytes"
     ) as caught:
         next(loader)
-    assert isinstance(caught.value.__cause__, OSError) and not threads()
+    assert isinstance(caught.value.__cause__, OSError)
+    assert not threads()
     with pytest.raises(RuntimeError, match="closed"):
         next(loader)
 
 
 def test_close_ends_the_thread(dataset):
     loader = Loader(dataset, global_size=GLOBAL_G, shardings=by_name())
-    assert len(threads()) == 1 and threads()[0].startswith("jaxdist-train-data")
+    assert len(threads()) == 1
+    assert threads()[0].startswith("jaxdist-train-data")
     next(loader)
     loader.close()
     loader.close()

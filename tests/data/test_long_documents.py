@@ -179,7 +179,7 @@ def test_a_dataset_tells_what_it_leaves_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options,message",
+    ("options", "message"),
     [
         (
             {"long_documents": "truncate"},

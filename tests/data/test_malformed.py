@@ -44,7 +44,8 @@ def refusal(cache: Path, **options) -> str:
     with pytest.raises(ConfigError) as caught:
         opened(cache, **options)
     (fault,) = caught.value.faults
-    assert "\n" not in fault and len(fault) < 1000
+    assert "\n" not in fault
+    assert len(fault) < 1000
     return fault
 
 
@@ -212,7 +213,8 @@ def test_a_damaged_row_group_of_parquet_is_named(tmp_path):
 def test_megatron_ids_and_lengths_are_checked(tmp_path, kind):
     pair, words = DAMAGED_PAIRS[kind]
     fault = refusal(tmp_path, source="megatron", path=write_pair(tmp_path, pair))
-    assert words in fault and str(tmp_path / "c.") in fault
+    assert words in fault
+    assert str(tmp_path / "c.") in fault
 
 
 def test_megatron_pairs_of_8_bytes_are_read(tmp_path):
@@ -289,7 +291,8 @@ def test_ids_that_no_batch_can_hold_are_refused(tmp_path):
         path=str(tmp_path / "a.txt"),
         tokenizer=str(tmp_path / "t.json"),
     )
-    assert "t.json: " in fault and "its largest id is 4294967295" in fault
+    assert "t.json: " in fault
+    assert "its largest id is 4294967295" in fault
 
 
 class Liar:
@@ -359,7 +362,8 @@ def test_a_large_cache_is_checked_in_the_background(tmp_path):
         damaged.train_batch(0, 2)
     again = opened(tmp_path / "cache", lines, **options)
     assert any("damaged; made again" in line for line in lines)
-    assert again.fingerprint == whole.fingerprint and again.train_batch(0, 2)
+    assert again.fingerprint == whole.fingerprint
+    assert again.train_batch(0, 2)
 
 
 # --- Compressed files, paths, names ---------------------------------------------------
@@ -384,7 +388,8 @@ def test_a_damaged_gz_is_named_and_the_cache_is_not_blamed(tmp_path, kind):
     fault = refusal(
         tmp_path / "cache", source="jsonl", path=str(tmp_path / "a.jsonl.gz")
     )
-    assert "a.jsonl.gz" in fault and "cache" not in fault
+    assert "a.jsonl.gz" in fault
+    assert "cache" not in fault
 
 
 @pytest.mark.parametrize("source", ["text", "jsonl", "bin", "megatron", "arrays"])
@@ -423,8 +428,10 @@ def test_names_and_ids_that_are_not_utf8(tmp_path):
         path=str(folder),
         packing="documents",
     )
-    assert text.num_train_tokens > 1000 and text.num_validation_tokens
-    assert r"corpus\udcff" in "".join(lines) and "".join(lines).encode()
+    assert text.num_train_tokens > 1000
+    assert text.num_validation_tokens
+    assert r"corpus\udcff" in "".join(lines)
+    assert "".join(lines).encode()
     records = [
         {"text": "half \ud83d" * 9, "id": f"\ud800{n}", "\udfff": 1} for n in range(40)
     ]
@@ -642,13 +649,14 @@ def check_samples_or_a_line(file: Path, source: str) -> None:
         batch = dataset.train_batch(0, 4)
         assert source == "arrays" or batch["tokens"].min() >= 0
     except ConfigError as error:
-        assert error.faults and not any("\n" in fault for fault in error.faults)
+        assert error.faults
+        assert not any("\n" in fault for fault in error.faults)
         assert not any("cache" in fault for fault in error.faults)
     except SourceError:
         pass
 
 
-@pytest.mark.parametrize("source,name", SOUND)
+@pytest.mark.parametrize(("source", "name"), SOUND)
 def test_any_bytes_give_samples_or_a_line(source, name):
     @given(content=damaged(SOUND[source, name]))
     def check(content):

@@ -51,7 +51,8 @@ def scored(windows: SlidingWindows, size: int = 3) -> dict[int, list[int]]:
         batch = windows.read(np.arange(begin, begin + size))
         segments = batch.get("segment_ids", np.ones_like(batch["tokens"]))
         for row, slot in zip(*np.nonzero(batch["weights"]), strict=True):
-            assert batch["weights"][row, slot] == 1 and segments[row, slot]
+            assert batch["weights"][row, slot] == 1
+            assert segments[row, slot]
             own = np.flatnonzero(segments[row] == segments[row, slot])
             own = own[own <= slot]
             assert batch["positions"][row, own].tolist() == list(range(len(own)))
@@ -84,11 +85,13 @@ def test_every_token_counts_once_after_its_own_window(store, packed):
         assert found == exact(chosen, stride)
         for target, before in found.items():
             assert len(before) >= min(target % 100, LENGTH_S - stride)
-        assert windows.num_targets == len(found) and windows.counts.documents == 6
+        assert windows.num_targets == len(found)
+        assert windows.counts.documents == 6
         assert packed or windows.num_rows == windows.counts.windows
         assert "segment_ids" in windows.read(np.arange(1)) or not packed
         empty = windows.read(np.array([windows.num_rows + 5]))  # fills a last batch
-        assert not empty["weights"].any() and not empty["tokens"].any()
+        assert not empty["weights"].any()
+        assert not empty["tokens"].any()
 
 
 def test_a_whole_stride_is_the_rows_of_packed_documents(store):
@@ -97,10 +100,8 @@ def test_a_whole_stride_is_the_rows_of_packed_documents(store):
     rows = PackedDocuments(store, plan_packing(store.take(chosen), LENGTH_S), LENGTH_S)
     assert windows.num_rows == rows.num_rows
     one, other = (part.read(np.arange(rows.num_rows)) for part in (windows, rows))
-    assert (
-        all(np.array_equal(one[name], other[name]) for name in other)
-        and one.keys() == other.keys()
-    )
+    assert all(np.array_equal(one[name], other[name]) for name in other)
+    assert one.keys() == other.keys()
 
 
 def test_a_limit_takes_the_first_targets(store):
@@ -129,7 +130,8 @@ def test_what_is_not_learned_is_read_and_does_not_count(store, tmp_path, stride)
         if learned[np.flatnonzero(ids == t)[0]]
     }
     windows = SlidingWindows(chats.take(chosen), LENGTH_S, stride=stride, packed=True)
-    assert scored(windows) == expected and windows.num_targets == len(expected) > 20
+    assert scored(windows) == expected
+    assert windows.num_targets == len(expected) > 20
     everything = SlidingWindows(
         store.take(chosen), LENGTH_S, stride=stride, packed=True
     )
@@ -143,7 +145,6 @@ def test_what_is_not_learned_is_read_and_does_not_count(store, tmp_path, stride)
         packed=True,
     )
     documents = {target // 100 for target in scored(some)}
-    assert documents and scored(some) == {
-        t: b for t, b in expected.items() if t // 100 in documents
-    }
+    assert documents
+    assert scored(some) == {t: b for t, b in expected.items() if t // 100 in documents}
     assert some.num_targets <= len(expected) // 2

@@ -46,7 +46,8 @@ def test_nanogpt_bin(tmp_path, dtype):
     )
     count = (len(tokens) - 1) // LENGTH_S * LENGTH_S
     assert np.array_equal(stream_of(dataset), np.sort(tokens[1 : count + 1]))
-    assert dataset.tokenizer is None and dataset.bytes_per_token is None
+    assert dataset.tokenizer is None
+    assert dataset.bytes_per_token is None
     with pytest.raises(ConfigError, match="model.vocab_size to 60000"):
         opened(tmp_path, 50_257, source="bin", path=path, bin_dtype=dtype)
 
@@ -68,11 +69,14 @@ def test_bin_holds_out_blocks_or_another_file(tmp_path):
     train = set(
         np.unique(dataset.read("train", np.arange(dataset.num_train_samples))["tokens"])
     )
-    assert 5 < len(held) < 30 and not held & train and len(held | train) == 300
+    assert 5 < len(held) < 30
+    assert not held & train
+    assert len(held | train) == 300
     other = opened(
         tmp_path, source="bin", path=path, validation_path=str(tmp_path / "val.bin")
     )
-    assert other.num_validation_tokens == 499 and other.num_train_tokens == len(tokens)
+    assert other.num_validation_tokens == 499
+    assert other.num_train_tokens == len(tokens)
 
 
 def test_bin_with_header_and_several_shards(tmp_path):
@@ -84,7 +88,8 @@ def test_bin_with_header_and_several_shards(tmp_path):
             header.tobytes() + body.tobytes()
         )
     store = open_bin(DataConfig(source="bin", path=str(tmp_path / "fineweb_*.bin")))
-    assert store.length.sum() == 3000 and store.max_id == 2999
+    assert store.length.sum() == 3000
+    assert store.max_id == 2999
     dataset = opened(
         tmp_path, source="bin", path=str(tmp_path / "fineweb_*.bin"), validation_share=0
     )
@@ -140,7 +145,8 @@ def test_megatron_documents_of_several_sequences(tmp_path):
     index += struct.pack("<3i3q3q", 4, 2, 4, 0, 8, 12, 0, 2, 3)  # sequences 0, 1 | 2
     (tmp_path / "m.idx").write_bytes(index)
     store = open_megatron(DataConfig(source="megatron", path=str(tmp_path / "m")))
-    assert store.start.tolist() == [0, 6] and store.length.tolist() == [6, 4]
+    assert store.start.tolist() == [0, 6]
+    assert store.length.tolist() == [6, 4]
 
 
 def test_megatron_trains_packed(tmp_path):
@@ -150,8 +156,10 @@ def test_megatron_trains_packed(tmp_path):
     )
     batch = dataset.train_batch(0, 16)
     used = batch["weights"] > 0
-    assert used.any() and np.array_equal(batch["tokens"][used], batch["targets"][used])
-    assert dataset.num_validation_tokens % 49 == 0 and dataset.num_validation_tokens > 0
+    assert used.any()
+    assert np.array_equal(batch["tokens"][used], batch["targets"][used])
+    assert dataset.num_validation_tokens % 49 == 0
+    assert dataset.num_validation_tokens > 0
 
 
 @pytest.mark.parametrize("damage", ["magic", "short", "no data", "too little data"])
@@ -184,12 +192,13 @@ def test_jsonl_plain_and_compressed_agree(tmp_path):
         opened(tmp_path, source="jsonl", path=str(tmp_path / name), text_field="body")
         for name in ("a.jsonl", "a.jsonl.gz")
     )
-    assert plain.fingerprint == packed.fingerprint and plain.num_validation_tokens > 0
+    assert plain.fingerprint == packed.fingerprint
+    assert plain.num_validation_tokens > 0
     assert plain.num_train_tokens < sum(len(record["body"]) for record in RECORDS)
 
 
 @pytest.mark.parametrize(
-    "line,words",
+    ("line", "words"),
     [
         (b"{", "not JSON"),
         (b'{"a": 1}', "has: a"),

@@ -27,7 +27,7 @@ class Shuffled:
 
     def __next__(self):
         self.read += 1
-        return dict(x=self.random.integers(0, 1000, 4))
+        return {"x": self.random.integers(0, 1000, 4)}
 
     def get_state(self):
         return json.dumps(self.random.bit_generator.state).encode()
@@ -56,7 +56,7 @@ class Stream:
         for number in range(self._at["examples"], 5):
             self._at["examples"] = number + 1
             self.read += 1
-            yield dict(x=np.full(4, 7 * self.epoch + number))
+            yield {"x": np.full(4, 7 * self.epoch + number)}
 
     def state_dict(self):
         return dict(self._at)
@@ -85,15 +85,17 @@ def test_a_state_goes_on_exactly_and_reads_nothing_again(kind, at):
 
 
 def test_an_iterator_without_a_state_says_how_many_it_passes_over():
-    batches = Iterated([dict(x=np.full(4, n)) for n in range(5)])
-    assert batches(0) and batches.state(1) is None
+    batches = Iterated([{"x": np.full(4, n)} for n in range(5)])
+    assert batches(0)
+    assert batches.state(1) is None
     assert "its first 6 batches are passed over" in batches.go_to(7, None)
     assert batches(7)["x"][0] == 2
     unstorable = Stream()
     unstorable.state_dict = lambda: {"generator": object()}
-    assert Iterated(unstorable)(0) and Iterated(unstorable).state(1) is None
+    assert Iterated(unstorable)(0)
+    assert Iterated(unstorable).state(1) is None
     with pytest.raises(NoBatch, match="cannot go back"):
-        one_way = Iterated(iter([dict(x=np.zeros(4))] * 3))
+        one_way = Iterated(iter([{"x": np.zeros(4)}] * 3))
         one_way(1)
         one_way(0)
 
@@ -114,13 +116,12 @@ def test_a_dataset_of_a_stateful_iterator_goes_back():
     dataset, size = open_user_batches(Shuffled())
     read = [dataset.train_batch(step, size)["x"].tolist() for step in range(5)]
     state = dataset.reader_state(3)
-    assert (
-        dataset.go_to(3, state)
-        and dataset.train_batch(3, size)["x"].tolist() == read[3]
-    )
-    plain, _ = open_user_batches(dict(x=np.zeros(8)))
-    assert plain.reader_state(3) is None and plain.go_to(3, None) == ""
-    dataset, _ = open_user_batches(iter([dict(x=np.zeros(4))] * 2))
+    assert dataset.go_to(3, state)
+    assert dataset.train_batch(3, size)["x"].tolist() == read[3]
+    plain, _ = open_user_batches({"x": np.zeros(8)})
+    assert plain.reader_state(3) is None
+    assert plain.go_to(3, None) == ""
+    dataset, _ = open_user_batches(iter([{"x": np.zeros(4)}] * 2))
     with pytest.raises(SourceError, match="ended after 2 batches"):
         dataset.train_batch(2, 4)
 
@@ -141,10 +142,8 @@ STATES = [
 def test_states_are_stored_as_json(state):
     again = decode(json.loads(json.dumps(encode(state), allow_nan=False)))
     assert (
-        encode(again) == encode(state)
-        and type(again) is type(state)
-        or isinstance(state, np.generic)
-    )
+        encode(again) == encode(state) and type(again) is type(state)
+    ) or isinstance(state, np.generic)
     np.testing.assert_equal(again, state)
 
 

@@ -111,29 +111,32 @@ def test_three_processes_agree():
     assert fault == (("ConfigError", 78, "wrong\nalso wrong"), told, told)
     told = ("ConfigError", 78, "process 2: wrong here")
     assert elsewhere == (told, told, ("ConfigError", 78, "wrong here"))
-    assert error[0][:2] == ("PeerFailed", 70) and error[2] == ("ValueError", 1, "later")
+    assert error[0][:2] == ("PeerFailed", 70)
+    assert error[2] == ("ValueError", 1, "later")
     line = r"process 1: OSError: \[Errno 28\] No space left \(<string>:\d+\)"
-    assert re.fullmatch(line, error[0][2]) and error[1] == (
+    assert re.fullmatch(line, error[0][2])
+    assert error[1] == (
         "OSError",
         1,
         "[Errno 28] No space left",
     )
-    assert stored[0] == ("NoCheckpoint", 77, "none\nat all") and stored[1] == stored[2]
-    assert stored[1][:2] == ("PeerFailed", 77) and stored[1][2].startswith(
-        "process 0: NoCheckpoint: none ("
-    )
+    assert stored[0] == ("NoCheckpoint", 77, "none\nat all")
+    assert stored[1] == stored[2]
+    assert stored[1][:2] == ("PeerFailed", 77)
+    assert stored[1][2].startswith("process 0: NoCheckpoint: none (")
     assert left[1] == ("SystemExit", 1, "3")
-    assert left[0] == left[2] and left[0][2].startswith("process 1: SystemExit: 3 (")
-    assert odd[1] == ("Odd", 1, "") and odd[0] == odd[2]
-    assert odd[0][:2] == ("PeerFailed", 70) and odd[0][2].startswith(
-        "process 1: Odd: (its text cannot be had)"
-    )
+    assert left[0] == left[2]
+    assert left[0][2].startswith("process 1: SystemExit: 3 (")
+    assert odd[1] == ("Odd", 1, "")
+    assert odd[0] == odd[2]
+    assert odd[0][:2] == ("PeerFailed", 70)
+    assert odd[0][2].startswith("process 1: Odd: (its text cannot be had)")
 
 
 def test_a_lone_process_agrees_with_itself():
-    assert coordination.broadcast([1]) == [1] and coordination.gather(2) == {0: 2}
-    assert (
-        coordination.first_error("bad") == "bad" and coordination.first_error("") == ""
-    )
+    assert coordination.broadcast([1]) == [1]
+    assert coordination.gather(2) == {0: 2}
+    assert coordination.first_error("bad") == "bad"
+    assert coordination.first_error("") == ""
     assert coordination.all_equal({"a": 1}) == []
     coordination.barrier()

@@ -110,7 +110,8 @@ def test_settings_that_make_nccl_fall_back_to_sockets(tmp_path, setting):
     machine(tmp_path, cards=2)
     name, _, value = setting.partition("=")
     text = checks(tmp_path, {name: value})["nccl-socket"]
-    assert text.startswith(setting) and text.endswith(f"unset {name}")
+    assert text.startswith(setting)
+    assert text.endswith(f"unset {name}")
     assert "mlx5_0, mlx5_1 are here" in text
     write(
         tmp_path,
@@ -180,7 +181,8 @@ def test_shared_memory(tmp_path, gpus, size, free, said):
         machine(tmp_path, gpus),
         limits=replace(SOUND, shm_bytes=size, shm_free_bytes=free),
     )
-    assert (said is None) == (not found) and (said or "") in found.get("shm", "")
+    assert (said is None) == (not found)
+    assert (said or "") in found.get("shm", "")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,8 @@ def test_shared_memory(tmp_path, gpus, size, free, said):
 def test_open_files(tmp_path, gpus, soft, hard, said):
     limits = replace(SOUND, open_files=soft, open_files_hard=hard)
     found = checks(machine(tmp_path / "cards", gpus, cards=gpus), limits=limits)
-    assert (said is None) == (not found) and (said or "") in found.get("open-files", "")
+    assert (said is None) == (not found)
+    assert (said or "") in found.get("open-files", "")
     alone = checks(machine(tmp_path / "alone", gpus), limits=limits)
     assert (soft < 1024) == ("open-files" in alone)
 
@@ -209,9 +212,8 @@ def test_open_files_of_many_processes_without_gpus(tmp_path, processes, enough):
     found = checks(
         tmp_path, SLURM | {"SLURM_NTASKS": processes}, replace(SOUND, open_files=1024)
     )
-    assert (found == {}) == enough and (
-        "needs 4096" in found.get("open-files", "")
-    ) == (not enough)
+    assert (found == {}) == enough
+    assert ("needs 4096" in found.get("open-files", "")) == (not enough)
 
 
 def test_memory_that_cannot_be_locked(tmp_path):
@@ -244,7 +246,8 @@ def test_memory_that_cannot_be_locked(tmp_path):
 )
 def test_a_clock_that_nothing_keeps(tmp_path, clock, said):
     found = checks(tmp_path, limits=replace(SOUND, clock=clock))
-    assert (said is None) == (not found) and (said or "") in found.get("clock", "")
+    assert (said is None) == (not found)
+    assert (said or "") in found.get("clock", "")
 
 
 # --- odd trees ------------------------------------------------------------------------
@@ -328,12 +331,12 @@ def test_no_tree_and_no_environment_raises(tmp_path, seed):
         KernelClock(True, float("nan")),
     )
     for fault in network_faults(tmp_path, environ, limits):
-        assert fault.check in CHECKS and fault.fault and fault.cure
+        assert fault.check in CHECKS
+        assert fault.fault
+        assert fault.cure
     empty = tmp_path / "nothing"
-    assert (
-        network_faults(empty, {}, SOUND) == []
-        and network_faults(files[0], {}, SOUND) == []
-    )
+    assert network_faults(empty, {}, SOUND) == []
+    assert network_faults(files[0], {}, SOUND) == []
 
 
 # --- this machine, the command, the docs ----------------------------------------------
@@ -341,12 +344,10 @@ def test_no_tree_and_no_environment_raises(tmp_path, seed):
 
 def test_this_machine():
     limits = read_limits()
-    assert (
-        limits.open_files
-        and limits.open_files > 0
-        and limits.shm_bytes
-        and limits.shm_bytes > 0
-    )
+    assert limits.open_files
+    assert limits.open_files > 0
+    assert limits.shm_bytes
+    assert limits.shm_bytes > 0
     assert limits.shm_free_bytes <= limits.shm_bytes
     clock = kernel_clock()
     assert clock is None or 0 <= clock.max_error_s < 3600
@@ -380,4 +381,5 @@ def test_each_check_is_in_the_docs():
         page.partition("## Network\n")[2].partition("\n## ")[0],
         re.M,
     )
-    assert rows == list(CHECKS) and len(rows) == 5
+    assert rows == list(CHECKS)
+    assert len(rows) == 5

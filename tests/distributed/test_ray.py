@@ -54,16 +54,17 @@ def test_two_workers_of_ray_train_one_run(tmp_path):
     )
     text = done.stdout + done.stderr
     assert done.returncode == 0, text[-4000:]
-    assert "agent 0 of 2" in text and "agent 1 of 2" in text and "(2 x cpu)" in text
+    assert "agent 0 of 2" in text
+    assert "agent 1 of 2" in text
+    assert "(2 x cpu)" in text
     train(
         tmp_path / "alone",
         devices=2,
         **{key.replace(".", "__"): value for key, value in CHANGES.items()},
     )
     together = losses(tmp_path / "ray")
-    assert len(together) == 8 and together == pytest.approx(
-        losses(tmp_path / "alone"), rel=1e-5
-    )
+    assert len(together) == 8
+    assert together == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 
 
 SILENT = """

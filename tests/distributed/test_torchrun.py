@@ -48,9 +48,8 @@ def test_two_processes_of_torchrun_train_one_run(tmp_path):
     alone = {"train__steps": 8, "model__dropout": 0.0, "checkpoint__every_steps": 0}
     train(tmp_path / "alone", devices=2, **alone)
     together = losses(tmp_path / "torchrun")
-    assert len(together) == 8 and together == pytest.approx(
-        losses(tmp_path / "alone"), rel=1e-5
-    )
+    assert len(together) == 8
+    assert together == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 
 
 def test_a_script_that_has_not_joined_is_refused(tmp_path):

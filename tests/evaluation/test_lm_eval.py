@@ -89,13 +89,15 @@ def test_generation_settings_are_lm_evals(here):
 def test_the_shipped_tasks_give_what_their_scores_say(here, alone):
     names = ["python_lines", "python_lines_bits", "python_lines_written"]
     found = [lm_eval.evaluate_tasks(run, names) for run in (here, alone)]
-    assert here.mesh.size == 8 and alone.mesh.size == 1
+    assert here.mesh.size == 8
+    assert alone.mesh.size == 1
     rows, right, nats, size = lines(), 0, 0.0, 0
-    assert len(rows) == 24 and {row["answer"] for row in rows} == {0, 1, 2, 3}
+    assert len(rows) == 24
+    assert {row["answer"] for row in rows} == {0, 1, 2, 3}
     for row in rows:
         assert len(row["choices"]) == len(set(row["choices"])) == 4
         scores = alone.score([(row["before"], choice) for choice in row["choices"]])
-        nearest = max(range(4), key=lambda i: scores[i].log_probability)  # noqa: B023
+        nearest = max(range(4), key=lambda i: scores[i].log_probability)
         right += nearest == row["answer"]
         whole = row["before"] + row["choices"][row["answer"]]
         nats += alone.score([("", whole)])[0].log_probability
@@ -106,7 +108,8 @@ def test_the_shipped_tasks_give_what_their_scores_say(here, alone):
         assert bits == pytest.approx(-nats / size / math.log(2), rel=1e-5)
         assert 0 <= results["python_lines_written"]["exact_match,stripped"] <= 1
     limited = lm_eval.evaluate_tasks(alone, names[:1], limit=8)["python_lines"]
-    assert limited["acc,none"] * 8 % 1 == 0 and limited["sample_len"] == 8
+    assert limited["acc,none"] * 8 % 1 == 0
+    assert limited["sample_len"] == 8
 
 
 def test_a_users_folder_and_the_command(trained, here, command, tmp_path):
@@ -128,7 +131,8 @@ def test_a_users_folder_and_the_command(trained, here, command, tmp_path):
     bits = -sum(nats) / math.log(2) / sum(len(row["text"]) for row in rows)
     assert found["tasks"]["mine"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
     code, out, _ = command(evaluate.main, *flags)
-    assert code == 0 and out.split() == ["mine", "bits_per_byte", f"{bits:.4f}"]
+    assert code == 0
+    assert out.split() == ["mine", "bits_per_byte", f"{bits:.4f}"]
     # Read eight tokens at a time, a text is predicted from less: another number.
     code, out, _ = command(evaluate.main, *flags, "--json", "--max-length", 8)
     less = [

@@ -23,7 +23,21 @@ from support.inference import (  # noqa: F401  pytest finds the fixtures here
     trained_fixture,
 )
 
-WORDS = "the cat sat on a mat while two dogs ran past old trees".split()
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "while",
+    "two",
+    "dogs",
+    "ran",
+    "past",
+    "old",
+    "trees",
+]
 LENGTH_S = 32
 # tokens of documents
 SIZES = (1, 2, 20, LENGTH_S, LENGTH_S + 1, LENGTH_S + 2, 3 * LENGTH_S + 1, 201)
@@ -104,9 +118,8 @@ def test_each_token_is_scored_after_its_own_window(
         for run in (alone, here) if stride in (7, LENGTH_S) else (alone,):
             found = on(run, file, packing=packing).evaluate(stride=stride)
             assert found.loss == pytest.approx(losses[-1], rel=1e-5)
-            assert found.tokens == count and found.perplexity == pytest.approx(
-                math.exp(found.loss)
-            )
+            assert found.tokens == count
+            assert found.perplexity == pytest.approx(math.exp(found.loss))
             # a token is a byte
             assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))
             # without that of one token, and that of none
@@ -132,7 +145,8 @@ def test_the_command_scores_by_a_stride(trained, here, command):
         evaluate.main, "--workdir", trained[0], "--json", "--stride", 8
     )
     found, same = json.loads(out), here.evaluate(stride=8)
-    assert code == 0 and found == json.loads(json.dumps(same._asdict())) | {"stride": 8}
+    assert code == 0
+    assert found == json.loads(json.dumps(same._asdict())) | {"stride": 8}
     _, text, _ = command(evaluate.main, "--workdir", trained[0], "--stride", 8)
     assert text.endswith(f" ({found['windows']} windows of 1 documents)\n")
 
@@ -152,7 +166,8 @@ def test_a_stride_that_cannot_be_is_refused(trained, capsys, flags, fault):
     arguments = [str(word) for word in ("--workdir", trained[0], *flags)]
     assert exit_code.exit_code(lambda: evaluate.main(arguments)) == 78
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and fault in line
+    assert line.startswith("error: ")
+    assert fault in line
 
 
 def test_texts_are_scored_in_the_same_windows(alone, scores, documents):

@@ -47,12 +47,11 @@ def test_the_average_is_read_and_nothing_else(trained, here, alone):
         found = jax.tree.leaves(run.state.trainable)
         for a, b in zip(average, found, strict=True):
             np.testing.assert_array_equal(a, b)
-        assert run.state.opt_state is None and run.state.ema is None
+        assert run.state.opt_state is None
+        assert run.state.ema is None
         assert int(run.state.step) == STEPS
-    assert (
-        here.built.mesh.shape["fsdp"] == here.built.mesh.shape["tensor"] == 2
-        and alone.built.mesh.size == 1
-    )
+    assert here.built.mesh.shape["fsdp"] == here.built.mesh.shape["tensor"] == 2
+    assert alone.built.mesh.size == 1
     leaves = jax.tree.leaves(here.state.trainable)
     where = jax.tree.leaves(here.built.shardings.trainable)
     assert all(x.sharding == s for x, s in zip(leaves, where, strict=True))
@@ -78,7 +77,7 @@ def test_the_held_out_loss_is_that_of_the_run(trained, here, alone):
 def test_any_mesh_writes_the_same_text(here, alone):
     prompts = ["the cat ", "é on"]
     # more rows than a batch
-    options = dict(max_tokens=12, sampling=TOP, seed=5, num_samples=5)
+    options = {"max_tokens": 12, "sampling": TOP, "seed": 5, "num_samples": 5}
     found = alone.generate(prompts, **options)
     assert [len(samples) for samples in found] == [5, 5]
     texts = [[sample.text for sample in samples] for samples in found]
@@ -143,7 +142,8 @@ def test_windows_score_every_token_once_and_give_it_all_context_there_is_room_fo
                     last = window.tokens[-1]
                     # all that there is room for
                     full = whole[max(0, last - longest) : last + 1]
-                    assert window.tokens.tolist() == full.tolist() and window.known >= 1
+                    assert window.tokens.tolist() == full.tolist()
+                    assert window.known >= 1
 
 
 def direct(run, inputs: bytes, targets: bytes) -> np.ndarray:
@@ -168,11 +168,9 @@ LONG = "the cat sat on a mat while two dogs ran past old t"
 
 
 def test_scores_are_those_of_the_whole_forward_pass(here, alone):
-    assert (
-        here.built.mesh.size == 8
-        and alone.built.mesh.size == 1
-        and here.longest == 32 < len(LONG) == 50
-    )
+    assert here.built.mesh.size == 8
+    assert alone.built.mesh.size == 1
+    assert here.longest == 32 < len(LONG) == 50
     pairs = [
         ("the cat ", "sat"),
         ("the cat", " sat"),
@@ -189,10 +187,8 @@ def test_scores_are_those_of_the_whole_forward_pass(here, alone):
     ]
     assert batches[-1][0] == batches[-1][1] > 2
     for a, b in zip(*scores, strict=True):
-        assert (
-            a.log_probability == pytest.approx(b.log_probability, rel=1e-5)
-            and a[1:] == b[1:]
-        )
+        assert a.log_probability == pytest.approx(b.log_probability, rel=1e-5)
+        assert a[1:] == b[1:]
     found = scores[1]
     assert found[0] == found[1]  # the space goes to the word
     assert found[4] == (0.0, True, 0)
@@ -221,7 +217,8 @@ def test_greedy_is_what_greedy_decoding_writes(here, alone):
     greedy = SamplingConfig(temperature=0.0)
     for run in (here, alone):
         (text,) = run.complete(["the cat"], max_tokens=6, sampling=greedy)
-        assert len(text) == 6 and text.isascii()
+        assert len(text) == 6
+        assert text.isascii()
         other = text[:-1] + chr(ord(text[-1]) ^ 1)
         assert [
             score.greedy for score in run.score([("the cat", text), ("the cat", other)])
@@ -231,7 +228,7 @@ def test_greedy_is_what_greedy_decoding_writes(here, alone):
 def test_an_answer_is_what_is_generated_up_to_the_first_stop(here):
     prompts, options = (
         ["the cat", "é on", "dogs"],
-        dict(max_tokens=90, sampling=TOP, seed=5),
+        {"max_tokens": 90, "sampling": TOP, "seed": 5},
     )
     whole = [
         s.text[len(p) :]
@@ -246,19 +243,21 @@ def test_an_answer_is_what_is_generated_up_to_the_first_stop(here):
     )
     # in rounds of 32, 58
     found = here.complete(prompts, stops=["", stop, "\0"], longest=200, **options)
-    assert 40 <= len(found[0]) < 80 and found[0] == whole[0][: whole[0].find(stop)]
+    assert 40 <= len(found[0]) < 80
+    assert found[0] == whole[0][: whole[0].find(stop)]
     assert found == [text.partition(stop)[0].partition("\0")[0] for text in whole]
     # Half of what the model can hold is left to the prompt, which is cut off on the
     # left.
     (cut,) = here.complete([LONG], **options)
     (same,) = here.complete([LONG[-16:]], **options)
-    assert cut == same and 0 < len(cut.encode()) <= 48
+    assert cut == same
+    assert 0 < len(cut.encode()) <= 48
 
 
 FOLDERS = DATA / "huggingface"  # made by the library itself: see make.py there
 
 
-@pytest.mark.parametrize("family, axes", [("smollm", {}), ("gemma3", {"fsdp": 4})])
+@pytest.mark.parametrize(("family", "axes"), [("smollm", {}), ("gemma3", {"fsdp": 4})])
 def test_published_models_score_as_their_own_library_says(family, axes, tmp_path):
     flags = [
         "--from",
@@ -270,9 +269,8 @@ def test_published_models_score_as_their_own_library_says(family, axes, tmp_path
     ]
     assert convert.main([str(flag) for flag in flags]) == 0
     run = loading.load_run(tmp_path / "work", mesh=MeshConfig(**axes))
-    assert run.built.mesh.size == 8 and (
-        "local" in run.config.model["layer_pattern"]
-    ) == (family == "gemma3")
+    assert run.built.mesh.size == 8
+    assert ("local" in run.config.model["layer_pattern"]) == (family == "gemma3")
     tokens, logits = (
         np.load(FOLDERS / family / f"{name}.npy") for name in ("tokens", "logits")
     )
@@ -300,7 +298,8 @@ def test_published_models_score_as_their_own_library_says(family, axes, tmp_path
         config = dataclasses.replace(run.config, data=data, batch=batch)
         held = dataclasses.replace(run, config=config).evaluate()
         count = len(run.tokenizer.encode(text)) + 1  # and the end of the document
-        assert count < len(text) and held.tokens == count - 1
+        assert count < len(text)
+        assert held.tokens == count - 1
         assert held.bytes_per_token == pytest.approx(len(text) / count)
         assert held.bits_per_byte == pytest.approx(
             held.loss * count / len(text) / math.log(2)
@@ -364,7 +363,9 @@ def test_evaluate_prints_json(trained, command):
         evaluate.main, "--workdir", trained[0], "--json", "--step", STEPS
     )
     found = json.loads(out)
-    assert code == 0 and found["step"] == STEPS and found["tokens"] > 1000
+    assert code == 0
+    assert found["step"] == STEPS
+    assert found["tokens"] > 1000
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
     strange = trained_run.HeldOut(1, math.nan, 2, math.inf, None, None)
     assert json.loads(evaluate._as_json(strange._asdict()))["perplexity"] is None
@@ -376,7 +377,8 @@ def test_what_cannot_be_is_told_with_its_exit_code(trained, tmp_path, command):
     code, _, err = command(
         lambda words: exit_code.exit_code(lambda: generate.main(words)), *flags
     )
-    assert code == 77 and "there is no checkpoint of step 3" in err
+    assert code == 77
+    assert "there is no checkpoint of step 3" in err
     (tmp_path / "config.json").write_text((trained[0] / "config.json").read_text())
     with pytest.raises(CheckpointError, match="no checkpoint"):
         command(evaluate.main, "--workdir", tmp_path)
@@ -436,7 +438,8 @@ def test_a_stream_is_what_generate_gives_at_once(alone):
     for prompt, seed in (("the cat ", 5), ("é on", 6)):
         ((whole,),) = alone.generate([prompt], max_tokens=20, sampling=TOP, seed=seed)
         parts = list(alone.stream(prompt, max_tokens=20, sampling=TOP, seed=seed))
-        assert prompt + "".join(parts) == whole.text and 1 < len(parts) <= 3
+        assert prompt + "".join(parts) == whole.text
+        assert 1 < len(parts) <= 3
 
 
 def test_prompts_come_from_files_and_from_a_terminal(
@@ -447,13 +450,15 @@ def test_prompts_come_from_files_and_from_a_terminal(
     assert generate.main([*flags, "--prompt-file", str(tmp_path / "a.txt")]) == 0
     by_file = capsys.readouterr().out
     assert generate.main([*flags, "--prompt", "the cat"]) == 0
-    assert capsys.readouterr().out == by_file and by_file.startswith("the cat")
+    assert capsys.readouterr().out == by_file
+    assert by_file.startswith("the cat")
     monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n\nthe cat\n"))
     assert generate.main([*flags, "--interactive"]) == 0
     said = capsys.readouterr()
     answer = by_file.removeprefix("the cat")
     # an empty line is no prompt
-    assert said.out == f"{answer}\n{answer}" and "error: " in said.err
+    assert said.out == f"{answer}\n{answer}"
+    assert "error: " in said.err
 
 
 @pytest.mark.parametrize(
@@ -507,7 +512,8 @@ def test_frozen_modules_are_read_where_the_objective_needs_them(tmp_path, monkey
         for modules in (True, False)
     ]
     assert whole.evaluate(batch).tokens == 16
-    assert [*whole.state.modules] == ["reference"] and not policy.state.modules
+    assert [*whole.state.modules] == ["reference"]
+    assert not policy.state.modules
     written = [run.generate_tokens([[1, 2]], max_tokens=4) for run in (whole, policy)]
     np.testing.assert_array_equal(written[0][0].tokens, written[1][0].tokens)
 
@@ -524,4 +530,5 @@ def test_what_writes_text_reads_no_frozen_module(trained, command, monkeypatch):
     code, *_ = command(
         generate.main, "--workdir", trained[0], "--prompt", "cat", "--max-tokens", 1
     )
-    assert code == 0 and asked == [False]
+    assert code == 0
+    assert asked == [False]

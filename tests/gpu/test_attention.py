@@ -66,7 +66,7 @@ def results(device: jax.Device, dtype, options, implementation: str):
 def test_bfloat16_equals_the_reference(options):
     ours, program = results(accelerator(), jnp.bfloat16, options, "auto")
     wanted, _ = results(cpus(1)[0], jnp.float32, options, "reference")
-    assert IS_GPU == ("__cudnn$fmha" in program)
+    assert ("__cudnn$fmha" in program) == IS_GPU
     for a, b in zip(ours, wanted, strict=True):
         assert np.abs(b).max() > 0.1
         np.testing.assert_allclose(a, b, atol=2e-2 * np.abs(b).max())
@@ -80,8 +80,9 @@ def test_a_soft_cap_is_computed_by_xla(options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours, program = results(device, jnp.bfloat16, options, "auto")
-    assert IS_GPU == any(
-        "a softcap is set, so no cudnn kernel" in str(w.message) for w in caught
+    assert (
+        any("a softcap is set, so no cudnn kernel" in str(w.message) for w in caught)
+        == IS_GPU
     )
     assert "__cudnn$fmha" not in program
     wanted, _ = results(cpus(1)[0], jnp.float32, options, "reference")
@@ -89,7 +90,7 @@ def test_a_soft_cap_is_computed_by_xla(options):
         np.testing.assert_allclose(a, b, atol=2e-2 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("policy, forwards", [("dots", 1), ("full", 2)])
+@pytest.mark.parametrize(("policy", "forwards"), [("dots", 1), ("full", 2)])
 def test_remat_runs_the_forward_kernel_as_often_as_it_says(policy, forwards):
     q, k, v, _ = arrays(accelerator())
 

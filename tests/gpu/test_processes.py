@@ -58,7 +58,8 @@ def test_a_device_that_hangs_ends_with_76_and_is_described(tmp_path):
     assert done.returncode == EXIT_HANG, done.stderr[-2000:]
     assert "done" not in done.stdout
     (event,) = [e for e in read_events(tmp_path) if e["event"] == "hang"]
-    assert event["phase"] == "step" and event["at_step"] == 3
+    assert event["phase"] == "step"
+    assert event["at_step"] == 3
     assert "the_culprit" in event["stacks"]
 
 
@@ -73,7 +74,8 @@ def test_a_preempted_run_goes_on_bit_for_bit(tmp_path):
     process = start_train(cut, **(RUN | {"train__steps": 100_000}))
     until = time.monotonic() + 300
     while last_step(cut) < 3:
-        assert process.poll() is None and time.monotonic() < until
+        assert process.poll() is None
+        assert time.monotonic() < until
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == EXIT_PREEMPTED
@@ -85,5 +87,6 @@ def test_a_preempted_run_goes_on_bit_for_bit(tmp_path):
     steps = event["step"] + 4
     finished(cut, train__steps=steps)
     finished(whole, train__steps=steps)
-    assert len(losses(whole)) == steps and losses(cut) == losses(whole)
+    assert len(losses(whole)) == steps
+    assert losses(cut) == losses(whole)
     assert same_bits(parameters(cut, steps), parameters(whole, steps))

@@ -17,11 +17,13 @@ def test_every_chip_is_complete_sourced_and_found_by_kind():
     assert len(kinds) == len(set(kinds))
     for chip in chips.CHIPS:
         assert all(chips.chip_for(kind) is chip for kind in chip.device_kinds)
-        assert len(chip.source) > 10 and "://" not in chip.source
+        assert len(chip.source) > 10
+        assert "://" not in chip.source
         assert all(1e12 < peak < 2e16 for peak in chip.peak_flops_per_s.values()), (
             chip.name
         )
-        assert 7e9 < chip.hbm_bytes < 4e11 and 2e11 < chip.hbm_bytes_per_s < 1e13
+        assert 7e9 < chip.hbm_bytes < 4e11
+        assert 2e11 < chip.hbm_bytes_per_s < 1e13
         assert 1e10 < chip.link_bytes_per_s * chip.num_links < 1e12
 
 
@@ -33,7 +35,7 @@ def test_an_unknown_chip_is_none_and_never_guessed(kind):
 
 
 @pytest.mark.parametrize(
-    "kind, dtype, tflops",
+    ("kind", "dtype", "tflops"),
     [
         # dense; 1979 is the sparse figure
         ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4),
@@ -69,7 +71,7 @@ def test_a_clock_explains_the_peak_by_whole_matrix_units():
 
 
 @pytest.mark.parametrize(
-    "family, devices, gigabits",
+    ("family", "devices", "gigabits"),
     [
         ("v5e", 256, 6_400),  # Google prints the pod's
         ("v6e", 256, 25_600),
@@ -84,7 +86,7 @@ def test_networks_are_bytes_of_one_device(family, devices, gigabits):
 
 
 @pytest.mark.parametrize(
-    "family, dims, one_way_gigabytes",
+    ("family", "dims", "one_way_gigabytes"),
     [
         ("v5e", 2, 180),
         ("v5p", 3, 540),
@@ -126,7 +128,8 @@ def test_the_users_values_always_win():
     }
     assert platform_flags.flag_environment("gpu", environ) == {}
     once = platform_flags.flag_environment("tpu", {})
-    assert once and platform_flags.flag_environment("tpu", once) == {}
+    assert once
+    assert platform_flags.flag_environment("tpu", once) == {}
     assert platform_flags.flag_environment("cpu", {}) == {}
 
 
@@ -134,7 +137,7 @@ SPARSE_CORE = "xla_tpu_enable_sparse_core_collective_offload_"
 
 
 @pytest.mark.parametrize(
-    "family, offloads",
+    ("family", "offloads"),
     [("v5p", 6), ("v6e", 6), ("v5e", 0), ("v4", 0), ("tpu7x", 0), ("", 0)],
 )
 def test_collectives_go_to_the_sparse_core_where_a_chip_has_one_that_needs_to_be_told(
@@ -155,22 +158,18 @@ def test_who_sets_one_flag_of_a_group_sets_them_all_and_is_told():
     flags = platform_flags.flag_environment("tpu", own, family="v5p")[
         "LIBTPU_INIT_ARGS"
     ]
-    assert (
-        flags.count("sparse_core") == 1
-        and "xla_sc" not in flags
-        and "data_parallel" in flags
-    )
+    assert flags.count("sparse_core") == 1
+    assert "xla_sc" not in flags
+    assert "data_parallel" in flags
     (line,) = platform_flags.left_to_the_user("tpu", own, family="v5p")
-    assert (
-        "all_gather" in line
-        and "9 other flags" in line
-        and "xla_sc_disjoint_spmem" in line
-    )
+    assert "all_gather" in line
+    assert "9 other flags" in line
+    assert "xla_sc_disjoint_spmem" in line
     assert not platform_flags.left_to_the_user("tpu", own, family="v5e")
 
 
 @pytest.mark.parametrize(
-    "environ, pci, family",
+    ("environ", "pci", "family"),
     [
         ({"TPU_ACCELERATOR_TYPE": "v5p-128"}, "0x0063", "v5p"),
         ({"TPU_ACCELERATOR_TYPE": "v5litepod-16"}, "", "v5e"),
@@ -194,12 +193,14 @@ def test_detect_family(environ, pci, family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "platform, family", [("tpu", ""), ("tpu", "v5p"), ("gpu", ""), ("cpu", "")]
+    ("platform", "family"), [("tpu", ""), ("tpu", "v5p"), ("gpu", ""), ("cpu", "")]
 )
 def test_the_flag_table_gives_a_reason_and_a_source(platform, family):
     text = platform_flags.flag_table(platform, family)
     for flag in platform_flags.flags_for(platform, family):
-        assert flag.name in text and flag.why in text and flag.source in text
+        assert flag.name in text
+        assert flag.why in text
+        assert flag.source in text
 
 
 def start_jax(flags: str) -> subprocess.CompletedProcess:
@@ -223,7 +224,8 @@ def test_jaxlib_knows_the_gpu_flags():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family, topology", [("v5p", "v5p:2x2x1"), ("v6e", "v6e:2x2"), ("v5e", "v5e:2x2")]
+    ("family", "topology"),
+    [("v5p", "v5p:2x2x1"), ("v6e", "v6e:2x2"), ("v5e", "v5e:2x2")],
 )
 def test_libtpu_starts_with_the_flags_of_a_family(family, topology):
     pytest.importorskip(
@@ -258,7 +260,7 @@ def test_libtpu_starts_with_the_flags_of_a_family(family, topology):
 
 
 @pytest.mark.parametrize(
-    "environ, files, platform",
+    ("environ", "files", "platform"),
     [
         ({"JAX_PLATFORMS": "cpu"}, {"/dev/nvidia0"}, "cpu"),
         ({"JAX_PLATFORMS": "cuda,cpu"}, set(), "gpu"),

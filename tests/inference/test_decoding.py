@@ -18,27 +18,27 @@ from jaxdist.protocols.model_spec import ModelSpec, describe
 
 PROMPTS = ([5, 9, 30, 2, 7], [11], [3, 3, 8, 1, 40, 41, 42, 43, 44])
 GREEDY = SamplingConfig(temperature=0.0)
-BASE = dict(
-    vocab_size=48,
-    num_layers=2,
-    d_model=16,
-    d_ff=32,
-    num_heads=4,
-    head_dim=8,
-    init_std=0.4,
-)
+BASE = {
+    "vocab_size": 48,
+    "num_layers": 2,
+    "d_model": 16,
+    "d_ff": 32,
+    "num_heads": 4,
+    "head_dim": 8,
+    "init_std": 0.4,
+}
 VARIANTS = {
-    "rotary, grouped heads, qk norm": dict(num_kv_heads=2, qk_norm="head"),
-    "learned, tied, biases": dict(
-        positions="learned",
-        max_positions=40,
-        norm="layer",
-        gated=False,
-        activation="gelu",
-        bias="all",
-        tie_embeddings=True,
-        logit_softcap=5.0,
-    ),
+    "rotary, grouped heads, qk norm": {"num_kv_heads": 2, "qk_norm": "head"},
+    "learned, tied, biases": {
+        "positions": "learned",
+        "max_positions": 40,
+        "norm": "layer",
+        "gated": False,
+        "activation": "gelu",
+        "bias": "all",
+        "tie_embeddings": True,
+        "logit_softcap": 5.0,
+    },
 }
 
 
@@ -147,7 +147,7 @@ def test_meshes_and_batches_change_no_token():
     variant = next(iter(VARIANTS))
     samplings = (GREEDY, SamplingConfig(temperature=0.8, top_k=20, top_p=0.95))
     for sampling in samplings:
-        options = dict(max_tokens=7, sampling=sampling, seed=3)
+        options = {"max_tokens": 7, "sampling": sampling, "seed": 3}
         one = generator(variant)(PROMPTS, **options)
         many = generator(variant, data=2, fsdp=2, tensor=2)(PROMPTS, **options)
         split = generator(variant, fsdp=2, context=2)(PROMPTS, **options)
@@ -189,16 +189,16 @@ LOGITS = np.log([0.4, 0.3, 0.15, 0.1, 0.05])
 
 
 @pytest.mark.parametrize(
-    "options, expected",
+    ("options", "expected"),
     [
-        (dict(), [0.4, 0.3, 0.15, 0.1, 0.05]),
-        (dict(top_k=2), [4, 3, 0, 0, 0]),
-        (dict(top_k=9), [0.4, 0.3, 0.15, 0.1, 0.05]),
-        (dict(top_p=0.69), [4, 3, 0, 0, 0]),
-        (dict(top_p=0.75), [0.4, 0.3, 0.15, 0, 0]),
-        (dict(top_p=0.01), [1, 0, 0, 0, 0]),
+        ({}, [0.4, 0.3, 0.15, 0.1, 0.05]),
+        ({"top_k": 2}, [4, 3, 0, 0, 0]),
+        ({"top_k": 9}, [0.4, 0.3, 0.15, 0.1, 0.05]),
+        ({"top_p": 0.69}, [4, 3, 0, 0, 0]),
+        ({"top_p": 0.75}, [0.4, 0.3, 0.15, 0, 0]),
+        ({"top_p": 0.01}, [1, 0, 0, 0, 0]),
         # 0.7 of the 0.85 that top_k leaves
-        (dict(top_k=3, top_p=0.8), [4, 3, 0, 0, 0]),
+        ({"top_k": 3, "top_p": 0.8}, [4, 3, 0, 0, 0]),
     ],
 )
 def test_only_the_allowed_tokens_keep_their_shares(options, expected):

@@ -86,19 +86,22 @@ class Case:
 
 
 CASES = {
-    "context 4, tensor 2": Case(LOCAL, dict(context=4, tensor=2), (4, 24, 2)),
-    "context 8": Case(LOCAL, dict(context=8), (4, 12, 4)),
+    "context 4, tensor 2": Case(LOCAL, {"context": 4, "tensor": 2}, (4, 24, 2)),
+    "context 8": Case(LOCAL, {"context": 8}, (4, 12, 4)),
     "context 2, data 2, tensor 2, gather": Case(
-        LOCAL, dict(data=2, context=2, tensor=2), (2, 48, 2), {"attention": "gather"}
+        LOCAL,
+        {"data": 2, "context": 2, "tensor": 2},
+        (2, 48, 2),
+        {"attention": "gather"},
     ),
     "ring, kv heads copied": Case(
         replace(STRETCHED, num_kv_heads=1),
-        dict(context=4, tensor=2),
+        {"context": 4, "tensor": 2},
         (4, 24, 1),
         {"attention": "ring"},
     ),
-    "context 3, learned positions": Case(LEARNED, dict(context=3), (4, 34, 6)),
-    "experts": Case(EXPERTS, dict(expert=2, context=2, tensor=2), (2, 48, 2)),
+    "context 3, learned positions": Case(LEARNED, {"context": 3}, (4, 34, 6)),
+    "experts": Case(EXPERTS, {"expert": 2, "context": 2, "tensor": 2}, (2, 48, 2)),
 }
 KINDS = (
     "all-reduce",
@@ -254,7 +257,8 @@ def test_a_step_moves_sums_of_its_tokens_alone_and_holds_a_part_of_the_cache():
         B * H,
         B * H * N,
     }  # of the logits' peaks and sums, of v
-    assert held[8] == pytest.approx(held[1] / 8, rel=0.01) and temp[8] < temp[1] / 6
+    assert held[8] == pytest.approx(held[1] / 8, rel=0.01)
+    assert temp[8] < temp[1] / 6
 
 
 def gathered_by(layout: Layout) -> tuple[int, set[str]]:
@@ -284,7 +288,8 @@ def test_weights_are_gathered_once_before_the_first_token_where_there_is_room(
     layout = Layout(LOCAL, context=8)
     once, looped = gathered_by(layout)
     # a layer's kernels and the embeddings; sums over the cache
-    assert once >= 7 and looped == {"all-reduce"}
+    assert once >= 7
+    assert looped == {"all-reduce"}
     tokens = layout.generate()
     monkeypatch.setattr(weights, "fits", lambda size, kind: False)
     once, looped = gathered_by(layout)
@@ -293,9 +298,8 @@ def test_weights_are_gathered_once_before_the_first_token_where_there_is_room(
 
 
 def test_a_device_has_room_where_half_of_its_memory_holds_the_weights():
-    assert weights.fits(7 * GIB, "TPU v5 lite") and not weights.fits(
-        8 * GIB, "TPU v5 lite"
-    )
+    assert weights.fits(7 * GIB, "TPU v5 lite")
+    assert not weights.fits(8 * GIB, "TPU v5 lite")
     assert weights.fits(2**50, jax.devices()[0].device_kind)  # not known
 
 

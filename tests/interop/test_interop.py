@@ -37,7 +37,8 @@ def test_there_is_a_folder_of_every_family():
         for name in FAMILIES
     }
     # smollm is a llama
-    assert kinds == set(interop.FAMILIES) and len(FAMILIES) > len(kinds)
+    assert kinds == set(interop.FAMILIES)
+    assert len(FAMILIES) > len(kinds)
     assert any((FOLDERS / name / INDEX).is_file() for name in FAMILIES)
     assert np.load(FOLDERS / "mistral" / "tokens.npy").shape[1] > WINDOW
 
@@ -166,7 +167,8 @@ def written(parameters, name, target, **options):
         target, family, fields, shapes, lambda p: np.asarray(parameters[p]), **options
     )
     fields = json.loads((target / "config.json").read_text())
-    assert fields["model_type"] == kind and interop.derive(fields)[1] == values
+    assert fields["model_type"] == kind
+    assert interop.derive(fields)[1] == values
     tensors = load_all(target)
     assert size == sum(x.nbytes for x in tensors.values())
     return fields, tensors
@@ -213,13 +215,12 @@ def test_bfloat16_files_come_back_bit_for_bit(imported, tmp_path):
     fields, after = written(
         imported("qwen2")[2], "qwen2", tmp_path, dtype="bfloat16", max_shard_bytes=10**9
     )
-    assert (tmp_path / SINGLE).is_file() and not (tmp_path / INDEX).exists()
+    assert (tmp_path / SINGLE).is_file()
+    assert not (tmp_path / INDEX).exists()
     assert fields["torch_dtype"] == "bfloat16"
     for key in before:
-        assert (
-            before[key].tobytes() == after[key].tobytes()
-            and after[key].dtype == before[key].dtype
-        )
+        assert before[key].tobytes() == after[key].tobytes()
+        assert after[key].dtype == before[key].dtype
 
 
 # --- reading shards -------------------------------------------------------------------
@@ -269,13 +270,15 @@ def test_a_shard_may_cut_any_dim():
         part = wanted | {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)}
         tensors.bytes_read = 0
         found = tensors.load(part)[path]
-        assert found.sharding == where and not where.is_fully_replicated
+        assert found.sharding == where
+        assert not where.is_fully_replicated
         np.testing.assert_array_equal(found, x)
         assert tensors.bytes_read == sum(x.nbytes for x in whole.values())
 
 
 @pytest.mark.parametrize(
-    "base, close", [("none", 1e-5), pytest.param("int8", 0.15, marks=pytest.mark.slow)]
+    ("base", "close"),
+    [("none", 1e-5), pytest.param("int8", 0.15, marks=pytest.mark.slow)],
 )
 def test_adapters_stand_on_the_weights_and_change_nothing_at_first(base, close):
     """LoRA keeps a kernel as `base`, QLoRA as codes and scales: both come from the
@@ -561,7 +564,8 @@ def test_published_configs_are_read(name):
     }
     assert found == expected
     again, fields = interop.fields_of(values, own)
-    assert again is family and interop.derive(fields)[1] == values
+    assert again is family
+    assert interop.derive(fields)[1] == values
 
 
 def test_gpt2_as_it_was_first_published():
@@ -585,11 +589,9 @@ def test_gpt2_as_it_was_first_published():
         64,
         1024,
     )
-    assert (
-        values["tie_embeddings"]
-        and values["positions"] == "learned"
-        and values["bias"] == "all"
-    )
+    assert values["tie_embeddings"]
+    assert values["positions"] == "learned"
+    assert values["bias"] == "all"
 
 
 def test_the_text_part_of_a_multimodal_gemma(tmp_path):
@@ -853,7 +855,7 @@ def test_experts_that_are_not_built_are_named(name):
 
 
 @pytest.mark.parametrize(
-    "step, dense, first, pattern",
+    ("step", "dense", "first", "pattern"),
     [
         (1, [], 0, "s"),
         (2, [], 0, "ds"),
@@ -889,19 +891,18 @@ def test_all_faults_come_at_once():
     del wrong["vocab_size"]
     with pytest.raises(ConfigError) as raised:
         interop.derive(wrong)
-    assert (
-        len(raised.value.faults) == 4
-        and "vocab_size is missing" in raised.value.faults[0]
-    )
+    assert len(raised.value.faults) == 4
+    assert "vocab_size is missing" in raised.value.faults[0]
 
 
 def test_an_unknown_architecture_with_llamas_fields_is_read_as_llamas():
     family, values = interop.derive(LLAMA | {"model_type": "new_one"})
-    assert family.model_type == "llama" and values == interop.derive(LLAMA)[1]
+    assert family.model_type == "llama"
+    assert values == interop.derive(LLAMA)[1]
 
 
 @pytest.mark.parametrize(
-    "changes, family",
+    ("changes", "family"),
     [
         ({}, "llama"),
         ({"bias": "qkv"}, "qwen2"),
@@ -937,7 +938,7 @@ def test_the_family_that_can_express_the_values_is_chosen(changes, family):
 
 
 @pytest.mark.parametrize(
-    "changes, text",
+    ("changes", "text"),
     [
         ({"gated": False}, "model.gated=False, there True"),
         ({"norm": "layer", "gated": False, "activation": "relu"}, "nearest, "),

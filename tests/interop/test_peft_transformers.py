@@ -45,7 +45,8 @@ def theirs(base, folder):
         model = peft.PeftModel.from_pretrained(base, folder).eval()
     stored = peft.utils.load_peft_weights(folder)
     wanted = peft.get_peft_model_state_dict(model)
-    assert stored.keys() == wanted.keys() and len(stored) > 0
+    assert stored.keys() == wanted.keys()
+    assert len(stored) > 0
     assert all(torch.equal(stored[key], wanted[key]) for key in stored)
     return model
 

@@ -54,7 +54,8 @@ def test_frequencies_are_those_of_transformers(name):
     case = CASES[name]
     family, values = interop.derive(case["config"])
     config = TransformerConfig(**values)
-    assert family.model_type == case["config"]["model_type"] and config.stretches
+    assert family.model_type == case["config"]["model_type"]
+    assert config.stretches
     found = rotary_frequencies(
         config.rotary_dims, config.rope_theta, case["length"], config
     )
@@ -65,14 +66,16 @@ def test_frequencies_are_those_of_transformers(name):
     plain = rotary_frequencies(config.rotary_dims, config.rope_theta).frequencies
     assert "up to" in name or np.abs(found.frequencies / plain - 1).max() > 0.1
     again, fields = interop.fields_of(values, case["config"])
-    assert again is family and interop.derive(fields)[1] == values
+    assert again is family
+    assert interop.derive(fields)[1] == values
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_written_is_read_in_both_spellings(name):
     values = interop.canonical_values({"head_dim": 8, "rope_theta": 5e4, **KINDS[name]})
     family, fields = interop.fields_of(values)
-    assert family.model_type == "llama" and interop.derive(fields)[1] == values
+    assert family.model_type == "llama"
+    assert interop.derive(fields)[1] == values
     rope, theta = fields.pop("rope_scaling"), fields.pop("rope_theta")
     new = fields | {"rope_parameters": rope | {"rope_theta": theta}}
     assert interop.derive(new)[1] == values
@@ -120,8 +123,10 @@ def test_a_tiny_variant_is_stretched_alike(name):
     few = KINDS[name] | {key: LISTS[key] * 4 for key in LISTS if key in KINDS[name]}
     config = TransformerConfig(head_dim=32, **few)
     tiny = replace(config, **config.tiny(64))
-    assert not [*config.faults()] and not [*tiny.faults()]
-    assert tiny.stretches and tiny.rope_scaling == config.rope_scaling
+    assert not [*config.faults()]
+    assert not [*tiny.faults()]
+    assert tiny.stretches
+    assert tiny.rope_scaling == config.rope_scaling
     assert tiny.rope_original_positions < 64
 
 

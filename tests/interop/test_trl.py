@@ -97,7 +97,7 @@ def ours(folder, template, path, cache, max_length):
                 batch["targets"][row][at],
             )
             labels = np.where(batch["weights"][row][at] > 0, targets, -100).tolist()
-            examples.append((tokens + [int(targets[-1])], labels))
+            examples.append(([*tokens, int(targets[-1])], labels))
     return examples
 
 
@@ -110,7 +110,7 @@ LONGEST = {
 
 
 @pytest.mark.parametrize(
-    "kind, max_length", [(kind, n) for kind, some in LONGEST.items() for n in some]
+    ("kind", "max_length"), [(kind, n) for kind, some in LONGEST.items() for n in some]
 )
 @pytest.mark.parametrize("name", TWINS)
 def test_ids_and_labels_are_those_of_trl(name, kind, max_length, tmp_path):
@@ -127,7 +127,8 @@ def test_ids_and_labels_are_those_of_trl(name, kind, max_length, tmp_path):
         tmp_path / "cache",
         max_length,
     )
-    assert found and len(found) == len(expected)
+    assert found
+    assert len(found) == len(expected)
     # The first token is no target: its label says nothing.
     key = [(tuple(ids), tuple(labels[1:])) for ids, labels in expected]
     assert sorted(key) == sorted((tuple(ids), tuple(labels)) for ids, labels in found)

@@ -34,7 +34,7 @@ from jaxdist.trainer import trainer
 from jaxdist.trainer.loop import TrainingStopped
 from support.paths import ROOT
 
-MESH = dict(fsdp=2, tensor=2)  # and data 2
+MESH = {"fsdp": 2, "tensor": 2}  # and data 2
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(48, 4)).astype(np.float32)
 Y = (X.sum(1) > 0).astype(np.int32)
@@ -64,7 +64,7 @@ class Net(nnx.Module):
 
 def batches(step: int) -> dict:
     rows = np.random.default_rng(step).integers(0, len(X), 16)
-    return dict(x=X[rows], y=Y[rows])
+    return {"x": X[rows], "y": Y[rows]}
 
 
 def fit(
@@ -103,7 +103,7 @@ def losses(run) -> list[float]:
 def whole(tmp_path_factory):
     """Returns a run that nothing has stopped."""
     assert jax.device_count() == 8
-    held = dict(x=X[:16], y=Y[:16])
+    held = {"x": X[:16], "y": Y[:16]}
     return fit(folder=tmp_path_factory.mktemp("runs") / "whole", validation=held)
 
 
@@ -132,8 +132,10 @@ def test_it_is_the_loop_that_a_caller_would_write(whole):
     for a, b in zip(values(run), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     kernel = run.model.layers[0].kernel.get_value()
-    assert len(kernel.sharding.device_set) == 8 and not kernel.is_fully_replicated
-    assert run.model.norm.use_running_average and called(run.model, X).shape == (48, 2)
+    assert len(kernel.sharding.device_set) == 8
+    assert not kernel.is_fully_replicated
+    assert run.model.norm.use_running_average
+    assert called(run.model, X).shape == (48, 2)
     # optax keeps it to itself
     assert not any("learning_rate" in row for row in run.metrics.train)
     # a temporary folder goes with what fit returned
@@ -155,23 +157,22 @@ def test_a_workdir_is_that_of_train(whole):
         "report.html",
     } <= names
     events = [event["event"] for event in read_events(whole.folder)]
-    assert events[0] == "start" and events[-1] == "stop" and "save" in events
-    assert whole.step == 8 and not whole.stopped
+    assert events[0] == "start"
+    assert events[-1] == "stop"
+    assert "save" in events
+    assert whole.step == 8
+    assert not whole.stopped
     assert [row["step"] for row in whole.metrics.train] == list(range(1, 9))
     config = json.loads((whole.folder / "config.json").read_text())
-    assert (
-        config["data"]["path"] == "x=float32[4] y=int32[]"
-        and config["optimizer"]["name"] == "given"
-    )
+    assert config["data"]["path"] == "x=float32[4] y=int32[]"
+    assert config["optimizer"]["name"] == "given"
     assert config["model"]["name"].endswith("test_fit.Net")
     (scored,) = [row for row in whole.metrics.evaluation if row["step"] == 8]
     expected = nnx.jit(lambda model, batch: model.loss(batch, None))(
-        whole.model, dict(x=X[:16], y=Y[:16])
+        whole.model, {"x": X[:16], "y": Y[:16]}
     )
-    assert (
-        scored["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
-        and scored["eval_tokens"] == 16
-    )
+    assert scored["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert scored["eval_tokens"] == 16
     with pytest.raises(ConfigError, match="was given to jaxdist.fit"):
         jaxdist.load_run(whole.folder)
 
@@ -212,21 +213,20 @@ def test_an_optimizer_with_weakly_typed_state_trains():
 def test_stop_and_go_on_from_every_form_of_data(whole, tmp_path):
     kept.done = False
     first = fit(kept, folder=tmp_path / "function")
-    assert (
-        kept.done
-        and 0 < first.step < 8
-        and first.stopped.startswith(f"stopped after step {first.step}")
-    )
+    assert kept.done
+    assert 0 < first.step < 8
+    assert first.stopped.startswith(f"stopped after step {first.step}")
     # the fixture's own function: the same batches
     second = fit(folder=tmp_path / "function")
-    assert second.step == 8 and losses(second) == losses(whole)
+    assert second.step == 8
+    assert losses(second) == losses(whole)
     for a, b in zip(values(second), values(whole), strict=True):
         np.testing.assert_array_equal(a, b)
     assert "preempted" in [
         event["event"] for event in read_events(tmp_path / "function")
     ]
-    alone = dict(devices=jax.devices()[:1], mesh=None)
-    seen, rows = [], dict(x=X, y=Y)
+    alone = {"devices": jax.devices()[:1], "mesh": None}
+    seen, rows = [], {"x": X, "y": Y}
     straight = fit(rows, batch_size=16, **alone)
     given = [
         {name: value for name, value in read.items() if name != "sample"}
@@ -234,7 +234,8 @@ def test_stop_and_go_on_from_every_form_of_data(whole, tmp_path):
     ]
     fit(given, steps=2, folder=tmp_path / "iterable", **alone)
     again = fit(given, folder=tmp_path / "iterable", **alone)  # begun anew after three
-    assert again.step == 8 and losses(again)[:3] == losses(straight)[:3]
+    assert again.step == 8
+    assert losses(again)[:3] == losses(straight)[:3]
     # another epoch, whose order differs
     assert losses(again)[3:] != losses(straight)[3:]
     fit(rows, batch_size=16, steps=3, folder=tmp_path / "arrays", **alone)
@@ -258,7 +259,7 @@ def rows_of(arrays: dict, steps: int) -> list[dict]:
 
 
 def test_arrays_are_read_once_an_epoch_in_an_order_of_their_own():
-    rows = dict(number=np.arange(48), image=np.arange(48, dtype=np.uint8)[:, None])
+    rows = {"number": np.arange(48), "image": np.arange(48, dtype=np.uint8)[:, None]}
     dataset, size = open_user_batches(rows, size=12, seed=1)
     read = [dataset.train_batch(step, size) for step in range(8)]
     epochs = [
@@ -276,7 +277,7 @@ def test_arrays_are_read_once_an_epoch_in_an_order_of_their_own():
     other, _ = open_user_batches(rows, size=12, seed=2)
     assert other.fingerprint == dataset.fingerprint
     assert other.train_batch(0, size)["number"].tolist() != read[0]["number"].tolist()
-    changed, _ = open_user_batches(rows | dict(number=np.arange(48) + 1), size=12)
+    changed, _ = open_user_batches(rows | {"number": np.arange(48) + 1}, size=12)
     assert changed.fingerprint != dataset.fingerprint
 
 
@@ -286,14 +287,12 @@ def test_iterators_pass_over_what_was_had_and_do_not_go_back():
     def counting():
         for i in range(6):
             made.append(i)
-            yield dict(x=np.full(2, i))
+            yield {"x": np.full(2, i)}
 
     dataset, size = open_user_batches(counting())
-    assert (
-        size == 2
-        and dataset.train_batch(4, 2)["x"].tolist() == [4, 4]
-        and made == [0, 1, 2, 3, 4]
-    )
+    assert size == 2
+    assert dataset.train_batch(4, 2)["x"].tolist() == [4, 4]
+    assert made == [0, 1, 2, 3, 4]
     # the first is kept, for its shapes
     assert dataset.train_batch(0, 2)["x"].tolist() == [0, 0]
     with pytest.raises(SourceError, match="cannot go back"):
@@ -301,7 +300,7 @@ def test_iterators_pass_over_what_was_had_and_do_not_go_back():
     dataset, _ = open_user_batches(counting())
     with pytest.raises(SourceError, match="ended after 6 batches"):
         dataset.train_batch(6, 2)
-    dataset, _ = open_user_batches([dict(x=np.full(2, i)) for i in range(3)])
+    dataset, _ = open_user_batches([{"x": np.full(2, i)} for i in range(3)])
     assert [int(dataset.train_batch(step, 2)["x"][0]) for step in (1, 2, 3, 7, 5)] == [
         1,
         2,
@@ -309,7 +308,7 @@ def test_iterators_pass_over_what_was_had_and_do_not_go_back():
         1,
         2,
     ]
-    dataset, _ = open_user_batches(lambda step: dict(x=np.zeros(2 + step)))
+    dataset, _ = open_user_batches(lambda step: {"x": np.zeros(2 + step)})
     with pytest.raises(SourceError, match="one after 1 updates has 3 x"):
         dataset.train_batch(1, 2)
 
@@ -326,16 +325,16 @@ def test_a_models_own_cache_writes(whole):
         init_std=0.4,
     )
     tokens = RANDOM.integers(0, 32, (16, 9)).astype(np.int32)
-    text = dict(
-        tokens=tokens[:, :-1],
-        targets=tokens[:, 1:],
-        weights=np.ones((16, 8)),
-        positions=np.tile(np.arange(8), (16, 1)),
-    )
+    text = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": np.ones((16, 8)),
+        "positions": np.tile(np.arange(8), (16, 1)),
+    }
     optimizer = jaxdist.OptimizerConfig(learning_rate=1e-2, warmup_steps=1)
     model, two = (
         functools.partial(Transformer, config),
-        dict(mesh=dict(tensor=2), devices=jax.devices()[:2]),
+        {"mesh": {"tensor": 2}, "devices": jax.devices()[:2]},
     )
     settings = {"train.log_every": 1}
     run = fit(
@@ -363,35 +362,38 @@ def test_a_models_own_cache_writes(whole):
 
 def test_what_cannot_be_is_said_before_anything_compiles(whole, monkeypatch):
     held = {"folder": whole.folder}
-    wide = dict(x=np.array([2**40]), y=np.array([1]))
+    wide = {"x": np.array([2**40]), "y": np.array([1])}
     wrong = [
-        ("one N >= 1", dict(data=dict(x=X, y=Y[1:]))),
-        ("y has dtype", dict(data=dict(x=X, y=np.array(["a"] * 48)))),
-        ("x exceeds int32", dict(data=wide)),
-        ("required a dict of arrays", dict(data=3)),
-        ("the first: list; required a dict", dict(data=lambda step: [X])),
-        ("ended after 0 batches", dict(data=[])),
-        ("batch_size=8: the batches have 16 samples", dict(batch_size=8)),
-        ("validation: a sample has", dict(validation=dict(x=X))),
+        ("one N >= 1", {"data": {"x": X, "y": Y[1:]}}),
+        ("y has dtype", {"data": {"x": X, "y": np.array(["a"] * 48)}}),
+        ("x exceeds int32", {"data": wide}),
+        ("required a dict of arrays", {"data": 3}),
+        ("the first: list; required a dict", {"data": lambda step: [X]}),
+        ("ended after 0 batches", {"data": []}),
+        ("batch_size=8: the batches have 16 samples", {"batch_size": 8}),
+        ("validation: a sample has", {"validation": {"x": X}}),
         (
             "nearest legal sizes: 8 or 16",
-            dict(data=dict(x=X, y=Y), batch_size=10, mesh=dict(fsdp=8)),
+            {"data": {"x": X, "y": Y}, "batch_size": 10, "mesh": {"fsdp": 8}},
         ),
-        ("Did you mean mesh.fsdp", dict(mesh=dict(fspd=2))),
-        ("3", dict(mesh=dict(fsdp=3))),
-        ("required a transformation of optax", dict(optimizer=nnx.Optimizer)),
-        ("required an nnx.Module, or a function", dict(model="Net")),
-        ("no method `loss`", dict(model=lambda rngs: nnx.Linear(4, 2, rngs=rngs))),
-        ("the batch has no 'x'", dict(data=dict(z=X))),
-        ("an argument of fit", dict(settings={"train.steps": 3})),
-        ("no such field", dict(settings={"train.log_evry": 3})),
+        ("Did you mean mesh.fsdp", {"mesh": {"fspd": 2}}),
+        ("3", {"mesh": {"fsdp": 3}}),
+        ("required a transformation of optax", {"optimizer": nnx.Optimizer}),
+        ("required an nnx.Module, or a function", {"model": "Net"}),
+        ("no method `loss`", {"model": lambda rngs: nnx.Linear(4, 2, rngs=rngs)}),
+        ("the batch has no 'x'", {"data": {"z": X}}),
+        ("an argument of fit", {"settings": {"train.steps": 3}}),
+        ("no such field", {"settings": {"train.log_evry": 3}}),
         (
             "batch.accumulation=2: Net.loss changes its state",
-            dict(settings={"batch.accumulation": 2}),
+            {"settings": {"batch.accumulation": 2}},
         ),
         ("model.name: the run", dict(model=lambda rngs: Wider(rngs=rngs), **held)),
         ("seed: the run", dict(seed=1, **held)),
-        ("data.path: the run", dict(data=dict(z=X, x=X, y=Y), batch_size=16, **held)),
+        (
+            "data.path: the run",
+            dict(data={"z": X, "x": X, "y": Y}, batch_size=16, **held),
+        ),
         ("the data has changed", dict(data=lambda step: batches(step + 1), **held)),
     ]
     compiled = []
@@ -420,12 +422,13 @@ def test_one_run_at_a_time_in_a_folder(whole):
         return batches(step)
 
     run = fit(meanwhile, steps=9, folder=whole.folder)
-    assert run.step == 9 and "in use by process" in found[0]
+    assert run.step == 9
+    assert "in use by process" in found[0]
 
 
 def test_it_runs_in_a_thread_that_gets_no_signals(whole):
     found = []
-    alone = dict(devices=jax.devices()[:1], mesh=None)
+    alone = {"devices": jax.devices()[:1], "mesh": None}
     thread = threading.Thread(target=lambda: found.append(fit(steps=4, **alone)))
     thread.start()
     thread.join()
@@ -443,7 +446,8 @@ def test_a_signal_for_the_process_ends_a_script_with_75(tmp_path):
         SystemExit, match="stopped after step .*, saved; run again"
     ) as left:
         fit(asked_to_leave, folder=tmp_path / "run")
-    assert left.value.code == 75 and isinstance(left.value, trainer.Interrupted)
+    assert left.value.code == 75
+    assert isinstance(left.value, trainer.Interrupted)
     assert read_events(tmp_path / "run")[-1]["event"] == "preempted"
     assert fit(folder=tmp_path / "run").step == 8
 
@@ -453,7 +457,7 @@ def test_a_run_that_ends_with_skipped_updates_has_failed(tmp_path):
         return (
             batches(step)
             if step < 6
-            else dict(x=np.full((16, 4), np.nan, np.float32), y=Y[:16])
+            else {"x": np.full((16, 4), np.nan, np.float32), "y": Y[:16]}
         )
 
     for _ in range(2):  # also where it has nothing left to do
@@ -465,7 +469,8 @@ def test_a_run_that_ends_with_skipped_updates_has_failed(tmp_path):
     (stop,) = [
         event for event in read_events(tmp_path / "run") if event["event"] == "stop"
     ]
-    assert stop["reason"] == "nonfinite" and stop["step"] == 8
+    assert stop["reason"] == "nonfinite"
+    assert stop["step"] == 8
 
 
 AT_STEP = """
@@ -529,10 +534,12 @@ def launched_script(tmp_path):
 def test_a_script_joins_its_processes_and_ends_as_train_does(launched_script, tmp_path):
     done, _ = launched_script(join="pass")
     assert "one of 2 processes of jaxdist launch, but not joined" in done.stdout
-    assert done.returncode == 78 and not (tmp_path / "runs").exists()
+    assert done.returncode == 78
+    assert not (tmp_path / "runs").exists()
     done, _ = launched_script("os.kill(os.getpid(), signal.SIGTERM)")
     assert done.returncode == 75 and "came to" not in done.stdout, done.stdout
-    assert "[0] devices 4\n" in done.stdout and "[1] devices 4\n" in done.stdout
+    assert "[0] devices 4\n" in done.stdout
+    assert "[1] devices 4\n" in done.stdout
     done, _ = launched_script()
     assert done.returncode == 0 and done.stdout.count("came to 200\n") == 2, done.stdout
     events = read_events(tmp_path / "runs" / "joined")
@@ -637,9 +644,8 @@ def test_the_notebook_runs(tmp_path):
         cell["outputs"] == [] and cell["execution_count"] is None for cell in cells
     )
     install, *others = ["".join(cell["source"]) for cell in cells]
-    assert cells[0]["metadata"]["tags"] == ["install"] and install.endswith(
-        "%pip install -q {SOURCE}"
-    )
+    assert cells[0]["metadata"]["tags"] == ["install"]
+    assert install.endswith("%pip install -q {SOURCE}")
     assert install.startswith('SOURCE = ".."')
     others = [
         re.sub(r"\n(\S[^=\n]*)\Z", r"\nprint(\1)", cell) if _shows(cell) else cell
@@ -647,14 +653,14 @@ def test_the_notebook_runs(tmp_path):
     ]
     said = run_script("\n\n".join(others), tmp_path)
     plotted = re.search(r"plotted 60 60 (\S+) (\S+)\nshown", said)
-    assert plotted and float(plotted[2]) < 0.75 * float(plotted[1])
+    assert plotted
+    assert float(plotted[2]) < 0.75 * float(plotted[1])
     assert re.search(r"P\(.*'fsdp'.*\) 8\n", said)
-    assert "died: the power is gone" in said and "resumed after step 30" in said
+    assert "died: the power is gone" in said
+    assert "resumed after step 30" in said
     assert "largest difference of a loss: 0.0" in said
-    assert (
-        said.rstrip().splitlines()[-1]
-        and "    def get" in said.split("largest difference")[1]
-    )
+    assert said.rstrip().splitlines()[-1]
+    assert "    def get" in said.split("largest difference")[1]
 
 
 def test_the_notebook_runs_in_a_kernel_and_its_stop_button_works(tmp_path):
@@ -705,9 +711,8 @@ def test_the_notebook_runs_in_a_kernel_and_its_stop_button_works(tmp_path):
         said[at],
         re.M,
     )
-    assert (
-        "resumed after step" in said[at + 1] and "Fitted(step 60, loss" in said[at + 1]
-    )
+    assert "resumed after step" in said[at + 1]
+    assert "Fitted(step 60, loss" in said[at + 1]
     assert any("largest difference of a loss: 0.0" in text for text in said)
 
 
@@ -726,7 +731,8 @@ def test_the_snippets_of_the_docs_run(tmp_path):
     )
     assert float(re.search(r"accuracy (\S+)", said)[1]) > 0.9
     error = re.search(r"print\(error\)  # (.*?)(  # fmt: skip)?\n", text)[1]
-    assert error in said and "Fitted(step 40, loss" in said
+    assert error in said
+    assert "Fitted(step 40, loss" in said
     arguments = set(re.findall(r"^\| `(\w+)`|, `(\w+)` \|", text, re.M))
     assert {"model", "optimizer", "batches", "steps"} <= {
         name for pair in arguments for name in pair

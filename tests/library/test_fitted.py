@@ -29,8 +29,8 @@ from support.paths import ROOT
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(64, 4)).astype(np.float32)
 Y = (X.sum(1) > 0).astype(np.int32)
-HELD = dict(x=X[:32], y=Y[:32])
-ONE = dict(devices=jax.devices()[:1])
+HELD = {"x": X[:32], "y": Y[:32]}
+ONE = {"devices": jax.devices()[:1]}
 
 
 class Net(nnx.Module):
@@ -74,7 +74,7 @@ def make(rngs: nnx.Rngs) -> Net:
 
 def batches(step: int) -> dict:
     rows = np.random.default_rng(step).integers(0, len(X), 16)
-    return dict(x=X[rows], y=Y[rows])
+    return {"x": X[rows], "y": Y[rows]}
 
 
 def fit(data=batches, steps=6, *, model=make, optimizer=None, settings=None, **options):
@@ -108,7 +108,8 @@ def test_a_folder_is_read_again_by_the_same_model_function(run):
         np.testing.assert_array_equal(a, b)
     first = run.metrics.evaluation[-1]
     for found in (run.evaluate(), run.evaluate(HELD), loaded.evaluate(HELD)):
-        assert found.step == 6 and found.tokens == first["eval_tokens"] == 32
+        assert found.step == 6
+        assert found.tokens == first["eval_tokens"] == 32
         assert found.loss == pytest.approx(first["eval_loss"], rel=1e-6)
         assert found.metrics["accuracy"] == pytest.approx(
             first["eval_accuracy"], rel=1e-6
@@ -143,10 +144,8 @@ def test_the_commands_read_it_given_a_name_of_the_function(run, tmp_path, capsys
     flags = ["--workdir", str(run.folder), f"--config.model.target={source}:make"]
     assert evaluate.main([*flags, "--data", str(tmp_path / "held.npz"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == 32
-    assert (
-        exit_code.exit_code(lambda: evaluate.main(flags)) == 78
-        and "--data" in capsys.readouterr().err
-    )
+    assert exit_code.exit_code(lambda: evaluate.main(flags)) == 78
+    assert "--data" in capsys.readouterr().err
     assert exit_code.exit_code(lambda: generate.main([*flags, "--prompt", "a"])) == 78
     assert "no decode method" in capsys.readouterr().err
 
@@ -181,7 +180,8 @@ def test_another_width_is_one_line(run):
             steps=7,
             validation=HELD,
         )
-    assert len(caught.value.faults) == 1 and "in another folder" in str(caught.value)
+    assert len(caught.value.faults) == 1
+    assert "in another folder" in str(caught.value)
     with pytest.raises(
         ConfigError, match="model: the run in .* has another; .*hidden/bias"
     ):
@@ -198,30 +198,27 @@ def test_the_stop_button_says_what_happened(tmp_path, capsys):
         return batches(step)
 
     run = fit(pressed, 20, folder=tmp_path / "run", **ONE)
-    assert 0 < run.step < 20 and run.stopped.startswith(
+    assert 0 < run.step < 20
+    assert run.stopped.startswith(
         f"stopped after step {run.step} of 20 by an interrupt"
     )
-    assert str(tmp_path) in run.stopped and repr(run).startswith(
-        f"Fitted(stopped after step {run.step} of 20,"
-    )
+    assert str(tmp_path) in run.stopped
+    assert repr(run).startswith(f"Fitted(stopped after step {run.step} of 20,")
     assert run.stopped in capsys.readouterr().out.splitlines()
     without = fit(pressed, 20, **ONE)
-    assert (
-        without.stopped in capsys.readouterr().out.splitlines()
-        and "begins anew" in without.stopped
-    )
+    assert without.stopped in capsys.readouterr().out.splitlines()
+    assert "begins anew" in without.stopped
 
 
 def test_a_hook_or_the_clock_that_ends_a_run_is_named(tmp_path, capsys):
     run = fit(steps=5, settings={"train.max_minutes": 1e-9}, folder=tmp_path, **ONE)
+    assert run.step < 5
     assert (
-        run.step < 5
-        and run.stopped
+        run.stopped
         == f"stopped after step {run.step} of 5: train.max_minutes=1e-09 are over"
     )
-    assert run.stopped in capsys.readouterr().out and repr(run).startswith(
-        f"Fitted(stopped after step {run.step}"
-    )
+    assert run.stopped in capsys.readouterr().out
+    assert repr(run).startswith(f"Fitted(stopped after step {run.step}")
 
 
 # --- metrics --------------------------------------------------------------------------
@@ -247,17 +244,19 @@ def test_the_models_own_figures_are_in_the_rows_and_on_the_terminal(run, capsys)
     assert run.model.seen[...] == sum(batches(step)["y"].sum() for step in range(6))
     fit(steps=2, validation=HELD, **ONE)
     said = capsys.readouterr().out
-    assert (
-        "aux/weight " in said
-        and "eval accuracy " in said
-        and "eval aux/weight " in said
-    )
-    assert "samples/s " in said and "eval samples 32" in said and "tokens" not in said
+    assert "aux/weight " in said
+    assert "eval accuracy " in said
+    assert "eval aux/weight " in said
+    assert "samples/s " in said
+    assert "eval samples 32" in said
+    assert "tokens" not in said
     info = json.loads((run.folder / "run.json").read_text())
     assert info["unit"] == "samples"
     page = (run.folder / "report.html").read_text()
-    assert "Samples per second" in page and "samples seen" in page
-    assert "Tokens per second" not in page and "tokens seen" not in page
+    assert "Samples per second" in page
+    assert "samples seen" in page
+    assert "Tokens per second" not in page
+    assert "tokens seen" not in page
 
 
 def test_a_rate_that_optax_tells_is_logged(run):
@@ -275,11 +274,9 @@ def test_metrics_add_up_over_batches_of_any_size():
         (4.0, 6.0, {"a": (5.0, 6.0), "b": (0.0, 0.0)}),
     ]
     found = evaluate_batches(lambda _, batch: sums[batch], None, range(2))
-    assert (
-        found.row["eval_a"] == 0.75
-        and found.loss == 0.75
-        and np.isnan(found.metrics["b"])
-    )
+    assert found.row["eval_a"] == 0.75
+    assert found.loss == 0.75
+    assert np.isnan(found.metrics["b"])
 
 
 WRONG = {
@@ -311,7 +308,7 @@ def test_metrics_that_are_none_are_refused_before_anything_compiles(text, monkey
 def flipping(step: int) -> dict:
     """Learns for six steps, and then unlearns."""
     batch = batches(step)
-    return batch if step < 6 else dict(x=batch["x"], y=1 - batch["y"])
+    return batch if step < 6 else {"x": batch["x"], "y": 1 - batch["y"]}
 
 
 BEST = {"checkpoint.keep_last": 1, "checkpoint.every_steps": 1, "train.eval_every": 1}
@@ -325,7 +322,8 @@ def test_the_best_checkpoint_is_kept_and_read(tmp_path):
     fit(flipping, 9, settings=settings, **options)
     run = fit(flipping, 12, settings=settings, **options)  # resumed: it is still known
     best = min(run.metrics.evaluation, key=lambda row: row["eval_loss"])
-    assert 3 < best["step"] < 9 and list_steps(run.folder / "checkpoints") == [
+    assert 3 < best["step"] < 9
+    assert list_steps(run.folder / "checkpoints") == [
         best["step"],
         12,
     ]
@@ -333,7 +331,8 @@ def test_the_best_checkpoint_is_kept_and_read(tmp_path):
         run.folder, model=make, step="best", log=lambda _: None, **ONE
     )
     found = loaded.evaluate(HELD)
-    assert found.step == best["step"] and found.loss == pytest.approx(best["eval_loss"])
+    assert found.step == best["step"]
+    assert found.loss == pytest.approx(best["eval_loss"])
     plain = fit(steps=1, folder=tmp_path / "none", **ONE)
     with pytest.raises(ConfigError, match="no checkpoint in .* tells it"):
         jaxdist.load_run(plain.folder, model=make, step="best", **ONE)
@@ -354,7 +353,8 @@ def test_a_run_that_gets_no_better_stops(tmp_path):
     )
     again = fit(flipping, 30, settings=settings, **options)
     # it stays where it stopped
-    assert again.step == run.step and again.stopped == run.stopped
+    assert again.step == run.step
+    assert again.stopped == run.stopped
     assert (
         fit(flipping, 30, settings=settings | {"train.patience": 5}, **options).step
         == best + 5
@@ -430,7 +430,8 @@ def test_a_module_of_another_library_is_told_the_way(model, text):
         "required" in text
         or "docs/your-own-model.md, Modules of other libraries" in str(caught.value)
     )
-    assert "## Modules of other libraries" in page and "nnx.bridge.ToNNX(" in page
+    assert "## Modules of other libraries" in page
+    assert "nnx.bridge.ToNNX(" in page
 
 
 def test_a_wrapped_linen_module_trains_as_the_page_says():
@@ -444,7 +445,7 @@ def test_a_wrapped_linen_module_trains_as_the_page_says():
     found = fit(
         model=names["FromLinen"],
         steps=20,
-        mesh=dict(fsdp=8),
+        mesh={"fsdp": 8},
         optimizer=optax.adam(0.03),
     )
     losses = [row["loss"] for row in found.metrics.train]
@@ -455,8 +456,8 @@ def test_too_few_rows_of_validation_are_named(capsys):
     with pytest.raises(
         ConfigError, match="validation: 10 samples, and a batch has 16; .* batch_size"
     ):
-        fit(validation=dict(x=X[:10], y=Y[:10]), **ONE)
-    fit(steps=1, validation=dict(x=X[:20], y=Y[:20]), **ONE)
+        fit(validation={"x": X[:10], "y": Y[:10]}, **ONE)
+    fit(steps=1, validation={"x": X[:20], "y": Y[:20]}, **ONE)
     assert (
         "validation: the last 4 of 20 samples are no whole batch of 16"
         in capsys.readouterr().out

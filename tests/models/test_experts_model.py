@@ -162,18 +162,18 @@ def test_output_gradients_and_sums_are_those_of_all_experts_on_all_tokens(name):
         ((value, (y, aux, stats)), gradients),
         ((expected, (dense, terms, counts)), of_dense),
     ) = both
-    assert abs(value - expected) < 1e-6 * abs(expected) and worst(y, dense) < 2e-6
-    assert aux.keys() == terms.keys() and worst(aux, terms) < 1e-6
+    assert abs(value - expected) < 1e-6 * abs(expected)
+    assert worst(y, dense) < 2e-6
+    assert aux.keys() == terms.keys()
+    assert worst(aux, terms) < 1e-6
     assert set(aux) == {"router_z_loss"} | (
         {"balance"} if VARIANTS[name].balance in ("sequence", "batch") else set()
     )
     assert worst(gradients, of_dense) < 2e-6
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(of_dense))
     np.testing.assert_array_equal(stats[experts.LOAD], counts[experts.LOAD])
-    assert (
-        stats[experts.LOAD].sum() == K * (weights > 0).sum()
-        and stats[experts.DROPS] == 0
-    )
+    assert stats[experts.LOAD].sum() == K * (weights > 0).sum()
+    assert stats[experts.DROPS] == 0
 
 
 def test_router_logits_are_float32_whatever_the_compute_dtype():
@@ -182,7 +182,8 @@ def test_router_logits_are_float32_whatever_the_compute_dtype():
         text = str(
             jax.make_jaxpr(lambda x: part.route(x)[0])(jnp.asarray(x, jnp.bfloat16))
         )
-        assert "bf16[4,12,32]" in text and "Precision.HIGHEST" in text
+        assert "bf16[4,12,32]" in text
+        assert "Precision.HIGHEST" in text
         logits = part.route(jnp.asarray(x, jnp.bfloat16))[0]
     rounded = np.asarray(jnp.asarray(x, jnp.bfloat16).astype(jnp.float32), np.float64)
     assert logits.dtype == jnp.float32
@@ -200,10 +201,8 @@ def test_a_bias_moves_against_the_load_and_a_share_follows_it():
     np.testing.assert_allclose(
         bias[0], rate * np.array([-1, 1, 0, 0, 0, 0, 0, 0]), atol=1e-9
     )
-    assert (
-        part.choice_bias[...].dtype == jnp.float32
-        and not part.choice_bias[...].weak_type
-    )
+    assert part.choice_bias[...].dtype == jnp.float32
+    assert not part.choice_bias[...].weak_type
     assert not bias[1].any()
     part = model_of(VARIANTS["olmoe"]).blocks.mlp
     # the second layer saw no token
@@ -233,7 +232,8 @@ def test_tokens_of_weight_0_count_nowhere(name):
         return jax.grad(loss, has_aux=True)(trainable)
 
     (one, loss), (two, again) = gradient(arrays[0], batch), gradient(arrays[0], other)
-    assert (batch["tokens"] != other["tokens"]).any() and worst(one, two) < 1e-6
+    assert (batch["tokens"] != other["tokens"]).any()
+    assert worst(one, two) < 1e-6
     assert worst(loss, again._replace(stats=loss.stats)) < 1e-6
     np.testing.assert_array_equal(loss.stats[experts.LOAD], again.stats[experts.LOAD])
     assert (
@@ -251,22 +251,23 @@ def test_a_capacity_drops_in_training_alone():
         loss(model, None),
         loss(model_of(VARIANTS["mixtral"]), None),
     )
-    assert (
-        trained.stats[experts.DROPS].sum() > 0
-        and evaluated.stats[experts.DROPS].sum() == 0
-    )
+    assert trained.stats[experts.DROPS].sum() > 0
+    assert evaluated.stats[experts.DROPS].sum() == 0
     assert abs(evaluated.sum - whole.sum) < 1e-3
     figures = experts.metrics(trained.stats)
     load, drops = trained.stats[experts.LOAD], trained.stats[experts.DROPS]
     np.testing.assert_allclose(figures["dropped"], drops / load.sum(-1), rtol=1e-6)
-    assert 0.2 < figures["dropped"].min() and figures["dropped"].max() < 0.8
+    assert figures["dropped"].min() > 0.2
+    assert figures["dropped"].max() < 0.8
     np.testing.assert_allclose(
         figures["load_max_over_mean"], load.max(-1) / load.mean(-1), rtol=1e-6
     )
     dead = experts.metrics(trained.stats | {experts.LOAD: load.at[0, 3].set(0)})
-    assert not figures["dead_experts"].any() and dead["dead_experts"].tolist() == [1, 0]
+    assert not figures["dead_experts"].any()
+    assert dead["dead_experts"].tolist() == [1, 0]
     tall = experts.metrics(trained.stats | {experts.LOAD: load.at[1, 3].set(1000)})
-    assert tall["fullest_layer"] == 1 and tall["expert_load"].shape == load.shape
+    assert tall["fullest_layer"] == 1
+    assert tall["expert_load"].shape == load.shape
     even = experts.metrics(trained.stats | {experts.LOAD: jnp.ones_like(load)})
     np.testing.assert_allclose(even["load_entropy"], 1, rtol=1e-6)
 
@@ -361,7 +362,8 @@ def test_sums_are_counted_once_whatever_is_computed_again(remat):
     state, batch = built.init(), batch_for(case)
     _, metrics, gradients = jax.device_get(built.inspect(state, batch))
     _, expected, of_dots = jax.device_get(build(case).inspect(state, batch))
-    assert worst(metrics, expected) < 1e-6 and worst(gradients, of_dots) < 2e-6
+    assert worst(metrics, expected) < 1e-6
+    assert worst(gradients, of_dots) < 2e-6
     assert metrics["stats/exchange_rounds/max"] == 1
 
 
@@ -384,7 +386,7 @@ def run_on(**changes):
 
 
 @pytest.mark.parametrize(
-    "changes, said",
+    ("changes", "said"),
     [
         (
             {"mesh__expert": 8, "model__num_experts": 0, "model__expert_d_ff": 0},
@@ -409,9 +411,8 @@ def test_what_an_axis_of_experts_cannot_be(changes, said):
         validation.validate_on(
             run_on(**changes), 8, changes.get("mesh__dcn__expert", 1), with_data=False
         )
-    assert said in str(raised.value) and all(
-        len(fault) < 300 for fault in raised.value.faults
-    )
+    assert said in str(raised.value)
+    assert all(len(fault) < 300 for fault in raised.value.faults)
 
 
 @pytest.mark.parametrize("zero", [3, 2, 1])
@@ -423,7 +424,8 @@ def test_nothing_but_vectors_is_held_twice_over_fsdp_and_expert(zero):
     for path, (x, names) in composition.spec.named_trainable().items():
         stored, state = (use(names, x.shape) for use in (rules.stored, rules.state))
         if sharding.is_vector(names, x.shape):
-            assert "norm" in path and not any(state)
+            assert "norm" in path
+            assert not any(state)
             continue
         experts_own = "experts" in names
         parts = math.prod(x.shape) // math.prod(rules.shard_dims(state, x.shape))
@@ -439,7 +441,7 @@ def test_nothing_but_vectors_is_held_twice_over_fsdp_and_expert(zero):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "balance, packing",
+    ("balance", "packing"),
     [("bias", "window"), ("sequence", "documents"), ("batch", "documents")],
 )
 def test_devices_that_share_out_experts_have_the_numbers_of_one(balance, packing):
@@ -450,7 +452,8 @@ def test_devices_that_share_out_experts_have_the_numbers_of_one(balance, packing
         run, jax.devices(), precisions=("float32",), only="expert"
     )
     # each with an uneven load, too
-    assert len(report.layouts) == 2 * 8 and not report.skipped
+    assert len(report.layouts) == 2 * 8
+    assert not report.skipped
     for result in report.layouts:
         assert (
             result.passed and result.loss_error < 1e-6 and result.grad_error < 2e-6
@@ -486,7 +489,8 @@ def test_a_killed_run_resumes_bitwise_and_goes_on_without_the_axis(tmp_path):
             in train(tmp_path / name, devices, **moe, **layout).stdout
         )
         own = losses(tmp_path / name)
-        assert own.keys() == straight.keys() and own != straight
+        assert own.keys() == straight.keys()
+        assert own != straight
         assert max(abs(own[step] - loss) for step, loss in straight.items()) < 1e-5
 
 
@@ -539,7 +543,8 @@ def test_to_an_optimizer_each_expert_is_a_matrix_and_so_is_the_router():
     }.items():
         x, names = parameters[f"blocks/mlp/{name}"]
         role = role_of(("blocks", "mlp", name), x.shape, names)
-        assert x.shape == dims and (role.kind, role.dims) == ("matrix", 2)
+        assert x.shape == dims
+        assert (role.kind, role.dims) == ("matrix", 2)
         assert (role.reduction, role.output) == ((-2,), (-1,))
 
 
@@ -554,7 +559,9 @@ def test_a_run_says_what_computes_its_experts_and_how_tokens_reach_them(size, ex
     composition = validation.validate_on(run, 8, with_data=False)
     lines = step_lines.step_lines(composition, composition.build_step())
     said = [line for line in lines if line.startswith("experts:")]
-    assert len(said) == 2 and "products by" in said[0] and exchange in said[1]
+    assert len(said) == 2
+    assert "products by" in said[0]
+    assert exchange in said[1]
 
 
 def test_muon_treats_every_expert_by_itself():
@@ -587,12 +594,11 @@ def test_a_tiny_variant_keeps_every_choice(name):
     if config.expert_groups:
         large = replace(large, expert_groups=8, expert_top_groups=4)
     tiny = replace(large, **large.tiny(32))
-    assert not faults(large) and not faults(tiny)
-    assert (
-        tiny.num_experts == 8
-        and tiny.experts_per_token == 2
-        and tiny.balance == config.balance
-    )
+    assert not faults(large)
+    assert not faults(tiny)
+    assert tiny.num_experts == 8
+    assert tiny.experts_per_token == 2
+    assert tiny.balance == config.balance
     assert bool(tiny.num_shared_experts) == bool(config.num_shared_experts)
     assert (
         0 < tiny.expert_top_groups < tiny.expert_groups
@@ -603,7 +609,7 @@ def test_a_tiny_variant_keeps_every_choice(name):
 
 
 @pytest.mark.parametrize(
-    "changes, said",
+    ("changes", "said"),
     [
         ({"num_experts": 0, "scores": "sigmoid"}, "model.expert_d_ff=24 needs experts"),
         (
@@ -654,7 +660,8 @@ def test_a_tiny_variant_keeps_every_choice(name):
 def test_what_does_not_go_together_is_said_in_a_line(changes, said):
     assert not faults(MOE)
     (fault,) = faults(replace(MOE, **changes), "model.")
-    assert said in fault and "\n" not in fault
+    assert said in fault
+    assert "\n" not in fault
 
 
 def test_a_family_whose_layers_all_have_experts_takes_no_model_with_dense_ones():

@@ -74,7 +74,7 @@ qwix = pytest.importorskip("qwix", reason="extra lora")
 from jaxdist.models.lora_quantization import (  # noqa: E402
     TILE,
     form_of,
-    table,  # noqa: E402
+    table,
 )
 
 PEFT = paths.DATA / "peft"
@@ -116,7 +116,8 @@ def test_int8_is_what_qwix_makes_of_it(name):
     channels = [0, *range(1 + inputs, kernel.ndim)]
     theirs = qwix.quantize(kernel, jnp.int8, channelwise_axes=channels)
     restored = jax.jit(form.restore)(codes, scales)
-    assert codes.dtype == np.int8 and codes.shape == kernel.shape
+    assert codes.dtype == np.int8
+    assert codes.shape == kernel.shape
     assert scales.shape == tuple(kernel.shape[dim] for dim in channels)
     assert bitwise_equal(restored, qwix.dequantize(theirs))
     step = np.asarray(jnp.expand_dims(scales, range(1, 1 + inputs)))
@@ -135,7 +136,8 @@ def test_nf4_is_what_qwix_makes_of_it_and_within_the_codes_gaps(name):
         kernel, "nf4", channelwise_axes=others, tiled_axes={axis: tile}
     )
     restored = np.asarray(jax.jit(form.restore)(codes, scales))
-    assert codes.dtype == np.uint8 and 2 * codes.nbytes == kernel.size
+    assert codes.dtype == np.uint8
+    assert 2 * codes.nbytes == kernel.size
     assert bitwise_equal(restored, qwix.dequantize(theirs))
     # By numpy, from the paper's definition alone (QLoRA, equation 4 and appendix E).
     high, low = (
@@ -181,17 +183,16 @@ def test_targets_are_kernels_by_the_ends_of_their_paths():
     assert names["blocks/attention/query/lora_a"][1] == ("d_model", None)
     assert names["blocks/attention/query/lora_b"][1] == (None, "heads", "head_dim")
     assert names["blocks/attention/query/base"][1] == ("d_model", "heads", "head_dim")
-    assert "embedding" in spec.frozen and "out" in spec.frozen["blocks"]["attention"]
+    assert "embedding" in spec.frozen
+    assert "out" in spec.frozen["blocks"]["attention"]
     everything = shapes_of(spec_with().trainable)
     assert everything["blocks/attention/out/lora_a"] == (2, 4, 8, 4)
-    assert (
-        everything["blocks/attention/out/lora_b"] == (2, 4, 64)
-        and len(everything) == 14
-    )
+    assert everything["blocks/attention/out/lora_b"] == (2, 4, 64)
+    assert len(everything) == 14
 
 
 @pytest.mark.parametrize(
-    "changes, said",
+    ("changes", "said"),
     [
         ({"lora.rank": -1}, "lora.rank: got -1, required int >= 0"),
         ({"lora.alpha": 0.0}, "lora.alpha: got 0.0, required float > 0"),
@@ -286,7 +287,8 @@ def test_dropout_drops_what_adapters_read_and_nothing_else():
     assert loss(trainable, keys[0]) == loss(trainable, keys[1]), "B is 0"
     moved = jax.tree.map(lambda x: x + 0.2, trainable)
     one, again, other = (float(loss(moved, keys[i])) for i in (0, 0, 1))
-    assert one == again and abs(one - other) > 1e-5 * one
+    assert one == again
+    assert abs(one - other) > 1e-5 * one
 
 
 def test_dropout_is_refused_where_layouts_would_change_it():
@@ -382,7 +384,7 @@ def test_at_first_adapters_change_nothing():
 
 
 def test_a_step_moves_adapters_alone_and_keeps_no_more_in_memory(reference):
-    config, (trained, metrics, gradients), state, inspect = reference
+    config, (trained, _metrics, gradients), state, _inspect = reference
     before, frozen = start(config)
     assert bitwise_equal(jax.device_get(state.frozen), frozen)
     for path, gradient in trees.flatten_names(gradients).items():
@@ -408,7 +410,7 @@ def test_a_step_moves_adapters_alone_and_keeps_no_more_in_memory(reference):
 
 
 def test_no_stack_of_restored_kernels_and_no_gradient_of_a_frozen_one(reference):
-    config, _, state, inspect = reference
+    config, _, _state, inspect = reference
     text_of = inspect.as_text()
     stacks = [
         f"f32[2,{dims}]" for dims in ("64,4,8", "64,2,8", "4,8,64", "64,96", "96,64")
@@ -416,9 +418,8 @@ def test_no_stack_of_restored_kernels_and_no_gradient_of_a_frozen_one(reference)
     assert any(stack in text_of for stack in stacks) == (config.base == "none")
     gradients = ("f32[64,96]", "f32[96,64]")  # of gate, up and down, as products
     products = [line for line in text_of.splitlines() if " dot(" in line]
-    assert products and not any(
-        f"= {dims}" in line for line in products for dims in gradients
-    )
+    assert products
+    assert not any(f"= {dims}" in line for line in products for dims in gradients)
 
 
 def test_flops_of_frozen_kernels_are_not_counted(reference):
@@ -472,9 +473,8 @@ def compare(way, reference):
     where, how = WAYS[way]
     (found, told, slopes), state, _ = one_step(config, *where, **how)
     spread = {str(x.sharding.spec) for x in jax.tree.leaves(state.frozen)}
-    assert any("fsdp" in spec for spec in spread) and any(
-        "tensor" in spec for spec in spread
-    )
+    assert any("fsdp" in spec for spec in spread)
+    assert any("tensor" in spec for spec in spread)
     for name in ("loss", "grad_norm"):
         assert told[name] == pytest.approx(metrics[name], rel=1e-6)
     if how:  # by stage
@@ -537,9 +537,8 @@ def test_the_page_can_be_followed(text):
     arguments = [part.replace("models/llama", str(SMOLLM)) for part in commands[0][3:]]
     corpus = ["--config.data.source=text", f"--config.data.path={text}"]
     run = parsed([*arguments, *corpus])
-    assert run.lora == LoraConfig(
-        rank=16, alpha=32, base="nf4"
-    ) and validation.validate(run, jax.devices()[:1])
+    assert run.lora == LoraConfig(rank=16, alpha=32, base="nf4")
+    assert validation.validate(run, jax.devices()[:1])
     assert [
         convert._parser().parse_args(command[3:]).adapters for command in commands[1:]
     ] == [False, True]
@@ -580,9 +579,9 @@ def test_a_run_resumes_and_goes_out_merged_and_as_peft(
     losses = [
         [row["loss"] for row in read_rows(folder).train] for folder in (whole, parts)
     ]
-    assert (
-        losses[0] == losses[1] and len(losses[0]) == 6 and losses[0][-1] < losses[0][0]
-    )
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 6
+    assert losses[0][-1] < losses[0][0]
     (sample,) = run.generate(["the in"], max_tokens=3)[0]
     assert sample.text.startswith("the in")
 
@@ -658,13 +657,12 @@ def test_an_adapter_that_peft_wrote_gives_pefts_logits_and_comes_back(name, tmp_
         assert all(bitwise_equal(before[key], after[key]) for key in before)
     else:
         about = json.loads((tmp_path / peft.CONFIG).read_text())
-        assert about["rank_pattern"] == {"attn.c_attn": 6} and about[
-            "alpha_pattern"
-        ] == {"attn.c_attn": 18}
+        assert about["rank_pattern"] == {"attn.c_attn": 6}
+        assert about["alpha_pattern"] == {"attn.c_attn": 18}
 
 
 @pytest.mark.parametrize(
-    "changes, config, said",
+    ("changes", "config", "said"),
     [
         ({"use_dora": True}, {}, "use_dora=True is not supported; required False"),
         (
@@ -707,7 +705,7 @@ def test_an_adapter_that_is_another_is_refused(changes, config, said, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, value, said",
+    ("name", "value", "said"),
     [
         ("lora_B", None, "has no lora_B"),
         (

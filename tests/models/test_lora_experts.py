@@ -93,7 +93,8 @@ def test_gradients_are_those_of_all_experts_with_their_kernels_written_out():
     factors = {
         n: (getattr(part, n).lora_a[...], getattr(part, n).lora_b[...]) for n in NAMES
     }
-    assert factors["up"][0].shape == (E, D, RANK) and factors["down"][1].shape == (
+    assert factors["up"][0].shape == (E, D, RANK)
+    assert factors["down"][1].shape == (
         E,
         RANK,
         D,
@@ -122,7 +123,8 @@ def test_gradients_are_those_of_all_experts_with_their_kernels_written_out():
         )
         for f in (ours, reference)
     )
-    assert abs(value - expected) < 1e-6 * abs(expected) and worst(own, wanted) < 2e-6
+    assert abs(value - expected) < 1e-6 * abs(expected)
+    assert worst(own, wanted) < 2e-6
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(wanted))
 
 
@@ -152,8 +154,10 @@ def test_at_first_nothing_changes_and_frozen_kernels_have_no_state():
         "d_ff",
     )
     a, b = (spec.named_trainable()[f"blocks/mlp/down/lora_{x}"] for x in "ab")
-    assert a[0].shape == (2, E, F, RANK) and a[1] == ("experts", "d_ff", None)
-    assert b[0].shape == (2, E, RANK, D) and b[1] == ("experts", None, "d_model")
+    assert a[0].shape == (2, E, F, RANK)
+    assert a[1] == ("experts", "d_ff", None)
+    assert b[0].shape == (2, E, RANK, D)
+    assert b[1] == ("experts", None, "d_model")
     rules, mesh = rules_and_mesh(data=1)
     built = build_train_step(
         spec, OptimizerConfig(), build_schedule(SGD, 10, 8), mesh, rules, StepConfig()
@@ -172,10 +176,10 @@ def test_a_quantised_base_is_restored_and_added_to(base):
         kernel: LoraKernel = getattr(part, name)
         codes = spec_with(config).named_frozen()[f"blocks/mlp/{name}/codes"]
         scales = spec_with(config).named_frozen()[f"blocks/mlp/{name}/scales"]
-        assert codes[0].dtype.itemsize == 1 and codes[1][0] == scales[1][0] == "experts"
-        assert (
-            len(codes[1]) == codes[0].ndim - 1 and len(scales[1]) == scales[0].ndim - 1
-        )
+        assert codes[0].dtype.itemsize == 1
+        assert codes[1][0] == scales[1][0] == "experts"
+        assert len(codes[1]) == codes[0].ndim - 1
+        assert len(scales[1]) == scales[0].ndim - 1
         weights = codes[0].size * (2 if base == "nf4" else 1)
         assert weights == 2 * E * D * F
         low_rank = np.einsum("edr,erf->edf", kernel.lora_a[...], kernel.lora_b[...])
@@ -190,9 +194,8 @@ def test_merged_experts_go_out_as_kernels():
     shapes, read = lora.unadapted(
         spec.abstract_model, {n: x.shape for n, x in arrays.items()}, arrays.get
     )
-    assert shapes["blocks/mlp/up"] == (2, E, D, F) and not [
-        path for path in shapes if "lora" in path
-    ]
+    assert shapes["blocks/mlp/up"] == (2, E, D, F)
+    assert not [path for path in shapes if "lora" in path]
     base, a, b = (
         arrays[f"blocks/mlp/up/{part}"] for part in ("base", "lora_a", "lora_b")
     )
@@ -278,7 +281,8 @@ def test_devices_that_share_out_experts_have_the_numbers_of_one(base):
         pytest.importorskip("qwix", reason="extra lora")
     one, other = one_step(base, data=1), one_step(base, fsdp=2, expert=2, tensor=2)
     assert other[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-6)
-    assert worst(other[1], one[1]) < 2e-6 and worst(other[2], one[2]) < 2e-6
+    assert worst(other[1], one[1]) < 2e-6
+    assert worst(other[2], one[2]) < 2e-6
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(one[1]))
     # No device ever has the kernels of all experts, nor those of its own in all their
     # parts but d_model.

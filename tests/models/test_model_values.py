@@ -361,7 +361,8 @@ def test_embeddings_are_scaled_in_their_own_dtype():
     with execution.activate(compute="bfloat16"):
         found = model.embed(batch)
     scale = jnp.bfloat16(32**0.5)
-    assert found.dtype == jnp.bfloat16 and float(scale) != np.float32(32**0.5)
+    assert found.dtype == jnp.bfloat16
+    assert float(scale) != np.float32(32**0.5)
     table = np.asarray(model.embedding[...].astype(jnp.bfloat16))
     np.testing.assert_array_equal(
         np.asarray(found), np.asarray(table[batch["tokens"]] * scale)
@@ -411,9 +412,8 @@ def test_eight_devices_give_the_gradients_of_one(name):
     one = run(model=config, step=StepConfig(remat="none"))
     many = run(MIXED, model=config, step=StepConfig(remat="dots"))
     kernels = many.gradients["blocks"]["attention"]
-    assert ("query_norm" in kernels) == (
-        config.qk_norm != "none"
-    ) and "query" in kernels
+    assert ("query_norm" in kernels) == (config.qk_norm != "none")
+    assert "query" in kernels
     assert many.metrics["loss"] == pytest.approx(one.metrics["loss"], rel=1e-6)
     assert worst(many.gradients, one.gradients) < 1e-5
 
@@ -469,9 +469,7 @@ def test_parameters_have_the_promised_paths_and_names():
         for place in ("", "post_")
     ]
     assert all(both[name] == ((2, 32), ("d_model",)) for name in names)
-    assert (
-        "blocks/attention/query_bias" in both
-        and "blocks/attention/out_bias" not in both
-    )
+    assert "blocks/attention/query_bias" in both
+    assert "blocks/attention/out_bias" not in both
     # scale is 1 + it
     assert not model_of(replace(TINY, norm="rms_plus_one")).final_norm.scale[...].any()

@@ -122,14 +122,14 @@ def test_the_plain_model_is_what_the_tests_need():
         "drop/rngs/count",
         "drop/rngs/key",
     }
-    assert set(trees.flatten_names(spec.frozen)) == {"table"} and not spec.staged
-    assert (
-        spec.frozen_count == 1024
-        and spec.parameter_count == spec.trainable_count + 1024
-    )
+    assert set(trees.flatten_names(spec.frozen)) == {"table"}
+    assert not spec.staged
+    assert spec.frozen_count == 1024
+    assert spec.parameter_count == spec.trainable_count + 1024
     assert "1,024 frozen" in spec.counts
     source = open(plain_flax_models.__file__).read()
-    assert "import jaxdist" not in source and "from jaxdist" not in source
+    assert "import jaxdist" not in source
+    assert "from jaxdist" not in source
 
 
 def test_batch_statistics_and_dropout_on_a_mesh_are_those_of_one_device():
@@ -210,17 +210,16 @@ def test_random_streams_differ_by_step_and_part_and_are_not_stored():
         own = jax.random.fold_in(jax.random.key(key), sample)
         model = spec.assemble(*spec.init_params(jax.random.key(5)), key=own)
         masks.append(np.asarray(model.drop(jnp.ones((4, 32))) == 0))
-    assert 0.1 < masks[0].mean() < 0.5 and (masks[0] == masks[3]).all()
-    assert not (masks[0] == masks[1]).all() and not (masks[0] == masks[2]).all()
+    assert 0.1 < masks[0].mean() < 0.5
+    assert (masks[0] == masks[3]).all()
+    assert not (masks[0] == masks[1]).all()
+    assert not (masks[0] == masks[2]).all()
     model = spec.assemble(*spec.init_params(jax.random.key(5)))
-    assert (
-        not (model.drop(jnp.ones((4, 32))) == 0).any()
-        and model.norm.use_running_average
-    )
+    assert not (model.drop(jnp.ones((4, 32))) == 0).any()
+    assert model.norm.use_running_average
     names = to_canonical(dropping()[0][0])
-    assert {"model_state/norm/mean", "frozen/table"} < set(names) and not [
-        n for n in names if "drop" in n
-    ]
+    assert {"model_state/norm/mean", "frozen/table"} < set(names)
+    assert not [n for n in names if "drop" in n]
 
 
 def test_resume_is_bitwise_with_batch_statistics_and_random_streams(tmp_path):
@@ -250,11 +249,9 @@ def test_a_skipped_step_leaves_the_state_alone():
         state, _ = step(built.init(), BATCH)
         before = jax.device_get(state.model_state)
         state, metrics = step(state, bad)
-    assert (
-        metrics["skipped"] == 1
-        and before["steps"] == 1
-        and before["seen"].sum() == BATCH["weights"].sum()
-    )
+    assert metrics["skipped"] == 1
+    assert before["steps"] == 1
+    assert before["seen"].sum() == BATCH["weights"].sum()
     assert bitwise_equal(jax.device_get(state.model_state), before)
 
 
@@ -269,10 +266,8 @@ def test_stats_are_summed_over_parts_and_devices():
     ((parts, theirs, gradients),) = steps(
         built_of(spec, Layout(4, data=2, fsdp=2), PARTS)
     )
-    assert (
-        theirs["loss"] == pytest.approx(loss["loss"], rel=1e-6)
-        and worst(gradients, wanted) < 1e-5
-    )
+    assert theirs["loss"] == pytest.approx(loss["loss"], rel=1e-6)
+    assert worst(gradients, wanted) < 1e-5
     assert bitwise_equal(parts.model_state, one.model_state)
 
 
@@ -327,9 +322,8 @@ def test_frozen_parameters_stay_bitwise_and_have_no_moments():
     moved = jax.tree.map(
         lambda a, b: float(abs(a - b).max()), state.trainable, start.trainable
     )
-    assert min(jax.tree.leaves(moved)) > 0 and jax.tree.structure(
-        moved
-    ) == jax.tree.structure(gradients)
+    assert min(jax.tree.leaves(moved)) > 0
+    assert jax.tree.structure(moved) == jax.tree.structure(gradients)
     names = to_canonical(state)
     assert {"frozen/blocks/1/kernel", "opt_state/optimizer/mu/blocks/0/kernel"} < set(
         names
@@ -380,7 +374,8 @@ def test_a_transformation_of_optax_is_used_as_it_is():
         for x in jax.tree.leaves(built.abstract_state.opt_state.optimizer)
         if x.ndim > 1
     ]
-    assert len(moments) == 4 and all("fsdp" in x.sharding.spec for x in moments)
+    assert len(moments) == 4
+    assert all("fsdp" in x.sharding.spec for x in moments)
 
 
 # --- stages ---------------------------------------------------------------------------
@@ -389,11 +384,9 @@ def test_a_transformation_of_optax_is_used_as_it_is():
 def staged_steps(pipeline: int, **options):
     frozen = ("blocks/up/kernel", "^output")
     spec = describe(build_of(Staged), frozen=frozen)
-    assert (
-        spec.staged
-        and spec.depth == 4
-        and spec.names["blocks"]["down"]["bias"] == (None,)
-    )
+    assert spec.staged
+    assert spec.depth == 4
+    assert spec.names["blocks"]["down"]["bias"] == (None,)
     sizes = (
         MeshConfig(pipeline=pipeline, fsdp=2, data=8 // pipeline // 2)
         if pipeline > 1
@@ -424,7 +417,8 @@ def test_frozen_blocks_and_states_of_blocks_go_through_a_pipeline():
     one, _ = staged_steps(1)
     two, built = staged_steps(2, gather_once=True)
     where = built.shardings.frozen["blocks"]["up"]["kernel"].spec
-    assert where[1] == "pipeline" and "fsdp" in where
+    assert where[1] == "pipeline"
+    assert "fsdp" in where
     for (state, metrics, g), (other, theirs, grads) in zip(one, two, strict=True):
         assert theirs["loss"] == pytest.approx(metrics["loss"], rel=1e-6)
         assert worst(grads, g) < 1e-5
@@ -432,8 +426,10 @@ def test_frozen_blocks_and_states_of_blocks_go_through_a_pipeline():
         assert worst(other.model_state, state.model_state) < 1e-6
         assert worst(other.trainable, state.trainable) < 1e-5
     gains = one[1][0].model_state["blocks"]["gain"]
-    assert gains.shape == (4,) and len({float(x) for x in gains}) == 4
-    assert "up" in one[0][2]["blocks"] and "kernel" not in one[0][2]["blocks"]["up"]
+    assert gains.shape == (4,)
+    assert len({float(x) for x in gains}) == 4
+    assert "up" in one[0][2]["blocks"]
+    assert "kernel" not in one[0][2]["blocks"]["up"]
 
 
 # --- refusals -------------------------------------------------------------------------
@@ -449,7 +445,8 @@ def faults_of(model, *, allow=True, **given):
 
 
 def test_what_couples_samples_is_refused_in_parts_and_stages():
-    assert faults_of(Plain) == "" and faults_of(Counting, accumulation=4) == ""
+    assert faults_of(Plain) == ""
+    assert faults_of(Counting, accumulation=4) == ""
     found = faults_of(Plain, accumulation=4)
     for part in (
         "batch.accumulation=4: Plain.loss",
@@ -463,7 +460,8 @@ def test_what_couples_samples_is_refused_in_parts_and_stages():
             self.steps[...] += 1
             return super().loss(batch, key)
 
-    assert faults_of(Ticking) == "" and "(steps)" in faults_of(Ticking, accumulation=2)
+    assert faults_of(Ticking) == ""
+    assert "(steps)" in faults_of(Ticking, accumulation=2)
     built = built_of(describe(build_of(Ticking)), config=PARTS)
     refused = pytest.raises(ConfigError, match="Ticking.loss changes its state")
     with refused, jax.numpy_rank_promotion("allow"):
@@ -487,13 +485,15 @@ def test_stages_refuse_random_streams_and_blocks_that_change_themselves():
     random, growing = (
         type("Own", (Staged,), {"layer": kind}) for kind in (Dropping, Growing)
     )
-    assert faults_of(random) == "" and "nnx.Rngs" in faults_of(random, stages=2)
+    assert faults_of(random) == ""
+    assert "nnx.Rngs" in faults_of(random, stages=2)
     spec = describe(build_of(random))
     key = spec.assemble(
         *spec.init_params(jax.random.key(0)), key=jax.random.key(1)
     ).blocks.drop.rngs.key[...]
     # a layer, a stream
-    assert key.shape == (4,) and len(set(jax.random.key_data(key)[:, 0].tolist())) == 4
+    assert key.shape == (4,)
+    assert len(set(jax.random.key_data(key)[:, 0].tolist())) == 4
     assert "blocks/gain: a block changes its own state" in faults_of(growing)
 
 
@@ -627,9 +627,8 @@ def test_the_rules_of_the_docs_are_read():
     }
     assert stored["blocks/up/kernel"] == P(None, "fsdp", "tensor")
     assert stored["blocks/down/kernel"] == P(None, "tensor", "fsdp")
-    assert stored["output"] == P(None, "fsdp") and stored["blocks/up/bias"] == P(
-        None, None
-    )
+    assert stored["output"] == P(None, "fsdp")
+    assert stored["blocks/up/bias"] == P(None, None)
 
 
 @pytest.mark.parametrize(
@@ -665,9 +664,8 @@ def test_patterns_that_find_nothing_are_faults_and_frozen_is_in_the_fingerprint(
     )
     with pytest.raises(ConfigError) as error:
         validated(PLAIN, optimizer__groups=(("^table", 2.0, None), ("(", -1.0, 0.0)))
-    assert "'(' is no regular expression" in str(error.value) and "float >= 0" in str(
-        error.value
-    )
+    assert "'(' is no regular expression" in str(error.value)
+    assert "float >= 0" in str(error.value)
     with pytest.raises(ConfigError, match="'.table' finds no trained parameter"):
         validated(PLAIN, optimizer__groups=(("^table", 2.0, None),))
     with pytest.raises(ConfigError, match="leaves no parameter to train"):
@@ -689,7 +687,8 @@ def test_verify_proves_a_plain_class_and_says_what_it_cannot():
             log=lambda _: None,
         )
         report = prove(only="data 2 x fsdp 2 x tensor 2")
-        assert report.passed and len(report.layouts) == 1
+        assert report.passed
+        assert len(report.layouts) == 1
         with pytest.raises(ConfigError, match="Plain.loss changes its state"):
             prove(only="accumulation")
 

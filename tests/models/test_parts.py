@@ -175,7 +175,8 @@ def test_scans_give_what_layers_one_after_another_give(name):
     model, batch = model_of(config), batch_for(Case(model=config))
     kinds = [MEAN, MEAN, "global"] * 2
     for (kind, layer), expected in zip(in_order(model), kinds, strict=False):
-        assert kind == expected and type(layer.attention) is MIXERS[kind]
+        assert kind == expected
+        assert type(layer.attention) is MIXERS[kind]
     expected = one_by_one(model, batch)
     assert worst(forward_of(name), expected) < 1e-5
     # a model with attention alone is another one
@@ -215,7 +216,8 @@ def test_each_part_gets_its_own_stats(monkeypatch):
     np.testing.assert_array_equal(stats[TOKENS], np.full((2, 2), 16 * 16))
     assert stats[experts.LOAD].shape == (2, 2, 4)
     metrics = Transformer.stats_metrics(stats)
-    assert TOKENS in metrics and metrics[experts.LOAD_METRIC].shape == (6, 4)
+    assert TOKENS in metrics
+    assert metrics[experts.LOAD_METRIC].shape == (6, 4)
     even = jnp.full((2, 2, 4), 128.0)
     uneven = even.at[1, 0].set(jnp.array([512.0, 0, 0, 0]))
     model.update({TOKENS: jnp.array([[3.0, 5.0], [7.0, 9.0]]), experts.LOAD: uneven})
@@ -234,7 +236,8 @@ def test_the_config_asks_the_parts():
     assert "d_model" in PLAIN.tensor_parallel_dims
     assert "d_model" not in TINY.tensor_parallel_dims
     tiny = replace(PLAIN, **PLAIN.tiny(16))
-    assert tiny.init_std == 0.5 and tiny.layer_pattern == (MEAN, "global")
+    assert tiny.init_std == 0.5
+    assert tiny.layer_pattern == (MEAN, "global")
     assert tiny.num_layers == 4
     found = [text for text in faults(replace(PLAIN, dropout=0.5)) if "means" in text]
     assert found == ["model.dropout: half is too much for means"]

@@ -55,7 +55,8 @@ def test_gradients_reach_every_parameter(name):
     _, parameters, gradient = built(config)
     (_, loss), found = gradient(parameters, batch_of(config), jax.random.key(1))
     mean = float(loss.sum / loss.count)
-    assert math.isfinite(mean) and abs(mean - math.log(config.vocab_size)) < 3
+    assert math.isfinite(mean)
+    assert abs(mean - math.log(config.vocab_size)) < 3
     assert float(loss.count) == batch_of(config)["weights"].sum()
     assert set(loss.aux) == ({"z_loss"} if config.z_loss else set())
     leaves = jax.tree_util.tree_leaves_with_path(found)
@@ -141,7 +142,9 @@ def test_rotary_frequencies_of_llama_3():
     plain = 500000.0 ** (-np.arange(0, 128, 2) / 128)
     kept, stretched = expected == plain, np.isclose(expected, plain / 8)
     # all three ranges
-    assert kept.any() and stretched.any() and (~kept & ~stretched).any()
+    assert kept.any()
+    assert stretched.any()
+    assert (~kept & ~stretched).any()
     np.testing.assert_allclose(ours, expected, rtol=2e-6)
     np.testing.assert_allclose(
         rotary_frequencies(128, 500000.0).frequencies, plain, rtol=2e-6
@@ -321,12 +324,11 @@ def test_all_faults_are_told_at_once():
 def test_the_model_is_staged_and_starts_as_configured():
     model = model_of(replace(TINY, zero_init_outputs=True))
     assert is_staged(model)
-    assert (
-        not model.blocks.mlp.down[...].any()
-        and not model.blocks.attention.out[...].any()
-    )
+    assert not model.blocks.mlp.down[...].any()
+    assert not model.blocks.attention.out[...].any()
     layers = np.asarray(model.blocks.mlp.up[...])
-    assert layers.shape == (2, 32, 48) and not np.array_equal(layers[0], layers[1])
+    assert layers.shape == (2, 32, 48)
+    assert not np.array_equal(layers[0], layers[1])
     assert layers.std() == pytest.approx(TINY.init_std, rel=0.1)
     down = model_of(TINY).blocks.mlp.down[...]
     # 1 / sqrt(2 * layers)

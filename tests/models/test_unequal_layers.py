@@ -94,9 +94,8 @@ def test_scans_give_what_layers_one_after_another_give(name):
     (expected, loads), wanted = jax.jit(
         jax.value_and_grad(one_by_one, has_aux=True), compiler_options=FAST_COMPILE
     )(parameters)
-    assert (
-        abs(value - expected) < 1e-6 * abs(expected) and worst(gradients, wanted) < 2e-6
-    )
+    assert abs(value - expected) < 1e-6 * abs(expected)
+    assert worst(gradients, wanted) < 2e-6
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(wanted))
     # a row of stats for each
     assert tuple(number for number, _ in loads) == config.sparse_layers
@@ -156,7 +155,8 @@ def test_a_program_does_not_grow_with_the_depth():
     model, deeper = (
         replace(BOTH, num_layers=a, first_dense_layers=b) for a, b in ((11, 5), (23, 9))
     )
-    assert not faults(deeper) and lines(deeper) == lines(model)
+    assert not faults(deeper)
+    assert lines(deeper) == lines(model)
 
 
 def test_names_and_roles():
@@ -177,13 +177,16 @@ def test_names_and_roles():
     }.items():
         x, names = groups[f"blocks/{path}"]
         role = role_of(("blocks", *path.split("/")), x.shape, names)
-        assert x.shape == dims and (role.kind, role.dims, role.reduction) == (
+        assert x.shape == dims
+        assert (role.kind, role.dims, role.reduction) == (
             "matrix",
             2,
             (-2,),
         )
-    assert spec_of(PATTERN).depth == 2 and spec_of(PATTERN).block_layers == 3
-    assert spec_of(FIRST).depth == 2 and spec_of(FIRST).block_layers == 1
+    assert spec_of(PATTERN).depth == 2
+    assert spec_of(PATTERN).block_layers == 3
+    assert spec_of(FIRST).depth == 2
+    assert spec_of(FIRST).block_layers == 1
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -215,7 +218,8 @@ def test_a_tiny_variant_keeps_the_stacks(name):
         num_experts=64,
     )
     tiny = replace(large, **large.tiny(32))
-    assert not faults(large) and not faults(tiny)
+    assert not faults(large)
+    assert not faults(tiny)
     assert bool(tiny.first_dense_layers) == bool(large.first_dense_layers)
     assert set(tiny.feed_forward_pattern) == set(large.feed_forward_pattern)
     assert set(tiny.layer_pattern) == set(large.layer_pattern)
@@ -226,7 +230,7 @@ DENSE = {"num_experts": 0, "expert_d_ff": 0, "router_z_loss": 0.0}
 
 
 @pytest.mark.parametrize(
-    "changes, said",
+    ("changes", "said"),
     [
         (
             DENSE | {"first_dense_layers": 1},
@@ -267,7 +271,8 @@ def test_what_does_not_go_together_is_said_in_a_line(changes, said):
     base = replace(MOE, num_layers=4)
     assert not faults(base)
     (fault,) = faults(replace(base, **changes), "model.")
-    assert said in fault and "\n" not in fault
+    assert said in fault
+    assert "\n" not in fault
 
 
 def test_a_pipeline_has_a_group_a_place_or_says_so():

@@ -47,14 +47,16 @@ def test_digits_are_real_scans_in_unit_range():
         "label": ((64,), np.int32),
         "sample": ((64,), np.int32),
     }
-    assert batch["image"].min() == 0 and 0.9 < batch["image"].max() <= 1
+    assert batch["image"].min() == 0
+    assert 0.9 < batch["image"].max() <= 1
     assert set(batch["label"]) == set(range(10))
 
 
 def test_an_epoch_has_every_training_sample_once_and_the_next_another_order():
     dataset = opened(DIGITS)
     count, held = dataset.num_train_samples, dataset.num_validation_tokens
-    assert count + held == COUNT and held == -(-COUNT * 13 // 256)
+    assert count + held == COUNT
+    assert held == -(-COUNT * 13 // 256)
     first, second = (
         dataset.read("train", np.arange(count) + n * count)["image"].reshape(count, -1)
         for n in (0, 1)
@@ -92,7 +94,8 @@ def test_the_order_is_a_function_of_seed_and_index_and_the_split_of_neither():
         one.fingerprint
         != opened(DataConfig(source="digits", validation_share=50)).fingerprint
     )
-    assert one.bytes_per_token is None and one.validation_bytes_per_token is None
+    assert one.bytes_per_token is None
+    assert one.validation_bytes_per_token is None
 
 
 def test_only_whole_batches_are_evaluated():
@@ -163,7 +166,8 @@ def test_arrays_of_ones_own(tmp_path):
         batch["target"], arrays["target"][kinds].astype(np.float32)
     )
     held = dataset.read("validation", np.arange(dataset.num_validation_tokens))["kind"]
-    assert sorted([*kinds, *held]) == list(range(50)) and len(held) == 3
+    assert sorted([*kinds, *held]) == list(range(50))
+    assert len(held) == 3
     other = saved(
         tmp_path / "other.npz", **{name: x[::-1][:7] for name, x in arrays.items()}
     )
@@ -208,10 +212,8 @@ def test_files_that_are_none(tmp_path):
         )
     )
     assert "there are {'x': 5, 'y': 4, 'sample': 5, 'name': 5}" in several
-    assert (
-        "'sample' is the global sample index" in several
-        and "name has dtype <U1" in several
-    )
+    assert "'sample' is the global sample index" in several
+    assert "name has dtype <U1" in several
     danger = refused(saved(tmp_path / "b.npz", x=np.array([{}, {}], object)))
     assert "x has dtype object; give numbers" in danger
     assert "x has values beyond int32" in refused(
@@ -411,21 +413,22 @@ def test_a_run_outlives_the_file_of_its_arrays(tmp_path):
     assert [row["step"] for row in read_rows(tmp_path / "run").evaluation] == [
         1,
         2,
-    ] and not file.exists()
+    ]
+    assert not file.exists()
 
 
 def test_a_small_one_learns(tmp_path):
-    small = dict(
-        train__steps=60,
-        train__eval_every=60,
-        train__log_every=20,
-        model__num_layers=1,
-        model__d_model=32,
-        model__d_ff=32,
-        model__num_heads=4,
-        optimizer__warmup_steps=5,
-        optimizer__learning_rate=5e-3,
-    )
+    small = {
+        "train__steps": 60,
+        "train__eval_every": 60,
+        "train__log_every": 20,
+        "model__num_layers": 1,
+        "model__d_model": 32,
+        "model__d_ff": 32,
+        "model__num_heads": 4,
+        "optimizer__warmup_steps": 5,
+        "optimizer__learning_rate": 5e-3,
+    }
     train_digits(tmp_path, **small)
     share, count = accuracy(tmp_path)
     assert count == 366

@@ -104,9 +104,8 @@ def test_a_step_counts_in_the_store_only_once_it_is_whole(
                 copies.copy(here, 2)
         assert len(done) == limit
         target = tmp_path / f"fetched-{limit}"
-        assert fetch_newest(copies, target)[0] == 1 and folders.list_steps(target) == [
-            1
-        ]
+        assert fetch_newest(copies, target)[0] == 1
+        assert folders.list_steps(target) == [1]
     copies.copy(here, 2)
     target = tmp_path / "fetched"
     assert fetch_newest(copies, target) == (
@@ -124,7 +123,8 @@ def test_the_manifest_is_the_last_file_in_and_the_first_one_out(here, url, monke
     with monkeypatch.context() as patch:
         order = put_counting(patch, copies, 100)
         copies.copy(here, 1)
-    assert len(order) == 5 and order[-1].endswith("/1/manifest.json")
+    assert len(order) == 5
+    assert order[-1].endswith("/1/manifest.json")
 
     def refuse(*_, **__):
         raise ConnectionError("the store is gone")
@@ -133,7 +133,8 @@ def test_the_manifest_is_the_last_file_in_and_the_first_one_out(here, url, monke
         patch.setattr(copies._fs, "rm", refuse)
         with pytest.raises(ConnectionError):
             copies.remove(1, copies.steps()[1])
-    assert len(copies.steps()[1]) == 4 and folders.MANIFEST not in copies.steps()[1]
+    assert len(copies.steps()[1]) == 4
+    assert folders.MANIFEST not in copies.steps()[1]
 
 
 @pytest.mark.parametrize("damage", ["bit", "length", "missing", "manifest"])
@@ -154,7 +155,9 @@ def test_damage_in_the_store_is_seen_and_the_older_step_fetched(
     else:
         store.pipe_file(path, bytes(content) + (b"x" if damage == "length" else b""))
     step, _, bad = fetch_newest(copies, tmp_path / "fetched")
-    assert step == 1 and list(bad) == [2] and name in bad[2]
+    assert step == 1
+    assert list(bad) == [2]
+    assert name in bad[2]
     assert folders.list_steps(tmp_path / "fetched") == [1]
     store.rm(copies._path(1), recursive=True)
     with pytest.raises(CheckpointError, match="no usable copy in memory://.*step 2: "):
@@ -258,7 +261,8 @@ def test_copies_are_kept_as_the_steps_are_and_follow_a_run_that_went_back(here, 
         write_step(here, 4, text="anew")
         assert not copies.holds(here, 4)
         copier.wake()
-        assert ended(copier) == [(4, "")] and copies.holds(here, 4)
+        assert ended(copier) == [(4, "")]
+        assert copies.holds(here, 4)
         # What a start finds copied already is not copied again.
         assert ended(Copier(copies, store)) == []
 
@@ -300,7 +304,8 @@ def test_a_store_holds_no_more_steps_where_saves_come_faster_than_copies(
         copier = Copier(copies, store)
         assert [error for _, error in ended(copier)] == [""] * 12
     # keep_last=2, and the one under way
-    assert 1 < max(most) <= 3 and list(copies.steps()) == [11, 12]
+    assert 1 < max(most) <= 3
+    assert list(copies.steps()) == [11, 12]
 
 
 def test_a_failing_store_is_told_once_a_step_and_made_up_for(here, url, monkeypatch):
@@ -315,7 +320,8 @@ def test_a_failing_store_is_told_once_a_step_and_made_up_for(here, url, monkeypa
         write_step(here, 2)
         copier.wake()
         assert ended(copier) == [(2, ""), (1, "")]
-        assert copies.holds(here, 1) and copies.holds(here, 2)
+        assert copies.holds(here, 1)
+        assert copies.holds(here, 2)
 
 
 def test_a_step_that_is_damaged_here_is_not_copied(here, url):
@@ -351,16 +357,16 @@ def test_a_put_that_never_returns_costs_its_step_alone_and_is_told(
         write_step(here, step)
     with CheckpointManager(here, replace(CONFIG, timeout_s=1, keep_last=9)) as store:
         copier = Copier(copies, store)
-        assert waiting.wait(10) and store.held == {2}
+        assert waiting.wait(10)
+        assert store.held == {2}
         stuck, results = copier._threads[0], []
         while not results:
             results = copier.poll()
             time.sleep(0.02)
         # The thread that takes over may have copied step 1 already.
         result, *others = results
-        assert (
-            result.step == 2 and "the store has shown no sign for 1 s" in result.error
-        )
+        assert result.step == 2
+        assert "the store has shown no sign for 1 s" in result.error
         copied = [(other.step, other.error) for other in others]
         assert copied + ended(copier) == [(1, "")]
         write_step(here, 3)
@@ -368,7 +374,8 @@ def test_a_put_that_never_returns_costs_its_step_alone_and_is_told(
         assert ended(copier) == [(3, "")]
         over.set()
         stuck.join(10)
-        assert not stuck.is_alive() and copier.poll() == []
+        assert not stuck.is_alive()
+        assert copier.poll() == []
         copies = Copies(url)
         assert [folders.MANIFEST in names for names in copies.steps().values()] == [
             True,
@@ -376,7 +383,8 @@ def test_a_put_that_never_returns_costs_its_step_alone_and_is_told(
             True,
         ]
         # The next start copies it.
-        assert ended(Copier(copies, store)) == [(2, "")] and copies.holds(here, 2)
+        assert ended(Copier(copies, store)) == [(2, "")]
+        assert copies.holds(here, 2)
 
 
 def test_the_end_copies_the_last_step_though_the_one_before_is_stuck(
@@ -400,11 +408,9 @@ def test_the_end_copies_the_last_step_though_the_one_before_is_stuck(
         copier.wake()
         assert copier.finish(30)
         (stuck, last) = copier.poll()
-        assert (
-            stuck.step == 1
-            and "has shown no sign for" in stuck.error
-            and (last.step, last.error) == (2, "")
-        )
+        assert stuck.step == 1
+        assert "has shown no sign for" in stuck.error
+        assert (last.step, last.error) == (2, "")
         over.set()
         copier._threads[0].join(10)
 
@@ -424,16 +430,17 @@ def test_threads_in_calls_that_never_return_are_few_and_told(here, url, monkeypa
                 write_step(here, number)
                 copier.wake()
             errors += [result.error for result in copier.poll()]
-            assert (
-                len(errors) == 4 and len(copier._threads) == 3 and not copier.finish(30)
-            )
+            assert len(errors) == 4
+            assert len(copier._threads) == 3
+            assert not copier.finish(30)
             assert all("has shown no sign for" in error for error in errors[:3])
             assert errors[3] == "3 calls of the store have not returned"
     over.set()
     for thread in copier._threads:
         thread.join(10)
     copier.wake()
-    assert copier.finish(30) and copier.poll()[0].step == 4  # it answers again
+    assert copier.finish(30)
+    assert copier.poll()[0].step == 4
 
 
 def test_half_steps_are_deleted_there_also_while_the_store_is_full(
@@ -447,9 +454,8 @@ def test_half_steps_are_deleted_there_also_while_the_store_is_full(
         with monkeypatch.context() as patch:
             put_counting(patch, copies, 2)
             copier = Copier(copies, store)
-            assert [step for step, _ in ended(copier)] == [2] and len(
-                copies.steps()[2]
-            ) == 2
+            assert [step for step, _ in ended(copier)] == [2]
+            assert len(copies.steps()[2]) == 2
             folders.remove_step(here, 2)
             write_step(here, 3)
             copier.wake()
@@ -543,7 +549,8 @@ def restored(saved, url, lines: list[str], **changes) -> int:
         got = store.restore(STATE)
         assert bool((got.state["x"] == STATE["x"] + got.metadata["data"]).all())
         integrity.check(saved, step := got.metadata["data"])
-        assert step not in store.bad_steps and step == int(got.state["step"])
+        assert step not in store.bad_steps
+        assert step == int(got.state["step"])
     return step
 
 
@@ -607,9 +614,8 @@ def test_only_a_step_s_own_copy_takes_its_place_while_an_older_one_is_sound(save
     integrity.seal(saved, 3, document.run, document.fingerprints | {"y": "0"})
     flip_a_bit(saved / "3")
     assert not Copies(url).holds(saved, 3)
-    assert restored(saved, url, []) == 2 and not events_of(
-        saved.parent, "checkpoint_fetched"
-    )
+    assert restored(saved, url, []) == 2
+    assert not events_of(saved.parent, "checkpoint_fetched")
 
 
 def test_without_a_sound_step_the_newest_copy_up_to_here_is_fetched(saved, url):
@@ -617,9 +623,8 @@ def test_without_a_sound_step_the_newest_copy_up_to_here_is_fetched(saved, url):
         # whose copy it is, nobody can say
         (saved / str(n) / folders.MANIFEST).write_text("{}")
     shutil.move(saved / "3", saved.parent / "elsewhere")
-    assert restored(saved, url, []) == 2 and events_of(
-        saved.parent, "checkpoint_fetched"
-    ) == [2]
+    assert restored(saved, url, []) == 2
+    assert events_of(saved.parent, "checkpoint_fetched") == [2]
 
 
 @pytest.mark.parametrize("how", ["hangs", "refuses"])
@@ -641,7 +646,8 @@ def test_a_store_that_does_not_answer_costs_a_damaged_step_and_no_more(
     assert restored(saved, url, lines, **{"checkpoint.patience_s": 0.3}) == 1
     over.set()
     (line,) = lines  # it is not asked again for 2
-    assert "nothing is fetched from memory://" in line and asked
+    assert "nothing is fetched from memory://" in line
+    assert asked
     assert ("TimeoutError: no answer for" if how == "hangs" else "no route") in line
 
 
@@ -666,9 +672,8 @@ def test_a_download_that_shows_no_sign_is_given_up_and_comes_to_nothing(
     for thread in threading.enumerate():
         if thread.name == "fetch of a checkpoint":
             thread.join(10)
-    assert (
-        folders.list_steps(saved) == [1, 2] and not (saved / module._FETCHING).exists()
-    )
+    assert folders.list_steps(saved) == [1, 2]
+    assert not (saved / module._FETCHING).exists()
 
 
 def test_a_download_that_was_given_up_does_not_delete_the_next_one(
@@ -697,12 +702,11 @@ def test_a_download_that_was_given_up_does_not_delete_the_next_one(
     assert "no answer for 1 s" in lines[-1]
     told = len(lines)
     flip_a_bit(saved / "2")
-    assert restored(saved, url, []) == 2 and cleaned == [True]
+    assert restored(saved, url, []) == 2
+    assert cleaned == [True]
     assert len(lines) == told  # a line is a sign of life, here of a start that is over
-    assert (
-        events_of(saved.parent, "checkpoint_fetched") == [2]
-        and not (saved / module._FETCHING).exists()
-    )
+    assert events_of(saved.parent, "checkpoint_fetched") == [2]
+    assert not (saved / module._FETCHING).exists()
 
 
 @pytest.mark.parametrize("undone", [False, True])
@@ -756,7 +760,8 @@ def test_a_silent_store_does_not_hold_up_a_start_that_has_a_step(
         patch.setattr(Copies(url)._fs, "find", lambda *_, **__: over.wait(60) and {})
         fetch_missing(config, saved.parent, (lines := []).append)
     over.set()
-    assert len(lines) == 1 and "TimeoutError: no answer" in lines[0]
+    assert len(lines) == 1
+    assert "TimeoutError: no answer" in lines[0]
 
 
 # --- another run's store or folder ----------------------------------------------------
@@ -786,7 +791,8 @@ def test_a_run_deletes_nothing_in_the_store_of_another(here, other, url):
         copier = Copier(Copies(url), store)
         for _ in range(2):  # the second round finds nothing due but what has failed
             ((step, error),) = ended(copier)
-            assert step == 9 and "has the copies of another run" in error
+            assert step == 9
+            assert "has the copies of another run" in error
             copier.wake()
         ended(copier)
     assert copies.steps() == before
@@ -806,9 +812,12 @@ def test_a_file_that_did_not_arrive_is_copied_again(here, url, monkeypatch):
     with CheckpointManager(here, CONFIG) as store:
         copier = Copier(copies, store)
         ((step, error),) = ended(copier)
-        assert step == 1 and "has 0 bytes in the store" in error and cut
+        assert step == 1
+        assert "has 0 bytes in the store" in error
+        assert cut
         copier.wake()
-        assert ended(copier) == [(1, "")] and copies.holds(here, 1)
+        assert ended(copier) == [(1, "")]
+        assert copies.holds(here, 1)
 
 
 def test_a_start_without_a_sound_step_takes_none_that_the_run_went_back_behind(
@@ -819,9 +828,8 @@ def test_a_start_without_a_sound_step_takes_none_that_the_run_went_back_behind(
         (saved / str(n) / folders.MANIFEST).write_text("{}")
     assert 3 in Copies(url).steps()
     fetch_missing(config_with(url), saved.parent, print)
-    assert events_of(saved.parent, "checkpoint_fetched") == [
-        2
-    ] and 3 not in folders.list_steps(saved)
+    assert events_of(saved.parent, "checkpoint_fetched") == [2]
+    assert 3 not in folders.list_steps(saved)
 
 
 def test_a_folder_is_no_store_of_its_own_copies(tmp_path, saved):
@@ -832,7 +840,8 @@ def test_a_folder_is_no_store_of_its_own_copies(tmp_path, saved):
     with pytest.raises(ConfigError, match="there are the run's own checkpoints"):
         run(saved.parent, **{"checkpoint.copy_to": f"file://{link}"})
     assert Copies(f"file://{link}").copy(saved, 3) > 0
-    assert integrity.check(saved, 3) and folders.list_steps(saved) == [1, 2, 3]
+    assert integrity.check(saved, 3)
+    assert folders.list_steps(saved) == [1, 2, 3]
 
 
 def test_nothing_is_fetched_into_the_folder_of_another_run(saved, other, url):
@@ -885,9 +894,8 @@ def test_a_run_goes_on_bit_for_bit_from_its_copies(tmp_path, capsys, url):
         == events_of(workdir, "checkpoint_fetched")
         == [7]
     )
-    assert events_of(workdir, "restore") == [7] and folders.list_steps(
-        workdir / "quarantine"
-    ) == [7]
+    assert events_of(workdir, "restore") == [7]
+    assert folders.list_steps(workdir / "quarantine") == [7]
     assert not events_of(workdir, "checkpoint_copy_failed")
     assert "fetched step 7 from memory://" in capsys.readouterr().out
     assert arrays_of(workdir, 12) == arrays_of(whole, 12)
@@ -896,10 +904,8 @@ def test_a_run_goes_on_bit_for_bit_from_its_copies(tmp_path, capsys, url):
     shutil.rmtree(workdir)
     assert run(workdir, **{"checkpoint.copy_to": url}) == 0
     assert "is finished at step 12" in capsys.readouterr().out
-    assert (
-        arrays_of(workdir, 12) == arrays_of(whole, 12)
-        and workdir_files.own_identity(workdir) == identity
-    )
+    assert arrays_of(workdir, 12) == arrays_of(whole, 12)
+    assert workdir_files.own_identity(workdir) == identity
 
 
 def test_a_start_from_copies_keeps_where_the_decay_began(tmp_path, url, monkeypatch):
@@ -911,7 +917,8 @@ def test_a_start_from_copies_keeps_where_the_decay_began(tmp_path, url, monkeypa
     changes |= {"optimizer.decay_fraction": 0.5, "checkpoint.copy_to": url}
     assert run(tmp_path / "run", **changes) == 0
     steps, make = list(Copies(url).steps()), step_copies.copier
-    assert len(steps) == 2 and steps[-1] == 12  # and where the decay began
+    assert len(steps) == 2
+    assert steps[-1] == 12
     shutil.rmtree(tmp_path / "run")
 
     def quick(*given):  # its first round is over before anything else is done
@@ -920,7 +927,5 @@ def test_a_start_from_copies_keeps_where_the_decay_began(tmp_path, url, monkeypa
 
     monkeypatch.setattr(step_copies, "copier", quick)
     assert run(tmp_path / "run", **changes) == 0
-    assert (
-        folders.list_steps(tmp_path / "run" / "checkpoints") == [12]
-        and list(Copies(url).steps()) == steps
-    )
+    assert folders.list_steps(tmp_path / "run" / "checkpoints") == [12]
+    assert list(Copies(url).steps()) == steps

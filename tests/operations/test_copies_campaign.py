@@ -119,7 +119,8 @@ def test_kill_9_amid_copies_leaves_no_incomplete_step_and_the_run_goes_on_bit_fo
     print(
         f"{KILLS} kills, {amid} amid a copy, {fetched + 1} starts from the store alone, steps {went_on}"
     )
-    assert amid >= KILLS // 2 and went_on[-1] > went_on[0]
+    assert amid >= KILLS // 2
+    assert went_on[-1] > went_on[0]
     train(
         whole := tmp_path / "whole",
         **{key.replace(".", "__"): x for key, x in settings.items()},
@@ -130,7 +131,8 @@ def test_kill_9_amid_copies_leaves_no_incomplete_step_and_the_run_goes_on_bit_fo
     ]
     assert sums[0] == sums[1]
     again, once = losses(workdir), losses(whole)
-    assert again and all(once[step] == again[step] for step in again)
+    assert again
+    assert all(once[step] == again[step] for step in again)
 
 
 def failures(workdir: Path) -> list[str]:
@@ -328,12 +330,14 @@ def test_a_put_that_hangs_holds_up_no_stop_signal(tmp_path):
     while last_step(workdir) < 50 and time.monotonic() < until:
         time.sleep(0.01)
     # it goes on while the put hangs
-    assert (tmp_path / "store").is_dir() and last_step(workdir) >= 50
+    assert (tmp_path / "store").is_dir()
+    assert last_step(workdir) >= 50
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=120) == 75
     by_name = {event["event"]: event for event in events(workdir)}
     saved, failed = by_name["save"], by_name["checkpoint_copy_failed"]
-    assert saved["ok"] and saved["step"] == by_name["preempted"]["step"]
+    assert saved["ok"]
+    assert saved["step"] == by_name["preempted"]["step"]
     assert "has waited 1 s" in failed["error"]
     print(
         f"{failed['time'] - by_name['preempted']['time']:.1f} s from the event preempted to the last word"
@@ -379,8 +383,7 @@ def test_two_processes_go_on_from_the_same_copy_or_end_together(tmp_path, there)
         return
     assert codes == [0, 0], output[-3000:]
     named = [(e["event"], e["step"]) for e in events(workdir)]
-    assert ("bad_checkpoint", 14) in named and ("checkpoint_fetched", 14) in named
-    assert (
-        named.count(("restore", 14)) == 1
-        and folders.list_steps(workdir / "checkpoints")[-1] == 20
-    )
+    assert ("bad_checkpoint", 14) in named
+    assert ("checkpoint_fetched", 14) in named
+    assert named.count(("restore", 14)) == 1
+    assert folders.list_steps(workdir / "checkpoints")[-1] == 20

@@ -111,7 +111,8 @@ def test_preempted_killed_and_shrunk_a_run_ends_the_same(
         os.kill(processes(agent)[1], signal.SIGTERM)  # one of them, and not the first
         finish(agent, workdir, 75)
     (preempted,) = events(workdir, "preempted")
-    assert 4 <= preempted["step"] < STEPS and not events(workdir, "peer_lost")
+    assert 4 <= preempted["step"] < STEPS
+    assert not events(workdir, "peer_lost")
     assert (
         list_steps(workdir / "checkpoints")[-1]
         == preempted["step"]
@@ -134,9 +135,8 @@ def test_preempted_killed_and_shrunk_a_run_ends_the_same(
     assert len(events(workdir, "restore")) == 3
     assert [begun["processes"] for begun in events(workdir, "start")] == [2, 2, 2, 1]
     reference = losses(straight)
-    assert len(same) > 10 and all(
-        values == {reference[step]} for step, values in same.items()
-    )
+    assert len(same) > 10
+    assert all(values == {reference[step]} for step, values in same.items())
 
     (resized,) = events(workdir, "resize")
     assert (resized["devices_before"], resized["devices"], resized["accumulation"]) == (
@@ -147,10 +147,8 @@ def test_preempted_killed_and_shrunk_a_run_ends_the_same(
     assert (
         json.loads((workdir / "config.json").read_text())["batch"]["accumulation"] == 1
     )
-    assert (
-        losses(workdir) == pytest.approx(reference, rel=1e-5)
-        and len(reference) == STEPS
-    )
+    assert losses(workdir) == pytest.approx(reference, rel=1e-5)
+    assert len(reference) == STEPS
 
 
 @pytest.mark.slow
@@ -177,9 +175,8 @@ def test_processes_that_see_different_checkpoint_folders_do_not_start(tmp_path):
         text=True,
     )
     assert done.returncode == 78, done.stdout[-2000:]
-    assert (
-        "process 1 differs" in done.stdout and "all need the same folder" in done.stdout
-    )
+    assert "process 1 differs" in done.stdout
+    assert "all need the same folder" in done.stdout
 
 
 @pytest.mark.slow
@@ -223,15 +220,14 @@ def test_a_stop_whose_save_fails_says_what_is_lost(tmp_path, number):
     saved = list_steps(workdir / "checkpoints")
     lost = f"the run resumes at step {saved[-1]}, steps {saved[-1] + 1}-{stop['step']} are lost: "
     said = output(workdir)
-    assert (
-        stop["reason"] == "save_failed"
-        and lost in stop["error"]
-        and not events(workdir, "preempted")
-    )
+    assert stop["reason"] == "save_failed"
+    assert lost in stop["error"]
+    assert not events(workdir, "preempted")
     assert said.count(
         f"error: the last checkpoint could not be written; {lost}"
     ) == int(number)
-    assert "asked to stop, but process" in said and "Traceback" not in said
+    assert "asked to stop, but process" in said
+    assert "Traceback" not in said
     assert f"checkpoint {stop['step']} failed: " in said
 
 
@@ -323,7 +319,8 @@ def test_a_shrunk_group_grows_back_while_it_runs(tmp_path):
         newest, since = last_step(workdir), kill(agent, 3, workdir)
         wait_for_step(agent, workdir, newest + 1, since)
         flap(2)
-        assert "are asked to save" not in output(workdir) and last_step(workdir) < 40
+        assert "are asked to save" not in output(workdir)
+        assert last_step(workdir) < 40
         capacity.write_text("4")
         back = time.time()
         while len(events(workdir, "start")) < 3:
@@ -386,7 +383,8 @@ def test_a_stop_during_a_growth_saves_and_ends_with_75(tmp_path):
         == last_step(workdir)
         >= 2
     )
-    assert not events(workdir, "grow") and not leftovers(workdir)
+    assert not events(workdir, "grow")
+    assert not leftovers(workdir)
 
 
 def signal_agent(agent: subprocess.Popen, _: Path) -> None:
@@ -446,9 +444,8 @@ def test_whoever_is_told_to_stop_all_save_the_same_step(tmp_path):
     with launched(workdir, "--processes", "4", **LONG) as agent:
         finish(agent, workdir)
     print(f"saved at {saved}, seconds until the end: {waited}")
-    assert len(events(workdir, "preempted")) == len(WAYS) and saved == sorted(
-        set(saved)
-    )
+    assert len(events(workdir, "preempted")) == len(WAYS)
+    assert saved == sorted(set(saved))
     assert losses(workdir) == losses(straight)
     assert same_bits(parameters(workdir, 160), parameters(straight, 160))
     assert all(len(values) == 1 for values in every_loss(workdir).values())
@@ -517,8 +514,10 @@ def test_20_random_kills(tmp_path, number):
     print(
         f"seed {seed}; killed at (step, process): {kills}; {len(heard)} ports were listened on"
     )
-    assert len(events(workdir, "peer_lost")) > 10 and len(heard) > 10
-    assert not leftovers(workdir) and not heard.keys() & listeners().keys()
+    assert len(events(workdir, "peer_lost")) > 10
+    assert len(heard) > 10
+    assert not leftovers(workdir)
+    assert not heard.keys() & listeners().keys()
     assert all(len(values) == 1 for values in every_loss(workdir).values())
     assert losses(workdir) == losses(straight)
     assert same_bits(parameters(workdir, 300), parameters(straight, 300))
@@ -556,8 +555,10 @@ def test_20_random_kills_each_with_another_size(tmp_path):
     print(
         f"seed {seed}; killed at (step, process): {kills}; sizes {sizes}; {distance:.2g} apart"
     )
-    assert len(events(workdir, "peer_lost")) > 10 and len(events(workdir, "resize")) > 8
-    assert not leftovers(workdir) and not heard.keys() & listeners().keys()
+    assert len(events(workdir, "peer_lost")) > 10
+    assert len(events(workdir, "resize")) > 8
+    assert not leftovers(workdir)
+    assert not heard.keys() & listeners().keys()
     assert losses(workdir) == pytest.approx(losses(straight), rel=1e-5)
     assert distance <= 1e-5
     assert_fed_once(workdir, 60, 12)
@@ -569,27 +570,21 @@ def test_20_random_kills_each_with_another_size(tmp_path):
 def test_faults_have_one_line_and_exit_code_78(capsys, tmp_path):
     assert launch.main(["--processes", "0", "--max-restarts", "-1"]) == 78
     faults = capsys.readouterr().err.splitlines()
-    assert len(faults) == 3 and all(fault.startswith("error: ") for fault in faults)
-    assert (
-        faults[0] == "error: --processes 0: must be >= 1" and "no command" in faults[2]
-    )
+    assert len(faults) == 3
+    assert all(fault.startswith("error: ") for fault in faults)
+    assert faults[0] == "error: --processes 0: must be >= 1"
+    assert "no command" in faults[2]
     assert launch.main(["--processs", "2", "--", "true"]) == 78
     assert launch.main(["--", "/no/such/command"]) == 78
     assert "/no/such/command" in capsys.readouterr().err
-    assert (
-        launch.main(["--", str(tmp_path)]) == 78
-        and "Permission denied" in capsys.readouterr().err
-    )
-    assert (
-        launch.main(["--", "/etc/passwd/x"]) == 78
-        and "Not a directory" in capsys.readouterr().err
-    )
+    assert launch.main(["--", str(tmp_path)]) == 78
+    assert "Permission denied" in capsys.readouterr().err
+    assert launch.main(["--", "/etc/passwd/x"]) == 78
+    assert "Not a directory" in capsys.readouterr().err
     (bare := tmp_path / "script").write_text("echo no interpreter is named")
     bare.chmod(0o755)
-    assert (
-        launch.main(["--", str(bare)]) == 78
-        and "Exec format error" in capsys.readouterr().err
-    )
+    assert launch.main(["--", str(bare)]) == 78
+    assert "Exec format error" in capsys.readouterr().err
     for wrong in ("nan", "inf", "-1"):
         assert launch.main([f"--grace-seconds={wrong}", "--", "true"]) == 78
         assert (
@@ -627,7 +622,8 @@ def test_preflight_goes_on_with_fewer_too(monkeypatch, tmp_path, capfd):
     ]
     assert launch.main(["--min-processes", "1", *flags]) == 0
     assert capfd.readouterr().out.splitlines() == ["[0] measured", "[0] trained"]
-    assert launch.main(flags) == 70 and not capfd.readouterr().out
+    assert launch.main(flags) == 70
+    assert not capfd.readouterr().out
 
 
 def test_without_a_home_compiled_programs_are_not_kept(monkeypatch):
@@ -639,6 +635,5 @@ def test_without_a_home_compiled_programs_are_not_kept(monkeypatch):
 
 def test_train_and_launch_agree_on_the_default_workdir():
     assert cli.default_workdir is run_progress.default_workdir
-    assert TINY["train.steps"] and run_progress.run_folder(command(Path("a"))) == Path(
-        "a"
-    )
+    assert TINY["train.steps"]
+    assert run_progress.run_folder(command(Path("a"))) == Path("a")

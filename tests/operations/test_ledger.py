@@ -70,7 +70,8 @@ def test_what_is_no_phase_has_a_bucket_of_its_own(book, clock):
     }
     with core_clock.timed(core_clock.WAIT):
         clock.now += 1  # no run of this process: nobody is told
-    assert "wait" in buckets(book) and buckets(book)["wait"] == 4
+    assert "wait" in buckets(book)
+    assert buckets(book)["wait"] == 4
 
 
 def test_another_thread_moves_nothing(book, clock):
@@ -100,15 +101,15 @@ def test_compilations_within_compilations_count_once(book, clock):
     book.enter("data", 1)
     clock.now += 1
     book.compiled(50)  # began in another bucket: it takes no more than there is
-    assert (
-        buckets(book)["data"] == 0 and sum(buckets(book).values()) == clock.now - START
-    )
+    assert buckets(book)["data"] == 0
+    assert sum(buckets(book).values()) == clock.now - START
 
 
 def test_a_process_that_began_earlier_started_then(clock):
     book = Ledger(age_s=7.0, clock=clock, wall_clock=clock)
     (life,) = book.lives()
-    assert life.began == START - 7 and life.buckets == {"start": 7}
+    assert life.began == START - 7
+    assert life.buckets == {"start": 7}
     assert 0 < process_age_s() < 24 * 3600
 
 
@@ -179,13 +180,13 @@ def test_a_rollback_behind_a_lifes_first_step(book, clock):
     (now,) = book.lives()
     assert (now.first, now.step, now.undone) == (50, 60, 50)
     spent = run_lives.account([life(0, 100, began=0.0, step=100.0), now]).buckets
-    assert spent["lost"] == pytest.approx(50 + 50) and spent["step"] == pytest.approx(
-        50 + 10
-    )
+    assert spent["lost"] == pytest.approx(50 + 50)
+    assert spent["step"] == pytest.approx(50 + 10)
 
 
 def test_a_rows_goodput_is_that_of_the_last_write(book, clock, tmp_path):
-    assert book.goodput is None and book.summary() == ""
+    assert book.goodput is None
+    assert book.summary() == ""
     with published(book, tmp_path):
         book.enter("step", 0)
         clock.now += 3
@@ -205,9 +206,8 @@ def test_a_life_says_how_it_ended(tmp_path):
             book.end_with(75)
             raise error
     lives = run_lives.read_lives(tmp_path)
-    assert [life.exit_code for life in lives] == [75, 0, 1, 78, 1] and all(
-        life.ended for life in lives
-    )
+    assert [life.exit_code for life in lives] == [75, 0, 1, 78, 1]
+    assert all(life.ended for life in lives)
     assert [life.failed for life in lives] == [False, False, True, False, True]
     stored = json.loads((file := tmp_path / run_lives.LEDGER_FILE).read_text())
     stored["lives"][0]["exit_code"] = "x"
@@ -238,17 +238,16 @@ def test_buckets_are_the_wall_time_through_kill_9(tmp_path):
         found.wall_s,
     )
     print(done.stdout.splitlines()[-1])
-    assert len(lives) == 4 and [life.ended for life in lives] == [
+    assert len(lives) == 4
+    assert [life.ended for life in lives] == [
         False,
         False,
         False,
         True,
     ]
-    assert (
-        found.buckets["down"] > 1.4
-        and found.buckets["lost"] > 0
-        and found.buckets["compile"] > 0
-    )
+    assert found.buckets["down"] > 1.4
+    assert found.buckets["lost"] > 0
+    assert found.buckets["compile"] > 0
     assert {"restore", "evaluate", "save", "join", "end"} <= found.buckets.keys()
     assert re.search(r"goodput \d+ %: \d+ % ", done.stdout)
 
@@ -261,10 +260,8 @@ def test_the_time_after_a_finished_life_is_no_part_of_the_run():
     killed.ended = False
     found = run_lives.account([one, two, killed, last])
     assert found.buckets["down"] == pytest.approx(1100 - 1037)  # after the kill alone
-    assert (
-        found.wall_s == pytest.approx(61 + 32 + 5 + 63 + 30)
-        and found.buckets["lost"] == 5
-    )
+    assert found.wall_s == pytest.approx(61 + 32 + 5 + 63 + 30)
+    assert found.buckets["lost"] == 5
     for code in (75, 1, 70):  # preempted, failed: it was to go on
         one.exit_code = code
         assert run_lives.account([one, two, killed, last]).buckets[
@@ -322,7 +319,8 @@ def test_a_ledger_that_cannot_be_read_is_put_aside_not_overwritten(tmp_path, tex
     assert (aside := tmp_path / f"{file.name}.unreadable").read_text() == text
     with published(Ledger(), tmp_path):
         pass
-    assert len(run_lives.read_lives(tmp_path)) == 2 and aside.read_text() == text
+    assert len(run_lives.read_lives(tmp_path)) == 2
+    assert aside.read_text() == text
 
 
 def test_what_is_lost_is_by_the_lowest_step_from_which_any_later_life_went_on():
@@ -340,25 +338,21 @@ def test_what_is_lost_is_by_the_lowest_step_from_which_any_later_life_went_on():
     # of a damaged folder: no day's work
     many = [life(0, 1, began=float(i), step=1.0) for i in range(30_000)]
     assert sum(run_lives.lost_s(many)) == 29_999
-    assert run_lives.account(many).buckets[
-        "step"
-    ] == 1 and "29999 restarts" in run_lives.goodput_line(many)
+    assert run_lives.account(many).buckets["step"] == 1
+    assert "29999 restarts" in run_lives.goodput_line(many)
 
 
 def test_lives_of_no_steps_or_no_time_lose_nothing():
     empty = Life(10.0, written=10.0, ended=True, buckets={"start": 0.0})
-    assert (
-        run_lives.account([empty]).goodput is None
-        and run_lives.goodput_line([empty]) == ""
-    )
+    assert run_lives.account([empty]).goodput is None
+    assert run_lives.goodput_line([empty]) == ""
     killed = Life(70.0, written=75.0, buckets={"start": 5.0})  # before its first step
     before = life(0, 50, began=0.0, step=50.0)
     before.ended = False
     lives = [before, killed, life(40, 50, began=80.0, step=10.0)]
     found = run_lives.account([*lives, empty])
-    assert found.buckets["lost"] == pytest.approx(10) and found.buckets[
-        "step"
-    ] == pytest.approx(50)
+    assert found.buckets["lost"] == pytest.approx(10)
+    assert found.buckets["step"] == pytest.approx(50)
     assert found.buckets["down"] == pytest.approx(20 + 5)
     # more lost than was done, says a damaged file
     odd = life(40, 10, began=0.0, undone=3, step=8.0)
@@ -382,14 +376,16 @@ def test_a_run_that_was_extended_was_not_down(tmp_path):
     time.sleep(1.5)
     train(tmp_path, train__steps=last_step(tmp_path) + 3)
     lives = run_lives.read_lives(tmp_path)
-    assert [life.done for life in lives] == [True, False, True] and [
-        life.chips for life in lives
-    ] == [1] * 3
+    assert [life.done for life in lives] == [True, False, True]
+    assert [life.chips for life in lives] == [1] * 3
     assert all(life.ended for life in lives)
     idle_s = lives[1].began - lives[0].written
     found = run_lives.account(lives)
-    assert idle_s > 1.5 and 1.5 < found.buckets["down"] == pytest.approx(
-        lives[2].began - lives[1].written, abs=0.05
+    assert idle_s > 1.5
+    assert (
+        1.5
+        < found.buckets["down"]
+        == pytest.approx(lives[2].began - lives[1].written, abs=0.05)
     )
     assert found.wall_s == pytest.approx(
         lives[2].written - lives[0].began - idle_s, abs=0.05

@@ -59,6 +59,7 @@ class MetadataServer:
                 code = code or (404 if answer is None else 200)
                 text = answer if isinstance(answer, str) else json.dumps(answer)
                 self.reply(code, text if code == 200 else "")
+                return None
 
             def do_PUT(self):
                 outer.asked.append(self.path)
@@ -68,6 +69,7 @@ class MetadataServer:
                 if outer.refuses_put:
                     return self.reply(outer.refuses_put, "")
                 self.reply(200 if self.path == TOKEN and lasts else 403, outer.token)
+                return None
 
             def reply(self, code, text):
                 self.send_response(code)
@@ -165,11 +167,13 @@ def test_a_notice_is_heard_once_and_what_is_none_is_not(
     cloud.answers[path] = before
     with listening(chosen, cloud.address) as (notices, said):
         wait_for(lambda: cloud.asked.count(path) >= 3)
-        assert notices == [] and said == []
+        assert notices == []
+        assert said == []
         cloud.answers[path] = answer
         wait_for(lambda: notices)
         time.sleep(0.1)
-    assert len(notices) == 1 and words in notices[0]
+    assert len(notices) == 1
+    assert words in notices[0]
     assert notices[0].startswith(f"notice of {chosen} ({cloud.address}): ")
 
 
@@ -192,7 +196,8 @@ def test_an_answer_after_the_run_stops_nothing(cloud):
     ]
     for thread in threads:
         thread.join(10)
-    assert threads and notices == []
+    assert threads
+    assert notices == []
 
 
 def test_a_token_of_ec2_is_kept_and_renewed(cloud):
@@ -214,7 +219,8 @@ def test_an_answer_of_another_shape_is_no_notice_and_told_of_at_most_once(
     cloud.answers[EVENTS] = answer
     with listening("azure", cloud.address) as (notices, said):
         wait_for(lambda: cloud.asked.count(EVENTS) >= 4)
-        assert notices == [] and len(said) <= 1
+        assert notices == []
+        assert len(said) <= 1
         cloud.answers[EVENTS] = event("Reboot")  # of no machine in particular
         wait_for(lambda: notices)
 
@@ -242,7 +248,9 @@ def test_a_redirection_is_followed_nowhere(cloud, chosen, path, answer):
     cloud.answers[path] = redirect
     with listening(chosen, cloud.address) as (notices, said):
         wait_for(lambda: cloud.asked.count(path) >= 3)
-        assert notices == [] and elsewhere.asked == [] and "302" in said[0]
+        assert notices == []
+        assert elsewhere.asked == []
+        assert "302" in said[0]
     elsewhere.server.shutdown()
 
 
@@ -267,7 +275,8 @@ def test_what_is_no_token_is_not_kept(cloud, token):
     cloud.token = token
     with listening("aws", cloud.address) as (notices, said):
         wait_for(lambda: cloud.asked.count(TOKEN) >= 3)
-        assert notices == [] and len(said) == 1
+        assert notices == []
+        assert len(said) == 1
         cloud.token, cloud.answers[ACTION] = "token-2", ON_EC2
         wait_for(lambda: notices)
 
@@ -279,7 +288,8 @@ def test_a_token_that_has_run_out_is_renewed_without_a_word(cloud):
         wait_for(lambda: cloud.asked.count(TOKEN) == 2)
         asked = len(cloud.asked)
         wait_for(lambda: len(cloud.asked) >= asked + 3)
-    assert said == [] and cloud.asked.count(TOKEN) == 2
+    assert said == []
+    assert cloud.asked.count(TOKEN) == 2
 
 
 def test_a_server_of_the_first_version_is_asked_without_a_token(cloud):
@@ -303,7 +313,8 @@ def test_json_without_an_action_stops_no_run_on_ec2(cloud, answer):
     cloud.answers[ACTION] = answer
     with listening("aws", cloud.address) as (notices, said):
         wait_for(lambda: cloud.asked.count(ACTION) >= 3)
-        assert notices == [] and len(said) == 1
+        assert notices == []
+        assert len(said) == 1
         cloud.answers[ACTION] = ON_EC2
         wait_for(lambda: notices)
 
@@ -333,7 +344,9 @@ def test_without_its_name_a_machine_of_azure_takes_no_other_s_event(cloud, name)
     cloud.answers |= {NAME: name, EVENTS: event("Preempt", "vm-8")}
     with listening("azure", cloud.address) as (notices, said):
         wait_for(lambda: cloud.asked.count(NAME) >= 3)
-        assert notices == [] and len(said) == 1 and "name" in said[0]
+        assert notices == []
+        assert len(said) == 1
+        assert "name" in said[0]
         cloud.answers |= {NAME: "vm-7", EVENTS: event("Preempt", "vm-7")}
         wait_for(lambda: notices)
 
@@ -373,7 +386,9 @@ def test_after_an_answer_that_never_ends_or_is_none_the_server_is_asked_again(
     cloud.answers[PREEMPTED] = answer
     with listening("gcp", cloud.address) as (notices, said):
         wait_for(lambda: cloud.asked.count(PREEMPTED) >= 2)
-        assert notices == [] and len(said) == 1 and "\x1b" not in said[0]
+        assert notices == []
+        assert len(said) == 1
+        assert "\x1b" not in said[0]
         cloud.answers[PREEMPTED] = "TRUE"
         wait_for(lambda: notices)
 
@@ -398,20 +413,16 @@ def test_a_server_that_is_not_there_is_told_of_once(monkeypatch):
     with listening("aws", address) as (notices, said):
         wait_for(lambda: said)
         time.sleep(0.2)
-    assert (
-        notices == []
-        and len(said) == 1
-        and f"no answer from aws ({address})" in said[0]
-    )
+    assert notices == []
+    assert len(said) == 1
+    assert f"no answer from aws ({address})" in said[0]
 
 
 def test_nothing_is_asked_unless_the_config_says_so(cloud, tmp_path):
     with listening("none", cloud.address) as (notices, said):
         time.sleep(0.1)
-    assert (
-        cloud.asked == notices == said == []
-        and ResilienceConfig().preemption_notice == "none"
-    )
+    assert cloud.asked == notices == said == []
+    assert ResilienceConfig().preemption_notice == "none"
     with pytest.raises(ConfigError, match="resilience.preemption_notice"):
         run_of("quickstart", **{"resilience.preemption_notice": "ibm"})
 
@@ -475,7 +486,8 @@ def test_a_run_is_saved_within_ten_seconds_of_a_notice(tmp_path, processes):
     print(
         f"to saved {saved['time'] - began:.2f} s, to the end {time.time() - began:.2f} s"
     )
-    assert saved["ok"] and saved["time"] - began <= 10
+    assert saved["ok"]
+    assert saved["time"] - began <= 10
     assert "terminate at" in events["preemption_notice"]["notice"]
     assert events["preempted"]["step"] == saved["step"] >= 20
     assert (tmp_path / "checkpoints" / str(saved["step"]) / "manifest.json").exists()

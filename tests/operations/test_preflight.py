@@ -62,16 +62,14 @@ def of_target(text: str) -> list[SimpleNamespace]:
 @pytest.mark.parametrize("processes", [1, 4])
 def test_two_hosts_of_gpus_are_held_against_nvlink_and_infiniband(processes):
     inside, between = preflight.spans(gpus(2, 8, processes), H100)
-    assert inside.where == "inside each host" and inside.row == Row(
-        "H100 SXM", "NVLink", 450e9
-    )
+    assert inside.where == "inside each host"
+    assert inside.row == Row("H100 SXM", "NVLink", 450e9)
     assert [[d.id for d in group] for group in inside.groups] == [
         [*range(8)],
         [*range(8, 16)],
     ]
-    assert between.where == "between 2 hosts" and between.row == Row(
-        "H100 SXM", "InfiniBand", 50e9
-    )
+    assert between.where == "between 2 hosts"
+    assert between.row == Row("H100 SXM", "InfiniBand", 50e9)
     assert [[d.id for d in group] for group in between.groups] == [
         [i, i + 8] for i in range(8)
     ]
@@ -79,7 +77,8 @@ def test_two_hosts_of_gpus_are_held_against_nvlink_and_infiniband(processes):
 
 def test_one_gpu_a_host_has_no_inside_and_one_device_nothing_at_all():
     (between,) = preflight.spans(gpus(4, 1), H100)
-    assert between.where == "between 4 hosts" and len(between.groups) == 1
+    assert between.where == "between 4 hosts"
+    assert len(between.groups) == 1
     assert preflight.spans(gpus(1, 1), H100) == []
 
 
@@ -99,21 +98,24 @@ def test_one_gpu_a_host_has_no_inside_and_one_device_nothing_at_all():
 def test_a_slice_has_two_links_along_a_ring_and_one_along_a_line(target, links):
     chip = targets.parse(target).chip
     (inside,) = preflight.spans(of_target(target), chip)
-    assert inside.where == "inside the slice" and len(inside.groups) == 1
+    assert inside.where == "inside the slice"
+    assert len(inside.groups) == 1
     assert inside.row == Row(chip.name, "ICI", links * chip.link_bytes_per_s)
     ids = [device.id for device in inside.groups[0]]
     # what `plan` takes for such a group
     planned = targets.parse(target).group_link(ids)
-    assert planned.name == "ICI" and planned.bytes_per_s == inside.row.rate
+    assert planned.name == "ICI"
+    assert planned.bytes_per_s == inside.row.rate
 
 
 def test_two_slices_are_held_against_ici_and_dcn():
     inside, between = preflight.spans(of_target("v5p:4x4x4x2"), V5P)
-    assert inside.row == Row("TPU v5p", "ICI", 540e9) and len(inside.groups) == 2
-    assert between.where == "between 2 slices" and between.row == Row(
-        "TPU v5p", "DCN", 6.25e9
-    )
-    assert len(between.groups) == 64 and {d.slice_index for d in between.groups[0]} == {
+    assert inside.row == Row("TPU v5p", "ICI", 540e9)
+    assert len(inside.groups) == 2
+    assert between.where == "between 2 slices"
+    assert between.row == Row("TPU v5p", "DCN", 6.25e9)
+    assert len(between.groups) == 64
+    assert {d.slice_index for d in between.groups[0]} == {
         0,
         1,
     }
@@ -121,9 +123,11 @@ def test_two_slices_are_held_against_ici_and_dcn():
 
 def test_hosts_of_different_sizes_and_cards_without_a_network_have_no_row():
     (whole,) = preflight.spans([*gpus(1, 8), *gpus(2, 4)[4:]], H100)
-    assert whole.row is None and len(whole.groups[0]) == 12
+    assert whole.row is None
+    assert len(whole.groups[0]) == 12
     inside, between = preflight.spans(gpus(2, 4), T4)
-    assert inside.row == Row("T4", "PCIe", 16e9) and between.row is None
+    assert inside.row == Row("T4", "PCIe", 16e9)
+    assert between.row is None
 
 
 def test_cpus_are_grouped_by_process_and_have_no_row():
@@ -132,10 +136,10 @@ def test_cpus_are_grouped_by_process_and_have_no_row():
         for i in range(4)
     ]
     inside, between = preflight.spans(cpus, None)
-    assert (
-        inside.where == "inside each process" and between.where == "between 2 processes"
-    )
-    assert inside.row is None and between.row is None
+    assert inside.where == "inside each process"
+    assert between.where == "between 2 processes"
+    assert inside.row is None
+    assert between.row is None
     assert [[d.id for d in group] for group in between.groups] == [[0, 2], [1, 3]]
 
 
@@ -147,9 +151,8 @@ def test_healthy_rates_are_printed_beside_the_table_and_nothing_is_slow():
     table, slow = preflight.device_lines(
         rates, "h100, bfloat16 8192^3", H100, "bfloat16"
     )
-    assert (
-        table[0] == "preflight: h100, bfloat16 8192^3, median 652 TFLOP/s" and not slow
-    )
+    assert table[0] == "preflight: h100, bfloat16 8192^3, median 652 TFLOP/s"
+    assert not slow
     assert (
         table[1]
         == "  process 0 device 0: 650 TFLOP/s, 66% of the 989 TFLOP/s of the table's matmul"
@@ -181,10 +184,8 @@ def test_a_slow_device_is_named_beside_the_others_and_the_table():
 def test_where_all_are_slow_one_line_says_so():
     rates = {p: {str(d): 153e12 for d in range(4 * p, 4 * p + 4)} for p in range(16)}
     table, (slow,) = preflight.device_lines(rates, "what", V5P, "bfloat16")
-    assert (
-        len(table) == 65
-        and "153 TFLOP/s, 3.0 x below the 459 TFLOP/s of the table's matmul row" in slow
-    )
+    assert len(table) == 65
+    assert "153 TFLOP/s, 3.0 x below the 459 TFLOP/s of the table's matmul row" in slow
     assert "(TPU v5p): check other programs on it" in slow
 
 
@@ -192,7 +193,8 @@ def test_without_a_row_devices_are_compared_with_each_other_alone():
     table, slow = preflight.device_lines(
         {0: {"0": 2e11, "1": 1e11}}, "cpu", None, "float32"
     )
-    assert "no row" in table[1] and table[2] == "  process 0 device 0: 0.2 TFLOP/s"
+    assert "no row" in table[1]
+    assert table[2] == "  process 0 device 0: 0.2 TFLOP/s"
     assert slow == ["slow: process 0 device 1: 0.1 TFLOP/s, 67% of the median"]
     # emulated devices share their cores
     reduced = Reduced("inside each process", {0: 1e9, 1: 9e9}, None)
@@ -235,10 +237,8 @@ def test_a_slow_all_reduce_says_by_how_much_and_what_to_check(row, rate, factor,
     (line,), (slow,) = preflight.reduce_lines(
         Reduced("there", {0: rate, 1: 1.1 * rate}, row)
     )
-    assert (
-        f"{factor} ({row.chip}): check " in slow
-        and check in slow.partition(": check ")[2]
-    )
+    assert f"{factor} ({row.chip}): check " in slow
+    assert check in slow.partition(": check ")[2]
     assert f"% of the {row.rate / 1e9:.3g} GB/s of the table's {row.link}" in line
     healthy = Reduced("there", {0: 0.7 * row.rate, 1: 0.7 * row.rate}, row)
     assert not preflight.reduce_lines(healthy)[1]
@@ -288,7 +288,8 @@ def test_clocks_that_are_certainly_too_far_apart_are_named():
     assert wrong.startswith(
         "clock: process 2 on host2 is 61.5 s behind process 0 on host0: "
     )
-    assert "chrony" in wrong and preflight.clock_lines({}, {0: "alone"}) == ([], [])
+    assert "chrony" in wrong
+    assert preflight.clock_lines({}, {0: "alone"}) == ([], [])
 
 
 # --- measured -------------------------------------------------------------------------
@@ -362,10 +363,8 @@ def test_on_tpus_the_measured_program_reduces_over_ici_and_over_dcn():
     for text in (alone, inside):
         assert reduces(text) == [("all-reduce", preflight._REDUCES, (0, 1, 2, 3))]
     assert reduces(between) == [("send", preflight._REDUCES, ())]
-    assert (
-        '_xla_megascale_reduce_operation="SUM"' in between
-        and "megascale" not in alone + inside
-    )
+    assert '_xla_megascale_reduce_operation="SUM"' in between
+    assert "megascale" not in alone + inside
 
 
 # Process 1's clock runs ahead. The patch comes first: jaxdist takes the function when
@@ -424,8 +423,10 @@ def test_two_processes_measure_inside_and_between_and_whose_clock_is_ahead(
     ahead_s = re.match(
         r"clock: process 1 on \S+ is ([\d.]+) s ahead of process 0 on ", clock
     )
-    assert ahead_s and 50 < float(ahead_s[1]) < 70
-    assert "[0] trained" in out and "[1] trained" in out
+    assert ahead_s
+    assert 50 < float(ahead_s[1]) < 70
+    assert "[0] trained" in out
+    assert "[1] trained" in out
 
 
 def test_clocks_of_one_machine_are_together(capfd):
@@ -440,8 +441,10 @@ def test_clocks_of_one_machine_are_together(capfd):
     ]
     assert launch.main(flags) == 0
     out = capfd.readouterr().out
-    assert "all-reduce between 2 processes: " in out and "inside" not in out
-    assert "] clock: " not in out and "  clocks: at most " in out
+    assert "all-reduce between 2 processes: " in out
+    assert "inside" not in out
+    assert "] clock: " not in out
+    assert "  clocks: at most " in out
 
 
 # Process 1 does not come to the first all-reduce between processes.
@@ -486,7 +489,8 @@ def test_what_hangs_ends_with_76():
     done = subprocess.run(
         [sys.executable, "-c", hangs], capture_output=True, text=True, timeout=90
     )
-    assert done.returncode == EXIT_HANG and done.stdout == "in time\n"
+    assert done.returncode == EXIT_HANG
+    assert done.stdout == "in time\n"
     assert (
         "hang: the all-reduce has not ended after 0.5 s, process 0 on " in done.stderr
     )

@@ -43,13 +43,14 @@ def test_two_processes_train_as_one_and_go_on_as_one(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     train(one, devices=4, **LAYOUT)
     said = train_together(two, 2, 2, **LAYOUT)
-    assert "process 0 of 2" in said[0] and "step 6" in said[0]
+    assert "process 0 of 2" in said[0]
+    assert "step 6" in said[0]
     assert "step 6" not in said[1], "only the first process shows the run"
     reference = losses(one)
     assert len(reference) == 6
     for step, loss in losses(two).items():
         assert loss == pytest.approx(reference[step], rel=1e-6), step
-    assert [e for e in read_events(two) if e["event"] == "start"][0]["processes"] == 2
+    assert next(e for e in read_events(two) if e["event"] == "start")["processes"] == 2
     alone = LAYOUT | {"mesh__fsdp": 1, "mesh__tensor": 1}
     assert "finished at step 6" in train(two, devices=1, **alone).stdout
 
@@ -92,8 +93,10 @@ def test_an_error_of_one_process_before_the_first_step_ends_the_others(
         f"error: process {number}: OSError: [Errno 5] Input/output error (<string>:4)"
     )
     # jax's, as above
-    assert told in said[1 - number] or number == 0 and codes[1] == -signal.SIGABRT, said
-    assert codes[1 - number] == 70 or number == 0 and codes[1] == -signal.SIGABRT
+    assert told in said[1 - number] or (number == 0 and codes[1] == -signal.SIGABRT), (
+        said
+    )
+    assert codes[1 - number] == 70 or (number == 0 and codes[1] == -signal.SIGABRT)
     assert not read_events(tmp_path / "run")
 
 
@@ -133,7 +136,9 @@ def test_a_users_own_handler_is_called_and_put_back():
             os.kill(os.getpid(), signal.SIGTERM)
             # a second kind of signal asks for the same
             os.kill(os.getpid(), signal.SIGINT)
-            assert stop.reached() and stop.stopping and heard == ["user"]
+            assert stop.reached()
+            assert stop.stopping
+            assert heard == ["user"]
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, own)
@@ -144,9 +149,11 @@ def test_a_handler_set_during_the_run_is_called_and_the_run_stops(capsys):
     with StopSignals() as stop:
         mine = lambda *given: (heard.append("user"), ours(*given))  # noqa: E731
         ours = signal.signal(signal.SIGTERM, mine)
-        assert not stop.reached() and not stop.reached()
+        assert not stop.reached()
+        assert not stop.reached()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.reached() and heard == ["user"]
+        assert stop.reached()
+        assert heard == ["user"]
     assert (
         capsys.readouterr().err.count(
             "a handler of SIGTERM set during the run is called, too"
@@ -282,8 +289,10 @@ def test_an_interrupt_in_a_notebook_saves_and_gives_control_back(tmp_path, shell
         f"control is back: Interrupted stopped after step {step}, saved; run again"
         in said
     )
-    assert list_steps(workdir / "checkpoints") == [step] and 10 <= step < 300
-    assert f"resumed after step {step}" in said and last_step(workdir) == 300
+    assert list_steps(workdir / "checkpoints") == [step]
+    assert 10 <= step < 300
+    assert f"resumed after step {step}" in said
+    assert last_step(workdir) == 300
 
 
 def test_a_preempted_script_ends_with_75(tmp_path):
@@ -332,7 +341,8 @@ def test_an_elastic_run_is_refitted_and_any_other_is_left_alone():
     assert elastic.refit(run, devices=8, full_devices=8) is run
     smaller = elastic.refit(run, devices=4, full_devices=8)
     assert (smaller.mesh.data, smaller.mesh.fsdp, smaller.mesh.zero) == (1, 4, 2)
-    assert smaller.batch.accumulation == 2 and smaller.batch.global_size == 24
+    assert smaller.batch.accumulation == 2
+    assert smaller.batch.global_size == 24
     three = elastic.refit(run, devices=3, full_devices=8)
     assert (
         three.mesh.data,

@@ -93,15 +93,14 @@ def test_a_scrape_finds_the_run_as_it_is(tmp_path):
             ).close()
             if socket.gethostbyname(socket.gethostname()).startswith("127."):
                 raise OSError("this machine has no other address")
-    assert found["jaxdist_steps_total",] == 12 and found["jaxdist_tokens_total",] == 640
-    assert found["jaxdist_loss",] == 2.5 and found["jaxdist_eval_loss",] == 2.25
-    assert (
-        found["jaxdist_step_seconds",] == 0.25 and ("jaxdist_mfu_ratio",) not in found
-    )
-    assert (
-        found["jaxdist_events_total", "save"] == 2
-        and found["jaxdist_events_total", "slow_steps"] == 1
-    )
+    assert found["jaxdist_steps_total",] == 12
+    assert found["jaxdist_tokens_total",] == 640
+    assert found["jaxdist_loss",] == 2.5
+    assert found["jaxdist_eval_loss",] == 2.25
+    assert found["jaxdist_step_seconds",] == 0.25
+    assert ("jaxdist_mfu_ratio",) not in found
+    assert found["jaxdist_events_total", "save"] == 2
+    assert found["jaxdist_events_total", "slow_steps"] == 1
     assert found["jaxdist_checkpoint_last_success_timestamp_seconds",] == pytest.approx(
         before, abs=60
     )
@@ -165,7 +164,8 @@ def test_a_port_in_use_is_one_line_before_anything_compiles(tmp_path, capsys):
         "--config.telemetry.port=70000",
     ]
     (fault,) = refused(capsys, *flags, *overrides("train.steps=1"))
-    assert "telemetry.port" in fault and "65535" in fault
+    assert "telemetry.port" in fault
+    assert "65535" in fault
 
 
 def test_the_dashboard_asks_for_what_there_is(tmp_path):
@@ -175,12 +175,10 @@ def test_the_dashboard_asks_for_what_there_is(tmp_path):
     asked = " ".join(
         target["expr"] for panel in panels for target in panel.get("targets", ())
     )
-    names = {
-        word
-        for word in asked.replace("(", " ").replace("[", " ").replace("{", " ").split()
-    }
+    names = set(asked.replace("(", " ").replace("[", " ").replace("{", " ").split())
     names = {word.rstrip("),]}") for word in names if word.startswith("jaxdist_")}
-    assert len(panels) > 6 and len(names) > 10
+    assert len(panels) > 6
+    assert len(names) > 10
     assert not [
         name for name in names if f'"{name.removesuffix("_total")}"' not in text
     ], names
@@ -223,10 +221,8 @@ def test_a_real_prometheus_reads_a_live_run(tmp_path):
     try:
         until = time.monotonic() + 540
         while not (steps := ask("jaxdist_steps_total>5")) or not ask("jaxdist_loss"):
-            assert (
-                all(program.poll() is None for program in programs)
-                and time.monotonic() < until
-            )
+            assert all(program.poll() is None for program in programs)
+            assert time.monotonic() < until
             time.sleep(0.5)
         (up,), (goodput,) = ask("up"), ask("jaxdist_goodput_ratio")
         buckets = {
@@ -237,6 +233,8 @@ def test_a_real_prometheus_reads_a_live_run(tmp_path):
         for program in programs:
             program.terminate()
             program.wait(60)
-    assert up["value"][1] == "1" and 0 < float(goodput["value"][1]) < 1
-    assert buckets["compile"] > 0 and buckets["step"] > 0
+    assert up["value"][1] == "1"
+    assert 0 < float(goodput["value"][1]) < 1
+    assert buckets["compile"] > 0
+    assert buckets["step"] > 0
     print({"up": up, "steps": steps, "goodput": goodput, "buckets": buckets}, sep="\n")

@@ -73,9 +73,8 @@ def test_a_run_resumes_bit_for_bit_from_s3_after_its_checkpoints_are_deleted(
     assert sorted(events_of(workdir, "checkpoint_copied")) == [5, 7]
     shutil.rmtree(workdir / "checkpoints")
     assert run(workdir, **{"checkpoint.copy_to": url, "checkpoint.keep_last": 1}) == 0
-    assert events_of(workdir, "checkpoint_fetched") == [7] and events_of(
-        workdir, "restore"
-    ) == [7]
+    assert events_of(workdir, "checkpoint_fetched") == [7]
+    assert events_of(workdir, "restore") == [7]
     assert not events_of(workdir, "checkpoint_copy_failed")
     sums = [
         integrity.check(folder / "checkpoints", 12).fingerprints
@@ -86,17 +85,13 @@ def test_a_run_resumes_bit_for_bit_from_s3_after_its_checkpoints_are_deleted(
     # more).
     copies = Copies(url)
     steps = list(copies.steps())
-    assert (
-        steps == folders.list_steps(workdir / "checkpoints")
-        and 12 in steps
-        and not {5, 7} & set(steps)
-    )
+    assert steps == folders.list_steps(workdir / "checkpoints")
+    assert 12 in steps
+    assert not {5, 7} & set(steps)
     step, size, bad = fetch_newest(copies, tmp_path / "fetched")
-    assert (
-        (step, bad) == (12, {})
-        and integrity.check(tmp_path / "fetched", 12)
-        and size > 100_000
-    )
+    assert (step, bad) == (12, {})
+    assert integrity.check(tmp_path / "fetched", 12)
+    assert size > 100_000
     # Damage in all of them is seen, and nothing starts over.
     for step in steps:
         path = copies._path(step, "metadata/metadata")

@@ -187,7 +187,8 @@ def test_a_stopped_and_requeued_job_ends_finished(slurm, tmp_path):
     slurm.wait(job, lambda: len(events(workdir, "preempted")) == 2)
     slurm.wait(job, lambda: slurm.state(job) == "COMPLETED")
     assert "Restarts=2" in slurm("scontrol", "show", "job", job)
-    assert len(events(workdir, "start")) == 3 and last_step(workdir) == 120
+    assert len(events(workdir, "start")) == 3
+    assert last_step(workdir) == 120
     assert all(len(values) == 1 for values in every_loss(workdir).values())
     job = slurm(*script, *arguments(straight, train__steps=120)).strip()
     slurm.wait(job, lambda: slurm.state(job) == "COMPLETED")

@@ -60,11 +60,13 @@ def test_steps_twice_as_long_are_named_within_30(phase, pause_every):
     assert not loop.events
     loop.run(30, pause_every=pause_every, **SLOWDOWNS[phase])
     ((name, step, fields),) = loop.events
-    assert name == "slow_steps" and 100 < step <= 130
+    assert name == "slow_steps"
+    assert 100 < step <= 130
     assert (fields["process"], fields["phase"]) == (0, phase)
     assert fields["usual_step_s"] == pytest.approx(0.1, rel=0.3)
     assert fields["step_s"] == pytest.approx(0.2, rel=0.5)
-    assert len(loop.notes) == 1 and "ms" in loop.notes[0]
+    assert len(loop.notes) == 1
+    assert "ms" in loop.notes[0]
     loop.run(200, pause_every=pause_every, **SLOWDOWNS[phase])
     assert len(loop.events) == 1, "said once"
     loop.run(100, pause_every=pause_every)
@@ -164,7 +166,8 @@ def test_the_others_say_what_they_see(monkeypatch):
     loop.run(60)
     loop.run(30, devices=0.2)
     ((_, step, fields),) = loop.events
-    assert step <= 90 and (fields["process"], fields["phase"]) == (None, "devices")
+    assert step <= 90
+    assert (fields["process"], fields["phase"]) == (None, "devices")
 
 
 def test_a_process_says_anew_what_it_sees_while_steps_are_slow(monkeypatch):
@@ -188,7 +191,8 @@ def test_a_process_says_anew_what_it_sees_while_steps_are_slow(monkeypatch):
     loop.run(1, devices=4.0)
     loop.run(20, data=0.2)
     causes = [blamed({0: quiet, 1: grown}, alone=False) for grown in said]
-    assert causes[0] == (None, "devices") and causes[-1] == (1, "data")
+    assert causes[0] == (None, "devices")
+    assert causes[-1] == (1, "data")
     assert said[-1]["step"] > 116, "a window behind the stall"
     told = len(said)
     loop.run(100)
@@ -259,7 +263,8 @@ def test_what_a_straggler_takes_of_the_others_is_waiting(monkeypatch):
         held.append(pace.held_s)
     # Of 0.2 s a step this process works 0.02, the slowest 0.18: it is judged from the
     # sixth row on.
-    assert held == [0.0] * 5 + [pytest.approx(1.6)] * 3 and events == [("straggler", 1)]
+    assert held == [0.0] * 5 + [pytest.approx(1.6)] * 3
+    assert events == [("straggler", 1)]
     busy_s[1] = 0.03
     pace.row(90, steps=10, seconds=2.0, waited_s=1.8)
     assert pace.held_s == 0.0

@@ -106,7 +106,8 @@ def test_every_process_knows_its_place_and_its_lines_bear_its_number(tmp_path, c
     code, said = supervise(
         tmp_path, "print('hello from', rank); sys.stderr.write('no newline')", 3
     )
-    assert code == 0 and "starting 3 processes" in said
+    assert code == 0
+    assert "starting 3 processes" in said
     found = starts(tmp_path)
     assert sorted((rank, size) for rank, size, *_ in found) == [
         ("0", "3"),
@@ -128,7 +129,8 @@ def test_a_single_process_joins_no_group(tmp_path):
 @pytest.mark.parametrize("code", [75, 77, 78])
 def test_these_exit_codes_pass_through_without_a_restart(tmp_path, code):
     found, _ = supervise(tmp_path, f"sys.exit({code})")
-    assert found == code and len(starts(tmp_path)) <= 2
+    assert found == code
+    assert len(starts(tmp_path)) <= 2
 
 
 def test_the_others_of_a_lost_process_are_stopped_at_once_with_all_they_started(
@@ -145,7 +147,8 @@ kill_me()
 """
     began = time.monotonic()
     code, said = supervise(tmp_path, text, max_restarts=0)
-    assert code == 70 and time.monotonic() - began < 20
+    assert code == 70
+    assert time.monotonic() - began < 20
     assert "lost process 1 killed by SIGKILL" in said
     wait_until(lambda: not any(members(int(pid)) for *_, pid in starts(tmp_path)))
 
@@ -155,7 +158,8 @@ def test_who_is_at_fault_may_say_so_though_another_ends_first(tmp_path, code, ca
     first = "sys.exit(70)" if code == "70" else "os.abort()"
     text = f"if rank == 0: {first}\ntime.sleep(0.5); sys.exit('why')"
     ended, said = supervise(tmp_path, text, max_restarts=0)
-    assert ended == 1 and "lost process 1 ended with exit code 1" in said
+    assert ended == 1
+    assert "lost process 1 ended with exit code 1" in said
     assert "[1] why" in capfd.readouterr().out
 
 
@@ -166,7 +170,8 @@ def test_the_end_of_a_process_that_is_not_at_fault_is_a_loss_where_no_other_ends
     code, said = supervise(
         tmp_path, "sys.exit(70) if rank else time.sleep(100)", max_restarts=0
     )
-    assert code == 70 and "lost process 1 ended with exit code 70" in said
+    assert code == 70
+    assert "lost process 1 ended with exit code 70" in said
 
 
 # --- restarts -------------------------------------------------------------------------
@@ -183,7 +188,9 @@ def test_a_crash_loop_stops_and_says_why(tmp_path):
     )
     assert "cannot open the thing" in said.splitlines()[-1]
     lost = [e for e in read_events(tmp_path / "run") if e["event"] == "peer_lost"]
-    assert len(lost) == 3 and lost[0]["process"] == 1 and lost[0]["step"] == 3
+    assert len(lost) == 3
+    assert lost[0]["process"] == 1
+    assert lost[0]["step"] == 3
     assert len({port for _, _, port, _ in starts(tmp_path)}) == 3, (
         "each start has its own port"
     )
@@ -192,7 +199,8 @@ def test_a_crash_loop_stops_and_says_why(tmp_path):
 def test_a_kill_before_there_is_a_workdir_leaves_its_event(tmp_path):
     code, _ = supervise(tmp_path, "kill_me()", 1, max_restarts=0)
     (lost,) = read_events(tmp_path / "run")
-    assert code == 70 and (lost["event"], lost["why"]) == (
+    assert code == 70
+    assert (lost["event"], lost["why"]) == (
         "peer_lost",
         "process 0 killed by SIGKILL",
     )
@@ -207,13 +215,15 @@ if rank == 1:
     if gang() < 6: kill_me()
 """
     code, said = supervise(tmp_path, text, max_restarts=1)
-    assert code == 0 and said.count("starting") == 6
+    assert code == 0
+    assert said.count("starting") == 6
 
 
 def test_steps_done_again_are_no_progress(tmp_path):
     text = "write_step(2); write_step(1); kill_me()"
     code, said = supervise(tmp_path, text, 1, max_restarts=2)
-    assert code == 70 and said.count("starting") == 3
+    assert code == 70
+    assert said.count("starting") == 3
 
 
 def test_the_capacity_file_is_read_before_each_start(tmp_path):
@@ -264,8 +274,10 @@ if rank == 1 and size == 3: kill_me()
 if size == 3: time.sleep(100)
 """
     code, said = supervise(tmp_path, text, 3, min_processes=2)
-    assert code == 0 and "slot 1 was lost twice in a row" in said
-    assert said.count("starting 3") == 2 and said.count("starting 2") == 1
+    assert code == 0
+    assert "slot 1 was lost twice in a row" in said
+    assert said.count("starting 3") == 2
+    assert said.count("starting 2") == 1
     (tmp_path / "starts").unlink()
     code, said = supervise(tmp_path, text, 3, max_restarts=2)
     assert code == 70 and said.count("starting 3") == 3, (
@@ -298,10 +310,8 @@ def test_too_little_capacity_waits(tmp_path):
             capacity.write_text("2")
 
     assert Supervisor(options, ClusterInfo(), say=say).run() == 0
-    assert (
-        said[0].startswith("waiting: 1 processes could run")
-        and "2 are needed" in said[0]
-    )
+    assert said[0].startswith("waiting: 1 processes could run")
+    assert "2 are needed" in said[0]
 
 
 CONFIG_OF_8 = (
@@ -317,10 +327,8 @@ def test_only_sizes_with_a_legal_mesh_are_started(tmp_path):
     capacity.write_text("3")
     options = {"min_processes": 1, "capacity_file": capacity, "devices_per_process": 2}
     code, said = supervise(tmp_path, "", 4, **options)
-    assert (
-        code == 0
-        and "3 processes could run, but no legal mesh has them; taking 2" in said
-    )
+    assert code == 0
+    assert "3 processes could run, but no legal mesh has them; taking 2" in said
     assert {size for _, size, *_ in starts(tmp_path)} == {"2"}
 
 
@@ -397,7 +405,8 @@ def test_a_group_that_can_be_larger_saves_and_starts_again(tmp_path, at_once):
     assert (code, sizes) == (
         0,
         [1, 3],
-    ) and "3 processes can run: the 1 that run are asked to save" in said
+    )
+    assert "3 processes can run: the 1 that run are asked to save" in said
     (grew,) = written(tmp_path, "grow")
     assert (grew["step"], grew["processes_before"], grew["processes"]) == (1, 1, 3)
     assert not written(tmp_path, "peer_lost")
@@ -405,7 +414,8 @@ def test_a_group_that_can_be_larger_saves_and_starts_again(tmp_path, at_once):
 
 def test_a_run_that_ends_while_it_is_asked_to_grow_is_done(tmp_path, at_once):
     code, said, sizes = grown(tmp_path, GROWS.replace("END", "sys.exit(0)"))
-    assert (code, sizes) == (0, [1]) and "are asked to save" in said
+    assert (code, sizes) == (0, [1])
+    assert "are asked to save" in said
     assert not read_events(tmp_path / "run")
 
 
@@ -421,7 +431,8 @@ def test_a_growth_whose_save_fails_is_a_loss_and_starts_larger(
     tmp_path, at_once, end, why
 ):
     code, said, sizes = grown(tmp_path, GROWS.replace("END", end))
-    assert (code, sizes) == (0, [1, 3]) and f"lost {why} at step 1" in said
+    assert (code, sizes) == (0, [1, 3])
+    assert f"lost {why} at step 1" in said
     assert [event["why"] for event in written(tmp_path, "peer_lost")] == [why]
     assert not written(tmp_path, "grow")
 
@@ -430,7 +441,8 @@ def test_a_growth_whose_save_fails_is_a_loss_and_starts_larger(
 def test_a_stop_from_outside_during_a_growth_ends_the_run(tmp_path, at_once, end, code):
     again = f"(signal.signal(signal.SIGTERM, lambda *_: {end}), os.kill(os.getppid(), signal.SIGTERM))"
     found, said, sizes = grown(tmp_path, GROWS.replace("END", again))
-    assert (found, sizes) == (code, [1]) and "are asked to save" in said
+    assert (found, sizes) == (code, [1])
+    assert "are asked to save" in said
     assert not written(tmp_path, "grow")
 
 
@@ -444,7 +456,8 @@ def test_a_growth_that_makes_no_progress_is_undone(tmp_path, at_once, end):
     assert (code, sizes) == (
         0,
         [1, 3, 1],
-    ) and "no progress since the growth: back to 1 processes" in said
+    )
+    assert "no progress since the growth: back to 1 processes" in said
 
 
 def test_a_growth_that_fails_later_is_a_loss_like_any_other(tmp_path, at_once):
@@ -455,7 +468,8 @@ def test_a_growth_that_fails_later_is_a_loss_like_any_other(tmp_path, at_once):
     (ended := tmp_path / "ended").mkdir()
     assert grown(ended, text)[0] == 70, "--max-restarts 0"
     code, said, sizes = grown(tmp_path, text, max_restarts=1)
-    assert (code, sizes) == (0, [1, 3, 3]) and "back to" not in said
+    assert (code, sizes) == (0, [1, 3, 3])
+    assert "back to" not in said
 
 
 NO_GROWTH = {
@@ -481,7 +495,8 @@ def test_a_group_stays_as_it_is(tmp_path, at_once, why):
         )
     text = text.replace("range(200)", "range(8)").replace("END", "sys.exit(75)")
     code, said, sizes = grown(tmp_path, text, capacity, **options)
-    assert (code, sizes) == (0, [1]) and "are asked" not in said
+    assert (code, sizes) == (0, [1])
+    assert "are asked" not in said
 
 
 @pytest.mark.parametrize(("first", "sizes"), [("2", [2]), ("1", [1, 2, 4])])
@@ -520,7 +535,8 @@ def test_capacity_must_last_and_growths_keep_their_distance():
         return found
 
     timer, room = growth.GrowthTimer(600.0, clock=lambda: now[0]), [4]
-    assert not run_for(599) and not looks
+    assert not run_for(599)
+    assert not looks
     (first, *_) = run_for(30)
     assert 600 + growth.STEADY_S <= first <= 600 + growth.STEADY_S + growth.LOOK_S
     assert len(looks) <= 30 / growth.LOOK_S + 1
@@ -539,13 +555,18 @@ def test_capacity_must_last_and_growths_keep_their_distance():
     timer.failed()
     timer.failed()
     timer.begin()
-    assert timer.wait_s == 2400 and not run_for(2400) and run_for(30)
+    assert timer.wait_s == 2400
+    assert not run_for(2400)
+    assert run_for(30)
     timer.succeeded()
     timer.begin()
-    assert timer.wait_s == 600 and not run_for(600) and run_for(30)
+    assert timer.wait_s == 600
+    assert not run_for(600)
+    assert run_for(30)
     timer = growth.GrowthTimer(0.0, clock=lambda: now[0])
     looks.clear()
-    assert not run_for(10_000) and not looks
+    assert not run_for(10_000)
+    assert not looks
 
 
 # --- several agents -------------------------------------------------------------------
@@ -556,7 +577,8 @@ def test_an_agent_of_several_leaves_restarts_to_the_scheduler(tmp_path):
     code, said = supervise(
         tmp_path, "time.sleep(2 if rank == 2 else 60); kill_me()", agents=agents
     )
-    assert code == 70 and "starting 2 processes of 6" in said
+    assert code == 70
+    assert "starting 2 processes of 6" in said
     found = starts(tmp_path)
     assert sorted(rank for rank, *_ in found) == ["2", "3"]
     assert {(size, address) for _, size, address, _ in found} == {("6", "node7:61500")}
@@ -654,7 +676,8 @@ def test_torchruns_own_port_is_left_to_it():
         assert find_cluster(one | {"MASTER_PORT": "tcp://10.0.0.3:80"}) == ClusterInfo()
     environ = TORCHRUN | AGENT_STORE
     port = find_cluster(environ).port
-    assert port >= 61440 and port == find_cluster(environ | {"RANK": "0"}).port
+    assert port >= 61440
+    assert port == find_cluster(environ | {"RANK": "0"}).port
     assert find_cluster(environ | {"TORCHELASTIC_RESTART_COUNT": "1"}).port != port
 
 
@@ -734,14 +757,16 @@ def test_a_signal_to_the_agent_reaches_all_and_75_passes_through(
     agent = launched(tmp_path, SAVES)
     agent.send_signal(number)
     assert agent.wait(20) == 75
-    assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
 
 
 def test_a_preempted_process_stops_the_others_in_order(tmp_path):
     agent = launched(tmp_path, SAVES)
     os.kill(int(starts(tmp_path)[0][-1]), signal.SIGTERM)
     assert agent.wait(20) == 75
-    assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
 
 
 def test_who_does_not_stop_in_time_is_killed(tmp_path):
@@ -857,7 +882,8 @@ def test_a_refitted_layout_keeps_the_batch_and_a_devices_share(
         assert devices != full_size(full)
         return
     assert full_size(found) == devices
-    assert global_size % parts(found) == 0 and global_size // parts(found) <= each
+    assert global_size % parts(found) == 0
+    assert global_size // parts(found) <= each
     assert all(axes[axis] % found.axes[axis] == 0 for axis in AXES[:-1])
     # it is the smallest, unless nothing had to change
     for fewer in range(1, found.accumulation):
@@ -903,17 +929,17 @@ def test_a_refit_prefers_model_shards_and_says_when_nothing_fits():
 
 def test_the_lost_process_is_named_and_its_end_described():
     assert lost_process({0: 70, 1: -9, 2: -6}) == 1
-    assert lost_process({0: 70, 2: -6}) == 2 and lost_process({0: 70, 2: 70}) == 0
+    assert lost_process({0: 70, 2: -6}) == 2
+    assert lost_process({0: 70, 2: 70}) == 0
     assert lost_process({0: 75, 1: 0}) is None
-    assert (
-        describe_exit(-9) == "killed by SIGKILL"
-        and describe_exit(1) == "ended with exit code 1"
-    )
+    assert describe_exit(-9) == "killed by SIGKILL"
+    assert describe_exit(1) == "ended with exit code 1"
 
 
 def test_progress_reads_the_newest_step(tmp_path):
     progress = ProgressReader(tmp_path)
-    assert progress.newest() == 0 and ProgressReader(None).newest() == 0
+    assert progress.newest() == 0
+    assert ProgressReader(None).newest() == 0
     with_metrics = MetricsWriter(tmp_path)
     for step in (1, 2, 3):
         with_metrics.write(step, {"loss": float("nan")})
@@ -941,7 +967,8 @@ def test_files_of_another_shape_say_nothing_of_progress(tmp_path, text):
     for name in ("run.json", "config.json", "metrics.jsonl"):
         (tmp_path / name).write_text(text)
     progress = ProgressReader(tmp_path)
-    assert progress.newest() == 0 and progress.devices_per_process() is None
+    assert progress.newest() == 0
+    assert progress.devices_per_process() is None
     config = progress.read_json("config.json")
     assert (
         config is None or elastic.fit_config(config, devices=2, full_devices=4) is None

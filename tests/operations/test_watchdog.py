@@ -80,14 +80,18 @@ def test_a_hang_ends_with_76_and_is_described(tmp_path, kind):
     )  # which launch reports as 76
     assert done.returncode == expected, (done.returncode, done.stderr[-2000:])
     (event,) = [e for e in read_events(tmp_path) if e["event"] == "hang"]
-    assert event["process"] == 0 and event["phase"] == "data" and event["at_step"] == 5
-    assert event["step"] == 4 and event["sample"] == 32
-    assert "the_culprit" in event["stacks"] and "the_culprit" in done.stderr
-    assert (
-        "hang: process 0 of 1" in done.stderr and "last finished step 4" in done.stderr
-    )
+    assert event["process"] == 0
+    assert event["phase"] == "data"
+    assert event["at_step"] == 5
+    assert event["step"] == 4
+    assert event["sample"] == 32
+    assert "the_culprit" in event["stacks"]
+    assert "the_culprit" in done.stderr
+    assert "hang: process 0 of 1" in done.stderr
+    assert "last finished step 4" in done.stderr
     assert event["stopped_by_signal"] == (kind == "stopped")
-    assert LIMIT_S <= event["waited_s"] and after_s < LIMIT_S + MOST_S
+    assert event["waited_s"] >= LIMIT_S
+    assert after_s < LIMIT_S + MOST_S
     assert not (tmp_path / ".beats").exists()
 
 
@@ -168,15 +172,16 @@ def test_limits_go_by_phase_and_grow_with_slow_steps(tmp_path, monkeypatch):
         watch.at("step", number)
         now[0] += 3
     # 20 median steps
-    assert watch._limit_s("step") == 60 and watch._limit_s("data") == 60
-    assert watch._limit_s("save") == 0 and watch._limit_s("evaluate") == 1000
+    assert watch._limit_s("step") == 60
+    assert watch._limit_s("data") == 60
+    assert watch._limit_s("save") == 0
+    assert watch._limit_s("evaluate") == 1000
     watch.at("save", 7)
     beat = watchdog_process.Beat(*watchdog_process.BEAT.unpack_from(watch._memory, 8))
     assert beat.deadline == float("inf")
     wrong = faults(WatchdogConfig(step_s=-1, slow_steps=0.5), "watchdog.")
-    assert (
-        len(wrong) == 2 and "watchdog.step_s: got -1, required float >= 0" in wrong[0]
-    )
+    assert len(wrong) == 2
+    assert "watchdog.step_s: got -1, required float >= 0" in wrong[0]
 
 
 # --- who is behind --------------------------------------------------------------------
@@ -227,7 +232,7 @@ def beats(
 
 
 @pytest.mark.parametrize(
-    "me, guilty, places",
+    ("me", "guilty", "places"),
     [
         # behind: it speaks for itself
         (1, [1], {"p0": ("step", 9, 1), "p1": ("data", 6, 1)}),
@@ -339,10 +344,10 @@ def check_run(workdir: Path, done, kind: str, *, process: int) -> None:
     assert {event["process"] for event in hangs} == {process}
     hang = hangs[0]
     print(kind, {k: v for k, v in hang.items() if k != "stacks"})
-    assert hang["at_step"] in (4, 5, 6) and hang["step"] < 6
-    assert (
-        "the_culprit" in hang["stacks"] and "the_culprit" in done.stdout + done.stderr
-    )
+    assert hang["at_step"] in (4, 5, 6)
+    assert hang["step"] < 6
+    assert "the_culprit" in hang["stacks"]
+    assert "the_culprit" in done.stdout + done.stderr
     after_s = hang["time"] - float((workdir / "hung").read_text())
     print(f"{kind}: event {after_s:.1f} s after the hang began")
     lost = [event for event in events if event["event"] == "peer_lost"]
@@ -390,11 +395,9 @@ def test_of_processes_that_are_level_the_one_that_does_not_wait_is_told_apart(
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     events = read_events(tmp_path / "run")
     hangs = {e["process"]: e for e in events if e["event"] == "hang"}
-    assert (
-        hangs[1]["phase"] == "save"
-        and hangs[1]["at_step"] == 8
-        and not hangs[1]["waits_for_others"]
-    )
+    assert hangs[1]["phase"] == "save"
+    assert hangs[1]["at_step"] == 8
+    assert not hangs[1]["waits_for_others"]
     assert "the_culprit" in hangs[1]["stacks"]
     assert 0 not in hangs or hangs[0]["waits_for_others"]
     lost = [event for event in events if event["event"] == "peer_lost"]
@@ -430,16 +433,12 @@ def test_a_process_that_never_finds_its_devices_ends_with_76(tmp_path):
     done = early(tmp_path / "run", watchdog__start_s=LIMIT_S)
     assert done.returncode == EXIT_HANG, (done.returncode, done.stderr[-2000:])
     (event,) = read_events(tmp_path / "run")
-    assert (
-        event["event"] == "hang"
-        and event["phase"] == "start"
-        and "the_culprit" in event["stacks"]
-    )
-    assert (
-        event["at_step"] == 0
-        and LIMIT_S <= event["waited_s"]
-        and not event["waits_for_others"]
-    )
+    assert event["event"] == "hang"
+    assert event["phase"] == "start"
+    assert "the_culprit" in event["stacks"]
+    assert event["at_step"] == 0
+    assert event["waited_s"] >= LIMIT_S
+    assert not event["waits_for_others"]
 
 
 LOOKS_FOR_WATCHER = (
@@ -496,9 +495,8 @@ def test_of_a_run_whose_process_never_finds_its_devices_that_is_named_and_it_beg
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     events = read_events(tmp_path / "run")
     (hang,) = [event for event in events if event["event"] == "hang"]
-    assert (hang["process"], hang["phase"]) == (1, "start") and "the_culprit" in hang[
-        "stacks"
-    ]
+    assert (hang["process"], hang["phase"]) == (1, "start")
+    assert "the_culprit" in hang["stacks"]
     lost = [event for event in events if event["event"] == "peer_lost"]
     assert [(e["process"], e["exit_code"]) for e in lost] == [(1, EXIT_HANG)]
     assert [row["step"] for row in read_rows(tmp_path / "run").train] == list(
@@ -549,10 +547,13 @@ def test_a_hook_that_hangs_is_found_and_the_ledger_has_the_life(tmp_path):
     assert done.returncode == EXIT_HANG, (done.returncode, done.stderr[-2000:])
     (event,) = [e for e in read_events(tmp_path / "run") if e["event"] == "hang"]
     assert (event["phase"], event["at_step"]) == ("step", 6)
-    assert "the_culprit" in event["stacks"] and "paused_step" in event["stacks"]
+    assert "the_culprit" in event["stacks"]
+    assert "paused_step" in event["stacks"]
     (life,) = read_lives(tmp_path / "run")
-    assert life.failed and not life.ended
-    assert (life.phase, life.first) == ("step", 0) and life.step >= 3
+    assert life.failed
+    assert not life.ended
+    assert (life.phase, life.first) == ("step", 0)
+    assert life.step >= 3
     assert life.buckets["hooks"] > 0  # where the time of a hook is booked
 
 
@@ -575,7 +576,8 @@ def test_a_process_that_never_joins_is_found_and_so_is_the_one_that_waits(tmp_pa
     assert [process.returncode for process in group] == [EXIT_HANG] * 2, output
     hangs = {event["process"]: event for event in read_events(tmp_path / "run")}
     assert {event["event"] for event in hangs.values()} == {"hang"}
-    assert "the_culprit" in hangs[1]["stacks"] and not hangs[1]["waits_for_others"]
+    assert "the_culprit" in hangs[1]["stacks"]
+    assert not hangs[1]["waits_for_others"]
     # the other may have ended before it was itself reported
     assert 0 not in hangs or hangs[0]["waits_for_others"]
     assert all(event["phase"] == "start" for event in hangs.values())

@@ -67,7 +67,7 @@ def _plain(
     q, k, v, *, causal=True, segment_ids_BS=None, scale=None, softcap=None, window=None
 ):
     """Returns attention as plain jnp, for autodiff to differentiate."""
-    B, S, H, N = q.shape
+    _B, S, H, N = q.shape
     k, v = (jnp.repeat(x, H // k.shape[2], 2) for x in (k, v))
     s = jnp.einsum("bshn,bthn->bhst", q, k) * (scale or N**-0.5)
     s = s if softcap is None else softcap * jnp.tanh(s / softcap)
@@ -109,7 +109,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("shape, options", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("shape", "options"), CASES.values(), ids=CASES)
 def test_reference_equals_definition(shape, options):
     options = dict(options)
     if options.pop("packed", False):
@@ -193,7 +193,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("sizes, H, K", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("sizes", "H", "K"), LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("packed", [False, True])
 def test_layouts_equal_one_device(sizes, H, K, packed):
     assert jax.device_count() == 8
@@ -251,7 +251,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("shape, options, text", FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(("shape", "options", "text"), FAULTS.values(), ids=FAULTS)
 def test_faults_name_value_and_cure(shape, options, text):
     q, k, v, _ = _arrays(*shape)
     with pytest.raises(ValueError, match=text):
@@ -272,7 +272,7 @@ def test_splash_blocks_divide():
 
 
 @pytest.mark.parametrize(
-    "S, packed, options",
+    ("S", "packed", "options"),
     [
         (128, False, {}),
         (100, True, {}),
@@ -377,7 +377,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(
-    "shape, dtype, options, reason", REFUSALS.values(), ids=REFUSALS
+    ("shape", "dtype", "options", "reason"), REFUSALS.values(), ids=REFUSALS
 )
 def test_what_cudnn_cannot_compute_falls_back_with_the_reason(
     shape, dtype, options, reason, monkeypatch
@@ -395,7 +395,7 @@ def test_what_cudnn_cannot_compute_falls_back_with_the_reason(
 
 
 @pytest.mark.parametrize(
-    "kind, name", [("Tesla T4", "reference"), ("NVIDIA L4", "cudnn")]
+    ("kind", "name"), [("Tesla T4", "reference"), ("NVIDIA L4", "cudnn")]
 )
 @pytest.mark.filterwarnings("ignore:attention")
 def test_cudnn_is_not_for_gpus_before_ampere(kind, name, monkeypatch):
@@ -408,7 +408,7 @@ def test_cudnn_is_not_for_gpus_before_ampere(kind, name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "platform, name", [("tpu", "splash"), ("gpu", "cudnn"), ("cpu", "reference")]
+    ("platform", "name"), [("tpu", "splash"), ("gpu", "cudnn"), ("cpu", "reference")]
 )
 def test_each_platform_has_its_backend(platform, name, monkeypatch):
     monkeypatch.setattr(execution.Execution, "platform", platform)

@@ -141,15 +141,14 @@ def test_no_buffer_of_logits(case):
 
 def test_kernels_see_their_own_shards():
     results = _results()
-    assert results["packed_tensor"]["segmented"] and not results["saved"]["segmented"]
+    assert results["packed_tensor"]["segmented"]
+    assert not results["saved"]["segmented"]
     assert results["packed_tensor"]["kernels"] == {"fwd": 1, "dq": 1, "dkv": 1}
     assert results["odd_sizes"]["kernels"] == {"fwd": 2, "dq": 1, "dkv": 1}
     assert results["gemma"]["kernels"] == {"fwd": 1, "dq": 1, "dkv": 1}
     # A call for chunks that see themselves, and one for those that see chunks before.
-    assert (
-        results["long"]["kernels"] == {"fwd": 1, "dq": 0, "dkv": 2}
-        and results["long"]["segmented"]
-    )
+    assert results["long"]["kernels"] == {"fwd": 1, "dq": 0, "dkv": 2}
+    assert results["long"]["segmented"]
     assert all(row["gathers"] == 0 for row in results.values())
 
 

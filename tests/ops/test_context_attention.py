@@ -274,11 +274,9 @@ def _rules(form: str, **sizes):
 def test_heads_that_do_not_divide_are_refused_with_what_auto_takes():
     rules, mesh = rules_and_mesh(attention="heads", context=4, tensor=2)
     (text,) = context_attention.faults(rules, 64, 12)
-    assert (
-        "12 query heads" in text
-        and "mesh.context=4 x mesh.tensor=2" in text
-        and "takes gather" in text
-    )
+    assert "12 query heads" in text
+    assert "mesh.context=4 x mesh.tensor=2" in text
+    assert "takes gather" in text
     with (
         pytest.raises(ConfigError, match="multiple of 8"),
         execution.activate(mesh, rules),
@@ -295,10 +293,8 @@ def test_the_choice_is_explained_in_bytes():
     (text,) = cost.explain(_rules("auto", context=8), 2)
     # A device's 1,024 places: 32 + 32 + 8 + 8 heads of 256 bytes, 7 / 8 of them for
     # others.
-    assert (
-        "by heads" in text
-        and f"heads sends {1024 * 80 * 256 * 7 / 8 / 1e6:,.1f} MB" in text
-    )
+    assert "by heads" in text
+    assert f"heads sends {1024 * 80 * 256 * 7 / 8 / 1e6:,.1f} MB" in text
     assert f"gather sends {1024 * 16 * 256 * 7 / 1e6:,.1f} MB" in text
     assert f"holds all of {8192 * 16 * 256 / 1e6:,.1f} MB" in text
     (text,) = cost.explain(_rules("ring", context=8), 2)

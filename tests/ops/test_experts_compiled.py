@@ -163,7 +163,8 @@ def test_tpus_have_kernels_and_no_product_with_all_experts(name):
     # hidden rows' gradients
     assert row["kernels"] == 12
     # one a layer: rematerialisation keeps the order
-    assert row["ragged"] == 0 and row["sorts"] == 1
+    assert row["ragged"] == 0
+    assert row["sorts"] == 1
     one_product = 2 * B * S * K * D * F / _devices(name)
     assert max(row["products"]) < 0.1 * one_product  # the router's and none else
 
@@ -172,8 +173,10 @@ def test_tpus_have_kernels_and_no_product_with_all_experts(name):
 def test_what_crosses_devices_on_tpus():
     rounds, gather = results("tpu")["rounds"], results("tpu")["gather"]
     # 2 forward, 3 backward
-    assert len(_rows(rounds, "all-to-all")) == 5 and not _rows(rounds, "all-gather")
-    assert len(_rows(gather, "all-gather")) == 3 and not _rows(gather, "all-to-all")
+    assert len(_rows(rounds, "all-to-all")) == 5
+    assert not _rows(rounds, "all-gather")
+    assert len(_rows(gather, "all-gather")) == 3
+    assert not _rows(gather, "all-to-all")
     for row in (rounds, gather):
         kernels = [
             shape
@@ -195,7 +198,8 @@ def test_gpus_multiply_the_rows_of_each_expert_and_no_others():
     # A first share of all experts is 1.25 of the rows of an even load (the exchange has
     # room for so many); a loop over what is left has a quarter as much in its body. XLA
     # computes gate and up in one.
-    assert row["ragged"] == 0 and max(row["products"]) <= 2 * 1.25 * 1.05 * active
+    assert row["ragged"] == 0
+    assert max(row["products"]) <= 2 * 1.25 * 1.05 * active
     # 3 products forward and 8 backward; XLA writes a loop over two layers out, but for
     # one of the passes.
     assert (
@@ -203,7 +207,8 @@ def test_gpus_multiply_the_rows_of_each_expert_and_no_others():
         < sum(row["products"])
         < 19 * (1.25 + 1.25 / 4) * 1.05 * active
     )
-    assert _rows(row, "all-to-all") and not _rows(row, "all-gather")
+    assert _rows(row, "all-to-all")
+    assert not _rows(row, "all-gather")
 
 
 if __name__ == "__main__":

@@ -161,7 +161,8 @@ def check(name: str, load: str, built=None) -> None:
     assert worst(own_gradients, gradients) < GRADIENTS
     np.testing.assert_array_equal(out.stats.load, one.stats.load)
     assert (one.stats.load[E // 4 :].sum() == 0) == (load == "skewed")
-    assert one.stats.load.sum() == B * S * K and out.stats.dropped == one.stats.dropped
+    assert one.stats.load.sum() == B * S * K
+    assert out.stats.dropped == one.stats.dropped
     assert (out.stats.dropped > 0) == ("capacity_factor" in case.options)
     rounds = out.stats.rounds / out.stats.exchanges
     if case.in_rounds:
@@ -229,7 +230,7 @@ def in_region(axis: str, **sizes):
 
 
 @pytest.mark.parametrize(
-    "axis, sizes",
+    ("axis", "sizes"),
     [
         ("data", {"data": 2, "expert": 2, "fsdp": 2}),
         ("pipeline", {"pipeline": 2, "expert": 4}),
@@ -248,10 +249,8 @@ def test_in_a_region(axis, sizes):
     (_, load, of_values), (out, of_x) = jax.device_get(
         compiled(values, x, loads["mixed"])
     )
-    assert (
-        worst(out, one.x) < VALUES
-        and worst((of_values, of_x), (one_of_values, one_of_x)) < GRADIENTS
-    )
+    assert worst(out, one.x) < VALUES
+    assert worst((of_values, of_x), (one_of_values, one_of_x)) < GRADIENTS
     np.testing.assert_array_equal(load, one.stats.load)
 
 
@@ -273,7 +272,8 @@ def test_bfloat16_on_split_experts_and_kernels(exchange, reduce):
 
     compiled = jax.jit(inside).lower(*arguments).compile(FAST_COMPILE)
     (_, out), own_gradients = jax.device_get(compiled(*arguments))
-    assert out.x.dtype == jnp.bfloat16 and out.stats.load.dtype == np.float32
+    assert out.x.dtype == jnp.bfloat16
+    assert out.stats.load.dtype == np.float32
     np.testing.assert_array_equal(out.stats.load, one.stats.load)
     pairs = zip(
         *map(jax.tree.leaves, ((out.x, own_gradients), (one.x, gradients))), strict=True
@@ -320,10 +320,8 @@ def test_rows_cross_by_all_to_all_and_nothing_else_does():
     # else is gathered.
     assert {shape for kind, shape in moved if kind == "all-gather"} <= {(D, E)}
     assert not [shape for kind, shape in moved if kind == "collective-permute"]
-    assert (
-        "ragged-dot" not in compiled.as_text()
-        and compiled.as_text().count(" sort(") == 1
-    )
+    assert "ragged-dot" not in compiled.as_text()
+    assert compiled.as_text().count(" sort(") == 1
     tokens, whole = B * S // 8, B * S
     assert not [
         shape for shape in buffer_shapes(module) if whole in shape or whole * K in shape
@@ -336,10 +334,8 @@ def test_rows_cross_by_all_to_all_and_nothing_else_does():
 
 def test_what_computes_is_said():
     lines = explain(64, 8)
-    assert (
-        lines[0].startswith("experts: products by blocks: ")
-        and "no exchange" in lines[1]
-    )
+    assert lines[0].startswith("experts: products by blocks: ")
+    assert "no exchange" in lines[1]
     rules, mesh = rules_and_mesh(expert=8)
     with execution.activate(mesh, rules):
         assert explain(64, 2)[1].startswith(
@@ -355,7 +351,7 @@ def test_what_computes_is_said():
 
 
 @pytest.mark.parametrize(
-    "changes, match",
+    ("changes", "match"),
     [
         ({"exchange": "ring"}, "exchange='ring'; choose auto, rounds or gather"),
         ({"slack": 0.5}, "slack=0.5"),

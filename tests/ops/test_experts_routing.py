@@ -66,26 +66,26 @@ def test_gradients_are_those_of_the_chosen_scores():
     gradient, of_bias = jax.grad(ours, argnums=(0, 1))(LOGITS, bias)
     expected = jax.grad(plain)(LOGITS)
     np.testing.assert_allclose(gradient, expected, atol=1e-6 * np.abs(expected).max())
-    assert np.abs(expected).max() > 0 and np.abs(of_bias).max() == 0
+    assert np.abs(expected).max() > 0
+    assert np.abs(of_bias).max() == 0
 
 
 def test_ties_take_the_lower_numbers_and_nan_stays_nan():
     routing = route(jnp.zeros((1, 1, E)), K)
     assert routing.ids.tolist() == [[list(range(K))]]
     routing = route(jnp.full((1, 1, E), jnp.nan), K)
-    assert jnp.isnan(routing.weights).all() and (routing.ids < E).all()
+    assert jnp.isnan(routing.weights).all()
+    assert (routing.ids < E).all()
 
 
 def test_bfloat16_logits_are_scored_in_float32():
     routing = route(jnp.asarray(LOGITS, jnp.bfloat16), K)
-    assert (
-        routing.weights.dtype == routing.scores.dtype == jnp.float32
-        and routing.ids.dtype == jnp.int32
-    )
+    assert routing.weights.dtype == routing.scores.dtype == jnp.float32
+    assert routing.ids.dtype == jnp.int32
 
 
 @pytest.mark.parametrize(
-    "k, options, match",
+    ("k", "options", "match"),
     [
         (17, {}, "17 of 16 experts; choose 1 to 16"),
         (0, {}, "0 of 16 experts"),

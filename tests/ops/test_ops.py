@@ -166,9 +166,8 @@ def test_a_matrix_scattered_by_tiles_is_the_same(names, monkeypatch):
             )
 
     traced = jax.jit(summed).trace(parts)
-    assert "reduce_scatter" in str(
-        traced.jaxpr
-    ) and f"f32[{128 * 256 // 128},128]" in str(traced.jaxpr)
+    assert "reduce_scatter" in str(traced.jaxpr)
+    assert f"f32[{128 * 256 // 128},128]" in str(traced.jaxpr)
     np.testing.assert_allclose(
         traced.lower().compile()(parts), parts.sum(0), rtol=1e-5, atol=1e-5
     )
@@ -213,10 +212,12 @@ def test_projects_gradients_are_float32_whatever_the_activations():
         np.asarray(x, np.float64).sum((0, 1))[:, None], kernel.shape
     )
     # A sum of 96 bfloat16 values, exact in float32 but not in bfloat16 (8 bits).
-    assert np.abs(exact).max() > 1 and worst(dkernel, exact) < 1e-6
+    assert np.abs(exact).max() > 1
+    assert worst(dkernel, exact) < 1e-6
     with execution.activate(reduce="bfloat16"):
         rounded = jax.grad(loss)(kernel, x)
-    assert rounded.dtype == jnp.float32 and 1e-4 < worst(rounded, exact) < 1e-2
+    assert rounded.dtype == jnp.float32
+    assert 1e-4 < worst(rounded, exact) < 1e-2
 
 
 # --- embed ----------------------------------------------------------------------------
@@ -334,8 +335,9 @@ def test_cross_entropy_equals_autodiff_of_the_formula(layout, variant):
         ("sequence", "plain"),
         ("zero2", "z_loss"),
         ("split", "tied"),
-    ]
-    + [("split_4", "plain"), ("split_zero1", "chunks")],
+        ("split_4", "plain"),
+        ("split_zero1", "chunks"),
+    ],
 )
 def test_cross_entropy_as_written_for_a_tpu(layout, variant, monkeypatch):
     monkeypatch.setattr(execution.Execution, "platform", "tpu")
@@ -369,8 +371,15 @@ def _score_targets(head_name, options):
 
 @pytest.mark.parametrize(
     ("layout", "variant"),
-    [("one", "chunks"), ("one", "tied"), ("mixed", "tied"), ("fsdp", "chunks")]
-    + [("split", "tied"), ("split_4", "chunks"), ("indivisible", "chunks")],
+    [
+        ("one", "chunks"),
+        ("one", "tied"),
+        ("mixed", "tied"),
+        ("fsdp", "chunks"),
+        ("split", "tied"),
+        ("split_4", "chunks"),
+        ("indivisible", "chunks"),
+    ],
 )
 def test_scores_of_targets_equal_the_formula(layout, variant):
     options = VARIANTS[variant]
@@ -459,7 +468,8 @@ def test_the_gradient_scales_with_its_cotangent_and_weights_have_none():
     once, thrice = jax.grad(loss)(x, 1.0), jax.grad(loss)(x, 3.0)
     assert worst(thrice, 3 * once) < 1e-6
     silent = jax.grad(lambda x: cross_entropy(x, head, targets, 0 * weights)[0])(x)
-    assert not silent.any() and once.any()
+    assert not silent.any()
+    assert once.any()
 
 
 @pytest.mark.parametrize("layout", ["one", "mixed"])

@@ -43,13 +43,19 @@ def test_a_format_is_a_dtype_with_a_peak(name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_needs_a_format_and_units_and_has_code(name):
     recipe = RECIPES[name]
-    assert recipe.dtype in FORMATS and recipe.units in UNITS and recipe.peak in PEAKS
+    assert recipe.dtype in FORMATS
+    assert recipe.units in UNITS
+    assert recipe.peak in PEAKS
     assert type(recipe) in matmul._MULTIPLY
-    assert 1 <= recipe.matmuls <= 3 and 0 < recipe.units.reached <= 1
+    assert 1 <= recipe.matmuls <= 3
+    assert 0 < recipe.units.reached <= 1
     band = FORMATS[recipe.dtype].band
-    assert recipe.band.gradient >= band.gradient and recipe.band.update >= band.update
+    assert recipe.band.gradient >= band.gradient
+    assert recipe.band.update >= band.update
     fits = PrecisionConfig(compute=recipe.dtype, matmul=name)
-    assert fits.recipe == recipe and fits.peak == recipe.peak and not [*fits.faults()]
+    assert fits.recipe == recipe
+    assert fits.peak == recipe.peak
+    assert not [*fits.faults()]
     for other in FORMATS.keys() - {recipe.dtype}:
         (fault,) = PrecisionConfig(compute=other, matmul=name).faults()
         assert f"set precision.compute={recipe.dtype}" in fault

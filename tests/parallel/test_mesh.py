@@ -28,21 +28,23 @@ def faults(config: MeshConfig, devices: int = 8, slices: int = 1) -> str:
 def test_the_rest_goes_to_the_axis_that_is_minus_one():
     assert resolve_mesh(MeshConfig(tensor=2), 8).sizes["data"] == 4
     shape = resolve_mesh(MeshConfig(data=2, fsdp=-1, tensor=2), 8)
-    assert shape.sizes == dict(
-        pipeline=1, data=2, fsdp=2, expert=1, context=1, tensor=2
-    )
+    assert shape.sizes == {
+        "pipeline": 1,
+        "data": 2,
+        "fsdp": 2,
+        "expert": 1,
+        "context": 1,
+        "tensor": 2,
+    }
     assert (shape.num_devices, shape.batch_shards) == (8, 4)
-    assert str(shape) == "data 2 x fsdp 2 x tensor 2" and str(
-        resolve_mesh(MeshConfig(), 1)
-    )
+    assert str(shape) == "data 2 x fsdp 2 x tensor 2"
+    assert str(resolve_mesh(MeshConfig(), 1))
 
 
 def test_two_unknown_sizes_are_refused():
     text = faults(MeshConfig(data=-1, fsdp=-1))
-    assert (
-        "mesh.data and mesh.fsdp are both -1" in text
-        and "give the other a size" in text
-    )
+    assert "mesh.data and mesh.fsdp are both -1" in text
+    assert "give the other a size" in text
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,8 @@ def test_all_faults_come_at_once():
 def test_axes_that_talk_in_every_layer_refuse_dcn_unless_forced(axis):
     dcn = {"data": 1, axis: 2}
     text = faults(MeshConfig(**{axis: 2, "dcn": DcnConfig(**dcn)}), 8, 2)
-    assert f"mesh.dcn.{axis}=2" in text and "mesh.dcn.force=true" in text
+    assert f"mesh.dcn.{axis}=2" in text
+    assert "mesh.dcn.force=true" in text
     forced = MeshConfig(**{axis: 2, "dcn": DcnConfig(**dcn, force=True)})
     assert resolve_mesh(forced, 8, 2).dcn[axis] == 2
 
@@ -112,7 +115,8 @@ def test_emulated_slices_are_outermost_and_tensor_is_innermost():
 
 def test_a_mesh_over_fewer_devices():
     mesh = build_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
-    assert mesh.size == 2 and math.prod(mesh.shape.values()) == 2
+    assert mesh.size == 2
+    assert math.prod(mesh.shape.values()) == 2
 
 
 REAL_SLICES = """
@@ -184,9 +188,8 @@ def test_launchers_are_told_apart(environ, launcher, monkeypatch):
         jax.distributed, "initialize", lambda *given, **_: joined.append(given)
     )
     line = initialize.join_processes(environ)
-    assert (line or "").endswith(launcher or "") and (line is None) == (
-        launcher is None
-    )
+    assert (line or "").endswith(launcher or "")
+    assert (line is None) == (launcher is None)
     assert joined == ([] if launcher is None else [()])
 
 
@@ -259,7 +262,8 @@ def test_processes_of_torchrun_share_out_the_gpus(environ, gpus, monkeypatch):
     )
     line = initialize.join_processes(TORCHRUN | {"JAX_PLATFORMS": "cuda"} | environ)
     ((given, how),) = joined
-    assert line == "process 3 of 4, joined through torchrun" and given == (
+    assert line == "process 3 of 4, joined through torchrun"
+    assert given == (
         "head:29500",
         4,
         3,

@@ -252,7 +252,7 @@ def test_a_layer_sorts_the_rows_of_its_experts_once(policy):
 
 
 @pytest.mark.parametrize(
-    "policy, forwards",
+    ("policy", "forwards"),
     [
         ("full", 2),
         ("dots", 1),

@@ -144,7 +144,8 @@ def test_a_fault_names_parameter_dim_axis_and_the_nearest_legal_sizes():
         "blocks/mlp/down: dim d_ff=48 is not divisible by mesh.tensor=5; "
         "nearest legal d_ff: 45 or 50; or set mesh.tensor to 4" in text.splitlines()
     )
-    assert "embedding: dim vocab=64" in text and "output: dim vocab=64" in text
+    assert "embedding: dim vocab=64" in text
+    assert "output: dim vocab=64" in text
 
 
 def test_d_model_must_divide_by_fsdp_unless_nothing_is_sharded():
@@ -168,15 +169,14 @@ def test_kv_heads_are_copied_if_tensor_is_a_multiple_and_refused_if_neither_divi
     few = replace(TINY, num_heads=8, num_kv_heads=2)
     placed = placement.place(spec_of(few).named_parameters(), rules(tensor=4))
     key = next(p for p in placed if p.path == "blocks/attention/key")
-    assert (
-        key.stored == P(None, None, None, None)
-        and "2 kv heads < tensor 4: copied" in key.why
-    )
+    assert key.stored == P(None, None, None, None)
+    assert "2 kv heads < tensor 4: copied" in key.why
     assert "2 kv heads < tensor 4: copied" in placement.explain(placed)
     odd = replace(TINY, num_heads=12, num_kv_heads=3)
     text = faults(model=odd, tensor=2)
     assert "key: dim kv_heads=3 is not divisible by mesh.tensor=2" in text
-    assert "value: dim kv_heads=3" in text and "query" not in text
+    assert "value: dim kv_heads=3" in text
+    assert "query" not in text
 
 
 def test_building_a_step_raises_all_faults():
@@ -191,7 +191,8 @@ def test_building_a_step_raises_all_faults():
             table,
             StepConfig(),
         )
-    assert "d_model=30" in str(caught.value) and "d_ff=47" in str(caught.value)
+    assert "d_model=30" in str(caught.value)
+    assert "d_ff=47" in str(caught.value)
 
 
 # --- the table, and what really lies where --------------------------------------------
@@ -208,7 +209,8 @@ def test_explain_gives_bytes_copies_and_reasons(zero):
     assert (f"zero {zero} keeps parameters whole" in up.why) == (zero < 3)
     table = placement.explain(placed)
     lines = table.splitlines()
-    assert len(lines) == len(placed) + 2 and "total:" in lines[-1]
+    assert len(lines) == len(placed) + 2
+    assert "total:" in lines[-1]
     assert (
         f"{sum(p.shard_bytes for p in placed):,} bytes of parameters per device"
         in lines[-1]
@@ -219,7 +221,8 @@ def test_explain_gives_bytes_copies_and_reasons(zero):
 def test_a_parameter_that_cannot_be_split_says_why():
     odd = {"table": (jax.ShapeDtypeStruct((7, 9), jnp.float32), ())}
     (placed,) = placement.place(odd, rules(fsdp=4))
-    assert placed.stored == P(None, None) and "no dim divides by fsdp 4" in placed.why
+    assert placed.stored == P(None, None)
+    assert "no dim divides by fsdp 4" in placed.why
 
 
 @pytest.mark.parametrize(
@@ -230,9 +233,8 @@ def test_the_state_lies_where_the_table_says(layout):
     state = init_of(layout)()
     placed = {p.path: p for p in placement.place(spec_of().named_parameters(), table)}
     leaves = jax.tree_util.tree_leaves_with_path(state.trainable)
-    assert len(leaves) == len(placed) and any(
-        "fsdp" in p.state for p in placed.values()
-    )
+    assert len(leaves) == len(placed)
+    assert any("fsdp" in p.state for p in placed.values())
     for path, leaf in leaves:
         expected = placed[jax.tree_util.keystr(path, simple=True, separator="/")]
         shards = leaf.addressable_shards
@@ -275,7 +277,8 @@ def test_annotations_of_flax_are_read_and_the_rest_gets_a_default():
     assert named["plain/kernel"][1] == ()
     placed = {p.path: p.stored for p in placement.place(named, rules(fsdp=4, tensor=2))}
     assert placed["annotated/kernel"] == P("fsdp", "tensor")
-    assert placed["plain/kernel"] == P(None, "fsdp") and placed["plain/bias"] == P(None)
+    assert placed["plain/kernel"] == P(None, "fsdp")
+    assert placed["plain/bias"] == P(None)
 
 
 # --- rules: one source of names, for what is stored and for the ops -------------------
@@ -393,7 +396,5 @@ def test_a_stack_dim_has_no_other_name():
 def test_nothing_is_allocated_to_describe_a_model():
     huge = replace(TINY, num_layers=100, d_model=2**14, d_ff=2**16, vocab_size=2**17)
     spec = describe(lambda rngs: Transformer(huge, rngs=rngs))
-    assert (
-        spec.parameter_count > 3e11
-        and math.prod(jax.tree.leaves(spec.trainable)[0].shape) > 0
-    )
+    assert spec.parameter_count > 3e11
+    assert math.prod(jax.tree.leaves(spec.trainable)[0].shape) > 0

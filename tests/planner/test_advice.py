@@ -60,29 +60,27 @@ def test_an_edit_that_changes_the_losses_says_so(large):
         and run_config.run_fingerprint(typed(run, e.override))
         != run_config.run_fingerprint(run)
     ]
-    assert changing and changing == [
-        e for e in found if "CHANGES THE LOSSES" in e.cost_note
-    ]
+    assert changing
+    assert changing == [e for e in found if "CHANGES THE LOSSES" in e.cost_note]
     same = [e for e in found if e not in changing]
-    assert same and all("same losses" in edit.cost_note for edit in same)
+    assert same
+    assert all("same losses" in edit.cost_note for edit in same)
 
 
 def test_the_cheapest_come_first(large):
     words = [edit.words for edit in large[3]]
-    assert (
-        words[0].startswith("--config.batch.accumulation=")
-        and words[-1] == "--on v5e:4x8"
-    )
+    assert words[0].startswith("--config.batch.accumulation=")
+    assert words[-1] == "--on v5e:4x8"
 
 
 def test_edits_are_joined_where_none_alone_is_enough(large):
     alone = [edit.words for edit in large[3]]
     assert any(edit.enough for edit in large[3] if edit.override)
     joined, *found = advised("llama3_8b", "v5e:4x4", capacity=13 * 2**30)[3]
-    assert joined.enough and joined.words.count("--config.") > 1
-    assert [edit.words for edit in found] == alone and not any(
-        e.enough for e in found if e.override
-    )
+    assert joined.enough
+    assert joined.words.count("--config.") > 1
+    assert [edit.words for edit in found] == alone
+    assert not any(e.enough for e in found if e.override)
 
 
 def test_copies_are_shared_out_first():
@@ -98,7 +96,8 @@ def test_weaker_remat_and_pipelines_have_their_own_edits():
         )
 
     found = words(**{"remat.policy": "none", "mesh.fsdp": 8})
-    assert "remat.policy=dots" in found and "remat.policy=full" in found
+    assert "remat.policy=dots" in found
+    assert "remat.policy=full" in found
     large = {
         "mesh.pipeline": 2,
         "mesh.fsdp": 4,
@@ -106,24 +105,26 @@ def test_weaker_remat_and_pipelines_have_their_own_edits():
         "batch.global_size": 256,
     }
     found = words(**large)
-    assert "pipeline.microbatches=" in found and "batch.accumulation" not in found
-    assert "pipeline.remat=full" in found and "remat.policy=dots" not in found
+    assert "pipeline.microbatches=" in found
+    assert "batch.accumulation" not in found
+    assert "pipeline.remat=full" in found
+    assert "remat.policy=dots" not in found
 
 
 def test_a_sequence_too_long_for_a_device_is_split_and_a_shared_residual_stream_saves_more():
     long = {"batch.sequence_length": 131_072, "mesh.fsdp": 64}
     found = {edit.words: edit for edit in advised("llama3_8b", "v5p:4x4x4", **long)[3]}
     (split,) = (edit for words, edit in found.items() if "mesh.context=" in words)
-    assert "batch.accumulation=" in split.words and split.saves_bytes > 10 * 2**30
+    assert "batch.accumulation=" in split.words
+    assert split.saves_bytes > 10 * 2**30
     # 4 each
     assert "mesh.context" not in " ".join(
         e.words for e in advised("llama3_8b", "v5e:4x4")[3]
     )
     tensor = {"mesh.fsdp": 16, "mesh.tensor": 4, "remat.policy": "full"}
     first, *_ = advised("llama3_8b", "v5p:4x4x4", **tensor)[3]
-    assert (
-        first.words == "--config.mesh.sequence_parallel=true" and first.saves_bytes > 0
-    )
+    assert first.words == "--config.mesh.sequence_parallel=true"
+    assert first.saves_bytes > 0
 
 
 def test_check_compiles_in_order_until_one_fits(large):
@@ -137,4 +138,5 @@ def test_check_compiles_in_order_until_one_fits(large):
     two = [dataclasses.replace(edit, enough=True) for edit in found]
     checked = advice.check(run, two, compile)
     assert [edit.checked for edit in checked][:3] == [False, True, None]
-    assert checked[1].peak_bytes == 14 * 2**30 and len(asked) == 2
+    assert checked[1].peak_bytes == 14 * 2**30
+    assert len(asked) == 2

@@ -56,26 +56,24 @@ def test_the_line_finds_latency_and_rate_of_small_and_large(kind):
     alpha, rate, residual = calibration.fit_line(
         sent, [3e-5 + bytes_ / 2e9 for bytes_ in sent]
     )
-    assert (alpha, rate) == pytest.approx((3e-5, 2e9), rel=1e-6) and residual < 1e-6
+    assert (alpha, rate) == pytest.approx((3e-5, 2e9), rel=1e-6)
+    assert residual < 1e-6
 
 
 def test_neither_part_of_a_line_is_negative():
     alpha, rate, residual = calibration.fit_line(
         [1e3, 1e4, 1e5], [0.5e-6, 10e-6, 110e-6]
     )
-    assert (
-        alpha == 0
-        and rate == pytest.approx(1e9, rel=0.5)
-        and residual > calibration.MAX_RESIDUAL
-    )
+    assert alpha == 0
+    assert rate == pytest.approx(1e9, rel=0.5)
+    assert residual > calibration.MAX_RESIDUAL
     alpha, rate, residual = calibration.fit_line([1e3, 1e4, 1e5], [3e-6, 2e-6, 1e-6])
-    assert (
-        math.isinf(rate)
-        and 1e-6 < alpha < 3e-6
-        and residual == pytest.approx(1 - alpha / 3e-6)
-    )
+    assert math.isinf(rate)
+    assert 1e-6 < alpha < 3e-6
+    assert residual == pytest.approx(1 - alpha / 3e-6)
     flat = calibration.Fit("all-reduce", "data", 2, "memory", alpha, rate, 0.0)
-    assert not flat.usable and flat.to_json()["bytes_per_s"] is None
+    assert not flat.usable
+    assert flat.to_json()["bytes_per_s"] is None
 
 
 def test_a_plan_takes_the_times_of_the_file(tmp_path, monkeypatch, capsys):
@@ -94,9 +92,8 @@ def test_a_plan_takes_the_times_of_the_file(tmp_path, monkeypatch, capsys):
     decoder, text = json.JSONDecoder(), capsys.readouterr().out
     before, end = decoder.raw_decode(text)
     after, _ = decoder.raw_decode(text[end:].lstrip())
-    assert before["calibration"] == {} and not any(
-        one["step_s"] for one in before["collectives"]
-    )
+    assert before["calibration"] == {}
+    assert not any(one["step_s"] for one in before["collectives"])
     assert len(after["collectives"]) == len(before["collectives"])
     by_hand = 0.0
     for one in after["collectives"]:
@@ -122,10 +119,8 @@ def test_a_plan_takes_the_times_of_the_file(tmp_path, monkeypatch, capsys):
     assert (named["file"], named["hardware"]) == (file, "cpu:2")
     assert named["not_measured"] == ["all-gather over fsdp (2 devices)"]
     shown = (tmp_path / "w" / "plan.txt").read_text()
-    assert (
-        f"times as measured on cpu:2: {file}" in shown
-        and "all-gather over fsdp" in shown
-    )
+    assert f"times as measured on cpu:2: {file}" in shown
+    assert "all-gather over fsdp" in shown
 
 
 @pytest.mark.parametrize(
@@ -193,7 +188,7 @@ def test_a_chain_holds_one_collective_of_its_kind_and_payload(kind, monkeypatch)
     smaller of it.
     """
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import collectives  # noqa: PLC0415 - a script beside the package
+    import collectives
 
     config, payload = MeshConfig(data=2, fsdp=4), 4096
     shape, mesh = resolve_mesh(config, 8), build_mesh(config, jax.devices()[:8])
@@ -216,7 +211,8 @@ def test_measured_times_are_hidden_by_compute_or_exposed(name, tmp_path):
     """
     before = planned(name)
     behind = [one.asynchronous for one in before.collectives]
-    assert any(behind) and before.time.waterfall["exposed communication"] > 0
+    assert any(behind)
+    assert before.time.waterfall["exposed communication"] > 0
     groups = dict.fromkeys(
         (o.kind, o.axis, o.group_size, o.link.name) for o in before.collectives
     )
@@ -284,10 +280,8 @@ def test_links_are_shown_as_calibrated_beside_their_datasheets(tmp_path):
     before, after = (planned("h100_4x8", one).to_json() for one in (None, held))
     links = {axis: dict(link) for axis, link in after["layout"]["links"].items()}
     own = {axis: link.pop("calibrated") for axis, link in links.items()}
-    assert (
-        own["fsdp"] == {"all-gather": {"bytes_per_s": 3e9, "alpha_s": 2e-5}}
-        and own["data"] == {}
-    )
+    assert own["fsdp"] == {"all-gather": {"bytes_per_s": 3e9, "alpha_s": 2e-5}}
+    assert own["data"] == {}
     assert own["tensor"] == {"all-reduce": {"bytes_per_s": 7e10, "alpha_s": 1e-5}}
     for axis, link in before["layout"]["links"].items():
         assert link == links[axis] | {"calibrated": {}}  # the datasheet's

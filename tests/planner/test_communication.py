@@ -131,12 +131,10 @@ def test_bytes_and_wire_bytes_of_each_kind(text, kind, payload, wire):
         wire,
         3,
     )
-    assert (
-        found.in_loop
-        and not found.asynchronous
-        and found.link is None
-        and found.step_s == 0
-    )
+    assert found.in_loop
+    assert not found.asynchronous
+    assert found.link is None
+    assert found.step_s == 0
 
 
 def test_permutes_send_their_bytes_once_along_the_axis_of_their_pairs():
@@ -152,7 +150,8 @@ def test_permutes_send_their_bytes_once_along_the_axis_of_their_pairs():
         "fsdp",
         SIZE,
     )
-    assert found.asynchronous and found.ends - found.begins == 2
+    assert found.asynchronous
+    assert found.ends - found.begins == 2
 
 
 def test_a_computation_of_another_thread_ends_where_it_ends():
@@ -171,7 +170,8 @@ ENTRY %main () -> f32[] {
 }
 """
     module = hlo.parse(text)
-    assert sorted(module.computations) == ["a", "b", "main"] and module.entry == "main"
+    assert sorted(module.computations) == ["a", "b", "main"]
+    assert module.entry == "main"
 
 
 def test_a_call_on_the_sparse_core_is_asynchronous():
@@ -219,11 +219,9 @@ def test_names_follow_weights_through_slices_and_casts():
         "  %g = bf16[32,128]{1,0} all-gather(%h), replica_groups=[1,4]<=[4], dimensions={0}"
     )
     found = only(program(line), mesh_shape(fsdp=4))
-    assert (
-        found.what == "gather of blocks/mlp/up"
-        and found.gathers_weights
-        and found.dtype == "bf16"
-    )
+    assert found.what == "gather of blocks/mlp/up"
+    assert found.gathers_weights
+    assert found.dtype == "bf16"
 
 
 # --- real programs --------------------------------------------------------------------
@@ -238,10 +236,12 @@ def test_fusions_of_one_asynchronous_gather_count_once():
         "bf16",
         32,
     )
-    assert gather.asynchronous and gather.bytes == 4096 * 64 * 128 * 2
+    assert gather.asynchronous
+    assert gather.bytes == 4096 * 64 * 128 * 2
     assert gather.what == "gather of blocks/attention/query"
     assert gather.module.startswith("Attention.heads (transformer.py:")
-    assert gather.phase == "forward" and "dot_general" in gather.hidden_by
+    assert gather.phase == "forward"
+    assert "dot_general" in gather.hidden_by
     assert not found["all-gather.217"].asynchronous
     gradient = found["all-reduce.64"]
     assert (gradient.kind, gradient.dtype, gradient.phase) == (
@@ -249,9 +249,8 @@ def test_fusions_of_one_asynchronous_gather_count_once():
         "f32",
         "backward",
     )
-    assert "blocks/attention/query" in gradient.what and gradient.what.startswith(
-        "gradient of "
-    )
+    assert "blocks/attention/query" in gradient.what
+    assert gradient.what.startswith("gradient of ")
     assert gradient.wire_s == pytest.approx(2 * 255 / 256 * 4096 * 64 * 128 * 4 / 180e9)
 
 
@@ -263,17 +262,17 @@ def test_fused_all_reduce_and_slice_is_a_reduce_scatter():
         "fsdp",
         16,
     )
-    assert gradient.what == "gradient of blocks/attention/query" and gradient.count == 4
+    assert gradient.what == "gradient of blocks/attention/query"
+    assert gradient.count == 4
     activations = found["all-reduce.104"]
     assert (activations.axis, activations.what) == ("tensor", "activations")
     assert found["all-reduce.83"].axis == "fsdp+tensor"
-    assert found["all-to-all"].axis == "fsdp" and not found["all-to-all"].in_loop
+    assert found["all-to-all"].axis == "fsdp"
+    assert not found["all-to-all"].in_loop
     permute = found["collective-permute-start"]
-    assert (
-        permute.asynchronous
-        and permute.axis == "fsdp"
-        and permute.what.startswith("gradient")
-    )
+    assert permute.asynchronous
+    assert permute.axis == "fsdp"
+    assert permute.what.startswith("gradient")
 
 
 @pytest.mark.parametrize("libtpu", [42, 50])
@@ -294,17 +293,15 @@ def test_collectives_on_the_sparse_core_have_names_and_windows(libtpu):
         "bf16",
         4,
     )
-    assert gather.bytes == 4096 * 14336 * 2 and gather.module.startswith(
-        "FeedForward.__call__ (layers.py:"
-    )
+    assert gather.bytes == 4096 * 14336 * 2
+    assert gather.module.startswith("FeedForward.__call__ (layers.py:")
     assert (gradient.what, gradient.phase, gradient.count) == (
         "gradient",
         "backward",
         4,
     )
-    assert gradient.bytes == 4 * 4096 * 14336 and gradient.module.startswith(
-        "FeedForward.__call__ (layers.py:"
-    )
+    assert gradient.bytes == 4 * 4096 * 14336
+    assert gradient.module.startswith("FeedForward.__call__ (layers.py:")
     assert (head.what, head.count, head.bytes) == ("gradient", 1, 4096 * 128256 * 4)
     # 0.0.50.1 starts them long before there is anything to send: the window opens with
     # the operands.
@@ -316,9 +313,8 @@ def test_collectives_on_the_sparse_core_have_names_and_windows(libtpu):
     assert any(
         "slice_convert_fusion" in operand for operand in steps[gather.begins].operands
     )
-    assert (
-        "dot_general" in gather.hidden_by and steps[gather.ends].opcode == "call-done"
-    )
+    assert "dot_general" in gather.hidden_by
+    assert steps[gather.ends].opcode == "call-done"
 
 
 def test_host_transfers_between_slices_are_collectives_over_the_slices():
@@ -329,11 +325,9 @@ def test_host_transfers_between_slices_are_collectives_over_the_slices():
         "data",
         2,
     )
-    assert (
-        gradient.link.name == "DCN"
-        and gradient.asynchronous
-        and gradient.ends > gradient.begins + 5
-    )
+    assert gradient.link.name == "DCN"
+    assert gradient.asynchronous
+    assert gradient.ends > gradient.begins + 5
     # Four layers, the first of them peeled off the loop.
     assert gradient.count == 3
     inside = found["all-reduce.163"]
@@ -346,7 +340,8 @@ def test_gpu_collectives_start_and_end():
     tensor = next(one for one in found.values() if one.axis == "tensor")
     assert (tensor.kind, tensor.link.name) == ("all-reduce", "NVLink")
     scattered = [one for one in found.values() if one.kind == "reduce-scatter"]
-    assert scattered and {one.link.name for one in scattered} == {"InfiniBand"}
+    assert scattered
+    assert {one.link.name for one in scattered} == {"InfiniBand"}
     assert {one.dtype for one in scattered} == {"f32"}
 
 
@@ -407,19 +402,16 @@ def test_what_is_exposed_is_said_with_its_time_its_reason_and_its_cure():
     found = read("v5e_fsdp256")
     gradient, gather = found["all-reduce.64"], found["async-collective-start"]
     (line,) = warned([gradient], chip=v5e, step_s=10 * gradient.step_s)
-    assert (
-        "(10%)" in line.replace(".0", "").replace(" %", "%")
-        and "whole gradients" in line
-    )
-    assert (
-        "TPU v5e moves only some gathers" in line
-        and "precision.reduce=bfloat16 halves" in line
-    )
+    assert "(10%)" in line.replace(".0", "").replace(" %", "%")
+    assert "whole gradients" in line
+    assert "TPU v5e moves only some gathers" in line
+    assert "precision.reduce=bfloat16 halves" in line
     part = dataclasses.replace(gradient, axis="part of fsdp", what="activations")
     (line,) = warned(
         [part], chip=targets.parse("h100").chip, step_s=10 * gradient.step_s
     )
-    assert "a smaller mesh.fsdp sends less" in line and "libtpu" not in line
+    assert "a smaller mesh.fsdp sends less" in line
+    assert "libtpu" not in line
     (line,) = warned(
         [gradient], chip=targets.parse("h100").chip, step_s=10 * gradient.step_s
     )
@@ -429,13 +421,12 @@ def test_what_is_exposed_is_said_with_its_time_its_reason_and_its_cure():
         chip=v5p,
         step_s=10 * gradient.step_s,
     )
-    assert "SparseCore did not take" in line and "precision.reduce" not in line
+    assert "SparseCore did not take" in line
+    assert "precision.reduce" not in line
     half = dataclasses.replace(gather, hidden_s=gather.step_s / 2)
     (line,) = warned([half], chip=v5e, step_s=10 * gather.step_s)
-    assert (
-        "compute that is too short" in line
-        and "gather of blocks/attention/query" in line
-    )
+    assert "compute that is too short" in line
+    assert "gather of blocks/attention/query" in line
     assert not warned(
         [dataclasses.replace(gather, hidden_s=gather.step_s)],
         chip=v5e,
@@ -475,7 +466,8 @@ def test_rematerialisation_in_the_log_and_second_forwards():
     (line,) = warned([], log=log)
     assert "1 x at jit(step)/jvp()/dot_general" in line
     (line,) = warned([], forwards_per_backward=2.0)
-    assert "runs 2 times per layer" in line and "attention_residuals" in line
+    assert "runs 2 times per layer" in line
+    assert "attention_residuals" in line
     assert warned([]) == []
 
 

@@ -82,7 +82,8 @@ def test_what_is_held_of_others_grows_with_the_sequence_only_when_it_is_gathered
         form: [cost(form, own, context=8).keys for own in (LLAMA, double)]
         for form in ("gather", "ring")
     }
-    assert held["gather"] == [7 * 16 * ROW, 14 * 16 * ROW] and held["ring"] == [
+    assert held["gather"] == [7 * 16 * ROW, 14 * 16 * ROW]
+    assert held["ring"] == [
         16 * ROW,
         32 * ROW,
     ]
@@ -125,7 +126,7 @@ ENTRY %main (p: f32[8,4096]) -> f32[8,4096] {
   %q = f32[8,4096]{1,0} all-to-all(%h), replica_groups=[1,4]<=[4], dimensions={0}, metadata={op_name="jit(step)/jvp(sequences_to_heads)/all_to_all"}
   ROOT %g = f32[8,4096]{1,0} all-reduce(%q), replica_groups=[1,4]<=[4], to_apply=%add, metadata={op_name="jit(step)/transpose(jvp())/dot_general"}
 }
-"""  # noqa: E501
+"""
     found = communication.collectives(hlo.parse(text), mesh_shape(context=4))
     assert [(one.what, one.axis) for one in found] == [
         ("sequences to heads", "context"),
@@ -152,7 +153,8 @@ def test_a_compiled_step_sends_what_the_formula_says(form, tmp_path):
         f"context 4: attention by {form}: set by context.attention"
     )
     text = " ".join(show.as_text(made.to_json()).split())  # lines are wrapped
-    assert "attention over a split sequence" in text and found["why"][0] in text
+    assert "attention over a split sequence" in text
+    assert found["why"][0] in text
 
 
 # --- memory ---------------------------------------------------------------------------
@@ -208,17 +210,18 @@ def fastest(
 
 def test_long_sequences_that_are_fewer_than_devices_are_shared_out():
     one = fastest("batch.sequence_length=131072 batch.global_size=4")
-    assert one.shape.sizes[
-        "context"
-    ] >= 8 and f"mesh.context={one.shape.sizes['context']}" in one.overrides(
+    assert one.shape.sizes["context"] >= 8
+    assert f"mesh.context={one.shape.sizes['context']}" in one.overrides(
         run_of("llama3_8b", "batch.sequence_length=131072 batch.global_size=4")
     )
-    assert one.estimate.context > 0 and "context" in one.text
+    assert one.estimate.context > 0
+    assert "context" in one.text
 
 
 def test_short_sequences_of_a_large_batch_are_not():
     one = fastest("")
-    assert one.shape.sizes["context"] == 1 and one.estimate.context == 0
+    assert one.shape.sizes["context"] == 1
+    assert one.estimate.context == 0
 
 
 def test_a_search_keeps_the_rules_of_a_run():
@@ -278,13 +281,15 @@ def test_a_search_tries_the_forms_that_none_beats_in_time_and_memory():
     # By heads all have equal work, and copies of 8 kv heads are more than a ring's
     # chunk on 32 devices alone.
     found = forms_of(f"{batch}=131072")
-    assert found[1] == found[8] == found[16] == ["auto"] and found[32] == [
+    assert found[1] == found[8] == found[16] == ["auto"]
+    assert found[32] == [
         "auto",
         "ring",
     ]
     # Heads that do not divide: `auto` gathers, whose last device sees the most keys.
     found = forms_of(f"{batch}=131072 model.num_heads=20 model.num_kv_heads=4")
-    assert found[2] == found[4] == ["auto"] and found[8] == ["auto", "ring"]
+    assert found[2] == found[4] == ["auto"]
+    assert found[8] == ["auto", "ring"]
     # A gather asks only those that a window reaches.
     window = f"{batch}=8192 model.window=1024 model.layer_pattern=local"
     assert forms_of(window)[8] == ["auto", "gather"]

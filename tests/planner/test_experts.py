@@ -64,14 +64,16 @@ def sent(cost: ExpertsCost, parts: int, itemsize: int = 2) -> tuple[str, str, fl
 @pytest.mark.parametrize("parts", [8, 16, 64])
 def test_rounds_send_each_row_five_times(parts):
     form, kind, moved = sent(QWEN, parts)
-    assert kind == "all-to-all" and form == "rounds"
+    assert kind == "all-to-all"
+    assert form == "rounds"
     # docs/experts.md, a token
     assert moved == pytest.approx(5 * 8 * 1.25 * (parts - 1) / parts * 2048 * 2)
 
 
 def test_few_devices_gather_tokens():
     form, kind, moved = sent(QWEN, 4)
-    assert kind == "all-gather" and form == "gather"
+    assert kind == "all-gather"
+    assert form == "gather"
     assert moved == pytest.approx(5 * 3 * 2048 * 2)
     assert sent(QWEN, 1) == ("", "", 0)
 
@@ -109,9 +111,8 @@ def test_a_compiled_step_sends_what_the_formula_says(tmp_path):
     assert {(one["kind"], one["axis"]) for one in moved} == {("all-to-all", "expert")}
     assert [one["what"] for one in moved] == ["rows to experts", "rows from experts"]
     assert rows < sum(one["bytes"] for one in moved) <= rows + routers
-    assert (
-        "even load" in even["experts"]["assumption"] and even["experts"]["rounds"] == 1
-    )
+    assert "even load" in even["experts"]["assumption"]
+    assert even["experts"]["rounds"] == 1
     assert skewed["experts"]["rounds"] == 3
     more = [one["bytes"] for one in skewed["experts"]["exchanged"]]
     assert more == [3 * one["bytes"] for one in moved]
@@ -141,7 +142,7 @@ ENTRY %main (p: f32[8,16]) -> f32[8,16] {
   %loop = (s32[], f32[8,16]) while(%init), condition=%condition, body=%body, metadata={op_name="jit(step)/even_load_trips_1/while"}
   ROOT %out = f32[8,16]{1,0} get-tuple-element(%loop), index=1
 }
-"""  # noqa: E501
+"""
     module, shape = hlo.parse(text), mesh_shape(expert=4)
     for load, count in ((1, 1), (2, 2), (4, 4)):
         (one,) = communication.collectives(timing.with_load(module, load), shape)
@@ -202,12 +203,12 @@ def test_layouts_share_out_experts_and_price_it():
         and c.run.batch.accumulation == 1
     }
     without, most = found[1].estimate, found[8].estimate
-    assert (
-        without.exchange == 0 < most.exchange and most.gathers < 0.6 * without.gathers
-    )
+    assert without.exchange == 0 < most.exchange
+    assert most.gathers < 0.6 * without.gathers
     # all is held once
     assert found[1].state_bytes == pytest.approx(found[8].state_bytes)
-    assert "mesh.expert=8" in found[8].overrides(run) and "expert 8" in found[8].text
+    assert "mesh.expert=8" in found[8].overrides(run)
+    assert "expert 8" in found[8].text
     skewed = {
         c.text: c.estimate.exchange
         for c in layouts.candidates(kept, target, expert_load=3)
@@ -255,10 +256,8 @@ def test_the_state_of_experts_is_the_compilers_arguments():
         if len(x.shape) <= 2 and 128 not in x.shape
     )
     least = 4 * (spec.parameter_count - vectors) / 8
-    assert (
-        kernels > spec.parameter_count / 2
-        and least <= found["parameters"] <= least + 4 * vectors
-    )
+    assert kernels > spec.parameter_count / 2
+    assert least <= found["parameters"] <= least + 4 * vectors
 
 
 # --- bad input, through the command ---------------------------------------------------
@@ -312,6 +311,8 @@ def test_a_search_compiles_layouts_with_and_without_the_axis(tmp_path):
     seconds = {True: [], False: []}
     for one in found.compiled:
         seconds[EXPERT in one.layout.axes].append(one.seconds)
-    assert found.winner and seconds[True] and seconds[False]
+    assert found.winner
+    assert seconds[True]
+    assert seconds[False]
     assert found.compiled[0].seconds <= (1 + search.TIE) * min(seconds[False])
     assert found.winner.to_json()["experts"]["experts"] == 4

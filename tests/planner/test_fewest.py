@@ -66,17 +66,16 @@ def test_the_first_that_the_compiler_takes_is_the_smallest(monkeypatch):
     assert [row.zero for row in by_size["h100:1x1"]] == [0]
     assert not any(row.fits for row in by_size["h100:1x1"])  # 16 bytes x 8B on 80 GB
     assert [row.zero for row in by_size["h100:1x4"]] == [0, 1, 2, 3]
-    assert found.exit_code == 0 and len(asked) == 2
+    assert found.exit_code == 0
+    assert len(asked) == 2
     assert (found.best.target.text, found.best.run.mesh.zero) == asked[1][:2]
-    assert [text for text, *_ in asked] == ["h100:1x2", "h100:1x4"] and list(by_size)[
-        -1
-    ] == "h100:1x8"
+    assert [text for text, *_ in asked] == ["h100:1x2", "h100:1x4"]
+    assert list(by_size)[-1] == "h100:1x8"
     peaks = {row.zero: row.peak_bytes for row in by_size["h100:1x4"]}
     assert peaks[3] < peaks[1] < peaks[0]
     best = found.to_json()["best"]
-    assert best["fits"] and any(
-        word.startswith("mesh.fsdp=") for word in best["overrides"]
-    )
+    assert best["fits"]
+    assert any(word.startswith("mesh.fsdp=") for word in best["overrides"])
     assert "batch.accumulation=1" in best["overrides"]  # whatever the config says
 
 
@@ -92,7 +91,8 @@ def test_a_batch_is_cut_into_all_parts_that_its_shards_allow():
     )
     assert memory.accounted_peak(whole.components) > whole.capacity_bytes
     # of 3 samples a device; 2 parts are none
-    assert row.fits and row.run.batch.accumulation == 3
+    assert row.fits
+    assert row.run.batch.accumulation == 3
 
 
 def rows_of(run, on):
@@ -106,16 +106,15 @@ def test_a_sequence_that_no_device_holds_is_split():
         "batch.accumulation": 1,
     }
     found = rows_of(run_of("llama3_8b", **long), "v5p:2x2x4")
-    assert found[3].fits and found[3].run.mesh.context == 4  # 4 sequences on 16 devices
+    assert found[3].fits
+    assert found[3].run.mesh.context == 4
     assert "mesh.context=4" in found[3].overrides()
     longer = long | {"batch.sequence_length": 1_048_576, "batch.global_size": 64}
     assert rows_of(run_of("llama3_8b", **longer), "v5p:4x4x4")[3].run.mesh.context > 1
     short = rows_of(run_of("llama3_8b"), "v5p:4x4x4")[3]
-    assert (
-        short.fits
-        and short.run.mesh.context == 1
-        and "context" not in " ".join(short.overrides())
-    )
+    assert short.fits
+    assert short.run.mesh.context == 1
+    assert "context" not in " ".join(short.overrides())
 
 
 def test_machines_for_a_model_with_experts(monkeypatch):
@@ -130,13 +129,13 @@ def test_machines_for_a_model_with_experts(monkeypatch):
     found = fewest.fewest(run, "h100")
     # fewer than the devices of the axis
     assert set(found.illegal) == {"h100:1x1", "h100:1x2"}
-    assert found.best and {sizes["expert"] for _, sizes in asked} == {4}
+    assert found.best
+    assert {sizes["expert"] for _, sizes in asked} == {4}
     peaks = {row.target.text: row.peak_bytes for row in found.rows if row.zero == 3}
     # 47 B x 12 bytes over 80 GB each
     assert list(peaks) == ["h100:1x4", "h100:1x8", "h100:2x8", "h100:4x8"]
-    assert found.best.target.text == "h100:2x8" and sorted(
-        peaks.values(), reverse=True
-    ) == [*peaks.values()]
+    assert found.best.target.text == "h100:2x8"
+    assert sorted(peaks.values(), reverse=True) == [*peaks.values()]
 
 
 def test_refusals_of_one_size_leave_the_next_to_be_asked(monkeypatch, capsys):
@@ -154,10 +153,12 @@ def test_refusals_of_one_size_leave_the_next_to_be_asked(monkeypatch, capsys):
     assert list(dict.fromkeys(asked)) == ["h100:1x1", "h100:1x2", "h100:1x4"]
     assert all(asked.count(size) <= 2 for size in asked)
     found = json.loads(capsys.readouterr().out)
-    assert found["best"] is None and found["rows"][-1]["target"] == "h100:1x8"
+    assert found["best"] is None
+    assert found["rows"][-1]["target"] == "h100:1x8"
     fewest.show(found, Console(width=120))
     shown = capsys.readouterr().out
-    assert "no size is known to fit" in shown and "fits by arithmetic" in shown
+    assert "no size is known to fit" in shown
+    assert "fits by arithmetic" in shown
 
 
 @pytest.mark.parametrize(

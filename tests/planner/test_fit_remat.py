@@ -54,7 +54,8 @@ def test_the_best_is_no_slower_than_any_policy_of_the_search(on):
         for one in by_hand
         if one.accounted_bytes <= found.most and one.estimate.host == 0
     ]
-    assert fits and len(fits) < len(by_hand)
+    assert fits
+    assert len(fits) < len(by_hand)
     assert best.estimate.step_s <= (1 + policies.SAME) * min(
         one.estimate.step_s for one in fits
     )
@@ -78,7 +79,8 @@ def test_more_memory_means_less_recomputation():
         weigher("v5e:2x4", share).best()[0].estimate.compute
         for share in (0.02, 0.1, 0.3, 1.0)
     ]
-    assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[0] > steps[-1]
 
 
 def test_what_the_compiler_needs_more_is_taken_off():
@@ -148,10 +150,8 @@ def test_a_run_that_goes_on_keeps_its_policy(folder, monkeypatch):
     monkeypatch.setattr(fit_remat, "fit", None)  # nothing is looked for
     said: list[str] = []
     found = resolved(folder, said)
-    assert (
-        replace(found, fitted="") == STORED
-        and "as it was resolved for cpu:8" in said[0]
-    )
+    assert replace(found, fitted="") == STORED
+    assert "as it was resolved for cpu:8" in said[0]
     # From the folder alone, without a config that says `fit`.
     stored = workdir.read_config(folder)
     assert (
@@ -164,7 +164,8 @@ def test_on_another_mesh_it_keeps_what_fits(folder, monkeypatch):
     monkeypatch.setattr(fit_remat, "fit", None)
     said: list[str] = []
     found = resolved(folder, said, **{"mesh.data": 2, "mesh.fsdp": 4})
-    assert replace(found, fitted="") == STORED and "by arithmetic: kept" in said[0]
+    assert replace(found, fitted="") == STORED
+    assert "by arithmetic: kept" in said[0]
     assert "data 2 x fsdp 4" in found.fitted
 
 
@@ -173,7 +174,8 @@ def test_on_another_mesh_it_is_found_anew_where_it_does_not_fit(folder, monkeypa
     said: list[str] = []
     with pytest.raises(ConfigError, match="no policy makes the step fit"):
         resolved(folder, said, **{"mesh.data": 2, "mesh.fsdp": 4})
-    assert "does not fit" in said[0] and "resolved anew" in said[0]
+    assert "does not fit" in said[0]
+    assert "resolved anew" in said[0]
 
 
 def test_a_policy_by_hand_is_left_alone(folder):
@@ -197,10 +199,10 @@ def test_train_resolves_it_once(tmp_path, capsys):
     arguments = ["--config", "llama3_8b:tiny", "--workdir", str(tmp_path), *words]
     assert train.main(arguments) == 0
     stored = json.loads((tmp_path / workdir.CONFIG).read_text())["remat"]
-    assert stored["policy"].startswith("save:") and "offload" not in stored["policy"]
-    assert stored["layers"] == 0 and stored["fitted"].startswith(
-        f"{stored['policy']} for cpu:8, fsdp 8"
-    )
+    assert stored["policy"].startswith("save:")
+    assert "offload" not in stored["policy"]
+    assert stored["layers"] == 0
+    assert stored["fitted"].startswith(f"{stored['policy']} for cpu:8, fsdp 8")
     assert (
         f"remat.policy=fit: --config.remat.policy={stored['policy']}"
         in capsys.readouterr().out

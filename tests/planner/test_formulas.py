@@ -16,7 +16,7 @@ MIXED = formulas.Policy(2, 2, 4 + 8)  # a float32 copy beside the moments
 
 
 @pytest.mark.parametrize(
-    "billions, policy, gigabytes",
+    ("billions", "policy", "gigabytes"),
     [
         (7, BF16, 84),
         (13, BF16, 156),
@@ -50,7 +50,7 @@ def test_what_fits():
     assert most / 1e9 == pytest.approx(6.7, abs=0.1)  # "6 to 7 billion"
     assert 24 * GB / formulas.state_bytes(1, FP32) == 1.5e9
     node = 40 * GB / formulas.state_bytes(1, FP32, shards=8)
-    assert 20e9 < node * 1.01  # "20 billion on a node of A100"
+    assert node * 1.01 > 20e9  # "20 billion on a node of A100"
 
 
 def test_a_ring_is_bound_by_bandwidth_whatever_its_size():
@@ -58,9 +58,8 @@ def test_a_ring_is_bound_by_bandwidth_whatever_its_size():
         2 * 7 / 8 * 0.8
     )
     small, large = (formulas.wire_bytes("all-reduce", GB, n) / GB for n in (64, 1024))
-    assert small == pytest.approx(large, rel=0.02) and large == pytest.approx(
-        2, rel=0.001
-    )
+    assert small == pytest.approx(large, rel=0.02)
+    assert large == pytest.approx(2, rel=0.001)
     halves = formulas.wire_bytes("reduce-scatter", GB, 8) + formulas.wire_bytes(
         "all-gather", GB, 8
     )
@@ -113,9 +112,8 @@ def test_fsdp_volume():
     moved = formulas.wire_bytes("all-gather", 2 * layer, 8)
     assert moved == pytest.approx(383 * MB, rel=0.002)
     nvlink, infiniband = (moved / bandwidth for bandwidth in (450 * GB, 50 * GB))
-    assert nvlink == pytest.approx(0.85e-3, rel=0.01) and infiniband == pytest.approx(
-        7.7e-3, rel=0.01
-    )
+    assert nvlink == pytest.approx(0.85e-3, rel=0.01)
+    assert infiniband == pytest.approx(7.7e-3, rel=0.01)
     # 32 layers, forward and backward
     assert 64 * nvlink == pytest.approx(54e-3, rel=0.01)
     assert 64 * nvlink / 0.5 == pytest.approx(0.11, abs=0.002)
@@ -132,12 +130,12 @@ def test_the_best_interval_loses_least():
         formulas.lost_share(best * factor, save, restart, mtbf)
         for factor in (0.5, 0.9, 1, 1.1, 2)
     ]
-    assert min(shares) == shares[2] and shares[0] > shares[1] and shares[4] > shares[3]
+    assert min(shares) == shares[2]
+    assert shares[0] > shares[1]
+    assert shares[4] > shares[3]
     # By hand: 30 s in each 804.98 s + 30 s, and (402.5 + 300) / 10,800.
     assert formulas.lost_share(804.98, 30, 300, 10_800) == pytest.approx(
         0.03593 + 0.06505, abs=1e-4
     )
-    assert (
-        checkpoint_interval(3 * mtbf, mtbf) == mtbf
-        and formulas.lost_share(1, 9, 9, 1) == 1
-    )
+    assert checkpoint_interval(3 * mtbf, mtbf) == mtbf
+    assert formulas.lost_share(1, 9, 9, 1) == 1

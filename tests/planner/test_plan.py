@@ -107,29 +107,56 @@ def test_a_plan_holds_what_the_compiler_says(tpu_plan):
     assert "tpu_custom_call" in found.hlo  # attention is the kernel, as on the chip
     assert sorted(found.mesh_ids) == [0, 1, 2, 3]
     assert 0 < found.child_peak_bytes < 3 * 2**30
-    assert tpu_plan.collectives and all(c.count > 0 for c in tpu_plan.collectives)
+    assert tpu_plan.collectives
+    assert all(c.count > 0 for c in tpu_plan.collectives)
     assert 0 < tpu_plan.time.low_s <= tpu_plan.time.step_s <= tpu_plan.time.high_s
 
 
 @needs_libtpu
 def test_json_has_the_contract(tpu_plan):
     found = json.loads(json.dumps(tpu_plan.to_json(), allow_nan=False))
-    keys = (
-        "fits exit_reason target layout parameters memory time collectives pipeline advice versions"
-    ).split()
+    keys = [
+        "fits",
+        "exit_reason",
+        "target",
+        "layout",
+        "parameters",
+        "memory",
+        "time",
+        "collectives",
+        "pipeline",
+        "advice",
+        "versions",
+    ]
     assert not set(keys) - set(found)
-    sizes = "capacity_bytes peak_bytes argument_bytes temp_bytes alias_bytes host_bytes components".split()
-    assert (
-        not set(sizes) - set(found["memory"])
-        and sum(found["memory"]["components"].values()) > 0
-    )
-    times = "step_s low_s high_s mfu_causal mfu_full hfu tokens_per_s_per_chip waterfall".split()
+    sizes = [
+        "capacity_bytes",
+        "peak_bytes",
+        "argument_bytes",
+        "temp_bytes",
+        "alias_bytes",
+        "host_bytes",
+        "components",
+    ]
+    assert not set(sizes) - set(found["memory"])
+    assert sum(found["memory"]["components"].values()) > 0
+    times = [
+        "step_s",
+        "low_s",
+        "high_s",
+        "mfu_causal",
+        "mfu_full",
+        "hfu",
+        "tokens_per_s_per_chip",
+        "waterfall",
+    ]
     assert not set(times) - set(found["time"])
-    assert not set("kind axis bytes count asynchronous link".split()) - set(
+    assert not {"kind", "axis", "bytes", "count", "asynchronous", "link"} - set(
         found["collectives"][0]
     )
     assert {type(one["link"]) for one in found["collectives"]} == {str}
-    assert found["versions"]["jax"] == jax.__version__ and found["target"] == "v5e:2x2"
+    assert found["versions"]["jax"] == jax.__version__
+    assert found["target"] == "v5e:2x2"
     assert "MFU causal" in show.as_text(found)
     unknown = found | {
         "time": found["time"] | dict.fromkeys(("mfu_causal", "mfu_full", "hfu"))
@@ -145,10 +172,8 @@ def test_the_same_step_is_compiled_once(tpu_plan, cache):
     )
     again = compile_run(longer, tpu_plan.target, CompileOptions(cache=cache))
     assert again.cached
-    assert (
-        again.hlo == tpu_plan.compiled.hlo
-        and again.peak_bytes == tpu_plan.compiled.peak_bytes
-    )
+    assert again.hlo == tpu_plan.compiled.hlo
+    assert again.peak_bytes == tpu_plan.compiled.peak_bytes
 
 
 @needs_libtpu
@@ -165,13 +190,15 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_do(home, capsys):
         ]
     )
     found = json.loads(capsys.readouterr().out)
-    assert code == 3 and found["fits"] is False
+    assert code == 3
+    assert found["fits"] is False
     assert (
         found["memory"]["peak_bytes"]
         > found["memory"]["capacity_bytes"]
         == 15.75 * 2**30
     )
-    assert len(found["advice"]) >= 3 and all(edit["words"] for edit in found["advice"])
+    assert len(found["advice"]) >= 3
+    assert all(edit["words"] for edit in found["advice"])
     assert json.loads((home / "run" / "plan.json").read_text()) == found
 
 
@@ -203,15 +230,13 @@ def test_checkpoints_and_failures_are_arithmetic():
         composition, target, 240 * 10**9, 15 * 10**9, step_s=2.0, **known
     )
     # 15 GB/s to the host
-    assert found.device_bytes == 15e9 and found.blocking_s == pytest.approx(1.0)
-    assert found.write_s == pytest.approx(60) and found.restart_s == pytest.approx(
-        60 + 50
-    )
+    assert found.device_bytes == 15e9
+    assert found.blocking_s == pytest.approx(1.0)
+    assert found.write_s == pytest.approx(60)
+    assert found.restart_s == pytest.approx(60 + 50)
     assert found.mtbf_s == pytest.approx(10 * 3600)
-    assert (
-        found.every_steps == pytest.approx(found.interval_s / 2, abs=1)
-        and 200 < found.interval_s < 300
-    )
+    assert found.every_steps == pytest.approx(found.interval_s / 2, abs=1)
+    assert 200 < found.interval_s < 300
     assert 0 < found.lost_share < found.configured_lost_share + 1e-3 < 0.05
 
     def estimate(**checkpoint):
@@ -234,7 +259,8 @@ def test_checkpoints_and_failures_are_arithmetic():
     own = {"interval": "auto", "chip_hours_per_failure": 80.0}
     assert estimate(**own).mtbf_s == found.mtbf_s
     known["assumed"] = restarts.Assumptions(host_storage_bytes_per_s=1e9)
-    assert estimate(**own).mtbf_s == pytest.approx(5 * 3600) and estimate().mtbf_s > 1e6
+    assert estimate(**own).mtbf_s == pytest.approx(5 * 3600)
+    assert estimate().mtbf_s > 1e6
     unknown = restarts.estimate(composition, target, 1, 1, step_s=None, **known)
     assert unknown.every_steps is unknown.configured_lost_share is None
 
@@ -328,7 +354,8 @@ def test_two_plans_at_once(cache):
     options = CompileOptions(cache=cache / "two", flags=(*QUICKLY, ("xla_nope", True)))
     with ThreadPoolExecutor() as pool:
         first, second = pool.map(lambda _: compile_run(run, target, options), range(2))
-    assert first.hlo == second.hlo != "" and first.mesh_ids == (0, 1)
+    assert first.hlo == second.hlo != ""
+    assert first.mesh_ids == (0, 1)
     for found in (first, second):  # a flag that is refused is left out, and said
         assert any("xla_nope" in note and "refused" in note for note in found.notes)
     (entry,) = (cache / "two").iterdir()
@@ -342,11 +369,9 @@ def test_a_child_over_its_caps_is_no_verdict(cache):
     small = make_plan(
         run, target, options=CompileOptions(cache=cache, memory_bytes=2**20)
     )
-    assert (
-        small.exit_code == 4
-        and "GiB of this machine" in small.exit_reason
-        and small.fits is None
-    )
+    assert small.exit_code == 4
+    assert "GiB of this machine" in small.exit_reason
+    assert small.fits is None
     with pytest.raises(CannotTell, match=r"more than 0\.3 s"):
         compile_run(run, target, CompileOptions(cache=cache, timeout_s=0.3))
 
@@ -365,9 +390,8 @@ def test_a_child_that_dies_is_no_verdict(cache, monkeypatch):
         run_of(SMALLEST), targets.parse("cpu:2"), options=CompileOptions(cache=cache)
     )
     assert found.exit_code == 4
-    assert (
-        "ended by signal 6" in found.exit_reason and "last words" in found.exit_reason
-    )
+    assert "ended by signal 6" in found.exit_reason
+    assert "last words" in found.exit_reason
 
 
 def test_a_bad_target_lists_the_legal_ones(capsys):
@@ -377,7 +401,7 @@ def test_a_bad_target_lists_the_legal_ones(capsys):
         plan.main([*flags(TINY | {"mesh.fsdp": "3"}), "--on", "v5e:2x2"])
 
 
-@pytest.mark.parametrize("on, extra", [("v5e:2x2", "aot"), ("h100:1x8", "aot-gpu")])
+@pytest.mark.parametrize(("on", "extra"), [("v5e:2x2", "aot"), ("h100:1x8", "aot-gpu")])
 def test_a_missing_compiler_names_the_extra(on, extra, monkeypatch):
     for module in (
         "jaxdist.config.extras.find_spec",
@@ -396,22 +420,23 @@ def test_versions_that_do_not_belong_together_are_named(monkeypatch):
         importlib.metadata, "version", lambda n: "0.0.1" if n == "libtpu" else real(n)
     )
     (line,) = compiler.check_versions("tpu")
-    assert "libtpu 0.0.1" in line and "pip install" in line
+    assert "libtpu 0.0.1" in line
+    assert "pip install" in line
 
 
 def test_flags_are_those_of_train_and_the_users_win():
     name = "xla_tpu_enable_data_parallel_all_reduce_opt"
     v5e = targets.parse("v5e:2x2")
     plain, notes = compiler_flags(v5e, CompileOptions(), {})
-    assert not notes and not any("sparse_core" in flag for flag in plain)
-    assert plain[name] is True and plain[observed.WINDOWED_EINSUM] == "1000000"
+    assert not notes
+    assert not any("sparse_core" in flag for flag in plain)
+    assert plain[name] is True
+    assert plain[observed.WINDOWED_EINSUM] == "1000000"
     own = {"LIBTPU_INIT_ARGS": f"--{name}=false --xla_tpu_scoped_vmem_limit_kib=98304"}
     mine, _ = compiler_flags(v5e, CompileOptions(flags=(("x", 1),)), own)
-    assert (
-        mine[name] is False
-        and mine["xla_tpu_scoped_vmem_limit_kib"] == "98304"
-        and mine["x"] == 1
-    )
+    assert mine[name] is False
+    assert mine["xla_tpu_scoped_vmem_limit_kib"] == "98304"
+    assert mine["x"] == 1
     environ = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     gpu, _ = compiler_flags(targets.parse("h100"), CompileOptions(), environ)
     assert gpu == {"xla_gpu_enable_latency_hiding_scheduler": True}
@@ -421,19 +446,19 @@ def test_a_plan_is_compiled_with_the_flags_of_the_chips_family():
     offload = "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter"
     v5p = targets.parse("v5p:4x4x4")
     flags, notes = compiler_flags(v5p, CompileOptions(), {})
-    assert flags[offload] is True and not notes
+    assert flags[offload] is True
+    assert not notes
     # A process starts with it, but no compilation takes it: ours is left out in
     # silence, the user's is named.
     assert "xla_sc_disjoint_spmem" not in flags
     flags, notes = compiler_flags(
         v5p, CompileOptions(), {"LIBTPU_INIT_ARGS": "--xla_sc_disjoint_spmem=true"}
     )
-    assert "xla_sc_disjoint_spmem" not in flags and offload not in flags
-    assert (
-        len(notes) == 2
-        and "left to you" in notes[0]
-        and "planned without it" in notes[1]
-    )
+    assert "xla_sc_disjoint_spmem" not in flags
+    assert offload not in flags
+    assert len(notes) == 2
+    assert "left to you" in notes[0]
+    assert "planned without it" in notes[1]
 
 
 def test_arithmetic_alone_knows_layout_and_parameters():
@@ -443,8 +468,10 @@ def test_arithmetic_alone_knows_layout_and_parameters():
     found = plan_by_arithmetic(run, targets.parse("v5p:2x2x4"))
     assert found.composition.spec.parameter_count > 0
     assert found.composition.shape.sizes["fsdp"] == 8
-    assert found.pipeline["schedule"] == "1f1b" and 0 < found.pipeline["bubble"] < 1
-    assert found.fits is None and found.compiled is None
+    assert found.pipeline["schedule"] == "1f1b"
+    assert 0 < found.pipeline["bubble"] < 1
+    assert found.fits is None
+    assert found.compiled is None
 
 
 def test_train_explains_a_shortage_of_memory(monkeypatch, capsys, tmp_path):
@@ -456,7 +483,8 @@ def test_train_explains_a_shortage_of_memory(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(trainer, "run", out_of_memory)
     assert train.main([*flags(TINY), "--workdir", str(tmp_path)]) == 1
     said = capsys.readouterr().err
-    assert "allocating 7 bytes" in said and "parameters" in said
+    assert "allocating 7 bytes" in said
+    assert "parameters" in said
     assert os.environ.get("JAX_PLATFORMS") == "cpu"
 
 
@@ -477,4 +505,5 @@ def test_gpus_are_compiled_for_without_one(cache):
     found = make_plan(
         run_of(TINY), targets.parse("h100:1x8"), options=CompileOptions(cache=cache)
     )
-    assert found.fits and found.compiled.peak_bytes < found.capacity_bytes < 0.93 * 80e9
+    assert found.fits
+    assert found.compiled.peak_bytes < found.capacity_bytes < 0.93 * 80e9

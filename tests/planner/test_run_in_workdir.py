@@ -153,13 +153,12 @@ def test_a_run_on_a_tpu_is_held_against_its_plan(tmp_path, monkeypatch, capsys):
     stand(folder, run, info, row={"step_time_s": 2e-3, "data_wait_s": 1e-3})
     assert plan.main(["--workdir", str(folder), "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
-    assert (
-        json.loads((folder / "plan.json").read_text()) == made
-        and made["target"] == "v5e:2x2"
-    )
+    assert json.loads((folder / "plan.json").read_text()) == made
+    assert made["target"] == "v5e:2x2"
     waterfall, step_s = made["time"]["waterfall"], made["time"]["step_s"]
     exposed = waterfall[step_parts.COMMUNICATION] / step_s
-    assert exposed > 0 and math.fsum(waterfall.values()) == pytest.approx(step_s)
+    assert exposed > 0
+    assert math.fsum(waterfall.values()) == pytest.approx(step_s)
     assert status.main([str(folder), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["plan"]["used"], document["plan"]
@@ -189,7 +188,8 @@ def test_a_real_run_is_planned_as_it_ran(tmp_path, capsys):
     )
     assert plan.main(["--workdir", str(folder), "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
-    assert made["target"] == "cpu:4" and made["layout"]["mesh"]["fsdp"] == 2
+    assert made["target"] == "cpu:4"
+    assert made["layout"]["mesh"]["fsdp"] == 2
     assert plan.main(["--workdir", str(folder), "--on", "cpu:4", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     differing = ("date", "compile")
@@ -224,10 +224,12 @@ def test_a_run_that_was_refitted_to_fewer_devices_is_planned_as_it_is_now(
     train(folder, 2, train__steps=9, **options)
     monkeypatch.delenv("JAXDIST_FULL_PROCESSES")
     info = json.loads((folder / "run.json").read_text())
-    assert info["num_devices"] == 2 and info["accumulation"] > 1
+    assert info["num_devices"] == 2
+    assert info["accumulation"] > 1
     assert plan.main(["--workdir", str(folder), "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
-    assert made["target"] == "cpu:2" and made["layout"]["mesh"] == info["mesh"]
+    assert made["target"] == "cpu:2"
+    assert made["layout"]["mesh"] == info["mesh"]
     assert made["layout"]["accumulation"] == info["accumulation"]
     assert status.main([str(folder), "--json"]) == 0
     reason = json.loads(capsys.readouterr().out)["plan"]["reason"]

@@ -4,6 +4,7 @@ of them.
 
 import dataclasses
 import io
+import itertools
 import json
 import math
 from importlib.util import find_spec
@@ -89,7 +90,8 @@ def test_pipelines_are_tried_where_the_last_layers_save_more():
 
 def test_every_layout_is_legal_and_keeps_the_batch(llama):
     run, target, _, _, found = llama
-    assert len(found) > 1000 and len({c.text for c in found}) == len(found)
+    assert len(found) > 1000
+    assert len({c.text for c in found}) == len(found)
     for axis in ("pipeline", "data", "fsdp", "tensor"):
         assert len({c.shape.sizes[axis] for c in found}) > 3, axis
     assert {c.run.mesh.zero for c in found} == {1, 2, 3}
@@ -108,7 +110,7 @@ def test_every_layout_is_legal_and_keeps_the_batch(llama):
 
 
 def test_overrides_make_the_layout(llama):
-    run, target, _, _, found = llama
+    run, _target, _, _, found = llama
     for one in found[:: len(found) // 12]:
         made = overridden(run, " ".join(one.overrides(run)))
         assert made == dataclasses.replace(one.run, pipeline=made.pipeline)
@@ -140,10 +142,11 @@ def test_arithmetic_grows_with_what_costs(llama):
     assert dots.compute < some.compute < full.compute
     sums = [one_of(found, fsdp=64 // t, tensor=t) for t in (1, 2, 4, 8)]
     assert all(
-        a.tensor < b.tensor and a.step_s < b.step_s
-        for a, b in zip(sums, sums[1:], strict=False)
+        a.tensor < b.tensor and a.step_s < b.step_s for a, b in itertools.pairwise(sums)
     )
-    assert sums[0].tensor == 0 and sums[0].stages == 0 and sums[0].host == 0
+    assert sums[0].tensor == 0
+    assert sums[0].stages == 0
+    assert sums[0].host == 0
     parts = [one_of(found, fsdp=16, tensor=4, accumulation=n) for n in (1, 2, 4)]
     assert parts[2].gathers == pytest.approx(4 * parts[0].gathers)
     few, many = (one_of(found, fsdp=32, pipeline=2, microbatches=n) for n in (1, 2))
@@ -167,7 +170,8 @@ def test_8_bit_floats_are_gathered_in_half_the_bytes_and_multiplied_in_less_time
     half, byte, mixed = found.values()
     coded = 6.71 / 8.03  # parameters: all but embedding, head, key and value
     assert byte.gathers == pytest.approx(half.gathers * (1 - coded / 2), rel=2e-3)
-    assert mixed.gathers == byte.gathers and half.gradients == byte.gradients
+    assert mixed.gathers == byte.gathers
+    assert half.gradients == byte.gradients
     assert 0.5 * half.compute < byte.compute < mixed.compute < half.compute
     assert half.compute - mixed.compute == pytest.approx(
         2 / 3 * (half.compute - byte.compute)
@@ -197,7 +201,7 @@ def test_state_is_a_lower_bound_of_what_is_accounted(llama):
 
 
 def test_products_alone_take_what_flops_over_peak_say(llama):
-    run, target, _, _, found = llama
+    _run, target, _, _, found = llama
     bare = one_of(found, fsdp=64, remat="none").compute
     flops = 6 * 8.03e9 * 64 * 8192 / 64 / target.chip.peak("bfloat16")
     # attention comes on top, the embedding's lookup does not count
@@ -206,10 +210,11 @@ def test_products_alone_take_what_flops_over_peak_say(llama):
 
 def test_slices_are_crossed_by_data_fsdp_or_stages():
     run, target = run_of("llama3_8b"), targets.parse("v5p:2x2x2x2")
-    meshes, illegal = layouts.legal_meshes(run, target)
+    meshes, _illegal = layouts.legal_meshes(run, target)
     sliced = [one.shape.dcn.items() for one in meshes]
     crossing = {axis for dcn in sliced for axis, n in dcn if n > 1}
-    assert crossing == {"data", "fsdp", "pipeline"} and len(meshes) > 20
+    assert crossing == {"data", "fsdp", "pipeline"}
+    assert len(meshes) > 20
 
 
 def done(one, step_s, peak, fits=True):
@@ -253,12 +258,10 @@ def test_ties_go_to_the_simpler_and_losers_say_why(llama):
         ]
     )
     # equal to none, and smaller
-    assert [r.layout.text for r in ranked][0] == "fsdp 64, remat dots"
+    assert next(r.layout.text for r in ranked) == "fsdp 64, remat dots"
     whys = {r.layout.text: search.why_not_best(r, ranked[0]) for r in ranked}
-    assert (
-        "tie" in whys["data 2 x fsdp 32, remat dots"]
-        and "more to set" in whys["data 2 x fsdp 32, remat dots"]
-    )
+    assert "tie" in whys["data 2 x fsdp 32, remat dots"]
+    assert "more to set" in whys["data 2 x fsdp 32, remat dots"]
     assert whys["fsdp 16 x tensor 4, remat dots"] == "x 1.50: +1 s x"
     refused = done(none, 1.0, 97, fits=False)
     assert search._ranked([refused, ranked[0]]) == [ranked[0], refused]
@@ -282,15 +285,15 @@ def test_a_search_on_cpu_compiles_what_it_calls_best(tmp_path):
         options=CompileOptions(cache=tmp_path),
         say=said.append,
     )
-    assert (
-        found.exit_code == 0
-        and found.winner.fits
-        and found.winner.compiled.peak_bytes > 0
-    )
-    assert 2 <= len(found.compiled) <= 3 and len(said) > 3
+    assert found.exit_code == 0
+    assert found.winner.fits
+    assert found.winner.compiled.peak_bytes > 0
+    assert 2 <= len(found.compiled) <= 3
+    assert len(said) > 3
     assert len({one.layout.text for one in found.compiled}) == len(found.compiled)
     told = json.loads(json.dumps(found.to_json()))
-    assert told["counts"]["layouts"] > 20 and told["ranking"][0]["why"] == "the best"
+    assert told["counts"]["layouts"] > 20
+    assert told["ranking"][0]["why"] == "the best"
     text = text_of(found, "--config quickstart")
     assert "python -m jaxdist.train --config quickstart --config." in text
     made = overridden(run, " ".join(told["overrides"]))
@@ -308,8 +311,10 @@ def test_a_search_on_tpu_ranks_by_the_compiler(tmp_path):
         finalists=2,
         options=CompileOptions(cache=tmp_path),
     )
-    assert found.winner and found.winner.time.step_s > 0
-    assert found.compiled[0].plan is found.winner and len(found.compiled) == 2
+    assert found.winner
+    assert found.winner.time.step_s > 0
+    assert found.compiled[0].plan is found.winner
+    assert len(found.compiled) == 2
     for one in found.compiled:
         assert one.seconds >= one.layout.estimate.bound_s > 0
 
@@ -323,10 +328,10 @@ def test_none_fits_is_exit_3_with_the_nearest(tmp_path, monkeypatch):
     found = search.search(
         run, target, finalists=1, options=CompileOptions(cache=tmp_path)
     )
-    assert found.winner is None and found.exit_code == 3
-    assert (
-        "NO LAYOUT FITS" in text_of(found) and found.compiled[0].plan.peak_bytes > 1000
-    )
+    assert found.winner is None
+    assert found.exit_code == 3
+    assert "NO LAYOUT FITS" in text_of(found)
+    assert found.compiled[0].plan.peak_bytes > 1000
     least = min(memory.accounted_peak(one.plan.components) for one in found.compiled)
     assert found.compiled[0].layout.accounted_bytes == least
 
@@ -336,8 +341,6 @@ def test_time_up_compiles_nothing_more(tmp_path):
     found = search.search(
         run, targets.parse("cpu:2"), minutes=0, options=CompileOptions(cache=tmp_path)
     )
-    assert (
-        found.exit_code == 4
-        and found.summary["stopped"] == "the time was up"
-        and not found.compiled
-    )
+    assert found.exit_code == 4
+    assert found.summary["stopped"] == "the time was up"
+    assert not found.compiled

@@ -21,7 +21,7 @@ GB = 1e9
 
 
 @pytest.mark.parametrize(
-    "text, canonical, devices, slices, hosts, wrap",
+    ("text", "canonical", "devices", "slices", "hosts", "wrap"),
     [
         ("v5p:4x4x4", "v5p:4x4x4", 64, 1, 16, (True, True, True)),
         ("V5P:4x4x4x2", "v5p:4x4x4x2", 128, 2, 32, (True, True, True)),
@@ -46,7 +46,8 @@ GB = 1e9
 )
 def test_a_target_has_its_devices(text, canonical, devices, slices, hosts, wrap):
     target = targets.parse(text)
-    assert target.text == canonical and targets.parse(canonical) == target
+    assert target.text == canonical
+    assert targets.parse(canonical) == target
     assert (target.num_devices, target.num_slices, target.hosts, target.wrap) == (
         devices,
         slices,
@@ -58,7 +59,7 @@ def test_a_target_has_its_devices(text, canonical, devices, slices, hosts, wrap)
 
 
 @pytest.mark.parametrize(
-    "text, listed",
+    ("text", "listed"),
     [
         ("v5e:32x32", "8x16, 16x16"),  # the compiler takes this one
         ("v5e:16x8", "8x16, 16x16"),
@@ -99,12 +100,10 @@ def test_a_bad_target_lists_the_legal_ones_in_one_line(text, listed):
     with pytest.raises(ConfigError) as error:
         targets.parse(text)
     (line,) = error.value.faults
-    assert (
-        line.startswith(f"--on={text}: ")
-        and listed in line
-        and "\n" not in line
-        and len(line) < 250
-    )
+    assert line.startswith(f"--on={text}: ")
+    assert listed in line
+    assert "\n" not in line
+    assert len(line) < 250
 
 
 def test_here_is_the_target_of_the_devices():
@@ -137,7 +136,7 @@ def shape(target, slices=1, **sizes):
 
 
 @pytest.mark.parametrize(
-    "target, layout, axis, name, gigabytes",
+    ("target", "layout", "axis", "name", "gigabytes"),
     [
         ("v5p:4x4x4", {"fsdp": 16, "tensor": 4}, "tensor", "ICI", 2 * 90),  # one ring
         ("v5p:4x4x4", {"fsdp": 16, "tensor": 4}, "fsdp", "ICI", 4 * 90),  # two
@@ -175,7 +174,8 @@ def shape(target, slices=1, **sizes):
 )
 def test_the_link_of_an_axis(target, layout, axis, name, gigabytes):
     link = targets.parse(target).axis_link(shape(target, **layout), axis)
-    assert link.name == name and link.bytes_per_s == pytest.approx(gigabytes * GB)
+    assert link.name == name
+    assert link.bytes_per_s == pytest.approx(gigabytes * GB)
 
 
 def test_other_sizes_keep_the_network():

@@ -106,7 +106,8 @@ def test_cycles_are_summed_over_loops_and_the_dearest_branch_and_not_inside_fusi
     assert module.cycles(module.entry) == total
     found = estimate(module)
     assert found.low_s == found.step_s == found.high_s == pytest.approx(total / 1.5e9)
-    assert found.waterfall["attention"] == 0 and found.notes == ()
+    assert found.waterfall["attention"] == 0
+    assert found.notes == ()
 
 
 def test_loops_of_unknown_length_are_noted():
@@ -223,7 +224,8 @@ def test_shares_of_peak_are_of_the_peak_that_is_given():
     older = estimate(
         hlo.parse(GPU_PRODUCTS), target=targets.parse("a100:1x1"), peak="float8"
     )
-    assert older.mfu_causal is older.peak_flops_per_s is None and older.step_s > 0
+    assert older.mfu_causal is older.peak_flops_per_s is None
+    assert older.step_s > 0
 
 
 # --- communication --------------------------------------------------------------------
@@ -244,9 +246,8 @@ def test_low_middle_and_high():
         pytest.approx(1.05 * time.high_s),
     )
     assert sum(time.waterfall.values()) == pytest.approx(time.step_s)
-    assert time.waterfall["exposed communication"] == pytest.approx(
-        5
-    ) and time.uncovered_s == pytest.approx(2)
+    assert time.waterfall["exposed communication"] == pytest.approx(5)
+    assert time.uncovered_s == pytest.approx(2)
 
 
 def test_one_window_hides_only_as_much_as_its_compute():
@@ -264,9 +265,8 @@ ENTRY %main (p: f32[]) -> f32[] {{
     first = collective(bytes=int(1.6e9), **between)  # 0.8 s
     assert estimate(module, [first]).hidden_s == pytest.approx(0.8)
     both = estimate(module, [first, dataclasses.replace(first, name="other")])
-    assert both.hidden_s == pytest.approx(1.0) and both.uncovered_s == pytest.approx(
-        0.6
-    )
+    assert both.hidden_s == pytest.approx(1.0)
+    assert both.uncovered_s == pytest.approx(0.6)
     assert both.step_s - both.low_s == pytest.approx(0.6)
     other_link = dataclasses.replace(first, link=targets.Link("DCN", 1e9))
     assert estimate(module, [first, other_link]).hidden_s == pytest.approx(1.6)
@@ -288,9 +288,9 @@ ENTRY %main (p: f32[]) -> f32[] {{
     )
     # as sum() adds before Python 3.12
     one_by_one = functools.reduce(operator.add, [0.1] * 10)
-    assert (
-        one_by_one < 1 and time.hidden_s == pytest.approx(1) and time.uncovered_s == 0
-    )
+    assert one_by_one < 1
+    assert time.hidden_s == pytest.approx(1)
+    assert time.uncovered_s == 0
 
 
 def test_the_low_end_takes_fused_backward_products_at_the_rate_of_single_ones():
@@ -315,17 +315,16 @@ ENTRY %main (p: f32[4096,4096]) -> f32[4096,4096] {{
     assert found.step_s == pytest.approx(0.010)  # as the compiler counts
     assert found.low_s == pytest.approx(2 * 4096**3 / (0.98 * 197e12))
     (note,) = found.notes
-    assert "93% of the step" in note and "backward products" in note
+    assert "93% of the step" in note
+    assert "backward products" in note
     forward = estimate(hlo.parse(program(stack.replace("transpose(jvp())", "jvp()"))))
     again = estimate(
         hlo.parse(
             program(stack.replace("dot_general", "rematted_computation/dot_general"))
         )
     )
-    assert (
-        forward.low_s == again.low_s == pytest.approx(0.010)
-        and forward.notes == again.notes == ()
-    )
+    assert forward.low_s == again.low_s == pytest.approx(0.010)
+    assert forward.notes == again.notes == ()
 
 
 def test_a_real_gather_is_hidden_by_its_matmul():
@@ -333,9 +332,11 @@ def test_a_real_gather_is_hidden_by_its_matmul():
     module = hlo.parse((HLO / "v5e_fsdp256.txt").read_text())
     found = read("v5e_fsdp256")
     gather = found["async-collective-start"]
-    assert gather.asynchronous and gather.wire_s > 0
+    assert gather.asynchronous
+    assert gather.wire_s > 0
     time = estimate(module, list(found.values()), targets.parse(target))
-    assert time.hidden_s == pytest.approx(gather.step_s) and time.uncovered_s == 0
+    assert time.hidden_s == pytest.approx(gather.step_s)
+    assert time.uncovered_s == 0
 
 
 # --- attention ------------------------------------------------------------------------
@@ -349,7 +350,8 @@ def test_kernels_of_a_real_step_are_counted():
     expected = [("forward", 1), ("forward", 1), ("dq", 1.5), ("dkv", 2.0)]
     roles = sorted((k.role, k.flops / forward) for k in kernels)
     assert roles == sorted(expected)
-    assert {k.count for k in kernels} == {32} and {k.width for k in kernels} == {128}
+    assert {k.count for k in kernels} == {32}
+    assert {k.width for k in kernels} == {128}
     assert timing.forwards_per_backward(kernels) == 2  # full remat
     attention = 32 * 5.5 * forward / (0.5 * 197e12)
     compute = module.cycles(module.entry) / 1.5e9
@@ -467,7 +469,8 @@ def test_grouped_products_are_charged_the_tiles_that_an_even_load_visits():
     experts = 2 * product.flops / (0.8 * 459e12)
     assert time.low_s == time.step_s == pytest.approx(1e-3 + experts)
     shares = time.waterfall["experts"] / time.waterfall["compute"]
-    assert shares == pytest.approx(experts / 1e-3) and time.waterfall["attention"] == 0
+    assert shares == pytest.approx(experts / 1e-3)
+    assert time.waterfall["attention"] == 0
     assert sum(time.waterfall.values()) == pytest.approx(time.step_s)
     assert time.notes == ("experts are counted with an even load",)
 
@@ -583,6 +586,7 @@ def test_the_time_of_a_run_takes_its_sizes_from_the_config():
     )
     time = compiled_step.with_compiled(plan.plan_by_arithmetic(run, V5E), compiled).time
     # no peak is published for it
-    assert run.precision.compute == "float32" and time.mfu_causal is None
+    assert run.precision.compute == "float32"
+    assert time.mfu_causal is None
     assert time.tokens_per_s == pytest.approx(256 * 128 / time.step_s)
     assert time.waterfall["bubble"] == 0

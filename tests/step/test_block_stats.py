@@ -156,14 +156,11 @@ def two_steps(case: Case = Case()):  # noqa: B008 (frozen)
 def test_each_layer_has_its_own_row():
     state, metrics, *_ = two_steps()
     chosen, targets = state.model_state["chosen"], BATCH["tokens"].size
-    assert (chosen.sum(-1) == 2 * targets).all() and len(
-        np.unique(chosen, axis=0)
-    ) == LAYERS
+    assert (chosen.sum(-1) == 2 * targets).all()
+    assert len(np.unique(chosen, axis=0)) == LAYERS
     assert np.abs(state.model_state["blocks"]["bias"]).max() == pytest.approx(0.02)
-    assert (
-        state.model_state["seen"] == 2 * BATCH["weights"].sum()
-        and metrics["aux/balance"] > 0
-    )
+    assert state.model_state["seen"] == 2 * BATCH["weights"].sum()
+    assert metrics["aux/balance"] > 0
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -128,7 +128,7 @@ def test_fractional_weights_and_units():
     assert evaluate(lambda *_: (1e6, 1.0, {}), None, [None]).perplexity == math.inf
 
 
-@pytest.mark.parametrize("sums", ([], [(0.0, 0.0, {})]))
+@pytest.mark.parametrize("sums", [[], [(0.0, 0.0, {})]])
 def test_nothing_to_score_is_an_error(sums):
     with pytest.raises(ValueError, match="no target with a weight"):
         evaluate(lambda _, batch: batch, None, sums)

@@ -44,7 +44,8 @@ def test_a_step_on_a_cpu_does_the_work_of_the_active_experts(monkeypatch):
     spec = spec_of(MODEL)
     model = spec.assemble(*spec.init_params(jax.random.key(0)))
     load = np.asarray(jax.jit(lambda: model.loss(batch, None).stats[experts.LOAD])())
-    assert load.shape == (2, E) and (load.sum(-1) == SAMPLES * LENGTH * K).all()
+    assert load.shape == (2, E)
+    assert (load.sum(-1) == SAMPLES * LENGTH * K).all()
     blocks = np.ceil(load / grouped_matmul.MAX_BLOCK).mean()
     known, unknown = hlo.Module.trip_count, set()
 

@@ -112,7 +112,8 @@ BLOCKS = {
 def test_a_block_under_tensor_parallelism_sums_once_each_way(name, backward):
     part, model, small = BLOCKS[name]
     module = block_program(part, model, backward=backward)
-    assert not module.computations.get("while") and model.num_heads % 4 == 0
+    assert not module.computations.get("while")
+    assert model.num_heads % 4 == 0
     kinds = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter")
     assert not collectives(module, kinds)  # nothing else moves
     summed = [math.prod(shape) for _, _, _, shape in collectives(module)]
@@ -160,12 +161,14 @@ def test_fsdp_gathers_one_layer_at_a_time_and_keeps_none(remat):
     shapes = buffer_shapes(module)
     # shards at rest
     assert {(layers, 8, 176), (layers, 176, 8), (layers, 8, 4, 12)} <= shapes
-    assert not stacked & shapes and not stacked & set(map(squeezed, shapes))
+    assert not stacked & shapes
+    assert not stacked & set(map(squeezed, shapes))
     outside = found.pop("")
     # the head; no table
     assert set(outside) == {("f32", (DEEP.d_model, DEEP.vocab_size))}
     trips = loop_bodies(module)
-    assert len(found) == 2 and all(trips[body] == layers for body in found)
+    assert len(found) == 2
+    assert all(trips[body] == layers for body in found)
     # each kernel once: query, key, value, out, gate, up, down
     for gathered in found.values():
         assert {shape for _, shape in gathered} == LAYER_KERNELS
@@ -252,9 +255,8 @@ def test_bfloat16_kernels_are_gathered_as_such_and_gradients_summed_in_float32(
         for path, (x, names) in spec_of(DEEP).named_parameters().items()
         if "blocks" in path and len(names) > 1
     )
-    assert kernels.total() == 7 and kernels <= Counter(
-        math.prod(shape) for *_, shape in summed
-    )
+    assert kernels.total() == 7
+    assert kernels <= Counter(math.prod(shape) for *_, shape in summed)
 
 
 # --- bytes per device -----------------------------------------------------------------

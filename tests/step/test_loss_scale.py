@@ -127,9 +127,8 @@ def test_scale_counter_and_skips_are_torchs(name):
 def test_at_its_floor_the_scale_stays_and_is_to_blame_no_more():
     low = LossScale(jnp.float32(2 * loss_scale.FLOOR), jnp.int32(1), jnp.int32(5))
     no, loss = jnp.bool(False), jnp.float32(1)
-    assert loss_scale.is_cause(low, no, loss) and not loss_scale.is_cause(
-        low, no, jnp.float32(np.nan)
-    )
+    assert loss_scale.is_cause(low, no, loss)
+    assert not loss_scale.is_cause(low, no, jnp.float32(np.nan))
     floor = SCALER.after(low, no, jnp.bool(True))
     assert (floor.scale, floor.good_steps, floor.skips) == (loss_scale.FLOOR, 0, 6)
     assert not loss_scale.is_cause(floor, no, loss)
@@ -179,10 +178,8 @@ def assert_scale_changes_nothing(
     for power in (-20, 0, 16, 40):
         start = with_scale(scaled.init(), 2.0**power)
         after, figures, found = jax.device_get(inspect[1](start, placed))
-        assert (
-            figures.pop("loss_scale") == 2.0**power
-            and figures.pop("loss_scale_skips") == 0
-        )
+        assert figures.pop("loss_scale") == 2.0**power
+        assert figures.pop("loss_scale_skips") == 0
         assert bitwise_equal(found, gradients), power
         plainly = after._replace(opt_state=after.opt_state._replace(loss_scale=None))
         if not update:  # then of the program with a scale itself: the same for each
@@ -232,7 +229,8 @@ def test_an_overflow_leaves_the_update_out_and_the_next_one_is_made(name):
     fresh = jax.device_get(built.init())
     state, metrics = built.step(with_scale(built.init(), HOPELESS), placed)
     after = jax.device_get(state)
-    assert np.isfinite(metrics["loss"]) and not np.isfinite(metrics["grad_norm"])
+    assert np.isfinite(metrics["loss"])
+    assert not np.isfinite(metrics["grad_norm"])
     assert (metrics["skipped"], metrics["loss_scale"], metrics["loss_scale_skips"]) == (
         0,
         HOPELESS,
@@ -244,9 +242,8 @@ def test_an_overflow_leaves_the_update_out_and_the_next_one_is_made(name):
     assert (after.step, after.opt_state.skipped) == (1, 0)
     assert after.opt_state.loss_scale == (HOPELESS / 2, 0, 1)
     state, metrics = built.step(with_scale(state, 2.0**10), placed)
-    assert (
-        np.isfinite(metrics["grad_norm"]) and state.opt_state.loss_scale.good_steps == 1
-    )
+    assert np.isfinite(metrics["grad_norm"])
+    assert state.opt_state.loss_scale.good_steps == 1
     assert worst(jax.device_get(state.trainable), fresh.trainable) > 1e-4
 
 
@@ -281,13 +278,12 @@ def test_a_run_skips_resumes_bit_for_bit_and_tells_of_no_fault(tmp_path, capsys)
 
     whole = run("whole", 30)
     run("parts", 18)
-    assert run("parts", 30) == whole and len(whole) == 30
+    assert run("parts", 30) == whole
+    assert len(whole) == 30
     skips = whole[-1]["loss_scale_skips"]
-    assert (
-        10 < skips < 25
-        and whole[skips]["loss_scale"] < 2.0**30
-        and whole[-1]["loss"] < whole[0]["loss"]
-    )
+    assert 10 < skips < 25
+    assert whole[skips]["loss_scale"] < 2.0**30
+    assert whole[-1]["loss"] < whole[0]["loss"]
     assert {row["event"] for row in read_events(tmp_path / "whole")} >= {"stop"}
     assert "nonfinite" not in {row["event"] for row in read_events(tmp_path / "whole")}
 
@@ -302,7 +298,7 @@ def device(platform: str, kind: str, capability: str = "") -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    "kind, text",
+    ("kind", "text"),
     [
         ("TPU v5 lite", "1.02 times"),
         ("TPU v6 lite", "1.14 times"),
@@ -312,13 +308,14 @@ def device(platform: str, kind: str, capability: str = "") -> SimpleNamespace:
 def test_tpus_refuse_float16_and_name_bfloat16(kind, text):
     half = PrecisionConfig(compute="float16")
     (fault,) = precision.device_faults(half, device("tpu", kind))
-    assert text in fault and fault.endswith("set precision.compute=bfloat16")
+    assert text in fault
+    assert fault.endswith("set precision.compute=bfloat16")
     assert not [*precision.device_faults(half, device("gpu", "Tesla T4"))]
     assert not [*precision.device_faults(PrecisionConfig(), device("tpu", kind))]
 
 
 @pytest.mark.parametrize(
-    "of, lacks",
+    ("of", "lacks"),
     [
         (device("gpu", "Tesla T4"), True),
         (device("cuda", "Tesla V100-SXM2-16GB"), True),
@@ -332,9 +329,8 @@ def test_tpus_refuse_float16_and_name_bfloat16(kind, text):
 def test_gpus_without_bfloat16_are_advised_float16(of, lacks):
     others = PrecisionConfig(), PrecisionConfig(compute="float16")
     lines = [*precision.advice(PrecisionConfig(compute="bfloat16"), of)]
-    assert len(lines) == lacks and all(
-        "set precision.compute=float16" in line for line in lines
-    )
+    assert len(lines) == lacks
+    assert all("set precision.compute=float16" in line for line in lines)
     assert not [line for config in others for line in precision.advice(config, of)]
 
 

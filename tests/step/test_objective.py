@@ -284,7 +284,8 @@ def test_once_is_refused_for_an_objective_that_does_not_say_so(objective):
     rules, _ = rules_and_mesh(Layout(2, data=2))
     name = type(objective).__name__
     why = reduction.obstacle(spec_for(objective), rules)
-    assert name in why and "sums_over_samples" in why
+    assert name in why
+    assert "sums_over_samples" in why
     assert not reduction.obstacle(spec_for(Said()), rules)
     assert not reduction.obstacle(spec_for(SumObjective()), rules)
 
@@ -348,7 +349,8 @@ def test_losses_of_routers_weigh_as_in_the_default_where_pairs_are_counted():
         wanted = pytest.approx(float(default.metrics[term]), rel=1e-5)
         assert found.metrics[term] == wanted
         total, count = found.evaluated[2][term]
-        assert count == batch["weights"].sum() and total / count == wanted
+        assert count == batch["weights"].sum()
+        assert total / count == wanted
     # the loss of pairs, and its own aux terms, are those by the count of pairs
     total, count, others = found.evaluated
     assert count == 16
@@ -500,7 +502,7 @@ def test_metrics_may_read_prepared_fields():
 
 
 @pytest.mark.parametrize(
-    "name, dims, text",
+    ("name", "dims", "text"),
     [
         ("weights", (16, 16), "prepare returned weights"),
         ("margin", (16, 4), r"margin float32\[16, 4\]"),

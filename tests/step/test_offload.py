@@ -72,14 +72,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("layout, config, optimizer", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("layout", "config", "optimizer"), CASES.values(), ids=CASES)
 def test_host_equals_device_bit_for_bit(layout, config, optimizer):
     optimizer = replace(OPTIMIZER, **optimizer)
     on_host = steps_of(layout, StepConfig(moments_in=HOST, **config), optimizer)
     on_device = steps_of(layout, StepConfig(moments_in=DEVICE, **config), optimizer)
     assert (on_host[2], on_device[2]) == ({HOST}, {DEVICE})
     assert_same(on_host[:2], on_device[:2])
-    whole, rows, _ = steps_of(layout, StepConfig(**config), optimizer)
+    _whole, rows, _ = steps_of(layout, StepConfig(**config), optimizer)
     losses = [[row["loss"] for row in r] for r in (on_host[1], rows)]
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
@@ -91,7 +91,8 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_clock():
     bad = good | {"weights": np.full_like(good["weights"], np.inf)}
     before, _, _ = steps_of(FSDP, config, batches=[good])
     after, rows, _ = steps_of(FSDP, config, batches=[good, bad])
-    assert not np.isfinite(rows[1]["loss"]) and rows[1]["skipped"] == 1
+    assert not np.isfinite(rows[1]["loss"])
+    assert rows[1]["skipped"] == 1
     assert_same(after.opt_state.optimizer, before.opt_state.optimizer)
     assert_same((after.trainable, after.ema), (before.trainable, before.ema))
     assert after.step == 2
@@ -115,7 +116,8 @@ def test_evaluation_and_fingerprints_read_an_average_on_the_host():
         plain.evaluate(other, placed)[0]
     )
     sums = [fingerprint.of(state_dict.to_canonical(s)) for s in (state, other)]
-    assert sums[0] == sums[1] and len(set(sums[0].values())) > 10
+    assert sums[0] == sums[1]
+    assert len(set(sums[0].values())) > 10
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state.model_arrays)} == {
         DEVICE
     }
@@ -197,7 +199,8 @@ def test_adapters_update_the_same_on_both_sides(config):
             )
         moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim > 2]
         assert {x.sharding.memory_kind for x in moments} == {kind}
-        assert moments and all(
+        assert moments
+        assert all(
             jnp.any(jax.device_put(x, x.sharding.with_memory_kind(DEVICE)))
             for x in moments
         )
@@ -224,7 +227,8 @@ def test_a_run_goes_on_bit_for_bit_and_across_the_switch(tmp_path, capsys):
     whole = run("whole", 12, offload=True)
     run("parts", 6, offload=True)
     shutil.copytree(tmp_path / "parts", tmp_path / "switched")
-    assert run("parts", 12, offload=True) == whole and len(whole) == 12
+    assert run("parts", 12, offload=True) == whole
+    assert len(whole) == 12
     switched = run("switched", 12, offload=False)
     np.testing.assert_allclose(list(switched.values()), list(whole.values()), rtol=1e-6)
 
@@ -269,9 +273,8 @@ def test_optimizers_that_gain_nothing_or_are_unknown_are_refused(capsys):
         "train.steps=5",
     )
     faults = runs.refused(capsys, "--config", "quickstart", *runs.overrides(*settings))
-    assert len(
-        faults
-    ) == 2 and "adafactor keeps a row and a column of each matrix" in "".join(faults)
+    assert len(faults) == 2
+    assert "adafactor keeps a row and a column of each matrix" in "".join(faults)
     assert "does not know whether it treats each parameter by itself" in str(
         offload_obstacle(optax.adam(1e-3))
     )

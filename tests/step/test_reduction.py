@@ -69,7 +69,8 @@ def rules_of(zero: int = 3, **sizes: int) -> Rules:
 )
 def test_the_axes_are_those_that_copy_parameters_and_gradients(sizes, zero, axes):
     chosen = reduction.choose(spec_of(), rules_of(zero, **sizes), "auto", parts=PARTS)
-    assert chosen.once == axes and bool(chosen.over) == bool(axes)
+    assert chosen.once == axes
+    assert bool(chosen.over) == bool(axes)
 
 
 @pytest.mark.parametrize(
@@ -202,10 +203,8 @@ def test_a_subclass_that_may_make_the_loss_otherwise_does_not_inherit_the_word()
         Measured,
         Table,
     )
-    assert (
-        all(map(who_sums_over_samples, say_so))
-        and who_sums_over_samples(Renamed) is Transformer
-    )
+    assert all(map(who_sums_over_samples, say_so))
+    assert who_sums_over_samples(Renamed) is Transformer
     assert not any(
         map(
             who_sums_over_samples,
@@ -265,7 +264,8 @@ def test_once_is_refused_for_a_model_that_it_would_change(model, why):
     with pytest.raises(ConfigError) as refusal:
         validation.validate_on(run_config.from_config(config), 1)
     (fault,) = refusal.value.faults
-    assert fault.startswith(f"mesh.reduce=once: {model.__name__} ") and why in fault
+    assert fault.startswith(f"mesh.reduce=once: {model.__name__} ")
+    assert why in fault
     assert fault.endswith("; set mesh.reduce=auto or each")
 
 
@@ -324,7 +324,8 @@ def after_one_step(model: type[nnx.Module], data: int) -> tuple[float, dict, str
 def test_a_loss_that_is_no_sum_of_samples_is_the_same_on_any_number_of_replicas(model):
     loss, gradients, _ = after_one_step(model, 1)
     on_eight, theirs, why = after_one_step(model, 8)
-    assert on_eight == pytest.approx(loss, rel=1e-6) and worst(theirs, gradients) < 1e-5
+    assert on_eight == pytest.approx(loss, rel=1e-6)
+    assert worst(theirs, gradients) < 1e-5
     assert why.startswith(model.__name__)
 
 
@@ -369,13 +370,15 @@ def in_parts(
 
 def test_accumulation_sums_over_data_once_a_step():
     layout = Layout(2, data=2)
-    count, size, in_loop = sums_over(in_parts(layout, PARTS), ("data",))
+    _count, size, in_loop = sums_over(in_parts(layout, PARTS), ("data",))
     gradients = 4 * spec_of(SMALL).parameter_count
     # loss and count, norm, tokens
-    assert not in_loop and gradients <= size < gradients + 64
+    assert not in_loop
+    assert gradients <= size < gradients + 64
     each = sums_over(in_parts(layout, PARTS, "each"), ("data",))
     # the test sees what it is about
-    assert each[2] and each[1] > 0.9 * PARTS * gradients
+    assert each[2]
+    assert each[1] > 0.9 * PARTS * gradients
 
 
 @pytest.mark.slow
@@ -394,7 +397,8 @@ def test_accumulation_sums_over_data_once_a_step():
 )
 def test_accumulation_changes_nothing_of_what_crosses_replicas(layout, axes):
     four, eight = (sums_over(in_parts(layout, parts), axes) for parts in (4, 8))
-    assert four == eight and not four[2]
+    assert four == eight
+    assert not four[2]
     if layout.zero == 3 or layout.fsdp == 1:  # else one part's are summed in shards
         one = sums_over(in_parts(layout, 1), axes)[1]
         # With fsdp, the partitioner sums some of one part's gradients whole, before
@@ -422,7 +426,8 @@ def test_microbatches_change_nothing_of_what_crosses_replicas(sizes):
         in_ticks = [one for one in moved if one.in_loop and "data" in one.axis]
         assert not in_ticks  # no batch is gathered for the embedding
     ((size, in_loop),) = counted
-    assert size and not in_loop
+    assert size
+    assert not in_loop
 
 
 @pytest.mark.slow
@@ -471,4 +476,5 @@ def test_accelerators_compilers_sum_over_replicas_once_a_step(
         return sums_over(plan.collectives, axes)
 
     (_, four, in_loop), (_, eight, also_in_loop) = summed(4), summed(8)
-    assert four == eight and not in_loop + also_in_loop
+    assert four == eight
+    assert not in_loop + also_in_loop

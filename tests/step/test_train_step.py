@@ -137,15 +137,16 @@ def test_a_step_with_nonfinite_gradients_changes_nothing_but_counts():
     for skipped in (1, 2):
         state, metrics = step(state, bad)
         after = jax.device_get(state)
-        assert not np.isfinite(metrics["loss"]) and metrics["skipped"] == skipped
+        assert not np.isfinite(metrics["loss"])
+        assert metrics["skipped"] == skipped
         for part in ("trainable", "frozen", "model_state", "ema"):
             assert bitwise_equal(getattr(after, part), getattr(before, part))
         assert bitwise_equal(after.opt_state.optimizer, before.opt_state.optimizer)
-        assert (
-            after.opt_state.skipped == skipped and after.step == before.step + skipped
-        )
+        assert after.opt_state.skipped == skipped
+        assert after.step == before.step + skipped
     state, metrics = step(state, batch)
-    assert metrics["skipped"] == 0 and np.isfinite(metrics["loss"])
+    assert metrics["skipped"] == 0
+    assert np.isfinite(metrics["loss"])
     assert worst(jax.device_get(state.trainable), before.trainable) > 1e-5
 
 
@@ -160,7 +161,8 @@ def test_the_state_is_donated_and_the_step_repeats_bitwise():
             leaf.is_deleted() for leaf in jax.tree.leaves(first.opt_state.optimizer)
         )
         ends.append(jax.device_get(step(second, batch)))
-    assert bitwise_equal(*ends) and int(ends[0][0].step) == 2
+    assert bitwise_equal(*ends)
+    assert int(ends[0][0].step) == 2
 
 
 def test_the_moving_average_follows_the_parameters_and_is_evaluated():
@@ -235,7 +237,8 @@ def test_losses_in_every_accepted_form():
     pair = as_loss((jnp.float32(6), jnp.int32(3)), batch)
     assert (float(pair.sum), float(pair.count), pair.aux) == (6.0, 3.0, {})
     full = as_loss(Loss(1.0, 2.0, {"balance": 3.0}, {"load": 4.0}), batch)
-    assert full.aux["balance"].dtype == jnp.float32 and float(full.stats["load"]) == 4.0
+    assert full.aux["balance"].dtype == jnp.float32
+    assert float(full.stats["load"]) == 4.0
 
 
 def test_a_step_is_traced_once_for_its_compilation_and_all_its_calls():
@@ -248,7 +251,8 @@ def test_a_step_is_traced_once_for_its_compilation_and_all_its_calls():
     state, placed = built.init(), jax.device_put(batch, built.batch_shardings(batch))
     for _ in range(3):
         state, metrics = step(state, placed)
-    assert state.step == 3 and metrics["loss"] > 0
+    assert state.step == 3
+    assert metrics["loss"] > 0
     with pytest.raises(AssertionError, match="traced > 1 times"):
         step.lower(state, batch_of(batch=4))
 

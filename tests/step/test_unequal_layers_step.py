@@ -120,7 +120,8 @@ def test_every_layout_has_the_numbers_of_one_device(name):
         jax.tree.leaves(state.model_state) for state, *_ in (one, other)
     )
     np.testing.assert_array_equal(there, bias)
-    assert bias.shape == (5, 8) and (np.abs(bias).max(-1) > 0).all()
+    assert bias.shape == (5, 8)
+    assert (np.abs(bias).max(-1) > 0).all()
     assert other[1]["loss"] == pytest.approx(one[1]["loss"], rel=1e-6)
     assert worst(other[2], one[2]) < 2e-6
     assert worst(other[0].trainable, one[0].trainable) < 2e-6

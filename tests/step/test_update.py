@@ -63,10 +63,8 @@ def test_kernels_updated_with_their_last_dims_swapped_are_the_same(name, monkeyp
     swapped, plain, metrics, own_metrics = jax.device_get(
         (swapped, plain, metrics, own_metrics)
     )
-    assert (
-        worst(plain.trainable, start.trainable) > 1e-3
-        and worst(plain.ema, start.ema) > 1e-4
-    )
+    assert worst(plain.trainable, start.trainable) > 1e-3
+    assert worst(plain.ema, start.ema) > 1e-4
     assert own_metrics["grad_norm"] == pytest.approx(
         metrics["grad_norm"], rel=1e-6
     )  # summed in another order
@@ -78,7 +76,7 @@ def test_kernels_updated_with_their_last_dims_swapped_are_the_same(name, monkeyp
     reason="a TPU's mesh needs libtpu: jaxdist[aot]",
 )
 @pytest.mark.parametrize(
-    "sizes, narrow",
+    ("sizes", "narrow"),
     [
         ({"fsdp": 64}, True),
         ({"fsdp": 8, "expert": 8}, False),

@@ -29,7 +29,8 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
     with pytest.raises(ZeroDivisionError), atomic.replacing(file) as partial:
         partial.write_text("half")
         1 / 0  # noqa: B018
-    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
     with pytest.raises(OSError):
         atomic.write_text(tmp_path / "absent" / "a", "x")
 
@@ -119,7 +120,8 @@ def test_a_lock_file_that_is_replaced_is_no_longer_held(tmp_path):
         path.unlink()
         assert is_held()  # nobody has taken it
         with lock.exclusive(path) as held_by_another:
-            assert held_by_another() and not is_held()
+            assert held_by_another()
+            assert not is_held()
 
 
 @pytest.mark.parametrize("place", ["a link", "a pipe", "a folder"])
@@ -152,18 +154,18 @@ def test_a_lease_is_renewed_and_ends_with_its_owner(tmp_path, hurried):
     path = tmp_path / "owner.json"
     with lock.lease(path, "a", resumes=False) as is_held:
         begun = json.loads(path.read_text())
-        assert (
-            begun.keys() == {"format", "run", "host", "pid", "start", "time"}
-            and begun["pid"] == os.getpid()
-        )
+        assert begun.keys() == {"format", "run", "host", "pid", "start", "time"}
+        assert begun["pid"] == os.getpid()
         time.sleep(0.8)  # longer than it lasts by itself
-        assert is_held() and json.loads(path.read_text())["time"] > begun["time"] + 0.5
+        assert is_held()
+        assert json.loads(path.read_text())["time"] > begun["time"] + 0.5
         with pytest.raises(
             lock.Locked,
             match=r"process \d+ on .* \(run a\); if that has ended, wait \d+ s",
         ):
             take(path, "b")
-    assert not path.exists() and take(path, "b")
+    assert not path.exists()
+    assert take(path, "b")
 
 
 @pytest.mark.parametrize(

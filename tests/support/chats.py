@@ -36,7 +36,26 @@ SPECIAL = (
     "<|end_header_id|>",
     "<|eot_id|>",
 )
-WORDS = "what is a list in python it holds values and you can add more of them é 文 ".split()
+WORDS = [
+    "what",
+    "is",
+    "a",
+    "list",
+    "in",
+    "python",
+    "it",
+    "holds",
+    "values",
+    "and",
+    "you",
+    "can",
+    "add",
+    "more",
+    "of",
+    "them",
+    "é",
+    "文",
+]
 
 
 def turn(role: str, content: str) -> dict[str, str]:

@@ -10,7 +10,14 @@ from pathlib import Path
 from jaxdist.trainer import run_config, trainer
 from jaxdist.trainer.callbacks import every
 
-SIZES = dict(num_layers=2, d_model=32, d_ff=64, num_heads=2, num_kv_heads=2, head_dim=8)
+SIZES = {
+    "num_layers": 2,
+    "d_model": 32,
+    "d_ff": 64,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+}
 
 config = run_config.default_config()
 config.model.update(SIZES)

@@ -36,7 +36,7 @@ class Failing(Callback):
             return
         # both have come here: it fails neither in the start nor by itself
         print(f"process {jax.process_index()} is in {METHOD}", flush=True)
-        if PROCESS == str(jax.process_index()):
+        if str(jax.process_index()) == PROCESS:
             if KIND == "config":
                 raise ConfigError("a callback refuses on order")
             raise OSError(5, "a fault on order")

@@ -28,11 +28,11 @@ from jaxdist.models import registry  # noqa: E402
 from jaxdist.parallel import axes, sharding  # noqa: E402
 from jaxdist.parallel.mesh import (  # noqa: E402
     MeshConfig,
-    resolve_mesh,  # noqa: E402
+    resolve_mesh,
 )
 from jaxdist.protocols.model_spec import (  # noqa: E402
     ModelSpec,
-    describe,  # noqa: E402
+    describe,
 )
 from jaxdist.trainer import run_config  # noqa: E402
 
@@ -77,7 +77,7 @@ STAGED = {
 SHARDING = {
     name: SMALL_LAYOUTS if name in SMALL else LARGE_LAYOUTS for name in CONFIGS
 } | STAGED
-SHARDING |= {name: (*LARGE_LAYOUTS, *EXPERT_LAYOUTS) for name in OF_EXPERTS}
+SHARDING |= dict.fromkeys(OF_EXPERTS, (*LARGE_LAYOUTS, *EXPERT_LAYOUTS))
 TABLES = {f"sharding/{name.replace(':', '_')}.txt": name for name in SHARDING}
 # files below tests/golden
 NAMES = ("config_keys.txt", "jobset.json", *TABLES)

@@ -126,7 +126,7 @@ def run_convert(source, target, kind, *more):
 @pytest.fixture(scope="module", name="text")
 def text_fixture(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    words = "the cat in thin hats then thinks of the inn".split()
+    words = ["the", "cat", "in", "thin", "hats", "then", "thinks", "of", "the", "inn"]
     (folder / "text.txt").write_text(" ".join(random.Random(0).choices(words, k=900)))
     return folder / "text.txt"
 

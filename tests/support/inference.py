@@ -19,7 +19,21 @@ def tiny_config(folder):
     """Returns a run that averages its weights, on eight devices, with text of
     its own.
     """
-    words = "the cat sat on a mat while two dogs ran past old trees".split()
+    words = [
+        "the",
+        "cat",
+        "sat",
+        "on",
+        "a",
+        "mat",
+        "while",
+        "two",
+        "dogs",
+        "ran",
+        "past",
+        "old",
+        "trees",
+    ]
     for name, seed in (("train", 0), ("held", 1)):
         text = " ".join(random.Random(seed).choices(words, k=600))
         (folder / f"{name}.txt").write_text(text)

@@ -198,7 +198,8 @@ def apart(
     those under a path.
     """
     names = [name for name in one if name.startswith(under)]
-    assert one.keys() == other.keys() and len(names) > 10
+    assert one.keys() == other.keys()
+    assert len(names) > 10
 
     def distance(a: np.ndarray, b: np.ndarray) -> float:
         a, b = a.astype(np.float64), b.astype(np.float64)
@@ -211,7 +212,8 @@ def apart(
 
 
 def same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
-    assert one.keys() == other.keys() and len(one) > 20
+    assert one.keys() == other.keys()
+    assert len(one) > 20
     return all(one[name].tobytes() == other[name].tobytes() for name in one)
 
 
@@ -232,10 +234,8 @@ def assert_time_adds_up(
     idle_s = sum(b.began - a.written for a, b in itertools.pairwise(lives) if a.done)
     wall_s = lives[-1].written - lives[0].began - idle_s
     assert abs(found.wall_s - wall_s) <= 0.010, (found, wall_s)
-    assert (
-        min(found.buckets.values()) >= 0
-        and {"down", "lost", "start", "step"} <= found.buckets.keys()
-    )
+    assert min(found.buckets.values()) >= 0
+    assert {"down", "lost", "start", "step"} <= found.buckets.keys()
     assert began - 0.02 <= lives[0].began and lives[-1].written <= ended + 0.02, (
         began,
         ended,

@@ -330,7 +330,7 @@ def _tensor_tricks(sound: bytes) -> list[bytes]:
         )
     ]
     headers = [dumped(json.loads(header) | {name: tensor}) for tensor in tensors]
-    headers += _json_tricks(b'{"__metadata__": 1}') + [b'{"a":' * _LEVELS]
+    headers += [*_json_tricks(b'{"__metadata__": 1}'), b'{"a":' * _LEVELS]
     lying = [_with_header(header, data, size) for size in sizes]
     return (
         _byte_tricks(sound) + lying + [_with_header(header, data) for header in headers]

@@ -98,7 +98,7 @@ def spec_for(
     """Returns the spec of a policy for an objective."""
     spec = describe(lambda rngs: model_class(model, rngs=rngs))
     frozen = describe(lambda rngs: Transformer(reference, rngs=rngs))
-    return spec.trained_for(objective, {name: frozen for name in objective.modules})
+    return spec.trained_for(objective, dict.fromkeys(objective.modules, frozen))
 
 
 def composition_for(
@@ -106,7 +106,7 @@ def composition_for(
 ) -> Composition:
     """Composes a run whose objective has the run's model as its frozen modules."""
     spec = compose.model_spec(run)
-    spec = spec.trained_for(objective, {name: spec for name in objective.modules})
+    spec = spec.trained_for(objective, dict.fromkeys(objective.modules, spec))
     return validation.validate_on(run, devices, with_data=False, spec=spec)
 
 

@@ -187,5 +187,6 @@ def refused(capsys, *arguments: str) -> list[str]:
     """Returns the faults that `train` prints when it refuses; asserts exit code 78."""
     assert exit_code.exit_code(lambda: train_command.main(list(arguments))) == 78
     lines = capsys.readouterr().err.splitlines()
-    assert lines and all(line.startswith("error: ") for line in lines)
+    assert lines
+    assert all(line.startswith("error: ") for line in lines)
     return [line.removeprefix("error: ") for line in lines]

@@ -75,8 +75,10 @@ def test_plain_lines_are_rate_limited_but_first_and_last_are_printed():
             display.step(step)
             display.row(step, ROW)
     steps = [int(line.split("/")[0].split()[1]) for line in lines_of(file)]
-    assert steps[0] == 1 and steps[-1] == 50
-    assert len(steps) <= 7 and steps == sorted(set(steps))
+    assert steps[0] == 1
+    assert steps[-1] == 50
+    assert len(steps) <= 7
+    assert steps == sorted(set(steps))
 
 
 def test_missing_and_nonfinite_values_do_not_break_a_line():
@@ -84,7 +86,8 @@ def test_missing_and_nonfinite_values_do_not_break_a_line():
     with display:
         display.row(1, {"loss": float("nan"), "mfu_causal": None})
         display.evaluation(1, {"eval_loss": 2.5, "eval_tokens": 2048})
-    assert "loss nan" in file.getvalue() and "MFU" not in file.getvalue()
+    assert "loss nan" in file.getvalue()
+    assert "MFU" not in file.getvalue()
     assert "step 1  eval loss 2.5000  eval tokens 2.05k" in file.getvalue()
 
 
@@ -93,7 +96,8 @@ def test_time_limit_bounds_the_eta():
     with display:
         clock.now += 30
         display.row(10, ROW)
-    assert "(50.0 %)" in file.getvalue() and "ETA 30s" in file.getvalue()
+    assert "(50.0 %)" in file.getvalue()
+    assert "ETA 30s" in file.getvalue()
 
 
 def test_a_terminal_gets_a_live_block():
@@ -104,9 +108,9 @@ def test_a_terminal_gets_a_live_block():
         display.row(10, ROW)
         display.note("saved checkpoints/10")
     text = file.getvalue()
-    assert (
-        "step 10 / 10" in text and "3.1416" in text and "saved checkpoints/10" in text
-    )
+    assert "step 10 / 10" in text
+    assert "3.1416" in text
+    assert "saved checkpoints/10" in text
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l"), (
         "the cursor must come back"
     )
@@ -132,7 +136,8 @@ def test_no_number_is_cut_on_a_narrow_terminal(width):
         "ETA",
     ):
         assert text in shown, text
-    assert "…" not in shown and "..." not in shown
+    assert "…" not in shown
+    assert "..." not in shown
     live = shown[shown.rindex("●") :].splitlines()
     assert max(map(len, live)) <= width
 

@@ -56,10 +56,8 @@ def test_calls_come_in_order_from_one_thread(tmp_path):
         ["event", "save", 2, {"seconds": 0.5}],
         ["close"],
     ]
-    assert (
-        reports == []
-        and examples.CALLED_BY[-1] == "logger-mine" != threading.current_thread().name
-    )
+    assert reports == []
+    assert examples.CALLED_BY[-1] == "logger-mine" != threading.current_thread().name
 
 
 @pytest.mark.parametrize(
@@ -80,11 +78,9 @@ def test_a_logger_that_raises_is_reported_once(tmp_path, cls, error):
         for step in range(1, 9):
             writer.write(step, {"loss": 1.0})
     (event,) = metrics.read_events(tmp_path)
-    assert (
-        event["event"] == "logger_failed"
-        and event["logger"] == "bad"
-        and event["error"].startswith(error)
-    )
+    assert event["event"] == "logger_failed"
+    assert event["logger"] == "bad"
+    assert event["error"].startswith(error)
     assert len(metrics.read_rows(tmp_path).train) == 8
 
 
@@ -99,7 +95,8 @@ def test_a_logger_that_sleeps_fills_its_queue_and_is_left_behind(tmp_path):
             writer.write(step, {"loss": 1.0})
         assert time.monotonic() - began < 5
     (event,) = metrics.read_events(tmp_path)
-    assert event["event"] == "logger_failed" and "3 calls wait for it" in event["error"]
+    assert event["event"] == "logger_failed"
+    assert "3 calls wait for it" in event["error"]
     assert len(metrics.read_rows(tmp_path).train) == 100
 
 
@@ -114,10 +111,8 @@ def test_a_logger_that_does_not_end_is_waited_for_only_so_long(tmp_path):
     background.write(4, {"loss": 1.0})
     background.close()
     ((arguments, fields),) = reports
-    assert (
-        arguments == ("logger_failed", 4)
-        and "not ended within 0.05 s" in fields["error"]
-    )
+    assert arguments == ("logger_failed", 4)
+    assert "not ended within 0.05 s" in fields["error"]
 
 
 def test_views_get_numbers_not_arrays(tmp_path):
@@ -153,10 +148,8 @@ def test_a_package_adds_a_logger_by_an_entry_point(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     logger._entry_points.cache_clear()
-    assert (
-        list(logger.faults(["acme"])) == []
-        and logger.find_known("acme") is examples.Recording
-    )
+    assert list(logger.faults(["acme"])) == []
+    assert logger.find_known("acme") is examples.Recording
     logger._entry_points.cache_clear()
 
 
@@ -236,11 +229,12 @@ def test_wandb_offline_has_the_history_of_a_run_and_of_its_resume(
         (2, 4.0),
         (3, 8 / 3),
     ]
-    assert rows[0]["event/start"] == "devices=8" and not any(
-        "mfu" in row for row in rows
-    )
-    assert math.isnan(rows[-1]["eval_loss"]) and rows[-1]["grad_norm"] == math.inf
-    assert config["optimizer.name"] == "adamw" and config["run"] == {"parameters": 7}
+    assert rows[0]["event/start"] == "devices=8"
+    assert not any("mfu" in row for row in rows)
+    assert math.isnan(rows[-1]["eval_loss"])
+    assert rows[-1]["grad_norm"] == math.inf
+    assert config["optimizer.name"] == "adamw"
+    assert config["run"] == {"parameters": 7}
     again = wandb_files.history(second)
     assert [row["step"] for row in again if "loss" in row] == [3, 4, 5], (
         "steps that go back are kept"

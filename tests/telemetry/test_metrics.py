@@ -22,11 +22,30 @@ from jaxdist.telemetry import metrics
 from support.paths import ROOT
 
 PACKAGE = ROOT / "jaxdist"
-EVENTS = set(  # of events.jsonl: tools read them
-    "start restore save evaluate preempted peer_lost hang bad_checkpoint nonfinite resize grow stop".split()
-    + "spike drift straggler slow_steps logger_failed preemption_notice save_interval".split()
-    + "checkpoint_copied checkpoint_copy_failed checkpoint_fetched".split()
-)
+EVENTS = {
+    "start",
+    "restore",
+    "save",
+    "evaluate",
+    "preempted",
+    "peer_lost",
+    "hang",
+    "bad_checkpoint",
+    "nonfinite",
+    "resize",
+    "grow",
+    "stop",
+    "spike",
+    "drift",
+    "straggler",
+    "slow_steps",
+    "logger_failed",
+    "preemption_notice",
+    "save_interval",
+    "checkpoint_copied",
+    "checkpoint_copy_failed",
+    "checkpoint_fetched",
+}
 
 
 def test_rows_keep_full_precision_and_valid_json(tmp_path):
@@ -52,7 +71,8 @@ def test_rows_keep_full_precision_and_valid_json(tmp_path):
     first, second = metrics.read_rows(tmp_path).train
     head = {"step": 1, "time": 12.5, "loss": value}
     assert first == head | {"grad_norm": float(third), "tokens_seen": 7, "mfu": None}
-    assert math.isnan(second["loss"]) and second["grad_norm"] == math.inf
+    assert math.isnan(second["loss"])
+    assert second["grad_norm"] == math.inf
     assert second["x"] == -math.inf
 
 
@@ -123,7 +143,8 @@ def test_kill_9_tears_no_line_but_the_last(tmp_path):
     try:
         deadline = time.monotonic() + 60
         while not path.exists() or path.stat().st_size < 100_000:
-            assert time.monotonic() < deadline and process.poll() is None
+            assert time.monotonic() < deadline
+            assert process.poll() is None
             time.sleep(0.005)
     finally:
         process.send_signal(signal.SIGKILL)
@@ -135,7 +156,8 @@ def test_kill_9_tears_no_line_but_the_last(tmp_path):
         writer.write(len(steps) + 5, {"loss": 0.5})
     rows = metrics.read_rows(path)
     assert [row["step"] for row in rows.train if "text" in row][: len(steps)] == steps
-    assert rows.train[-1]["loss"] == 0.5 and rows.unreadable <= 1
+    assert rows.train[-1]["loss"] == 0.5
+    assert rows.unreadable <= 1
 
 
 def test_events_carry_the_clock(tmp_path):
@@ -203,7 +225,8 @@ def test_arrays_are_kept_whole_until_a_run_goes_back(tmp_path):
     with (tmp_path / "arrays.jsonl").open("a") as file:
         file.write("torn")
     rows, unreadable = metrics.read_arrays(tmp_path)
-    assert [row["step"] for row in rows] == [1, 20, 30] and unreadable == 1
+    assert [row["step"] for row in rows] == [1, 20, 30]
+    assert unreadable == 1
     assert rows[0] == {"step": 1, "time": 12.5, "stats/load": [[4, 1], [2.5, 1.33333]]}
     assert '"stats/load": [[4, 1],' in (tmp_path / "arrays.jsonl").read_text()
 
@@ -215,10 +238,8 @@ def test_arrays_that_cannot_be_written_do_not_stop_a_run(tmp_path, capsys):
             writer.write_arrays(step, {"x": np.ones(2)})
         writer.write(2, {"loss": 1.0})
     assert capsys.readouterr().err.count("cannot be written") == 1
-    assert (
-        len(metrics.read_rows(tmp_path).train) == 1
-        and not (tmp_path / "elsewhere").exists()
-    )
+    assert len(metrics.read_rows(tmp_path).train) == 1
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_what_is_no_file_has_no_rows(tmp_path):

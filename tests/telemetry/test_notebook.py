@@ -21,7 +21,8 @@ class Cell:
         self.shown, self.handles = [], 0
 
     def display(self, bundle, *, raw, display_id):
-        assert raw and display_id
+        assert raw
+        assert display_id
         self.handles += 1
         self.shown.append(bundle)
         return SimpleNamespace(update=lambda bundle, raw: self.shown.append(bundle))
@@ -52,20 +53,16 @@ def test_rows_redraw_one_block_and_print_no_lines(cell, capsys):
     (line,) = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  mesh: <one>", line)
     # once a second, and at the end
-    assert cell.handles == 1 and 10 <= len(cell.shown) <= 13
+    assert cell.handles == 1
+    assert 10 <= len(cell.shown) <= 13
     page, text = cell.shown[-1]["text/html"], cell.shown[-1]["text/plain"]
-    assert (
-        text.startswith("step 100 / 100 (100.0 %)  loss 3.0000") and "ETA" not in text
-    )
-    assert (
-        "<th>samples/s</th>" in page
-        and "<td>1.23k</td>" in page
-        and "eval a&lt;b" in page
-    )
-    assert (
-        len(re.search(r'points="([^"]+)"', page)[1].split()) == 100
-        and page.count("<circle") == 2
-    )
+    assert text.startswith("step 100 / 100 (100.0 %)  loss 3.0000")
+    assert "ETA" not in text
+    assert "<th>samples/s</th>" in page
+    assert "<td>1.23k</td>" in page
+    assert "eval a&lt;b" in page
+    assert len(re.search(r'points="([^"]+)"', page)[1].split()) == 100
+    assert page.count("<circle") == 2
     assert 'aria-label="loss 4.98 to 3, steps 1 to 100; dots: held-out data"' in page
 
 
@@ -91,8 +88,6 @@ def test_a_long_curve_is_thinned_and_keeps_its_ends():
         block.add(step, math.nan if step == 7 else float(step))
     block.draw("", [], last=True)
     shown = re.search(r'points="([^"]+)"', display.shown[0]["text/html"])[1].split()
-    assert (
-        200 < len(shown) <= 600
-        and shown[0].startswith("6.0,")
-        and shown[-1] == "554.0,6.0"
-    )
+    assert 200 < len(shown) <= 600
+    assert shown[0].startswith("6.0,")
+    assert shown[-1] == "554.0,6.0"

@@ -50,7 +50,8 @@ def test_the_window_counts_exactly_its_steps(tmp_path):
         (op.seconds for op in ops), reverse=True
     )
     saved = json.loads((tmp_path / "profile" / "top_ops.json").read_text())["ops"]
-    assert saved[0]["op"] == ops[0].op and saved[0]["count"] == ops[0].count
+    assert saved[0]["op"] == ops[0].op
+    assert saved[0]["count"] == ops[0].count
     assert (
         ops[0].op in (tmp_path / "profile" / "top_ops.txt").read_text().splitlines()[1]
     )
@@ -68,5 +69,6 @@ def test_no_profile_where_none_is_wanted(tmp_path):
 def test_a_run_that_ends_inside_the_window_still_writes(tmp_path):
     window = profile.ProfileWindow(tmp_path, first_step=2, num_steps=100)
     assert run(window, 0, 3) == {}
-    assert window.close() and window.close() is None
+    assert window.close()
+    assert window.close() is None
     assert (tmp_path / "profile" / "top_ops.txt").exists()

@@ -131,7 +131,8 @@ def check_resumes(workdir: Path, straight: Path, monkeypatch) -> None:
     assert ended.codes == [0, 0], ended.output
     if saved and saved[-1] < STEPS:
         assert f"resumed after step {saved[-1]}" in ended.output[0], ended.output
-    assert losses(workdir) == losses(straight) and len(losses(workdir)) == STEPS
+    assert losses(workdir) == losses(straight)
+    assert len(losses(workdir)) == STEPS
     assert all(len(values) == 1 for values in every_loss(workdir).values())
     finals = [final_arrays(folder, STEPS) for folder in (workdir, straight)]
     assert same_bits(*finals)

@@ -144,53 +144,55 @@ class Recorder(Callback):
         self.kept = (state or {"kept": 0})["kept"]
 
 
-WHOLE_RUN = """
-check
-enter
-phase start 0
-open
-start
-progress
-phase compile 0
-load None
-phase data 1
-phase step 1
-step 1
-phase vote 1
-phase data 2
-phase step 2
-step 2
-phase vote 2
-record 1
-row 1
-record 2
-row 2
-phase save 2
-state
-save 2
-phase data 3
-phase step 3
-step 3
-phase vote 3
-phase data 4
-phase step 4
-step 4
-record 3
-row 3
-record 4
-row 4
-phase evaluate 4
-evaluate 4
-phase vote 4
-phase save 4
-state
-save 4
-phase vote 4
-phase save 4
-phase end 4
-end
-exit
-""".split("\n")[1:-1]
+WHOLE_RUN = [
+    "",
+    "check",
+    "enter",
+    "phase start 0",
+    "open",
+    "start",
+    "progress",
+    "phase compile 0",
+    "load None",
+    "phase data 1",
+    "phase step 1",
+    "step 1",
+    "phase vote 1",
+    "phase data 2",
+    "phase step 2",
+    "step 2",
+    "phase vote 2",
+    "record 1",
+    "row 1",
+    "record 2",
+    "row 2",
+    "phase save 2",
+    "state",
+    "save 2",
+    "phase data 3",
+    "phase step 3",
+    "step 3",
+    "phase vote 3",
+    "phase data 4",
+    "phase step 4",
+    "step 4",
+    "record 3",
+    "row 3",
+    "record 4",
+    "row 4",
+    "phase evaluate 4",
+    "evaluate 4",
+    "phase vote 4",
+    "phase save 4",
+    "state",
+    "save 4",
+    "phase vote 4",
+    "phase save 4",
+    "phase end 4",
+    "end",
+    "exit",
+    "",
+][1:-1]
 
 
 def test_the_recorder_records_every_method_of_a_callback():
@@ -234,7 +236,8 @@ def test_a_failed_start_leaves_in_reverse_what_was_entered(tmp_path, method):
     assert f"third {method}" not in " ".join(calls)
     left = [call for call in calls if " exit" in call]
     if method == "check":
-        assert left == [] and not (tmp_path / "run").exists()
+        assert left == []
+        assert not (tmp_path / "run").exists()
     elif method == "enter":
         assert left == ["first exit OSError"]
     else:
@@ -261,7 +264,8 @@ def test_a_resumed_run_loads_the_state_that_was_saved(tmp_path):
     calls: list[str] = []
     stop = every(2, lambda view: view.stop("half way"))
     run(tmp_path / "run", Recorder(calls, "kept"), stop)
-    assert "kept load None" in calls and "kept state" in calls
+    assert "kept load None" in calls
+    assert "kept state" in calls
     metadata = read_step(tmp_path / "run" / "checkpoints", 2).metadata
     assert metadata["callbacks"] == {"kept": {"kept": 1}}
     calls.clear()
@@ -297,7 +301,8 @@ def test_a_rollback_calls_on_fault_and_then_load(tmp_path):
     calls: list[str] = []
     run(tmp_path / "run", Recorder(calls, "kept"), Diverging())
     (event,) = [e for e in read_events(tmp_path / "run") if e["event"] == "restore"]
-    assert event["step"] == 2 and event["reason"] == "a drift on order"
+    assert event["step"] == 2
+    assert event["reason"] == "a drift on order"
     fault = calls.index("kept fault Diverged")
     assert calls[fault - 1].startswith("kept r")  # the row or record of step 3
     assert calls[fault + 1 : fault + 4] == [
@@ -339,7 +344,8 @@ def test_a_stop_between_votes_stops_at_the_next(tmp_path):
     changes = {"train__steps": 8, "train__log_every": 3, "checkpoint__every_steps": 0}
     stop = Asking(4, lambda view: view.stop("enough"))
     result = run(tmp_path / "run", stop, **changes)
-    assert int(result.state.step) == 6 and result.reason == "enough"
+    assert int(result.state.step) == 6
+    assert result.reason == "enough"
     assert list_steps(tmp_path / "run" / "checkpoints") == [6]
     assert read_events(tmp_path / "run")[-1]["reason"] == "enough"
 
@@ -440,7 +446,8 @@ def test_a_callback_of_the_first_process_is_called_there_alone(monkeypatch):
         lead.keys = ("train.patience",)
         everyone = CallbackList([], [lead, Recorder(calls, "all")])
         # the loop pauses on all, so that all vote
-        assert everyone.due(2) == [lead] and everyone.keys == {"train.patience"}
+        assert everyone.due(2) == [lead]
+        assert everyone.keys == {"train.patience"}
         with everyone.entered():
             everyone.check(config_of())
             everyone.start(None)
@@ -501,9 +508,8 @@ def test_each_key_in_vain_is_refused_with_the_callback_that_it_needs():
     for path in callbacks:
         others = keys_of(kind for name, kind in callbacks.items() if name != path)
         lines = refused_keys(others)
-        assert lines and all(
-            f"needs the callback {path}. " in x for x in lines.values()
-        )
+        assert lines
+        assert all(f"needs the callback {path}. " in x for x in lines.values())
         # what the callback says of itself
         for key in lines:
             own = callbacks[path].keys

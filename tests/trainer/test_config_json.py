@@ -105,11 +105,10 @@ def test_no_command_executes_what_a_folder_names(
         monkeypatch.syspath_prepend(file.parent)
         main, arguments = words(name, folder_with(tmp_path / "run", target))
         exit_code, error = code_and_error(capsys, main, *arguments)
-        assert exit_code == 78 and not executed(file)
-        assert (
-            f"--config.model.target={target!r}, or --trust-code" in error
-            and error.count("\n") == 1
-        )
+        assert exit_code == 78
+        assert not executed(file)
+        assert f"--config.model.target={target!r}, or --trust-code" in error
+        assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("flag", ["--trust-code", "--config.model.target=TARGET"])
@@ -133,7 +132,9 @@ def test_trust_is_in_the_target_that_was_named_alone(code, tmp_path, capsys):
     exit_code, error = code_and_error(
         capsys, main, *arguments, f"--config.model.target={other}:Model"
     )
-    assert exit_code == 78 and not executed(file) and not executed(other)
+    assert exit_code == 78
+    assert not executed(file)
+    assert not executed(other)
     assert f"(here: '{other}:Model')" in error
 
 
@@ -201,7 +202,8 @@ def test_a_file_below_the_run_never_runs(how, code, tmp_path, capsys, monkeypatc
     for flag in ("--trust-code", f"--config.model.target={target}"):
         main, arguments = words("generate", folder)
         exit_code, error = code_and_error(capsys, main, *arguments, flag)
-        assert exit_code == 78 and "never executed; copy it elsewhere" in error
+        assert exit_code == 78
+        assert "never executed; copy it elsewhere" in error
     assert not list(tmp_path.rglob("*.executed"))
     if how in ("path", "module", "package"):
         again = [
@@ -212,7 +214,8 @@ def test_a_file_below_the_run_never_runs(how, code, tmp_path, capsys, monkeypatc
             run,
         ]
         exit_code, error = code_and_error(capsys, train.main, *again)
-        assert exit_code == 78 and "never executed; copy it elsewhere" in error
+        assert exit_code == 78
+        assert "never executed; copy it elsewhere" in error
     assert not list(tmp_path.rglob("*.executed"))
 
 
@@ -237,7 +240,8 @@ def test_a_file_below_the_run_to_begin_with_never_runs(how, code, tmp_path, caps
         tmp_path / "new",
     ]
     exit_code, error = code_and_error(capsys, train.main, *words)
-    assert exit_code == 78 and not executed(file)
+    assert exit_code == 78
+    assert not executed(file)
     assert f"lies in the run's folder {source}, whose files are never executed" in error
 
 
@@ -246,7 +250,9 @@ def test_convert_refuses_before_it_loads_anything(code, tmp_path, capsys):
     run = folder_with(tmp_path / "run", f"{file}:Model")
     arguments = ["--from", run, "--to", tmp_path / "out", "--format", "huggingface"]
     exit_code, error = code_and_error(capsys, convert.main, *arguments)
-    assert exit_code == 78 and not executed(file) and not (tmp_path / "out").exists()
+    assert exit_code == 78
+    assert not executed(file)
+    assert not (tmp_path / "out").exists()
     assert f"model.target='{file}:Model': required {registry.DEFAULT_TARGET}" in error
 
 

@@ -82,23 +82,19 @@ def test_wsd_goes_back_to_where_its_decay_began(tmp_path, capfd):
     assert {n: rate for n, rate in rates(run).items() if n <= 5} == {
         n: before[n] for n in range(1, 6)
     }
-    assert (
-        set(rates(run)) == set(range(1, 21))
-        and len(set(list(rates(run).values())[1:11])) == 1
-    )
-    assert list_steps(run / "checkpoints") == [10, 20] and list_steps(
-        run / "quarantine"
-    ) == [10]
+    assert set(rates(run)) == set(range(1, 21))
+    assert len(set(list(rates(run).values())[1:11])) == 1
+    assert list_steps(run / "checkpoints") == [10, 20]
+    assert list_steps(run / "quarantine") == [10]
     (part,) = schedule_of(run)["extensions"]
     assert (part["start"], part["end"]) == (5, 20)
     assert read_step(run / "checkpoints", 20).metadata["schedule"] == schedule_of(run)
-    assert max(rates(killed)) == 13 and list_steps(killed / "checkpoints") == [10, 12]
+    assert max(rates(killed)) == 13
+    assert list_steps(killed / "checkpoints") == [10, 12]
     train(killed, train__steps=20, **wsd)
-    assert (
-        losses(killed) == losses(run)
-        and rates(killed) == rates(run)
-        and same(killed, run, 20)
-    )
+    assert losses(killed) == losses(run)
+    assert rates(killed) == rates(run)
+    assert same(killed, run, 20)
 
 
 def test_a_cosine_run_is_extended_where_it_resumes(tmp_path, capfd):
@@ -113,13 +109,13 @@ def test_a_cosine_run_is_extended_where_it_resumes(tmp_path, capfd):
         in capfd.readouterr().out
     )
     found, (part,) = rates(run), schedule_of(run)["extensions"]
-    assert part["start"] == 6 and found[7] < found[6] and found[12] > 0
+    assert part["start"] == 6
+    assert found[7] < found[6]
+    assert found[12] > 0
     train(killed, train__steps=12)
-    assert (
-        losses(killed) == losses(run)
-        and rates(killed) == found
-        and same(killed, run, 12)
-    )
+    assert losses(killed) == losses(run)
+    assert rates(killed) == found
+    assert same(killed, run, 12)
 
 
 @pytest.mark.slow
@@ -135,11 +131,9 @@ def test_an_extended_run_that_is_killed_goes_on_exactly(tmp_path, schedule):
     train_and_kill(killed, 40, train__steps=60, **options)
     shutil.copytree(killed, elsewhere)
     train_process(killed, train__steps=60, **options)
-    assert (
-        losses(killed) == losses(run)
-        and rates(killed) == rates(run)
-        and same(killed, run, 60)
-    )
+    assert losses(killed) == losses(run)
+    assert rates(killed) == rates(run)
+    assert same(killed, run, 60)
     train_process(elsewhere, devices=4, train__steps=60, mesh__fsdp=2, **options)
     assert rates(elsewhere) == rates(run)
     assert all(

@@ -156,13 +156,12 @@ def test_the_weights_are_those_of_the_step_on_another_mesh(old, text, tmp_path):
     )
     here = {"init__from_run": old, "mesh__tensor": 2, "mesh__data": 4, **SHAPE}
     config = parsed(text, tmp_path / "new", **here)
-    assert (
-        config.model["d_model"] == TINY["model.d_model"]
-        and config.model["num_layers"] == 2
-    )
+    assert config.model["d_model"] == TINY["model.d_model"]
+    assert config.model["num_layers"] == 2
     found = first_state(config, tmp_path)
     assert_taken(found, source, "ema")  # the moving average, where there is one
-    assert found["step"] == 0 and not any(name.startswith("ema/") for name in found)
+    assert found["step"] == 0
+    assert not any(name.startswith("ema/") for name in found)
     assert (
         found["opt_state/optimizer/count"]
         == 0
@@ -228,7 +227,8 @@ def test_a_trained_tokenizer_comes_along(text, tmp_path):
     ).read_bytes()
     (old / "tokenizer.json").unlink()
     lost = refused_lines(words(text, **SHAPE, init__from_run=old), tmp_path / "lost")
-    assert "bpe:270" in lost and "set data.tokenizer" in lost
+    assert "bpe:270" in lost
+    assert "set data.tokenizer" in lost
 
 
 def refused_lines(arguments: list[str], workdir: Path) -> str:
@@ -252,15 +252,15 @@ def test_what_cannot_be_is_refused_with_the_cure(old, text, tmp_path, capsys):
     assert "leave one of them out" in fault(init__from_huggingface="there")
     assert "set init.from_run" in fault(init__from_run="", init__optimizer=True)
     assert "no such folder" in fault(init__from_run=tmp_path / "nowhere")
-    assert "there is no checkpoint of step 3" in fault(
-        init__from_run=f"{old}@3"
-    ) and "2, 4" in fault(init__from_run=f"{old}@3")
+    assert "there is no checkpoint of step 3" in fault(init__from_run=f"{old}@3")
+    assert "2, 4" in fault(init__from_run=f"{old}@3")
     assert "no checkpoint" in fault(init__from_run=text.parent)
     for own in (old, f"{old}/checkpoints", f"{old}@2"):
         (line,) = refused(
             capsys, *words(text, init__from_run=own), "--workdir", str(old)
         )
-        assert "the run's own folder" in line and "another --workdir" in line
+        assert "the run's own folder" in line
+        assert "another --workdir" in line
     assert "the run's own folder" in fault(checkpoint__folder=old / "checkpoints")
 
 
@@ -301,7 +301,8 @@ def test_arrays_that_differ_are_named_at_once(old, text, tmp_path):
     with pytest.raises(ConfigError) as error:
         first_state(config, tmp_path)
     told = "\n".join(error.value.faults)
-    assert "model.d_ff=96, there 64" in told and "model.num_layers=4, there 2" in told
+    assert "model.d_ff=96, there 64" in told
+    assert "model.num_layers=4, there 2" in told
     assert "blocks/mlp/up: float32[2,32,64] there, float32[4,32,96] here" in told
 
 
@@ -314,7 +315,8 @@ def test_positions_may_be_stretched_for_longer_sequences(old, text, tmp_path, ca
     config = parsed(
         text, tmp_path / "new", init__from_run=old, **kinds, batch__sequence_length=64
     )
-    assert config.model["rope_scaling"] == "yarn" and config.model["d_model"] == 32
+    assert config.model["rope_scaling"] == "yarn"
+    assert config.model["d_model"] == 32
     assert_taken(first_state(config, tmp_path), final_arrays(old, 4), "ema")
     assert (
         "step 4, with other positions: model.rope_factor=4.0, there 1.0, "
@@ -423,7 +425,8 @@ def test_code_of_another_run_is_not_imported(text, tmp_path):
     for name in [name for name in sys.modules if name.startswith("own_")]:
         del sys.modules[name]
     lines = refused_lines(words(text, **SHAPE, init__from_run=old), tmp_path / "new")
-    assert f"--config.model.target={code}:Bigrams" in lines and not mark.exists()
+    assert f"--config.model.target={code}:Bigrams" in lines
+    assert not mark.exists()
     same = parsed(
         text, tmp_path / "new", **own | {"model__vocab_size": None}, init__from_run=old
     )
@@ -466,7 +469,7 @@ class Net(nnx.Module):
 
 def batches(step: int) -> dict:
     x = np.random.default_rng(step).normal(size=(16, 4)).astype(np.float32)
-    return dict(x=x, y=(x.sum(1) > 0).astype(np.int32))
+    return {"x": x, "y": (x.sum(1) > 0).astype(np.int32)}
 
 
 def fit(
@@ -482,7 +485,7 @@ def fit(
     settings = {"train.log_every": 1, "checkpoint.every_steps": 4} | {
         key.replace("__", "."): value for key, value in settings.items()
     }
-    mesh, optimizer = mesh or dict(fsdp=2, tensor=2), optimizer or optax.adamw(1e-2)
+    mesh, optimizer = mesh or {"fsdp": 2, "tensor": 2}, optimizer or optax.adamw(1e-2)
     return jaxdist.fit(
         model, optimizer, data, steps=steps, mesh=mesh, folder=folder, settings=settings
     )

@@ -131,9 +131,9 @@ def test_a_rollback_leaves_out_the_window_and_goes_on(story):
         (44, 47),
     ]
     (back,) = [event for event in events if event["event"] == "restore"]
-    assert (
-        back["step"] == 8 and back["diverged_at"] == 14 and back["left_out"] == [8, 14]
-    )
+    assert back["step"] == 8
+    assert back["diverged_at"] == 14
+    assert back["left_out"] == [8, 14]
     assert json.loads((story.folder / "skipped.json").read_text()) == {
         "format": "jaxdist-1",
         "windows": [[8, 14]],
@@ -148,7 +148,8 @@ def test_a_rollback_leaves_out_the_window_and_goes_on(story):
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(math.isfinite(row["loss"]) for row in rows)
     assert story.read[: STEPS - 8] == list(range(14, 14 + STEPS - 8))
-    assert events[-1]["event"] == "stop" and events[-1]["reason"] == "finished"
+    assert events[-1]["event"] == "stop"
+    assert events[-1]["reason"] == "finished"
 
 
 def test_a_rollback_takes_back_the_targets_that_were_counted(story):
@@ -178,7 +179,8 @@ def test_a_run_that_dies_and_begins_again_goes_the_same_way(story, tmp_path, die
     assert [e["step"] for e in restores if "reason" not in e] == [
         12 if died == "after the next save" else 8
     ]
-    assert equal(state, story.state) and losses(workdir) == losses(story.folder)
+    assert equal(state, story.state)
+    assert losses(workdir) == losses(story.folder)
 
 
 def test_without_leave_to_roll_back_the_run_stops(tmp_path):
@@ -240,12 +242,10 @@ def test_spikes_are_seen_and_noise_and_progress_are_not():
     assert not events
     look(made, 401, 3.0)
     ((name, step, fields),) = events
-    assert (
-        name == "spike"
-        and step == 401
-        and fields["loss"] == 3.0
-        and 1 < fields["median"] < 1.3
-    )
+    assert name == "spike"
+    assert step == 401
+    assert fields["loss"] == 3.0
+    assert 1 < fields["median"] < 1.3
     assert (fields["first_sample"], fields["last_sample"]) == (4010, 4019)
     quiet, events = monitor(spike_sigmas=0)
     for number in range(1, 60):
@@ -279,7 +279,8 @@ def test_steps_that_are_not_finite_count_in_a_row():
         3,
         4,
         5,
-    ] and found.value.policy == "stop"
+    ]
+    assert found.value.policy == "stop"
     assert (found.value.first, found.value.last) == (3, 5)
     assert len(faults(HealthConfig(spike_sigmas=-1, max_rollbacks=-1))) == 2
 
@@ -341,10 +342,12 @@ def test_a_run_whose_copies_differ_goes_back_and_repeats_its_data(
     )
     library.run(config, folder, devices=jax.devices()[:2])
     (drift,) = [event for event in read_events(folder) if event["event"] == "drift"]
-    assert drift["step"] == 10 and drift["differing"] == ["device 3 of process 0: leaf"]
+    assert drift["step"] == 10
+    assert drift["differing"] == ["device 3 of process 0: leaf"]
     (back,) = [event for event in read_events(folder) if event["event"] == "restore"]
     # 8 came after the last good comparison
-    assert back["step"] == 4 and back["left_out"] == [4, 4]
+    assert back["step"] == 4
+    assert back["left_out"] == [4, 4]
     drifted.clear()
     stops = config_of(**changes, health__nonfinite="stop")
     with pytest.raises(TrainingStopped, match="device 3 .* replace the device"):
@@ -366,10 +369,8 @@ def test_a_signal_in_the_last_step_finds_a_finished_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(trainer, "StopSignals", Late)
     run(tmp_path, model__target="jaxdist.models.transformer:Transformer")
-    assert (
-        read_events(tmp_path)[-1]["reason"] == "finished"
-        and (tmp_path / "report.html").exists()
-    )
+    assert read_events(tmp_path)[-1]["reason"] == "finished"
+    assert (tmp_path / "report.html").exists()
 
 
 def test_no_usable_checkpoint_is_said_before_the_step_is_compiled(
@@ -400,7 +401,8 @@ def test_who_differs_from_most_is_named():
     )
     assert coordination.disagreements({0: same, 1: same}) == []
     source = consistency.code(Touchy)
-    assert source["source of jaxdist"] and source["version of jax"] == jax.__version__
+    assert source["source of jaxdist"]
+    assert source["version of jax"] == jax.__version__
     assert f"source of {__name__}" in source
 
 

@@ -62,7 +62,8 @@ def test_every_calls_at_its_steps_and_at_the_end_once(tmp_path, steps, at_end, c
     assert [view.step for view in views] == called
     rows = {row["step"]: row for row in read_rows(tmp_path).train}
     for view in views:
-        assert view.last == (view.step == STEPS) and not view.interrupted
+        assert view.last == (view.step == STEPS)
+        assert not view.interrupted
         assert view.metrics["loss"].item() == rows[view.step]["loss"]
         assert (view.progress.step, view.progress.tokens_seen) == (
             view.step,
@@ -93,7 +94,8 @@ def test_a_hook_sees_the_weights_by_name_as_checkpoints_hold_them(tmp_path):
 
     result = train(tmp_path, every(STEPS, look))
     last = trees.flatten_names(result.built.views.flat(result.state).trainable)
-    assert seen[STEPS].keys() == last.keys() and "blocks/mlp/up" in last
+    assert seen[STEPS].keys() == last.keys()
+    assert "blocks/mlp/up" in last
     assert all(np.array_equal(seen[STEPS][path], x) for path, x in last.items())
 
 
@@ -125,7 +127,8 @@ def test_a_hook_stops_the_run_which_is_evaluated_saved_and_resumed(tmp_path):
     }
     changes = little | {"train__eval_every": 100, "optimizer__schedule": "constant"}
     result = train(tmp_path, every(4, lambda view: view.stop("good enough")), **changes)
-    assert not result.stopped and int(result.state.step) == 4
+    assert not result.stopped
+    assert int(result.state.step) == 4
     assert [event["event"] for event in read_events(tmp_path)] == [
         "start",
         "evaluate",
@@ -144,7 +147,8 @@ def test_loggers_that_raise_and_sleep_leave_the_run_as_it_is(tmp_path, monkeypat
     train(tmp_path / "without", **evaluates)
     train(tmp_path / "with", **evaluates, train__loggers=(*own, "tensorboard"))
     with_, without = (read_rows(tmp_path / name) for name in ("with", "without"))
-    assert untimed(with_) == untimed(without) and len(with_.train) == STEPS
+    assert untimed(with_) == untimed(without)
+    assert len(with_.train) == STEPS
     events = [
         event
         for event in read_events(tmp_path / "with")
@@ -153,9 +157,8 @@ def test_loggers_that_raise_and_sleep_leave_the_run_as_it_is(tmp_path, monkeypat
     failed = [
         event["logger"] for event in events if "not ended within" not in event["error"]
     ]
-    assert sorted(failed) == sorted(own[:2]) and {*own[:3]} <= {
-        event["logger"] for event in events
-    }
+    assert sorted(failed) == sorted(own[:2])
+    assert {*own[:3]} <= {event["logger"] for event in events}
     assert list((tmp_path / "with" / "tensorboard").iterdir())
     calls = [json.loads(line) for line in (tmp_path / "with" / "calls.jsonl").open()]
     assert calls[0][:4:2] == [

@@ -30,7 +30,8 @@ def validated(*arguments: str):
 
 
 def test_without_stages_nothing_is_said():
-    assert lines() == [] and pipeline_report.describe(validated()) == {}
+    assert lines() == []
+    assert pipeline_report.describe(validated()) == {}
 
 
 def test_the_numbers_are_the_table_s():
@@ -48,10 +49,8 @@ def test_the_bubble_without_a_head_is_the_closed_form():
     found = pipeline_report.estimate_pipeline(
         validated("--config.mesh.pipeline=4", "--config.pipeline.microbatches=8")
     )
-    assert (
-        found.costs.head > 0
-        and found.costs.backward[0][0] == 3 * found.costs.forward[0][0]
-    )
+    assert found.costs.head > 0
+    assert found.costs.backward[0][0] == 3 * found.costs.forward[0][0]
     found.costs.__dict__["head"] = 0.0
     bare = pipeline_report.simulate(found.schedule, found.costs)
     assert bare.bubble == pytest.approx(3 / 11)
@@ -64,7 +63,8 @@ def test_layers_and_head_are_the_formula_s():
     run = composition.config
     model = run.model
     layer, head, first = pipeline_report._forward_and_backward(composition, 4)
-    assert head == 6 * model["d_model"] * model["vocab_size"] and first == 0
+    assert head == 6 * model["d_model"] * model["vocab_size"]
+    assert first == 0
     flops = pipeline_report.policy_flops(run, composition.spec)
     assert 4 * layer + head == flops["causal"]
 
@@ -83,12 +83,12 @@ def test_layers_that_every_stage_does_are_told():
         found.costs,
         pipeline_report.simulate(found.schedule, found.costs).phases.sum(0),
     )
-    assert costs.first > 0 and parts[0] == 4 * costs.first and parts[4] == 3 * parts[0]
+    assert costs.first > 0
+    assert parts[0] == 4 * costs.first
+    assert parts[4] == 3 * parts[0]
     said = "\n".join(lines(*few))
-    assert (
-        "groups of 2 layers by place: 2, 2" in said
-        and "(first_blocks) run on every stage" in said
-    )
+    assert "groups of 2 layers by place: 2, 2" in said
+    assert "(first_blocks) run on every stage" in said
 
 
 def test_inputs_of_layers_are_counted():
@@ -121,7 +121,8 @@ def test_edges_that_every_stage_does_whole_have_their_cost_said():
     cost = r"every stage does the whole embedding and head, which lengthens the step by (\d+\.\d)%"
     sizes = ["--config.mesh.pipeline=4", "--config.mesh.dcn.pipeline=2"]
     whole = re.search(cost, lines(*sizes, "--config.pipeline.edges=last")[2])
-    assert whole and float(whole[1]) > 1
+    assert whole
+    assert float(whole[1]) > 1
     across = f"each tick sums over slices; with pipeline.edges=last none does, for {whole[1]}% more work"
     assert across in lines(*sizes)[2]
     assert not any("slices" in line for line in lines(sizes[0]))
@@ -188,7 +189,8 @@ def test_the_report_shows_the_timeline(tmp_path):
 )
 def test_a_hostile_timeline_stays_inside_its_image(tmp_path, drawing):
     text = page(tmp_path, {"timeline_svg": drawing})
-    assert "alert(1)" not in text and ("<img alt" in text) == isinstance(drawing, str)
+    assert "alert(1)" not in text
+    assert ("<img alt" in text) == isinstance(drawing, str)
 
 
 def test_a_very_long_timeline_is_not_drawn():
@@ -200,7 +202,8 @@ def test_a_very_long_timeline_is_not_drawn():
     about = pipeline_report.describe(
         validated("--config.batch.global_size=2048", *many)
     )
-    assert about["pipeline"]["microbatches"] == 1024 and "timeline_svg" not in about
+    assert about["pipeline"]["microbatches"] == 1024
+    assert "timeline_svg" not in about
 
 
 def test_the_pictures_of_the_docs_are_drawn_by_their_command(tmp_path):
@@ -208,9 +211,8 @@ def test_the_pictures_of_the_docs_are_drawn_by_their_command(tmp_path):
     script = shutil.copy(folder / "timelines.py", tmp_path)
     runpy.run_path(script, run_name="__main__")
     drawn = {file.name: file.read_text() for file in tmp_path.glob("*.svg")}
-    assert len(drawn) == 3 and drawn == {
-        name: (folder / name).read_text() for name in drawn
-    }
+    assert len(drawn) == 3
+    assert drawn == {name: (folder / name).read_text() for name in drawn}
 
 
 def test_the_chart_of_memory_is_drawn_from_its_results():

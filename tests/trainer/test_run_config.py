@@ -45,7 +45,8 @@ def test_values_after_an_equals_sign_or_a_space():
         "--config.data.path=a=b,c",
     )
     assert (run.seed, run.mesh.data, run.optimizer.decay_steps) == (7, -1, None)
-    assert run.model["tie_embeddings"] is False and run.model["gated"] is True
+    assert run.model["tie_embeddings"] is False
+    assert run.model["gated"] is True
     assert run.data.path == "a=b,c"
 
 
@@ -301,7 +302,8 @@ def test_a_shipped_config_may_be_tried_for_a_few_steps(name):
 def test_emulated_devices_have_the_slices_that_the_mesh_asks_for():
     run = parse("--config", "quickstart", "--config.mesh.dcn.data=2")
     shape = validation.validate(run, jax.devices()).shape
-    assert shape.dcn["data"] == 2 and shape.sizes["data"] == 8
+    assert shape.dcn["data"] == 2
+    assert shape.sizes["data"] == 8
 
 
 def test_text_batches_are_what_the_dataset_makes(tmp_path):

@@ -48,10 +48,13 @@ def test_a_run_learns_and_writes_what_it_promises(straight):
     assert list_steps(straight / "checkpoints") == [24, 49, 56, 60]
     assert read_step(straight / "checkpoints", 60).metadata["progress"]["step"] == 60
     events = [event["event"] for event in read_events(straight)]
-    assert events[0] == "start" and events[-1] == "stop" and events.count("save") == 10
+    assert events[0] == "start"
+    assert events[-1] == "stop"
+    assert events.count("save") == 10
     run = json.loads((straight / "run.json").read_text())
     assert (straight / "sample.txt").stat().st_size > 8
-    assert run["parameters"] > 10_000 and run["flops_per_token"]["causal"] > 0
+    assert run["parameters"] > 10_000
+    assert run["flops_per_token"]["causal"] > 0
     assert run["mfu_peak"] == {"dtype": "float32", "flops_per_s": None}
 
 
@@ -99,7 +102,8 @@ def test_a_run_goes_on_on_another_mesh(straight, tmp_path):
     train(workdir, devices=8, train__sample_tokens=8, **layout)
     assert (workdir / "sample.txt").stat().st_size > 8
     run = json.loads((workdir / "run.json").read_text())
-    assert run["mesh"]["tensor"] == 2 and run["num_devices"] == 8
+    assert run["mesh"]["tensor"] == 2
+    assert run["num_devices"] == 8
     reference = losses(straight)
     for step, loss in losses(workdir).items():
         assert loss == pytest.approx(reference[step], rel=1e-5), step
@@ -107,14 +111,16 @@ def test_a_run_goes_on_on_another_mesh(straight, tmp_path):
 
 def same_state(one: Path, other: Path) -> bool:
     a, b = final_arrays(one), final_arrays(other)
-    assert a.keys() == b.keys() and len(a) > 20
+    assert a.keys() == b.keys()
+    assert len(a) > 20
     return all(np.array_equal(a[name], b[name]) for name in a)
 
 
 def test_a_finished_run_says_so_and_how_to_go_on(straight):
     before = (straight / "metrics.jsonl").read_bytes()
     done = train(straight)
-    assert "finished at step 60" in done.stdout and "train.steps" in done.stdout
+    assert "finished at step 60" in done.stdout
+    assert "train.steps" in done.stdout
     assert (straight / "metrics.jsonl").read_bytes() == before
 
 
@@ -136,14 +142,17 @@ def test_an_interrupt_saves_and_the_same_command_goes_on(straight, tmp_path):
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
     said = process.communicate()[0]
-    assert process.returncode == 75 and "saved; run again to go on" in said
+    assert process.returncode == 75
+    assert "saved; run again to go on" in said
     (saved,) = list_steps(workdir / "checkpoints")
     assert 20 <= saved < 60
     names = [e["event"] for e in read_events(workdir)]
     # there may be no time for it
-    assert names[-1] == "preempted" and "evaluate" not in names
+    assert names[-1] == "preempted"
+    assert "evaluate" not in names
     train(workdir, checkpoint__every_steps=0)
-    assert losses(workdir) == losses(straight) and same_state(workdir, straight)
+    assert losses(workdir) == losses(straight)
+    assert same_state(workdir, straight)
 
 
 def test_without_a_usable_checkpoint_a_run_does_not_begin_anew(straight, tmp_path):

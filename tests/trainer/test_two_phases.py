@@ -33,10 +33,8 @@ def test_long_sequences_go_on_from_short_ones_and_a_killed_run_resumes_bitwise(
     long = LONG | {"init__from_run": tmp_path / "short"}
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     done = train(straight, 4, **long)
-    assert (
-        "attention by heads" in done.stdout
-        and "attention work, largest over mean" in done.stdout
-    )
+    assert "attention by heads" in done.stdout
+    assert "attention work, largest over mean" in done.stdout
     train_and_kill(killed, 45, 4, **long)
     assert "resumed after step" in train(killed, 4, **long).stdout
 
@@ -51,5 +49,6 @@ def test_long_sequences_go_on_from_short_ones_and_a_killed_run_resumes_bitwise(
     )
     assert untimed(read_rows(killed)) == untimed(read_rows(straight))
     one, other = (final_arrays(folder, STEPS) for folder in (straight, killed))
-    assert one.keys() == other.keys() and len(one) > 20
+    assert one.keys() == other.keys()
+    assert len(one) > 20
     assert all(np.array_equal(one[name], other[name]) for name in one)

@@ -107,9 +107,12 @@ def test_shrinking_keeps_the_variants():
         "train.sample_tokens",
     }
     assert changed <= sizes | others | {"remat.layers"}
-    assert "remat: layers 3 -> 0" in lines and not small.remat.layers
-    assert small.model["num_kv_heads"] == 4 and small.model["num_heads"] == 8
-    assert small.model["qk_norm"] == "head" and small.model["dropout"] == 0.1
+    assert "remat: layers 3 -> 0" in lines
+    assert not small.remat.layers
+    assert small.model["num_kv_heads"] == 4
+    assert small.model["num_heads"] == 8
+    assert small.model["qk_norm"] == "head"
+    assert small.model["dropout"] == 0.1
     assert any("num_layers 4 -> 2" in line for line in lines)
     learned, _ = cases.shrink_config(
         quickstart(**{"model.positions": "learned", "model.max_positions": 128}), 8
@@ -173,7 +176,8 @@ def test_the_config_s_own_pipeline_is_proved_small():
     assert (
         name == "the config's own: pipeline 4 x data 2, schedule interleaved, chunks 3"
     )
-    assert small["model.num_layers"] == 12 and small["pipeline.microbatches"] == 4
+    assert small["model.num_layers"] == 12
+    assert small["pipeline.microbatches"] == 4
     # without stages it says nothing
     unused = quickstart(**{"pipeline.microbatches": 64, "mesh.data": 8})
     assert list(cases.layouts_for(unused, 8))[-1] == "tensor 8, 4 kv heads"
@@ -192,7 +196,8 @@ def test_layouts_set_no_options_that_a_model_lacks():
 def test_a_model_without_stages_has_no_pipeline_layouts():
     run = run_config.from_config(run_config.default_config(f"{TARGET}Bigram"))
     names = list(cases.layouts_for(run, 8))
-    assert names[-1] == "tensor 8" and not any("pipeline" in name for name in names)
+    assert names[-1] == "tensor 8"
+    assert not any("pipeline" in name for name in names)
 
 
 def test_the_batch_is_unequal_and_the_same_each_time():
@@ -200,11 +205,13 @@ def test_the_batch_is_unequal_and_the_same_each_time():
     batch, again = cases.synthetic_batch(run), cases.synthetic_batch(run)
     assert all(np.array_equal(batch[name], again[name]) for name in batch)
     per_row = batch["weights"].sum(1)
-    assert per_row.min() == 0 and len(set(per_row)) > 5
+    assert per_row.min() == 0
+    assert len(set(per_row)) > 5
     assert set(np.unique(batch["segment_ids"])) == {0, 1, 2}
     assert not batch["weights"][batch["segment_ids"] == 0].any()
     starts = batch["positions"][np.diff(batch["segment_ids"], axis=1, prepend=0) == 1]
-    assert starts.size and not starts.any()
+    assert starts.size
+    assert not starts.any()
 
 
 # --- comparing ------------------------------------------------------------------------
@@ -225,7 +232,9 @@ ONE = dict.fromkeys(BANDS, observed())
 
 def test_equal_is_equal():
     result = compare("x", "float32", observed(), ONE, ())
-    assert result.passed and result.init_equal and result.grad_error == 0
+    assert result.passed
+    assert result.init_equal
+    assert result.grad_error == 0
 
 
 @pytest.mark.parametrize("precision", BANDS)
@@ -252,14 +261,16 @@ def test_the_numbers_of_a_row_stand_under_their_names(precision):
 )
 def test_every_error_alone_is_a_failure(wrong):
     result = compare("x", "float32", observed(**wrong), ONE, ())
-    assert not result.passed and "NOT EQUAL" in comparison.row(result)
+    assert not result.passed
+    assert "NOT EQUAL" in comparison.row(result)
 
 
 def test_a_gradient_where_there_is_none_is_a_failure():
     seen = observed()
     seen.gradients["idle"][0] = 1e-9
     result = compare("x", "bfloat16", seen, ONE, ())
-    assert not result.passed and result.worst == "idle"
+    assert not result.passed
+    assert result.worst == "idle"
     assert compare("x", "bfloat16", seen, ONE, {"idle"}).passed
 
 
@@ -310,12 +321,10 @@ def test_the_experts_of_each_token_are_drawn_or_left_to_the_routers():
     chosen, given, skewed = (
         batches[name][experts.GIVEN_IDS] for name in ("chosen", "given", "skewed")
     )
-    assert {ids.shape for ids in (chosen, given, skewed)} == {(32, 32, 5, 2)} and (
-        chosen == -1
-    ).all()
-    assert (given[..., 0] != given[..., 1]).all() and (
-        skewed[..., 0] != skewed[..., 1]
-    ).all()
+    assert {ids.shape for ids in (chosen, given, skewed)} == {(32, 32, 5, 2)}
+    assert (chosen == -1).all()
+    assert (given[..., 0] != given[..., 1]).all()
+    assert (skewed[..., 0] != skewed[..., 1]).all()
     E = run.model["num_experts"]
     assert np.bincount(given.ravel(), minlength=E).min() > 0.8 * given.size / E
     assert set(np.unique(skewed)) == set(range(E // 4))
@@ -334,9 +343,8 @@ def test_low_precision_and_uneven_loads_have_their_rows():
         for name, layout in layouts.items()
         for precision in BANDS
     }
-    assert rows["fsdp 8", "float32"] == ("chosen",) and rows["fsdp 8", "bfloat16"] == (
-        "given",
-    )
+    assert rows["fsdp 8", "float32"] == ("chosen",)
+    assert rows["fsdp 8", "bfloat16"] == ("given",)
     assert rows["expert 8", "float32"] == ("chosen", "skewed")
     assert rows["pipeline 2 x expert 4", "bfloat16"] == ("given", "skewed")
     assert {name for (name, _), said in rows.items() if "skewed" in said} == {
@@ -369,7 +377,8 @@ def test_an_expert_s_load_or_bias_that_differs_is_a_failure(wrong):
     result = compare(
         "x", "float32", right._replace(**wrong), expected, (), routing="chosen"
     )
-    assert not result.passed and "loads differ" in comparison.row(result)
+    assert not result.passed
+    assert "loads differ" in comparison.row(result)
     held = dataclasses.replace(result, passed=True, load_equal=True, routing="given")
     assert comparison.row(held).endswith("equal, routing held fixed")
 
@@ -383,7 +392,9 @@ def test_layouts_that_share_out_experts_are_equal(balance):
     report = runner.verify_layouts(
         quickstart(**EXPERTS | changes), jax.devices(), only="expert"
     )
-    assert report.passed and len(report.layouts) == 4 * 8 and not report.skipped
+    assert report.passed
+    assert len(report.layouts) == 4 * 8
+    assert not report.skipped
     assert {row.routing for row in report.layouts} == {"chosen", "given", "skewed"}
     assert all(
         row.grad_error < 2e-6 for row in report.layouts if row.precision == "float32"
@@ -398,7 +409,8 @@ def test_the_command_finds_layouts_equal(capsys):
     words = ["--config", "quickstart", "--only", "sequence parallel", "--json"]
     code, out, err = command(capsys, *words, "--config.data.packing=documents")
     report = json.loads(out)
-    assert code == 0 and report["passed"]
+    assert code == 0
+    assert report["passed"]
     rows = report["layouts"]
     assert [(r["layout"], r["precision"]) for r in rows] == [
         ("tensor 2 x fsdp 4, sequence parallel", precision)
@@ -406,15 +418,14 @@ def test_the_command_finds_layouts_equal(capsys):
     ]
     for found in rows:
         bands = BANDS[found["precision"]]
-        assert found["passed"] and found["init_equal"]
-        assert (
-            found["loss_error"] <= bands.loss and found["grad_error"] <= bands.gradient
-        )
-        assert 0 < found["grad_error"]  # two programs, not one compared with itself
+        assert found["passed"]
+        assert found["init_equal"]
+        assert found["loss_error"] <= bands.loss
+        assert found["grad_error"] <= bands.gradient
+        assert found["grad_error"] > 0  # two programs, not one compared with itself
         assert found["param_error"] <= bands.parameter
-    assert (
-        report["reference"]["loss"]["float32"] > 1 and "d_model" in report["shrunk"][0]
-    )
+    assert report["reference"]["loss"]["float32"] > 1
+    assert "d_model" in report["shrunk"][0]
     assert "tensor 2 x fsdp 4" in err  # progress goes beside the JSON
 
 
@@ -431,11 +442,9 @@ def test_stages_are_compared_layer_by_layer():
         log=lambda line: None,
     )
     (result,) = report.layouts
-    assert (
-        result.layout == "pipeline 2 x data 1"
-        and result.passed
-        and result.grad_error > 0
-    )
+    assert result.layout == "pipeline 2 x data 1"
+    assert result.passed
+    assert result.grad_error > 0
 
 
 def test_a_loss_that_depends_on_the_layout_is_found_out(capsys):
@@ -453,9 +462,11 @@ def test_a_loss_that_depends_on_the_layout_is_found_out(capsys):
     verdicts = {
         line[:40].strip(): line for line in out.splitlines() if " float32 " in line
     }
-    assert code == 1 and "1 of 5 rows are NOT equal" in out
+    assert code == 1
+    assert "1 of 5 rows are NOT equal" in out
     assert "NOT EQUAL" in verdicts["fsdp 8, accumulation 4"]  # a mean of means
-    assert verdicts["fsdp 8"].endswith("equal") and "NOT" not in verdicts["fsdp 8"]
+    assert verdicts["fsdp 8"].endswith("equal")
+    assert "NOT" not in verdicts["fsdp 8"]
     right = [*words[:-1], "fsdp 8, accumulation", "--config.model.mean=false"]
     assert command(capsys, *right)[0] == 0
 
@@ -475,7 +486,8 @@ def test_a_model_of_ones_own_that_says_that_it_sums_is_equal_where_replicas_add_
         "x fsdp 4, accumulation",
     ]
     code, out, _ = command(capsys, *words)
-    assert code == 0 and "all 4 rows equal one device" in out
+    assert code == 0
+    assert "all 4 rows equal one device" in out
 
 
 def test_programs_are_let_go_after_their_row(monkeypatch):
@@ -500,7 +512,8 @@ def test_programs_are_let_go_after_their_row(monkeypatch):
     report = runner.verify_layouts(
         run, jax.devices(), precisions=["float32"], only="fsdp 8", log=count
     )
-    assert len(report.layouts) == 5 and held[-1] == 2  # one device's and the last row's
+    assert len(report.layouts) == 5
+    assert held[-1] == 2
 
 
 def test_a_wrong_kernel_of_one_layout_is_found_out(monkeypatch):
@@ -529,7 +542,9 @@ def test_a_wrong_kernel_of_one_layout_is_found_out(monkeypatch):
         log=lambda line: None,
     )
     (result,) = report.layouts
-    assert not report.passed and result.init_equal and result.grad_error > 1e-3
+    assert not report.passed
+    assert result.init_equal
+    assert result.grad_error > 1e-3
 
 
 # --- errors ---------------------------------------------------------------------------
@@ -552,7 +567,8 @@ def test_a_wrong_kernel_of_one_layout_is_found_out(monkeypatch):
 )
 def test_errors_name_the_cure(capsys, words, said):
     code, _, err = command(capsys, "--config", "quickstart", *words)
-    assert code == EXIT_CONFIG and said in err
+    assert code == EXIT_CONFIG
+    assert said in err
 
 
 def test_layouts_that_cannot_be_are_named():
@@ -598,4 +614,6 @@ QWEN2 = {
 )
 def test_the_whole_matrix(changes):
     report = runner.verify_layouts(quickstart(**changes), jax.devices())
-    assert report.passed and len(report.layouts) == 56 and not report.skipped
+    assert report.passed
+    assert len(report.layouts) == 56
+    assert not report.skipped

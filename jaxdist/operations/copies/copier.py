@@ -39,7 +39,7 @@ class Copier:
 
     def __init__(
         self, copies: Copies, store: CheckpointManager, beside: Sequence[Path] = ()
-    ):
+    ) -> None:
         """Begins with what the copies lack already.
 
         Args:

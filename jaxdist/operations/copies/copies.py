@@ -48,7 +48,7 @@ _LASTING = (*_NO_FILE, PermissionError, CheckpointError, Abandoned)
 class Copies:
     """The copies of one run's steps in a store."""
 
-    def __init__(self, url: str):
+    def __init__(self, url: str) -> None:
         """Opens nothing yet, so that a store that does not answer holds nobody here.
 
         Raises:
@@ -327,6 +327,7 @@ class Copies:
             finally:
                 self._called_at = None
             time.sleep(delay_s)
+        return None
 
 
 def _is_step(name: str) -> bool:
@@ -350,7 +351,7 @@ def _remove_partial(step: Path) -> None:
 class _Signs(fsspec.Callback):
     """Hears of every part of a file that a client has transferred."""
 
-    def __init__(self, heard: Callable[[], None]):
+    def __init__(self, heard: Callable[[], None]) -> None:
         super().__init__()
         self._heard = heard
 

@@ -151,7 +151,7 @@ class _Fetcher:
         place: Path,
         run: str | None,
         say: Callable[[str], object],
-    ):
+    ) -> None:
         self._config = config
         self._folder = folder
         self._place = place

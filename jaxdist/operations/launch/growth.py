@@ -19,7 +19,9 @@ class GrowthTimer:
     with each growth that failed.
     """
 
-    def __init__(self, wait_s: float, *, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, wait_s: float, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Begins as `begin` does.
 
         Args:

@@ -34,7 +34,7 @@ def run_folder(command: Sequence[str]) -> Path | None:
 class ProgressReader:
     """Reads from a workdir's files how far its run has come."""
 
-    def __init__(self, folder: Path | None):
+    def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self._newest = 0
 

@@ -72,7 +72,7 @@ class Supervisor:
         agents: ClusterInfo,
         *,
         say: Callable[[str], None],
-    ):
+    ) -> None:
         self.options = options
         self.agents = agents
         self.say = say
@@ -194,7 +194,7 @@ class Supervisor:
                 deadline = math.inf
             is_stopping = self.stop_requests or EXIT_PREEMPTED in codes.values()
             if deadline == math.inf and (
-                is_stopping or not codes and self._should_grow(size, before)
+                is_stopping or (not codes and self._should_grow(size, before))
             ):
                 deadline = time.monotonic() + self.options.grace_s
                 fine.add(_UNSTARTED)
@@ -202,8 +202,8 @@ class Supervisor:
             bad = set(codes.values()) - fine
             if bad and until == math.inf:
                 until = time.monotonic() + _CAUSE_S
-            at_fault = (
-                bad - _NOT_AT_FAULT.keys() or bad and EXIT_PREEMPTED in codes.values()
+            at_fault = bad - _NOT_AT_FAULT.keys() or (
+                bad and EXIT_PREEMPTED in codes.values()
             )
             if len(codes) == size or at_fault or time.monotonic() >= until:
                 return

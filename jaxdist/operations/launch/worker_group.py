@@ -45,7 +45,7 @@ class WorkerGroup:
         *,
         first: int,
         wakeup: int,
-    ):
+    ) -> None:
         """Starts them.
 
         Args:

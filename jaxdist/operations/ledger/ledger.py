@@ -57,7 +57,7 @@ class Ledger(Clock, Callback):
         age_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
-    ):
+    ) -> None:
         """Begins the life, in the phase `start`; nothing is written yet.
 
         Args:

@@ -16,7 +16,7 @@ class MetricsServer(Callback):
     lead_only = True
     keys = ("telemetry.port", "telemetry.address")
 
-    def __init__(self, ledger: Ledger):
+    def __init__(self, ledger: Ledger) -> None:
         """Args:
         ledger: of the run; its times are metrics.
         """

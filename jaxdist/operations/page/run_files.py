@@ -63,7 +63,7 @@ class RunFiles:
 class WorkdirReader:
     """Reads the small files of a workdir, and notes in `faults` what it cannot read."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.faults: list[str] = []
 

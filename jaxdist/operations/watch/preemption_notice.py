@@ -55,7 +55,7 @@ class _NoRedirection(urllib.request.HTTPRedirectHandler):
 class _Server:
     """The metadata server of this machine, asked without the environment's proxies."""
 
-    def __init__(self, address: str):
+    def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
         proxies = urllib.request.ProxyHandler({})
         self._open = urllib.request.build_opener(proxies, _NoRedirection).open
@@ -101,7 +101,7 @@ class _Server:
 class _Cloud:
     """Asks a cloud's metadata server for notices."""
 
-    def __init__(self, server: _Server):
+    def __init__(self, server: _Server) -> None:
         self._server = server
 
     def notice(self) -> str | None:
@@ -274,6 +274,7 @@ def heard(
                     )
                     tell_at = math.inf
             over.wait(_ASK_S)
+        return None
 
     threading.Thread(target=listen, name="preemption-notice", daemon=True).start()
     try:

@@ -53,7 +53,7 @@ class Watchdog(Callback):
 
     def __init__(
         self, config: WatchdogConfig, folder: Path, *, enabled: bool | None = None
-    ):
+    ) -> None:
         """Args:
         folder: the workdir, for events and for what watchers tell each other.
         enabled: by default whether the process is a command's.

@@ -196,8 +196,38 @@ ROWS = (256, 128, 64, 32, 16, 8)
 
 # Primitives that the TPU's kernel compiler has for float32.
 _ELEMENTWISE = frozenset(
-    "abs add add_any convert_element_type copy copy_p custom_jvp_call div exp exp2 ge gt integer_pow jit le "
-    "log log1p logistic lt max min mul neg pjit select_n sign square sub tanh broadcast_in_dim".split()
+    [
+        "abs",
+        "add",
+        "add_any",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "custom_jvp_call",
+        "div",
+        "exp",
+        "exp2",
+        "ge",
+        "gt",
+        "integer_pow",
+        "jit",
+        "le",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "neg",
+        "pjit",
+        "select_n",
+        "sign",
+        "square",
+        "sub",
+        "tanh",
+        "broadcast_in_dim",
+    ]
 )
 
 
@@ -244,7 +274,7 @@ def hidden_gradients(
     ):
         return feed_forward.hidden_gradients(activation, products, dh, weights)
 
-    def kernel(weights, gate, up, dh, dgate, dup, weighted, dweights):
+    def kernel(weights, gate, up, dh, dgate, dup, weighted, dweights) -> None:
         gate_, up_, dh_ = (a[...].astype(jnp.float32) for a in (gate, up, dh))
         h, of_products = jax.vjp(
             lambda *products: feed_forward.hidden(activation, *products), gate_, up_
@@ -256,7 +286,7 @@ def hidden_gradients(
         own = h * dh_
 
         @pl.when(pl.program_id(1) == 0)
-        def _():
+        def _() -> None:
             dweights[...] = jnp.zeros_like(dweights)
 
         dweights[...] += sum(own[:, at : at + LANES] for at in range(0, width, LANES))

@@ -58,7 +58,7 @@ class Stage:
         key,
         backward,
         scale=None,
-    ):
+    ) -> None:
         self.cut, self.program, self.assemble, self.score = pipeline
         self.names = names
         self.batch = batch

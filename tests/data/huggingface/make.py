@@ -23,17 +23,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 HERE = Path(__file__).resolve().parent
 SHARD, LARGER = "8KB", {"mixtral": "20KB"}  # of a file, where a folder has several
-SIZES = dict(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 5e4,
@@ -52,7 +52,7 @@ def configs(**changes):
     depth = {
         name: sizes[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")
     }
-    gemma = dict(head_dim=8, sliding_window=5, query_pre_attn_scalar=24)
+    gemma = {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 24}
     return {
         "llama": t.LlamaConfig(**sizes, rope_parameters=LLAMA3, attention_bias=True),
         "smollm": t.LlamaConfig(

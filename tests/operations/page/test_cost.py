@@ -41,7 +41,8 @@ def test_a_cost_is_the_hours_alive_times_chips_times_the_price():
     spent = run_lives.account(lives)
     known = cost.cost(PRICED, EIGHT, lives, spent, 1e6)
     alive_s = 4000 + 5760
-    assert spent.buckets["down"] == 3600 and spent.buckets["lost"] == 1800
+    assert spent.buckets["down"] == 3600
+    assert spent.buckets["lost"] == 1800
     assert known["so_far"] == pytest.approx(alive_s / 3600 * 8 * 3)
     # Half of the first life's steps, and what the second start took before it trained.
     assert known["lost_to_restarts"] == pytest.approx((1800 + 300) / 3600 * 24)
@@ -73,7 +74,8 @@ def test_an_extension_is_no_restart():
     assert first.done
     spent = run_lives.account([first, again])
     known = cost.cost(PRICED, EIGHT, [first, again], spent, None)
-    assert spent.wall_s == 4000 + 5760 and known["lost_to_restarts"] == 0
+    assert spent.wall_s == 4000 + 5760
+    assert known["lost_to_restarts"] == 0
     assert known["so_far"] == pytest.approx(3 / 3600 * 8 * (4000 + 5760))
 
 
@@ -114,7 +116,5 @@ def test_status_and_report_say_it(tmp_path):
     line = "cost      cost so far 65.07, cost of lost work and restarts 14.00, cost of a million tokens 65.07"
     assert line in as_text(document)
     figures = summary.figures(summary.read_run(tmp_path))
-    assert (
-        figures["cost so far"] == "65.07"
-        and figures["cost of lost work and restarts"] == "14.00"
-    )
+    assert figures["cost so far"] == "65.07"
+    assert figures["cost of lost work and restarts"] == "14.00"

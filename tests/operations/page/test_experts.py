@@ -77,10 +77,12 @@ def test_a_map_has_the_colour_of_every_expert_in_every_layer(tmp_path):
     np.testing.assert_allclose(values, expected, rtol=5e-3)
     counts = np.bincount([heat_map.colour(x) for x in expected.ravel()])
     assert cells_of(last) == {n: count for n, count in enumerate(counts) if count}
-    assert cells_of(last)[0] == 1 and sum(counts) == LAYERS * EXPERTS
+    assert cells_of(last)[0] == 1
+    assert sum(counts) == LAYERS * EXPERTS
     assert "expert 5 of layer 1, 2.67 times the mean" in last
     values = json.loads(re.search(r'data-values="([^"]*)"', over_time)[1])
-    assert len(values) == LAYERS and 'data-places="[10,20]"' in over_time
+    assert len(values) == LAYERS
+    assert 'data-places="[10,20]"' in over_time
     assert values[1][0] < values[1][1] == pytest.approx(expected[1].max(), rel=5e-3)
     assert set(re.findall(r"heat-\d", page)) == {
         f"heat-{n}" for n in range(len(heat_map.NAMES))
@@ -113,11 +115,9 @@ def test_other_stats_of_several_numbers_are_one_chart(tmp_path):
     assert {"stats/width", "stats/alone/mean"} <= set(
         re.findall(r"<h3>(.*?)</h3>", page)
     )
-    assert (
-        "stats/width/min" not in page
-        and "Experts" not in page
-        and 'class="heat"' not in page
-    )
+    assert "stats/width/min" not in page
+    assert "Experts" not in page
+    assert 'class="heat"' not in page
 
 
 def test_dense_layers_have_no_cells(tmp_path):
@@ -128,8 +128,10 @@ def test_dense_layers_have_no_cells(tmp_path):
             )
     drawing = experts.heat_maps(summary.read_run(tmp_path))
     last, over_time = drawing.split("Fullest expert of each layer")
-    assert sum(cells_of(last).values()) == 2 * EXPERTS and cells_of(last)[0] == 1
-    assert sum(cells_of(over_time).values()) == 2 * 2 and "[[null,null]," in over_time
+    assert sum(cells_of(last).values()) == 2 * EXPERTS
+    assert cells_of(last)[0] == 1
+    assert sum(cells_of(over_time).values()) == 2 * 2
+    assert "[[null,null]," in over_time
     assert f"Load of {EXPERTS} experts in {LAYERS} layers" in last
 
 
@@ -161,7 +163,8 @@ def test_a_load_that_is_none_is_left_out(tmp_path, load):
 def test_maps_of_many_experts_stay_small():
     values = np.random.default_rng(0).gamma(2, 0.5, (94, 128)).tolist()
     drawing = heat_map.heat_map("load", values, rows="layer", columns="expert")
-    assert len(drawing) < 600_000 and sum(cells_of(drawing).values()) == 94 * 128
+    assert len(drawing) < 600_000
+    assert sum(cells_of(drawing).values()) == 94 * 128
     assert len(re.findall("<text", drawing)) < 60  # not every layer and expert is named
 
 
@@ -177,11 +180,9 @@ def test_the_status_is_one_line(tmp_path, capsys):
     )
     assert status.main([str(tmp_path), "--json"]) == 0
     of = json.loads(capsys.readouterr().out)["experts"]
-    assert (
-        of["layer"] == 1
-        and of["dead"] == 1
-        and of["max_over_mean"] == pytest.approx(2.6667, rel=1e-3)
-    )
+    assert of["layer"] == 1
+    assert of["dead"] == 1
+    assert of["max_over_mean"] == pytest.approx(2.6667, rel=1e-3)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1, "loss": 2.0}\n')
     (tmp_path / "run.json").write_text(
         json.dumps(run_format.marked({"parameters": 5, "active_parameters": 5}))
@@ -199,7 +200,5 @@ def test_the_status_is_one_line(tmp_path, capsys):
         | {f"stats/{name}/mean": 1.0 for name in ("dropped", "load_entropy")}
     )
     (tmp_path / "metrics.jsonl").write_text(row.replace("1.0", "1e999") + "\n")
-    assert (
-        status.main([str(tmp_path)]) == 0
-        and status.main([str(tmp_path), "--json"]) == 0
-    )
+    assert status.main([str(tmp_path)]) == 0
+    assert status.main([str(tmp_path), "--json"]) == 0

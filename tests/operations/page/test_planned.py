@@ -117,7 +117,8 @@ def test_without_a_profile_the_planned_shares_are_those_of_the_measured_step(tmp
     assert shares[step_parts.AGAIN] == pytest.approx(busy * (1 - 0.25 / 0.3))
     assert shares[step_parts.AT_PEAK] == 0.22
     plan = document["plan"]
-    assert plan["used"] and plan["reason"] is None
+    assert plan["used"]
+    assert plan["reason"] is None
     assert plan["measured_to_planned"] == pytest.approx(2.0 / 1.6)
     assert (plan["step_s"], plan["low_s"], plan["high_s"]) == (1.6, 1.3, 1.8)
     said = "estimated by plan for v5p:4x4x4 on 2026-11-23"
@@ -128,7 +129,8 @@ def test_without_a_profile_the_planned_shares_are_those_of_the_measured_step(tmp
         f"plan a step of 1.6 s (1.3 s to 1.8 s), {said}; it takes 1.25 x that" in text
     )
     page = html.render([summary.read_run(tmp_path)])
-    assert page.count(said) == 2 and "1.25 x what plan expects" in page
+    assert page.count(said) == 2
+    assert "1.25 x what plan expects" in page
 
 
 def test_a_profile_wins_for_what_it_measures(tmp_path):
@@ -235,7 +237,8 @@ def test_a_file_that_is_no_plan_is_named(tmp_path, text):
     write_run(tmp_path)
     (tmp_path / "plan.json").write_text(text)
     document = status.read_status(tmp_path).document()
-    assert not document["plan"]["used"] and document["plan"]["reason"]
+    assert not document["plan"]["used"]
+    assert document["plan"]["reason"]
     assert "is not used" in status.as_text(document)
 
 
@@ -274,7 +277,8 @@ def test_the_first_row_is_not_held_against_the_plan(tmp_path):
     for name, document in (("run", INFO), ("config", CONFIG), ("plan", PLAN)):
         (tmp_path / f"{name}.json").write_text(json.dumps(run_format.marked(document)))
     document = status.read_status(tmp_path).document()
-    assert document["plan"]["used"] and document["plan"]["measured_to_planned"] is None
+    assert document["plan"]["used"]
+    assert document["plan"]["measured_to_planned"] is None
     assert "it takes" not in status.as_text(document)
 
 
@@ -300,10 +304,8 @@ def test_hostile_plans_are_answered_at_once_and_briefly(tmp_path):
         ),
     ):
         document = write_run(tmp_path / name, plan=plan)
-        assert (
-            said in document["plan"]["reason"]
-            and len(document["plan"]["reason"]) < 1000
-        )
+        assert said in document["plan"]["reason"]
+        assert len(document["plan"]["reason"]) < 1000
         json.dumps(document, allow_nan=False)
 
 
@@ -311,6 +313,5 @@ def test_a_part_that_rounding_makes_more_than_the_step_is_all_of_it(tmp_path):
     waterfall = {"exposed communication": 1.6004}
     document = write_run(tmp_path, plan=changed(PLAN, "time.waterfall", waterfall))
     shares = document["step_parts"]
-    assert shares[step_parts.COMMUNICATION] == pytest.approx(0.9) and sum(
-        shares.values()
-    ) == pytest.approx(1)
+    assert shares[step_parts.COMMUNICATION] == pytest.approx(0.9)
+    assert sum(shares.values()) == pytest.approx(1)

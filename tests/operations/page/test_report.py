@@ -110,9 +110,11 @@ def test_the_page_is_self_contained_and_escapes_everything(tmp_path):
         )
         assert not any(name.startswith("on") for name in attributes), (tag, attributes)
     assert "http://example.com" in text, "the hostile text is shown, as text"
-    assert "url(" not in text and "@import" not in text
+    assert "url(" not in text
+    assert "@import" not in text
     policy = next(a["content"] for t, a in page.tags if a.get("http-equiv"))
-    assert policy.startswith("default-src 'none'") and "unsafe-eval" not in policy
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe-eval" not in policy
     assert "'unsafe-inline'; script-src 'sha256-" in policy
     assert "prefers-color-scheme: dark" in text
 
@@ -136,15 +138,14 @@ def test_what_the_page_shows(tmp_path):
         "0.10.2",
     ):
         assert shown in text, shown
-    assert (
-        "stopped: train.steps reached" in text
-        and "nonfinite" in text
-        and "def f(x)" in text
-    )
+    assert "stopped: train.steps reached" in text
+    assert "nonfinite" in text
+    assert "def f(x)" in text
     points = next(
         json.loads(a["data-points"]) for t, a in page.tags if "data-points" in a
     )
-    assert points[0] == [1, 8.0] and len(points) == 59
+    assert points[0] == [1, 8.0]
+    assert len(points) == 59
 
 
 def test_two_runs_are_overlaid_with_their_differences(tmp_path):
@@ -154,7 +155,8 @@ def test_two_runs_are_overlaid_with_their_differences(tmp_path):
     assert not (first / "report.html").exists()
     text, page = read_page(first / "report_vs_b.html")
     classes = [given.get("class", "") for tag, given in page.tags if tag == "g"]
-    assert any("run-0" in c for c in classes) and any("run-1" in c for c in classes)
+    assert any("run-0" in c for c in classes)
+    assert any("run-1" in c for c in classes)
     assert "<h1>a vs b</h1>" in text
     assert "Configuration: 1 difference<" in text
     row = "<td>optimizer.learning_rate</td><td class=number>0.0003</td><td class=number>0.0006</td>"
@@ -185,19 +187,14 @@ def test_any_number_of_runs_is_overlaid(tmp_path, count):
         if tag == "g"
     }
     assert len(styles) == count, "each run has a colour or dashes of its own"
-    assert (
-        all(f".run-{i} " in text for i in range(8))
-        and ".dashed" in text
-        and ".dotted" in text
-    )
-    assert (
-        f"<h1>r0 and {count - 1} more runs</h1>" in text
-        and "Configuration: 1 difference<" in text
-    )
+    assert all(f".run-{i} " in text for i in range(8))
+    assert ".dashed" in text
+    assert ".dotted" in text
+    assert f"<h1>r0 and {count - 1} more runs</h1>" in text
+    assert "Configuration: 1 difference<" in text
     figures = text.partition("Key figures</h2>")[2].partition("</table>")[0]
-    assert figures.count("<tr>") == count + 1 and all(
-        f" r{i}</td>" in figures for i in range(count)
-    )
+    assert figures.count("<tr>") == count + 1
+    assert all(f" r{i}</td>" in figures for i in range(count))
     labels = [given["aria-label"] for tag, given in page.tags if tag == "svg"]
     assert all(f"r{i} loss: from" in labels[0] for i in range(count))
 
@@ -235,10 +232,8 @@ def test_runs_without_a_file_or_without_steps(tmp_path):
     (workdir / "run.json").write_text('{"torn')
     assert report.main([str(workdir)]) == 0
     text, _ = read_page(workdir / "report.html")
-    assert (
-        "No step was logged yet" in text
-        and "running, or ended without a stop event" in text
-    )
+    assert "No step was logged yet" in text
+    assert "running, or ended without a stop event" in text
     unknown = make_run(tmp_path / "unknown", mfu=None)
     assert report.main([str(unknown)]) == 0
     assert "MFU: unknown" in (unknown / "report.html").read_text()
@@ -252,7 +247,9 @@ def test_user_errors_are_one_line_and_exit_78(tmp_path, capsys):
     ):
         assert report.main([str(workdir)]) == config.EXIT_CONFIG == 78
         error = capsys.readouterr().err
-        assert error.count("\n") == 1 and reason in error and str(workdir) in error
+        assert error.count("\n") == 1
+        assert reason in error
+        assert str(workdir) in error
     run = make_run(tmp_path / "run")
     mine = tmp_path / "mine.html"
     mine.write_text("<p>precious</p>")
@@ -283,7 +280,7 @@ def test_the_command_runs_without_jax_and_without_rich(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "low, high, expected",
+    ("low", "high", "expected"),
     [
         (0, 10, [0, 2, 4, 6, 8, 10]),
         (2.31, 2.74, [2.4, 2.5, 2.6, 2.7]),
@@ -308,8 +305,10 @@ def test_thinning_keeps_peaks_and_bad_points():
     thin = charts._thinned(charts.Curve("loss", "run-0", list(enumerate(y))))
     assert len(thin.points) <= charts.MAX_POINTS + 4
     steps, values = zip(*thin.points, strict=True)
-    assert 99.0 in values and any(map(math.isnan, values))
-    assert steps[0] == 0 and steps[-1] == 9_999
+    assert 99.0 in values
+    assert any(map(math.isnan, values))
+    assert steps[0] == 0
+    assert steps[-1] == 9_999
 
 
 def test_smoothing_does_not_lag_at_the_start_and_skips_nonfinite():
@@ -327,7 +326,8 @@ def test_reading_a_run_tolerates_torn_files(tmp_path):
         file.write('{"step": 61, "lo')
     (workdir / "config.json").write_text("{")
     run = summary.read_run(workdir)
-    assert len(run.rows.train) == 60 and run.config == {}
+    assert len(run.rows.train) == 60
+    assert run.config == {}
     assert Page(html.render([run])).count("h1") == 1
 
 
@@ -341,10 +341,8 @@ def test_the_form_of_attention_over_split_sequences_is_said_with_its_reason(tmp_
         json.dumps(run_format.marked({"split_sequences": [line, 3]}))
     )
     page = html.render([summary.read_run(workdir)])
-    assert (
-        "<h2>Split sequences</h2>" in page
-        and line.replace("<", "&lt;").replace(">", "&gt;") in page
-    )
+    assert "<h2>Split sequences</h2>" in page
+    assert line.replace("<", "&lt;").replace(">", "&gt;") in page
 
 
 def test_a_report_leaves_out_what_has_another_shape_and_says_so(tmp_path):
@@ -377,10 +375,12 @@ def test_a_report_leaves_out_what_has_another_shape_and_says_so(tmp_path):
         "profile/top_ops.json: 2 of 3 rows could not be read",
         "plan.txt: no regular file",
     ]
-    assert len(run.rows.train) == 61 and len(run.events) == 3
+    assert len(run.rows.train) == 61
+    assert len(run.events) == 3
     assert len(run.operations) == 1
     page = html.render([run])
-    assert page.encode() and all(fault in page for fault in run.unreadable)
+    assert page.encode()
+    assert all(fault in page for fault in run.unreadable)
     assert Page(page).count("h1") == 1
 
 

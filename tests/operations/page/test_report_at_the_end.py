@@ -33,10 +33,8 @@ def test_files_of_another_shape_leave_a_report(tmp_path, told):
     )
     assert "report:" in told()
     page = (tmp_path / "report.html").read_text()
-    assert (
-        "events.jsonl: 2 lines could not be read" in page
-        and "run.json: mesh is list" in page
-    )
+    assert "events.jsonl: 2 lines could not be read" in page
+    assert "run.json: mesh is list" in page
 
 
 def test_a_report_that_cannot_be_written_is_said(tmp_path, told):

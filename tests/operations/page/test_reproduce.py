@@ -64,14 +64,16 @@ def test_a_train_command_repeats_from_the_config_of_its_folder(tmp_path):
     environment |= {"TPU_LIBRARY_PATH": "/venv/libtpu.so", "TPU_SKIP_MDS_QUERY": "1"}
     text = command_of(folder, TRAINED | {"environment": environment})
     words = shlex.split(text)
-    assert words[0] == "XLA_FLAGS=--a=1 --b=2" and words[1:4] == [
+    assert words[0] == "XLA_FLAGS=--a=1 --b=2"
+    assert words[1:4] == [
         "python",
         "-m",
         "jaxdist.train",
     ]
     assert words[words.index("--config") + 1] == str(folder / "config.json")
     assert words[words.index("--workdir") + 1] == str(tmp_path / "my run-again")
-    assert "JAXDIST" not in text and "TPU_" not in text
+    assert "JAXDIST" not in text
+    assert "TPU_" not in text
 
 
 def test_a_group_repeats_under_launch(tmp_path):
@@ -160,10 +162,11 @@ def test_code_that_the_folder_names_stays_behind_a_comment(tmp_path):
     }
     text = command_of(tmp_path, TRAINED | {"environment": environment}, config)
     before, _, after = text.partition("  # ")
-    assert "evil" not in before and "evil.py:Model; rm" in after and "a.b:C" in after
-    assert (
-        shlex.split(before)[0] == "XLA_FLAGS=$(rm -rf ~)" and "'$(rm -rf ~)'" in before
-    )
+    assert "evil" not in before
+    assert "evil.py:Model; rm" in after
+    assert "a.b:C" in after
+    assert shlex.split(before)[0] == "XLA_FLAGS=$(rm -rf ~)"
+    assert "'$(rm -rf ~)'" in before
     moved = command_of(tmp_path, TRAINED, {"model.target": "x\n\x1b[2Jevil:Y"})
     assert moved.isprintable()
 
@@ -182,7 +185,8 @@ def test_a_commit_is_of_the_clone_that_tracks_the_package(tmp_path):
     git("add", "-A")
     git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-m", "x")
     known = provenance.commit(package)
-    assert len(known["commit"]) == 40 and known["dirty"] is False
+    assert len(known["commit"]) == 40
+    assert known["dirty"] is False
     (package / "__init__.py").write_text("x = 1\n")
     assert provenance.commit(package) == known | {"dirty": True}
 
@@ -198,21 +202,21 @@ def test_a_run_says_what_repeats_it_and_that_has_its_losses(
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     assert train.main(["--config", "quickstart", "--workdir", str(folder), *flags]) == 0
     info = json.loads((folder / "run.json").read_text())
-    assert info["hosts"] and info["num_chips"] == 1 and info["command"]["trains"]
-    assert info["environment"]["XLA_FLAGS"] and {
+    assert info["hosts"]
+    assert info["num_chips"] == 1
+    assert info["command"]["trains"]
+    assert info["environment"]["XLA_FLAGS"]
+    assert {
         "jax",
         "orbax-checkpoint",
         "python",
     } <= set(info["versions"])
     document = read_status(folder).document()
     text = document["repeat"]["command"]
-    assert (
-        f"repeat    {text}" in as_text(document)
-        and document["repeat"]["source"] == info["source"]["hash"]
-    )
+    assert f"repeat    {text}" in as_text(document)
+    assert document["repeat"]["source"] == info["source"]["hash"]
     assert "Repeat" in render([summary.read_run(folder)])
     words = shlex.split(text)
     assert train.main(words[words.index("jaxdist.train") + 1 :]) == 0
-    assert len(losses(folder)) == 6 and losses(folder) == losses(
-        tmp_path / "first-again"
-    )
+    assert len(losses(folder)) == 6
+    assert losses(folder) == losses(tmp_path / "first-again")

@@ -190,22 +190,21 @@ def test_what_a_run_that_trains_is_doing(tmp_path, capsys):
         code, out = printed(capsys, status.main, tmp_path, "--json")
         _, text = printed(capsys, status.main, tmp_path)
     document = json.loads(out)
-    assert (
-        code == 0 and document["state"] == "running" and document["doing"] == "training"
-    )
+    assert code == 0
+    assert document["state"] == "running"
+    assert document["doing"] == "training"
     assert (document["step"], document["steps"], document["eta_s"]) == (10, 20, 20.0)
-    assert (
-        document["next_save"] == {"step": 16, "in_s": 12.0} and document["loss"] == 4.0
-    )
+    assert document["next_save"] == {"step": 16, "in_s": 12.0}
+    assert document["loss"] == 4.0
     assert {"state", "step", "goodput", "ledger"} <= document.keys()
     assert sum(document["ledger"]["buckets"].values()) == pytest.approx(
         document["ledger"]["wall_s"]
     )
     assert {"down", "lost"} <= document["ledger"]["buckets"].keys()
-    assert "running: training for" in text and "step      10 of 20, done in 20s" in text
-    assert "next save at step 16, in 12s" in text and max(
-        map(len, text.splitlines())
-    ) <= 80 + len(str(tmp_path))
+    assert "running: training for" in text
+    assert "step      10 of 20, done in 20s" in text
+    assert "next save at step 16, in 12s" in text
+    assert max(map(len, text.splitlines())) <= 80 + len(str(tmp_path))
 
 
 def test_a_start_that_has_not_written_yet_is_not_the_life_before(tmp_path):
@@ -226,14 +225,14 @@ def test_a_start_that_has_not_written_yet_is_not_the_life_before(tmp_path):
         json.dumps(run_format.marked({"lives": [vars(killed)]}))
     )
     dead = read_status(tmp_path, now=now).document()
-    assert dead["state"] == "died" and dead["ledger"]["buckets"]["step"] == 100
+    assert dead["state"] == "died"
+    assert dead["ledger"]["buckets"]["step"] == 100
     with lock.exclusive(tmp_path / ".lock"):
         document = read_status(tmp_path, now=now).document()
-        assert document["state"] == "running" and document["doing"] == "starting"
-        assert (
-            abs(document["since"] - now) < 60
-            and document["ledger"]["buckets"]["step"] == 100
-        )
+        assert document["state"] == "running"
+        assert document["doing"] == "starting"
+        assert abs(document["since"] - now) < 60
+        assert document["ledger"]["buckets"]["step"] == 100
         # One that goes on has written a moment ago, or was stopped after it had taken
         # the lock.
         for written in (now - 3600, now - 5):
@@ -291,7 +290,8 @@ def test_times_that_cannot_be_are_no_end_of_status(tmp_path, capsys, time_s):
     )
     assert metrics.read_last_rows(tmp_path).train
     code, text = printed(capsys, status.main, tmp_path)
-    assert code == 0 and "step      3" in text
+    assert code == 0
+    assert "step      3" in text
 
 
 def test_a_ledger_from_the_beginning_of_time_needs_no_rows(tmp_path, capsys):
@@ -302,7 +302,8 @@ def test_a_ledger_from_the_beginning_of_time_needs_no_rows(tmp_path, capsys):
         json.dumps(run_format.marked({"lives": [vars(life)]}))
     )
     code, text = printed(capsys, status.main, tmp_path)
-    assert code == 0 and "step      7" in text
+    assert code == 0
+    assert "step      7" in text
 
 
 def test_the_next_save_is_by_what_this_start_has_chosen(tmp_path):
@@ -315,7 +316,8 @@ def test_the_next_save_is_by_what_this_start_has_chosen(tmp_path):
             chosen = read_status(tmp_path, now=ended).document()["next_save"]
             writer.event("start", 10)  # which measures its first save after a minute
             anew = read_status(tmp_path, now=ended).document()["next_save"]
-    assert chosen["in_s"] == pytest.approx(3580.0) and anew is None
+    assert chosen["in_s"] == pytest.approx(3580.0)
+    assert anew is None
 
 
 def test_the_last_row_of_a_run_that_was_restarted_tells_of_now(tmp_path):
@@ -324,9 +326,8 @@ def test_the_last_row_of_a_run_that_was_restarted_tells_of_now(tmp_path):
     with closing(metrics.MetricsWriter(tmp_path)) as writer:
         writer.write(12, {metrics.EXTENDED: 40})
     rows = metrics.read_last_rows(tmp_path).train
-    assert [row["step"] for row in rows] == [*range(1, 9), *range(9, 13)] and rows[-1][
-        "time"
-    ] > ended
+    assert [row["step"] for row in rows] == [*range(1, 9), *range(9, 13)]
+    assert rows[-1]["time"] > ended
 
 
 @pytest.mark.parametrize(
@@ -394,7 +395,8 @@ def test_a_table_of_runs_and_how_they_differ(tmp_path, capsys):
     os.symlink(tmp_path, tmp_path / "sweep" / "loop")
     code, out = printed(capsys, runs.main, tmp_path, "--json")
     document = json.loads(out)
-    assert code == 0 and [run["name"] for run in document["runs"]] == NAMES
+    assert code == 0
+    assert [run["name"] for run in document["runs"]] == NAMES
     assert [run["state"] for run in document["runs"]] == ["died", *["finished"] * 3]
     assert document["differing_keys"] == ["seed", "new.key", "optimizer.name"], (
         "keys that all have come first"
@@ -411,10 +413,8 @@ def test_a_table_of_runs_and_how_they_differ(tmp_path, capsys):
         "MFU",
         "started",
     ]
-    assert (
-        lines[4].split()[:5] == ["sweep/r0", "finished", "20/20", "3.0000", "64"]
-        and "    seed=0" in lines
-    )
+    assert lines[4].split()[:5] == ["sweep/r0", "finished", "20/20", "3.0000", "64"]
+    assert "    seed=0" in lines
     assert max(map(len, lines)) <= 80
     (tmp_path / "other" / "run.json").write_text(
         json.dumps(run_format.marked({"unit": "samples"}))
@@ -447,7 +447,9 @@ def test_errors_are_one_line(tmp_path, capsys):
 def test_watching_ends_with_the_run(tmp_path, capsys):
     make_run(tmp_path)
     code, out = printed(capsys, status.main, tmp_path, "--watch", "--json")
-    assert code == 0 and out.count("\n") == 1 and json.loads(out)["state"] == "finished"
+    assert code == 0
+    assert out.count("\n") == 1
+    assert json.loads(out)["state"] == "finished"
 
 
 def test_they_run_without_jax_and_read_the_end_of_long_files(tmp_path):

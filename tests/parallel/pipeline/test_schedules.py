@@ -65,7 +65,9 @@ class Machine:
     def run(self):
         end = 0
         for run in self.program.runs:
-            assert run.start == end and run.length > 0 and run.every <= run.some
+            assert run.start == end
+            assert run.length > 0
+            assert run.every <= run.some
             end += run.length
             for tick in range(run.start, end):
                 self.tick(tick, run)
@@ -114,7 +116,8 @@ class Machine:
 
     def forward(self, s, row):
         if row.f_mb[s] < 0:
-            assert row.f_x[s] == self.program.num_inputs and row.f_chunk[s] == 0
+            assert row.f_x[s] == self.program.num_inputs
+            assert row.f_chunk[s] == 0
             return "junk"
         place = row.f_chunk[s] * self.p + s
         assert self.inputs[s][row.f_x[s]] == ("x", row.f_mb[s], place)
@@ -184,12 +187,13 @@ def test_one_wrong_entry_of_any_row_is_seen(column):
     assert_executes_program(program)
 
 
-@pytest.mark.parametrize("name, p, m, v", ALL)
+@pytest.mark.parametrize(("name", "p", "m", "v"), ALL)
 def test_slots_are_the_closed_forms(name, p, m, v):
     program = compile_schedule(build_schedule(name, p, m, v))
     stages = range(p)
     if name == "gpipe":
-        assert program.live_inputs == (m,) * p and program.num_gradients == m
+        assert program.live_inputs == (m,) * p
+        assert program.num_gradients == m
         return
     assert program.num_gradients == 1
     if v == 1:
@@ -223,9 +227,8 @@ def test_runs_of_1f1b_need_no_predicate_and_many_runs_fall_back():
         False,
     ]
     steady = program.runs[1]
-    assert (
-        steady.every >= {"forward", "backward"} and "head" in steady.some - steady.every
-    )
+    assert steady.every >= {"forward", "backward"}
+    assert "head" in steady.some - steady.every
 
 
 # Efficiencies: ideal 3m over time, forward 1 and backward 2 a stage.
@@ -257,7 +260,7 @@ def test_simulated_efficiency(line):
 
 
 @pytest.mark.parametrize(
-    "p, m, head, last, sharded",
+    ("p", "m", "head", "last", "sharded"),
     [
         (4, 16, 0.25, 0.739, 0.850),
         (4, 16, 0.5, 0.667, 0.857),
@@ -281,7 +284,8 @@ def test_the_slowest_chunk_sets_the_pace():
     slower = simulate(table, Costs(forward=forward, hop=0.125))
     chunk_one = (compile_schedule(table).rows.f_chunk[:, 1] == 1).sum()
     hops = slower.phases[:, -1].sum()
-    assert hops > 0 and chunk_one == 4
+    assert hops > 0
+    assert chunk_one == 4
     assert slower.time == pytest.approx(even.time + 0.25 * chunk_one + hops)
     with pytest.raises(ValueError, match="shape"):
         simulate(table, Costs(backward=[1.0, 1.0, 1.0]))
@@ -418,7 +422,7 @@ def test_a_table_that_would_deadlock_is_refused():
 
 
 @pytest.mark.parametrize(
-    "case, words",
+    ("case", "words"),
     [
         (("1f1b", 4, 8, 2), "pipeline.schedule=interleaved"),
         (("gpipe", 4, 8, 2), "chunks=1"),
@@ -446,7 +450,8 @@ def test_a_file_holds_the_same_table(case, tmp_path):
     path = tmp_path / "table.json"
     write_schedule(schedule, path)
     again = build_schedule(str(path), *case[1:])
-    assert np.array_equal(again.table, schedule.table) and again.table.dtype == np.int32
+    assert np.array_equal(again.table, schedule.table)
+    assert again.table.dtype == np.int32
     assert (again.stages, again.microbatches, again.chunks) == case[1:]
     assert again.name == case[0]
     with pytest.raises(FileExistsError):
@@ -479,7 +484,7 @@ def test_an_invalid_file_is_refused_in_the_checkers_words(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, words",
+    ("text", "words"),
     [
         ("{", "cannot be read"),
         ("[]", "it is list; required: dict"),
@@ -525,10 +530,8 @@ def test_the_timeline_as_svg():
         if box.get("class") != "i"
     ]
     assert max(float(box.get("x")) + float(box.get("width")) for box in boxes) <= 960
-    assert (
-        "http" not in text.replace("http://www.w3.org/2000/svg", "")
-        and "<script>" not in text
-    )
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "<script>" not in text
     with pytest.raises(ConfigError):
         draw_svg(Schedule(2, 4, 2, schedule.table[:-1]))
 
@@ -550,9 +553,8 @@ def test_advice_follows_the_bubble_formula():
 
 def test_balance_of_even_and_uneven_layers():
     even = balance((2, 2, 2, 2), 4, layer_cost=3.0, edge_cost=0.75)
-    assert even.imbalance == pytest.approx(0) and even.shares == pytest.approx(
-        (0.25,) * 4
-    )
+    assert even.imbalance == pytest.approx(0)
+    assert even.shares == pytest.approx((0.25,) * 4)
     assert even.warning() is None
     uneven = balance((2, 2, 2, 1), 4)
     assert uneven.imbalance == pytest.approx(2 / 1.75 - 1)
@@ -560,6 +562,7 @@ def test_balance_of_even_and_uneven_layers():
     assert "7 layers divide by 1, 7" in uneven.warning()
     # each place a half of a stage's edges
     chunks = balance((1, 1, 1, 2), 2, edge_cost=2.0)
-    assert chunks.shares == pytest.approx((4 / 9, 5 / 9)) and chunks.heaviest == 1
+    assert chunks.shares == pytest.approx((4 / 9, 5 / 9))
+    assert chunks.heaviest == 1
     assert chunks.imbalance == pytest.approx(3 / 2.25 - 1)
     assert balance((3, 3, 3, 0), 4).shares == pytest.approx((1 / 3,) * 3 + (0,))
