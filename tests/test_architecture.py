@@ -5,6 +5,7 @@ imports, sizes.
 import ast
 import functools
 import graphlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ import jaxdist
 from jaxdist.__main__ import COMMANDS
 from jaxdist.config import extras
 from jaxdist.config.late_imports import LATE_IMPORTS
-from support.paths import DATA, ROOT, SUPPORT, TESTS
+from support.nodes import count_nodes, nodes_by_room
+from support.paths import DATA, GOLDEN, ROOT, SUPPORT, TESTS
 
 PACKAGE = ROOT / "jaxdist"
 
@@ -232,6 +234,30 @@ def test_the_house_is_low():
         return 1 + max(map(floors, below[folder]), default=0)
 
     assert 3 < floors("commands") <= MAX_FLOORS
+
+
+def test_a_room_that_grows_says_so():
+    """Sizes are nodes of syntax, so that nothing is gained by packing code."""
+    written = json.loads((GOLDEN / "nodes.json").read_text())
+    rooms = nodes_by_room(PACKAGE)
+    assert rooms.keys() == written.keys()
+    assert sum(rooms.values()) > 100_000
+    grown = {
+        room: f"{written[room]} -> {nodes}"
+        for room, nodes in rooms.items()
+        if nodes > written[room]
+    }
+    assert not grown, (
+        f"{grown}: run python tests/support/goldens.py, and say in the commit what the "
+        "nodes are for"
+    )
+
+
+def test_nodes_are_those_of_the_code_alone():
+    plain = count_nodes(ast.parse("x = f(1)"))
+    assert plain == 6  # module, assignment, two names, call, constant
+    assert count_nodes(ast.parse('"""Text."""\nx = f(\n    1\n)  # reason')) == plain
+    assert count_nodes(ast.parse("x, y = f(1), 2")) > plain
 
 
 def test_no_import_cycles():

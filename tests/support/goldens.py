@@ -1,4 +1,4 @@
-"""What is pinned in tests/golden: config keys, sharding tables of the shipped configs.
+"""What is pinned in tests/golden: config keys, sharding tables of shipped configs, sizes.
 
 `python tests/support/goldens.py` writes them anew; then read the diff.
 """
@@ -21,7 +21,7 @@ from jaxdist.trainer.compose import Composition
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).resolve().parents[2]  # without support.paths: also a script
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from jaxdist.config import ConfigError, annotations, files  # noqa: E402
 from jaxdist.models import registry  # noqa: E402
@@ -35,6 +35,7 @@ from jaxdist.protocols.model_spec import (  # noqa: E402
     describe,
 )
 from jaxdist.trainer import run_config  # noqa: E402
+from support.nodes import nodes_by_room  # noqa: E402
 
 FOLDER = ROOT / "tests" / "golden"
 COMMAND = "python tests/support/goldens.py"
@@ -81,6 +82,7 @@ SHARDING |= dict.fromkeys(OF_EXPERTS, (*LARGE_LAYOUTS, *EXPERT_LAYOUTS))
 TABLES = {f"sharding/{name.replace(':', '_')}.txt": name for name in SHARDING}
 # files below tests/golden
 NAMES = ("config_keys.txt", "jobset.json", *TABLES)
+SIZES = "nodes.json"  # a bound: tests/test_architecture.py
 
 
 @cache
@@ -107,6 +109,11 @@ def jobset_text() -> str:
         )
         + "\n"
     )
+
+
+def nodes_text() -> str:
+    """Lists the size of each room of the package, in nodes of its syntax trees."""
+    return json.dumps(nodes_by_room(ROOT / "jaxdist"), indent=1, sort_keys=True) + "\n"
 
 
 def config_keys_text() -> str:
@@ -155,6 +162,7 @@ def sharding_text(name: str, layouts: Sequence[MeshConfig]) -> str:
 def main() -> None:
     """Writes the files, and removes those of configs that are gone."""
     wanted = {name: text(name) for name in NAMES}
+    wanted[SIZES] = nodes_text()
     for file in FOLDER.rglob("*.*"):
         if file.relative_to(FOLDER).as_posix() not in wanted:
             file.unlink()
