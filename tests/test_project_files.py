@@ -1,0 +1,76 @@
+"""Files for those who come: workflows, hooks, templates, citation, types."""
+
+import re
+import tomllib
+
+import pytest
+import yaml
+
+from support.paths import ROOT
+
+YAML = [
+    ".github/workflows/ci.yml",
+    ".github/dependabot.yml",
+    ".github/ISSUE_TEMPLATE/bug.yml",
+    ".github/ISSUE_TEMPLATE/config.yml",
+    ".github/ISSUE_TEMPLATE/feature.yml",
+    ".pre-commit-config.yaml",
+    "CITATION.cff",
+]
+
+
+def read(name: str) -> dict:
+    return yaml.safe_load((ROOT / name).read_text())
+
+
+@pytest.mark.parametrize("name", YAML)
+def test_yaml_can_be_read(name):
+    assert isinstance(read(name), dict)
+
+
+def test_every_yaml_file_for_contributors_is_read_here():
+    found = {path.relative_to(ROOT).as_posix() for path in ROOT.glob(".github/**/*.yml")}
+    assert found == {name for name in YAML if name.startswith(".github")}
+
+
+def test_the_workflow_runs_the_same_check_on_the_oldest_and_a_new_python():
+    job = read(".github/workflows/ci.yml")["jobs"]["check"]
+    assert job["strategy"]["matrix"]["python"] == ["3.11", "3.13"]
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run python"]
+
+
+def test_hooks_run_what_the_check_runs():
+    hooks = [
+        hook["entry"].split(" --")[0]
+        for repository in read(".pre-commit-config.yaml")["repos"]
+        for hook in repository["hooks"]
+    ]
+    assert hooks == ["ruff check", "ruff format", "mypy"]
+    check = (ROOT / ".ci/run").read_text()
+    assert all(f'"$bin/{hook.split()[0]}"' in check for hook in hooks)
+
+
+def test_the_citation_is_of_this_version_and_license():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = read("CITATION.cff")
+    assert citation["title"].startswith(f"{project['name']}: ")
+    assert citation["version"] == project["version"]
+    assert citation["license"] == project["license"]
+
+
+def test_the_package_ships_its_types():
+    assert (ROOT / "jaxdist/py.typed").is_file()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["CONTRIBUTING.md", "SECURITY.md", ".github/pull_request_template.md"],
+)
+def test_files_that_pages_for_contributors_name_exist(name):
+    text = (ROOT / name).read_text()
+    paths = re.findall(
+        r"`((?:docs|tests|benchmarks|jaxdist|\.ci)/[\w./-]+|\w+\.md|\w+\.toml)`", text
+    )
+    linked = re.findall(r"\]\(([^)#:]+)[)#]", text)
+    assert paths or linked
+    assert not [path for path in {*paths, *linked} if not (ROOT / path).exists()]
