@@ -1,6 +1,7 @@
 """Files for those who come: workflows, hooks, templates, citation, types."""
 
 import re
+import runpy
 import tomllib
 
 import pytest
@@ -29,7 +30,9 @@ def test_yaml_can_be_read(name):
 
 
 def test_every_yaml_file_for_contributors_is_read_here():
-    found = {path.relative_to(ROOT).as_posix() for path in ROOT.glob(".github/**/*.yml")}
+    found = {
+        path.relative_to(ROOT).as_posix() for path in ROOT.glob(".github/**/*.yml")
+    }
     assert found == {name for name in YAML if name.startswith(".github")}
 
 
@@ -74,3 +77,13 @@ def test_files_that_pages_for_contributors_name_exist(name):
     linked = re.findall(r"\]\(([^)#:]+)[)#]", text)
     assert paths or linked
     assert not [path for path in {*paths, *linked} if not (ROOT / path).exists()]
+
+
+def test_the_picture_of_the_folders_is_drawn_and_shows_all_of_them():
+    drawn = runpy.run_path(str(ROOT / "docs/images/architecture.py"))["draw"]()
+    written = (ROOT / "docs/images/architecture.svg").read_text()
+    assert written == drawn, "run python docs/images/architecture.py"
+    folders = {file.parent.name for file in (ROOT / "jaxdist").glob("*/__init__.py")}
+    assert len(folders) > 15
+    shown = set(re.findall(r"\w+", re.sub(r"<[^>]*>", " ", drawn)))
+    assert folders <= shown
