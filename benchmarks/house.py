@@ -4,6 +4,7 @@
     python benchmarks/house.py compare all --tree TREE
     python benchmarks/house.py compare programs --tree TREE --only pipeline
     python benchmarks/house.py pairs --before BEFORE --tree TREE --turns 12
+    python benchmarks/house.py pairs --before BEFORE --tree TREE --command "jaxdist.plan --config quickstart"
 
 A tree is a checkout; its package is run as commands (`python -m jaxdist.train`, `plan`,
 ...) with the tree as PYTHONPATH. `record` writes one JSON file a part below
@@ -26,6 +27,7 @@ import os
 import platform
 import random
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -1377,22 +1379,54 @@ def one_turn(tree: Tree, number: int, steps: int) -> dict[str, Clock]:
     return {"start": start, "step": step, "restart": restart}
 
 
+def one_command(tree: Tree, number: int, words: Sequence[str]) -> dict[str, Clock]:
+    """Times a command with empty caches, from its start to its end."""
+    home = tree.fresh(f"home{number}")
+    home.mkdir()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=tree.scratch,
+        env=tree.environment(1, HOME=str(home), XDG_CACHE_HOME=str(home / "cache")),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    wall = time.perf_counter() - began
+    if done.returncode:
+        raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    processor = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
+    shutil.rmtree(home)
+    return {"command": Clock(wall, processor)}
+
+
 def pairs_command(flags: argparse.Namespace) -> int:
     """Runs `pairs`; gives 1 if a median of the processor's time is above the limit."""
+    words = shlex.split(flags.command)
+
+    def take_turn(tree: Tree, number: int, steps: int) -> dict[str, Clock]:
+        if words:
+            return one_command(tree, number, words)
+        return one_turn(tree, number, steps)
+
     turns: dict[str, list[dict[str, Clock]]] = {"before": [], "after": []}
     with opened(flags.before) as before, opened(flags.tree) as after:
         trees = {"before": before, "after": after}
         for tree in trees.values():
-            one_turn(tree, -1, 2)  # compiles Python, reads the files once
+            take_turn(tree, -1, 2)  # compiles Python, reads the files once
         heads = {name: head(tree) for name, tree in trees.items()}
         for number in range(flags.turns):
             order = ("before", "after") if number % 2 == 0 else ("after", "before")
             for name in order:
-                turns[name].append(one_turn(trees[name], number, flags.steps))
+                turns[name].append(take_turn(trees[name], number, flags.steps))
             print(f"turn {number + 1} of {flags.turns}", file=sys.stderr, flush=True)
     record: dict[str, Any] = {"heads": heads, "turns": flags.turns}
+    if words:
+        record["command"] = flags.command
     failed = 0
-    for what in ("step", "start", "restart"):
+    for what in turns["after"][0]:
         for clock in ("wall_s", "processor_s"):
             old = [getattr(turn[what], clock) for turn in turns["before"]]
             new = [getattr(turn[what], clock) for turn in turns["after"]]
@@ -1433,6 +1467,11 @@ def parser() -> argparse.ArgumentParser:
     pairs.add_argument("--tree", required=True, help="checkout to look at")
     pairs.add_argument("--turns", type=int, default=12)
     pairs.add_argument("--steps", type=int, default=60, help="of a turn's run")
+    pairs.add_argument(
+        "--command",
+        default="",
+        help='time this in place of a run: "jaxdist.plan --config quickstart"',
+    )
     pairs.add_argument("--limit", type=float, default=1.02, help="of a median ratio")
     pairs.add_argument("--out", help="JSON file")
     pairs.set_defaults(run=pairs_command)
