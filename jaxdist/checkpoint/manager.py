@@ -522,10 +522,10 @@ class CheckpointManager:
 
         Process 0 fetches for all. With None as `step`, the copy of any step is fetched.
         """
-        fetched = 0
+        copied = 0
         if jax.process_index() == 0:
-            fetched = self.fetch(step, reason)
-        fetched = coordination.broadcast(fetched)
+            copied = self.fetch(step, reason)
+        fetched: int = coordination.broadcast(copied)
         self.bad_steps.pop(fetched, None)
         return fetched
 

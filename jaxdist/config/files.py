@@ -117,9 +117,10 @@ def _find(spec: str, folders: Sequence[Path]) -> tuple[Path, str | None]:
 
 def _execute(path: Path) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(f"_jaxdist_config_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses and inspect look it up
+    sys.modules[spec.name] = module  # dataclasses and inspect look it up there
     with _faults_of(path):
         spec.loader.exec_module(module)
     return module
@@ -167,8 +168,9 @@ def apply_overrides(
     """Sets the values of `--config.path=text` in a config.
 
     Args:
-      config: is changed, unless there is a fault.
-      overrides: texts by path. The schema's types parse them.
+      config: config to change. It stays unchanged if there is a fault.
+      overrides: {path: text}.
+      schema: fields by path, whose types parse the texts.
 
     Raises:
       ConfigError: the faults of all overrides.
@@ -196,12 +198,18 @@ def apply_overrides(
 
 
 def help_text(
-    config: Mapping | ConfigDict, schema: Schema, *, words: str = "", width: int = 80
+    config: Mapping[str, Any] | ConfigDict,
+    schema: Schema,
+    *,
+    words: str = "",
+    width: int = 80,
 ) -> str:
     """Lists fields as `--config.path  type  = the config's value  meaning`.
 
     Args:
-      words: only fields with this text in their path or meaning; "" = all.
+      config: values to show. A field without a value shows its default.
+      schema: fields to list.
+      words: text that the path or the meaning of a listed field holds; "" lists all.
       width: the longest line in characters.
 
     Raises:

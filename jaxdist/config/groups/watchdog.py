@@ -12,13 +12,14 @@ from jaxdist.config.annotations import NonNegativeFloat
 class WatchdogConfig:
     """Seconds that each phase may last before the run is ended; 0 = no limit."""
 
-    # from the command to the first compilation, a line of data work
+    # time from the command to the first compilation; data work that logs a line starts
+    # the time anew
     start_s: NonNegativeFloat = 1800.0
-    # compiling and the first step, an evaluation's batch, the end
+    # time to compile and run the first step, to run a batch of an evaluation, or to end
     compile_s: NonNegativeFloat = 7200.0
-    restore_s: NonNegativeFloat = 3600.0  # reading a checkpoint
-    data_s: NonNegativeFloat = 600.0  # waiting for the next batch
-    step_s: NonNegativeFloat = 600.0  # a step
-    save_s: NonNegativeFloat = 1800.0  # what of a save training waits for
-    # a step may last this many median steps, if that is longer
+    restore_s: NonNegativeFloat = 3600.0  # time to read a checkpoint
+    data_s: NonNegativeFloat = 600.0  # time to wait for the next batch
+    step_s: NonNegativeFloat = 600.0  # time of a step
+    save_s: NonNegativeFloat = 1800.0  # time that training waits for a save
+    # number of median steps that a step may last, if that is longer than step_s
     slow_steps: Annotated[float, Ge(1)] = 20.0
