@@ -58,15 +58,14 @@ def permute(
 def _feistel(
     value: np.ndarray, keys: np.ndarray, a: np.ndarray, b: np.ndarray
 ) -> np.ndarray:
-    left: np.ndarray
-    right: np.ndarray
     left, right = np.divmod(value, b)
     for number, constant in enumerate(_ROUND_KEYS):
         if number % 2 == 0:
             left = (left + _mix((right ^ constant) + keys) % a) % a
         else:
             right = (right + _mix((left ^ constant) + keys) % b) % b
-    return left * b + right
+    permuted: np.ndarray = left * b + right
+    return permuted
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -115,7 +114,7 @@ class Mixture:
 
 def _largest_remainder(share: np.ndarray, total: int) -> np.ndarray:
     """Rounds `share * total` to integers, each at least 1, that sum to `total`."""
-    counts = np.maximum(np.floor(share * total), 1).astype(np.int64)
+    counts: np.ndarray = np.maximum(np.floor(share * total), 1).astype(np.int64)
     while counts.sum() != total:
         missing = total - counts.sum()
         step = np.sign(missing)

@@ -1,7 +1,7 @@
 """Megatron's pairs PREFIX.bin and PREFIX.idx (`data.source=megatron`).
 
-They are read as Megatron-LM does (megatron/core/datasets/indexed_dataset.py); the tests
-have a writer of their own.
+The format is that of Megatron-LM (megatron/core/datasets/indexed_dataset.py). The tests
+contain an independent writer.
 """
 
 import glob
@@ -20,25 +20,24 @@ from jaxdist.storage.untrusted import open_regular
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, type, sequences, borders
-# by the code of the type; 6 and 7 are floats
+# {code of a type: its numpy name}; the codes 6 and 7 are floats
 _DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class _Index(NamedTuple):
-    """What an .idx file holds."""
+    """Content of an .idx file."""
 
     dtype: str
     lengths: np.ndarray  # [sequences] int32, tokens
     offsets: np.ndarray  # [sequences] int64, bytes
-    borders: np.ndarray  # [documents + 1] int64, numbers of sequences
+    borders: np.ndarray  # [documents + 1] int64, first sequence of each, and the end
 
 
 def open_megatron(options: SourceOptions) -> TokenStore:
     """Opens the pairs of `data.path`: prefixes, .bin or .idx files, or globs of them.
 
     Raises:
-      ConfigError: a pair is incomplete, or its index is not Megatron's, or
-        inconsistent.
+      ConfigError: a pair is incomplete, or its index is invalid.
     """
     indexes = _find_indexes(options.path)
     with reading(options.name):
@@ -80,7 +79,7 @@ def _open_pair(path: Path) -> DocumentTable:
             "write the pair again."
         )
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    # Ends within the file first: then bytes cannot exceed 64 bits.
+    # The end is compared with the file first, so that byte offsets fit 64 bits.
     if ends[-1] > file.count or not np.array_equal(
         index.offsets, ends[:-1] * np.dtype(index.dtype).itemsize
     ):
@@ -95,7 +94,11 @@ def _open_pair(path: Path) -> DocumentTable:
 
 
 def _read_index(path: Path) -> _Index:
-    """Reads an .idx file; raises ConfigError naming the byte that is wrong."""
+    """Reads an .idx file.
+
+    Raises:
+      ConfigError: the file is invalid. It names the wrong byte.
+    """
     with open_regular(path) as file:
         content = file.read()
     if len(content) < _HEADER.size:
@@ -118,21 +121,21 @@ def _read_index(path: Path) -> _Index:
             f"byte 18: {sequences} sequences and {borders} borders need {needed} "
             f"bytes, and the file has {len(content)}",
         )
-    at_offsets = _HEADER.size + 4 * sequences
-    at_borders = at_offsets + 8 * sequences
+    offsets_byte = _HEADER.size + 4 * sequences
+    borders_byte = offsets_byte + 8 * sequences
     index = _Index(
         dtype=_DTYPES[code],
         lengths=np.frombuffer(content, "<i4", sequences, _HEADER.size),
-        offsets=np.frombuffer(content, "<i8", sequences, at_offsets),
-        borders=np.frombuffer(content, "<i8", borders, at_borders),
+        offsets=np.frombuffer(content, "<i8", sequences, offsets_byte),
+        borders=np.frombuffer(content, "<i8", borders, borders_byte),
     )
-    # Compared, not subtracted: differences wrap.
-    falls = np.flatnonzero(index.borders[1:] < index.borders[:-1])
-    if falls.size or index.borders[0] != 0 or index.borders[-1] != sequences:
-        place = int(falls[0]) + 1 if falls.size else 0
+    # Comparisons cannot wrap around as differences can.
+    decreases = np.flatnonzero(index.borders[1:] < index.borders[:-1])
+    if decreases.size or index.borders[0] != 0 or index.borders[-1] != sequences:
+        place = int(decreases[0]) + 1 if decreases.size else 0
         raise _fault(
             path,
-            f"byte {at_borders + 8 * place}: "
+            f"byte {borders_byte + 8 * place}: "
             f"borders of documents do not rise from 0 to {sequences}",
         )
     return index
