@@ -454,7 +454,7 @@ FAULTS = (
     Fault(
         name="fingerprints_not_compared",
         room="checkpoint",
-        function="CheckpointManager._attempt",
+        function="_check_arrays",
         old="sums[name] != manifest.fingerprints.get(name)",
         new="False",
         tests=(
@@ -484,7 +484,7 @@ FAULTS = (
     Fault(
         name="sealed_before_the_writes_end",
         room="checkpoint",
-        function="CheckpointManager._finish",
+        function="CheckpointManager._commit",
         old="self._backend.finish()",
         new="None",
         tests=(

@@ -331,16 +331,11 @@ def read_step(folder: Path, step: int) -> StepInfo:
     try:
         document = read_json(file, dict)
         version = document[run_format.KEY], document["step"]
-        arrays = {
-            name: ArrayInfo(
-                tuple(
-                    of_kind(size, int, name)
-                    for size in of_kind(entry["shape"], list, name)
-                ),
-                of_kind(entry["dtype"], str, name),
-            )
-            for name, entry in document["arrays"].items()
-        }
+        arrays = {}
+        for name, entry in document["arrays"].items():
+            sizes = of_kind(entry["shape"], list, name)
+            shape = tuple(of_kind(size, int, name) for size in sizes)
+            arrays[name] = ArrayInfo(shape, of_kind(entry["dtype"], str, name))
         metadata = of_kind(document["run"], dict, "run")
         for group in _GROUPS & metadata.keys():
             of_kind(metadata[group], dict, group)

@@ -21,9 +21,9 @@ _CHANGED = 1.2
 def checkpoint_interval(save_s: float, mtbf_s: float) -> float:
     """Computes the seconds between saves that lose least time in all.
 
-    The formula is that of Young 1974, sqrt(2 save mtbf), with the higher terms of Daly
-    2006 ("A higher order estimate of the optimum checkpoint interval for restart
-    dumps"). Failures come at random.
+    The formula is that of Young 1974, sqrt(2 save mtbf). It includes the higher terms
+    of Daly 2006, "A higher order estimate of the optimum checkpoint interval for
+    restart dumps". Failures come at random.
 
     Args:
       save_s: seconds that training stands still for a save.

@@ -279,7 +279,13 @@ class CheckpointManager:
 
         def report(error: CheckpointError | None, *, ok: bool) -> None:
             self._results.put(
-                SaveResult(step, ok, error, time.monotonic() - started, num_bytes)
+                SaveResult(
+                    step=step,
+                    ok=ok,
+                    error=error,
+                    seconds=time.monotonic() - started,
+                    bytes=num_bytes,
+                )
             )
 
         obstacle = self._obstacle(step, num_bytes, wait=wait)
@@ -289,7 +295,9 @@ class CheckpointManager:
             return None
         self._last_step = step
         sums = self._start(step, arrays, document)
-        finish = functools.partial(self._finish, step, list(arrays), sums, report)
+        finish = functools.partial(
+            self._finish, step, names=list(arrays), sums=sums, report=report
+        )
         if isinstance(sums, Exception) or not self.config.asynchronous:
             return finish()
         self._background.begin(finish, f"save of step {step}")
@@ -359,11 +367,12 @@ class CheckpointManager:
     def _finish(
         self,
         step: int,
+        *,
         names: list[str],
         sums: jax.Array | Exception,
         report: Callable[..., None],
     ) -> None:
-        """Waits for the commit, seals the step, deletes expired steps and reports.
+        """Commits the step, deletes expired steps and reports the outcome.
 
         An asynchronous save runs this in its background thread.
         """
@@ -372,14 +381,7 @@ class CheckpointManager:
         try:
             if isinstance(sums, Exception):
                 raise sums
-            self._backend.finish()
-            fingerprints = fingerprint.finish(names, sums)
-            if jax.process_index() == 0:
-                if not self._is_ours():
-                    raise CheckpointError(f"another process has taken {self.folder}")
-                assert self.run is not None
-                integrity.seal(self.folder, step, self.run, fingerprints)
-            self.newest = step
+            self._commit(step, names, sums)
         except Exception as error:
             text = error_text(error)
             path = str(self.folder / str(step))
@@ -397,19 +399,30 @@ class CheckpointManager:
             )
         report(problem, ok=ok)
 
+    def _commit(self, step: int, names: list[str], sums: jax.Array) -> None:
+        """Waits until all is written, and seals the step."""
+        self._backend.finish()
+        fingerprints = fingerprint.finish(names, sums)
+        if jax.process_index() == 0:
+            if not self._is_ours():
+                raise CheckpointError(f"another process has taken {self.folder}")
+            assert self.run is not None
+            integrity.seal(self.folder, step, self.run, fingerprints)
+        self.newest = step
+
     def _tidy(self, step: int, *, committed: bool) -> None:
         """Deletes the expired steps, or the remains of an uncommitted save."""
         if not committed:
             folders.remove_leftovers(self.folder)
             return
         folders.end_save(self.folder, step)
-        good = [
+        deletable = [
             n
             for n in self.steps()
             if n not in self.bad_steps and n not in self.milestones
         ]
         expired = folders.expired(
-            good,
+            deletable,
             newest=step,
             keep_last=self.config.keep_last,
             keep_every=self.config.keep_every,
@@ -558,19 +571,7 @@ class CheckpointManager:
             restored = Restored(
                 state_dict.from_canonical(arrays, abstract_state), info.metadata
             )
-        sums = fingerprint.of(arrays)
-        changed = [
-            name for name in sums if sums[name] != manifest.fingerprints.get(name)
-        ]
-        if changed:
-            raise CheckpointError(
-                f"not what was saved, by fingerprint: {', '.join(changed[:8])}"
-            )
-        step_in_state = int(arrays["step"]) if "step" in arrays else step
-        if step_in_state != step:
-            raise CheckpointError(
-                f"its state had made {step_in_state} steps, not {step}: another step's content"
-            )
+        _check_arrays(step, arrays, manifest)
         return restored
 
     def _set_aside(self, failures: Mapping[int, str]) -> None:
@@ -602,6 +603,27 @@ class CheckpointManager:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_arrays(
+    step: int, arrays: Mapping[str, jax.Array], manifest: integrity.Manifest
+) -> None:
+    """Checks that restored arrays are those that were saved as `step`.
+
+    Raises:
+      CheckpointError: fingerprints differ, or the state is that of another step.
+    """
+    sums = fingerprint.of(arrays)
+    changed = [name for name in sums if sums[name] != manifest.fingerprints.get(name)]
+    if changed:
+        raise CheckpointError(
+            f"not what was saved, by fingerprint: {', '.join(changed[:8])}"
+        )
+    step_in_state = int(arrays["step"]) if "step" in arrays else step
+    if step_in_state != step:
+        raise CheckpointError(
+            f"its state had made {step_in_state} steps, not {step}: another step's content"
+        )
 
 
 @contextlib.contextmanager

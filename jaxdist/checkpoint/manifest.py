@@ -59,7 +59,10 @@ def seal(folder: Path, step: int, run: str, fingerprints: Mapping[str, str]) -> 
     """
     path = folder / str(step)
     manifest = Manifest(
-        step, run, _hashed(path, sorted(_files(path))), dict(fingerprints)
+        step=step,
+        run=run,
+        files=_hashed(path, sorted(_files(path))),
+        fingerprints=dict(fingerprints),
     )
     try:
         atomic.write_text(path / MANIFEST, _text(manifest), durable=True)
@@ -104,13 +107,13 @@ def read_manifest(path: Path, *, place: object = None) -> Manifest:
             if other:
                 raise OtherVersion(other)
         manifest = Manifest(
-            of_kind(document["step"], int, "step"),
-            of_kind(document["run"], str, "run"),
-            {
+            step=of_kind(document["step"], int, "step"),
+            run=of_kind(document["run"], str, "run"),
+            files={
                 name: (of_kind(size, int, name), of_kind(hex_, str, name))
                 for name, (size, hex_) in document["files"].items()
             },
-            {
+            fingerprints={
                 name: of_kind(hex_, str, name)
                 for name, hex_ in document["fingerprints"].items()
             },
@@ -191,13 +194,7 @@ def check(
             f"it belongs to another run ({manifest.run}; this one is {run})"
         )
     sizes = dict(_files(path))
-    faults = [f"{name} is missing" for name in manifest.files if name not in sizes]
-    faults += [
-        f"{name} is not part of it" for name in sizes if name not in manifest.files
-    ]
-    for name, (size, _) in manifest.files.items():
-        if name in sizes and sizes[name] != size:
-            faults.append(f"{name} has {sizes[name]} bytes, {size} when sealed")
+    faults = _size_faults(sizes, manifest)
     if not faults and contents:
         chosen = sorted(
             (name, size) for name, size in sizes.items() if name.startswith(inside)
@@ -213,6 +210,18 @@ def check(
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise CheckpointError("; ".join(faults[:_SHOWN]) + more)
     return manifest
+
+
+def _size_faults(sizes: Mapping[str, int], manifest: Manifest) -> list[str]:
+    """Compares names and sizes of files, {name: bytes}, with those in the manifest."""
+    faults = [f"{name} is missing" for name in manifest.files if name not in sizes]
+    faults += [
+        f"{name} is not part of it" for name in sizes if name not in manifest.files
+    ]
+    for name, (size, _) in manifest.files.items():
+        if name in sizes and sizes[name] != size:
+            faults.append(f"{name} has {sizes[name]} bytes, {size} when sealed")
+    return faults
 
 
 def _files(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:

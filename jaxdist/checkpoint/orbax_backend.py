@@ -1,10 +1,10 @@
 """Orbax backend: writes and reads arrays and a JSON document as one atomic step.
 
 No other module imports Orbax. The backend uses `AsyncCheckpointer`, not Orbax's
-`CheckpointManager`. That manager keeps a list of steps in memory and infers its layout
-from the newest folder. It also refuses steps below its newest one by returning False,
-even if the newest one is damaged. `manager.py` decides which steps exist and which are
-deleted.
+`CheckpointManager`, which keeps a list of steps in memory and infers its layout from
+the newest folder. `CheckpointManager` also refuses steps below its newest one by
+returning False, even if the newest one is damaged. `manager.py` decides which steps
+exist and which are deleted.
 """
 
 import contextlib

@@ -120,6 +120,7 @@ def _hints(source: Any) -> Mapping[str, tuple[Any, tuple[Mark, ...]]]:
 def _dataclass_fields(
     cls: Any,
     prefix: str,
+    *,
     group_default: object = MISSING,
     group_marks: tuple[Mark, ...] = (),
 ) -> Iterator[Field]:
@@ -142,9 +143,11 @@ def _dataclass_fields(
         else:
             default = getattr(group_default, item.name)
         if dataclasses.is_dataclass(annotation):
-            yield from _dataclass_fields(annotation, path + ".", default, marks)
+            yield from _dataclass_fields(
+                annotation, path + ".", group_default=default, group_marks=marks
+            )
         else:
-            yield Field(path, annotation, default, cls, marks)
+            yield Field(path, annotation, default, meaning=cls, marks=marks)
 
 
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -166,9 +169,9 @@ def _parameter_fields(cls: type, prefix: str) -> Iterator[Field]:
             continue
         if name in hints:
             annotation, marks = hints[name]
-            yield Field(prefix + name, annotation, default, init, marks)
+            yield Field(prefix + name, annotation, default, meaning=init, marks=marks)
         elif default is not None and default is not MISSING:
-            yield Field(prefix + name, type(default), default, init)
+            yield Field(prefix + name, type(default), default, meaning=init)
 
 
 def _is_plain(value: object) -> bool:
@@ -362,14 +365,14 @@ def from_config_dict(cls: type[_T], config: Mapping[str, Any] | ConfigDict) -> _
     }
     values = unflatten(settings | resolve(closed, schema_of(cls)))
     faults: list[str] = []
-    instance = _build(cls, values, "", faults)
+    instance = _build(cls, values, prefix="", faults=faults)
     if faults:
         raise ConfigError(faults)
     return typing.cast(_T, instance)
 
 
 def _build(
-    cls: Any, values: Mapping[str, Any], prefix: str, faults: list[str]
+    cls: Any, values: Mapping[str, Any], *, prefix: str, faults: list[str]
 ) -> object:
     """Makes a dataclass and those in it.
 
@@ -382,7 +385,9 @@ def _build(
         if dataclasses.is_dataclass(group):
             inside = values.get(item.name, {})
             inner_prefix = f"{prefix}{item.name}."
-            arguments[item.name] = _build(group, inside, inner_prefix, faults)
+            arguments[item.name] = _build(
+                group, inside, prefix=inner_prefix, faults=faults
+            )
         elif item.name in values:
             arguments[item.name] = values[item.name]
         else:  # an open group without values

@@ -1,12 +1,12 @@
-"""Balance of attention work over the microbatches and batch shards of a packed batch.
+"""Balance of attention work over microbatches and batch shards of packed rows.
 
 A row of one document of S tokens needs S times the attention of a row of S documents.
 Balancing permutes the rows of a batch, so the sums of a step change only in their
 order.
 
-Work is counted in pairs of tokens of the same document (a query and a key that is not
-after it), as full causal attention computes them. All work that is linear in tokens is
-even in any order.
+Work is counted in pairs of tokens of the same document, a query and a key that is not
+after it. Full causal attention computes these pairs. All work that is linear in tokens
+is even in any order.
 
 Shapes: G rows of the global batch, n pieces of a row over the context axis.
 """
@@ -194,23 +194,20 @@ class Balancer:
 
         It compares the order of the run with the other order.
         """
-        steps: dict[str, list[dict[str, float]]] = {"none": [], "attention": []}
+        plain = []
+        balanced = []
         for step in range(_SAMPLE_STEPS):
             work = self._work(step)
             if work is not None:
                 order = balanced_order(work.sum(1), self._grid)
-                steps["none"].append(imbalance(work, self._grid))
-                steps["attention"].append(imbalance(work[order], self._grid))
-        count = len(steps["none"])
+                plain.append(imbalance(work, self._grid))
+                balanced.append(imbalance(work[order], self._grid))
+        count = len(plain)
         if not count:
             return []
-        used = "none"
-        alternative = "attention"
-        if self._balanced:
-            used = "attention"
-            alternative = "none"
-        means = _means(steps[used])
-        other_means = _means(steps[alternative])
+        means = _means(balanced if self._balanced else plain)
+        other_means = _means(plain if self._balanced else balanced)
+        alternative = "none" if self._balanced else "attention"
         parts = self._grid.parts
         shards = self._grid.batch_shards
         context_text = ""

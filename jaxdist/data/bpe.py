@@ -81,11 +81,7 @@ class BpeTokenizer:
             raise ConfigError(
                 f"its largest id is {self.vocab_size - 1}; required 0 to {_MAX_ID - 1}"
             )
-        end_of_text = tokenizer.token_to_id(self.config.special.get("eos_token", ""))
-        named = {*self.config.end_ids, end_of_text, end}
-        # Some configs name ids beyond the vocabulary, which are never sampled.
-        known = {i for i in named if i is not None and 0 <= i < self.vocab_size}
-        self.end_ids = tuple(sorted(known))
+        self.end_ids = self._end_ids()
         self.special_tokens = {}
         if special_tokens == "tokens":
             added = tokenizer.get_added_tokens_decoder()
@@ -95,6 +91,18 @@ class BpeTokenizer:
         # Token caches of both settings need different keys.
         setting = ["special tokens"] if self.special_tokens else []
         self.fingerprint = digest(tokenizer.to_str(), *setting)
+
+    def _end_ids(self) -> tuple[int, ...]:
+        """Collects the ids that end a generated text, ascending."""
+        eos_token = self.config.special.get("eos_token", "")
+        named = {
+            *self.config.end_ids,
+            self._tokenizer.token_to_id(eos_token),
+            self.end_of_document,
+        }
+        # Some configs name ids beyond the vocabulary, which are never sampled.
+        known = [i for i in named if i is not None and 0 <= i < self.vocab_size]
+        return tuple(sorted(known))
 
     def encode(self, text: str) -> np.ndarray:
         """Encodes a text to ids, [length] int32, without special ids around it."""
@@ -173,7 +181,13 @@ def load(
         fault = f"{one_line(error)}; copy it again, or use another one"
         raise ConfigError(f"data.tokenizer={path}: {fault}") from error
     try:
-        trial.once("tokenizer", tokenizers.__version__, __name__, data, cache)
+        trial.once(
+            "tokenizer",
+            version=tokenizers.__version__,
+            module=__name__,
+            content=data,
+            cache=cache,
+        )
         config = TokenizerConfig()
         if path.name == TOKENIZER_FILE:
             config = tokenizer_config.read(path.parent)

@@ -1,7 +1,7 @@
 """Chats, and prompts with completions, as tokens and their weights.
 
-The learned tokens of a chat are the assistant's turns, each with its end. Of a prompt
-with a completion, the completion is learned.
+The learned tokens of a chat are the assistant's turns, each with its end. A completion
+is learned, its prompt is not.
 
 A template may mark the assistant's text. If it does not, the text that a turn adds to
 the rendered chat is the turn.

@@ -156,7 +156,11 @@ def load(
     """
     try:
         trial.once(
-            "chat-template", jinja2.__version__, __name__, source.encode(), cache
+            "chat-template",
+            version=jinja2.__version__,
+            module=__name__,
+            content=source.encode(),
+            cache=cache,
         )
         return ChatTemplate(source, special)
     except ConfigError as error:

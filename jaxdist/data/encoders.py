@@ -34,7 +34,7 @@ def open_tokenizer(
         return None, None
     is_kept = bool(folder and (folder / tokenizer.TOKENIZER_FILE).is_file())
     if size and not is_kept:
-        name = str(_train_tokenizer(config, size, texts, log))
+        name = str(_train_tokenizer(config, size=size, texts=texts, log=log))
     loaded = tokenizer.load_tokenizer(
         name,
         folder=folder,
@@ -54,15 +54,21 @@ def open_tokenizer(
     # A tokenizer without a file (bytes) only has settings to keep.
     is_new = not is_kept if loaded.content else settings != loaded.config
     if folder and is_new:
-        folder.mkdir(parents=True, exist_ok=True)
-        tokenizer_config.write(folder, settings)
-        if loaded.content is not None:
-            atomic.write_text(folder / tokenizer.TOKENIZER_FILE, loaded.content)
+        _write_files(folder, loaded, settings)
     return loaded, encoder
 
 
+def _write_files(
+    folder: Path, loaded: Tokenizer, settings: tokenizer_config.TokenizerConfig
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer_config.write(folder, settings)
+    if loaded.content is not None:
+        atomic.write_text(folder / tokenizer.TOKENIZER_FILE, loaded.content)
+
+
 def _train_tokenizer(
-    config: DataConfig, size: int, texts: list[Corpus], log: Log
+    config: DataConfig, *, size: int, texts: list[Corpus], log: Log
 ) -> Path:
     """Trains a BPE on the texts that are not held out, once for each set of texts.
 

@@ -59,7 +59,7 @@ def open_dataset(
         raise ConfigError(faults)
     source = SOURCES[config.source]
     if isinstance(source, SampleSource):
-        return _open_samples(source, config, seed, log)
+        return _open_samples(source, config, seed=seed, log=log)
     weights, parts = parts_of(config)
     num_train = len(parts)
     if config.validation_path:  # a separate corpus, which no mixture has
@@ -125,8 +125,9 @@ def sample_shapes(config: DataConfig, sequence_length: int) -> SampleShapes:
 
 
 def _open_samples(
-    source: SampleSource, config: DataConfig, seed: int, log: Log
+    source: SampleSource, config: DataConfig, *, seed: int, log: Log
 ) -> Dataset:
+    """Opens a dataset of samples of arrays, and logs the shapes of a sample."""
     sides, fingerprint = splits.split_samples(source, config)
     train, held_out = sides
     contents = ", ".join(

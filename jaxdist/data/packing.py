@@ -35,8 +35,8 @@ class Windows:
     """Contiguous windows of the concatenated documents (data.packing=window).
 
     Window w predicts the tokens w S + 1 to w S + S of the stream from the tokens before
-    them, so adjacent windows share one token. Documents follow each other without
-    padding, and attention crosses their borders.
+    them. Adjacent windows therefore share one token. Documents follow each other
+    without padding, and attention crosses their borders.
     """
 
     def __init__(
@@ -79,15 +79,7 @@ class Windows:
         of full windows. A loader can therefore reuse their device copies.
         """
         begin = np.minimum(rows, self.num_rows) * self._length_S
-        end = begin + self._length_S + 1
-        first = np.searchsorted(self._borders, begin, "right") - 1
-        last = np.searchsorted(self._borders, end - 1, "right") - 1
-        counts = last - first + 1  # runs in each window
-        run = np.repeat(first, counts) + count_up(counts)
-        low = np.maximum(self._borders[run], np.repeat(begin, counts))
-        high = np.minimum(self._borders[run + 1], np.repeat(end, counts))
-        start = self._start[run] + low - self._borders[run]
-        pieces = Pieces(self._owner[run], start, high - low)
+        pieces = self._pieces(begin, begin + self._length_S + 1)
         window = pieces.tokens(self._files).reshape(-1, self._length_S + 1)
         tokens = window[:, :-1].copy()
         targets = window[:, 1:].copy()
@@ -104,6 +96,17 @@ class Windows:
             "weights": weights,
             "positions": positions,
         }
+
+    def _pieces(self, begin: np.ndarray, end: np.ndarray) -> Pieces:
+        """Finds the pieces of the files between positions of the stream, [B] each."""
+        first = np.searchsorted(self._borders, begin, "right") - 1
+        last = np.searchsorted(self._borders, end - 1, "right") - 1
+        counts = last - first + 1  # runs in each range
+        run = np.repeat(first, counts) + count_up(counts)
+        low = np.maximum(self._borders[run], np.repeat(begin, counts))
+        high = np.minimum(self._borders[run + 1], np.repeat(end, counts))
+        start = self._start[run] + low - self._borders[run]
+        return Pieces(owner=self._owner[run], start=start, length=high - low)
 
 
 def _joined(documents: Pieces) -> Pieces:

@@ -49,15 +49,16 @@ def permute(
     a = root.astype(np.uint64)
     b = (-(-size // root)).astype(np.uint64)
     end = np.asarray(size, np.uint64)
-    value = _feistel(position.astype(np.uint64), keys, a, b)
+    value = _feistel(position.astype(np.uint64), keys, a=a, b=b)
     while np.any(value >= end):
-        value = np.where(value >= end, _feistel(value, keys, a, b), value)
+        value = np.where(value >= end, _feistel(value, keys, a=a, b=b), value)
     return value.astype(np.int64)
 
 
 def _feistel(
-    value: np.ndarray, keys: np.ndarray, a: np.ndarray, b: np.ndarray
+    value: np.ndarray, keys: np.ndarray, *, a: np.ndarray, b: np.ndarray
 ) -> np.ndarray:
+    """Permutes values in [0, a b) by a Feistel network, with one key per value."""
     left, right = np.divmod(value, b)
     for number, constant in enumerate(_ROUND_KEYS):
         if number % 2 == 0:

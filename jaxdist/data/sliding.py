@@ -1,8 +1,8 @@
 """Sliding windows: exact scores of documents longer than a sequence.
 
 Windows move by a stride. Window k of a document reads its tokens k N .. k N + S - 1,
-and predicts the token after each. All predictions of the first window count. Of the
-others only the last N count, which no earlier window has made.
+and predicts the token after each. All predictions of the first window count. In each
+other window only the last N count, which no earlier window has made.
 
 Each token but a document's first is therefore scored once. It is predicted from at
 least S - N + 1 tokens of its document, or from all earlier ones if they are fewer.

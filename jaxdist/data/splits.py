@@ -110,9 +110,9 @@ def split_all(
 def split(store: TokenStore, share: int, log: Log) -> tuple[TokenStore, np.ndarray]:
     """Chooses the documents that are held out.
 
-    These are the documents whose id hashes below `share`, out of 256. If that is none
-    or all of them (a corpus of one file), each document is first cut into blocks of
-    BLOCK_TOKENS, which then count as documents. Examples are not cut: those with the
+    These are the documents whose id hashes below `share`, out of 256. In a corpus of
+    few files, that may be none or all of them. Each document is then cut into blocks of
+    BLOCK_TOKENS, which count as documents. Examples are not cut: those with the
     smallest hash are held out.
 
     Args:
@@ -205,37 +205,23 @@ def cut(
                 f"sample needs {sequence_length + 1}. Give more text, lower "
                 "batch.sequence_length or data.validation_share."
             )
-    limit = config.validation_tokens if held_out else 0
-    samples: Samples
-    if stride is not None:
-        samples = sliding.SlidingWindows(
-            store,
-            sequence_length,
-            stride=stride,
-            limit=limit,
-            packed=config.packing == "documents",
-        )
-    elif config.packing == "window":
-        samples = packing.Windows(store, sequence_length, limit=limit, partial=held_out)
-    else:
-        if not store.weights:
-            _log_longer(
-                store.name,
-                _side(held_out),
-                length=length,
-                kept=kept,
-                sequence_length=sequence_length,
-                log=log,
-            )
-        plan = packing.open_packing(
-            store,
-            sequence_length,
-            limit=limit,
-            truncate=truncates,
-            folder=config.cache_folder(),
+    if stride is None and config.packing == "documents" and not store.weights:
+        _log_longer(
+            store.name,
+            _side(held_out),
+            length=length,
+            kept=kept,
+            sequence_length=sequence_length,
             log=log,
         )
-        samples = packing.PackedDocuments(store, plan, sequence_length)
+    samples = _samples(
+        config,
+        store,
+        sequence_length=sequence_length,
+        log=log,
+        held_out=held_out,
+        stride=stride,
+    )
     num_bytes = None
     if store.num_bytes is not None:
         share = kept / np.maximum(length, 1)
@@ -247,6 +233,38 @@ def cut(
         num_bytes=num_bytes,
         scanned=store.max_id is not None,
     )
+
+
+def _samples(
+    config: DataConfig,
+    store: TokenStore,
+    *,
+    sequence_length: int,
+    log: Log,
+    held_out: bool,
+    stride: int | None,
+) -> Samples:
+    """Makes samples of documents; see `cut`."""
+    limit = config.validation_tokens if held_out else 0
+    if stride is not None:
+        return sliding.SlidingWindows(
+            store,
+            sequence_length,
+            stride=stride,
+            limit=limit,
+            packed=config.packing == "documents",
+        )
+    if config.packing == "window":
+        return packing.Windows(store, sequence_length, limit=limit, partial=held_out)
+    plan = packing.open_packing(
+        store,
+        sequence_length,
+        limit=limit,
+        truncate=config.truncates,
+        folder=config.cache_folder(),
+        log=log,
+    )
+    return packing.PackedDocuments(store, plan, sequence_length)
 
 
 def _side(held_out: bool) -> str:

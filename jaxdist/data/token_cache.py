@@ -182,12 +182,7 @@ def _load(target: Path, name: str, log: Log) -> TokenStore | None:
         return None
     for file in files:
         if _is_large(expected[file.path.name]):
-            threading.Thread(
-                target=_check_slowly,
-                args=(file, expected[file.path.name], target / "meta.json"),
-                name="jaxdist-token-check",
-                daemon=True,
-            ).start()
+            _check_in_background(file, expected[file.path.name], target / "meta.json")
     for note in meta["notes"]:
         log(f"data: {name}: {note}")
     length, num_bytes, group = documents.T
@@ -225,6 +220,15 @@ def _checksums(path: Path) -> Iterator[int]:
     with open_regular(path) as file:
         while piece := file.read(_CHECKED_BYTES):
             yield zlib.crc32(piece)
+
+
+def _check_in_background(file: TokenFile, expected: list[int], meta: Path) -> None:
+    threading.Thread(
+        target=_check_slowly,
+        args=(file, expected, meta),
+        name="jaxdist-token-check",
+        daemon=True,
+    ).start()
 
 
 def _check_slowly(file: TokenFile, expected: list[int], meta: Path) -> None:

@@ -1,4 +1,4 @@
-"""Settings in the other files of a tokenizer.json's folder: end tokens, chat template.
+"""Settings in the other files of a tokenizer's folder: end tokens, chat template.
 
 Hugging Face folders spread these settings over several files. A run writes all of them
 to its workdir, into tokenizer_config.json and chat_template.jinja.
@@ -180,7 +180,7 @@ def _spelling(token: Any, name: str) -> str:
 
 
 def _template(value: Any) -> str:
-    """Reads a chat template. Of several, it is the one named `default`.
+    """Reads a chat template. A list has one named `default`, which is used.
 
     Raises:
       Malformed: the value is no template.

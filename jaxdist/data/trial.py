@@ -25,7 +25,7 @@ _TIMEOUT_S = 300  # limit by the clock, for a busy machine
 
 
 def once(
-    kind: str, version: str, module: str, content: bytes, cache: Path | None
+    kind: str, *, version: str, module: str, content: bytes, cache: Path | None
 ) -> None:
     """Tries out a file's content by `python -m module`, unless it has passed before.
 
@@ -42,7 +42,8 @@ def once(
     if cache is None:
         _run(module, content)
         return
-    passed = cache / f"{kind}-{digest(version, digest_bytes(content))[:32]}.passed"
+    key = digest(version, digest_bytes(content))[:32]
+    passed = cache / f"{kind}-{key}.passed"
     if passed.is_file():
         return
     _run(module, content)

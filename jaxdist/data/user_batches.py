@@ -318,7 +318,9 @@ def open_user_batches(
         fingerprint = _hash_values(example)
     held_out = SampleRows({}, np.arange(0))
     if validation is not None:
-        held_out = _held_out("validation", validation, _describe(example), size)
+        held_out = _held_out(
+            "validation", validation, like=_describe(example), size=size
+        )
     dataset = UserDataset(
         [sample_sides("batches", train, held_out)],
         seed=seed,
@@ -340,7 +342,7 @@ def open_held_out(data: Mapping[str, Any], *, like: str, size: int) -> Dataset:
     Raises:
       ConfigError: the samples differ from those of the run, or fill no whole batch.
     """
-    held_out = _held_out("data", data, like, size)
+    held_out = _held_out("data", data, like=like, size=size)
     sides = sample_sides("data", held_out, held_out)
     return Dataset([sides], seed=0, fingerprint="")
 
@@ -366,7 +368,7 @@ def _first_batch(reader: Callable[[int], Any]) -> Batch:
         raise ConfigError(f"batches: {error}") from error
 
 
-def _held_out(what: str, data: Any, like: str, size: int) -> SampleRows:
+def _held_out(what: str, data: Any, *, like: str, size: int) -> SampleRows:
     """Makes held-out samples of arrays, and checks them.
 
     Only whole batches are scored. The remaining samples are reported.

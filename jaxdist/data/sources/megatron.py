@@ -101,6 +101,36 @@ def _read_index(path: Path) -> _Index:
     """
     with open_regular(path) as file:
         content = file.read()
+    code, sequences, borders = _read_header(path, content)
+    offsets_byte = _HEADER.size + 4 * sequences
+    borders_byte = offsets_byte + 8 * sequences
+    index = _Index(
+        dtype=_DTYPES[code],
+        lengths=np.frombuffer(content, "<i4", count=sequences, offset=_HEADER.size),
+        offsets=np.frombuffer(content, "<i8", count=sequences, offset=offsets_byte),
+        borders=np.frombuffer(content, "<i8", count=borders, offset=borders_byte),
+    )
+    # Comparisons cannot wrap around as differences can.
+    decreases = np.flatnonzero(index.borders[1:] < index.borders[:-1])
+    if decreases.size or index.borders[0] != 0 or index.borders[-1] != sequences:
+        place = int(decreases[0]) + 1 if decreases.size else 0
+        raise _fault(
+            path,
+            f"byte {borders_byte + 8 * place}: "
+            f"borders of documents do not rise from 0 to {sequences}",
+        )
+    return index
+
+
+def _read_header(path: Path, content: bytes) -> tuple[int, int, int]:
+    """Reads the header of an .idx file.
+
+    Returns:
+      the code of the type, the number of sequences, and the number of borders.
+
+    Raises:
+      ConfigError: the header is invalid, or the file is too short for it.
+    """
     if len(content) < _HEADER.size:
         raise _fault(
             path, f"it has {len(content)} bytes, its header alone {_HEADER.size}"
@@ -121,24 +151,7 @@ def _read_index(path: Path) -> _Index:
             f"byte 18: {sequences} sequences and {borders} borders need {needed} "
             f"bytes, and the file has {len(content)}",
         )
-    offsets_byte = _HEADER.size + 4 * sequences
-    borders_byte = offsets_byte + 8 * sequences
-    index = _Index(
-        dtype=_DTYPES[code],
-        lengths=np.frombuffer(content, "<i4", sequences, _HEADER.size),
-        offsets=np.frombuffer(content, "<i8", sequences, offsets_byte),
-        borders=np.frombuffer(content, "<i8", borders, borders_byte),
-    )
-    # Comparisons cannot wrap around as differences can.
-    decreases = np.flatnonzero(index.borders[1:] < index.borders[:-1])
-    if decreases.size or index.borders[0] != 0 or index.borders[-1] != sequences:
-        place = int(decreases[0]) + 1 if decreases.size else 0
-        raise _fault(
-            path,
-            f"byte {borders_byte + 8 * place}: "
-            f"borders of documents do not rise from 0 to {sequences}",
-        )
-    return index
+    return code, sequences, borders
 
 
 def _fault(path: Path, what: str) -> ConfigError:
