@@ -45,7 +45,7 @@ class CheckpointConfig:
     # folder of the checkpoints, a path or gs://...; "" = `checkpoints` in the workdir
     folder: str = ""
     # URL of a store for copies of finished steps, e.g. s3://bucket/run; a restore fetches
-    # a copy if no good step is left in the folder; "" = no copies
+    # damaged and lost steps from it; "" = no copies
     copy_to: Annotated[
         str, Needs("jaxdist.operations.copies.copying.CheckpointCopies")
     ] = ""

@@ -292,16 +292,16 @@ class CheckpointManager:
         self._last_save = self._now
         if obstacle:
             report(CheckpointError(f"step {step} was not saved: {obstacle}"), ok=False)
-            return None
+            return
         self._last_step = step
         sums = self._start(step, arrays, document)
         finish = functools.partial(
             self._finish, step, names=list(arrays), sums=sums, report=report
         )
         if isinstance(sums, Exception) or not self.config.asynchronous:
-            return finish()
-        self._background.begin(finish, f"save of step {step}")
-        return None
+            finish()
+        else:
+            self._background.begin(finish, f"save of step {step}")
 
     def _obstacle(self, step: int, num_bytes: int, *, wait: bool) -> str:
         """Explains why no save can begin ("" if one can); process 0 decides for all.

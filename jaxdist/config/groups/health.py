@@ -10,12 +10,13 @@ from jaxdist.config.annotations import Needs, NonNegativeFloat, NonNegativeInt
 class HealthConfig:
     """Checks of losses and replicated values, and the response to a failed check."""
 
-    # response to more than optimizer.nonfinite_limit nonfinite losses in a row
+    # response to more than optimizer.nonfinite_limit nonfinite steps in a row
     nonfinite: Literal["stop", "rollback"] = "stop"
     spike: Literal["report", "rollback"] = "report"  # response to a spike of the loss
     # height of a spike, in robust deviations above the recent median; 0 = no spikes
     spike_sigmas: NonNegativeFloat = 10.0
-    max_rollbacks: NonNegativeInt = 5  # number of rollbacks after which the run stops
+    # number of rollbacks of a run; after that many, a fault stops it
+    max_rollbacks: NonNegativeInt = 5
     # number of steps between comparisons of replicated values; 0 = never
     compare_every: Annotated[
         NonNegativeInt, Needs("jaxdist.operations.watch.replica_check.ReplicaCheck")
