@@ -215,7 +215,7 @@ def none_usable(folder: Path, failures: Mapping[int, str]) -> CheckpointError:
 
 
 def newest_first(
-    folder: Path, listed: Callable[[Path], list[int]] | None = None
+    folder: Path, listed: Callable[[Path], list[int]] = list_steps
 ) -> Iterator[int]:
     """Yields the committed steps, newest first, each one once.
 
@@ -225,16 +225,17 @@ def newest_first(
 
     Args:
       folder: folder of the checkpoints.
-      listed: function that lists the steps, ascending. The default is `list_steps`.
+      listed: function that lists the steps, ascending.
     """
     yielded: set[int] = set()
     for _ in range(_MOST_LISTINGS):
-        for step in reversed((listed or list_steps)(folder)):
-            if step not in yielded:
-                yielded.add(step)
-                yield step
-                if is_deleted(folder, step):
-                    break
+        for step in reversed(listed(folder)):
+            if step in yielded:
+                continue
+            yielded.add(step)
+            yield step
+            if is_deleted(folder, step):
+                break
         else:
             return
 
@@ -260,21 +261,21 @@ def has_steps(folder: Path) -> bool:
 
     A new run must not start in such a folder.
     """
+    if all_steps(folder):
+        return True
     aside = quarantine_folder(folder)
-    return bool(all_steps(folder)) or (
-        aside.is_dir() and any(path.is_dir() for path in aside.iterdir())
-    )
+    return aside.is_dir() and any(path.is_dir() for path in aside.iterdir())
 
 
 def _numbered(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
-    names = [
-        path.name
+    steps = [
+        int(path.name)
         for path in folder.iterdir()
         if _STEP.fullmatch(path.name) and path.is_dir()
     ]
-    return sorted(step for step in map(int, names) if step <= LAST_STEP)
+    return sorted(step for step in steps if step <= LAST_STEP)
 
 
 def _is_whole(path: Path) -> bool:

@@ -134,7 +134,7 @@ def check(
         ),
     ]
     if faults:
-        names = [*(name for name in wanted if stored.get(name) != wanted[name]), *extra]
+        names = [name for name in wanted if stored.get(name) != wanted[name]] + extra
         differing = [
             f"{name}: {stored.get(name, 'nothing')} there, {wanted.get(name, 'nothing')} here"
             for name in names

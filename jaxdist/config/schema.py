@@ -154,6 +154,7 @@ _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def _parameter_fields(cls: type, prefix: str) -> Iterator[Field]:
+    # mypy warns of `cls.__init__`, as a subclass may replace it. Only its signature is read.
     init: Any = vars(cls).get("__init__", cls.__init__)  # type: ignore[misc]
     try:
         hints = _hints(init)

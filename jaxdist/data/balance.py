@@ -75,7 +75,7 @@ class StepGrid:
 
 
 def balanced_order(work: np.ndarray, grid: StepGrid) -> np.ndarray:
-    """Chooses the row of the batch for each place, so that cells have even work.
+    """Permutes the rows of a batch so that its cells have even work.
 
     Rows are placed from the longest to the shortest. Each goes to the cell with the
     least work that has room. This is LPT with equal counts (Graham, "Bounds on
@@ -89,7 +89,7 @@ def balanced_order(work: np.ndarray, grid: StepGrid) -> np.ndarray:
       grid: partition of the batch.
 
     Returns:
-      numbers of rows [G].
+      the row of the batch for each place [G].
     """
     if work.min() == work.max():
         return np.arange(len(work))

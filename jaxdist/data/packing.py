@@ -216,14 +216,14 @@ class PackedDocuments:
         # A span has one token more than its piece: the last target.
         spans = Pieces(owner, self._start[piece], length + 1)
         content = spans.tokens(self._files)
-        at = np.arange(len(segments)) + np.repeat(np.arange(len(piece)), length)
+        index = np.arange(len(segments)) + np.repeat(np.arange(len(piece)), length)
         if self._unscored is not None:
             used &= positions >= np.repeat(self._unscored[piece], length)
         if self._weights:
-            used &= spans.tokens(self._weights)[at + 1] > 0
+            used &= spans.tokens(self._weights)[index + 1] > 0
         flat = {
-            "tokens": content[at],
-            "targets": content[at + 1],
+            "tokens": content[index],
+            "targets": content[index + 1],
             "segment_ids": segments,
             "positions": positions.astype(np.int32),
             "weights": used.astype(np.float32),

@@ -124,11 +124,12 @@ def _opened(path: Path, mode: str) -> IO[str]:
     return file
 
 
-def _refusal(path: Path, number: int, kind: str) -> OSError:
-    return OSError(number, f"{path.name} is {kind}; remove it", str(path))
+def _refusal(path: Path, code: int, kind: str) -> OSError:
+    return OSError(code, f"{path.name} is {kind}; remove it", str(path))
 
 
 def _take(file: IO[str], before_wait: Callable[[], None] | None) -> None:
+    """Locks an open file; see `exclusive`."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -137,6 +138,7 @@ def _take(file: IO[str], before_wait: Callable[[], None] | None) -> None:
         before_wait()
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
+        # Without locks, a caller that waits continues as if it had the lock.
         if before_wait is None or error.errno == errno.EBADF:
             raise
 

@@ -87,7 +87,9 @@ def is_count(value: object, below: int = 2**53) -> bool:
 
 def is_amount(value: object, below: float) -> bool:
     """Tests whether a value is a number >= 0 and below a limit. A bool is no number."""
-    return type(value) in (int, float) and 0 <= value < below  # type: ignore[operator]
+    is_number = type(value) in (int, float)
+    # mypy does not narrow by `type`, which excludes bool and numpy's floats.
+    return is_number and 0 <= value < below  # type: ignore[operator]
 
 
 def named(error: Exception) -> str:
