@@ -268,6 +268,7 @@ def has_steps(folder: Path) -> bool:
 
 
 def _numbered(folder: Path) -> list[int]:
+    """Lists the steps that have a folder, ascending."""
     if not folder.is_dir():
         return []
     steps = [

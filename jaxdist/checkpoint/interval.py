@@ -50,7 +50,7 @@ def mean_time_between_failures(
         if it has had none, `CHIP_HOURS_PER_FAILURE`.
 
     Returns:
-      the seconds, and their source in words.
+      The seconds, and their source in words.
     """
     if chip_hours_per_failure:
         source = "checkpoint.chip_hours_per_failure"
@@ -89,7 +89,7 @@ class SaveInterval:
           failures: result of `mean_time_between_failures`.
 
         Returns:
-          fields to report, {} if the interval has hardly changed.
+          Fields to report, {} if the interval has hardly changed.
         """
         if not self._auto:
             return {}

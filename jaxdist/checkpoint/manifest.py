@@ -273,7 +273,7 @@ def identity(folder: Path, *, create: bool, own: str | None = None) -> str | Non
       own: identity of the caller's run, if it is known.
 
     Returns:
-      the identity, or None if there is none.
+      The identity, or None if there is none.
 
     Raises:
       CheckpointError: the folder belongs to another run than `own`, or holds steps of

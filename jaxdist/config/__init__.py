@@ -67,6 +67,7 @@ def _outputs() -> list[typing.TextIO]:
 
 
 def _reader_has_gone(stream: typing.TextIO) -> bool:
+    """Tests whether the other end of a pipe is closed."""
     # A stream without a file descriptor raises these errors.
     with contextlib.suppress(OSError, ValueError):
         poll = select.poll()

@@ -215,6 +215,7 @@ def _in_range(value: Any, metadata: tuple[object, ...]) -> bool:
 
 
 def _has_type(value: Any, kind: Any, args: tuple[object, ...]) -> bool:
+    """Tests whether a value has a type, without a conversion between types."""
     if kind is Literal:
         return any(value == arg and type(value) is type(arg) for arg in args)
     if kind is None:
@@ -306,6 +307,7 @@ def docs(source: Any) -> Mapping[str, str]:
 
 
 def _comments(source: str) -> dict[str, str]:
+    """Reads the comments of annotated names in a source text: {name: comment}."""
     texts: dict[int, str] = {}  # {line: its comment}
     full_lines: set[int] = set()  # lines with nothing but a comment
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

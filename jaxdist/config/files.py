@@ -116,6 +116,7 @@ def _find(spec: str, folders: Sequence[Path]) -> tuple[Path, str | None]:
 
 
 def _execute(path: Path) -> types.ModuleType:
+    """Imports a config file as a module."""
     spec = importlib.util.spec_from_file_location(f"_jaxdist_config_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

@@ -154,6 +154,7 @@ _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def _parameter_fields(cls: type, prefix: str) -> Iterator[Field]:
+    """Yields the parameters of `__init__` as fields; see `schema_of`."""
     # mypy warns of `cls.__init__`, as a subclass may replace it. Only its signature is read.
     init: Any = vars(cls).get("__init__", cls.__init__)  # type: ignore[misc]
     try:
@@ -311,6 +312,7 @@ def to_config_dict(instance: object) -> ConfigDict:
 
 
 def _to_dict(value: Any) -> Any:
+    """Converts dataclasses and mappings to nested dicts."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             f.name: _to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)

@@ -89,7 +89,7 @@ def balanced_order(work: np.ndarray, grid: StepGrid) -> np.ndarray:
       grid: partition of the batch.
 
     Returns:
-      the row of the batch for each place [G].
+      The row of the batch for each place [G].
     """
     if work.min() == work.max():
         return np.arange(len(work))

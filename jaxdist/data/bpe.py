@@ -64,6 +64,7 @@ class BpeTokenizer:
             self._open(content, special_tokens)
 
     def _open(self, content: str, special_tokens: SpecialTokens) -> None:
+        """Parses the file, and finds the ids that have a meaning."""
         tokenizer = Tokenizer.from_str(content)
         tokenizer.encode_special_tokens = special_tokens == "text"
         tokenizer.no_padding()

@@ -91,7 +91,7 @@ class ChatEncoder:
           documents: rows as JSON; see `chat_rows`.
 
         Returns:
-          the ids of each row; the weights of its ids (1 = learned); the number of
+          The ids of each row; the weights of its ids (1 = learned); the number of
           unusual rows, by key of _NOTES.
 
         Raises:
@@ -132,6 +132,7 @@ class ChatEncoder:
         ]
 
     def _example(self, row: Mapping[str, Any]) -> _Example:
+        """Formats a row as text, with the parts that are learned."""
         options = {"tools": row["tools"]} if "tools" in row else {}
         if "messages" in row:
             return self._conversation(row["messages"], options)
@@ -147,16 +148,18 @@ class ChatEncoder:
         return _Example(text, prompt=prompt_text)
 
     def _conversation(self, messages: Messages, options: Mapping[str, Any]) -> _Example:
+        """Renders messages, and finds the assistant's turns in the text."""
         text, marked = self._render(messages, **options)
         if self.template.marks_answers:
             return _Example(text, marked)
         answers = [
-            self._added(messages[: i + 1], options)
-            for i, message in enumerate(messages)
+            self._added(messages[:end], options)
+            for end, message in enumerate(messages, 1)
             if message["role"] == "assistant"
         ]
         if all(answer and text.startswith(answer[0]) for answer in answers):
             return _Example(text, [answer[1] for answer in answers if answer])
+        # The template renders an earlier turn differently once others follow.
         last = answers[-1]
         if last and messages[-1]["role"] == "assistant":
             return _Example(text, [last[1]], note="last")
@@ -184,6 +187,11 @@ class ChatEncoder:
         return text, (len(prompt), len(text))
 
     def _render(self, messages: Messages, **options: Any) -> tuple[str, list[Span]]:
+        """Renders messages by the template.
+
+        Raises:
+          ConfigError: there is no template, or it refuses the messages.
+        """
         if self.template is None:
             raise ConfigError(
                 "messages need a chat template, and the tokenizer has none; "

@@ -92,12 +92,13 @@ class Dataset:
         self._vocab_size = vocab_size
         self._ids_are_checked = all(side.scanned for side in (*train, *held_out))
         self._pads = all(side.pads for side in held_out)
-        self.num_train_samples = int(self._sizes.sum())  # one epoch of each
+        # samples in one epoch of each source
+        self.num_train_samples = int(self._sizes.sum())
         self.num_train_tokens = sum(side.num_tokens for side in train)
         self.num_validation_tokens = sum(side.samples.num_targets for side in held_out)
-        # the number of sliding windows; None if held-out samples do not slide
+        # counts of sliding windows; None if held-out samples are no such windows
         self.validation_windows = sliding.total(self._samples["validation"])
-        # Held-out rows are numbered through all sources.
+        # Held-out rows have consecutive numbers over all sources.
         self._ends = np.cumsum([side.samples.num_rows for side in held_out])
 
     def train_batch(
@@ -233,7 +234,7 @@ class Dataset:
           chunks: number of equal parts of a row that are counted separately.
 
         Returns:
-          pairs of tokens of the same document, [G, chunks] int64. None if all rows have
+          Pairs of tokens of the same document, [G, chunks] int64. None if all rows have
           the same work.
         """
         packed = []

@@ -73,7 +73,7 @@ def _train_tokenizer(
     """Trains a BPE on the texts that are not held out, once for each set of texts.
 
     Returns:
-      its file in the cache.
+      Its file in the cache.
     """
     share = config.validation_share
     if config.validation_path:

@@ -64,6 +64,8 @@ class Placer:
         return kept | placed
 
     def _assemble(self, values: np.ndarray, sharding: Sharding) -> jax.Array:
+        """Makes a global array of this process's rows."""
+
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
             rows, *others = index or (slice(None),)
             return values[self._local_row[rows]][(slice(None), *others)]

@@ -240,7 +240,7 @@ class PackedDocuments:
           chunks: number of equal parts of a row that are counted separately.
 
         Returns:
-          pairs of a query and a key that is not after it, in the same piece, [B,
+          Pairs of a query and a key that is not after it, in the same piece, [B,
           chunks] int64.
         """
         ends, pairs = self._pairs

@@ -39,7 +39,7 @@ def permute(
       key: key of the source's order, uint64; may be such an array, too.
 
     Returns:
-      numbers of samples, int64, in the shape of `index`.
+      Numbers of samples, int64, in the shape of `index`.
     """
     epoch, position = np.divmod(np.asarray(index, np.int64), size)
     keys = _mix(
@@ -106,7 +106,7 @@ class Mixture:
           index: global sample indices [B].
 
         Returns:
-          sources [B] and running indices [B].
+          Sources [B] and running indices [B].
         """
         period, slot = np.divmod(np.asarray(index, np.int64), self.PERIOD)
         source = self._source[slot]

@@ -64,7 +64,7 @@ class Encoder(Protocol):
         """Encodes documents.
 
         Returns:
-          the ids of each document; the weights of its ids (1 = learned; [] = all are);
+          The ids of each document; the weights of its ids (1 = learned; [] = all are);
           counts for `notes`.
         """
 

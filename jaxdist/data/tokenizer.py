@@ -58,7 +58,7 @@ class Tokenizer(Protocol):
           texts: pairs of a text and its ranges of characters.
 
         Returns:
-          pairs of ids and marks, [length] int32 and bool.
+          Pairs of ids and marks, [length] int32 and bool.
         """
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -53,6 +53,11 @@ def once(
 
 
 def _run(module: str, content: bytes) -> None:
+    """Runs a trial in a process, which gets the content as its input.
+
+    Raises:
+      ConfigError: the trial failed. The process has printed the reason.
+    """
     variables = {
         "OPENBLAS_NUM_THREADS": "1",
         "RAYON_NUM_THREADS": "1",

@@ -40,6 +40,7 @@ def open_bin(options: SourceOptions) -> TokenStore:
 
 
 def _open_file(source: File, dtype: str) -> DocumentTable:
+    """Opens a file with or without Karpathy's header, as documents of BLOCK_TOKENS."""
     with reading(source.path), source.path.open("rb") as stream:
         head = stream.read(_HEADER_BYTES)
     magic, version, count = struct.unpack_from("<3i", head.ljust(12, b"\0"))

@@ -55,6 +55,11 @@ def open_corpus(options: SourceOptions) -> Corpus:
 
 
 def _load(path: str) -> datasets.Dataset:
+    """Loads `NAME[:CONFIG[:SPLIT]]`, or a folder of save_to_disk.
+
+    Raises:
+      ConfigError: the dataset cannot be loaded.
+    """
     name, subset, split, *excess = (*path.split(":"), "", "")
     if any(excess):
         raise ConfigError(f"data.path={path}: required NAME[:CONFIG[:SPLIT]].")

@@ -46,6 +46,7 @@ def open_megatron(options: SourceOptions) -> TokenStore:
 
 
 def _find_indexes(path: str) -> list[str]:
+    """Finds the .idx files of `data.path`."""
     indexes: list[str] = []
     for entry in entries_of(path):
         prefix = str(expanded(entry)).removesuffix(".idx").removesuffix(".bin")
@@ -64,6 +65,7 @@ def _find_indexes(path: str) -> list[str]:
 
 
 def _open_pair(path: Path) -> DocumentTable:
+    """Opens the pair of an .idx file, and checks that both fit."""
     data = path.with_suffix(".bin")
     if not data.is_file():
         raise ConfigError(f"{data}: missing beside {path}; a Megatron corpus is both.")
@@ -126,7 +128,7 @@ def _read_header(path: Path, content: bytes) -> tuple[int, int, int]:
     """Reads the header of an .idx file.
 
     Returns:
-      the code of the type, the number of sequences, and the number of borders.
+      The code of the type, the number of sequences, and the number of borders.
 
     Raises:
       ConfigError: the header is invalid, or the file is too short for it.
