@@ -437,7 +437,7 @@ FAULTS = (
         room="checkpoint",
         function="check",
         module="manifest",
-        old="hashed[n] != manifest.files[n]",
+        old="hashed[name] != manifest.files[name]",
         new="False",
         tests=(
             "checkpoint/test_manifest.py::test_one_flipped_bit_in_any_file_is_seen",
@@ -569,7 +569,7 @@ finally:
         name="milestone_expires",
         room="checkpoint",
         function="CheckpointManager._tidy",
-        old="n not in self.milestones",
+        old="saved not in self.milestones",
         new="True",
         tests=("checkpoint/test_manager.py::test_a_milestone_is_due_and_kept",),
     ),

@@ -417,9 +417,9 @@ class CheckpointManager:
             return
         folders.end_save(self.folder, step)
         deletable = [
-            n
-            for n in self.steps()
-            if n not in self.bad_steps and n not in self.milestones
+            saved
+            for saved in self.steps()
+            if saved not in self.bad_steps and saved not in self.milestones
         ]
         expired = folders.expired(
             deletable,

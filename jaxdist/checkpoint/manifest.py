@@ -48,7 +48,7 @@ class Manifest:
     fingerprints: dict[str, str]  # {array: hex}, by `fingerprint.py`
 
 
-# --- writing --------------------------------------------------------------------------
+# --- Writing --------------------------------------------------------------------------
 
 
 def seal(folder: Path, step: int, run: str, fingerprints: Mapping[str, str]) -> None:
@@ -84,7 +84,7 @@ def _dump(document: Mapping[str, Any]) -> str:
     return json.dumps(document, sort_keys=True, indent=1)
 
 
-# --- checking -------------------------------------------------------------------------
+# --- Checking -------------------------------------------------------------------------
 
 
 def read_manifest(path: Path, *, place: object = None) -> Manifest:
@@ -154,7 +154,7 @@ def refuse_other_versions(folder: Path) -> None:
         except OtherVersion:
             raise
         except (CheckpointError, OSError):
-            continue  # damaged, or deleted by now
+            continue  # the step is damaged, or its run has deleted it
 
 
 def check(
@@ -202,9 +202,9 @@ def check(
         first, stride = part
         hashed = _hashed(path, chosen[first::stride], threads)
         faults = [
-            f"{n} has changed since it was sealed"
-            for n in hashed
-            if hashed[n] != manifest.files[n]
+            f"{name} has changed since it was sealed"
+            for name in hashed
+            if hashed[name] != manifest.files[name]
         ]
     if faults:
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
@@ -257,7 +257,7 @@ def _hashed(
     }
 
 
-# --- identity -------------------------------------------------------------------------
+# --- Identity -------------------------------------------------------------------------
 
 
 def identity(folder: Path, *, create: bool, own: str | None = None) -> str | None:

@@ -60,8 +60,9 @@ def _load(path: str) -> datasets.Dataset:
     Raises:
       ConfigError: the dataset cannot be loaded.
     """
-    name, subset, split, *excess = (*path.split(":"), "", "")
-    if any(excess):
+    parts = [*path.split(":"), "", ""]
+    name, subset, split = parts[:3]
+    if any(parts[3:]):
         raise ConfigError(f"data.path={path}: required NAME[:CONFIG[:SPLIT]].")
     split = split or "train"
     try:
