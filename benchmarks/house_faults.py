@@ -475,8 +475,8 @@ FAULTS = (
         name="step_counts_without_manifest",
         room="checkpoint",
         function="_is_whole",
-        old="whole and (path / MANIFEST).is_file()",
-        new="whole",
+        old="has_items and (path / MANIFEST).is_file()",
+        new="has_items",
         tests=(
             "checkpoint/test_manifest.py::test_a_save_that_dies_before_its_seal_never_counts",
         ),

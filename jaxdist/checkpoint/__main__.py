@@ -80,14 +80,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _read(text: str) -> tuple[int, folders.StepInfo, integrity.Manifest]:
     """Reads the description of the step that a path names, or of the newest."""
-    folder, only = _located(text)
-    for step in folders.newest_first(folder) if only is None else [only]:
+    folder, named_step = _located(text)
+    for step in folders.newest_first(folder) if named_step is None else [named_step]:
         try:
             info = folders.read_step(folder, step)
             manifest = integrity.read_manifest(folder / str(step))
             return step, info, manifest
         except (CheckpointError, OSError):
-            if only is not None or not folders.is_deleted(folder, step):
+            if named_step is not None or not folders.is_deleted(folder, step):
                 raise
     raise CheckpointError(f"there is no checkpoint in {folder}")
 
@@ -98,9 +98,9 @@ def _located(text: str) -> tuple[Path, int | None]:
     Raises:
       OtherVersion: another version has written the folder, or a step in it.
     """
-    folder, only = folders.locate(text)
+    folder, named_step = folders.locate(text)
     integrity.refuse_other_versions(folder)
-    return folder, only
+    return folder, named_step
 
 
 def _list(flags: argparse.Namespace) -> Result:
@@ -178,20 +178,20 @@ def _inspect(flags: argparse.Namespace) -> Result:
 
 
 def _verify(flags: argparse.Namespace) -> Result:
-    folder, only = _located(flags.path)
+    folder, named_step = _located(flags.path)
     run = integrity.identity(folder, create=False)
-    if only is None:
+    if named_step is None:
         rows = _rows(folder, run=run, contents=True)
     else:
-        rows = [_row(folder, only, run=run, contents=True)]
-    good = ["fault" not in row for row in rows]
-    code = 0 if all(good) else 1
-    if not any(good):
+        rows = [_row(folder, named_step, run=run, contents=True)]
+    is_sound = ["fault" not in row for row in rows]
+    code = 0 if all(is_sound) else 1
+    if not any(is_sound):
         code = config.EXIT_NO_CHECKPOINT
     document = {
         "folder": str(folder),
         "steps": rows,
-        "good": f"{sum(good)} of {len(good)}",
+        "good": f"{sum(is_sound)} of {len(is_sound)}",
     }
     return document, code
 

@@ -242,8 +242,8 @@ def newest_first(
 
 def steps_to_try(folder: Path) -> list[int]:
     """Lists the newest whole steps and the torn ones between them, ascending."""
-    whole = list_steps(folder)
-    oldest = whole[-_MOST_TRIED:][0] if whole else 0
+    committed = list_steps(folder)
+    oldest = committed[-_MOST_TRIED:][0] if committed else 0
     return [step for step in all_steps(folder) if step >= oldest]
 
 
@@ -280,8 +280,8 @@ def _numbered(folder: Path) -> list[int]:
 
 
 def _is_whole(path: Path) -> bool:
-    whole = (path / _METADATA_FILE).is_file() and (path / STATE_ITEM).is_dir()
-    return whole and (path / MANIFEST).is_file()
+    has_items = (path / _METADATA_FILE).is_file() and (path / STATE_ITEM).is_dir()
+    return has_items and (path / MANIFEST).is_file()
 
 
 def _marker(folder: Path, step: int) -> Path:
@@ -480,10 +480,10 @@ def undone_manifests(folder: Path, step: int) -> list[bytes]:
 
     There is one for each time that the run rolled back behind the step.
     """
-    found = []
+    manifests = []
     for note in quarantine_folder(folder).glob(f"{step}*.json"):
         with contextlib.suppress(OSError, Malformed):
             document = read_json(note, dict)
             if document.get("undone") is True and document.get("step") == step:
-                found.append(read_bytes(note.with_suffix("") / MANIFEST))
-    return found
+                manifests.append(read_bytes(note.with_suffix("") / MANIFEST))
+    return manifests

@@ -503,7 +503,7 @@ class CheckpointManager:
         raise folders.none_usable(self.folder, failures)
 
     def _candidates(
-        self, only: int | None, failures: Mapping[int, str]
+        self, only_step: int | None, failures: Mapping[int, str]
     ) -> Iterator[int]:
         """Yields the steps to try, newest first; torn ones between whole ones, too.
 
@@ -513,18 +513,18 @@ class CheckpointManager:
         was not tried.
 
         Args:
-          only: the only step to yield. None yields all.
+          only_step: the only step to yield. None yields all.
           failures: {step: reason} of the steps that failed so far.
         """
-        if only is None:
+        if only_step is None:
             steps = folders.newest_first(self.folder, folders.steps_to_try)
         else:
-            steps = iter([only])
+            steps = iter([only_step])
         while (step := coordination.broadcast(next(steps, -1))) >= 0:
             yield step
             if self._fetch(step, failures.get(step, "")):
                 yield step
-        if only is not None:
+        if only_step is not None:
             return
         fetched = self._fetch(None, "")
         if fetched:
@@ -566,8 +566,8 @@ class CheckpointManager:
         state_dict.check(info.arrays, abstract_state, partial=partial)
         # Orbax and TensorStore raise many types for the same damage.
         with _error_on_all(Exception):
-            wanted = state_dict.to_canonical(abstract_state)
-            arrays = self._backend.read(self.folder / str(step), wanted)
+            abstract_arrays = state_dict.to_canonical(abstract_state)
+            arrays = self._backend.read(self.folder / str(step), abstract_arrays)
             restored = Restored(
                 state_dict.from_canonical(arrays, abstract_state), info.metadata
             )

@@ -119,24 +119,26 @@ def check(
     Raises:
       LayoutError: the arrays differ. All differences are listed.
     """
-    wanted = describe(to_canonical(abstract_state))
-    missing = [name for name in wanted if name not in stored]
-    extra = [] if partial else [name for name in stored if name not in wanted]
+    expected = describe(to_canonical(abstract_state))
+    missing = [name for name in expected if name not in stored]
+    extra = [] if partial else [name for name in stored if name not in expected]
     changed = [
-        name for name in wanted if name in stored and stored[name] != wanted[name]
+        name for name in expected if name in stored and stored[name] != expected[name]
     ]
     faults = [
-        *(f"missing in the checkpoint: {name} {wanted[name]}" for name in missing),
+        *(f"missing in the checkpoint: {name} {expected[name]}" for name in missing),
         *(f"unexpected in the checkpoint: {name} {stored[name]}" for name in extra),
         *(
-            f"different: {name} is {stored[name]} in the checkpoint, {wanted[name]} in this state"
+            f"different: {name} is {stored[name]} in the checkpoint, {expected[name]} in this state"
             for name in changed
         ),
     ]
     if faults:
-        names = [name for name in wanted if stored.get(name) != wanted[name]] + extra
+        names = [
+            name for name in expected if stored.get(name) != expected[name]
+        ] + extra
         differing = [
-            f"{name}: {stored.get(name, 'nothing')} there, {wanted.get(name, 'nothing')} here"
+            f"{name}: {stored.get(name, 'nothing')} there, {expected.get(name, 'nothing')} here"
             for name in names
         ]
         raise LayoutError(faults, differing)

@@ -224,14 +224,14 @@ def help_text(
     lines = []
     for path, field in _fields_with(words, schema).items():
         value = values.get(path, field.default)
-        shown = "(required)" if value is MISSING else repr(value)
-        head = f"--config.{path}  {annotations.describe(field.type)}  = {shown}"
+        value_text = "(required)" if value is MISSING else repr(value)
+        head = f"--config.{path}  {annotations.describe(field.type)}  = {value_text}"
         meaning = field.doc
         if field.may_change_on_resume:
             meaning = f"{meaning} (may change on resume)".lstrip()
-        whole = f"{head}  {meaning}".rstrip()
-        if len(whole) <= width:
-            lines.append(whole)
+        line = f"{head}  {meaning}".rstrip()
+        if len(line) <= width:
+            lines.append(line)
         else:
             lines += fold(head)
             lines += fold(meaning, initial_indent=indent)
@@ -245,11 +245,11 @@ def _fields_with(words: str, schema: Schema) -> Schema:
       ConfigError: no field has it.
     """
     text = words.lower().removeprefix("--").removeprefix("config.")
-    found = {path: field for path, field in schema.items() if text in path.lower()}
-    if not found:
-        found = {p: field for p, field in schema.items() if text in field.doc.lower()}
-    if found:
-        return found
+    matches = {path: field for path, field in schema.items() if text in path.lower()}
+    if not matches:
+        matches = {p: field for p, field in schema.items() if text in field.doc.lower()}
+    if matches:
+        return matches
     names = {part for path in schema for part in (path, *path.split("."))}
     raise ConfigError(
         f"--help {words}: no field has this in its name or meaning.{suggest(text, names)}"

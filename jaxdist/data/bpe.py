@@ -129,8 +129,8 @@ class BpeTokenizer:
         for encoding, (_, spans) in zip(encodings, texts, strict=True):
             inside = np.zeros(len(encoding.ids), bool)
             for span in spans:
-                places = [encoding.char_to_token(i) for i in range(*span)]
-                tokens = [place for place in places if place is not None]
+                indices = [encoding.char_to_token(i) for i in range(*span)]
+                tokens = [index for index in indices if index is not None]
                 if tokens:  # a character may be in no token
                     inside[tokens[0] : tokens[-1] + 1] = True
             encoded.append((np.asarray(encoding.ids, np.int32), inside))
@@ -146,18 +146,18 @@ class BpeTokenizer:
 
 
 @contextlib.contextmanager
-def _failures(what: str) -> Iterator[None]:
+def _failures(problem: str) -> Iterator[None]:
     """Turns an error of the package in the body into a ConfigError."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{what}: {error}") from None
+        raise ConfigError(f"{problem}: {error}") from None
     except BaseException as error:
         # The package raises Exception itself, and PanicException, which is none.
         is_panic = type(error).__name__ == "PanicException"
         if not isinstance(error, Exception) and not is_panic:
             raise
-        raise ConfigError(f"{what}: {one_line(error)}") from error
+        raise ConfigError(f"{problem}: {one_line(error)}") from error
 
 
 def load(

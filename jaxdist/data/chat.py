@@ -213,13 +213,13 @@ class ChatEncoder:
             text, _ = self._render(chat)
         except ConfigError:
             return []
-        _, answer, after = text.rpartition(_ANSWER)
+        _, answer, end = text.rpartition(_ANSWER)
         if not answer:
             return []
         possible_ends = set(self.tokenizer.special_tokens)
         if not self.tokenizer.content:
             possible_ends = {i for i in range(32) if chr(i) not in "\t\n\r"}
-        first = self.tokenizer.encode(after)[:1].tolist()
+        first = self.tokenizer.encode(end)[:1].tolist()
         return [token for token in first if token in possible_ends]
 
 

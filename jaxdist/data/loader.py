@@ -39,6 +39,7 @@ class Placer:
         """
         self._shardings = shardings
         self._size = global_size
+        # {name: (read-only host array, its device copy)}
         self._kept: dict[str, tuple[np.ndarray, jax.Array]] = {}
         # `rows` are the rows of the global batch that this process reads, ascending.
         # `_local_row` [G] is the position of a row among them.

@@ -245,11 +245,11 @@ class PackedDocuments:
         """
         ends, pairs = self._pairs
         borders = np.arange(chunks + 1) * (self._length_S // chunks)
-        place = np.minimum(rows, self.num_rows)[:, None] * self._length_S + borders
-        piece = np.minimum(np.searchsorted(ends, place, "right"), len(ends) - 1)
-        inside = place - (ends[piece] - self._length[piece])
-        before = np.where(self._owner[piece] < 0, 0, inside * (inside + 1) // 2)
-        return np.diff(pairs[piece] + before)
+        position = np.minimum(rows, self.num_rows)[:, None] * self._length_S + borders
+        piece = np.minimum(np.searchsorted(ends, position, "right"), len(ends) - 1)
+        inside = position - (ends[piece] - self._length[piece])
+        pairs_in_piece = np.where(self._owner[piece] < 0, 0, inside * (inside + 1) // 2)
+        return np.diff(pairs[piece] + pairs_in_piece)
 
     @functools.cached_property
     def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
@@ -308,8 +308,8 @@ def _fits(plan: PackingPlan, store: TokenStore, sequence_length: int) -> bool:
 
 def _filled(plan: PackingPlan) -> np.ndarray:
     """Counts the predictions that each row of a plan holds, [rows]."""
-    before = np.concatenate([[0], np.cumsum(plan.length)])
-    return np.diff(before[plan.first])
+    starts = np.concatenate([[0], np.cumsum(plan.length)])
+    return np.diff(starts[plan.first])
 
 
 def plan_packing(

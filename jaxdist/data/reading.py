@@ -31,24 +31,24 @@ READ_ERRORS = (
 
 
 @contextlib.contextmanager
-def reading(what: object, *others: type[Exception]) -> Iterator[None]:
+def reading(name: object, *more_types: type[Exception]) -> Iterator[None]:
     """Turns every error of reading a file into a ConfigError that names it.
 
     Args:
-      what: name of the file in the message.
-      *others: types of errors in addition to READ_ERRORS.
+      name: name of the file in the message.
+      *more_types: types of errors in addition to READ_ERRORS.
 
     Raises:
       ConfigError: the body failed on the file.
     """
-    kinds: tuple[type[Exception], ...] = (*READ_ERRORS, *others)
+    types: tuple[type[Exception], ...] = (*READ_ERRORS, *more_types)
     try:
         yield
     except ConfigError:
         raise
-    except kinds as error:
+    except types as error:
         raise ConfigError(
-            f"{what}: cannot be read ({one_line(error)}). Mend or replace it."
+            f"{name}: cannot be read ({one_line(error)}). Mend or replace it."
         ) from error
 
 

@@ -82,12 +82,12 @@ def _check_alike(arrays: Arrays, held_out: Arrays, validation_path: str) -> None
     Raises:
       ConfigError: they differ.
     """
-    expected = {name: list(values.shape[1:]) for name, values in arrays.items()}
-    found = {name: list(values.shape[1:]) for name, values in held_out.items()}
-    if found != expected:
+    dims = {name: list(values.shape[1:]) for name, values in arrays.items()}
+    held_out_dims = {name: list(values.shape[1:]) for name, values in held_out.items()}
+    if held_out_dims != dims:
         raise ConfigError(
             f"data.validation_path={validation_path}: "
-            f"a sample has {found}, in data.path {expected}"
+            f"a sample has {held_out_dims}, in data.path {dims}"
         )
 
 
@@ -102,8 +102,8 @@ def split_all(
         train, held_out = stores
         yield train, held_out
         return
-    for whole in stores:
-        store, held = split(whole, config.validation_share, log)
+    for documents in stores:
+        store, held = split(documents, config.validation_share, log)
         yield store.take(~held), store.take(held)
 
 
@@ -124,25 +124,25 @@ def split(store: TokenStore, share: int, log: Log) -> tuple[TokenStore, np.ndarr
       The store, whose documents may be blocks, and a mask [documents] of the held-out
       ones.
     """
-    held = store.group < share
-    if not share or (held.any() and not held.all()):
-        return store, held
+    is_held_out = store.group < share
+    if not share or (is_held_out.any() and not is_held_out.all()):
+        return store, is_held_out
     if store.weights:
-        held = store.group == store.group.min(initial=255)
-        if held.all():
-            held = np.zeros_like(held)
+        is_held_out = store.group == store.group.min(initial=255)
+        if is_held_out.all():
+            is_held_out = np.zeros_like(is_held_out)
         log(
-            f"data: {store.name}: few examples, so {held.sum()} of {len(held)} are "
+            f"data: {store.name}: few examples, so {is_held_out.sum()} of {len(is_held_out)} are "
             "held out"
         )
-        return store, held
+        return store, is_held_out
     store = _cut_into_blocks(store)
-    held = store.group < share
+    is_held_out = store.group < share
     log(
         f"data: {store.name}: few documents, so blocks of {token_files.BLOCK_TOKENS} "
-        f"tokens are held out: {held.sum()} of {len(held)}"
+        f"tokens are held out: {is_held_out.sum()} of {len(is_held_out)}"
     )
-    return store, held
+    return store, is_held_out
 
 
 def _cut_into_blocks(store: TokenStore) -> TokenStore:
@@ -151,16 +151,16 @@ def _cut_into_blocks(store: TokenStore) -> TokenStore:
     blocks = -(-store.length // size)
     document = np.repeat(np.arange(len(blocks)), blocks)
     number = packing.count_up(blocks)
-    whole = store.take(document)
+    documents = store.take(document)
     offset = number * size
-    length = np.minimum(size, whole.length - offset)
+    length = np.minimum(size, documents.length - offset)
     num_bytes = None
-    if whole.num_bytes is not None:
-        num_bytes = whole.num_bytes * (length / np.maximum(whole.length, 1))
+    if documents.num_bytes is not None:
+        num_bytes = documents.num_bytes * (length / np.maximum(documents.length, 1))
     pairs = zip(document.tolist(), number.tolist(), strict=True)
     return dataclasses.replace(
-        whole,
-        start=whole.start + offset,
+        documents,
+        start=documents.start + offset,
         length=length,
         group=token_files.group_of(f"{d}#{n}" for d, n in pairs),
         num_bytes=num_bytes,
@@ -313,7 +313,9 @@ def _count_examples(
     """
     length = store.length
     predictions = packing.count_predictions(store)
-    whole = packing.count_learned(store, store.documents._replace(length=predictions))
+    learned_before_cut = packing.count_learned(
+        store, store.documents._replace(length=predictions)
+    )
     kept = packing.count_predictions(store, longest=sequence_length)
     learned = packing.count_learned(store, store.documents._replace(length=kept))
     longer = int((length > sequence_length + 1).sum())
@@ -322,7 +324,7 @@ def _count_examples(
         f"data: {store.name}: {len(length)} {_side(held_out)} examples, "
         f"{learned.sum()} of {length.sum()} tokens learned; "
         f"{longer} longer than {sequence_length + 1} tokens "
-        f"and cut off there ({(whole - learned).sum()} learned tokens lost), "
+        f"and cut off there ({(learned_before_cut - learned).sum()} learned tokens lost), "
         f"{empty} left out with no learned token"
     )
     if not held_out and not learned.any():

@@ -93,10 +93,12 @@ class TextEncoder:
         num_special: Counter[str] = Counter()
         if special:
             joined = np.concatenate(ids)
-            found, counts = np.unique(
+            special_ids, counts = np.unique(
                 joined[np.isin(joined, list(special))], return_counts=True
             )
-            for token_id, count in zip(found.tolist(), counts.tolist(), strict=True):
+            for token_id, count in zip(
+                special_ids.tolist(), counts.tolist(), strict=True
+            ):
                 num_special[special[token_id]] += count
         end = self._tokenizer.end_of_document
         if end is not None:

@@ -226,9 +226,9 @@ def _check_ids(files: Sequence[TokenFile]) -> int | None:
         high = int(ids.max(initial=0))
         largest = max(largest, high)
         if low < 0 or high > _MAX_ID:
-            place = int(np.argmax((ids < 0) | (ids > _MAX_ID)))
+            position = int(np.argmax((ids < 0) | (ids > _MAX_ID)))
             faults.append(
-                f"{file.path}: token {place} has id {ids[place]}; "
+                f"{file.path}: token {position} has id {ids[position]}; "
                 f"required 0 to {_MAX_ID}. "
                 "The file is damaged or of another type: write it again."
             )

@@ -263,11 +263,11 @@ class UserDataset(Dataset):
             converted = _convert(name, batch)
         except ConfigError as error:
             raise SourceError(str(error)) from error
-        found = _describe_batch(converted)
-        first = _describe_batch(self._first)
-        if found != first:
+        layout = _describe_batch(converted)
+        first_layout = _describe_batch(self._first)
+        if layout != first_layout:
             raise SourceError(
-                f"{name} has {found}; the first {first}, and all must be alike"
+                f"{name} has {layout}; the first {first_layout}, and all must be alike"
             )
         return converted
 
@@ -375,9 +375,9 @@ def _held_out(what: str, data: Any, *, like: str, size: int) -> SampleRows:
     """
     arrays = _check(what, data)
     count = samples.count_samples(arrays)
-    found = _describe(arrays)
-    if found != like:
-        raise ConfigError(f"{what}: a sample has {found}; in batches {like}")
+    layout = _describe(arrays)
+    if layout != like:
+        raise ConfigError(f"{what}: a sample has {layout}; in batches {like}")
     if count < size:
         raise ConfigError(
             f"{what}: {count} samples, and a batch has {size}; whole batches alone are "

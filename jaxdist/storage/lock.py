@@ -164,7 +164,7 @@ def lease(path: Path, run: str, *, resumes: bool) -> Iterator[IsHeld]:
       Locked: another process has renewed its lease less than `TAKEOVER_S` ago.
       OSError: the record cannot be read or written.
     """
-    mine = {
+    owner = {
         "run": run,
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -177,10 +177,10 @@ def lease(path: Path, run: str, *, resumes: bool) -> Iterator[IsHeld]:
             record = _read_record(path)
         except Exception:  # the store does not answer for a while
             return True
-        return record is None or {key: record[key] for key in mine} == mine
+        return record is None or {key: record[key] for key in owner} == owner
 
     def renew() -> None:
-        record = run_format.marked(mine | {"time": time.time()})
+        record = run_format.marked(owner | {"time": time.time()})
         atomic.write_text(path, json.dumps(record))
 
     def keep_renewing() -> None:
@@ -201,7 +201,7 @@ def lease(path: Path, run: str, *, resumes: bool) -> Iterator[IsHeld]:
         raise OSError(f"{path}: {type(error).__name__}: {error}") from error
     time.sleep(_SETTLE_S)
     if not is_held():
-        raise Locked(_name(_read_record(path) or mine))
+        raise Locked(_name(_read_record(path) or owner))
     thread = threading.Thread(target=keep_renewing, name="lease", daemon=True)
     thread.start()
     try:

@@ -119,11 +119,11 @@ def _file_below(root: Path, path: Path) -> File:
 
 def _find_pattern(entry: Path) -> list[File]:
     """Finds the files of a glob; [] if the path has no wildcard."""
-    for place, part in enumerate(entry.parts):
+    for depth, part in enumerate(entry.parts):
         if _has_wildcards(part):
-            root = Path(*entry.parts[:place])
-            found = dict.fromkeys(_glob(root, _parts_of_pattern(entry.parts[place:])))
-            return [_file_below(root, path) for path in found if path.is_file()]
+            root = Path(*entry.parts[:depth])
+            paths = dict.fromkeys(_glob(root, _parts_of_pattern(entry.parts[depth:])))
+            return [_file_below(root, path) for path in paths if path.is_file()]
     return []
 
 
@@ -161,12 +161,12 @@ def _glob(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
     if not pattern:
         yield folder
         return
-    part, *rest = pattern
+    part, *remaining = pattern
     if not _has_wildcards(part):
-        yield from _glob(folder / part, rest)
+        yield from _glob(folder / part, remaining)
         return
     if part == "**":
-        yield from _glob(folder, rest)
+        yield from _glob(folder, remaining)
     for entry in _entries(folder):
         path = folder / entry.name
         if part == "**":
@@ -174,7 +174,7 @@ def _glob(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
             if entry.is_dir(follow_symlinks=False):
                 yield from _glob(path, pattern)
         elif fnmatch.fnmatchcase(entry.name, part):
-            yield from _glob(path, rest)
+            yield from _glob(path, remaining)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -75,9 +75,9 @@ def _open_pair(path: Path) -> DocumentTable:
         file = TokenFile(data, index.dtype)
     lengths = index.lengths
     if len(lengths) and lengths.min() < 0:
-        place = int(np.argmax(lengths < 0))
+        sequence = int(np.argmax(lengths < 0))
         raise ConfigError(
-            f"{path}: sequence {place} has {lengths[place]} tokens; "
+            f"{path}: sequence {sequence} has {lengths[sequence]} tokens; "
             "write the pair again."
         )
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
@@ -115,10 +115,10 @@ def _read_index(path: Path) -> _Index:
     # Comparisons cannot wrap around as differences can.
     decreases = np.flatnonzero(index.borders[1:] < index.borders[:-1])
     if decreases.size or index.borders[0] != 0 or index.borders[-1] != sequences:
-        place = int(decreases[0]) + 1 if decreases.size else 0
+        border = int(decreases[0]) + 1 if decreases.size else 0
         raise _fault(
             path,
-            f"byte {borders_byte + 8 * place}: "
+            f"byte {borders_byte + 8 * border}: "
             f"borders of documents do not rise from 0 to {sequences}",
         )
     return index
@@ -156,5 +156,7 @@ def _read_header(path: Path, content: bytes) -> tuple[int, int, int]:
     return code, sequences, borders
 
 
-def _fault(path: Path, what: str) -> ConfigError:
-    return ConfigError(f"{path}: not a Megatron index; {what}. Write the pair again.")
+def _fault(path: Path, problem: str) -> ConfigError:
+    return ConfigError(
+        f"{path}: not a Megatron index; {problem}. Write the pair again."
+    )

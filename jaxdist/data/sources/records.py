@@ -52,8 +52,8 @@ def columns_of(
       ConfigError: the table lacks a required column.
     """
     check_fields(options, names, where)
-    wanted = (*fields_of(options), "id")
-    return [name for name in names if name in wanted]
+    columns = (*fields_of(options), "id")
+    return [name for name in names if name in columns]
 
 
 def check_fields(options: SourceOptions, names: Iterable[str], where: object) -> None:
