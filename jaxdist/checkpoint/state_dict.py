@@ -190,7 +190,7 @@ def require_shardings(abstract: Mapping[str, Any]) -> None:
     """Checks that all leaves of an abstract state have a sharding to be restored into.
 
     Raises:
-      TypeError: some have none. It names them.
+      TypeError: some have none. The error names them.
     """
     bare = [
         name

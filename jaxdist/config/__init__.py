@@ -86,7 +86,7 @@ class Parser(argparse.ArgumentParser):
         args: Sequence[str] | None = None,
         namespace: argparse.Namespace | None = None,
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parses as argparse does, and lets the outputs escape names that are not UTF-8."""
+        """Parses as argparse does; outputs escape names that are not UTF-8."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")

@@ -203,7 +203,8 @@ def parse_value(text: str, field: Field) -> Any:
     `none`.
 
     Raises:
-      ConfigError: the text does not parse. It names the field, the text and the rule.
+      ConfigError: the text does not parse. The error names the field, the text and the
+        rule.
     """
     try:
         return annotations.parse(text, field.type)

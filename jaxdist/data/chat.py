@@ -95,7 +95,7 @@ class ChatEncoder:
           unusual rows, by key of _NOTES.
 
         Raises:
-          ConfigError: the template refuses a row. It names the row's id.
+          ConfigError: the template refuses a row. The error names the row's id.
         """
         examples = []
         for document in documents:
@@ -235,7 +235,7 @@ def open_encoder(
 
     Raises:
       ConfigError: the template cannot be read, is invalid, or is harmful.
-      ImportError: jinja2 is not installed. It names the extra.
+      ImportError: jinja2 is not installed. The error names the extra.
     """
     kept = tokenizer_config.kept_template(folder)
     where = "the tokenizer's chat template"

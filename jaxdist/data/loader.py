@@ -159,7 +159,7 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
 
         Raises:
           StopIteration: after the last held-out batch.
-          SourceError: reading failed. It names the source and the sample.
+          SourceError: reading failed. The error names the source and the sample.
           RuntimeError: after `close`, or after any error.
         """
         if self._closed:

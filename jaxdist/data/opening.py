@@ -52,7 +52,7 @@ def open_dataset(
     Raises:
       ConfigError: missing, empty or too small corpora, ids beyond the vocabulary, or
         invalid settings.
-      ImportError: a source or tokenizer needs an extra. It names the extra.
+      ImportError: a source or tokenizer needs an extra. The error names the extra.
     """
     faults = config_faults(config, "data.")
     if faults:

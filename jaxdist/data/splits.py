@@ -44,7 +44,7 @@ def split_samples(source: SampleSource, config: DataConfig) -> tuple[Sides, str]
     Raises:
       ConfigError: the file is invalid, with all faults, or no samples are left for
         training.
-      ImportError: an extra is missing. It names the extra.
+      ImportError: an extra is missing. The error names the extra.
     """
     assert source.read
     arrays, stamp = source.read(config.path)

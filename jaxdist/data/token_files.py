@@ -182,7 +182,7 @@ def store_of(name: str, tables: Sequence[DocumentTable]) -> TokenStore:
     """Makes a store of token files that jaxdist has not written.
 
     Raises:
-      ConfigError: files have ids that no batch can hold. It names the files.
+      ConfigError: files have ids that no batch can hold. The error names the files.
     """
     files = tuple(table.file for table in tables)
     counts = [len(table.start) for table in tables]
@@ -210,7 +210,7 @@ def _check_ids(files: Sequence[TokenFile]) -> int | None:
     """Finds the largest id of all files; None if they are too large to scan.
 
     Raises:
-      ConfigError: files have ids that no batch can hold. It names the files.
+      ConfigError: files have ids that no batch can hold. The error names the files.
     """
     is_scanned = sum(file.count for file in files) <= _SCAN_TOKENS
     largest = 0

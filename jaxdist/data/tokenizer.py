@@ -134,7 +134,7 @@ def load_tokenizer(
     Raises:
       ConfigError: the name is `bpe:SIZE` and `folder` has no tokenizer.json. Or a file
         is missing, is no tokenizer.json, or fails or takes too long on short texts.
-      ImportError: the package `tokenizers` is not installed. It names the extra.
+      ImportError: the package `tokenizers` is not installed. The error names the extra.
     """
     if name == "bytes":
         if not folder:

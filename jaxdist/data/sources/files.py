@@ -38,7 +38,7 @@ def find_files(options: SourceOptions) -> list[File]:
     hidden ones. A file or a glob is taken as it is.
 
     Raises:
-      ConfigError: entries find nothing. It names each.
+      ConfigError: entries find nothing. The error names each.
     """
     files = []
     faults = []

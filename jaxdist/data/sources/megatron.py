@@ -99,7 +99,7 @@ def _read_index(path: Path) -> _Index:
     """Reads an .idx file.
 
     Raises:
-      ConfigError: the file is invalid. It names the wrong byte.
+      ConfigError: the file is invalid. The error names the wrong byte.
     """
     with open_regular(path) as file:
         content = file.read()

@@ -58,7 +58,7 @@ def _rows(
     """Yields the rows, a row group at a time.
 
     Raises:
-      ConfigError: a group cannot be read. It names the group.
+      ConfigError: a group cannot be read. The error names the group.
     """
     for group in range(table.num_row_groups):
         metadata = table.metadata.row_group(group)
