@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class Background:
-    """Runs one piece of work at a time in a daemon thread.
+    """Daemon thread that runs one piece of work at a time.
 
     Work that never ends does not keep the process from ending.
     """

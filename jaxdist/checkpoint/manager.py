@@ -86,7 +86,7 @@ def preload() -> Any:
 
 
 class CheckpointManager:
-    """Saves and restores states under `folder/<step>/`.
+    """Manager that saves and restores states under `folder/<step>/`.
 
     All processes call `save`, `restore` and `should_save` in the same order, because
     these methods communicate. Process 0 alone seals, deletes and moves steps.

@@ -75,7 +75,7 @@ def _type_handlers() -> Any:
 
 
 class OrbaxBackend:
-    """Writes steps in the background, one at a time.
+    """Writer and reader of steps. It writes in the background, one step at a time.
 
     Every process must make the same calls.
     """

@@ -1,7 +1,7 @@
 """Data: sources, tokenizers, token files, and samples in a fixed order.
 
-The order depends on (seed, global sample index) alone. Only `jaxdist.data.loader` and
-`jaxdist.data.balance` need jax: they place batches on devices.
+The order depends on (seed, global sample index) alone. Only `jaxdist.data.loader` needs
+jax: it places batches on devices.
 """
 
 from jaxdist.data.config import DataConfig

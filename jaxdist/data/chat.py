@@ -36,7 +36,7 @@ Span = tuple[int, int]
 
 
 class _Example(NamedTuple):
-    """Row as text."""
+    """Text of a row, and the parts of it that are learned."""
 
     text: str
     learned: Sequence[Span] = ()  # ranges of characters that are learned

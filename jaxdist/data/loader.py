@@ -23,7 +23,7 @@ DeviceBatch = dict[str, jax.Array]
 
 
 class Placer:
-    """Places the rows of global batches on devices.
+    """Placement of the rows of global batches on devices.
 
     Some arrays of a batch are the same read-only object in each batch, such as constant
     weights and positions. Their device copies are reused, so a step must not donate its
