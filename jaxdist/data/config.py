@@ -48,8 +48,8 @@ class DataConfig:
     # encoding of a text that spells a special token: tokens = the id of the token, text =
     # its characters
     special_tokens: SpecialTokens = "tokens"
-    # way to cut rows: window = windows of the token stream; documents = rows of whole
-    # documents, whose targets and attention cross no border
+    # way to cut rows: window = windows of the token stream; documents = packed documents,
+    # whose targets and attention cross no border
     packing: Literal["window", "documents"] = "window"
     # treatment of documents longer than a sequence: split = continue in other rows,
     # truncate = drop the excess, auto = split, but truncate for format=chat

@@ -85,7 +85,7 @@ class Mixture:
     The pattern repeats every `PERIOD` samples. Within a period, source k has
     `counts[k]` evenly spaced samples. Any run of samples therefore has the wanted
     proportions, to within about one sample per source. Weights are finite and > 0. They
-    are rounded to multiples of 1 / PERIOD, and to one of these at least.
+    are rounded to multiples of 1 / PERIOD, at least one.
     """
 
     PERIOD = 4096
