@@ -389,7 +389,8 @@ def test_a_lost_identity_is_never_that_of_a_foreign_step(sound, copy, tmp_path):
     (copy / integrity.IDENTITY).unlink()
     for mode in ("read", "write"):
         with pytest.raises(
-            CheckpointError, match=f"run {other}: 5; run {own}: 3, 2, 1. Its file identity"
+            CheckpointError,
+            match=f"run {other}: 5; run {own}: 3, 2, 1. Its file identity",
         ):
             CheckpointManager(copy, CheckpointConfig(), mode=mode)
     assert names(copy) == ["1", "2", "3", "5"]
