@@ -437,7 +437,7 @@ FAULTS = (
         room="checkpoint",
         function="check",
         module="manifest",
-        old="hashed[n] != manifest.files[n]",
+        old="hashed[name] != manifest.files[name]",
         new="False",
         tests=(
             "checkpoint/test_manifest.py::test_one_flipped_bit_in_any_file_is_seen",
@@ -454,7 +454,7 @@ FAULTS = (
     Fault(
         name="fingerprints_not_compared",
         room="checkpoint",
-        function="CheckpointManager._attempt",
+        function="_check_arrays",
         old="sums[name] != manifest.fingerprints.get(name)",
         new="False",
         tests=(
@@ -475,8 +475,8 @@ FAULTS = (
         name="step_counts_without_manifest",
         room="checkpoint",
         function="_is_whole",
-        old="whole and (path / MANIFEST).is_file()",
-        new="whole",
+        old="has_items and (path / MANIFEST).is_file()",
+        new="has_items",
         tests=(
             "checkpoint/test_manifest.py::test_a_save_that_dies_before_its_seal_never_counts",
         ),
@@ -484,7 +484,7 @@ FAULTS = (
     Fault(
         name="sealed_before_the_writes_end",
         room="checkpoint",
-        function="CheckpointManager._finish",
+        function="CheckpointManager._commit",
         old="self._backend.finish()",
         new="None",
         tests=(
@@ -569,7 +569,7 @@ finally:
         name="milestone_expires",
         room="checkpoint",
         function="CheckpointManager._tidy",
-        old="n not in self.milestones",
+        old="saved not in self.milestones",
         new="True",
         tests=("checkpoint/test_manager.py::test_a_milestone_is_due_and_kept",),
     ),

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: saves, restores, integrity, and their command."""

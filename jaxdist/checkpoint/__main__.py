@@ -1,8 +1,8 @@
-"""`jaxdist checkpoint list|inspect|verify|diff PATH`: what is in a folder of
-checkpoints.
+"""Command `jaxdist checkpoint list|inspect|verify|diff PATH`.
 
-PATH is a workdir, its `checkpoints`, or one step in it; also gs://. Changes nothing,
-and needs neither jax nor a device.
+Shows and checks a folder of checkpoints. PATH is a workdir, its `checkpoints`, or one
+step in it; it may be a gs:// path. The command changes nothing, and needs neither jax
+nor a device.
 """
 
 import argparse
@@ -21,12 +21,14 @@ from jaxdist.config.extras import MissingExtra
 from jaxdist.storage import run_format
 from jaxdist.storage.untrusted import Malformed, read_json
 
-Result = tuple[dict[str, Any], int]  # what --json prints, and the exit code
+Result = tuple[dict[str, Any], int]  # the document that --json prints; the exit code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 0, 1 damaged or different, 77 none
-    usable, or 78.
+    """Runs the command and returns its exit code.
+
+    The codes are 0, 1 (damaged or different), 77 (no usable checkpoint), and 78
+    (configuration error).
     """
     try:
         flags = _parser().parse_args(argv)
@@ -40,12 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         TypeError,
     ) as error:
         print(f"error: {error}", file=sys.stderr)
-        return (
-            config.EXIT_NO_CHECKPOINT
-            if isinstance(error, CheckpointError)
-            else config.EXIT_CONFIG
-        )
-    print(json.dumps(document, indent=1) if flags.json else "\n".join(_lines(document)))
+        if isinstance(error, CheckpointError):
+            return config.EXIT_NO_CHECKPOINT
+        return config.EXIT_CONFIG
+    if flags.json:
+        print(json.dumps(document, indent=1))
+    else:
+        print("\n".join(_lines(document)))
     return code
 
 
@@ -57,162 +60,175 @@ def _parser() -> argparse.ArgumentParser:
         dest="action", required=True, parser_class=config.Parser
     )
     for name, meaning in (
-        ("list", "the steps, their sizes, and what is in quarantine"),
-        ("inspect", "the arrays and the metadata of a step (default: the newest)"),
+        ("list", "list the steps, their sizes, and the steps in quarantine"),
+        ("inspect", "show the arrays and the metadata of a step (default: the newest)"),
         (
             "verify",
-            "compare every file with its checksum; exit code 1 if one is damaged, 77 if all are",
+            "compare every file with its checksum; exit code 1 if a step is damaged, 77 if all are",
         ),
-        ("diff", "which arrays differ between two steps; exit code 1 if any does"),
+        ("diff", "show the arrays that differ between two steps; exit code 1 if any"),
     ):
         action = actions.add_parser(name, help=meaning, description=meaning)
         action.add_argument(
             "path", help="workdir, folder of checkpoints, or one step in it"
         )
         if name == "diff":
-            action.add_argument("other", help="the same, to compare with")
+            action.add_argument("other", help="path to compare with, of the same kinds")
         action.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
-def _one(text: str) -> tuple[int, folders.StepInfo, integrity.Manifest]:
-    """Returns the step that a path means, the newest if it names none, and what it says
-    about itself.
-    """
-    folder, only = _located(text)
-    for step in folders.newest_first(folder) if only is None else [only]:
+def _read(text: str) -> tuple[int, folders.StepInfo, integrity.Manifest]:
+    """Reads the description of the step that a path names, or of the newest."""
+    folder, named_step = _located(text)
+    for step in folders.newest_first(folder) if named_step is None else [named_step]:
         try:
-            return (
-                step,
-                folders.read_step(folder, step),
-                integrity.read_manifest(folder / str(step)),
-            )
+            info = folders.read_step(folder, step)
+            manifest = integrity.read_manifest(folder / str(step))
+            return step, info, manifest
         except (CheckpointError, OSError):
-            if only is not None or not folders.is_deleted(folder, step):
+            if named_step is not None or not folders.is_deleted(folder, step):
                 raise
     raise CheckpointError(f"there is no checkpoint in {folder}")
 
 
 def _located(text: str) -> tuple[Path, int | None]:
-    """Locates checkpoints as `locate` does.
+    """Locates checkpoints as `locate` does, if this version has written them.
 
     Raises:
       OtherVersion: another version has written the folder, or a step in it.
     """
-    folder, only = folders.locate(text)
+    folder, named_step = folders.locate(text)
     integrity.refuse_other_versions(folder)
-    return folder, only
+    return folder, named_step
 
 
 def _list(flags: argparse.Namespace) -> Result:
     folder, _ = _located(flags.path)
     notes = sorted(folders.quarantine_folder(folder).glob("*.json"))
-    quarantine = [_noted(note) for note in notes]
-    return {
+    document = {
         "folder": str(folder),
         "steps": _rows(folder, contents=False),
-        "quarantine": quarantine,
-    }, 0
+        "quarantine": [_read_note(note) for note in notes],
+    }
+    return document, 0
 
 
-def _noted(note: Path) -> dict[str, Any]:
+def _read_note(note: Path) -> dict[str, Any]:
+    """Reads the note of a quarantined step, or describes why it cannot be read."""
     try:
         return run_format.unmarked(read_json(note, dict), note)
     except (FileNotFoundError, Malformed, run_format.OtherVersion) as error:
         return {"step": note.stem, "reason": f"{note} cannot be read: {error}"}
 
 
-def _rows(folder: Path, **what: Any) -> list[dict[str, Any]]:
-    """Returns a row for each step, ascending, but for those that their run deletes
-    meanwhile.
+def _rows(
+    folder: Path, *, run: str | None = None, contents: bool
+) -> list[dict[str, Any]]:
+    """Describes each step, ascending. A step that its run is deleting is skipped.
+
+    Args:
+      folder: folder of the checkpoints.
+      run: identity that the steps must have. None accepts any.
+      contents: whether to compare files with their checksums.
     """
     rows = [
-        _row(folder, step, **what)
+        _row(folder, step, run=run, contents=contents)
         for step in folders.newest_first(folder, folders.all_steps)
     ]
     return [
         row
-        for row in rows[::-1]
+        for row in reversed(rows)
         if "fault" not in row or not folders.is_deleted(folder, row["step"])
     ]
 
 
-def _row(folder: Path, step: int, **what: Any) -> dict[str, Any]:
-    """Describes what a step holds, or what is wrong with it."""
+def _row(folder: Path, step: int, *, run: str | None, contents: bool) -> dict[str, Any]:
+    """Describes the content of a step, or its fault."""
     try:
-        manifest = integrity.check(folder, step, **what)
+        manifest = integrity.check(folder, step, run=run, contents=contents)
     except (CheckpointError, OSError) as error:
         return {"step": step, "fault": str(error)}
-    counts = {"arrays": len(manifest.fingerprints), "files": len(manifest.files)}
-    num_bytes = sum(size for size, _ in manifest.files.values())
-    return {"step": step, **counts, "bytes": num_bytes, "run": manifest.run}
+    return {
+        "step": step,
+        "arrays": len(manifest.fingerprints),
+        "files": len(manifest.files),
+        "bytes": sum(size for size, _ in manifest.files.values()),
+        "run": manifest.run,
+    }
 
 
 def _inspect(flags: argparse.Namespace) -> Result:
-    step, info, manifest = _one(flags.path)
+    step, info, manifest = _read(flags.path)
     arrays = {
         name: {
-            "dtype": x.dtype,
-            "shape": list(x.shape),
+            "dtype": array.dtype,
+            "shape": list(array.shape),
             "fingerprint": manifest.fingerprints.get(name),
         }
-        for name, x in info.arrays.items()
+        for name, array in info.arrays.items()
     }
-    return {
+    document = {
         "step": step,
         "run": manifest.run,
         "metadata": info.metadata,
         "arrays": arrays,
-    }, 0
+    }
+    return document, 0
 
 
 def _verify(flags: argparse.Namespace) -> Result:
-    folder, only = _located(flags.path)
+    folder, named_step = _located(flags.path)
     run = integrity.identity(folder, create=False)
-    how: dict[str, Any] = {"run": run, "contents": True}
-    rows = _rows(folder, **how) if only is None else [_row(folder, only, **how)]
-    good = ["fault" not in row for row in rows]
-    code = 0 if all(good) else 1
-    if not any(good):
+    if named_step is None:
+        rows = _rows(folder, run=run, contents=True)
+    else:
+        rows = [_row(folder, named_step, run=run, contents=True)]
+    is_sound = ["fault" not in row for row in rows]
+    code = 0 if all(is_sound) else 1
+    if not any(is_sound):
         code = config.EXIT_NO_CHECKPOINT
-    return {
+    document = {
         "folder": str(folder),
         "steps": rows,
-        "good": f"{sum(good)} of {len(good)}",
-    }, code
+        "good": f"{sum(is_sound)} of {len(is_sound)}",
+    }
+    return document, code
 
 
 def _diff(flags: argparse.Namespace) -> Result:
-    pairs = [_one(flags.path), _one(flags.other)]
-    infos = [info for _, info, _ in pairs]
-    prints = [manifest.fingerprints for *_, manifest in pairs]
-    a, b = (info.arrays for info in infos)
-    differ = {n: f"{a[n]} and {b[n]}" for n in a if n in b and a[n] != b[n]}
-    for name in a:
-        is_alike = name in b and name not in differ
-        if is_alike and prints[0].get(name) != prints[1].get(name):
+    _, first, first_manifest = _read(flags.path)
+    _, second, second_manifest = _read(flags.other)
+    only_first = [name for name in first.arrays if name not in second.arrays]
+    only_second = [name for name in second.arrays if name not in first.arrays]
+    differ = {}
+    for name, array in first.arrays.items():
+        if name in second.arrays and array != second.arrays[name]:
+            differ[name] = f"{array} and {second.arrays[name]}"
+    for name in first.arrays:
+        is_alike = name in second.arrays and name not in differ
+        fingerprint = first_manifest.fingerprints.get(name)
+        if is_alike and fingerprint != second_manifest.fingerprints.get(name):
             differ[name] = "values"
-    only = {
-        "only_first": [n for n in a if n not in b],
-        "only_second": [n for n in b if n not in a],
-    }
-    equal = not (differ or only["only_first"] or only["only_second"])
-    changes = schema.diff(*({"run": dict(info.metadata)} for info in infos))
-    metadata = [change.text(" and ") for change in changes]
-    return {
+    equal = not (differ or only_first or only_second)
+    changes = schema.diff({"run": first.metadata}, {"run": second.metadata})
+    document = {
         "equal": equal,
         "different": differ,
-        **only,
-        "metadata": metadata,
-    }, 0 if equal else 1
+        "only_first": only_first,
+        "only_second": only_second,
+        "metadata": [change.text(" and ") for change in changes],
+    }
+    return document, 0 if equal else 1
 
 
 def _lines(value: Any, indent: str = "") -> Iterator[str]:
-    """Yields nested JSON as indented lines; what has few and plain parts is
-    one line.
-    """
-    rows = value.items() if isinstance(value, dict) else [("-", x) for x in value]
-    for key, item in rows:
+    """Yields nested JSON as indented lines. An item of few short parts is one line."""
+    if isinstance(value, dict):
+        items = list(value.items())
+    else:
+        items = [("-", item) for item in value]
+    for key, item in items:
         parts: list[Any] = []
         if isinstance(item, dict):
             parts = list(item.values())
@@ -223,13 +239,18 @@ def _lines(value: Any, indent: str = "") -> Iterator[str]:
         ):
             yield f"{indent}{key}"
             yield from _lines(item, indent + "  ")
-            continue
-        if isinstance(item, dict):
-            item = ", ".join(
-                f"{name} {x:,}" if type(x) is int else f"{name} {x}"
-                for name, x in item.items()
-            )
-        yield f"{indent}{key} {item if parts or item not in ([], '') else 'none'}"
+        else:
+            yield f"{indent}{key} {_inline(item)}"
+
+
+def _inline(item: Any) -> str:
+    """Formats an item of few short parts, "none" if it is empty."""
+    if isinstance(item, dict):
+        item = ", ".join(
+            f"{name} {part:,}" if type(part) is int else f"{name} {part}"
+            for name, part in item.items()
+        )
+    return "none" if item in ([], "") else str(item)
 
 
 _ACTIONS = {"list": _list, "inspect": _inspect, "verify": _verify, "diff": _diff}

@@ -1,6 +1,4 @@
-"""Work on a file system that may be slow, or not answer at all: in a thread, with an
-end to each wait.
-"""
+"""Background thread for work on a file system that may be slow or not answer at all."""
 
 import threading
 import time
@@ -9,15 +7,17 @@ from pathlib import Path
 
 
 class Background:
-    """Does one piece of work at a time. One that never ends does not keep the process
-    from ending.
+    """Daemon thread that runs one piece of work at a time.
+
+    Work that never ends does not keep the process from ending.
     """
 
     def __init__(self, folder: Path, limit_s: float) -> None:
-        """Args:
-        folder: what the work is on, to name it.
-        limit_s: seconds that a piece of work may take, before nothing waits for it any
-        more.
+        """Prepares to run work; no thread starts yet.
+
+        Args:
+          folder: folder of the work, for messages.
+          limit_s: seconds after which nothing waits for a piece of work any longer.
         """
         self._folder = folder
         self._limit_s = limit_s
@@ -25,15 +25,16 @@ class Background:
         self._began = 0.0  # monotonic seconds
 
     def begin(self, work: Callable[[], object], name: str) -> None:
-        """Starts a piece of work; call it only once `wait` has returned True."""
+        """Starts a piece of work. Call it only after `wait` has returned True."""
         self._thread = threading.Thread(target=work, name=name, daemon=True)
         self._began = time.monotonic()
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until the work has ended, for `seconds`, or until it has had its limit.
+        """Waits for the running work, and returns True if it has ended.
 
-        Returns whether it has ended.
+        Args:
+          seconds: longest wait. None waits until the work has taken `limit_s`.
         """
         if self._thread is None:
             return True
@@ -46,6 +47,6 @@ class Background:
         name = self._thread.name if self._thread else ""
         seconds = time.monotonic() - self._began
         return (
-            f"{self._folder}: the {name} has taken {seconds:.0f} s and has not ended; a faster disk or fewer "
-            f"saves would help, unless the disk is stuck (checkpoint.patience_s, checkpoint.timeout_s)"
+            f"{self._folder}: the {name} has taken {seconds:.0f} s and has not ended. Unless the disk is stuck, "
+            f"a faster disk or fewer saves help (checkpoint.patience_s, checkpoint.timeout_s)."
         )

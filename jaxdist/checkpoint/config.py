@@ -1,4 +1,4 @@
-"""When to save a checkpoint and which to keep."""
+"""Settings of checkpoints: when to save them, and which to keep."""
 
 import dataclasses
 import re
@@ -15,48 +15,51 @@ from jaxdist.config.annotations import (
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """Fields of `checkpoint.*`; a save is due when the step rule or the time rule says
-    so.
+    """Fields of `checkpoint.*`.
+
+    A save is due when the step rule or the time rule asks for it.
     """
 
     every_steps: NonNegativeInt = 500  # steps between saves; 0 = no saves by step count
     every_minutes: NonNegativeFloat = 0.0  # minutes between saves; 0 = no saves by time
-    # auto: as often as loses least, by what saves take and the failures so far; every_*
-    # do not count
+    # rule for the time between saves: fixed = by every_steps and every_minutes; auto =
+    # the time that loses least, by the measured cost of saves and the rate of failures
     interval: Literal["fixed", "auto"] = "fixed"
-    # of interval=auto; 0 = as this run's starts say, and 50,000 until one has failed
+    # chip hours between two failures, for interval=auto; 0 = measured from the starts of
+    # this run, and 50,000 until one start has failed
     chip_hours_per_failure: NonNegativeFloat = 0.0
-    # newest checkpoints kept, so that a run can always resume
+    # number of newest checkpoints to keep
     keep_last: PositiveInt = 2
-    # steps; checkpoints at its multiples are kept for ever; 0 = none
+    # steps; checkpoints at multiples of it are kept forever; 0 = none
     keep_every: NonNegativeInt = 0
-    # NAME, or NAME:max, of an evaluation row: the best checkpoint is kept; e.g.
-    # eval_loss; "" = none
+    # metric of evaluation rows whose best checkpoint is kept: NAME (smaller is better,
+    # e.g. eval_loss) or NAME:max (larger is better); "" = none
     keep_best: Annotated[str, Needs("jaxdist.trainer.best.KeepBest")] = ""
-    save_at_end: bool = True  # also save after the last step
-    asynchronous: bool = True  # write in the background while training goes on
-    # seconds to wait for the save before, then this one is left out
+    save_at_end: bool = True  # whether to save after the last step, too
+    # whether to write in the background while training continues
+    asynchronous: bool = True
+    # seconds to wait for the previous save; after that, the next save is skipped
     patience_s: NonNegativeFloat = 30.0
     # seconds that one save may take before it counts as failed
     timeout_s: PositiveInt = 600
-    # where checkpoints go, a path or gs://...; empty = `checkpoints` in the workdir
+    # folder of the checkpoints, a path or gs://...; "" = `checkpoints` in the workdir
     folder: str = ""
-    # a store that finished steps are copied to, as s3://bucket/run, and fetched from
-    # where none is left here
+    # URL of a store for copies of finished steps, e.g. s3://bucket/run; a restore fetches
+    # damaged and lost steps from it; "" = no copies
     copy_to: Annotated[
         str, Needs("jaxdist.operations.copies.copying.CheckpointCopies")
     ] = ""
-    # seconds that a run's end waits for the copies
+    # seconds that the end of a run waits for unfinished copies
     copy_wait_s: NonNegativeFloat = 120.0
 
     @property
     def saves(self) -> bool:
-        """Whether any rule asks for saves; a run that is stopped early saves
-        all the same.
+        """Whether any rule asks for saves.
+
+        A run that is stopped early saves in any case.
         """
-        auto = self.interval == "auto"
         return bool(
-            auto
+            self.interval == "auto"
             or self.every_steps
             or self.every_minutes
             or self.keep_best
@@ -64,8 +67,11 @@ class CheckpointConfig:
         )
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """Tests whether a rule asks for a save after this step; the clock's is not
-        looked at.
+        """Tests whether the rules other than the clock ask for a save after `step`.
+
+        Args:
+          step: finished updates.
+          last: whether training ends after this step.
         """
         by_steps = (
             self.interval == "fixed"
@@ -75,20 +81,18 @@ class CheckpointConfig:
         return by_steps or (last and self.save_at_end)
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with the folder, or with the figure that chooses the
-        best.
-        """
+        """Yields an error for each field whose value is invalid or has no effect."""
         if self.keep_best and not re.fullmatch(
             r"eval_[^:\s]+(:max|:min)?", self.keep_best
         ):
             yield (
-                f"checkpoint.keep_best={self.keep_best}: required a field of evaluation rows, as eval_loss, "
-                f"or with :max where more is better, as eval_accuracy:max"
+                f"checkpoint.keep_best={self.keep_best}: required a field of evaluation rows, such as eval_loss. "
+                f"Add :max if larger is better, as in eval_accuracy:max."
             )
         if self.chip_hours_per_failure and self.interval == "fixed":
             yield (
-                f"checkpoint.chip_hours_per_failure={self.chip_hours_per_failure:g} chooses the interval of "
-                f"saves with checkpoint.interval=auto; set that, or 0 hours"
+                f"checkpoint.chip_hours_per_failure={self.chip_hours_per_failure:g} has no effect: "
+                f"checkpoint.interval is fixed. Set checkpoint.interval=auto, or remove this key."
             )
         if "://" in self.folder and not self.folder.startswith("gs://"):
             yield f"checkpoint.folder={self.folder}: must be a path or gs://..."
@@ -96,6 +100,6 @@ class CheckpointConfig:
             yield f"checkpoint.copy_to={self.copy_to}: must be a URL, as s3://bucket/run or file:///mnt/run"
         if self.copy_to and "://" in self.folder:
             yield (
-                f"checkpoint.copy_to={self.copy_to}: checkpoint.folder={self.folder} is in a store already; "
-                f"leave one of the two empty"
+                f"checkpoint.copy_to={self.copy_to}: checkpoint.folder={self.folder} is in a store already. "
+                f"Leave one of the two empty."
             )

@@ -1,19 +1,20 @@
-"""The folder of a run's checkpoints as plain files: which steps there are, what each
-one says.
+"""Folder of a run's checkpoints as plain files: its steps, and what each one holds.
 
-    <folder>/<step>/state/...            the arrays, written by Orbax (OCDBT, zarr)
-    <folder>/<step>/metadata/metadata    JSON: format, step, arrays {name: dtype,
-    shape}, run {...} <folder>/<step>/manifest.json        checksums of all files (see
-    `manifest`); written last <folder>/<step>.unfinished           a marker: this step
-    is being written or deleted <folder>/<step>.orbax-checkpoint-tmp what Orbax has not
-    committed (yet) .lock                                held by the one process that
-    writes here; object stores: owner.json quarantine/<step>/, <step>.json      a step
-    that cannot be trusted, and the reason
+    <folder>/<step>/state/...             arrays, written by Orbax (OCDBT, zarr)
+    <folder>/<step>/metadata/metadata     JSON: {format, step, arrays, run}
+    <folder>/<step>/manifest.json         checksums of all files; written last (`manifest.py`)
+    <folder>/<step>.unfinished            marker: the step is being written or deleted
+    <folder>/<step>.orbax-checkpoint-tmp  files that Orbax has not committed
+    <folder>/.lock                        lock of the one process that writes here
+    <folder>/owner.json                   lease of that process, in stores without locks
+    quarantine/<step>/, <step>.json       a step that cannot be trusted, and the reason
 
-A step counts from the moment its manifest is there. Until then the marker tells a save
-that died, which is deleted, from a step that someone or something has damaged. No
-rename of ours is needed, so that object stores (gs://) work alike. Nothing here needs
-jax, Orbax or a device.
+A step counts as soon as its manifest exists. A step without a manifest is either the
+remains of an interrupted save, or damaged. The marker tells them apart: only the first
+has one, and is deleted.
+
+This module renames nothing to commit a step, so object stores (gs://) work alike. It
+needs neither jax, nor Orbax, nor a device.
 """
 
 import contextlib
@@ -37,27 +38,29 @@ STATE_ITEM = "state"
 METADATA_ITEM = "metadata"
 MANIFEST = "manifest.json"
 QUARANTINE = "quarantine"
-# of the process that writes to the folder; where no lock is, a lease
 LOCK = ".lock"
 OWNER = "owner.json"
 _METADATA_FILE = Path(METADATA_ITEM) / "metadata"
 _MARKER = ".unfinished"
-# TensorStore errors run to pages; the cause stands last
+# Characters to keep of the start and of the end of an error. TensorStore's errors are
+# pages long, and their cause comes last.
 _HEAD_CHARS = 120
 _TAIL_CHARS = 200
-# of a run's metadata: objects, where they are there
+# Keys of a run's metadata that must be JSON objects if they are present.
 _GROUPS = {"progress", "fingerprints", "config"}
-_MOST_TRIED = 64  # whole steps that a restore looks at
-_MOST_LISTINGS = 20  # of a folder whose steps are deleted while they are read
+_MOST_TRIED = 64  # whole steps that a restore tries
+# Times that a folder is listed, if its steps are deleted while they are read.
+_MOST_LISTINGS = 20
 LAST_STEP = 2**31 - 1  # a state counts its steps in 32 bits
-_STEP = re.compile("0|[1-9][0-9]{0,9}")  # a folder of any other name is not ours
-# Only what Orbax leaves for steps of ours: a user's own files stay.
+_STEP = re.compile("0|[1-9][0-9]{0,9}")  # name of a step's folder
+# Names of folders that Orbax leaves behind. Other files of a user stay.
 _LEFTOVER = re.compile(r"\d+\.orbax-checkpoint-tmp")
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be read or written; `steps` holds {step: reason} where
-    several failed.
+    """Error of a checkpoint that cannot be read or written.
+
+    If several steps failed, `steps` has {step: reason}.
     """
 
     exit_code = EXIT_NO_CHECKPOINT
@@ -68,17 +71,14 @@ class CheckpointError(Exception):
 
 
 def error_text(error: Exception) -> str:
-    """Returns an error in one line, with its type where it is none of ours."""
-    # TensorStore's reason comes last, but for a dump of its options, which says nothing
-    # to a user.
+    """Formats an error on one line, with its type unless it is a CheckpointError."""
+    # TensorStore ends its errors with a dump of options, which does not help a user.
     text = " ".join(str(error).partition("[tensorstore_spec=")[0].split())
     if len(text) > _HEAD_CHARS + _TAIL_CHARS:
         text = f"{text[:_HEAD_CHARS]} ... {text[-_TAIL_CHARS:]}"
-    return (
-        text
-        if isinstance(error, CheckpointError)
-        else f"{type(error).__name__}: {text}"
-    )
+    if isinstance(error, CheckpointError):
+        return text
+    return f"{type(error).__name__}: {text}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,53 +93,53 @@ class ArrayInfo:
 
 
 class StepInfo(NamedTuple):
-    """What a committed step says about itself: its arrays by canonical name, the run's
-    metadata.
-    """
+    """Description of a committed step, and the metadata of its run."""
 
-    arrays: dict[str, ArrayInfo]
+    arrays: dict[str, ArrayInfo]  # by canonical name
     metadata: dict[str, Any]
 
 
 def as_path(folder: Path | str) -> Path:
-    """Returns an absolute path, or for "gs://..." one of the same methods.
+    """Makes an absolute path, or for "gs://..." a path of the same interface.
 
     Raises:
-      extras.MissingExtra: what reads such a path is not installed.
+      extras.MissingExtra: the package that reads such a path is not installed.
     """
     text = os.fspath(folder)
     if "://" not in text:
         return Path(text).absolute()
     extras.require("gcsfs")
-    return epath.Path(text)
+    remote: Path = epath.Path(text)
+    return remote
 
 
 def locate(text: str) -> tuple[Path, int | None]:
-    """Returns the folder of checkpoints that a path means, and the step if it names
-    one.
+    """Finds the folder of checkpoints that a path means, and the step if it names one.
 
     The path is that of a workdir, of its `checkpoints`, or of one step in them.
 
     Raises:
-      ConfigError: nothing is there, or the workdir's config cannot be read.
-      run_format.OtherVersion: another version has written it.
+      ConfigError: there is no such folder, or the workdir's config cannot be read.
+      run_format.OtherVersion: another version of jaxdist has written the workdir.
     """
     path = as_path(text)
     try:
-        there = path.exists()
-    except OSError as error:  # a name too long, a folder that is closed to us
+        exists = path.exists()
+    except OSError as error:  # a name that is too long, a folder without permission
         raise ConfigError(f"{text[:200]}: {error.strerror}") from None
-    if not there:
+    if not exists:
         raise ConfigError(f"{text}: there is no such folder")
     if (path / "config.json").exists():  # a workdir
-        chosen = _chosen_folder(path / "config.json")
-        return (as_path(chosen) if chosen else path / "checkpoints"), None
+        configured = _configured_folder(path / "config.json")
+        return as_path(configured) if configured else path / "checkpoints", None
     if (path / "checkpoints").is_dir():
         return path / "checkpoints", None
-    return (path.parent, int(path.name)) if path.name.isdecimal() else (path, None)
+    if path.name.isdecimal():
+        return path.parent, int(path.name)
+    return path, None
 
 
-def _chosen_folder(file: Path) -> str:
+def _configured_folder(file: Path) -> str:
     """Returns the checkpoint.folder of a config.json, "" if it has none."""
     try:
         stored = run_format.unmarked(read_json(file, dict), file.parent)
@@ -155,7 +155,7 @@ def present_path(folder: Path, step: int) -> Path:
     """Finds the checkpoint of `step`.
 
     Raises:
-      CheckpointError: nothing is there.
+      CheckpointError: the folder has no such step.
     """
     path = folder / str(step)
     if not path.is_dir():
@@ -167,23 +167,25 @@ def present_path(folder: Path, step: int) -> Path:
 
 
 def quarantine_folder(folder: Path) -> Path:
-    """Names the folder where untrusted steps go: beside a workdir's `checkpoints`, else
-    inside.
+    """Names the folder for untrusted steps.
+
+    It is next to a workdir's `checkpoints`, and inside of any other folder.
     """
     return (folder.parent if folder.name == "checkpoints" else folder) / QUARANTINE
 
 
 def list_steps(folder: Path) -> list[int]:
-    """Returns the committed steps, ascending; [] if the folder does not exist.
+    """Lists the committed steps, ascending; [] if the folder does not exist.
 
-    Only the presence of both items and of the manifest is looked at, not their content.
+    A step counts if both items and the manifest are present. Their content is not read.
     """
     return [step for step in _numbered(folder) if _is_whole(folder / str(step))]
 
 
 def all_steps(folder: Path) -> list[int]:
-    """Returns the committed steps and those that lack a part, damaged by hand or by the
-    disk, ascending.
+    """Lists the committed steps and the torn ones, ascending.
+
+    A torn step lacks a part, because a user or the disk has damaged it.
     """
     steps = _numbered(folder)
     return [
@@ -194,84 +196,92 @@ def all_steps(folder: Path) -> list[int]:
 
 
 def none_usable(folder: Path, failures: Mapping[int, str]) -> CheckpointError:
-    """Makes the error to raise where none of the steps can be used, {step: reason}."""
+    """Makes the error for a folder without any usable step.
+
+    Args:
+      folder: folder of the checkpoints.
+      failures: {step: reason} of the steps that were tried.
+    """
     if not failures:
         aside = quarantine_folder(folder)
-        hint = f"; {aside} holds what could not be trusted" if aside.is_dir() else ""
+        hint = f"; {aside} holds the untrusted ones" if aside.is_dir() else ""
         return CheckpointError(f"there is no checkpoint in {folder}{hint}")
     tried = "\n".join(f"  step {bad}: {reason}" for bad, reason in failures.items())
     return CheckpointError(
         f"no usable checkpoint in {folder}; all are left there:\n{tried}\n"
-        f"put a good one back from a copy, or begin anew in another folder",
+        f"Put a good one back from a copy, or start a new run in another folder.",
         failures,
     )
 
 
 def newest_first(
-    folder: Path, listed: Callable[[Path], list[int]] | None = None
+    folder: Path, listed: Callable[[Path], list[int]] = list_steps
 ) -> Iterator[int]:
-    """Yields the committed steps, newest first; lists them anew if the last one yielded
-    is deleted by then.
+    """Yields the committed steps, newest first, each one once.
 
-    Who reads the checkpoints of a run that is training so comes to one that stays as
-    long as it is read. No step is yielded twice.
+    If the step that was yielded last has been deleted in the meantime, the folder is
+    listed again. A reader of a run that is training therefore reaches a step that still
+    exists.
 
     Args:
-      listed: what lists the steps, ascending, instead of `list_steps`.
+      folder: folder of the checkpoints.
+      listed: function that lists the steps, ascending.
     """
     yielded: set[int] = set()
     for _ in range(_MOST_LISTINGS):
-        for step in reversed((listed or list_steps)(folder)):
-            if step not in yielded:
-                yielded.add(step)
-                yield step
-                if is_deleted(folder, step):
-                    break
+        for step in reversed(listed(folder)):
+            if step in yielded:
+                continue
+            yielded.add(step)
+            yield step
+            if is_deleted(folder, step):
+                break
         else:
             return
 
 
 def steps_to_try(folder: Path) -> list[int]:
-    """Returns the newest whole steps and the torn ones between them, ascending."""
-    whole = list_steps(folder)
-    oldest = whole[-_MOST_TRIED:][0] if whole else 0
+    """Lists the newest whole steps and the torn ones between them, ascending."""
+    committed = list_steps(folder)
+    oldest = committed[-_MOST_TRIED:][0] if committed else 0
     return [step for step in all_steps(folder) if step >= oldest]
 
 
 def is_deleted(folder: Path, step: int) -> bool:
-    """Tests whether a step was deleted, or is being deleted, by its run; not if it is
-    damaged.
+    """Tests whether a run has deleted a step, or is deleting it.
+
+    A damaged step is not deleted.
     """
     path = folder / str(step)
     return not _is_whole(path) and (_marker(folder, step).exists() or not path.is_dir())
 
 
 def has_steps(folder: Path) -> bool:
-    """Tests whether a run has saved here, however damaged that may be by now.
+    """Tests whether a run has saved here. Damaged and quarantined steps count, too.
 
-    Also if all that is left is in quarantine: a run must not begin anew where one has
-    been.
+    A new run must not start in such a folder.
     """
+    if all_steps(folder):
+        return True
     aside = quarantine_folder(folder)
-    return bool(all_steps(folder)) or (
-        aside.is_dir() and any(path.is_dir() for path in aside.iterdir())
-    )
+    return aside.is_dir() and any(path.is_dir() for path in aside.iterdir())
 
 
 def _numbered(folder: Path) -> list[int]:
+    """Lists the steps that have a folder, ascending."""
     if not folder.is_dir():
         return []
-    names = [
-        path.name
+    steps = [
+        int(path.name)
         for path in folder.iterdir()
         if _STEP.fullmatch(path.name) and path.is_dir()
     ]
-    return sorted(step for step in map(int, names) if step <= LAST_STEP)
+    return sorted(step for step in steps if step <= LAST_STEP)
 
 
 def _is_whole(path: Path) -> bool:
-    whole = (path / _METADATA_FILE).is_file() and (path / STATE_ITEM).is_dir()
-    return whole and (path / MANIFEST).is_file()
+    has_items = (path / _METADATA_FILE).is_file() and (path / STATE_ITEM).is_dir()
+    return has_items and (path / MANIFEST).is_file()
 
 
 def _marker(folder: Path, step: int) -> Path:
@@ -281,17 +291,18 @@ def _marker(folder: Path, step: int) -> Path:
 def file_bytes(path: Path) -> int:
     """Returns the size of a file, here or in an object store."""
     status: Any = path.stat()
-    return status.length if hasattr(status, "length") else status.st_size
+    size: int = status.length if hasattr(status, "length") else status.st_size
+    return size
 
 
 def describe(
     step: int, arrays: Mapping[str, ArrayInfo], metadata: Mapping[str, Any]
-) -> dict:
-    """Returns the JSON document of a step, the inverse of `read_step`.
+) -> dict[str, Any]:
+    """Makes the JSON document of a step, which `read_step` reads.
 
     Raises:
-      TypeError, ValueError: `metadata` is not JSON (or holds NaN, which JSON does not
-      have).
+      TypeError: `metadata` is not JSON.
+      ValueError: `metadata` holds NaN or infinity.
     """
     document = {
         run_format.KEY: run_format.FORMAT,
@@ -307,11 +318,11 @@ def describe(
 
 
 def read_step(folder: Path, step: int) -> StepInfo:
-    """Reads what the checkpoint of `step` says about itself.
+    """Reads the description of a committed step.
 
     Raises:
-      CheckpointError: the step is absent, torn, of an unknown format or not what it
-        claims to be.
+      CheckpointError: the step is absent or torn, has an unknown format, or holds the
+        content of another step.
     """
     path = present_path(folder, step)
     if not _is_whole(path):
@@ -322,29 +333,24 @@ def read_step(folder: Path, step: int) -> StepInfo:
     try:
         document = read_json(file, dict)
         version = document[run_format.KEY], document["step"]
-        arrays = {
-            name: ArrayInfo(
-                tuple(
-                    of_kind(size, int, name)
-                    for size in of_kind(entry["shape"], list, name)
-                ),
-                of_kind(entry["dtype"], str, name),
-            )
-            for name, entry in document["arrays"].items()
-        }
+        arrays = {}
+        for name, entry in document["arrays"].items():
+            sizes = of_kind(entry["shape"], list, name)
+            shape = tuple(of_kind(size, int, name) for size in sizes)
+            arrays[name] = ArrayInfo(shape, of_kind(entry["dtype"], str, name))
         metadata = of_kind(document["run"], dict, "run")
         for group in _GROUPS & metadata.keys():
             of_kind(metadata[group], dict, group)
-        says = metadata["progress"]["step"] if "progress" in metadata else step
+        run_step = metadata["progress"]["step"] if "progress" in metadata else step
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is not readable: {named(error)}") from error
     if version != (run_format.FORMAT, step):
         raise CheckpointError(
             f"{file} says format, step = {version}; required: {(run_format.FORMAT, step)}"
         )
-    if says != step:
+    if run_step != step:
         raise CheckpointError(
-            f"its run had made {says} steps, not {step}: another step's content"
+            f"its run had made {run_step} steps, not {step}: another step's content"
         )
     return StepInfo(arrays, metadata)
 
@@ -359,10 +365,11 @@ def expired(
 ) -> list[int]:
     """Chooses which of `steps` to delete once `newest` has been committed.
 
-    Kept are `newest` and the `keep_last - 1` before it, multiples of `keep_every` (0 =
-    none), the last of `best` that is there (the save of one may have failed), and all
-    steps after `newest`: those belong to a run that was rewound, and are not ours to
-    delete.
+    It keeps `newest`, the `keep_last - 1` steps before it, and multiples of
+    `keep_every` (0 = none). It also keeps the last of `best` that is present, because
+    the save of a best step may have failed.
+
+    Steps after `newest` stay: they belong to a run that was rewound.
     """
     past = sorted(step for step in steps if step < newest)
     recent = past[-(keep_last - 1) :] if keep_last > 1 else []
@@ -375,20 +382,19 @@ def expired(
 
 
 def begin_save(folder: Path, step: int) -> None:
-    """Mark `step` as being written; what is there without the marker was once
-    finished.
-    """
+    """Marks `step` as being written. A step without this mark was once complete."""
     _marker(folder, step).write_text("")  # no bytes, so that it fits on a full disk
 
 
 def end_save(folder: Path, step: int) -> None:
-    """Take the mark of `begin_save` away, once the manifest is written."""
+    """Removes the mark of `begin_save`, once the manifest is written."""
     _marker(folder, step).unlink()
 
 
 def remove_step(folder: Path, step: int) -> None:
-    """Delete the checkpoint of `step`; should this be interrupted, `remove_leftovers`
-    goes on.
+    """Deletes the checkpoint of `step`.
+
+    If the deletion is interrupted, `remove_leftovers` completes it.
     """
     begin_save(folder, step)
     (folder / str(step) / MANIFEST).unlink()
@@ -397,9 +403,9 @@ def remove_step(folder: Path, step: int) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what dead saves and deletions left; other files stay.
+    """Deletes the remains of interrupted saves and deletions. Other files stay.
 
-    Call it only while no save into `folder` runs, in any process.
+    Call it only while no process saves into `folder`.
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if _LEFTOVER.fullmatch(path.name):
@@ -413,8 +419,8 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _remove_busy(path: Path) -> None:
-    # When one file of a save fails, writers of the others go on for a moment and add
-    # files. What they still manage to leave is deleted before the next save.
+    # When one file of a save fails, the writers of the others continue for a moment and
+    # add files. Files that this loop misses are deleted before the next save.
     for _ in range(10):
         with contextlib.suppress(OSError):
             _remove_tree(path)
@@ -431,13 +437,16 @@ def _remove_tree(path: Path) -> None:
 
 
 def quarantine(folder: Path, step: int, reason: str, *, undone: bool = False) -> None:
-    """Move what is at `step`'s place to the quarantine folder, with the reason.
+    """Moves the content of `step`'s place to the quarantine folder, with the reason.
 
     Args:
-      undone: whether it is sound, but the run has gone back behind it.
+      folder: folder of the checkpoints.
+      step: step to move.
+      reason: text for the user.
+      undone: whether the step is sound, but the run has rolled back behind it.
 
     Raises:
-      OSError: it cannot be moved.
+      OSError: the step cannot be moved.
     """
     aside = quarantine_folder(folder)
     aside.mkdir(parents=True, exist_ok=True)
@@ -455,24 +464,26 @@ def quarantine(folder: Path, step: int, reason: str, *, undone: bool = False) ->
         "time": time.time(),
         "from": str(source),
     }
-    document |= {"undone": True} if undone else {}
+    if undone:
+        document["undone"] = True
     if isinstance(source, Path):
-        # also to another disk; first, as a full one takes no note
+        # This works across disks. The step moves first: a full disk takes no note.
         shutil.move(source, target)
     atomic.write_text(note, json.dumps(document, indent=1) + "\n", durable=True)
     if not isinstance(source, Path):
-        # last: in an object store the note is what makes the folder be
+        # The step moves last: in an object store the note creates the folder.
         source.rename(target)
 
 
 def undone_manifests(folder: Path, step: int) -> list[bytes]:
-    """Returns the manifests that `step` had each time when the run went back
-    behind it.
+    """Reads the manifests of the sound copies of `step` that are in quarantine.
+
+    There is one for each time that the run rolled back behind the step.
     """
-    found = []
+    manifests = []
     for note in quarantine_folder(folder).glob(f"{step}*.json"):
         with contextlib.suppress(OSError, Malformed):
             document = read_json(note, dict)
             if document.get("undone") is True and document.get("step") == step:
-                found.append(read_bytes(note.with_suffix("") / MANIFEST))
-    return found
+                manifests.append(read_bytes(note.with_suffix("") / MANIFEST))
+    return manifests

@@ -1,9 +1,11 @@
-"""A fingerprint of a state, computed where it lies: the same value on any mesh.
+"""Fingerprint of a state, computed on its devices: the same value on any mesh.
 
-Each element's bits are mixed with a hash of its global index and summed in wrap-around
-uint32. The sum does not know its order, so sharding, device count and process count
-change nothing. The mix is one-to-one, so a change of one element, a flipped bit say,
-always changes the sum; any other difference goes unseen with probability 2^-32 an
+The bits of each element are mixed with a hash of its global index, and summed in uint32
+with wrap-around. The sum does not depend on its order, so sharding, device count and
+process count change nothing.
+
+The mix is one-to-one. A change of a single element, such as a flipped bit, therefore
+always changes the sum. Any other difference stays unseen with probability 2^-32 per
 array.
 """
 
@@ -17,9 +19,9 @@ from jax import lax
 
 from jaxdist.parallel.offload import to_device
 
-# by bytes an element
+# {bytes of an element: type that its bits are read as}
 _UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
-# murmur3's finalizer
+# Constants of murmur3's finalizer.
 _GOLDEN = 0x9E3779B1
 _MIX1 = 0x85EBCA6B
 _MIX2 = 0xC2B2AE35
@@ -27,17 +29,21 @@ _MIX2 = 0xC2B2AE35
 
 @jax.jit
 def start(arrays: Mapping[str, jax.Array]) -> jax.Array:
-    """Returns uint32 [len(arrays)], one sum an array, in the order of names; does not
-    wait for the device.
+    """Computes one sum per array, in the order of names, as uint32 `[len(arrays)]`.
 
-    All arrays lie on one mesh, and with several processes each makes the same call. May
-    be compiled before.
+    All arrays are on one mesh. With several processes, each makes the same call. The
+    function does not wait for the device, and may be compiled ahead of time.
     """
     return jnp.stack([array_sum(array) for _, array in sorted(arrays.items())])
 
 
 def finish(names: Iterable[str], sums: jax.Array) -> dict[str, str]:
-    """Returns {name: 8 hex digits} of what `start` returned for these arrays."""
+    """Waits for the sums of `start`, and returns {name: 8 hex digits}.
+
+    Args:
+      names: names of the arrays of `start`, in any order.
+      sums: result of `start`.
+    """
     return {
         name: f"{int(x):08x}"
         for name, x in zip(sorted(names), np.asarray(sums), strict=True)
@@ -45,21 +51,23 @@ def finish(names: Iterable[str], sums: jax.Array) -> dict[str, str]:
 
 
 def of(arrays: Mapping[str, Any]) -> dict[str, str]:
-    """Returns {name: 8 hex digits}."""
+    """Computes the fingerprints of arrays: {name: 8 hex digits}."""
     return finish(arrays, start(arrays))
 
 
 def array_sum(array: jax.Array) -> jax.Array:
-    """Returns the uint32 sum of an array, or of one device's part; a change of one
-    element changes it.
+    """Computes the uint32 sum of an array, or of the part on one device.
+
+    A change of one element always changes the sum.
     """
-    array = to_device(array)  # optimizer state may wait on the host
+    array = to_device(array)  # offloaded optimizer state is in host memory
     if array.dtype == jnp.bool_ or (
         jnp.issubdtype(array.dtype, jnp.integer) and array.dtype.itemsize == 1
     ):
-        array = array.astype(jnp.uint8)  # also what is smaller than a byte
-    kind = _UINTS[array.dtype.itemsize]
-    bits = lax.bitcast_convert_type(array, kind).astype(jnp.uint32)  # 8 bytes: [..., 2]
+        array = array.astype(jnp.uint8)  # this includes types of less than a byte
+    uint = _UINTS[array.dtype.itemsize]
+    # Elements of 8 bytes become [..., 2].
+    bits = lax.bitcast_convert_type(array, uint).astype(jnp.uint32)
     index = jnp.uint32(0)
     stride = 1
     for dim in reversed(range(bits.ndim)):

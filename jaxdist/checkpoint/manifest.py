@@ -1,16 +1,16 @@
-"""Which checkpoints can be trusted: a sealed manifest in each, and the run that it
-belongs to.
+"""Integrity of checkpoints: a sealed manifest per step, and the identity of its run.
 
-    <folder>/<step>/manifest.json  written last: {format, step, run, files {path:
-    [bytes, sha256]},
-                                   fingerprints {array: hex}, seal: sha256 of the rest}
-    <folder>/identity              the run whose steps these are; a step of another run
-    is foreign
+    <folder>/<step>/manifest.json  {format, step, run, files, fingerprints, seal}
+    <folder>/identity              the run whose steps these are
 
-SHA-256 because it is in the standard library, `sha256sum` checks it by hand, and a
-second a GiB on a core is hidden behind training. Files are hashed by process 0 after
-the commit, as Orbax merges what the processes wrote there; on restore the processes
-share the work. Without jax or a device.
+`files` is {path: [bytes, sha256]}, `fingerprints` is {array: hex}, and `seal` is the
+SHA-256 of the rest. The manifest is written last. A step of another run than `identity`
+is foreign.
+
+SHA-256 is in the standard library, and `sha256sum` checks it by hand. It takes a second
+per GiB on a core, which is hidden behind training. Process 0 hashes the files after the
+commit, because Orbax merges the files of all processes there. On restore the processes
+split the work. This module needs neither jax nor a device.
 """
 
 import contextlib
@@ -30,43 +30,45 @@ from jaxdist.storage.digest import digest, digest_file
 from jaxdist.storage.untrusted import named, of_kind
 
 IDENTITY = "identity"
-_DEEPEST = 20  # folders in folders; Orbax's have 3
-_SHOWN = 3  # faults of a step that are spelt out
+_DEEPEST = 20  # deepest nesting of folders; Orbax's steps have 3 levels
+_SHOWN = 3  # faults of a step that a message lists
 
 
 class OtherVersion(CheckpointError):
-    """Another version of jaxdist has sealed a step."""
+    """Error of a step that another version of jaxdist has sealed."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a sealed step must hold."""
+    """Content that a sealed step must have."""
 
     step: int
     run: str  # identity of the run that wrote it
     files: dict[str, tuple[int, str]]  # {path inside the step: (bytes, sha256)}
-    # {array: hex}, the same for any mesh; see `fingerprint.py`
-    fingerprints: dict[str, str]
+    fingerprints: dict[str, str]  # {array: hex}, by `fingerprint.py`
 
 
-# --- writing --------------------------------------------------------------------------
+# --- Writing --------------------------------------------------------------------------
 
 
 def seal(folder: Path, step: int, run: str, fingerprints: Mapping[str, str]) -> None:
-    """Hash every file of a step and write its manifest: from here on the step counts.
+    """Hashes every file of a step and writes its manifest: from then on it counts.
 
     Raises:
-      OSError: a file cannot be read, the manifest cannot be written.
+      OSError: a file cannot be read, or the manifest cannot be written.
     """
     path = folder / str(step)
     manifest = Manifest(
-        step, run, _hashed(path, sorted(_files(path))), dict(fingerprints)
+        step=step,
+        run=run,
+        files=_hashed(path, sorted(_files(path))),
+        fingerprints=dict(fingerprints),
     )
     try:
         atomic.write_text(path / MANIFEST, _text(manifest), durable=True)
     except OSError:
-        # there perhaps, but a power failure might take it: no step that failed may
-        # count
+        # The file may exist, but be lost in a power failure. A failed step must not
+        # count, so it is removed.
         with contextlib.suppress(OSError):
             (path / MANIFEST).unlink()
         raise
@@ -82,18 +84,20 @@ def _dump(document: Mapping[str, Any]) -> str:
     return json.dumps(document, sort_keys=True, indent=1)
 
 
-# --- checking -------------------------------------------------------------------------
+# --- Checking -------------------------------------------------------------------------
 
 
 def read_manifest(path: Path, *, place: object = None) -> Manifest:
-    """Returns the manifest of a step's folder.
+    """Reads the manifest of a step's folder.
 
     Args:
-      place: what to call the folder where another version has sealed it.
+      path: folder of the step.
+      place: name of the folder for the error about another version; the default is
+        `path`.
 
     Raises:
-      OtherVersion: another version has sealed the step.
-      CheckpointError: there is none, or it is not exactly what was sealed.
+      OtherVersion: another version of jaxdist has sealed the step.
+      CheckpointError: there is no manifest, or its content is not what was sealed.
     """
     try:
         text = untrusted.read_bytes(path / MANIFEST).decode()
@@ -103,13 +107,13 @@ def read_manifest(path: Path, *, place: object = None) -> Manifest:
             if other:
                 raise OtherVersion(other)
         manifest = Manifest(
-            of_kind(document["step"], int, "step"),
-            of_kind(document["run"], str, "run"),
-            {
-                n: (of_kind(b, int, n), of_kind(hex_, str, n))
-                for n, (b, hex_) in document["files"].items()
+            step=of_kind(document["step"], int, "step"),
+            run=of_kind(document["run"], str, "run"),
+            files={
+                name: (of_kind(size, int, name), of_kind(hex_, str, name))
+                for name, (size, hex_) in document["files"].items()
             },
-            {
+            fingerprints={
                 name: of_kind(hex_, str, name)
                 for name, hex_ in document["fingerprints"].items()
             },
@@ -120,7 +124,7 @@ def read_manifest(path: Path, *, place: object = None) -> Manifest:
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST} is not readable: {named(error)}") from error
-    if text != _text(manifest):  # also tells a changed seal or format
+    if text != _text(manifest):  # this includes a changed seal or format
         raise CheckpointError(
             f"{MANIFEST} is damaged: its seal does not fit its content"
         )
@@ -128,21 +132,21 @@ def read_manifest(path: Path, *, place: object = None) -> Manifest:
 
 
 def _is_sealed(document: Mapping[str, Any]) -> bool:
-    """Checks whether a manifest of any format is as its version has sealed it.
+    """Checks whether the seal of a manifest of any format fits its content.
 
-    A damaged `format` makes no other version of it: the seal does not fit then.
+    If only `format` is damaged, the seal does not fit: this is no other version.
     """
     if "seal" not in document:
         return run_format.KEY in document
     content = {name: value for name, value in document.items() if name != "seal"}
-    return document["seal"] == digest(_dump(content))
+    return bool(document["seal"] == digest(_dump(content)))
 
 
 def refuse_other_versions(folder: Path) -> None:
-    """Checks that no step in a folder was sealed by another version.
+    """Checks that no step in a folder was sealed by another version of jaxdist.
 
     Raises:
-      OtherVersion: one was; it names the newest.
+      OtherVersion: a step was. The error names the newest one.
     """
     for step in folders.newest_first(folder):
         try:
@@ -150,7 +154,7 @@ def refuse_other_versions(folder: Path) -> None:
         except OtherVersion:
             raise
         except (CheckpointError, OSError):
-            continue  # damaged, or deleted by now
+            continue  # the step is damaged, or its run has deleted it
 
 
 def check(
@@ -163,18 +167,21 @@ def check(
     inside: str = "",
     threads: int | None = None,
 ) -> Manifest:
-    """Returns the manifest of a step that is all it was when sealed.
+    """Returns the manifest of a step whose files are as they were when it was sealed.
 
     Args:
-      run: the identity that the step must have; None: any.
-      part: (i, n): of the files hash only every n-th, from the i-th: n processes share
+      folder: folder of the checkpoints.
+      step: step to check.
+      run: identity that the step must have. None accepts any.
+      part: (i, n) hashes only every n-th file, from the i-th, so that n processes split
         the work.
-      contents: whether to hash at all, or to look only at names and sizes.
-      inside: hash only files whose names begin so.
-      threads: how many hash; 1: the caller's; None: up to eight.
+      contents: whether to hash files, or to compare only names and sizes.
+      inside: hash only files whose names begin with this text.
+      threads: number of threads that hash. 1 uses the caller's thread, None uses up to
+        eight.
 
     Raises:
-      CheckpointError: what is wrong with it.
+      CheckpointError: the faults of the step.
     """
     path = folders.present_path(folder, step)
     manifest = read_manifest(path)
@@ -187,20 +194,17 @@ def check(
             f"it belongs to another run ({manifest.run}; this one is {run})"
         )
     sizes = dict(_files(path))
-    faults = [f"{name} is missing" for name in manifest.files if name not in sizes]
-    faults += [
-        f"{name} is not part of it" for name in sizes if name not in manifest.files
-    ]
-    for name, (size, _) in manifest.files.items():
-        if name in sizes and sizes[name] != size:
-            faults.append(f"{name} has {sizes[name]} bytes, {size} when sealed")
+    faults = _size_faults(sizes, manifest)
     if not faults and contents:
-        chosen = sorted(file for file in sizes.items() if file[0].startswith(inside))
-        hashed = _hashed(path, chosen[part[0] :: part[1]], threads)
+        chosen = sorted(
+            (name, size) for name, size in sizes.items() if name.startswith(inside)
+        )
+        first, stride = part
+        hashed = _hashed(path, chosen[first::stride], threads)
         faults = [
-            f"{n} has changed since it was sealed"
-            for n in hashed
-            if hashed[n] != manifest.files[n]
+            f"{name} has changed since it was sealed"
+            for name in hashed
+            if hashed[name] != manifest.files[name]
         ]
     if faults:
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
@@ -208,12 +212,23 @@ def check(
     return manifest
 
 
-def _files(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Yields (path inside the step, bytes) of all files but the manifest; -1 bytes of
-    what is no such file.
+def _size_faults(sizes: Mapping[str, int], manifest: Manifest) -> list[str]:
+    """Compares names and sizes of files, {name: bytes}, with those in the manifest."""
+    faults = [f"{name} is missing" for name in manifest.files if name not in sizes]
+    faults += [
+        f"{name} is not part of it" for name in sizes if name not in manifest.files
+    ]
+    for name, (size, _) in manifest.files.items():
+        if name in sizes and sizes[name] != size:
+            faults.append(f"{name} has {sizes[name]} bytes, {size} when sealed")
+    return faults
 
-    Those are links, since where they lead may change, pipes, which would hold us, and
-    folders too deep.
+
+def _files(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Yields (path inside the step, bytes) of all files except the manifest.
+
+    The size is -1 for entries that no step has: links, pipes, and folders that are too
+    deep. The target of a link may change, and reading a pipe would block.
     """
     for entry in path.iterdir():
         name = prefix + entry.name
@@ -230,6 +245,7 @@ def _files(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
 def _hashed(
     path: Path, files: Sequence[tuple[str, int]], threads: int | None = None
 ) -> dict[str, tuple[int, str]]:
+    """Hashes files, {name: (bytes, sha256)}, by up to `threads` threads."""
     names = [path / name for name, _ in files]
     if threads == 1:
         digests = [digest_file(name) for name in names]
@@ -241,50 +257,52 @@ def _hashed(
     }
 
 
-# --- identity -------------------------------------------------------------------------
+# --- Identity -------------------------------------------------------------------------
 
 
 def identity(folder: Path, *, create: bool, own: str | None = None) -> str | None:
-    """Returns the identity of the run that owns `folder`.
+    """Reads or creates the identity of the run that owns `folder`.
 
-    Where the file is absent or damaged it is `own`, or else that of the steps, if all
-    are of one run (a step copied to a new folder begins a run there), and with `create`
-    written, made up if need be.
+    If the file is absent or damaged, the identity is `own`. Without `own` it is the
+    identity of the steps, if all belong to one run. A step that was copied to a new
+    folder therefore starts a run there.
 
     Args:
-      own: the identity that the caller's run is known to have.
+      folder: folder of the checkpoints.
+      create: whether to write the file, with a random identity if there is no other.
+      own: identity of the caller's run, if it is known.
+
+    Returns:
+      The identity, or None if there is none.
 
     Raises:
-      CheckpointError: the folder is another run's than `own`, or nothing says whose of
-        several it is.
+      CheckpointError: the folder belongs to another run than `own`, or holds steps of
+        several runs and no file says which one owns it.
     """
     name = read_identity(folder)
     if name is None:
         steps = _steps_by_run(folder)
         if own is None and len(steps) > 1:
             raise CheckpointError(
-                f"{folder} holds steps of several runs, and which of them it belongs to is lost with its "
-                f"file {IDENTITY}: {_shown(steps)}; move the steps of all runs but one elsewhere"
+                f"{folder} holds steps of several runs: {_shown(steps)}. Its file {IDENTITY}, which names "
+                f"the owner, is lost. Move the steps of all runs but one elsewhere."
             )
-        name = (
-            own or next(iter(steps), None) or (secrets.token_hex(8) if create else None)
-        )
-        if create and name:
+        name = own or next(iter(steps), None)
+        if create:
+            name = name or secrets.token_hex(8)
             atomic.write_text(
                 folder / IDENTITY, f"{name} {digest(name)[:8]}\n", durable=True
             )
     elif own not in (None, name):
         raise CheckpointError(
             f"{folder} belongs to run {name}, and this is run {own} (steps there: "
-            f"{_shown(_steps_by_run(folder)) or 'none'}); put this run's own checkpoints back"
+            f"{_shown(_steps_by_run(folder)) or 'none'}). Put the checkpoints of this run back."
         )
     return name
 
 
 def read_identity(folder: Path) -> str | None:
-    """Returns the identity that the folder's file names; None if it is absent or
-    damaged.
-    """
+    """Returns the identity in the folder's file; None if it is absent or damaged."""
     with contextlib.suppress(OSError, ValueError):
         name, _, check_sum = (
             untrusted.read_bytes(folder / IDENTITY).decode().strip().partition(" ")
@@ -295,7 +313,7 @@ def read_identity(folder: Path) -> str | None:
 
 
 def _steps_by_run(folder: Path) -> dict[str, list[int]]:
-    """Returns {run: its steps with a sound manifest, descending}."""
+    """Groups the steps with a sound manifest by run: {run: steps, descending}."""
     runs: dict[str, list[int]] = {}
     for step in reversed(folders.list_steps(folder)):
         with contextlib.suppress(CheckpointError, OSError):
@@ -311,10 +329,9 @@ def _shown(steps: Mapping[str, Sequence[int]]) -> str:
 
 
 def newest_metadata(folder: Path, run: str | None) -> dict[str, Any]:
-    """Reads what the newest step of a run that looks sound says beside its arrays; {}
-    if there is none.
+    """Reads the metadata of the newest step of a run that looks sound; {} without any.
 
-    Of its files only those of the metadata are hashed.
+    Only the files of the metadata are hashed.
     """
     for step in folders.newest_first(folder):
         with contextlib.suppress(CheckpointError, OSError):

@@ -1,10 +1,10 @@
-"""The one module that imports Orbax: arrays and a JSON document, written as one atomic
-step.
+"""Orbax backend: writes and reads arrays and a JSON document as one atomic step.
 
-`AsyncCheckpointer` is used directly, not `CheckpointManager`: the manager keeps its own
-list of steps, refuses (returns False) steps below its newest even when that one is
-damaged, and infers its layout from the newest folder. Which steps exist and which are
-deleted is decided in `manager.py`.
+No other module imports Orbax. The backend uses `AsyncCheckpointer`, not Orbax's
+`CheckpointManager`, which keeps a list of steps in memory and infers its layout from
+the newest folder. `CheckpointManager` also refuses steps below its newest one by
+returning False, even if the newest one is damaged. `manager.py` decides which steps
+exist and which are deleted.
 """
 
 import contextlib
@@ -22,34 +22,36 @@ from jaxdist.checkpoint.files import METADATA_ITEM, STATE_ITEM
 from jaxdist.config import trees
 from jaxdist.distributed import coordination
 
-# Below this many bytes the replicas of an array are not split over the processes that
-# write it: each split compiles a slice for each device, at the first save, while
-# training waits.
+# Arrays of fewer bytes are written by one replica, not split over all. A split compiles
+# a slice for each device at the first save, while training waits.
 _SPLIT_BYTES = 1 << 20
 
 
-# Orbax logs the error of its thread with a traceback, and raises it for us to report.
+# Orbax logs the error of its thread with a traceback. It raises the same error, which
+# `manager.py` reports.
 logging.getLogger("absl").addFilter(
     lambda record: not (record.exc_info and "orbax" in record.pathname)
 )
 
 
-def _pass_over_late_writes(show: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Returns an unraisablehook without what TensorStore's threads say of a save that
-    Orbax has given up.
+def _without_late_writes(hook: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wraps an unraisablehook, and drops errors of saves that Orbax has given up.
+
+    TensorStore's threads continue such a save, and raise these errors.
     """
-    return lambda thrown: (
-        None if str(thrown.exc_value) == "Event loop is closed" else show(thrown)
-    )
+
+    def filtered(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    return filtered
 
 
-sys.unraisablehook = _pass_over_late_writes(sys.unraisablehook)
+sys.unraisablehook = _without_late_writes(sys.unraisablehook)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Tests whether asyncio says more than that further writes of a failed save
-    failed, too.
-    """
+    """Tests whether a record of asyncio is not about a later write of a failed save."""
     text = record.getMessage()
     return not ("exception was never retrieved" in text and "orbax" in text)
 
@@ -58,8 +60,9 @@ logging.getLogger("asyncio").addFilter(_is_news)
 
 
 def _type_handlers() -> Any:
-    """Lists how leaves are written: arrays of any sharding, and host arrays by
-    process 0.
+    """Makes the registry of leaf types: arrays of any sharding, and host arrays.
+
+    Process 0 alone writes host arrays.
     """
     arrays = ocp.type_handlers.ArrayHandler(
         use_replica_parallel=jax.process_count() > 1,
@@ -72,16 +75,18 @@ def _type_handlers() -> Any:
 
 
 class OrbaxBackend:
-    """Writes in the background, one step at a time; every process must make the same
-    calls.
+    """Writer and reader of steps. It writes in the background, one step at a time.
+
+    Every process must make the same calls.
     """
 
     def __init__(self, *, timeout_s: int) -> None:
-        # Named, the processes wait for each other through the coordination service, not
-        # in a collective: one whose save fails would leave the others in it, to be
-        # answered by its next step's. Orbax's own barrier knows nothing of failures: a
-        # full disk under one process would hold the saves of the others, and soon
-        # training, until it times out.
+        # With `active_processes`, Orbax's processes wait for each other through the
+        # coordination service, not in a collective. In a collective, a process whose
+        # save fails would leave the others waiting, until its next step answers them.
+        #
+        # Orbax's default barrier does not know of failures. A full disk under one process
+        # would block the saves of the others, and soon training, until it times out.
         several = jax.process_count() > 1
         everyone = set(range(jax.process_count())) if several else None
         self._barrier = coordination.FailableBarrier("save") if several else None
@@ -99,15 +104,21 @@ class OrbaxBackend:
     def start(
         self, path: Path, arrays: Mapping[str, Any], document: Mapping[str, Any]
     ) -> None:
-        """Begin to write; returns once the arrays are copied, so that they may be
-        donated.
+        """Starts to write a step.
+
+        The method returns once the arrays are copied, so that they may be donated.
+
+        Args:
+          path: folder of the step, which must not exist.
+          arrays: {name: array or scalar}.
+          document: JSON document that is stored with the arrays.
 
         Raises:
-          Exception: whatever Orbax or the disk raised; `path` does not exist then.
+          Exception: any error of Orbax or of the disk. `path` does not exist then.
         """
         leaves = {
-            k: v if isinstance(v, jax.Array) else np.asarray(v)
-            for k, v in arrays.items()
+            name: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+            for name, leaf in arrays.items()
         }
         state = ocp.args.PyTreeSave(trees.unflatten_names(leaves))
         items = {STATE_ITEM: state, METADATA_ITEM: ocp.args.JsonSave(dict(document))}
@@ -117,21 +128,26 @@ class OrbaxBackend:
             self._checkpointer.save(path, args=ocp.args.Composite(**items))
 
     def finish(self) -> None:
-        """Wait until the running write is committed; raises its error, if any."""
+        """Waits until the running write is committed.
+
+        Raises:
+          Exception: any error of that write.
+        """
         with self._drained_on_error():
             self._checkpointer.wait_until_finished()
 
     @contextlib.contextmanager
     def _drained_on_error(self) -> Iterator[None]:
-        """Lets all writers of a failed save end, and takes their errors: else the next
-        save has them.
+        """Waits for all writers of a failed save, and discards their errors.
+
+        Otherwise the next save would report those errors.
         """
         try:
             yield
         except Exception as error:
             if self._barrier:
                 self._barrier.fail(error)
-            # errors that one save can leave behind, at most; the first is what counts
+            # One save leaves at most this many errors behind. Only the first counts.
             for _ in range(32):
                 with contextlib.suppress(Exception):
                     self._checkpointer.wait_until_finished()
@@ -139,12 +155,15 @@ class OrbaxBackend:
             raise
 
     def read(self, path: Path, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Returns the named arrays of a step, each read into the sharding of its
-        abstract array.
+        """Reads the arrays of a step, each into the sharding of its abstract array.
+
+        Args:
+          path: folder of the step.
+          abstract: {name: leaf with shape, dtype and sharding}.
 
         Raises:
-          Exception: whatever Orbax or TensorStore raised (types and texts vary with the
-            damage).
+          Exception: any error of Orbax or TensorStore. Types and texts vary with the
+            damage.
         """
         restore_args = {
             name: ocp.ArrayRestoreArgs(
@@ -155,23 +174,21 @@ class OrbaxBackend:
         item = ocp.args.PyTreeRestore(
             trees.unflatten_names(abstract),
             restore_args=trees.unflatten_names(restore_args),
-            partial_restore=True,  # which arrays there must be is checked before
+            partial_restore=True,  # the caller has compared the names
         )
-        # Always Composite: with other arguments Orbax guesses the layout from what it
-        # finds.
+        # With arguments other than Composite, Orbax guesses the layout of the folder.
         restored = self._checkpointer.restore(
             path, args=ocp.args.Composite(**{STATE_ITEM: item})
         )
         arrays = trees.flatten_names(restored[STATE_ITEM])
+        # Orbax skips arrays that are not there.
         missing = [
             name for name in abstract if not isinstance(arrays.get(name), jax.Array)
         ]
         if missing:
-            raise ValueError(
-                f"the files do not hold {', '.join(missing[:8])}"
-            )  # Orbax leaves out what is not there
+            raise ValueError(f"the files do not hold {', '.join(missing[:8])}")
         return arrays
 
     def close(self) -> None:
-        """Wait for the running write and stop Orbax's threads."""
+        """Waits for the running write and stops Orbax's threads."""
         self._checkpointer.close()

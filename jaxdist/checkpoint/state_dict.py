@@ -1,16 +1,18 @@
-"""Canonical names of a train state on disk.
+"""Canonical names of the arrays of a train state on disk.
 
-A name says what an array is, never how the program holds it: `trainable/blocks/mlp/w`
-(attribute path, layers stacked as [num_layers, ...]), `opt_state/mu/blocks/mlp/w`,
-`opt_state/count`, `step`. Optimizer states are nested tuples of NamedTuples; their
-names come from field names and dict keys alone. Positions in a chain and class names
-are left out, so that adding a stateless transform (a clip, a mask) or an optax release
-that renames a class leaves a checkpoint readable.
+A name says what an array is, never how the program holds it. Examples are
+`trainable/blocks/mlp/w` (attribute path, layers stacked as [num_layers, ...]),
+`opt_state/mu/blocks/mlp/w`, `opt_state/count` and `step`.
 
-Collision rule: inside one container, members are visited in flatten order; where a
-member's first part is taken by an earlier sibling it becomes `part~2`, `part~3`, ...
-for that whole subtree. So a chain of adam and a schedule has `mu`, `nu`, `count` (adam)
-and `count~2` (schedule).
+Optimizer states are nested tuples of NamedTuples. Their names come from field names and
+dict keys alone. They contain neither positions in a chain nor class names. A checkpoint
+therefore stays readable after a stateless transform (a clip, a mask) is added, or after
+an optax release renames a class.
+
+Collisions are resolved inside each container, whose members are visited in flatten
+order. If an earlier sibling has the first part of a member's name, the part becomes
+`part~2`, `part~3`, ... for the whole subtree. A chain of adam and a schedule has `mu`,
+`nu`, `count` (adam) and `count~2` (schedule).
 """
 
 import itertools
@@ -24,22 +26,28 @@ from jaxdist.checkpoint.files import ArrayInfo, CheckpointError
 from jaxdist.config import trees
 
 # Fields of optax's wrappers (partition, masked, inject_hyperparams, apply_if_finite,
-# schedule_free) that only hold another state: like a position in a chain, they say
-# nothing about the array.
+# schedule_free) that only hold another state. Names do not contain them, because they
+# describe the array as little as a position in a chain.
 _WRAPPERS = ("inner_state", "inner_states", "base_optimizer_state")
-_FOLLOWS = ("opt_state/", "ema/")  # arrays whose shapes follow from the model's
-_SHOWN = 3  # arrays named in a summary
-_UNNAMED = "value"  # the first part of an array that sits directly in a sequence
+# Prefixes of arrays whose shapes follow from those of the model.
+_FOLLOWS = ("opt_state/", "ema/")
+_SHOWN = 3  # arrays that a summary lists
+_UNNAMED = "value"  # name of an array that sits directly in a sequence
 
 
 class LayoutError(CheckpointError):
-    """The arrays of a checkpoint are not those of the state; `faults` has one line for
-    each.
+    """Error of a checkpoint whose arrays are not those of the state.
+
+    `faults` has one line for each array that differs.
     """
 
     def __init__(self, faults: Sequence[str], differing: Sequence[str] = ()) -> None:
-        """Args:
-        differing: "NAME: what is there, what is here", in the order of the state.
+        """Formats the message.
+
+        Args:
+          faults: a line for each array that differs.
+          differing: "NAME: stored array, array of the state", in the order of the
+            state.
         """
         self.faults = tuple(faults)
         self.differing = differing
@@ -49,8 +57,9 @@ class LayoutError(CheckpointError):
 
     @property
     def is_of_model(self) -> bool:
-        """Whether arrays of the model differ, not of its optimizer alone, whose state
-        follows them.
+        """Whether arrays of the model differ.
+
+        Otherwise only arrays of the optimizer or of the averages do.
         """
         return any(not line.startswith(_FOLLOWS) for line in self.differing)
 
@@ -64,8 +73,7 @@ class LayoutError(CheckpointError):
 
 
 def to_canonical(state: Any) -> dict[str, Any]:
-    """Returns {canonical name: leaf} of a `State`; None and empty parts (ema) give no
-    names.
+    """Makes {canonical name: leaf} of a `State`. None and empty parts have no names.
 
     Leaves may be arrays or abstract arrays.
 
@@ -76,11 +84,10 @@ def to_canonical(state: Any) -> dict[str, Any]:
 
 
 def from_canonical(arrays: Mapping[str, Any], abstract_state: Any) -> Any:
-    """Returns a state with the structure of `abstract_state` and the leaves of
-    `arrays`.
+    """Makes a state with the structure of `abstract_state` and the leaves of `arrays`.
 
     Raises:
-      LayoutError: names are missing or unexpected, or a shape or dtype differs; all are
+      LayoutError: names are missing or unexpected, or a shape or dtype differs. All are
         listed.
     """
     check(describe(arrays), abstract_state)
@@ -91,50 +98,54 @@ def from_canonical(arrays: Mapping[str, Any], abstract_state: Any) -> Any:
 
 
 def describe(arrays: Mapping[str, Any]) -> dict[str, ArrayInfo]:
-    """Returns shape and dtype of each array, abstract array or Python scalar."""
-    typed = {
-        name: leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-        for name, leaf in arrays.items()
-    }
-    return {
-        name: ArrayInfo(tuple(np.shape(leaf)), str(leaf.dtype))
-        for name, leaf in typed.items()
-    }
+    """Describes shape and dtype of each array, abstract array or Python scalar."""
+    infos = {}
+    for name, leaf in arrays.items():
+        array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        infos[name] = ArrayInfo(tuple(np.shape(array)), str(array.dtype))
+    return infos
 
 
 def check(
     stored: Mapping[str, ArrayInfo], abstract_state: Any, *, partial: bool = False
 ) -> None:
-    """Raise LayoutError unless `stored` has exactly the names, shapes and dtypes of the
-    state.
+    """Checks that `stored` has the names, shapes and dtypes of the state.
 
-    With `partial` more may be stored than the state has.
+    Args:
+      stored: arrays of a checkpoint by canonical name.
+      abstract_state: state to compare with.
+      partial: whether more arrays may be stored than the state has.
+
+    Raises:
+      LayoutError: the arrays differ. All differences are listed.
     """
-    wanted = describe(to_canonical(abstract_state))
-    faults = [
-        f"missing in the checkpoint: {k} {wanted[k]}" for k in wanted if k not in stored
+    expected = describe(to_canonical(abstract_state))
+    missing = [name for name in expected if name not in stored]
+    extra = [] if partial else [name for name in stored if name not in expected]
+    changed = [
+        name for name in expected if name in stored and stored[name] != expected[name]
     ]
-    extra = [] if partial else [name for name in stored if name not in wanted]
-    faults += [f"unexpected in the checkpoint: {name} {stored[name]}" for name in extra]
-    faults += [
-        f"different: {name} is {stored[name]} in the checkpoint, {wanted[name]} in this state"
-        for name in wanted
-        if name in stored and stored[name] != wanted[name]
+    faults = [
+        *(f"missing in the checkpoint: {name} {expected[name]}" for name in missing),
+        *(f"unexpected in the checkpoint: {name} {stored[name]}" for name in extra),
+        *(
+            f"different: {name} is {stored[name]} in the checkpoint, {expected[name]} in this state"
+            for name in changed
+        ),
     ]
     if faults:
-        names = [*(name for name in wanted if stored.get(name) != wanted[name]), *extra]
-        shown = [
-            (stored.get(name, "nothing"), wanted.get(name, "nothing")) for name in names
+        names = [
+            name for name in expected if stored.get(name) != expected[name]
+        ] + extra
+        differing = [
+            f"{name}: {stored.get(name, 'nothing')} there, {expected.get(name, 'nothing')} here"
+            for name in names
         ]
-        pairs = zip(names, shown, strict=True)
-        raise LayoutError(
-            faults,
-            [f"{name}: {there} there, {here} here" for name, (there, here) in pairs],
-        )
+        raise LayoutError(faults, differing)
 
 
 def _names(state: Any) -> list[str]:
-    """Returns the canonical names of the leaves, in flatten order."""
+    """Lists the canonical names of the leaves, in flatten order."""
     root: dict[Any, Any] = {}
     for path, _ in tree_util.tree_leaves_with_path(state):
         node = root
@@ -145,7 +156,7 @@ def _names(state: Any) -> list[str]:
 
 
 def _visit(node: dict[Any, Any] | None) -> list[tuple[str, ...]]:
-    """Returns the paths of a node's leaves, in their order; None is a leaf."""
+    """Lists the name parts of each leaf below a node, in order; None is a leaf."""
     if node is None:
         return [()]
     taken: set[str] = set()
@@ -163,19 +174,23 @@ def _visit(node: dict[Any, Any] | None) -> list[tuple[str, ...]]:
 
 
 def _is_silent(key: object) -> bool:
+    """Tests whether a key is not part of a name."""
     if isinstance(key, tree_util.GetAttrKey):
         return key.name in _WRAPPERS
     return isinstance(key, tree_util.SequenceKey | tree_util.FlattenedIndexKey)
 
 
 def _free(part: str, taken: set[str]) -> str:
+    """Returns `part`, or the first free `part~2`, `part~3`, ..."""
     numbered = (f"{part}~{number}" for number in itertools.count(2))
     return next(name for name in itertools.chain([part], numbered) if name not in taken)
 
 
 def require_shardings(abstract: Mapping[str, Any]) -> None:
-    """Raises TypeError for leaves of an abstract state that say no sharding to be
-    restored into.
+    """Checks that all leaves of an abstract state have a sharding to be restored into.
+
+    Raises:
+      TypeError: some have none. The error names them.
     """
     bare = [
         name

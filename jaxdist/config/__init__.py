@@ -1,4 +1,4 @@
-"""Configuration errors, exit codes, and what all commands share. No jax."""
+"""Errors and exit codes of all commands, and their parser. It imports no jax."""
 
 import argparse
 import contextlib
@@ -8,19 +8,18 @@ import os
 import select
 import sys
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 EXIT_PEER_LOST = 70  # another process failed; this one did nothing wrong
 EXIT_PREEMPTED = 75  # a signal asked to stop; all is saved
 EXIT_HANG = 76  # killed by the watchdog
 EXIT_NO_CHECKPOINT = 77  # a checkpoint is required, and none can be used
 EXIT_CONFIG = 78  # a ConfigError; sysexits.h calls it EX_CONFIG
-# The reader of the output has gone (`| head`). Shells report a SIGPIPE so.
-EXIT_CLOSED_PIPE = 141
+EXIT_CLOSED_PIPE = 141  # the reader of the output has gone (`| head`); 128 + SIGPIPE
 
 
 class ConfigError(ValueError):
-    """The faults of a configuration: a line each, with value, rule and fix."""
+    """Faults of a configuration: one line for each, with value, rule and fix."""
 
     exit_code = EXIT_CONFIG
 
@@ -68,7 +67,8 @@ def _outputs() -> list[typing.TextIO]:
 
 
 def _reader_has_gone(stream: typing.TextIO) -> bool:
-    # A stream without a descriptor raises these.
+    """Tests whether the other end of a pipe is closed."""
+    # A stream without a file descriptor raises these errors.
     with contextlib.suppress(OSError, ValueError):
         poll = select.poll()
         poll.register(stream, 0)
@@ -79,21 +79,26 @@ def _reader_has_gone(stream: typing.TextIO) -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a command. Its errors are ConfigErrors."""
+    """Argument parser of a command, whose errors are ConfigErrors."""
 
-    def parse_known_args(self, args=None, namespace=None):
-        """Parses as argparse does. Afterwards names that are not UTF-8 print escaped."""
+    def parse_known_args(  # type: ignore[override]  # typeshed has overloads
+        self,
+        args: Sequence[str] | None = None,
+        namespace: argparse.Namespace | None = None,
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parses as argparse does; outputs escape names that are not UTF-8."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> typing.NoReturn:
+        """Raises a ConfigError, in place of argparse's exit with 2."""
         raise ConfigError(f"{message}; --help lists the flags")
 
 
 def is_text(value: str) -> bool:
-    """Tests whether UTF-8 can encode a text.
+    """Tests whether a text can be encoded as UTF-8.
 
     Python decodes bytes that are not UTF-8, such as names of files, to lone surrogates.
     """
@@ -108,7 +113,7 @@ def suggest(name: str, choices: Iterable[str]) -> str:
     """Suggests the choice nearest to a name: " Did you mean X?", or ""."""
     leaf = name.rpartition(".")[2]
     leaves = {choice: choice.rpartition(".")[2] for choice in choices}
-    # `lr` and `wd` are initials.
+    # `lr` and `wd` are the initials of `learning_rate` and `weight_decay`.
     near = [
         choice
         for choice, word in leaves.items()

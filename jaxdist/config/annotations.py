@@ -1,9 +1,11 @@
-"""The facts of a config key, all stated at its field.
+"""Facts of a config key, all stated at its field: type, range, marks and meaning.
 
 The annotation has the type, ranges and marks, and a comment has the meaning:
-`every: Annotated[int, Ge(1), Resume("harmless")] = 10  # steps between rows`. Ranges
-are those of `annotated-types`, marks are the classes of this file. A mark at a group
-holds for each key in it that has no mark of the same kind.
+
+    every: Annotated[int, Ge(1), Resume("harmless")] = 10  # steps between rows
+
+Ranges are those of `annotated-types`, marks are the classes of this file. A mark at a
+group holds for each key in it that has no mark of the same kind.
 """
 
 import ast
@@ -47,14 +49,14 @@ Seed = Annotated[int, Interval(ge=0, lt=2**63)]
 
 @dataclass(frozen=True)
 class Mark:
-    """A fact of a key beside its type, range and meaning."""
+    """Fact of a key other than its type, range and meaning."""
 
 
 @dataclass(frozen=True)
 class Resume(Mark):
-    """Whether a run may resume with another value. A key without this mark: refused.
+    """Rule for a resume with another value. A key without this mark refuses a change.
 
-    `harmless`: another value leaves the losses up to the checkpoint as they are.
+    With `harmless`, another value leaves the losses up to the checkpoint as they are.
     """
 
     change: Literal["harmless", "refused"]
@@ -62,24 +64,27 @@ class Resume(Mark):
 
 @dataclass(frozen=True)
 class Searched(Mark):
-    """The search for a layout, `jaxdist plan --search`, tries values of the key."""
+    """Mark of a key whose values `jaxdist plan --search` tries."""
 
 
 @dataclass(frozen=True)
 class Needs(Mark):
-    """The key does nothing by itself: a run that sets it needs a callback."""
+    """Mark of a key that has no effect without a callback.
+
+    A run that sets the key needs the callback.
+    """
 
     callback: str  # dotted path of the callback's class
 
 
 @dataclass(frozen=True)
 class NamesWeights(Mark):
-    """The key names a folder with initial weights. A `WeightSource` reads it."""
+    """Mark of a key that names a folder of initial weights for a `WeightSource`."""
 
 
 @dataclass(frozen=True)
 class TrainingOnly(Mark):
-    """The value of a model changes its training, and none of its logits."""
+    """Mark of a key of a model that changes its training, and none of its logits."""
 
 
 def split_marks(annotation: object) -> tuple[object, tuple[Mark, ...]]:
@@ -96,8 +101,7 @@ def split_marks(annotation: object) -> tuple[object, tuple[Mark, ...]]:
 
 # --- Types and ranges -----------------------------------------------------------------
 
-# A kind of limit -> its attribute, the test of (value, limit), and words before the
-# limit.
+# {kind of limit: (its attribute, the test of (value, limit), words before the limit)}
 _LIMITS: dict[type, tuple[str, Callable[[Any, Any], bool], str]] = {
     Ge: ("ge", operator.ge, ">="),
     Gt: ("gt", operator.gt, ">"),
@@ -113,11 +117,17 @@ _LIMITS: dict[type, tuple[str, Callable[[Any, Any], bool], str]] = {
 }
 _UNIONS = (typing.Union, types.UnionType)
 _NUMBERS: dict[Any, type] = {int: numbers.Integral, float: numbers.Real}
-_TRUE = dict.fromkeys(("true", "1", "yes"), True)
-_WORDS = {**_TRUE, **dict.fromkeys(("false", "0", "no"), False), "none": None}
+_WORDS = {
+    "true": True,
+    "1": True,
+    "yes": True,
+    "false": False,
+    "0": False,
+    "no": False,
+    "none": None,
+}
 
-
-# The errors of `convert` and `parse` for a value that does not conform.
+# Errors of `convert` and `parse` for a value that does not conform.
 MISMATCH = (ValueError, OverflowError)
 
 
@@ -168,8 +178,10 @@ def convert(value: Any, annotation: Any, *, check_range: bool = False) -> Any:
     A number with a range must be finite. `None` has no range.
 
     Args:
-      check_range: also checks ranges. A run checks them later than types, so that it
-        reports them together with all other faults.
+      value: value of a config file, a dataclass or JSON.
+      annotation: type of a field, with ranges and without marks.
+      check_range: whether to check ranges, too. A run checks them later than types,
+        together with all other faults.
 
     Raises:
       MISMATCH: the value does not conform.
@@ -182,10 +194,14 @@ def convert(value: Any, annotation: Any, *, check_range: bool = False) -> Any:
             raise ValueError(f"out of range: {describe(annotation)}")
         return value
     if kind in _UNIONS:
-        return _first(((value, arg) for arg in args), check_range)
+        pairs = ((value, arg) for arg in args)
+        return _first(pairs, check_range=check_range)
     if kind is tuple and isinstance(value, (tuple, list)):
-        pairs = zip(value, _element_types(args, len(value)), strict=True)
-        return tuple(convert(item, arg, check_range=check_range) for item, arg in pairs)
+        element_types = _element_types(args, len(value))
+        return tuple(
+            convert(item, element_type, check_range=check_range)
+            for item, element_type in zip(value, element_types, strict=True)
+        )
     too_large = kind is not float and is_too_large(value)
     if too_large or not _has_type(value, kind, args):
         raise ValueError(f"another type: {describe(annotation)}")
@@ -195,15 +211,16 @@ def convert(value: Any, annotation: Any, *, check_range: bool = False) -> Any:
 def _in_range(value: Any, metadata: tuple[object, ...]) -> bool:
     if isinstance(value, float) and not math.isfinite(value):
         return False
-    return all(holds(value, limit) for holds, _, limit in _limits(metadata))
+    return all(conforms(value, limit) for conforms, _, limit in _limits(metadata))
 
 
 def _has_type(value: Any, kind: Any, args: tuple[object, ...]) -> bool:
+    """Tests whether a value has a type, without a conversion between types."""
     if kind is Literal:
         return any(value == arg and type(value) is type(arg) for arg in args)
     if kind is None:
         return value is None
-    if kind in _NUMBERS:  # Python's bool is an int
+    if kind in _NUMBERS:  # a bool is an int in Python, but not in a config
         return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
     return kind in (Any, object) or isinstance(value, kind)
 
@@ -232,7 +249,7 @@ def parse(text: str, annotation: object) -> Any:
 
 
 def _first(
-    candidates: Iterable[tuple[object, object]], check_range: bool = False
+    candidates: Iterable[tuple[object, object]], *, check_range: bool = False
 ) -> Any:
     """Converts the first (value, annotation) pair that conforms."""
     for value, annotation in candidates:
@@ -252,7 +269,7 @@ def _readings(text: str) -> Iterator[object]:
         pass
     else:
         if number.is_integer():
-            yield int(number)  # "1e6" is an int
+            yield int(number)  # "1e6" may be an int
         yield number
     yield text
     parts = [part.strip() for part in text.strip("()[] ").split(",") if part.strip()]
@@ -262,11 +279,11 @@ def _readings(text: str) -> Iterator[object]:
 
 
 def literal(text: str) -> object:
-    """Evaluates a text that is a Python literal. Another text stays as it is."""
+    """Evaluates a text that is a Python literal; any other stays as it is."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
-        # Deep nesting raises the last two.
+        # Deep nesting raises the last two errors.
         return text
 
 
@@ -274,7 +291,7 @@ def literal(text: str) -> object:
 def docs(source: Any) -> Mapping[str, str]:
     """Reads the comments of a class's fields, or of a function's parameters, by name.
 
-    A comment on the line of the field counts, or else the comment lines right above.
+    A comment on the line of the field counts, or else the comment lines right above it.
     The result is empty if there is no source code (a REPL, a zip).
     """
     parts = [source]
@@ -290,22 +307,23 @@ def docs(source: Any) -> Mapping[str, str]:
 
 
 def _comments(source: str) -> dict[str, str]:
-    words: dict[int, str] = {}  # line -> its comment
-    alone = set()  # lines with nothing but a comment
+    """Reads the comments of annotated names in a source text: {name: comment}."""
+    texts: dict[int, str] = {}  # {line: its comment}
+    full_lines: set[int] = set()  # lines with nothing but a comment
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             line, column = token.start
-            words[line] = token.string.lstrip("#: ").rstrip()
+            texts[line] = token.string.lstrip("#: ").rstrip()
             if not token.line[:column].strip():
-                alone.add(line)
+                full_lines.add(line)
     comments: dict[str, str] = {}
     # Breadth first: a field comes before a method's parameter.
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.AnnAssign, ast.arg)):
             name = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
             first = node.lineno
-            while first - 1 in alone:
+            while first - 1 in full_lines:
                 first -= 1
-            above = " ".join(words[line] for line in range(first, node.lineno))
-            comments.setdefault(name, words.get(node.end_lineno or 0, above))
+            above = " ".join(texts[line] for line in range(first, node.lineno))
+            comments.setdefault(name, texts.get(node.end_lineno or 0, above))
     return comments

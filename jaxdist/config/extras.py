@@ -1,6 +1,4 @@
-"""Optional packages, and late imports of own modules; an error names the extra to
-install.
-"""
+"""Optional packages and late imports; errors name the extra to install."""
 
 import importlib
 import types
@@ -10,7 +8,7 @@ from pathlib import Path
 from jaxdist.config import EXIT_CONFIG
 from jaxdist.config.late_imports import LATE_IMPORTS
 
-# The module to load -> the extra of pyproject.toml that brings it.
+# {package: extra of pyproject.toml that installs it}
 EXTRAS = {
     "datasets": "hf",
     "gcsfs": "gcs",
@@ -29,14 +27,16 @@ EXTRAS = {
 }
 
 
-# whether a package index has jaxdist: until then it is installed from a clone
+# Whether a package index has jaxdist. If not, jaxdist is installed from a clone.
 PUBLISHED = False
 _CLONE = Path(__file__).parents[2]
 
 
 def install_command(extra: str) -> str:
-    """Writes the command that installs an extra: by name, or from the clone that this
-    code is part of.
+    """Writes the command that installs an extra.
+
+    It installs by name, or, if `PUBLISHED` is false, from the clone that holds this
+    file.
     """
     if PUBLISHED:
         return f'pip install "jaxdist[{extra}]"'
@@ -47,18 +47,16 @@ def install_command(extra: str) -> str:
 
 
 class MissingExtra(ImportError):
-    """An optional package is not installed; the text is the command that
-    installs it.
-    """
+    """Error of a package that is not installed, with the command that installs it."""
 
     exit_code = EXIT_CONFIG
 
 
 def load(module: str) -> types.ModuleType:
-    """Imports an own module of `LATE_IMPORTS`.
+    """Imports a module of `LATE_IMPORTS`.
 
     Raises:
-      MissingExtra: the optional package that it needs is not installed.
+      MissingExtra: the optional package that the module needs is not installed.
       KeyError: the module is not in the list.
     """
     package = LATE_IMPORTS[module].package
@@ -75,7 +73,7 @@ def require(module: str) -> None:
     """Checks that an optional package is installed, without importing it.
 
     Raises:
-      MissingExtra: it is not installed.
+      MissingExtra: the package is not installed.
     """
     if find_spec(module) is None:
         raise _missing(module, EXTRAS[module])

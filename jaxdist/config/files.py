@@ -116,10 +116,12 @@ def _find(spec: str, folders: Sequence[Path]) -> tuple[Path, str | None]:
 
 
 def _execute(path: Path) -> types.ModuleType:
+    """Imports a config file as a module."""
     spec = importlib.util.spec_from_file_location(f"_jaxdist_config_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses and inspect look it up
+    sys.modules[spec.name] = module  # dataclasses and inspect look it up there
     with _faults_of(path):
         spec.loader.exec_module(module)
     return module
@@ -167,8 +169,9 @@ def apply_overrides(
     """Sets the values of `--config.path=text` in a config.
 
     Args:
-      config: is changed, unless there is a fault.
-      overrides: texts by path. The schema's types parse them.
+      config: config to change. It stays unchanged if there is a fault.
+      overrides: {path: text}.
+      schema: fields by path, whose types parse the texts.
 
     Raises:
       ConfigError: the faults of all overrides.
@@ -196,12 +199,18 @@ def apply_overrides(
 
 
 def help_text(
-    config: Mapping | ConfigDict, schema: Schema, *, words: str = "", width: int = 80
+    config: Mapping[str, Any] | ConfigDict,
+    schema: Schema,
+    *,
+    words: str = "",
+    width: int = 80,
 ) -> str:
     """Lists fields as `--config.path  type  = the config's value  meaning`.
 
     Args:
-      words: only fields with this text in their path or meaning; "" = all.
+      config: values to show. A field without a value shows its default.
+      schema: fields to list.
+      words: text that the path or the meaning of a listed field holds; "" lists all.
       width: the longest line in characters.
 
     Raises:
@@ -215,14 +224,14 @@ def help_text(
     lines = []
     for path, field in _fields_with(words, schema).items():
         value = values.get(path, field.default)
-        shown = "(required)" if value is MISSING else repr(value)
-        head = f"--config.{path}  {annotations.describe(field.type)}  = {shown}"
+        value_text = "(required)" if value is MISSING else repr(value)
+        head = f"--config.{path}  {annotations.describe(field.type)}  = {value_text}"
         meaning = field.doc
         if field.may_change_on_resume:
             meaning = f"{meaning} (may change on resume)".lstrip()
-        whole = f"{head}  {meaning}".rstrip()
-        if len(whole) <= width:
-            lines.append(whole)
+        line = f"{head}  {meaning}".rstrip()
+        if len(line) <= width:
+            lines.append(line)
         else:
             lines += fold(head)
             lines += fold(meaning, initial_indent=indent)
@@ -236,11 +245,11 @@ def _fields_with(words: str, schema: Schema) -> Schema:
       ConfigError: no field has it.
     """
     text = words.lower().removeprefix("--").removeprefix("config.")
-    found = {path: field for path, field in schema.items() if text in path.lower()}
-    if not found:
-        found = {p: field for p, field in schema.items() if text in field.doc.lower()}
-    if found:
-        return found
+    matches = {path: field for path, field in schema.items() if text in path.lower()}
+    if not matches:
+        matches = {p: field for p, field in schema.items() if text in field.doc.lower()}
+    if matches:
+        return matches
     names = {part for path in schema for part in (path, *path.split("."))}
     raise ConfigError(
         f"--help {words}: no field has this in its name or meaning.{suggest(text, names)}"

@@ -1,28 +1,28 @@
-"""Own modules that are imported where they are used, by name, and the reason.
+"""Modules of jaxdist that are imported where they are used, and the reasons.
 
-Every other import of an own module is an import statement at the top of a module. A
-module stands here if it needs an optional package, or if the start of `train` would
-take measurably longer with it. `extras.load` imports these modules and no others;
+Every other import of a jaxdist module is an import statement at the top of a module. A
+module is listed here if it needs an optional package, or if it makes the start of
+`train` measurably longer. `extras.load` imports these modules and no others.
 `tests/test_architecture.py` reads the list.
 
-Two places import own modules by name without a row here, by design: the exports of
-`jaxdist/__init__.py`, so that `import jaxdist` loads nothing else, and the commands of
-`jaxdist/__main__.py`, of which each process runs one.
+Two places import modules by name without a row here. The exports of
+`jaxdist/__init__.py` do, so that `import jaxdist` loads nothing else. The commands of
+`jaxdist/__main__.py` do, because each process runs only one of them.
 
-The milliseconds are medians of three runs of
-`python -X importtime -c "import jaxdist.train; import MODULE"` on a CPU with bytecode
-cached. `import jaxdist.train` alone takes 1,500 to 2,400 ms on the same machine.
+The milliseconds are medians of three runs of `python -X importtime -c "import
+jaxdist.train; import MODULE"` on a CPU with bytecode cached. `import jaxdist.train`
+alone takes 1,500 to 2,400 ms on the same machine.
 """
 
 from typing import Literal, NamedTuple
 
 
 class LateImport(NamedTuple):
-    """The reason why a module is imported late."""
+    """Reason why a module is imported late."""
 
     why: Literal["optional", "slow"]
-    package: str  # the package whose import is put off; in extras.EXTRAS if optional
-    milliseconds: int  # that importing the module adds to a start
+    package: str  # the package whose import is delayed; in extras.EXTRAS if optional
+    milliseconds: int  # time that the import would add to the start of `train`
 
 
 LATE_IMPORTS = {

@@ -1,9 +1,9 @@
-"""Typed configuration: frozen dataclasses <-> ConfigDict, diff, fingerprint.
+"""Typed configuration: frozen dataclasses <-> ConfigDict, differences, fingerprints.
 
-A component declares its options as a frozen dataclass. A field has one default, its
+A component declares its options as a frozen dataclass. A field has one default. Its
 annotation has the type, ranges and marks, and a comment has the meaning and unit. The
-dataclass is the schema; config files and the command line edit a ConfigDict. Nothing
-here imports jax.
+dataclass is the schema; config files and the command line edit a ConfigDict. This
+module imports no jax.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _Kind = type[_M]
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A key: an option that is no group."""
+    """Key of a config: an option that is no group."""
 
     path: str  # dotted
     type: object  # the annotation without marks
@@ -51,23 +51,25 @@ class Field:
 
     @property
     def may_change_on_resume(self) -> bool:
+        """Whether a run may resume with another value of the key."""
         resume = self.mark(annotations.Resume)
         return resume is not None and resume.change == "harmless"
 
     @property
     def searched(self) -> bool:
+        """Whether the search for a layout tries values of the key."""
         return self.mark(annotations.Searched) is not None
 
     @property
     def callback(self) -> str:
-        """The callback that the key needs; "" if it needs none."""
+        """The class of the callback that the key needs; "" if it needs none."""
         needs = self.mark(annotations.Needs)
         return "" if needs is None else needs.callback
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A difference between two configurations. An absent key has the value MISSING."""
+    """Difference between two configurations. An absent key has the value MISSING."""
 
     path: str
     old: object
@@ -94,12 +96,13 @@ def schema_of(cls: type, prefix: str = "") -> Schema:
     A field of a dataclass that is annotated as a Mapping is an open group. Its keys are
     not listed: the owner of the group adds them.
 
+    For a class that is no dataclass, the keys are the parameters of `__init__`. Left
+    out are `rngs`, parameters with neither annotation nor default, and parameters whose
+    default is no plain value (functions, dtypes).
+
     Args:
-      cls: a frozen dataclass, whose nested dataclasses are groups. Or any other class:
-        its keys are the parameters of `__init__`, except `rngs`, that have an
-        annotation or a default. Parameters with defaults other than plain values
-        (functions, dtypes) cannot be set.
-      prefix: starts all paths; "" or a group with a dot.
+      cls: a frozen dataclass, whose nested dataclasses are groups, or another class.
+      prefix: start of all paths: "", or a group and a dot.
     """
     if dataclasses.is_dataclass(cls):
         fields = _dataclass_fields(cls, prefix)
@@ -117,15 +120,18 @@ def _hints(source: Any) -> Mapping[str, tuple[Any, tuple[Mark, ...]]]:
 def _dataclass_fields(
     cls: Any,
     prefix: str,
+    *,
     group_default: object = MISSING,
     group_marks: tuple[Mark, ...] = (),
 ) -> Iterator[Field]:
     """Yields the leaves and open groups of a dataclass.
 
     Args:
-      group_default: the default that the owner gives the whole group. Its values
-        replace the group's own defaults.
-      group_marks: the marks of the groups around.
+      cls: dataclass to read.
+      prefix: start of all paths.
+      group_default: the owner's default for the whole group. Its values replace the
+        group's own defaults.
+      group_marks: marks of the enclosing groups.
     """
     hints = _hints(cls)
     for item in dataclasses.fields(cls):
@@ -137,15 +143,19 @@ def _dataclass_fields(
         else:
             default = getattr(group_default, item.name)
         if dataclasses.is_dataclass(annotation):
-            yield from _dataclass_fields(annotation, path + ".", default, marks)
+            yield from _dataclass_fields(
+                annotation, path + ".", group_default=default, group_marks=marks
+            )
         else:
-            yield Field(path, annotation, default, cls, marks)
+            yield Field(path, annotation, default, meaning=cls, marks=marks)
 
 
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def _parameter_fields(cls: type, prefix: str) -> Iterator[Field]:
+    """Yields the parameters of `__init__` as fields; see `schema_of`."""
+    # mypy warns of `cls.__init__`, as a subclass may replace it. Only its signature is read.
     init: Any = vars(cls).get("__init__", cls.__init__)  # type: ignore[misc]
     try:
         hints = _hints(init)
@@ -161,9 +171,9 @@ def _parameter_fields(cls: type, prefix: str) -> Iterator[Field]:
             continue
         if name in hints:
             annotation, marks = hints[name]
-            yield Field(prefix + name, annotation, default, init, marks)
+            yield Field(prefix + name, annotation, default, meaning=init, marks=marks)
         elif default is not None and default is not MISSING:
-            yield Field(prefix + name, type(default), default, init)
+            yield Field(prefix + name, type(default), default, meaning=init)
 
 
 def _is_plain(value: object) -> bool:
@@ -172,7 +182,7 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _default(item: dataclasses.Field) -> object:
+def _default(item: dataclasses.Field[Any]) -> object:
     if item.default_factory is not MISSING:
         return item.default_factory()
     return item.default
@@ -189,11 +199,12 @@ def _is_open_group(annotation: object) -> bool:
 def parse_value(text: str, field: Field) -> Any:
     """Parses the text of `--config.path=text` as the field's type.
 
-    Tuples are written `1,2` or `(1, 2)`; booleans true/false/1/0/yes/no; absence
+    Tuples are written `1,2` or `(1, 2)`, booleans true/false/1/0/yes/no, and absence
     `none`.
 
     Raises:
-      ConfigError: naming the field, the text and what is required.
+      ConfigError: the text does not parse. The error names the field, the text and the
+        rule.
     """
     try:
         return annotations.parse(text, field.type)
@@ -202,9 +213,11 @@ def parse_value(text: str, field: Field) -> Any:
 
 
 def _wrong(field: Field, value: object, more: str = "") -> str:
-    """Formats the fault of a value that has not its field's type or range.
+    """Formats the fault of a value that does not have its field's type or range.
 
     Args:
+      field: the key.
+      value: the wrong value.
       more: a part of the rule that the annotation does not state.
     """
     required = annotations.describe(field.type) + more
@@ -233,10 +246,10 @@ def _shown(value: object) -> str:
 
 
 def faults(config: Any, prefix: str = "") -> list[str]:
-    """Lists the faults of a dataclass and of the dataclasses in it, a line each.
+    """Lists the faults of a dataclass and of the dataclasses in it, one line each.
 
-    Checks types and ranges, and the rules between values: those are in the method
-    `faults` of a dataclass that has some.
+    It checks types, ranges, and the rules between values. A dataclass with such rules
+    has a method `faults`.
     """
     values = {prefix + path: value for path, value in flatten(_to_dict(config)).items()}
     return [
@@ -246,10 +259,11 @@ def faults(config: Any, prefix: str = "") -> list[str]:
 
 
 def range_faults(values: Mapping[str, Any], schema: Schema) -> Iterator[str]:
-    """Yields a line for each value that has not its field's type or range.
+    """Yields a line for each value that does not have its field's type or range.
 
     Args:
-      values: by dotted path.
+      values: {dotted path: value}. Absent keys are not checked.
+      schema: fields by dotted path.
     """
     for path, field in schema.items():
         if path not in values:
@@ -272,7 +286,7 @@ def _rule_faults(config: Any) -> Iterator[str]:
 
 
 def unknown_field(path: str, schema: Iterable[str]) -> str:
-    """Formats the fault of a path that is no key, with the keys that may be meant."""
+    """Formats the fault of a path that is no key, and suggests keys."""
     schema = list(schema)
     inside = [name for name in schema if name.startswith(path + ".")]
     if inside:
@@ -280,9 +294,11 @@ def unknown_field(path: str, schema: Iterable[str]) -> str:
     hint = suggest(path, schema)
     if not hint:
         group = path.rpartition(".")[0]
-        beside = [name for name in schema if group and name.rpartition(".")[0] == group]
-        if 0 < len(beside) <= 8:
-            hint = f" There are {', '.join(beside)}."
+        siblings = [
+            name for name in schema if group and name.rpartition(".")[0] == group
+        ]
+        if 0 < len(siblings) <= 8:
+            hint = f" There are {', '.join(siblings)}."
         else:
             hint = " --help with this --config lists all fields."
     return f"{path}: no such field.{hint}"
@@ -297,6 +313,7 @@ def to_config_dict(instance: object) -> ConfigDict:
 
 
 def _to_dict(value: Any) -> Any:
+    """Converts dataclasses and mappings to nested dicts."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             f.name: _to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)
@@ -306,11 +323,11 @@ def _to_dict(value: Any) -> Any:
     return value
 
 
-def resolve(config: Mapping | ConfigDict, schema: Schema) -> dict[str, Any]:
-    """Makes `{path: value}` for each key of the schema, converted to its type.
+def resolve(config: Mapping[str, Any] | ConfigDict, schema: Schema) -> dict[str, Any]:
+    """Makes {path: value} of all keys of the schema, converted to their types.
 
     Raises:
-      ConfigError: every unknown path, wrong type and missing key without a default.
+      ConfigError: the unknown paths, wrong types, and missing keys without a default.
     """
     settings = flatten(config)
     values = {}
@@ -331,13 +348,13 @@ def resolve(config: Mapping | ConfigDict, schema: Schema) -> dict[str, Any]:
     return values
 
 
-def from_config_dict(cls: type[_T], config: Mapping | ConfigDict) -> _T:
+def from_config_dict(cls: type[_T], config: Mapping[str, Any] | ConfigDict) -> _T:
     """Makes the dataclass that a configuration describes. Absent keys take defaults.
 
     A ValueError of a `__post_init__` counts as a fault of its group.
 
     Raises:
-      ConfigError: with all faults at once.
+      ConfigError: all faults at once.
     """
     settings = flatten(config)
     open_groups = tuple(
@@ -352,16 +369,19 @@ def from_config_dict(cls: type[_T], config: Mapping | ConfigDict) -> _T:
     }
     values = unflatten(settings | resolve(closed, schema_of(cls)))
     faults: list[str] = []
-    instance = _build(cls, values, "", faults)
+    instance = _build(cls, values, prefix="", faults=faults)
     if faults:
         raise ConfigError(faults)
     return typing.cast(_T, instance)
 
 
 def _build(
-    cls: Any, values: Mapping[str, Any], prefix: str, faults: list[str]
+    cls: Any, values: Mapping[str, Any], *, prefix: str, faults: list[str]
 ) -> object:
-    """Makes a dataclass and those in it, or None after adding to `faults`."""
+    """Makes a dataclass and those in it.
+
+    The result is None if one has faults. These are added to `faults`.
+    """
     known_faults = len(faults)
     arguments = {}
     for item in dataclasses.fields(cls):
@@ -369,7 +389,9 @@ def _build(
         if dataclasses.is_dataclass(group):
             inside = values.get(item.name, {})
             inner_prefix = f"{prefix}{item.name}."
-            arguments[item.name] = _build(group, inside, inner_prefix, faults)
+            arguments[item.name] = _build(
+                group, inside, prefix=inner_prefix, faults=faults
+            )
         elif item.name in values:
             arguments[item.name] = values[item.name]
         else:  # an open group without values
@@ -388,8 +410,8 @@ def _build(
 # --- Comparing ------------------------------------------------------------------------
 
 
-def flatten(config: Mapping | ConfigDict) -> dict[str, Any]:
-    """Makes `{dotted path: leaf}` of a nested mapping. A flat one stays as it is."""
+def flatten(config: Mapping[str, Any] | ConfigDict) -> dict[str, Any]:
+    """Makes {dotted path: leaf} of a nested mapping. A flat one stays as it is."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, (Mapping, ConfigDict)):
@@ -400,7 +422,7 @@ def flatten(config: Mapping | ConfigDict) -> dict[str, Any]:
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes the nested dict of `{dotted path: leaf}`: the inverse of `flatten`."""
+    """Makes the nested dict of {dotted path: leaf}: the inverse of `flatten`."""
     nested: dict[str, Any] = {}
     for path, value in flat.items():
         *groups, name = path.split(".")
@@ -411,7 +433,9 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def diff(old: Mapping | ConfigDict, new: Mapping | ConfigDict) -> list[Change]:
+def diff(
+    old: Mapping[str, Any] | ConfigDict, new: Mapping[str, Any] | ConfigDict
+) -> list[Change]:
     """Lists the differences between two configurations.
 
     A list equals a tuple, because JSON has only lists.
@@ -433,6 +457,6 @@ def _as_lists(value: Any) -> Any:
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:
-    """Hashes a configuration to a sha256 hex digest, whatever the order of its keys."""
+    """Hashes a configuration to a sha256 hex digest that ignores the order of keys."""
     text = json.dumps(flatten(config), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -12,8 +12,8 @@ def key_name(key: object) -> str:
     """Names one key of a pytree path: a dict key, a field name or an index.
 
     Raises:
-      ValueError: the text is empty or holds the separator, so that names would be
-        ambiguous.
+      ValueError: the name is empty or holds the separator, so that names of leaves
+        would be ambiguous.
     """
     name = tree_util.keystr((key,), simple=True)
     if not name or SEPARATOR in name:
@@ -26,33 +26,32 @@ def key_name(key: object) -> str:
 
 
 def join(path: Sequence[object]) -> str:
-    """Names the leaf at a pytree `path`, e.g. "blocks/mlp/w"."""
+    """Names the leaf at a pytree path, for example "blocks/mlp/w"."""
     return SEPARATOR.join(key_name(key) for key in path)
 
 
 def flatten_names(tree: Any) -> dict[str, Any]:
-    """Makes {name: leaf} in flatten order; None and empty containers hold no leaves.
+    """Makes {name: leaf} in flatten order. None and empty containers hold no leaves.
 
     Dict keys, NamedTuple fields and sequence indexes become the parts of a name.
 
     Raises:
-      ValueError: a key holds the separator, or the tree is a single leaf without any
+      ValueError: a key holds the separator, or the tree is a single leaf without a
         name.
     """
     leaves, _ = tree_util.tree_flatten_with_path(tree)
     if len(leaves) == 1 and not leaves[0][0]:
         raise ValueError(
-            f"a tree with names is required, a single {type(tree).__name__} was given"
+            f"got a single {type(tree).__name__}, required a tree whose leaves have names"
         )
     return {join(path): leaf for path, leaf in leaves}
 
 
 def unflatten_names(names: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes nested dicts of {name: leaf}; indexes stay text, as the names do not tell
-    them.
+    """Makes nested dicts of {name: leaf}. Indexes become keys of text.
 
     Raises:
-      ValueError: one name is the beginning of another ("a" beside "a/b").
+      ValueError: one name is the beginning of another ("a" and "a/b").
     """
     nested: dict[str, Any] = {}
     for name, leaf in names.items():
@@ -67,7 +66,5 @@ def unflatten_names(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Adds up the bytes of all leaves, each counted once (global shapes, not per
-    device).
-    """
+    """Adds up the bytes of all leaves. Shapes are global: replicas are not counted."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in tree_util.tree_leaves(tree))

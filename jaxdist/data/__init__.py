@@ -1,6 +1,8 @@
-"""Data: sources, tokenizers, token files, and samples in an order that depends on
-nothing else than (seed, global sample index). Device placement is in
-`jaxdist.data.loader`; the rest needs no jax."""
+"""Data: sources, tokenizers, token files, and samples in a fixed order.
+
+The order depends on (seed, global sample index) alone. Only `jaxdist.data.loader` needs
+jax: it places batches on devices.
+"""
 
 from jaxdist.data.config import DataConfig
 from jaxdist.data.dataset import Dataset, SourceError

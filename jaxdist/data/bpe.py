@@ -1,8 +1,8 @@
 """Tokenizers of the `tokenizers` package (extra `text`); load it with `extras.load`.
 
-A tokenizer.json is a program: its patterns may backtrack for hours, its replacements
-fill the memory, and what the package does not expect ends in a panic. A file is
-therefore tried out first, in a process with limits; `python -m jaxdist.data.bpe` is
+A tokenizer.json is a program. Its patterns may backtrack for hours, its replacements
+may fill the memory, and unexpected content ends in a panic of the package. A file is
+therefore tried out first, in a process with limits. `python -m jaxdist.data.bpe` is
 that process.
 """
 
@@ -26,18 +26,19 @@ from jaxdist.data.tokenizer_config import SpecialTokens, TokenizerConfig
 from jaxdist.storage.digest import digest
 from jaxdist.storage.untrusted import read_bytes
 
-_MAX_ID = np.iinfo(np.int32).max  # what batches hold
-# Names under which published vocabularies hold the end of a document; the first one
-# present wins.
+_MAX_ID = np.iinfo(np.int32).max  # largest id that batches can hold
+# Names of the end of a document in published vocabularies. The first one that is present
+# wins.
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>")
-# More text than this hardly changes the merges of vocabularies up to 64k; it bounds the
-# time.
+# Characters that a tokenizer is trained on, to limit the time. More text hardly changes
+# the merges of vocabularies up to 64k.
 _TRAINING_CHARACTERS = 100_000_000
 
 
 class BpeTokenizer:
-    """A tokenizer.json file; see tokenizer.Tokenizer. Special ids are decoded to
-    nothing.
+    """Tokenizer of a tokenizer.json file; see tokenizer.Tokenizer.
+
+    Special ids are decoded to nothing.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class BpeTokenizer:
         """Makes the tokenizer of a file.
 
         Args:
-          special_tokens: what a text encodes to that spells one: its id, as the file
-            says, or its characters.
-          config: what the files beside `content` say.
+          content: text of the tokenizer.json.
+          special_tokens: encoding of a text that spells a special token: tokens = its
+            id, text = its characters.
+          config: settings in the other files of the folder.
 
         Raises:
           ConfigError: `content` is no tokenizer.json.
@@ -62,6 +64,7 @@ class BpeTokenizer:
             self._open(content, special_tokens)
 
     def _open(self, content: str, special_tokens: SpecialTokens) -> None:
+        """Parses the file, and finds the ids that have a meaning."""
         tokenizer = Tokenizer.from_str(content)
         tokenizer.encode_special_tokens = special_tokens == "text"
         tokenizer.no_padding()
@@ -69,34 +72,45 @@ class BpeTokenizer:
         self._tokenizer = tokenizer
         end_tokens = [tokenizer.token_to_id(name) for name in _END_NAMES]
         end = next((i for i in end_tokens if i is not None), None)
-        before = tokenizer.encode("", add_special_tokens=True).ids[:1]
+        # The file may put a begin token before a text, or only an end token after it.
+        begin = tokenizer.encode("", add_special_tokens=True).ids[:1]
         self.end_of_document: int | None = end
-        self.begin_of_document: int | None = next((i for i in before if i != end), None)
-        ids = (*tokenizer.get_vocab(with_added_tokens=True).values(), *before)
+        self.begin_of_document: int | None = next((i for i in begin if i != end), None)
+        ids = (*tokenizer.get_vocab(with_added_tokens=True).values(), *begin)
         self.vocab_size = max(ids, default=-1) + 1
         if not 1 <= self.vocab_size <= _MAX_ID:
             raise ConfigError(
                 f"its largest id is {self.vocab_size - 1}; required 0 to {_MAX_ID - 1}"
             )
-        end_of_text = tokenizer.token_to_id(self.config.special.get("eos_token", ""))
-        named = {*self.config.end_ids, end_of_text, end}
-        # Ids beyond the vocabulary, which some configs name, are never drawn.
-        drawn = {i for i in named if i is not None and 0 <= i < self.vocab_size}
-        self.end_ids = tuple(sorted(drawn))
+        self.end_ids = self._end_ids()
         self.special_tokens = {}
         if special_tokens == "tokens":
             added = tokenizer.get_added_tokens_decoder()
             self.special_tokens = {
                 i: token.content for i, token in added.items() if token.special
             }
-        # Caches of the two settings must not be mixed up.
-        how = ["special tokens"] if self.special_tokens else []
-        self.fingerprint = digest(tokenizer.to_str(), *how)
+        # Token caches of both settings need different keys.
+        setting = ["special tokens"] if self.special_tokens else []
+        self.fingerprint = digest(tokenizer.to_str(), *setting)
+
+    def _end_ids(self) -> tuple[int, ...]:
+        """Collects the ids that end a generated text, ascending."""
+        eos_token = self.config.special.get("eos_token", "")
+        named = {
+            *self.config.end_ids,
+            self._tokenizer.token_to_id(eos_token),
+            self.end_of_document,
+        }
+        # Some configs name ids beyond the vocabulary, which are never sampled.
+        known = [i for i in named if i is not None and 0 <= i < self.vocab_size]
+        return tuple(sorted(known))
 
     def encode(self, text: str) -> np.ndarray:
+        """Encodes a text to ids, [length] int32, without special ids around it."""
         return self.encode_documents([text])[0]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encodes each text to ids, int32, on all cores."""
         with _failures("the tokenizer (data.tokenizer) cannot encode a text"):
             encodings = self._tokenizer.encode_batch_fast(
                 list(texts), add_special_tokens=False
@@ -106,6 +120,7 @@ class BpeTokenizer:
     def encode_spans(
         self, texts: Sequence[tuple[str, Spans]]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Encodes each text to ids, and marks the ids that overlap its ranges."""
         with _failures("the tokenizer (data.tokenizer) cannot encode a text"):
             encodings = self._tokenizer.encode_batch(
                 [text for text, _ in texts], add_special_tokens=False
@@ -114,33 +129,35 @@ class BpeTokenizer:
         for encoding, (_, spans) in zip(encodings, texts, strict=True):
             inside = np.zeros(len(encoding.ids), bool)
             for span in spans:
-                places = [encoding.char_to_token(i) for i in range(*span)]
-                tokens = [place for place in places if place is not None]
+                indices = [encoding.char_to_token(i) for i in range(*span)]
+                tokens = [index for index in indices if index is not None]
                 if tokens:  # a character may be in no token
                     inside[tokens[0] : tokens[-1] + 1] = True
             encoded.append((np.asarray(encoding.ids, np.int32), inside))
         return encoded
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Decodes ids to a text, without special tokens."""
         with _failures("the tokenizer (data.tokenizer) cannot decode ids"):
-            return self._tokenizer.decode(
+            text: str = self._tokenizer.decode(
                 [int(i) for i in ids], skip_special_tokens=True
             )
+        return text
 
 
 @contextlib.contextmanager
-def _failures(what: str) -> Iterator[None]:
-    """Raises ConfigError where the package fails in the body."""
+def _failures(problem: str) -> Iterator[None]:
+    """Turns an error of the package in the body into a ConfigError."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{what}: {error}") from None
+        raise ConfigError(f"{problem}: {error}") from None
     except BaseException as error:
-        # It raises bare Exception, and PanicException, which is none.
+        # The package raises Exception itself, and PanicException, which is none.
         is_panic = type(error).__name__ == "PanicException"
         if not isinstance(error, Exception) and not is_panic:
             raise
-        raise ConfigError(f"{what}: {one_line(error)}") from error
+        raise ConfigError(f"{problem}: {one_line(error)}") from error
 
 
 def load(
@@ -149,13 +166,14 @@ def load(
     """Loads the tokenizer of a tokenizer.json file, after a trial.
 
     Args:
-      cache: folder that remembers files that passed; None: the file is tried out in any
-        case.
+      path: the file.
+      cache: folder that remembers the files that have passed. None tries the file out
+        in any case.
       special_tokens: see BpeTokenizer.
 
     Raises:
-      ConfigError: the file is no such thing, or fails or takes too long; a file beside
-        it is malformed.
+      ConfigError: the file is no tokenizer.json, or fails or takes too long. Or another
+        file of its folder is malformed.
     """
     try:
         data = read_bytes(path)
@@ -164,11 +182,17 @@ def load(
         fault = f"{one_line(error)}; copy it again, or use another one"
         raise ConfigError(f"data.tokenizer={path}: {fault}") from error
     try:
-        trial.once("tokenizer", tokenizers.__version__, __name__, data, cache)
-        beside = TokenizerConfig()
+        trial.once(
+            "tokenizer",
+            version=tokenizers.__version__,
+            module=__name__,
+            content=data,
+            cache=cache,
+        )
+        config = TokenizerConfig()
         if path.name == TOKENIZER_FILE:
-            beside = tokenizer_config.read(path.parent)
-        return BpeTokenizer(content, special_tokens, beside)
+            config = tokenizer_config.read(path.parent)
+        return BpeTokenizer(content, special_tokens, config)
     except ConfigError as error:
         raise ConfigError(f"data.tokenizer={path}: {error}") from error
 
@@ -184,8 +208,9 @@ def _try_out(content: bytes) -> None:
 
 
 def _trial_texts(content: str) -> Iterator[str]:
-    """Yields short texts on which patterns backtrack: runs of each character that a
-    pattern names.
+    """Yields short texts on which patterns backtrack.
+
+    They are runs of each character that a pattern names.
     """
     patterns = re.findall(r'"Regex"\s*:\s*("(?:[^"\\]|\\.)*")', content)
     named = "".join(json.loads(pattern) for pattern in patterns)
@@ -198,11 +223,12 @@ def _trial_texts(content: str) -> Iterator[str]:
 
 
 def train(texts: Sequence[Iterable[str]], size: int) -> str:
-    """Trains a byte-level BPE with `size` ids, and gives its tokenizer.json.
+    """Trains a byte-level BPE with `size` ids, and returns its tokenizer.json.
 
     Args:
-      texts: of each source; of each, the first 100 million characters / number of
-        sources are used.
+      texts: texts of each source. The sources have equal shares of the first 100
+        million characters.
+      size: number of ids.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -210,7 +236,7 @@ def train(texts: Sequence[Iterable[str]], size: int) -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=[_END_NAMES[0]],
-        # so that every text can be encoded
+        # With all bytes, every text can be encoded.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -218,14 +244,17 @@ def train(texts: Sequence[Iterable[str]], size: int) -> str:
     tokenizer.train_from_iterator(
         chain(*(_capped(source, share) for source in texts)), trainer
     )
-    return tokenizer.to_str()
+    content: str = tokenizer.to_str()
+    return content
 
 
-def _capped(texts: Iterable[str], left: int) -> Iterator[str]:
+def _capped(texts: Iterable[str], num_characters: int) -> Iterator[str]:
+    """Yields texts until they have `num_characters`."""
+    remaining = num_characters
     for text in texts:
-        yield text[:left]
-        left -= len(text)
-        if left <= 0:
+        yield text[:remaining]
+        remaining -= len(text)
+        if remaining <= 0:
             return
 
 

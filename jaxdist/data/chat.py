@@ -1,8 +1,10 @@
-"""Chats, and prompts with completions, as tokens, and which of these are learned.
+"""Chats, and prompts with completions, as tokens and their weights.
 
-Learned are the assistant's turns, each with what ends it, and of prompts with
-completions the completions. What is the assistant's, a template may mark; of one that
-does not, a turn is by what rendering it adds.
+The learned tokens of a chat are the assistant's turns, each with its end. A completion
+is learned, its prompt is not.
+
+A template may mark the assistant's text. If it does not, the text that a turn adds to
+the rendered chat is the turn.
 """
 
 import json
@@ -22,9 +24,10 @@ from jaxdist.data.tokenizer import Tokenizer
 from jaxdist.storage.digest import digest
 from jaxdist.storage.untrusted import read_bytes
 
-_VERSION = 1  # of the rules below; part of the cache key
-_ANSWER = "answer-0f3a"  # a text that no template has
-_NOTES = {  # what is said of rows that are not as usual
+_VERSION = 1  # version of the rules below, a part of the cache key
+_ANSWER = "answer-0f3a"  # a text that no template contains
+# Lines to log about unusual rows.
+_NOTES = {
     "last": "the chat template rewrites earlier turns, so the last turn alone is learned",
     "mismatch": "the whole does not begin with the prompt's tokens; as many are not learned",
 }
@@ -33,25 +36,26 @@ Span = tuple[int, int]
 
 
 class _Example(NamedTuple):
-    """A row as text."""
+    """Text of a row, and the parts of it that are learned."""
 
     text: str
-    learned: Sequence[Span] = ()  # ranges of characters
-    # the text before what is learned, where that is how the row says it
+    learned: Sequence[Span] = ()  # ranges of characters that are learned
+    # text before the completion, which is learned; None = `learned` has the ranges
     prompt: str | None = None
-    begins: bool = False  # whether what begins a document comes first
-    note: str = ""  # a key of _NOTES
+    begins: bool = False  # whether to insert the begin-of-document id
+    note: str = ""  # a key of _NOTES; "" = the row is as usual
 
 
 class ChatEncoder:
-    """Makes tokens and weights of rows; made by `open_encoder`."""
+    """Encoder of rows to tokens and weights. `open_encoder` makes it."""
 
     def __init__(self, tokenizer: Tokenizer, template: Any = None) -> None:
-        """Makes an encoder.
+        """Finds the end of a turn in the template.
 
         Args:
-          template: a chat_template.ChatTemplate; None: rows have prompts and
-            completions that are texts.
+          tokenizer: tokenizer of the texts.
+          template: a chat_template.ChatTemplate. None if prompts and completions are
+            texts.
         """
         self.tokenizer = tokenizer
         self.template = template
@@ -84,14 +88,14 @@ class ChatEncoder:
         """Encodes rows.
 
         Args:
-          documents: rows as JSON, see `chat_rows`.
+          documents: rows as JSON; see `chat_rows`.
 
         Returns:
-          The ids of each; its weights (1: learned); how many rows were not as usual, by
-          key of _NOTES.
+          The ids of each row; the weights of its ids (1 = learned); the number of
+          unusual rows, by key of _NOTES.
 
         Raises:
-          ConfigError: a row that the template refuses, by its id.
+          ConfigError: the template refuses a row. The error names the row's id.
         """
         examples = []
         for document in documents:
@@ -103,17 +107,17 @@ class ChatEncoder:
         encoded = self.tokenizer.encode_spans(
             [(example.text, example.learned) for example in examples]
         )
-        prompts = [e.prompt for e in examples if e.prompt is not None]
+        prompts = [example.prompt for example in examples if example.prompt is not None]
         encoded_prompts = iter(self.tokenizer.encode_documents(prompts))
         begin = self.tokenizer.begin_of_document
         ids = []
         weights = []
         for example, (tokens, learned) in zip(examples, encoded, strict=True):
             if example.prompt is not None:
-                before = next(encoded_prompts)
-                if not np.array_equal(tokens[: len(before)], before):
+                prompt = next(encoded_prompts)
+                if not np.array_equal(tokens[: len(prompt)], prompt):
                     notes["mismatch"] += 1
-                learned = np.arange(len(tokens)) >= len(before)
+                learned = np.arange(len(tokens)) >= len(prompt)
             if example.begins and begin is not None:
                 tokens = np.insert(tokens, 0, begin)
                 learned = np.insert(learned, 0, 0)
@@ -122,37 +126,40 @@ class ChatEncoder:
         return ids, weights, notes
 
     def notes(self, counts: Counter[str]) -> list[str]:
-        """Writes a line for each kind of rows that were not as usual."""
+        """Formats a line for each kind of unusual rows."""
         return [
             f"{counts[key]} rows: {text}" for key, text in _NOTES.items() if counts[key]
         ]
 
     def _example(self, row: Mapping[str, Any]) -> _Example:
+        """Formats a row as text, with the parts that are learned."""
         options = {"tools": row["tools"]} if "tools" in row else {}
         if "messages" in row:
             return self._conversation(row["messages"], options)
         prompt = row["prompt"]
         completion = row["completion"]
         if isinstance(prompt, str):
-            whole = prompt + completion
-            if not whole.endswith(self._end):
-                whole += self._end
-            return _Example(whole, prompt=prompt, begins=True)
-        before, _ = self._render(prompt, add_generation_prompt=True, **options)
+            text = prompt + completion
+            if not text.endswith(self._end):
+                text += self._end
+            return _Example(text, prompt=prompt, begins=True)
+        prompt_text, _ = self._render(prompt, add_generation_prompt=True, **options)
         text, _ = self._render([*prompt, *completion], **options)
-        return _Example(text, prompt=before)
+        return _Example(text, prompt=prompt_text)
 
     def _conversation(self, messages: Messages, options: Mapping[str, Any]) -> _Example:
+        """Renders messages, and finds the assistant's turns in the text."""
         text, marked = self._render(messages, **options)
         if self.template.marks_answers:
             return _Example(text, marked)
         answers = [
-            self._added(messages[: i + 1], options)
-            for i, message in enumerate(messages)
+            self._added(messages[:end], options)
+            for end, message in enumerate(messages, 1)
             if message["role"] == "assistant"
         ]
         if all(answer and text.startswith(answer[0]) for answer in answers):
             return _Example(text, [answer[1] for answer in answers if answer])
+        # The template renders an earlier turn differently once others follow.
         last = answers[-1]
         if last and messages[-1]["role"] == "assistant":
             return _Example(text, [last[1]], note="last")
@@ -161,34 +168,42 @@ class ChatEncoder:
     def _added(
         self, messages: Messages, options: Mapping[str, Any]
     ) -> tuple[str, Span] | None:
-        """Finds what the last turn of a conversation, an answer, adds to its text.
+        """Finds the text that the last turn of a conversation, an answer, adds.
 
         Returns:
-          The text, and the range of characters of the answer. None: the text does not
-          begin with what the assistant is given to answer.
+          The text of the conversation, and the answer's range of characters. None if
+          the text does not begin with the prompt of the answer.
         """
-        earlier = messages[:-1]
         try:
-            before, _ = self._render(earlier, add_generation_prompt=True, **options)
-            whole, _ = self._render(messages, **options)
+            prompt, _ = self._render(
+                messages[:-1], add_generation_prompt=True, **options
+            )
+            text, _ = self._render(messages, **options)
         except ConfigError:
-            # Some templates refuse what does not end, or begin, with a user's turn.
+            # Some templates refuse chats that do not begin or end with a user's turn.
             return None
-        if not whole.startswith(before):
+        if not text.startswith(prompt):
             return None
-        return whole, (len(before), len(whole))
+        return text, (len(prompt), len(text))
 
     def _render(self, messages: Messages, **options: Any) -> tuple[str, list[Span]]:
+        """Renders messages by the template.
+
+        Raises:
+          ConfigError: there is no template, or it refuses the messages.
+        """
         if self.template is None:
             raise ConfigError(
                 "messages need a chat template, and the tokenizer has none; "
                 "set data.chat_template=FILE.jinja"
             )
-        return self.template.render(messages, **options)
+        rendered: tuple[str, list[Span]] = self.template.render(messages, **options)
+        return rendered
 
     def _turn_ends(self) -> list[int]:
-        """Finds the special token (of bytes: the control character) that follows an
-        answer, if one does.
+        """Finds the special token that follows an answer; [] if there is none.
+
+        For a tokenizer of bytes it is a control character.
         """
         chat = [
             {"role": "user", "content": "a"},
@@ -198,26 +213,29 @@ class ChatEncoder:
             text, _ = self._render(chat)
         except ConfigError:
             return []
-        _, answer, after = text.rpartition(_ANSWER)
+        _, answer, end = text.rpartition(_ANSWER)
         if not answer:
             return []
-        ends = set(self.tokenizer.special_tokens)
+        possible_ends = set(self.tokenizer.special_tokens)
         if not self.tokenizer.content:
-            ends = {i for i in range(32) if chr(i) not in "\t\n\r"}
-        return [i for i in self.tokenizer.encode(after)[:1].tolist() if i in ends]
+            possible_ends = {i for i in range(32) if chr(i) not in "\t\n\r"}
+        first = self.tokenizer.encode(end)[:1].tolist()
+        return [token for token in first if token in possible_ends]
 
 
 def open_encoder(
     config: DataConfig, tokenizer: Tokenizer, folder: Path | None = None
 ) -> ChatEncoder:
-    """Makes the encoder of a config's rows, with its template or the tokenizer's own.
+    """Makes the encoder of a config's rows, with its chat template or the tokenizer's.
 
     Args:
-      folder: where a run has kept a template (its workdir), which then is the one.
+      config: settings of the data.
+      tokenizer: tokenizer of the texts.
+      folder: workdir of a run. A template that it has kept takes precedence.
 
     Raises:
-      ConfigError: the template cannot be read, is none, or is harmful.
-      ImportError: naming the extra, where jinja2 is not installed.
+      ConfigError: the template cannot be read, is invalid, or is harmful.
+      ImportError: jinja2 is not installed. The error names the extra.
     """
     kept = tokenizer_config.kept_template(folder)
     where = "the tokenizer's chat template"

@@ -1,10 +1,9 @@
-"""Chat templates (package `jinja2`), rendered as transformers renders them; load it
-with `extras.load`.
+"""Chat templates (package `jinja2`); load this module with `extras.load`.
 
-A template is a program of a model's author: it runs in jinja2's sandbox, where it
-cannot reach files, modules or attributes of Python's own. Loops and long texts it can
-make, so it is tried out first, like a tokenizer.json; `python -m
-jaxdist.data.chat_template` is that process.
+They are rendered as transformers renders them. A template is a program of a model's
+author. It runs in jinja2's sandbox, where it cannot reach files, modules or Python's
+attributes. It can still loop or make long texts, so it is tried out first, like a
+tokenizer.json. `python -m jaxdist.data.chat_template` is the process of the trial.
 """
 
 import contextlib
@@ -32,13 +31,17 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplate:
-    """A template and the special tokens that it may name (`bos_token`, ...)."""
+    """Template, and the special tokens that it may name (`bos_token`, ...)."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         """Compiles a template.
 
+        Args:
+          source: text of the template.
+          special: {name: text} of special tokens.
+
         Raises:
-          ConfigError: `source` is none.
+          ConfigError: `source` is no template.
         """
         self.source = source
         self._special = dict(special)
@@ -54,10 +57,12 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], **options: Any
     ) -> tuple[str, list[Span]]:
-        """Writes a conversation as a text.
+        """Renders a conversation as a text.
 
         Args:
-          options: what else the template may read: `add_generation_prompt`, `tools`.
+          messages: turns of the conversation.
+          **options: further variables of the template: `add_generation_prompt`,
+            `tools`.
 
         Returns:
           The text, and the ranges of characters that the template marks as generated.
@@ -79,38 +84,36 @@ class ChatTemplate:
             for block in self._template.generate(messages=list(messages), **variables):
                 tracker.blocks.append(block)
         except Exception as error:
-            # whatever an author's program raises: undefined names, wrong types
+            # A template may raise any type, for undefined names or wrong types.
             raise ConfigError(f"its chat template fails: {one_line(error)}") from error
         return "".join(tracker.blocks), tracker.spans
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`: what is between is the model's own
-    text.
-    """
+    """Extension for `{% generation %}`, which marks the model's text in a template."""
 
     tags = {"generation"}
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
-        self.blocks: list[str] = []  # of the text so far
+        self.blocks: list[str] = []  # parts of the text that are rendered so far
         self.spans: list[Span] = []
 
     def parse(self, parser: Any) -> nodes.Node:
-        """Makes a call of `_mark` on what the two tags enclose."""
+        """Replaces both tags by a call of `_mark` on the text between them."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
     def _mark(self, caller: Any) -> str:
-        text = caller()
+        text: str = caller()
         start = sum(map(len, self.blocks))
         self.spans.append((start, start + len(text)))
         return text
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Makes the environment that templates are written for: that of transformers."""
+    """Makes the environment that templates are written for, that of transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -120,7 +123,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Writes JSON as it is: jinja2's own filter escapes it for HTML."""
+    """Formats JSON without escapes for HTML, which jinja2's own filter adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -141,17 +144,23 @@ def load(
     """Loads a template, after a trial.
 
     Args:
-      where: what names it in errors: "data.chat_template=chat.jinja".
-      cache: folder that remembers templates that passed; None: it is tried out in any
+      source: text of the template.
+      special: {name: text} of special tokens.
+      where: name of the template in errors, such as "data.chat_template=chat.jinja".
+      cache: folder that remembers templates that have passed. None tries it out in any
         case.
 
     Raises:
-      ConfigError: it is no template, or takes too long or too much memory on a short
-        conversation.
+      ConfigError: the text is no template, or takes too long or too much memory on a
+        short conversation.
     """
     try:
         trial.once(
-            "chat-template", jinja2.__version__, __name__, source.encode(), cache
+            "chat-template",
+            version=jinja2.__version__,
+            module=__name__,
+            content=source.encode(),
+            cache=cache,
         )
         return ChatTemplate(source, special)
     except ConfigError as error:
@@ -159,7 +168,7 @@ def load(
 
 
 def _try_out(content: bytes) -> None:
-    """Renders a short conversation; what a template refuses is no fault of its own."""
+    """Renders short conversations. A template may refuse them."""
     special = {"bos_token": "<>", "eos_token": "<>"}
     template = ChatTemplate(content.decode(), special)
     turns = [

@@ -1,4 +1,4 @@
-"""The options `data.*`, and the rules between them."""
+"""Settings of data, `data.*`, and the rules between them."""
 
 import dataclasses
 import re
@@ -28,47 +28,46 @@ else:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Where the tokens come from, how they are cut into samples, and what is
-    held out.
-    """
+    """Settings of the corpus, of how it is cut into samples, and of held-out data."""
 
-    # kind of corpus; stdlib = the sources of the running Python
+    # kind of corpus; stdlib = the source files of the running Python
     source: SourceName = "stdlib"
     # files, folders or globs, comma separated; huggingface: NAME[:CONFIG[:SPLIT]]
     path: str = ""
-    # for source=mixture: "weight:source:path", weight > 0
+    # sources of source=mixture, each as "weight:source:path" with weight > 0
     mixture: tuple[str, ...] = ()
     # name of the text field or column (jsonl, huggingface, parquet)
     text_field: str = "text"
-    # what a record is: a text in text_field, or messages, or prompt and completion
-    # (extra chat)
+    # content of a record: text = a text in text_field; chat = messages, or prompt and
+    # completion (extra chat)
     format: Literal["text", "chat"] = "text"
-    # file of a jinja template, for format=chat; "" = the tokenizer's own
+    # file of a jinja template, for format=chat; "" = the template of the tokenizer
     chat_template: str = ""
-    # bytes | bpe:SIZE (trained once, saved) | path of a tokenizer.json
+    # bytes, bpe:SIZE (trained once and saved), or the path of a tokenizer.json
     tokenizer: str = "bytes"
-    # what a text encodes to that spells a special token: tokens = its id, text = its
-    # characters
+    # encoding of a text that spells a special token: tokens = the id of the token, text =
+    # its characters
     special_tokens: SpecialTokens = "tokens"
-    # documents: the loss crosses no border
+    # way to cut rows: window = windows of the token stream; documents = packed documents,
+    # whose targets and attention cross no border
     packing: Literal["window", "documents"] = "window"
-    # documents longer than a sequence: split = the rest goes on in other rows, truncate
-    # = it is left out, auto = split, but truncate for format=chat
+    # treatment of documents longer than a sequence: split = continue in other rows,
+    # truncate = drop the excess, auto = split, but truncate for format=chat
     long_documents: Literal["auto", "split", "truncate"] = "auto"
-    # of packed rows to the microbatches and devices of a step; attention = so that
-    # these have equal work
+    # assignment of packed rows to the microbatches and devices of a step: none = in
+    # order, attention = equal attention work for each
     balance: Annotated[Literal["none", "attention"], Resume("harmless")] = "none"
-    # of headerless .bin files (source=bin)
+    # type of the tokens in headerless .bin files (source=bin)
     bin_dtype: Literal["uint16", "uint32"] = "uint16"
-    # documents held out of every 256, chosen by hash of id
+    # number of held-out documents in every 256, chosen by a hash of their ids
     validation_share: Annotated[int, Interval(ge=0, le=255)] = 13
-    # separate held-out corpus of the same source; then no hash split
+    # separate held-out corpus of the same source; "" = hold out by validation_share
     validation_path: str = ""
-    # targets scored per evaluation and source; 0 = all
+    # number of targets to score per evaluation and source; 0 = all
     validation_tokens: Annotated[int, Interval(ge=0, le=2**62), Resume("harmless")] = 0
-    # folder for tokenised corpora, trained BPE, packings
+    # folder for tokenized corpora, trained BPE tokenizers and packing plans
     cache_dir: Annotated[str, Resume("harmless")] = "~/.cache/jaxdist"
-    # batches prepared ahead by a thread; 0 = none
+    # number of batches that a thread prepares ahead; 0 = no thread
     prefetch: Annotated[int, Interval(ge=0, le=64), Resume("harmless")] = 2
 
     def cache_folder(self) -> Path:
@@ -77,8 +76,9 @@ class DataConfig:
 
     @property
     def name(self) -> str:
-        """Source and path as logs and errors show them, also a path that is not
-        UTF-8.
+        """The source and its path for logs and errors.
+
+        Bytes of the path that are not UTF-8 are escaped.
         """
         text = self.source
         if self.path:
@@ -87,7 +87,7 @@ class DataConfig:
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """The endings of the files that the source takes from a folder; () if all."""
+        """The endings of files that the source reads from a folder; () = all."""
         return SOURCES[self.source].endings
 
     @property
@@ -97,19 +97,19 @@ class DataConfig:
 
     @property
     def truncates(self) -> bool:
-        """Whether documents longer than a sequence are cut off there."""
+        """Whether the excess of documents longer than a sequence is dropped."""
         if self.long_documents == "auto":
             return self.format == "chat"
         return self.long_documents == "truncate"
 
     @property
     def cut(self) -> str:
-        """How documents become samples, as the data's fingerprint has it."""
+        """The way documents become samples, as a part of the data's fingerprint."""
         is_usual = self.truncates == (self.format == "chat")
         return self.packing if is_usual else f"{self.packing} {self.long_documents}"
 
     def faults(self) -> list[str]:
-        """Lists the contradictions between the options, a line each."""
+        """Lists the contradictions between the settings, one line each."""
         if self.source not in SOURCES:  # the range of the key is checked elsewhere
             return []
         return [*self._source_faults(), *self._cut_faults(), *self._chat_faults()]
@@ -140,8 +140,8 @@ class DataConfig:
             )
         if source.from_caller:
             yield (
-                f"data.source={self.source} is what jaxdist.fit writes: "
-                "only there batches are given."
+                f"data.source={self.source} is only for jaxdist.fit, "
+                "whose caller passes batches."
             )
 
     def _cut_faults(self) -> Iterator[str]:
@@ -166,7 +166,7 @@ class DataConfig:
         if self.format == "text":
             if self.chat_template:
                 yield (
-                    f"data.chat_template={self.chat_template}: nothing is a chat; "
+                    f"data.chat_template={self.chat_template} is only for chats; "
                     "set data.format=chat."
                 )
             return
@@ -188,12 +188,15 @@ class DataConfig:
 
 
 def parts_of(config: DataConfig) -> tuple[list[float], list[DataConfig]]:
-    """Splits a config into its parts, one source each, and their weights.
+    """Splits a config into the configs of its sources, and their weights.
 
     A config that is no mixture is its only part.
 
+    Returns:
+      weights and configs, one for each source.
+
     Raises:
-      ConfigError: with all faults of all entries.
+      ConfigError: all faults of all entries.
     """
     if not isinstance(SOURCES[config.source], Mixture):
         return [1.0], [config]
@@ -201,8 +204,7 @@ def parts_of(config: DataConfig) -> tuple[list[float], list[DataConfig]]:
     parts = []
     faults = []
     kinds = parts_of_mixtures()
-    # One text may hold several entries, as the command line gives them; a path may hold
-    # commas too.
+    # The command line may pass several entries as one text. A path may hold commas, too.
     for entry in re.split(r",\s*(?=[\d.]+:)", ",".join(config.mixture)):
         match = re.fullmatch(r"(\d+\.?\d*|\.\d+):(\w+):?(.*)", entry)
         if not match or float(match[1]) == 0 or match[2] not in kinds:

@@ -1,7 +1,6 @@
-"""A dataset: samples of fixed length, ordered by (seed, global sample index) and
-nothing else.
+"""Dataset: samples of fixed length, in an order of (seed, global sample index) alone.
 
-Shapes: B rows asked for, S sequence length, G global batch. Nothing here knows of
+Shapes: B rows to read, S sequence length, G global batch. A dataset does not know of
 processes: the caller names the rows of the global batch that it wants.
 """
 
@@ -17,20 +16,20 @@ from jaxdist.data.packing import Batch, PackedDocuments
 from jaxdist.data.shuffle import Mixture, order_key, permute
 from jaxdist.data.tokenizer import Tokenizer
 
-# `sample` is int32; randomness folded from it repeats after 2^31 samples
+# `sample` is int32, so random numbers that are derived from it repeat after 2^31 samples.
 SAMPLE_MASK = 0x7FFFFFFF
 _ALL_ROWS = slice(None)
 
 
 class SourceError(RuntimeError):
-    """A source failed while it was read; the text names it."""
+    """Error of a source that failed while it was read. The text names the source."""
 
 
 class Samples(Protocol):
     """Rows of a batch, by number."""
 
     num_rows: int
-    num_targets: int  # predictions of all rows
+    num_targets: int  # number of predictions in all rows
 
     def read(self, rows: np.ndarray) -> Batch:
         """Reads the rows [B], in any order."""
@@ -38,19 +37,20 @@ class Samples(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class DatasetSplit:
-    """The training or the held-out part of one source, cut into samples."""
+    """Training or held-out part of one source, cut into samples."""
 
     name: str
     samples: Samples
-    num_tokens: int  # of arrays: samples
-    num_bytes: float | None = None  # of their text, UTF-8; None: unknown
+    num_tokens: int  # number of tokens; of samples, if the source has arrays
+    num_bytes: float | None = None  # UTF-8 bytes of the text; None = unknown
     scanned: bool = True  # whether all token ids are known to be in the vocabulary
-    pads: bool = True  # whether rows past the end are empty, with weight 0
+    pads: bool = True  # whether rows past the end are empty rows with weight 0
 
 
 class Dataset:
-    """Training and held-out samples of one source or a mixture; `open_dataset` makes
-    it.
+    """Training and held-out samples of one source or of a mixture.
+
+    `open_dataset` makes it.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Dataset:
 
         Args:
           sides: the training part and the held-out part of each source.
-          weights: of the sources, in the training batches.
-          tokenizer: None: the tokens came without one.
-          vocab_size: of the model; None: ids are not checked.
-          seed: of the order.
-          fingerprint: of the tokens, the split, the cut and the mixture.
+          weights: shares of the sources in the training batches, of any sum.
+          tokenizer: tokenizer of the tokens; None if the source had tokens.
+          vocab_size: vocabulary size of the model. None skips the check of ids.
+          seed: seed of the order.
+          fingerprint: hash of the tokens, the split, the cut and the mixture.
         """
         train = [side[0] for side in sides]
         held_out = [side[1] for side in sides]
@@ -79,7 +79,7 @@ class Dataset:
         self.fingerprint = fingerprint
         self.tokenizer = tokenizer
         self.bytes_per_token = _bytes_per_token(train)
-        # of all held-out documents
+        # over all held-out documents
         self.validation_bytes_per_token = _bytes_per_token(held_out)
         self._samples: dict[str, list[Samples]] = {
             "train": [side.samples for side in train],
@@ -92,12 +92,13 @@ class Dataset:
         self._vocab_size = vocab_size
         self._ids_are_checked = all(side.scanned for side in (*train, *held_out))
         self._pads = all(side.pads for side in held_out)
-        self.num_train_samples = int(self._sizes.sum())  # one epoch of each
+        # samples in one epoch of each source
+        self.num_train_samples = int(self._sizes.sum())
         self.num_train_tokens = sum(side.num_tokens for side in train)
         self.num_validation_tokens = sum(side.samples.num_targets for side in held_out)
-        # None: they do not slide
+        # counts of sliding windows; None if held-out samples are no such windows
         self.validation_windows = sliding.total(self._samples["validation"])
-        # Held-out rows are numbered through all sources.
+        # Held-out rows have consecutive numbers over all sources.
         self._ends = np.cumsum([side.samples.num_rows for side in held_out])
 
     def train_batch(
@@ -106,13 +107,13 @@ class Dataset:
         """Reads rows of the global batch of `step`.
 
         Args:
-          step: updates finished before it, from 0.
+          step: updates finished before this batch, from 0.
           global_size: sequences per step, G.
-          rows: which of the G rows, all by default; a slice or [B] integers.
+          rows: rows to read out of G, as a slice or [B] integers. The default is all.
 
         Returns:
-          tokens, targets, positions [B, S] int32, weights [B, S] float32, sample [B]
-          int32 (the global sample index, modulo 2^31); with packing=documents also
+          tokens, targets, positions [B, S] int32, weights [B, S] float32, and sample
+          [B] int32 (the global sample index, modulo 2^31). With packing=documents also
           segment_ids [B, S] int32.
 
         Raises:
@@ -121,16 +122,18 @@ class Dataset:
         return self.read("train", step * global_size + np.arange(global_size)[rows])
 
     def reader_state(self, step: int) -> Any:
-        """Gives what a reader must be told to continue at `step`, as JSON; None: the
-        step says all.
+        """Returns the JSON state from which a reader continues at `step`.
+
+        It is None because the step alone determines the batch.
         """
         return None
 
     def go_to(self, step: int, state: Any) -> str:
-        """Tells the reader that `step` comes next.
+        """Makes `step` the next one to read.
 
         Args:
-          state: of `reader_state`; None: unknown.
+          step: the next step.
+          state: result of `reader_state`, or None if it is unknown.
 
         Returns:
           A line to print; "" if there is none.
@@ -140,11 +143,11 @@ class Dataset:
     def num_validation_batches(self, global_size: int) -> int:
         """Counts the batches of `global_size` rows that hold all held-out samples.
 
-        Samples of arrays have no weights, so no empty row can fill their last batch:
-        only whole batches count.
+        Samples of arrays have no weights, so no empty rows can fill their last batch.
+        Only whole batches of them count.
 
         Raises:
-          ConfigError: nothing is held out, or no whole batch.
+          ConfigError: there are no held-out samples, or fewer than a whole batch.
         """
         rows = int(self._ends[-1])
         count = rows // global_size
@@ -166,9 +169,9 @@ class Dataset:
     def validation_batch(
         self, number: int, global_size: int, rows: slice | np.ndarray = _ALL_ROWS
     ) -> Batch:
-        """Reads rows of held-out batch `number`; the last is filled with empty rows.
+        """Reads rows of held-out batch `number`. Empty rows fill the last batch.
 
-        Over all batches every held-out token that has a predecessor is a target once:
+        Over all batches, every held-out token with a predecessor is a target once: the
         weights sum to `num_validation_tokens`. See `train_batch`.
         """
         return self.read(
@@ -176,11 +179,12 @@ class Dataset:
         )
 
     def read(self, split: str, indices: np.ndarray) -> Batch:
-        """Reads samples [B] of a split; see `train_batch`.
+        """Reads samples [B] of a split; see `train_batch` for the entries.
 
         Args:
-          split: "train" (any index >= 0) or "validation" (an index past the end gives
-            an empty row, with weights 0).
+          split: "train" or "validation".
+          indices: numbers of samples, [B], from 0. For "validation", an index past the
+            end gives an empty row with weights 0.
         """
         indices = np.asarray(indices, np.int64)
         if split == "train":
@@ -201,7 +205,11 @@ class Dataset:
         return batch | {"sample": (indices & SAMPLE_MASK).astype(np.int32)}
 
     def _check_ids(self, batch: Batch, place: str) -> None:
-        """Raises SourceError if a batch has an id outside the vocabulary."""
+        """Checks that all ids of a batch are in the vocabulary.
+
+        Raises:
+          SourceError: an id is not.
+        """
         tokens = batch["tokens"]
         targets = batch["targets"]
         smallest = min(int(tokens.min()), int(targets.min()))
@@ -211,20 +219,23 @@ class Dataset:
                 "required 0 or more"
             )
         largest = max(int(tokens.max()), int(targets.max()))
-        if fault := vocabulary_fault(self.name, largest, self._vocab_size):
+        fault = vocabulary_fault(self.name, largest, self._vocab_size)
+        if fault:
             raise SourceError(fault)
 
     def attention_work(
         self, step: int, global_size: int, chunks: int = 1
     ) -> np.ndarray | None:
-        """Counts the attention that each row of the global batch of `step` needs.
+        """Counts the attention work of each row of the global batch of `step`.
 
         Args:
-          chunks: equal parts of a row, counted apart.
+          step: updates finished before the batch.
+          global_size: sequences per step, G.
+          chunks: number of equal parts of a row that are counted separately.
 
         Returns:
-          Pairs of tokens of the same document, [G, chunks] int64; None if all rows need
-          the same.
+          Pairs of tokens of the same document, [G, chunks] int64. None if all rows have
+          the same work.
         """
         packed = []
         for samples in self._samples["train"]:
@@ -234,8 +245,8 @@ class Dataset:
         source, rows = self._locate(step * global_size + np.arange(global_size))
         work = np.empty((global_size, chunks), np.int64)
         for number in np.unique(source):
-            mine = source == number
-            work[mine] = packed[number].attention_work(rows[mine], chunks)
+            chosen = source == number
+            work[chosen] = packed[number].attention_work(rows[chosen], chunks)
         return work
 
     def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -252,8 +263,14 @@ class Dataset:
 
 
 def vocabulary_fault(name: str, largest: int | None, vocab_size: int | None) -> str:
-    """Explains why a source's largest token id does not fit the model; "" if it does,
-    or if one of them is unknown.
+    """Describes a token id that does not fit the model's vocabulary.
+
+    The result is "" if the ids fit, or if one of the arguments is unknown.
+
+    Args:
+      name: name of the source.
+      largest: largest token id of the source; None = unknown.
+      vocab_size: vocabulary size of the model; None = unknown.
     """
     if largest is None or vocab_size is None or largest < vocab_size:
         return ""
@@ -266,21 +283,23 @@ def vocabulary_fault(name: str, largest: int | None, vocab_size: int | None) -> 
 def _read(samples: list[Samples], source: np.ndarray, rows: np.ndarray) -> Batch:
     """Reads a batch whose row i is row `rows[i]` of `samples[source[i]]`."""
     numbers = np.unique(source)
-    if len(numbers) == 1:  # nothing to merge, and constant arrays stay the same objects
-        return samples[numbers[0]].read(rows)
+    if len(numbers) == 1:
+        # Constant arrays stay the same objects, which `loader.Placer` places only once.
+        return samples[int(numbers[0])].read(rows)
     batch: Batch = {}
     for number in numbers:
-        mine = source == number
-        for name, values in samples[number].read(rows[mine]).items():
+        chosen = source == number
+        for name, values in samples[number].read(rows[chosen]).items():
             if name not in batch:
                 batch[name] = np.empty((len(rows), *values.shape[1:]), values.dtype)
-            batch[name][mine] = values
+            batch[name][chosen] = values
     return batch
 
 
 def _bytes_per_token(sides: list[DatasetSplit]) -> float | None:
-    """Divides UTF-8 bytes by tokens, over all sides; None if one is unknown, or there
-    are no tokens.
+    """Divides UTF-8 bytes by tokens, over all sides.
+
+    The result is None if the bytes of a side are unknown, or if there are no tokens.
     """
     num_bytes = 0.0
     num_tokens = 0

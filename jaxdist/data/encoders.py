@@ -1,4 +1,4 @@
-"""The tokenizer of a dataset, opened or trained, and the encoder that uses it."""
+"""Tokenizer of a dataset, opened or trained, and the encoder that uses it."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -16,15 +16,17 @@ from jaxdist.storage.digest import digest
 def open_tokenizer(
     config: DataConfig, texts: list[Corpus], folder: Path | None, log: Log
 ) -> tuple[Tokenizer | None, Encoder | None]:
-    """Opens the tokenizer, and the encoder of documents that uses it; keeps what they
-    need in `folder`.
+    """Opens the tokenizer of a config, and the encoder of documents that uses it.
 
     Args:
-      texts: what the tokenizer is trained on, if it is to be trained.
+      config: settings of the data.
+      texts: corpora to train the tokenizer on, if it has to be trained.
+      folder: workdir that keeps the tokenizer's files; None = nowhere.
+      log: receives a line if a tokenizer is trained.
 
     Returns:
-      None twice for token ids that somebody else made, unless `data.tokenizer` names a
-      file.
+      The tokenizer and the encoder. Sources of token ids have neither, unless
+      `data.tokenizer` names a file.
     """
     name = config.tokenizer
     size = tokenizer.bpe_size(name)
@@ -32,7 +34,7 @@ def open_tokenizer(
         return None, None
     is_kept = bool(folder and (folder / tokenizer.TOKENIZER_FILE).is_file())
     if size and not is_kept:
-        name = str(_train_tokenizer(config, size, texts, log))
+        name = str(_train_tokenizer(config, size=size, texts=texts, log=log))
     loaded = tokenizer.load_tokenizer(
         name,
         folder=folder,
@@ -40,30 +42,38 @@ def open_tokenizer(
         special_tokens=config.special_tokens,
     )
     encoder: Encoder = token_cache.TextEncoder(loaded)
-    about = loaded.config
+    settings = loaded.config
     if config.format == "chat":
         chats = chat.open_encoder(config, loaded, folder)
         encoder = chats
-        about = dataclasses.replace(
-            about,
+        settings = dataclasses.replace(
+            settings,
             end_ids=chats.end_ids,
             chat_template=chats.template.source if chats.template else "",
         )
-    # A tokenizer without a file (bytes) has only its config to keep.
-    is_new = not is_kept if loaded.content else about != loaded.config
+    # A tokenizer without a file (bytes) only has settings to keep.
+    is_new = not is_kept if loaded.content else settings != loaded.config
     if folder and is_new:
-        folder.mkdir(parents=True, exist_ok=True)
-        tokenizer_config.write(folder, about)
-        if loaded.content is not None:
-            atomic.write_text(folder / tokenizer.TOKENIZER_FILE, loaded.content)
+        _write_files(folder, loaded, settings)
     return loaded, encoder
 
 
+def _write_files(
+    folder: Path, loaded: Tokenizer, settings: tokenizer_config.TokenizerConfig
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer_config.write(folder, settings)
+    if loaded.content is not None:
+        atomic.write_text(folder / tokenizer.TOKENIZER_FILE, loaded.content)
+
+
 def _train_tokenizer(
-    config: DataConfig, size: int, texts: list[Corpus], log: Log
+    config: DataConfig, *, size: int, texts: list[Corpus], log: Log
 ) -> Path:
-    """Trains a BPE on what is not held out of all texts, once; gives its file in the
-    cache.
+    """Trains a BPE on the texts that are not held out, once for each set of texts.
+
+    Returns:
+      Its file in the cache.
     """
     share = config.validation_share
     if config.validation_path:
@@ -71,7 +81,7 @@ def _train_tokenizer(
     stamps = [stamp for corpus in texts for stamp in (corpus.name, corpus.stamp)]
     key = digest(config.tokenizer, share, *stamps)[:16]
     target = config.cache_folder() / f"tokenizer-{key}.json"
-    with token_cache.one_builder(target, log):
+    with token_cache.build_lock(target, log):
         if not target.is_file():
             log(f"data: training a byte-level BPE of {size} tokens -> {target}")
             documents = [_training_texts(corpus, share) for corpus in texts]
@@ -80,9 +90,7 @@ def _train_tokenizer(
 
 
 def _training_texts(corpus: Corpus, share: int) -> Iterator[str]:
-    """Yields the texts that the hash leaves for training; all, if it leaves none (see
-    `splits.split`).
-    """
+    """Yields the texts that are not held out, or all texts if all would be."""
     is_empty = True
     for document in corpus.documents():
         if token_files.group_of([document.id])[0] >= share:

@@ -1,6 +1,6 @@
-"""The state of a caller's iterator as JSON, to be kept with checkpoints.
+"""State of a user's iterator as JSON, to be kept in checkpoints.
 
-What came from a checkpoint is never executed or unpickled.
+The content of a checkpoint is never executed or unpickled.
 """
 
 import base64
@@ -13,14 +13,14 @@ import numpy as np
 
 from jaxdist.storage.untrusted import Malformed, of_kind
 
-_NUMBERS = "biufc"  # kinds of dtypes that are stored
+_NUMBERS = "biufc"  # kinds of dtypes that can be stored
 
 
 def encode(value: Any) -> Any:
-    """Turns a state into JSON: what JSON lacks becomes an object with one tag.
+    """Converts a state to JSON. Types that JSON lacks become an object with one tag.
 
     Raises:
-      TypeError: it holds something else than numbers, texts, bytes, arrays, and
+      TypeError: the state holds something else than numbers, texts, bytes, arrays, and
         containers of them.
     """
     if value is None or isinstance(value, str | int | bool):
@@ -41,15 +41,15 @@ def encode(value: Any) -> Any:
         content = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
         return {"array": [value.dtype.str, list(np.shape(value)), content]}
     raise TypeError(
-        f"{type(value).__name__} is no part of a state that JSON could hold"
+        f"{type(value).__name__} cannot be stored in the state of an iterator"
     )
 
 
 def decode(value: Any) -> Any:
-    """Turns the JSON of `encode` back into a state.
+    """Converts the JSON of `encode` back to a state.
 
     Raises:
-      Malformed: `encode` has not written it.
+      Malformed: `encode` has not written the JSON.
     """
     if isinstance(value, list):
         return [decode(item) for item in value]

@@ -1,7 +1,7 @@
-"""Batches on devices: a thread reads ahead, every process reads only the rows its
-devices hold.
+"""Loader of batches onto devices, with a thread that reads ahead.
 
-Shapes: G global batch, S sequence length.
+Every process reads only the rows that its devices hold. Shapes: G global batch, S
+sequence length.
 """
 
 import sys
@@ -23,24 +23,26 @@ DeviceBatch = dict[str, jax.Array]
 
 
 class Placer:
-    """Puts the rows of global batches on devices.
+    """Placement of the rows of global batches on devices.
 
-    Arrays that are not writeable and the same object as in the batch before (constant
-    weights, positions) keep their device copy, so a step must not donate its batch.
+    Some arrays of a batch are the same read-only object in each batch, such as constant
+    weights and positions. Their device copies are reused, so a step must not donate its
+    batch.
     """
 
     def __init__(self, shardings: Mapping[str, Sharding], global_size: int) -> None:
-        """Makes a placer.
+        """Finds the rows of this process.
 
         Args:
-          shardings: by entry name; dim 0 is the sample.
-          global_size: G.
+          shardings: {name of an entry: its sharding}. Dim 0 is the sample.
+          global_size: rows of a global batch, G.
         """
         self._shardings = shardings
         self._size = global_size
+        # {name: (read-only host array, its device copy)}
         self._kept: dict[str, tuple[np.ndarray, jax.Array]] = {}
-        # [rows] of the global batch that this process reads, and [G] a row's number
-        # among them.
+        # `rows` are the rows of the global batch that this process reads, ascending.
+        # `_local_row` [G] is the position of a row among them.
         self.rows = _local_rows(next(iter(shardings.values())), global_size)
         self._local_row = np.zeros(global_size, np.int64)
         self._local_row[self.rows] = np.arange(len(self.rows))
@@ -63,6 +65,8 @@ class Placer:
         return kept | placed
 
     def _assemble(self, values: np.ndarray, sharding: Sharding) -> jax.Array:
+        """Makes a global array of this process's rows."""
+
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
             rows, *others = index or (slice(None),)
             return values[self._local_row[rows]][(slice(None), *others)]
@@ -74,8 +78,8 @@ class Placer:
 
 def _local_rows(sharding: Sharding, global_size: int) -> np.ndarray:
     """Lists the rows of [G, ...] that devices of this process hold, ascending."""
-    # The second dim only has to divide: no sequence is split over more devices than
-    # there are.
+    # The sharding may split dim 1, too, over any number of devices. The device count is
+    # a size that all of these divide.
     shape = (global_size, len(sharding.device_set))
     held = np.zeros(global_size, bool)
     for index in sharding.addressable_devices_indices_map(shape).values():
@@ -84,11 +88,11 @@ def _local_rows(sharding: Sharding, global_size: int) -> np.ndarray:
 
 
 class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
-    """Iterates over device batches, prepared ahead by a thread.
+    """Iterator over device batches, which a thread prepares ahead.
 
-    Training batches start at any step and never end; held-out batches end after the
-    last. Use as a context manager, or call `close`. `data_wait_s` adds up the time that
-    `next` waited.
+    Training batches start at any step and never end. Held-out batches end after the
+    last one. Use the loader as a context manager, or call `close`. `data_wait_s` is the
+    total time that `next` has waited.
     """
 
     def __init__(
@@ -105,15 +109,17 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
         """Starts to read ahead.
 
         Args:
-          global_size: G, sequences per batch.
-          shardings: see Placer.
+          source: dataset to read.
+          global_size: sequences per batch, G.
+          shardings: {name of an entry: its sharding}.
           split: "train" or "validation".
           start: first step (updates finished before it), or first held-out batch.
-          prefetch: batches ready at most; 0 = read in the caller, no thread.
-          balancer: of training batches, says which row goes where; None: each stays.
+          prefetch: largest number of batches that are ready ahead. 0 reads in the
+            caller, without a thread.
+          balancer: reorders the rows of training batches. None keeps their order.
 
         Raises:
-          ConfigError: of validation, nothing is held out.
+          ConfigError: the split is "validation", and no whole batch is held out.
         """
         self._read: Callable[..., Batch] = source.train_batch
         self._stop = sys.maxsize
@@ -124,10 +130,10 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
         self._size = global_size
         self.balancer = balancer
         self._placer = Placer(shardings, global_size)
-        self.step = start  # of the batch that `next` returns
+        self.step = start  # the step whose batch `next` returns
         self.data_wait_s = 0.0
         self._closed = False
-        # of self.step and the steps after it
+        # batches of `self.step` and of the steps after it
         self._ahead: deque[Future[DeviceBatch]] = deque()
         self._thread = None
         if prefetch:
@@ -136,7 +142,7 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
         self._fill()
 
     def _fill(self) -> None:
-        """Orders the steps that are to be prepared ahead."""
+        """Submits steps to the thread, up to `prefetch` ahead."""
         end = min(self.step + self._prefetch, self._stop)
         for step in range(self.step + len(self._ahead), end):
             assert self._thread
@@ -149,12 +155,12 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
         return self._placer(self._read(step, self._size, rows))
 
     def __next__(self) -> DeviceBatch:
-        """Gives the next batch.
+        """Returns the next batch.
 
         Raises:
           StopIteration: after the last held-out batch.
-          SourceError: naming the source and the sample, where reading failed.
-          RuntimeError: after `close`, or any error.
+          SourceError: reading failed. The error names the source and the sample.
+          RuntimeError: after `close`, or after any error.
         """
         if self._closed:
             raise RuntimeError(f"the loader of {self._name} is closed")
@@ -175,7 +181,7 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
         return batch
 
     def close(self) -> None:
-        """Ends the thread and drops what it prepared; may be called again."""
+        """Ends the thread and drops the prepared batches. It may be called again."""
         self._closed = True
         self._ahead.clear()
         if self._thread:

@@ -1,4 +1,4 @@
-"""Opening a dataset: from the options `data.*` to samples."""
+"""Opening of a dataset: from the settings `data.*` to samples."""
 
 import dataclasses
 from functools import partial
@@ -35,30 +35,34 @@ def open_dataset(
     log: Log = print,
     stride: int | None = None,
 ) -> Dataset:
-    """Opens the dataset of a config; the corpus is tokenized on first use.
+    """Opens the dataset of a config. The corpus is tokenized on first use.
 
     Args:
-      vocab_size: of the model; token ids must be below it. None: not checked.
-      seed: of the order of samples.
-      folder: where a run keeps its tokenizer.json (its workdir): read from there if
-        present, else written there. None: nothing is written outside data.cache_dir.
-      log: receives a line per event and per few seconds of work.
-      stride: held-out documents are windows that move by so many tokens
-        (`jaxdist.data.sliding`).
+      config: settings of the data.
+      sequence_length: S.
+      vocab_size: vocabulary size of the model. Token ids must be below it; None skips
+        the check.
+      seed: seed of the order of samples.
+      folder: workdir of a run, which keeps its tokenizer.json: it is read if present,
+        or else written. None writes nothing outside data.cache_dir.
+      log: receives a line per event, and every few seconds of work.
+      stride: tokens by which windows over held-out documents move
+        (`jaxdist.data.sliding`); None = no sliding windows.
 
     Raises:
-      ConfigError: missing, empty or too small corpora, ids beyond the vocabulary,
-        invalid options.
-      ImportError: names the extra that a source or tokenizer needs.
+      ConfigError: missing, empty or too small corpora, ids beyond the vocabulary, or
+        invalid settings.
+      ImportError: a source or tokenizer needs an extra. The error names the extra.
     """
-    if faults := config_faults(config, "data."):
+    faults = config_faults(config, "data.")
+    if faults:
         raise ConfigError(faults)
     source = SOURCES[config.source]
     if isinstance(source, SampleSource):
-        return _open_samples(source, config, seed, log)
+        return _open_samples(source, config, seed=seed, log=log)
     weights, parts = parts_of(config)
     num_train = len(parts)
-    if config.validation_path:  # a corpus of its own; a mixture has none
+    if config.validation_path:  # a separate corpus, which no mixture has
         parts.append(dataclasses.replace(config, path=config.validation_path))
     corpora = [_open_corpus(part, log) for part in parts]
     texts = [corpus for corpus in corpora[:num_train] if corpus]
@@ -69,10 +73,11 @@ def open_dataset(
     ]
     _check_vocabulary(stores, vocab_size)
     cut = partial(splits.cut, config, sequence_length=sequence_length, log=log)
-    sides = [
-        (cut(train), cut(held_out, held_out=True, stride=stride))
-        for train, held_out in splits.split_all(stores, config, log)
-    ]
+    sides = []
+    for train_documents, held_out_documents in splits.split_all(stores, config, log):
+        train = cut(train_documents)
+        held_out = cut(held_out_documents, held_out=True, stride=stride)
+        sides.append((train, held_out))
     dataset = Dataset(
         sides,
         weights,
@@ -96,11 +101,10 @@ def open_dataset(
 
 
 def sample_shapes(config: DataConfig, sequence_length: int) -> SampleShapes:
-    """Lists dims and dtype of what one sample of a config's dataset holds, by batch
-    entry.
+    """Derives dims and dtype of each entry of one sample of a config's dataset.
 
     Raises:
-      ConfigError: the file of samples is not what it must be.
+      ConfigError: the file of samples is invalid.
     """
     index = {INDEX: SampleShape((), "int32")}
     source = SOURCES[config.source]
@@ -121,8 +125,9 @@ def sample_shapes(config: DataConfig, sequence_length: int) -> SampleShapes:
 
 
 def _open_samples(
-    source: SampleSource, config: DataConfig, seed: int, log: Log
+    source: SampleSource, config: DataConfig, *, seed: int, log: Log
 ) -> Dataset:
+    """Opens a dataset of samples of arrays, and logs the shapes of a sample."""
     sides, fingerprint = splits.split_samples(source, config)
     train, held_out = sides
     contents = ", ".join(
@@ -137,7 +142,7 @@ def _open_samples(
 
 
 def _open_corpus(config: DataConfig, log: Log) -> Corpus | None:
-    """Opens the documents of a source; None: it has token ids."""
+    """Opens the documents of a source; None if the source has token ids."""
     source = SOURCES[config.source]
     if not isinstance(source, TextSource):
         return None
@@ -149,7 +154,7 @@ def _open_corpus(config: DataConfig, log: Log) -> Corpus | None:
 def _open_tokens(
     config: DataConfig, corpus: Corpus | None, encoder: Encoder | None, log: Log
 ) -> TokenStore:
-    """Opens the tokens of a corpus, or of a source that has ids."""
+    """Opens the tokens of a corpus, or of a source that has token ids."""
     source = SOURCES[config.source]
     if isinstance(source, TokenSource):
         return source.open(config)
@@ -159,10 +164,15 @@ def _open_tokens(
 
 
 def _check_vocabulary(stores: list[TokenStore], vocab_size: int | None) -> None:
-    """Raises ConfigError naming every source with an id beyond the vocabulary."""
-    faults = [
-        vocabulary_fault(store.name, store.max_id, vocab_size) for store in stores
-    ]
-    faults = [fault for fault in faults if fault]
+    """Checks that the model's vocabulary holds all known token ids.
+
+    Raises:
+      ConfigError: it does not. The error names every source with a larger id.
+    """
+    faults = []
+    for store in stores:
+        fault = vocabulary_fault(store.name, store.max_id, vocab_size)
+        if fault:
+            faults.append(fault)
     if faults:
         raise ConfigError(faults)

@@ -1,11 +1,13 @@
-"""Samples: rows of S predictions cut from documents, as windows of one stream or
-packed.
+"""Samples of documents: rows of S predictions, as windows of a stream or packed.
 
-Shapes: B rows asked for, S sequence length, P pieces. Either kind has `num_rows`,
-`num_targets` (predictions of all rows) and `read(rows) -> Batch`: tokens, targets,
-positions int32 and weights float32, all [B, S], of rows [B] in any order; a row number
-past the end gives an empty row, with weights 0. Every token but a stream's or
-document's first is a target of exactly one row.
+Shapes: B rows to read, S sequence length, P pieces.
+
+Both classes have `num_rows`, `num_targets` (predictions of all rows) and `read(rows) ->
+Batch`. A batch holds tokens, targets, positions int32 and weights float32, all [B, S],
+of rows [B] in any order. A row number past the end gives an empty row, with weights 0.
+
+Every token is a target of exactly one row, except the first token of a stream or of a
+document.
 """
 
 import functools
@@ -16,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.data.token_cache import Log, one_builder
+from jaxdist.data.token_cache import Log, build_lock
 from jaxdist.data.token_files import Pieces, TokenStore
 from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest
@@ -24,15 +26,17 @@ from jaxdist.storage.untrusted import open_regular
 
 Batch = dict[str, np.ndarray]
 
-_VERSION = 3  # of rule and file, in the key: a cache of another is made anew
+# Version of the packing rule and of its file. It is a part of a plan's key, so plans of
+# other versions are not read.
+_VERSION = 3
 
 
 class Windows:
     """Contiguous windows of the concatenated documents (data.packing=window).
 
-    Window w predicts tokens w*S + 1 .. w*S + S of the stream from those before, so
-    windows share one token. Documents follow each other without padding; attention
-    crosses their borders.
+    Window w predicts the tokens w S + 1 to w S + S of the stream from the tokens before
+    them. Adjacent windows therefore share one token. Documents follow each other
+    without padding, and attention crosses their borders.
     """
 
     def __init__(
@@ -46,20 +50,22 @@ class Windows:
         """Cuts documents into windows.
 
         Args:
-          limit: targets at most, 0 = all.
-          partial: keep a last window that is not full (held-out data), or leave it out
-            (training).
+          store: tokenized documents.
+          sequence_length: S.
+          limit: largest number of targets; 0 = all.
+          partial: whether to keep a last window that is not full. Held-out data keep
+            it, training drops it.
         """
         self._files = store.files
         self._length_S = sequence_length
         runs = _joined(store.documents)
-        # Padding follows: enough for the window after the last.
+        # A run of padding at the end fills the empty window after the last one.
         self._owner = np.append(runs.owner, -1)
         self._start = np.append(runs.start, 0)
         lengths = np.append(runs.length, 2 * sequence_length + 1)
-        # borders of runs in the stream
-        self._stream = np.concatenate([[0], np.cumsum(lengths)])
-        self.num_targets = max(int(self._stream[-2]) - 1, 0)
+        # positions in the stream at which runs begin, and the end
+        self._borders = np.concatenate([[0], np.cumsum(lengths)])
+        self.num_targets = max(int(self._borders[-2]) - 1, 0)
         if limit:
             self.num_targets = min(self.num_targets, limit)
         if not partial:
@@ -69,26 +75,18 @@ class Windows:
     def read(self, rows: np.ndarray) -> Batch:
         """Reads the windows `rows`.
 
-        Positions, and weights of full windows, are the same objects in each call and
-        not writeable: a loader may keep their device copies.
+        The positions are the same read-only object in each call, and so are the weights
+        of full windows. A loader can therefore reuse their device copies.
         """
         begin = np.minimum(rows, self.num_rows) * self._length_S
-        end = begin + self._length_S + 1
-        first = np.searchsorted(self._stream, begin, "right") - 1
-        last = np.searchsorted(self._stream, end - 1, "right") - 1
-        counts = last - first + 1  # of runs in each window
-        run = np.repeat(first, counts) + count_up(counts)
-        low = np.maximum(self._stream[run], np.repeat(begin, counts))
-        high = np.minimum(self._stream[run + 1], np.repeat(end, counts))
-        start = self._start[run] + low - self._stream[run]
-        pieces = Pieces(self._owner[run], start, high - low)
+        pieces = self._pieces(begin, begin + self._length_S + 1)
         window = pieces.tokens(self._files).reshape(-1, self._length_S + 1)
         tokens = window[:, :-1].copy()
         targets = window[:, 1:].copy()
         weights, positions = _constants(len(rows), self._length_S)
-        left = self.num_targets - begin
-        if np.any(left < self._length_S):
-            used = np.arange(self._length_S) < left[:, None]
+        remaining = self.num_targets - begin
+        if np.any(remaining < self._length_S):
+            used = np.arange(self._length_S) < remaining[:, None]
             tokens[~used] = 0
             targets[~used] = 0
             weights = used.astype(np.float32)
@@ -99,14 +97,25 @@ class Windows:
             "positions": positions,
         }
 
+    def _pieces(self, begin: np.ndarray, end: np.ndarray) -> Pieces:
+        """Finds the pieces of the files between positions of the stream, [B] each."""
+        first = np.searchsorted(self._borders, begin, "right") - 1
+        last = np.searchsorted(self._borders, end - 1, "right") - 1
+        counts = last - first + 1  # runs in each range
+        run = np.repeat(first, counts) + count_up(counts)
+        low = np.maximum(self._borders[run], np.repeat(begin, counts))
+        high = np.minimum(self._borders[run + 1], np.repeat(end, counts))
+        start = self._start[run] + low - self._borders[run]
+        return Pieces(owner=self._owner[run], start=start, length=high - low)
+
 
 def _joined(documents: Pieces) -> Pieces:
-    """Joins documents that are side by side in a file, as in a cache."""
+    """Joins documents that are adjacent in a file, as in a token cache."""
     owner, start, length = documents
     if len(owner) < 2:
         return documents
-    apart = (owner[1:] != owner[:-1]) | (start[1:] != start[:-1] + length[:-1])
-    first = np.flatnonzero(np.append(True, apart))
+    has_gap = (owner[1:] != owner[:-1]) | (start[1:] != start[:-1] + length[:-1])
+    first = np.flatnonzero(np.append(True, has_gap))
     return Pieces(owner[first], start[first], np.add.reduceat(length, first))
 
 
@@ -121,37 +130,40 @@ def _constants(size_B: int, length_S: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def count_up(counts: np.ndarray) -> np.ndarray:
-    """Makes 0 .. counts[0] - 1, 0 .. counts[1] - 1, and so on, as one int64 array."""
+    """Counts up from 0 for each count: [2, 3] becomes [0, 1, 0, 1, 2], int64."""
     ends = np.cumsum(counts, dtype=np.int64)
     total = ends[-1] if len(ends) else 0
-    return np.arange(total) - np.repeat(ends - counts, counts)
+    positions: np.ndarray = np.arange(total) - np.repeat(ends - counts, counts)
+    return positions
 
 
 # --- Packed documents -----------------------------------------------------------------
 
 
 class PackingPlan(NamedTuple):
-    """Which pieces fill which row: row r holds pieces first[r] : first[r + 1], in their
-    order.
+    """Assignment of pieces to rows.
+
+    Row r holds the pieces first[r] : first[r + 1], in this order.
     """
 
     first: np.ndarray  # [rows + 1] int64
     owner: np.ndarray  # [P] int32, number of the file
     start: np.ndarray  # [P] int64, offset of the first input token in the file
-    length: np.ndarray  # [P] int64, predictions
+    length: np.ndarray  # [P] int64, number of predictions
 
 
 class PackedDocuments:
-    """Rows of pieces of documents (data.packing=documents): the loss stays inside a
-    document.
+    """Rows of pieces of documents (data.packing=documents).
 
-    A document of n tokens holds n - 1 predictions, split into pieces of at most S or
-    truncated to the first, which are packed into rows by best fit, longest first.
-    `segment_ids` number a row's pieces from 1, positions restart with each; slots that
-    no piece fills have weight, segment and all else 0.
+    The loss stays inside a document. A document of n tokens holds n - 1 predictions.
+    They are split into pieces of at most S, or truncated to the first S. The pieces are
+    packed into rows by best fit, longest first.
 
-    Of examples (documents of a store with weights) what is not learned has weight 0,
-    and pieces of which nothing is learned are in no row.
+    `segment_ids` number a row's pieces from 1, and positions restart with each piece.
+    In slots without a piece all entries are 0.
+
+    A store with weights holds examples. Their tokens that are not learned have weight
+    0, and pieces without learned tokens are in no row.
     """
 
     def __init__(
@@ -160,22 +172,25 @@ class PackedDocuments:
         plan: PackingPlan,
         sequence_length: int,
         *,
-        read: np.ndarray | None = None,
+        unscored: np.ndarray | None = None,
     ) -> None:
         """Makes rows by a plan.
 
         Args:
-          read: [P] of each piece how many predictions at its begin have weight 0; None:
-            none.
+          store: tokenized documents.
+          plan: assignment of pieces to rows.
+          sequence_length: S.
+          unscored: [P], number of predictions at the start of each piece that have
+            weight 0. None is 0 for all.
         """
         self._files = store.files
         self._weights = store.weights
         self._length_S = sequence_length
         self.num_rows = len(plan.first) - 1
         pieces = Pieces(plan.owner, plan.start, plan.length)
-        self.num_targets = int(count_learned(store, pieces, read).sum())
-        # Padding is a piece that no file owns, the last of each row; and there is an
-        # empty row.
+        self.num_targets = int(count_learned(store, pieces, unscored).sum())
+        # The last piece of each row is padding, which no file owns. An empty row follows
+        # the last one.
         filled = _filled(plan)
         ends = np.append(plan.first[1:], plan.first[-1])
         padding = np.append(sequence_length - filled, sequence_length)
@@ -184,31 +199,31 @@ class PackedDocuments:
         self._owner = np.insert(plan.owner, ends, -1)
         self._start = np.insert(plan.start, ends, 0)
         self._length = np.insert(plan.length, ends, padding)
-        self._read = None if read is None else np.insert(read, ends, 0)
+        self._unscored = None if unscored is None else np.insert(unscored, ends, 0)
 
     def read(self, rows: np.ndarray) -> Batch:
         """Reads the packed rows, with `segment_ids`."""
         rows = np.minimum(rows, self.num_rows)
         first = self._first[rows]
         pieces = self._first[rows + 1] - first
-        rank = count_up(pieces)  # of a piece in its row
+        rank = count_up(pieces)  # number of a piece in its row
         piece = np.repeat(first, pieces) + rank
         owner = self._owner[piece]
         length = self._length[piece]
         segments = np.repeat(np.where(owner < 0, 0, rank + 1).astype(np.int32), length)
         used = segments > 0
         positions = count_up(length) * used
-        # With the token after a piece, which is its last target. Pieces share none.
+        # A span has one token more than its piece: the last target.
         spans = Pieces(owner, self._start[piece], length + 1)
         content = spans.tokens(self._files)
-        at = np.arange(len(segments)) + np.repeat(np.arange(len(piece)), length)
-        if self._read is not None:
-            used &= positions >= np.repeat(self._read[piece], length)
+        index = np.arange(len(segments)) + np.repeat(np.arange(len(piece)), length)
+        if self._unscored is not None:
+            used &= positions >= np.repeat(self._unscored[piece], length)
         if self._weights:
-            used &= spans.tokens(self._weights)[at + 1] > 0
+            used &= spans.tokens(self._weights)[index + 1] > 0
         flat = {
-            "tokens": content[at],
-            "targets": content[at + 1],
+            "tokens": content[index],
+            "targets": content[index + 1],
             "segment_ids": segments,
             "positions": positions.astype(np.int32),
             "weights": used.astype(np.float32),
@@ -218,27 +233,27 @@ class PackedDocuments:
         }
 
     def attention_work(self, rows: np.ndarray, chunks: int = 1) -> np.ndarray:
-        """Counts the attention that rows need: to the tokens of a piece itself.
+        """Counts the attention work of rows. A token attends to its own piece.
 
         Args:
-          chunks: equal parts of a row, counted apart.
+          rows: numbers of rows [B].
+          chunks: number of equal parts of a row that are counted separately.
 
         Returns:
-          Pairs of tokens of a piece (a query, a key not after it), [B, chunks] int64.
+          Pairs of a query and a key that is not after it, in the same piece, [B,
+          chunks] int64.
         """
         ends, pairs = self._pairs
         borders = np.arange(chunks + 1) * (self._length_S // chunks)
-        place = np.minimum(rows, self.num_rows)[:, None] * self._length_S + borders
-        piece = np.minimum(np.searchsorted(ends, place, "right"), len(ends) - 1)
-        inside = place - (ends[piece] - self._length[piece])
-        before = np.where(self._owner[piece] < 0, 0, inside * (inside + 1) // 2)
-        return np.diff(pairs[piece] + before)
+        position = np.minimum(rows, self.num_rows)[:, None] * self._length_S + borders
+        piece = np.minimum(np.searchsorted(ends, position, "right"), len(ends) - 1)
+        inside = position - (ends[piece] - self._length[piece])
+        pairs_in_piece = np.where(self._owner[piece] < 0, 0, inside * (inside + 1) // 2)
+        return np.diff(pairs[piece] + pairs_in_piece)
 
     @functools.cached_property
     def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Each piece's end in the stream of all rows, and the pairs of all pieces
-        before it.
-        """
+        """Ends of pieces in the stream of all rows, and pairs of all earlier pieces."""
         pairs = np.where(self._owner < 0, 0, self._length * (self._length + 1) // 2)
         return np.cumsum(self._length), np.cumsum(pairs) - pairs
 
@@ -252,14 +267,12 @@ def open_packing(
     folder: Path,
     log: Log,
 ) -> PackingPlan:
-    """Reads the result of `plan_packing` from the cache folder, or makes and keeps
-    it.
-    """
+    """Reads a stored plan of `plan_packing`, or makes and stores it."""
     documents = digest(*(values.tobytes() for values in store.documents))
     rule = (sequence_length, limit, truncate, bool(store.weights))
     key = digest(_VERSION, store.fingerprint, documents, *rule)[:16]
     target = folder / f"packing-{key}.npz"
-    with one_builder(target, log):
+    with build_lock(target, log):
         plan = _read_plan(target)
         if plan is None or not _fits(plan, store, sequence_length):
             plan = plan_packing(store, sequence_length, limit=limit, truncate=truncate)
@@ -269,20 +282,18 @@ def open_packing(
 
 
 def _read_plan(path: Path) -> PackingPlan | None:
-    """Reads a kept plan; None: it is absent or damaged."""
+    """Reads a stored plan; None if it is absent or damaged."""
     try:
         with open_regular(path) as file, np.load(file, allow_pickle=False) as kept:
-            # numpy gives the bytes of a member that is no array
+            # numpy returns a member that is no array as bytes.
             arrays = [np.asarray(kept[name]) for name in PackingPlan._fields]
             return PackingPlan(*arrays)
-    except Exception:  # numpy and zipfile raise many types for that
+    except Exception:  # numpy and zipfile raise many types for damaged files
         return None
 
 
 def _fits(plan: PackingPlan, store: TokenStore, sequence_length: int) -> bool:
-    """Checks that a kept plan's pieces are in the files, and that its rows hold
-    them.
-    """
+    """Checks that a stored plan's pieces are in the files and fit into their rows."""
     first, owner, start, length = plan
     if any(x.ndim != 1 or x.dtype.kind != "i" for x in plan) or not len(first):
         return False
@@ -297,8 +308,8 @@ def _fits(plan: PackingPlan, store: TokenStore, sequence_length: int) -> bool:
 
 def _filled(plan: PackingPlan) -> np.ndarray:
     """Counts the predictions that each row of a plan holds, [rows]."""
-    before = np.concatenate([[0], np.cumsum(plan.length)])
-    return np.diff(before[plan.first])
+    starts = np.concatenate([[0], np.cumsum(plan.length)])
+    return np.diff(starts[plan.first])
 
 
 def plan_packing(
@@ -311,9 +322,11 @@ def plan_packing(
     """Packs documents into rows.
 
     Args:
-      limit: predictions at most, in the order of documents; 0 = all.
-      truncate: of a document its first S predictions alone; else the rest are pieces of
-        their own.
+      store: tokenized documents.
+      sequence_length: S.
+      limit: largest number of predictions, in the order of documents; 0 = all.
+      truncate: whether only the first S predictions of a document are kept. Otherwise
+        the others become further pieces.
     """
     documents = store.documents
     longest = sequence_length if truncate else None
@@ -335,10 +348,14 @@ def plan_packing(
 def plan_rows(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Orders pieces by their row.
 
+    Args:
+      row: row of each piece [P].
+
     Returns:
-      The pieces' order [P]; the first of each row and the end, [rows + 1].
+      The order of the pieces [P], and the first piece of each row and the end, [rows +
+      1].
     """
-    order = np.argsort(row, kind="stable")  # within a row: the order of the stream
+    order = np.argsort(row, kind="stable")  # a row keeps the order of the stream
     return order, np.searchsorted(row[order], np.arange(row.max(initial=-1) + 2))
 
 
@@ -348,38 +365,43 @@ def count_predictions(
     """Counts the predictions of each document: all tokens but its first.
 
     Args:
-      longest: of a document at most; None: all.
-      limit: of all documents at most, in their order, of examples whole ones alone;
-        0 = all.
+      store: tokenized documents.
+      longest: largest number of predictions of a document; None = all.
+      limit: largest number of predictions of all documents, in their order; 0 = all.
+        Examples are kept whole or dropped.
 
     Returns:
       [documents] int64.
     """
-    predictions = np.clip(store.length - 1, 0, longest)
+    predictions: np.ndarray = np.clip(store.length - 1, 0, longest)
     if not limit:
         return predictions
     if store.weights:
         learned = count_learned(store, store.documents._replace(length=predictions))
-        return predictions * (np.cumsum(learned) <= limit)
+        kept: np.ndarray = predictions * (np.cumsum(learned) <= limit)
+        return kept
     before = np.cumsum(predictions) - predictions
-    return np.clip(limit - before, 0, predictions)
+    remaining: np.ndarray = np.clip(limit - before, 0, predictions)
+    return remaining
 
 
 def count_learned(
-    store: TokenStore, pieces: Pieces, read: np.ndarray | None = None
+    store: TokenStore, pieces: Pieces, unscored: np.ndarray | None = None
 ) -> np.ndarray:
-    """Counts the predictions of each piece that count: without weights all.
+    """Counts the learned predictions of each piece. Without weights, all are learned.
 
     Args:
-      read: [P] of each piece how many predictions at its begin do not; None: none.
+      store: tokenized documents.
+      pieces: pieces of the store's files.
+      unscored: [P], number of predictions at the start of each piece to skip; None = 0.
 
     Returns:
       [P] int64.
     """
     owner, start, length = pieces
-    if read is not None:
-        start = start + read
-        length = length - read
+    if unscored is not None:
+        start = start + unscored
+        length = length - unscored
     if not store.weights:
         return length
     weights = [file.tokens for file in store.weights]
@@ -392,16 +414,23 @@ def count_learned(
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Chooses the row of each piece: longest first, into the row with the least room
-    that suffices.
+    """Chooses the row of each piece: the row with the least room that suffices.
 
-    Deterministic; ties go to the piece that comes first and to the row that was touched
-    last.
+    Longer pieces are placed first. The result is deterministic. Among equal pieces the
+    first one is placed first. Among rows with equal room, the row that was filled last
+    is used.
+
+    Args:
+      lengths: number of predictions of each piece [P].
+      capacity: predictions that a row holds.
+
+    Returns:
+      [P] int64.
     """
     rows = np.empty(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")
-    rooms: list[int] = []  # sizes of room for which some row is open, ascending
-    open_rows: defaultdict[int, list[int]] = defaultdict(list)
+    rooms: list[int] = []  # the distinct free sizes of open rows, ascending
+    open_rows: defaultdict[int, list[int]] = defaultdict(list)  # {free size: rows}
     num_rows = 0
     for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         at = bisect_left(rooms, length)
@@ -415,9 +444,9 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
             if not open_rows[room]:
                 del rooms[at]
         rows[piece] = row
-        left = room - length
-        if left:
-            if not open_rows[left]:
-                insort(rooms, left)
-            open_rows[left].append(row)
+        remaining = room - length
+        if remaining:
+            if not open_rows[remaining]:
+                insort(rooms, remaining)
+            open_rows[remaining].append(row)
     return rows

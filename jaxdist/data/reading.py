@@ -1,4 +1,4 @@
-"""Reading files that somebody else wrote: one kind of error, which names the file."""
+"""Errors of files from elsewhere: one type of error, which names the file."""
 
 import contextlib
 import os
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from jaxdist.config import ConfigError
 
-# What Python's readers raise for files that are cut off, damaged, of another format, or
-# made to do harm.
+# Errors of Python's readers for files that are cut off, damaged, malicious, or of another
+# format.
 READ_ERRORS = (
     OSError,
     EOFError,
@@ -31,32 +31,32 @@ READ_ERRORS = (
 
 
 @contextlib.contextmanager
-def reading(what: object, *others: type[Exception]) -> Iterator[None]:
+def reading(name: object, *more_types: type[Exception]) -> Iterator[None]:
     """Turns every error of reading a file into a ConfigError that names it.
 
     Args:
-      what: the file, for the message.
-      others: kinds of errors beside READ_ERRORS.
+      name: name of the file in the message.
+      *more_types: types of errors in addition to READ_ERRORS.
 
     Raises:
       ConfigError: the body failed on the file.
     """
-    kinds: tuple[type[Exception], ...] = (*READ_ERRORS, *others)
+    types: tuple[type[Exception], ...] = (*READ_ERRORS, *more_types)
     try:
         yield
     except ConfigError:
         raise
-    except kinds as error:
+    except types as error:
         raise ConfigError(
-            f"{what}: cannot be read ({one_line(error)}). Mend or replace it."
+            f"{name}: cannot be read ({one_line(error)}). Mend or replace it."
         ) from error
 
 
 def one_line(text: object) -> str:
-    """Shortens a text or an error of another program to a line for a message."""
+    """Shortens a text, or an error of another program, to one line of a message."""
     return " ".join(str(text)[:1000].split())[:300] or type(text).__name__
 
 
 def expanded(path: str) -> Path:
-    """Resolves `~` in a path; that of an unknown user stays."""
+    """Resolves `~` in a path. The `~name` of an unknown user stays."""
     return Path(os.path.expanduser(path))

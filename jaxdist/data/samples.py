@@ -1,8 +1,7 @@
-"""Samples that are rows of named arrays: images and labels, or what a user's model
-reads.
+"""Samples that are rows of named arrays: images, or inputs of a user's model.
 
 Row i of the arrays [N, ...] is sample i. A batch has the same names and [B, ...]:
-floats as float32, integers as int32, an `image` of uint8 as float32 in [0, 1]. The
+floats as float32, integers as int32, and an `image` of uint8 as float32 in [0, 1]. The
 arrays stay in memory.
 """
 
@@ -14,26 +13,26 @@ import numpy as np
 
 from jaxdist.data.sources.source import SampleShape, SampleShapes
 
-INDEX = "sample"  # the batch entry that jaxdist adds: the global sample index
+INDEX = "sample"  # batch entry that jaxdist adds: the global sample index
 _INT32 = np.iinfo(np.int32)
 
 Arrays = Mapping[str, np.ndarray]  # [N, ...] by name
 
 
 class ArrayHeader(Protocol):
-    """The shape and dtype of an array, also of one that is not read."""
+    """Shape and dtype of an array that may not have been read."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[N, ...]."""
+        """[N, ...], as it is stored."""
 
     @property
     def dtype(self) -> np.dtype:
-        """As it is stored."""
+        """Element type, as it is stored."""
 
 
 class SampleRows:
-    """Some rows of arrays as samples; each counts as one target."""
+    """Some rows of arrays as samples. Each counts as one target."""
 
     def __init__(self, arrays: Arrays, rows: np.ndarray) -> None:
         self._arrays = arrays
@@ -62,11 +61,11 @@ def count_samples(arrays: Arrays) -> int:
     return 0
 
 
-# --- what a sample holds --------------------------------------------------------------
+# --- Shapes ---------------------------------------------------------------------------
 
 
 def shapes_of(arrays: Mapping[str, ArrayHeader]) -> SampleShapes:
-    """Lists what one sample of arrays [N, ...] holds, as batches have it."""
+    """Derives shape and dtype of each entry of one sample, as batches have it."""
     return {
         name: SampleShape(array.shape[1:], _batch_dtype(name, array.dtype))
         for name, array in arrays.items()
@@ -74,7 +73,7 @@ def shapes_of(arrays: Mapping[str, ArrayHeader]) -> SampleShapes:
 
 
 def describe_samples(arrays: Arrays) -> str:
-    """Writes what one sample holds: "image=float32[8,8,1] label=int32[]"."""
+    """Formats the shapes of one sample: "image=float32[8,8,1] label=int32[]"."""
     words = []
     for name, shape in shapes_of(arrays).items():
         dims = ",".join(map(str, shape.dims))
@@ -83,7 +82,7 @@ def describe_samples(arrays: Arrays) -> str:
 
 
 def parse_shapes(text: str) -> SampleShapes:
-    """Reads what `describe_samples` has written."""
+    """Parses the text of `describe_samples`."""
     shapes = {}
     for name, dtype, dims in re.findall(r"(\S+)=(\w+)\[([\d,]*)\]", text):
         sizes = [int(size) for size in dims.split(",") if size]
@@ -102,18 +101,18 @@ def _is_image_of_bytes(name: str, dtype: np.dtype) -> bool:
 
 
 def to_batch_values(name: str, values: np.ndarray) -> np.ndarray:
-    """Converts values to float32 or int32; bytes of `image` become 0 to 1."""
+    """Converts values to float32 or int32. Bytes of `image` become 0 to 1."""
     converted = values.astype(_batch_dtype(name, values.dtype))
     if _is_image_of_bytes(name, values.dtype):
         return converted / np.float32(255)
     return converted
 
 
-# --- what cannot be samples -----------------------------------------------------------
+# --- Faults ---------------------------------------------------------------------------
 
 
 def faults_of(arrays: Mapping[str, ArrayHeader]) -> list[str]:
-    """Lists what is wrong with arrays of such shapes and dtypes as samples."""
+    """Lists the reasons why arrays of such shapes and dtypes cannot be samples."""
     faults = []
     for name, array in arrays.items():
         if array.dtype.kind not in "biuf":
@@ -137,11 +136,12 @@ def faults_of(arrays: Mapping[str, ArrayHeader]) -> list[str]:
 
 
 def beyond_int32(arrays: Arrays) -> list[str]:
-    """Names the integer arrays with values that no batch can hold."""
+    """Names the integer arrays with values that do not fit int32."""
     names = []
     for name, values in arrays.items():
         is_wide = values.dtype.kind in "iu" and values.dtype.itemsize >= 4
-        if is_wide and values.size:
-            if values.min() < _INT32.min or values.max() > _INT32.max:
-                names.append(name)
+        if not is_wide or not values.size:
+            continue
+        if values.min() < _INT32.min or values.max() > _INT32.max:
+            names.append(name)
     return names

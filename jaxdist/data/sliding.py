@@ -1,12 +1,14 @@
-"""Documents longer than a sequence, scored exactly: windows that move by a stride.
+"""Sliding windows: exact scores of documents longer than a sequence.
 
-A document's window k reads its tokens k N .. k N + S - 1 and predicts the one after
-each. Of the first window all predictions count, of the others the last N, which no
-window before has made: each token but a document's first is scored once, after at least
-S - N + 1 tokens of its own document where so many are before it. This is what Hugging
-Face's page on the perplexity of fixed-length models does.
+Windows move by a stride. Window k of a document reads its tokens k N .. k N + S - 1,
+and predicts the token after each. All predictions of the first window count. In each
+other window only the last N count, which no earlier window has made.
 
-Shapes: B rows asked for, S sequence length, N stride, P windows.
+Each token but a document's first is therefore scored once. It is predicted from at
+least S - N + 1 tokens of its document, or from all earlier ones if they are fewer.
+Hugging Face's page on the perplexity of fixed-length models describes the same method.
+
+Shapes: B rows to read, S sequence length, N stride, P windows.
 """
 
 from collections.abc import Iterable
@@ -28,19 +30,20 @@ from jaxdist.data.token_files import Pieces, TokenStore
 
 
 class SlidingCounts(NamedTuple):
-    """How much is scored by sliding windows."""
+    """Number of documents and of windows that are scored."""
 
-    documents: int  # with a token that counts
+    documents: int  # documents with a token that counts
     windows: int
 
 
 class SlidingWindows(PackedDocuments):
-    """Rows of sliding windows, with weight 0 where a window only reads.
+    """Rows of sliding windows. Predictions that a window only repeats have weight 0.
 
-    Packed, a row holds windows side by side, kept apart by `segment_ids`; else it holds
-    one, and there is no such entry. Of examples (documents of a store with weights)
-    what is not learned has weight 0, windows in which nothing counts are left out, and
-    nothing is cut off.
+    A packed row holds several windows, separated by `segment_ids`. Otherwise a row
+    holds one window, and a batch has no `segment_ids`.
+
+    A store with weights holds examples. Their tokens that are not learned have weight
+    0. Windows in which nothing counts are skipped, and no example is truncated.
     """
 
     def __init__(
@@ -55,16 +58,19 @@ class SlidingWindows(PackedDocuments):
         """Cuts documents into windows.
 
         Args:
-          stride: N, 1 to S.
-          limit: targets at most, in the order of documents, of examples whole ones
-            alone; 0 = all.
-          packed: whether models tell segments apart.
+          store: tokenized documents.
+          sequence_length: S.
+          stride: N, from 1 to S.
+          limit: largest number of targets, in the order of documents; 0 = all. Examples
+            are kept whole or dropped.
+          packed: whether the model separates segments, so that rows can hold several
+            windows.
         """
         documents = store.documents
         predictions = count_predictions(store, limit=limit)
-        # windows after a document's first
-        more = -(-np.maximum(predictions - sequence_length, 0) // stride)
-        counts = (predictions > 0) * (1 + more)
+        # windows after the first one of each document
+        further = -(-np.maximum(predictions - sequence_length, 0) // stride)
+        counts = (predictions > 0) * (1 + further)
         document = np.repeat(np.arange(len(counts)), counts)
         number = count_up(counts)
         offset = number * stride
@@ -73,22 +79,22 @@ class SlidingWindows(PackedDocuments):
             start=documents.start[document] + offset,
             length=np.minimum(sequence_length, predictions[document] - offset),
         )
-        # predictions that windows before have made
-        read = np.where(number > 0, sequence_length - stride, 0)
-        used = count_learned(store, windows, read) > 0
+        # predictions that earlier windows have made
+        unscored = np.where(number > 0, sequence_length - stride, 0)
+        used = count_learned(store, windows, unscored) > 0
         windows = windows.take(used)
         row = np.arange(len(windows.length))
         if packed:
             row = best_fit(windows.length, sequence_length)
         order, first = plan_rows(row)
         plan = PackingPlan(first, *windows.take(order))
-        super().__init__(store, plan, sequence_length, read=read[used][order])
+        super().__init__(store, plan, sequence_length, unscored=unscored[used][order])
         self._packed = packed
         num_documents = len(np.unique(document[used]))
         self.counts = SlidingCounts(num_documents, len(windows.length))
 
     def read(self, rows: np.ndarray) -> Batch:
-        """Reads the rows; see the class."""
+        """Reads rows, with `segment_ids` if they are packed."""
         batch = super().read(rows)
         if not self._packed:
             del batch["segment_ids"]
@@ -96,9 +102,7 @@ class SlidingWindows(PackedDocuments):
 
 
 def total(samples: Iterable[Any]) -> SlidingCounts | None:
-    """Adds up the counts of all parts of a set; None: it is not made of sliding
-    windows.
-    """
+    """Adds up the counts of sliding windows; None if no part has any."""
     counts = [part.counts for part in samples if isinstance(part, SlidingWindows)]
     if not counts:
         return None

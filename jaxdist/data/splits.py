@@ -1,8 +1,7 @@
-"""The training and the held-out part of a source: which documents are in which, as
-which samples.
+"""Training and held-out parts of a source, cut into samples.
 
-Whether a document is held out depends on its id alone. Which samples of arrays are held
-out depends on their number alone, whatever the seed.
+The id of a document alone decides whether it is held out. The number of a sample of
+arrays alone decides whether that sample is. The seed of a run has no effect.
 """
 
 import dataclasses
@@ -22,14 +21,14 @@ from jaxdist.data.token_cache import Log
 from jaxdist.data.token_files import TokenStore
 from jaxdist.storage.digest import digest
 
-Sides = tuple[DatasetSplit, DatasetSplit]  # training, held out
+Sides = tuple[DatasetSplit, DatasetSplit]  # training part, held-out part
 
 
 # --- Samples of arrays ----------------------------------------------------------------
 
 
 def sample_sides(name: str, train: SampleRows, held_out: SampleRows) -> Sides:
-    """Makes the parts of a source of arrays; each sample counts as one token."""
+    """Makes the parts of a source of arrays. Each sample counts as one token."""
     return (
         DatasetSplit(name, train, train.num_rows, pads=False),
         DatasetSplit(name, held_out, held_out.num_rows, pads=False),
@@ -37,26 +36,26 @@ def sample_sides(name: str, train: SampleRows, held_out: SampleRows) -> Sides:
 
 
 def split_samples(source: SampleSource, config: DataConfig) -> tuple[Sides, str]:
-    """Reads the samples of a source, and splits them.
+    """Reads the samples of a source of arrays, and splits them.
 
     Returns:
       The parts, and a fingerprint of the contents and the split.
 
     Raises:
-      ConfigError: the file is not what it must be, with all faults; or nothing is left
-        for training.
-      ImportError: names the extra that the source needs.
+      ConfigError: the file is invalid, with all faults, or no samples are left for
+        training.
+      ImportError: an extra is missing. The error names the extra.
     """
     assert source.read
     arrays, stamp = source.read(config.path)
     count = count_samples(arrays)
-    others = arrays
+    held_out_arrays = arrays
     if config.validation_path:
-        others, other_stamp = source.read(config.validation_path)
-        _check_alike(arrays, others, config.validation_path)
+        held_out_arrays, held_out_stamp = source.read(config.validation_path)
+        _check_alike(arrays, held_out_arrays, config.validation_path)
         train = np.arange(count)
-        held_out = np.arange(count_samples(others))
-        fingerprint = digest(stamp, other_stamp)
+        held_out = np.arange(count_samples(held_out_arrays))
+        fingerprint = digest(stamp, held_out_stamp)
     else:
         share = config.validation_share
         shuffled = permute(np.arange(count), count, order_key(0, "held out"))
@@ -72,19 +71,23 @@ def split_samples(source: SampleSource, config: DataConfig) -> tuple[Sides, str]
     if config.validation_tokens:
         held_out = held_out[: config.validation_tokens]
     sides = sample_sides(
-        config.name, SampleRows(arrays, train), SampleRows(others, held_out)
+        config.name, SampleRows(arrays, train), SampleRows(held_out_arrays, held_out)
     )
     return sides, fingerprint
 
 
-def _check_alike(arrays: Arrays, others: Arrays, validation_path: str) -> None:
-    """Raises ConfigError if held-out samples have other entries or dims."""
-    expected = {name: list(values.shape[1:]) for name, values in arrays.items()}
-    found = {name: list(values.shape[1:]) for name, values in others.items()}
-    if found != expected:
+def _check_alike(arrays: Arrays, held_out: Arrays, validation_path: str) -> None:
+    """Checks that held-out samples have the entries and dims of the others.
+
+    Raises:
+      ConfigError: they differ.
+    """
+    dims = {name: list(values.shape[1:]) for name, values in arrays.items()}
+    held_out_dims = {name: list(values.shape[1:]) for name, values in held_out.items()}
+    if held_out_dims != dims:
         raise ConfigError(
             f"data.validation_path={validation_path}: "
-            f"a sample has {found}, in data.path {expected}"
+            f"a sample has {held_out_dims}, in data.path {dims}"
         )
 
 
@@ -94,63 +97,70 @@ def _check_alike(arrays: Arrays, others: Arrays, validation_path: str) -> None:
 def split_all(
     stores: list[TokenStore], config: DataConfig, log: Log
 ) -> Iterator[tuple[TokenStore, TokenStore]]:
-    """Yields the documents of training and those held out, of each source."""
+    """Yields the training documents and the held-out documents of each source."""
     if config.validation_path:
         train, held_out = stores
         yield train, held_out
         return
-    for whole in stores:
-        store, held = split(whole, config.validation_share, log)
+    for documents in stores:
+        store, held = split(documents, config.validation_share, log)
         yield store.take(~held), store.take(held)
 
 
 def split(store: TokenStore, share: int, log: Log) -> tuple[TokenStore, np.ndarray]:
     """Chooses the documents that are held out.
 
-    Documents whose id hashes below `share` (of 256) are held out. If that takes none or
-    all of them (a corpus of one file), each document is first cut into blocks of
-    BLOCK_TOKENS, which are then documents.
+    These are the documents whose id hashes below `share`, out of 256. In a corpus of
+    few files, that may be none or all of them. Each document is then cut into blocks of
+    BLOCK_TOKENS, which count as documents. Examples are not cut: those with the
+    smallest hash are held out.
+
+    Args:
+      store: tokenized documents.
+      share: documents of every 256 to hold out.
+      log: receives a line if the hash alone does not split the documents.
 
     Returns:
-      The store, and [documents] bool.
+      The store, whose documents may be blocks, and a mask [documents] of the held-out
+      ones.
     """
-    held = store.group < share
-    if not share or (held.any() and not held.all()):
-        return store, held
-    if store.weights:  # examples stay whole: those of the smallest hash, but not all
-        held = store.group == store.group.min(initial=255)
-        if held.all():
-            held = np.zeros_like(held)
+    is_held_out = store.group < share
+    if not share or (is_held_out.any() and not is_held_out.all()):
+        return store, is_held_out
+    if store.weights:
+        is_held_out = store.group == store.group.min(initial=255)
+        if is_held_out.all():
+            is_held_out = np.zeros_like(is_held_out)
         log(
-            f"data: {store.name}: few examples, so {held.sum()} of {len(held)} are "
+            f"data: {store.name}: few examples, so {is_held_out.sum()} of {len(is_held_out)} are "
             "held out"
         )
-        return store, held
+        return store, is_held_out
     store = _cut_into_blocks(store)
-    held = store.group < share
+    is_held_out = store.group < share
     log(
         f"data: {store.name}: few documents, so blocks of {token_files.BLOCK_TOKENS} "
-        f"tokens are held out: {held.sum()} of {len(held)}"
+        f"tokens are held out: {is_held_out.sum()} of {len(is_held_out)}"
     )
-    return store, held
+    return store, is_held_out
 
 
 def _cut_into_blocks(store: TokenStore) -> TokenStore:
-    """Makes each BLOCK_TOKENS of a document a document of its own."""
+    """Makes each block of BLOCK_TOKENS of a document a document."""
     size = token_files.BLOCK_TOKENS
     blocks = -(-store.length // size)
     document = np.repeat(np.arange(len(blocks)), blocks)
     number = packing.count_up(blocks)
-    whole = store.take(document)
+    documents = store.take(document)
     offset = number * size
-    length = np.minimum(size, whole.length - offset)
+    length = np.minimum(size, documents.length - offset)
     num_bytes = None
-    if whole.num_bytes is not None:
-        num_bytes = whole.num_bytes * (length / np.maximum(whole.length, 1))
+    if documents.num_bytes is not None:
+        num_bytes = documents.num_bytes * (length / np.maximum(documents.length, 1))
     pairs = zip(document.tolist(), number.tolist(), strict=True)
     return dataclasses.replace(
-        whole,
-        start=whole.start + offset,
+        documents,
+        start=documents.start + offset,
         length=length,
         group=token_files.group_of(f"{d}#{n}" for d, n in pairs),
         num_bytes=num_bytes,
@@ -166,14 +176,18 @@ def cut(
     held_out: bool = False,
     stride: int | None = None,
 ) -> DatasetSplit:
-    """Cuts documents into samples, and logs what becomes of those longer than a
-    sequence.
+    """Cuts documents into samples, and logs the fate of those longer than a sequence.
 
     Args:
-      stride: see `open_dataset`.
+      config: settings of the data.
+      store: documents of one part of a source.
+      sequence_length: S.
+      log: receives the lines.
+      held_out: whether the documents are held out.
+      stride: tokens by which sliding windows move; None = no sliding windows.
 
     Raises:
-      ConfigError: training has too little.
+      ConfigError: the training part is too small.
     """
     length = store.length
     truncates = stride is None and config.truncates
@@ -182,7 +196,7 @@ def cut(
         kept = np.minimum(length, sequence_length + 1)
     if store.weights:
         longest = sequence_length if truncates else int(length.max(initial=0))
-        num_tokens = _count_examples(store, longest, log, held_out)
+        num_tokens = _count_examples(store, longest, log, held_out=held_out)
     else:
         num_tokens = int(kept.sum())
         if not held_out and num_tokens <= sequence_length:
@@ -191,31 +205,23 @@ def cut(
                 f"sample needs {sequence_length + 1}. Give more text, lower "
                 "batch.sequence_length or data.validation_share."
             )
-    limit = config.validation_tokens if held_out else 0
-    samples: Samples
-    if stride is not None:
-        samples = sliding.SlidingWindows(
-            store,
-            sequence_length,
-            stride=stride,
-            limit=limit,
-            packed=config.packing == "documents",
-        )
-    elif config.packing == "window":
-        samples = packing.Windows(store, sequence_length, limit=limit, partial=held_out)
-    else:
-        if not store.weights:
-            side = _side(held_out)
-            _log_longer(store.name, side, length, kept, sequence_length, log)
-        plan = packing.open_packing(
-            store,
-            sequence_length,
-            limit=limit,
-            truncate=truncates,
-            folder=config.cache_folder(),
+    if stride is None and config.packing == "documents" and not store.weights:
+        _log_longer(
+            store.name,
+            _side(held_out),
+            length=length,
+            kept=kept,
+            sequence_length=sequence_length,
             log=log,
         )
-        samples = packing.PackedDocuments(store, plan, sequence_length)
+    samples = _samples(
+        config,
+        store,
+        sequence_length=sequence_length,
+        log=log,
+        held_out=held_out,
+        stride=stride,
+    )
     num_bytes = None
     if store.num_bytes is not None:
         share = kept / np.maximum(length, 1)
@@ -229,6 +235,38 @@ def cut(
     )
 
 
+def _samples(
+    config: DataConfig,
+    store: TokenStore,
+    *,
+    sequence_length: int,
+    log: Log,
+    held_out: bool,
+    stride: int | None,
+) -> Samples:
+    """Makes samples of documents; see `cut`."""
+    limit = config.validation_tokens if held_out else 0
+    if stride is not None:
+        return sliding.SlidingWindows(
+            store,
+            sequence_length,
+            stride=stride,
+            limit=limit,
+            packed=config.packing == "documents",
+        )
+    if config.packing == "window":
+        return packing.Windows(store, sequence_length, limit=limit, partial=held_out)
+    plan = packing.open_packing(
+        store,
+        sequence_length,
+        limit=limit,
+        truncate=config.truncates,
+        folder=config.cache_folder(),
+        log=log,
+    )
+    return packing.PackedDocuments(store, plan, sequence_length)
+
+
 def _side(held_out: bool) -> str:
     return "held-out" if held_out else "training"
 
@@ -236,24 +274,29 @@ def _side(held_out: bool) -> str:
 def _log_longer(
     name: str,
     side: str,
+    *,
     length: np.ndarray,
     kept: np.ndarray,
     sequence_length: int,
     log: Log,
 ) -> None:
-    """Logs what becomes of documents that are longer than a sequence, if there are any.
+    """Logs the fate of documents that are longer than a sequence, if there are any.
 
     Args:
+      name: name of the source.
+      side: "training" or "held-out".
       length: [documents], tokens.
       kept: [documents], tokens that samples hold.
+      sequence_length: S.
+      log: receives the line.
     """
     longer = int((length > sequence_length + 1).sum())
     if not longer:
         return
     fate = "split, and go on in other rows"
-    left_out = int((length - kept).sum())
-    if left_out:
-        fate = f"cut off there: {left_out} of {length.sum()} tokens are left out"
+    dropped = int((length - kept).sum())
+    if dropped:
+        fate = f"cut off there: {dropped} of {length.sum()} tokens are left out"
     log(
         f"data: {name}: {longer} of {len(length)} {side} documents are longer than "
         f"{sequence_length + 1} tokens and {fate}"
@@ -261,16 +304,18 @@ def _log_longer(
 
 
 def _count_examples(
-    store: TokenStore, sequence_length: int, log: Log, held_out: bool
+    store: TokenStore, sequence_length: int, log: Log, *, held_out: bool
 ) -> int:
-    """Counts the learned tokens of examples, and logs which are cut off or skipped.
+    """Counts the learned tokens of examples; logs how many are truncated or skipped.
 
     Raises:
-      ConfigError: training has none.
+      ConfigError: training has no learned tokens.
     """
     length = store.length
     predictions = packing.count_predictions(store)
-    whole = packing.count_learned(store, store.documents._replace(length=predictions))
+    learned_before_cut = packing.count_learned(
+        store, store.documents._replace(length=predictions)
+    )
     kept = packing.count_predictions(store, longest=sequence_length)
     learned = packing.count_learned(store, store.documents._replace(length=kept))
     longer = int((length > sequence_length + 1).sum())
@@ -279,7 +324,7 @@ def _count_examples(
         f"data: {store.name}: {len(length)} {_side(held_out)} examples, "
         f"{learned.sum()} of {length.sum()} tokens learned; "
         f"{longer} longer than {sequence_length + 1} tokens "
-        f"and cut off there ({(whole - learned).sum()} learned tokens lost), "
+        f"and cut off there ({(learned_before_cut - learned).sum()} learned tokens lost), "
         f"{empty} left out with no learned token"
     )
     if not held_out and not learned.any():

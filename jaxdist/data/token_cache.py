@@ -1,12 +1,15 @@
-"""The token cache: a text corpus tokenised once, kept as files, found again by what it
-was made of.
+"""Token cache: a text corpus that is tokenized once, under a hash of its inputs.
 
-`<cache_dir>/tokens-<key>/` holds `tokens.bin` (ids of all documents, one after the
-other), of chats `weights.bin` (a byte for each of them, 1: learned),
-`documents.npy` ([documents, 3] int64: length in tokens, UTF-8 bytes, hash group) and
-`meta.json`, which has checksums of the others. The folder appears whole or not at all. A damaged one is made again; where the
-damage shows only while a run reads (large corpora are checked in the background), the
-run stops, and its next start makes the folder again.
+`<cache_dir>/tokens-<key>/` holds these files:
+
+    tokens.bin     ids of all documents, one after another
+    weights.bin    only for chats: a byte for each id, 1 = learned
+    documents.npy  [documents, 3] int64: length in tokens, UTF-8 bytes, hash group
+    meta.json      description of the corpus, and checksums of the other files
+
+The folder appears whole or not at all. A damaged one is made again. Large files are
+checked in the background. If they are damaged, the run stops, and its next start makes
+the folder again.
 """
 
 import contextlib
@@ -32,21 +35,25 @@ from jaxdist.storage import atomic, lock, run_format
 from jaxdist.storage.digest import digest, digest_bytes
 from jaxdist.storage.untrusted import open_regular, read_json
 
-_VERSION = 3  # of the layout above, in the key: a cache of another is made anew
-_BATCH_CHARACTERS = 4_000_000  # tokenised at once: enough for all cores, little memory
+# Version of the layout above. It is a part of the key, so caches of other versions are not
+# read.
+_VERSION = 3
+# Characters that are tokenized at once: enough for all cores, and little memory.
+_BATCH_CHARACTERS = 4_000_000
 _TOKENS = "tokens.bin"
 _WEIGHTS = "weights.bin"
 _DOCUMENTS = "documents.npy"
-_PROGRESS_S = 5.0  # between two lines of progress
-# of one checksum; up to so many are checked at the start (0.04 s), more behind it
+_PROGRESS_S = 5.0  # seconds between two lines of progress
+# Bytes of one checksum. A file of no more bytes is checked at the start (0.04 s), a larger
+# one in the background.
 _CHECKED_BYTES = 64 << 20
-_IDLE_SHARE = 3  # a check in the background sleeps so much longer than it works
+_IDLE_SHARE = 3  # ratio of sleep to work of a check in the background
 
 Log = Callable[[str], None]
 
 
 class Encoder(Protocol):
-    """What makes tokens of documents."""
+    """Encoder of documents to tokens."""
 
     vocab_size: int  # largest id + 1
     fingerprint: str  # equal exactly when encoding is equal
@@ -57,17 +64,16 @@ class Encoder(Protocol):
         """Encodes documents.
 
         Returns:
-          The ids of each; its weights (1: learned; no list: all are); what it counted.
+          The ids of each document; the weights of its ids (1 = learned; [] = all are);
+          counts for `notes`.
         """
 
     def notes(self, counts: Counter[str]) -> list[str]:
-        """Writes what to log of a corpus, from all that `encode` has counted of it."""
+        """Formats lines to log about a corpus, from the sum of its counts."""
 
 
 class TextEncoder:
-    """Encodes texts; each ends with the tokenizer's end-of-document id, if it has
-    one.
-    """
+    """Encoder of texts, with an end-of-document id if the tokenizer has one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -77,36 +83,43 @@ class TextEncoder:
     def encode(
         self, documents: Sequence[Document]
     ) -> tuple[list[np.ndarray], list[np.ndarray], Counter[str]]:
-        """Encodes texts, all learned, and counts the special tokens that they spell."""
+        """Encodes texts, and counts the special tokens that they spell.
+
+        All ids are learned.
+        """
         texts = [document.text for document in documents]
         ids = self._tokenizer.encode_documents(texts)
         special = self._tokenizer.special_tokens
-        spelt: Counter[str] = Counter()
+        num_special: Counter[str] = Counter()
         if special:
             joined = np.concatenate(ids)
-            found, counts = np.unique(
+            special_ids, counts = np.unique(
                 joined[np.isin(joined, list(special))], return_counts=True
             )
-            for i, count in zip(found.tolist(), counts.tolist(), strict=True):
-                spelt[special[i]] += count
+            for token_id, count in zip(
+                special_ids.tolist(), counts.tolist(), strict=True
+            ):
+                num_special[special[token_id]] += count
         end = self._tokenizer.end_of_document
         if end is not None:
-            ids = [np.append(x, end) for x in ids]
-        return ids, [], spelt
+            ids = [np.append(document_ids, end) for document_ids in ids]
+        return ids, [], num_special
 
     def notes(self, counts: Counter[str]) -> list[str]:
-        """Names the special tokens that the texts spell, in a line."""
+        """Lists the special tokens that the texts spell, on one line."""
         if not counts:
             return []
-        spelt = one_line(", ".join(f"{name} {count}" for name, count in counts.items()))
+        listed = one_line(
+            ", ".join(f"{name} {count}" for name, count in counts.items())
+        )
         return [
             "its texts spell special tokens, and these are encoded as such "
-            f"({spelt}); data.special_tokens=text encodes their characters"
+            f"({listed}); data.special_tokens=text encodes their characters"
         ]
 
 
 def open_tokens(corpus: Corpus, encoder: Encoder, folder: Path, log: Log) -> TokenStore:
-    """Opens the tokens of a corpus in `folder`; they are made if they are not there.
+    """Opens the tokens of a corpus in `folder`, and makes them if they are absent.
 
     Raises:
       ConfigError: the corpus is empty, the folder cannot be written, or a document is
@@ -114,18 +127,19 @@ def open_tokens(corpus: Corpus, encoder: Encoder, folder: Path, log: Log) -> Tok
     """
     key = digest(_VERSION, corpus.name, corpus.stamp, encoder.fingerprint)[:16]
     target = folder / f"tokens-{key}"
-    with one_builder(target, log):
-        if (store := _load(target, corpus.name, log)) is None:
+    with build_lock(target, log):
+        store = _load(target, corpus.name, log)
+        if store is None:
             _build(corpus, encoder, target, log)
             store = _load(target, corpus.name, log)
-            if store is None:
-                raise OSError("what was just written cannot be read back")
+        if store is None:
+            raise OSError("what was just written cannot be read back")
     return store
 
 
 @contextlib.contextmanager
-def one_builder(target: Path, log: Log) -> Iterator[None]:
-    """Holds the lock of `target`, so that processes of one machine do its work once.
+def build_lock(target: Path, log: Log) -> Iterator[None]:
+    """Holds the lock of `target`, so that only one process of a machine makes it.
 
     Raises:
       ConfigError: files cannot be read or written, now or in the body.
@@ -133,8 +147,8 @@ def one_builder(target: Path, log: Log) -> Iterator[None]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         waiting = f"data: waiting for another process that makes {target.name}"
-        # Without locks on this file system the work may be done twice, the rename still
-        # wins.
+        # On a file system without locks, the work may be done twice. The rename still
+        # leaves one whole result.
         with lock.exclusive(Path(f"{target}.lock"), before_wait=lambda: log(waiting)):
             yield
     except OSError as error:
@@ -145,7 +159,7 @@ def one_builder(target: Path, log: Log) -> Iterator[None]:
 
 
 def _load(target: Path, name: str, log: Log) -> TokenStore | None:
-    """Opens a cache folder, and logs its notes; None: it is absent or damaged.
+    """Opens a cache folder, and logs its notes; None if it is absent or damaged.
 
     Large files are checked in the background.
     """
@@ -170,12 +184,7 @@ def _load(target: Path, name: str, log: Log) -> TokenStore | None:
         return None
     for file in files:
         if _is_large(expected[file.path.name]):
-            threading.Thread(
-                target=_check_slowly,
-                args=(file, expected[file.path.name], target / "meta.json"),
-                name="jaxdist-token-check",
-                daemon=True,
-            ).start()
+            _check_in_background(file, expected[file.path.name], target / "meta.json")
     for note in meta["notes"]:
         log(f"data: {name}: {note}")
     length, num_bytes, group = documents.T
@@ -187,7 +196,7 @@ def _load(target: Path, name: str, log: Log) -> TokenStore | None:
         start=np.cumsum(length) - length,
         length=length,
         group=group.astype(np.uint8),
-        # The bytes of a chat are not those of its learned tokens.
+        # The bytes of a chat's text are not those of its learned tokens.
         num_bytes=None if weights else num_bytes,
         max_id=meta["max_id"],
         fingerprint=meta["fingerprint"],
@@ -215,18 +224,27 @@ def _checksums(path: Path) -> Iterator[int]:
             yield zlib.crc32(piece)
 
 
+def _check_in_background(file: TokenFile, expected: list[int], meta: Path) -> None:
+    threading.Thread(
+        target=_check_slowly,
+        args=(file, expected, meta),
+        name="jaxdist-token-check",
+        daemon=True,
+    ).start()
+
+
 def _check_slowly(file: TokenFile, expected: list[int], meta: Path) -> None:
     """Compares a file with its checksums, slowly.
 
-    Damage stops its readers, and removes `meta`, so that the next start makes the cache
-    again.
+    If the file is damaged, its readers fail, and `meta` is removed. The next start
+    therefore makes the cache again.
     """
     begin_s = time.perf_counter()
-    # Readers of a file that is gone or shorter find that out by themselves.
+    # Readers of a file that is gone or shorter fail by themselves.
     with contextlib.suppress(OSError, ValueError):
         pairs = zip(_checksums(file.path), expected, strict=True)
-        for number, (found, right) in enumerate(pairs):
-            if found != right:
+        for number, (found, written) in enumerate(pairs):
+            if found != written:
                 place = (
                     f"the {_CHECKED_BYTES >> 20} MiB "
                     f"from byte {number * _CHECKED_BYTES}"
@@ -246,25 +264,24 @@ def _check_slowly(file: TokenFile, expected: list[int], meta: Path) -> None:
 
 
 def _build(corpus: Corpus, encoder: Encoder, target: Path, log: Log) -> None:
-    """Makes a cache folder; it appears whole, or not at all."""
+    """Makes a cache folder. It appears whole, or not at all."""
     try:
         with atomic.replacing(target) as partial:
             partial.mkdir()
             _write(corpus, encoder, partial, log)
-            if target.exists():  # _load refused it
+            if target.exists():  # `_load` has found it damaged
                 log(f"data: {target} is damaged; made again")
                 shutil.rmtree(target)
     except OSError:
-        # not just another process that was faster
         if not (target / "meta.json").is_file():
-            raise
+            raise  # otherwise another process has been faster
 
 
 def _write(corpus: Corpus, encoder: Encoder, folder: Path, log: Log) -> None:
     """Tokenizes a corpus into the files of a cache.
 
     Raises:
-      ConfigError: it has no documents, or one is refused.
+      ConfigError: the corpus has no documents, or one is refused.
     """
     with _CacheWriter(folder, encoder) as writer:
         progress_s = time.monotonic()
@@ -284,17 +301,17 @@ def _write(corpus: Corpus, encoder: Encoder, folder: Path, log: Log) -> None:
 
 
 class _CacheWriter:
-    """The files of a cache while they are written."""
+    """Writer of the files of a cache."""
 
     def __init__(self, folder: Path, encoder: Encoder) -> None:
         self.begin_s = time.monotonic()
-        # of each document: tokens, UTF-8 bytes, group
+        # (tokens, UTF-8 bytes, group) of each document
         self.rows: list[tuple[int, int, int]] = []
         self._folder = folder
         self._encoder = encoder
         self._dtype = _smallest_dtype(encoder.vocab_size)
         self._tokens = (folder / _TOKENS).open("wb")
-        self._weights: IO[bytes] | None = None  # opened with the first that come
+        self._weights: IO[bytes] | None = None  # opened for the first weights
         self._counts: Counter[str] = Counter()
         self._content = hashlib.sha256()
         self._max_id = 0
@@ -311,7 +328,7 @@ class _CacheWriter:
         """Encodes documents and writes their tokens.
 
         Raises:
-          ConfigError: one is refused, or the tokenizer makes an invalid id.
+          ConfigError: a document is refused, or the tokenizer makes an invalid id.
         """
         ids, learned, counts = self._encoder.encode(batch)
         self._counts += counts
@@ -333,7 +350,11 @@ class _CacheWriter:
             self.rows.append((len(tokens_of), num_bytes, group))
 
     def _check_vocabulary(self, ids: np.ndarray) -> None:
-        """Raises ConfigError if an id is outside the vocabulary: it might wrap."""
+        """Checks that all ids are in the vocabulary; others might wrap around.
+
+        Raises:
+          ConfigError: an id is not.
+        """
         vocab_size = self._encoder.vocab_size
         for extreme in (ids.min(initial=0), ids.max(initial=0)):
             if not 0 <= extreme < vocab_size:
@@ -344,7 +365,7 @@ class _CacheWriter:
                 )
 
     def amount(self) -> str:
-        """Writes how much there is by now."""
+        """Formats the number of documents, bytes and tokens so far."""
         num_tokens = sum(row[0] for row in self.rows)
         num_bytes = sum(row[1] for row in self.rows)
         return (
@@ -352,7 +373,7 @@ class _CacheWriter:
         )
 
     def finish(self, corpus: Corpus) -> None:
-        """Writes the table of documents, and last `meta.json`; the files are closed."""
+        """Writes the table of documents, and `meta.json` last."""
         table = np.asarray(self.rows, np.int64)
         np.save(self._folder / _DOCUMENTS, table)
         names = [_TOKENS, _DOCUMENTS]
@@ -381,11 +402,11 @@ class _CacheWriter:
 
 
 def _smallest_dtype(vocab_size: int) -> np.dtype:
-    """Chooses the type that holds every id.
+    """Chooses the smallest type that holds every id.
 
     Args:
-      vocab_size: largest id + 1; vocabularies may have gaps, so that a count of their
-        entries is too small.
+      vocab_size: largest id + 1. Vocabularies may have gaps, so the number of their
+        entries may be too small.
     """
     if vocab_size <= 1 << 8:
         return np.dtype("<u1")

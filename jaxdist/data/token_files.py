@@ -13,17 +13,18 @@ from jaxdist.config import ConfigError
 from jaxdist.storage.digest import digest, digest_bytes
 from jaxdist.storage.untrusted import open_regular
 
-# where borders of documents are unknown, this many tokens are held out together
+# Tokens that are held out together if there are too few documents to hold out.
 BLOCK_TOKENS = 16384
-# up to this many tokens the largest id is found when the files are opened
+# Largest number of tokens whose ids are scanned when files are opened.
 _SCAN_TOKENS = 1 << 27
-_MAX_ID = np.iinfo(np.int32).max  # that batches can hold
-# hashed at each end of a foreign file: all of it may be terabytes
+_MAX_ID = np.iinfo(np.int32).max  # largest id that batches can hold
+# Bytes at each end of a file that its fingerprint covers. A whole file may have
+# terabytes.
 _EDGE_BYTES = 1 << 20
 
 
 class TokenFile:
-    """A memory-mapped array of token ids."""
+    """Memory-mapped array of token ids."""
 
     def __init__(
         self, path: Path, dtype: str, *, offset_bytes: int = 0, count: int | None = None
@@ -31,8 +32,10 @@ class TokenFile:
         """Maps a file.
 
         Args:
-          offset_bytes: of the first id.
-          count: ids in the file; None: all after the offset.
+          path: the file.
+          dtype: numpy's name of the type of an id.
+          offset_bytes: offset of the first id.
+          count: number of ids. None takes all after the offset.
 
         Raises:
           ConfigError: the file is too short, or ends within an id.
@@ -40,18 +43,19 @@ class TokenFile:
         open_regular(path).close()
         num_bytes = path.stat().st_size
         kind = np.dtype(dtype)
-        rest = 0
+        extra_bytes = 0  # bytes of an incomplete id at the end
         if count is None:
-            count, rest = divmod(num_bytes - offset_bytes, kind.itemsize)
+            count, extra_bytes = divmod(num_bytes - offset_bytes, kind.itemsize)
         self.path = path
         self.count = count
-        self.fault = ""  # set by whoever finds the ids damaged; readers then stop
+        self.fault = ""  # a text makes readers fail: a check has found damaged ids
         self._end_bytes = offset_bytes + count * kind.itemsize
-        if rest or count < 0 or self._end_bytes > num_bytes:
+        if extra_bytes or count < 0 or self._end_bytes > num_bytes:
             ends = f"{count} tokens of {kind} end at byte {self._end_bytes}"
-            if rest:
+            if extra_bytes:
                 ends = (
-                    f"token {count} of {kind} has {rest} of its {kind.itemsize} bytes"
+                    f"token {count} of {kind} has {extra_bytes} of its "
+                    f"{kind.itemsize} bytes"
                 )
             raise ConfigError(
                 f"{path}: {ends}, the file at byte {num_bytes}: it is cut off or of "
@@ -64,10 +68,10 @@ class TokenFile:
 
     @property
     def tokens(self) -> np.ndarray:
-        """[count] ids.
+        """The ids [count].
 
         Raises:
-          OSError: the file is damaged, or it shrank: reading past its end would kill
+          OSError: the file is damaged, or it shrank. Reading past its end would kill
             the process.
         """
         if self.fault:
@@ -81,23 +85,23 @@ class TokenFile:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an id."""
+        """The bytes of an id."""
         return self._tokens.itemsize
 
 
 class Pieces(NamedTuple):
     """Runs of tokens in the files of a store."""
 
-    owner: np.ndarray  # [P] int32, number of the file; -1 = padding, of no file
+    owner: np.ndarray  # [P] int32, number of the file; -1 = padding
     start: np.ndarray  # [P] int64, offset of the first token in the file
-    length: np.ndarray  # [P] int64, tokens; of pieces to learn from: predictions
+    length: np.ndarray  # [P] int64, number of tokens, or of predictions in a sample
 
     def take(self, chosen: np.ndarray) -> "Pieces":
-        """Selects pieces, by a mask or by number."""
+        """Selects pieces by a mask or by numbers."""
         return Pieces(*(values[chosen] for values in self))
 
     def tokens(self, files: Sequence[TokenFile]) -> np.ndarray:
-        """Reads the pieces, one after the other; padding is 0."""
+        """Reads the pieces, one after another. Padding is 0."""
         contents = {
             number: files[number].tokens
             for number in set(self.owner.tolist())
@@ -118,8 +122,8 @@ class Pieces(NamedTuple):
 class TokenStore:
     """Tokenized documents of one source, in the order of the token stream.
 
-    Document d is `files[file[d]].tokens[start[d] : start[d] + length[d]]`. Its `group`,
-    the first byte of the sha256 of its id, decides whether it is held out.
+    Document d is `files[file[d]].tokens[start[d] : start[d] + length[d]]`. Its `group`
+    is the first byte of the sha256 of its id, and decides whether it is held out.
     """
 
     name: str
@@ -128,11 +132,12 @@ class TokenStore:
     start: np.ndarray  # [documents] int64
     length: np.ndarray  # [documents] int64, tokens
     group: np.ndarray  # [documents] uint8
-    # [documents], UTF-8 bytes of the text; None if unknown
+    # [documents], UTF-8 bytes of the text; None = unknown
     num_bytes: np.ndarray | None
-    max_id: int | None  # None: not scanned (too large); readers check what they read
+    # largest id; None = the files are too large to scan, and readers check each batch
+    max_id: int | None
     fingerprint: str
-    # Of each file's tokens: 1 = learned. (): all are, and documents are texts.
+    # weight of each token in `files`, 1 = learned; () = all are, and documents are texts
     weights: tuple[TokenFile, ...] = ()
 
     @property
@@ -141,7 +146,7 @@ class TokenStore:
         return Pieces(self.file, self.start, self.length)
 
     def take(self, chosen: np.ndarray) -> "TokenStore":
-        """Selects documents, by a mask or by number."""
+        """Selects documents by a mask or by numbers."""
         return replace(
             self,
             file=self.file[chosen],
@@ -153,7 +158,7 @@ class TokenStore:
 
 
 def group_of(ids: Iterable[str]) -> np.ndarray:
-    """Hashes ids to the first byte of their sha256, on every machine the same.
+    """Hashes ids to the first byte of their sha256, which is the same on every machine.
 
     Returns:
       [ids] uint8.
@@ -165,7 +170,7 @@ def group_of(ids: Iterable[str]) -> np.ndarray:
 
 
 class DocumentTable(NamedTuple):
-    """The documents of a token file, `id#0`, `id#1` and so on."""
+    """Documents of a token file, with the ids `id#0`, `id#1` and so on."""
 
     file: TokenFile
     id: str
@@ -174,10 +179,10 @@ class DocumentTable(NamedTuple):
 
 
 def store_of(name: str, tables: Sequence[DocumentTable]) -> TokenStore:
-    """Makes a store of token files that somebody else wrote.
+    """Makes a store of token files that jaxdist has not written.
 
     Raises:
-      ConfigError: names the files with an id that no batch can hold.
+      ConfigError: files have ids that no batch can hold. The error names the files.
     """
     files = tuple(table.file for table in tables)
     counts = [len(table.start) for table in tables]
@@ -202,38 +207,38 @@ def store_of(name: str, tables: Sequence[DocumentTable]) -> TokenStore:
 
 
 def _check_ids(files: Sequence[TokenFile]) -> int | None:
-    """Finds the largest id of all files; None where they are too large to scan.
+    """Finds the largest id of all files; None if they are too large to scan.
 
     Raises:
-      ConfigError: names the files with an id that no batch can hold.
+      ConfigError: files have ids that no batch can hold. The error names the files.
     """
     is_scanned = sum(file.count for file in files) <= _SCAN_TOKENS
     largest = 0
     faults = []
     for file in files:
-        # Batches show ids of 8 bytes wrapped, so that those must be looked at here,
-        # however many there are.
-        if is_scanned or file.itemsize == 8:
-            ids = file.tokens
-            low = 0
-            if ids.dtype.kind == "i":
-                low = int(ids.min(initial=0))
-            high = int(ids.max(initial=0))
-            largest = max(largest, high)
-            if low < 0 or high > _MAX_ID:
-                place = int(np.argmax((ids < 0) | (ids > _MAX_ID)))
-                faults.append(
-                    f"{file.path}: token {place} has id {ids[place]}; "
-                    f"required 0 to {_MAX_ID}. "
-                    "The file is damaged or of another type: write it again."
-                )
+        # Ids of 8 bytes wrap around in batches, so they are checked here in any case.
+        if not is_scanned and file.itemsize != 8:
+            continue
+        ids = file.tokens
+        low = 0
+        if ids.dtype.kind == "i":
+            low = int(ids.min(initial=0))
+        high = int(ids.max(initial=0))
+        largest = max(largest, high)
+        if low < 0 or high > _MAX_ID:
+            position = int(np.argmax((ids < 0) | (ids > _MAX_ID)))
+            faults.append(
+                f"{file.path}: token {position} has id {ids[position]}; "
+                f"required 0 to {_MAX_ID}. "
+                "The file is damaged or of another type: write it again."
+            )
     if faults:
         raise ConfigError(faults)
     return largest if is_scanned else None
 
 
 def _edges_digest(file: TokenFile) -> str:
-    """Hashes a file's length and its first and last MiB."""
+    """Hashes a file's length, and its first and last MiB."""
     raw = file.tokens.view(np.uint8)
     edges = raw[:_EDGE_BYTES].tobytes() + raw[-_EDGE_BYTES:].tobytes()
     return digest(file.count, file.tokens.dtype.str, digest_bytes(edges))

@@ -1,9 +1,11 @@
 """Tokenizers: text <-> token ids.
 
-`bytes` is built in: ids 0..255 are the UTF-8 bytes and there is no end-of-document id,
-so a loss in nats per token is nats per byte and compares with any other byte-level
-model. `bpe:SIZE` and tokenizer.json files go through the optional `tokenizers` package
-(bpe.py); they do have an end-of-document id where the vocabulary holds one.
+The tokenizer `bytes` is built in. Its ids 0..255 are the UTF-8 bytes, and it has no
+end-of-document id. Its loss in nats per token is the loss per byte, and can be compared
+with any other byte-level model.
+
+Tokenizers of `bpe:SIZE` and of tokenizer.json files need the optional package
+`tokenizers` (bpe.py). They have an end-of-document id if their vocabulary has one.
 """
 
 import os
@@ -25,39 +27,46 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class Tokenizer(Protocol):
-    """What the package needs of a tokenizer."""
+    """Interface of a tokenizer."""
 
-    # largest id + 1: ids may have gaps, so that this is not their count
+    # largest id + 1; ids may have gaps, so this is not their number
     vocab_size: int
-    # id appended to every document, if the vocabulary has one
+    # id that is appended to every document; None if the vocabulary has none
     end_of_document: int | None
-    # id that its file puts before a text: published models expect it
+    # id that the tokenizer's file puts before a text, which published models expect
     begin_of_document: int | None
-    end_ids: tuple[int, ...]  # ids after which a generated text ends, ascending
-    special_tokens: Mapping[int, str]  # by id, those that a text can spell
-    config: TokenizerConfig  # what the files beside it say
-    fingerprint: str  # equal exactly when encoding is equal
-    content: str | None  # of its tokenizer.json; None: it needs no file
+    end_ids: tuple[int, ...]  # ids that end a generated text, ascending
+    special_tokens: Mapping[int, str]  # {id: text} of those that a text can spell
+    config: TokenizerConfig  # settings in the other files of the tokenizer's folder
+    fingerprint: str  # equal exactly if the encoding is equal
+    content: (
+        str | None
+    )  # text of the tokenizer.json; None = the tokenizer needs no file
 
     def encode(self, text: str) -> np.ndarray:
-        """Encodes a text to ids, [length] int32, without any special id."""
+        """Encodes a text to ids, [length] int32, without special ids around it."""
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encodes each text to ids of any integer type; may use all cores."""
+        """Encodes each text to ids of any integer type. It may use all cores."""
 
     def encode_spans(
         self, texts: Sequence[tuple[str, Spans]]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Encodes each text to ids, and marks those that are, also in part, in its
-        ranges, bool.
+        """Encodes each text to ids, and marks the ids that overlap its ranges.
+
+        Args:
+          texts: pairs of a text and its ranges of characters.
+
+        Returns:
+          Pairs of ids and marks, [length] int32 and bool.
         """
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decodes ids to a text; invalid UTF-8 becomes U+FFFD."""
+        """Decodes ids to a text. Invalid UTF-8 becomes U+FFFD."""
 
 
 class ByteTokenizer:
-    """The 256 bytes of UTF-8; ids above 255 are decoded to U+FFFD."""
+    """Tokenizer of the 256 bytes of UTF-8. It decodes larger ids to U+FFFD."""
 
     vocab_size = 256
     end_of_document: int | None = None
@@ -72,9 +81,11 @@ class ByteTokenizer:
         self.end_ids = tuple(sorted(ends))
 
     def encode(self, text: str) -> np.ndarray:
+        """Encodes a text to its bytes, [length] int32."""
         return self.encode_documents([text])[0].astype(np.int32)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encodes each text to its bytes, uint8."""
         return [
             np.frombuffer(text.encode("utf-8", "replace"), np.uint8) for text in texts
         ]
@@ -82,6 +93,7 @@ class ByteTokenizer:
     def encode_spans(
         self, texts: Sequence[tuple[str, Spans]]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Encodes each text to its bytes, and marks the bytes in its ranges."""
         encoded = []
         for text, spans in texts:
             ids = self.encode(text)
@@ -93,8 +105,11 @@ class ByteTokenizer:
         return encoded
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Decodes bytes to a text. Invalid UTF-8 and larger ids become U+FFFD."""
+        replacement = "\ufffd".encode()
         parts = (
-            bytes([i]) if 0 <= i < 256 else "\ufffd".encode() for i in map(int, ids)
+            bytes([token_id]) if 0 <= token_id < 256 else replacement
+            for token_id in map(int, ids)
         )
         return b"".join(parts).decode("utf-8", "replace")
 
@@ -106,29 +121,30 @@ def load_tokenizer(
     cache: Path | None = None,
     special_tokens: SpecialTokens = "tokens",
 ) -> Tokenizer:
-    """Loads a tokenizer that needs no training, for commands that have no corpus at
-    hand.
+    """Loads a tokenizer without training it, for commands that have no corpus.
 
     Args:
-      name: `data.tokenizer`.
-      folder: where a run saved its tokenizer.json (its workdir); it wins over a path in
+      name: value of `data.tokenizer`.
+      folder: workdir of a run. Its tokenizer.json takes precedence over a path in
         `name`.
-      cache: folder that remembers which files were tried out; None: each is, which
-        takes half a second.
-      special_tokens: what a text encodes to that spells one, `data.special_tokens`.
+      cache: folder that remembers the files that have passed a trial. None tries out
+        each file, which takes half a second.
+      special_tokens: value of `data.special_tokens`.
 
     Raises:
-      ConfigError: where the tokenizer is `bpe:SIZE` and `folder` holds none, or a file
+      ConfigError: the name is `bpe:SIZE` and `folder` has no tokenizer.json. Or a file
         is missing, is no tokenizer.json, or fails or takes too long on short texts.
-      ImportError: naming the extra, where `tokenizers` is not installed.
+      ImportError: the package `tokenizers` is not installed. The error names the extra.
     """
     if name == "bytes":
         if not folder:
             return ByteTokenizer()
         return ByteTokenizer(tokenizer_config.read(folder))
     size = bpe_size(name)
+    tokenizer: Tokenizer
     if folder and (folder / TOKENIZER_FILE).is_file():
-        return bpe().load(folder / TOKENIZER_FILE, cache, special_tokens)
+        tokenizer = bpe().load(folder / TOKENIZER_FILE, cache, special_tokens)
+        return tokenizer
     if size:
         raise ConfigError(
             f"data.tokenizer={name}: no {TOKENIZER_FILE} in {folder or 'any folder'}. "
@@ -143,20 +159,21 @@ def load_tokenizer(
             f"data.tokenizer={name}: required bytes, bpe:SIZE or the path of a "
             f"tokenizer.json; {path} is not a file."
         )
-    return bpe().load(path, cache, special_tokens)
+    tokenizer = bpe().load(path, cache, special_tokens)
+    return tokenizer
 
 
 def bpe() -> Any:
-    """Imports `jaxdist.data.bpe`, which needs the package tokenizers."""
+    """Imports `jaxdist.data.bpe`, which needs the package `tokenizers`."""
     return extras.load("jaxdist.data.bpe")
 
 
 def bpe_size(name: str) -> int | None:
-    """Reads SIZE of `bpe:SIZE`; None for any other tokenizer name.
+    """Parses SIZE of `bpe:SIZE`; None for any other name of a tokenizer.
 
     Raises:
-      ConfigError: SIZE is not a number from 257 (256 bytes and the end of a document)
-        to 10^9.
+      ConfigError: SIZE is not a number >= 257 and < 10^9. There are 256 bytes and the
+        end of a document.
     """
     if not name.startswith("bpe:"):
         return None

@@ -1,8 +1,7 @@
-"""What the files beside a tokenizer.json say: which tokens end a text, and how a chat
-becomes one.
+"""Settings in the other files of a tokenizer's folder: end tokens, chat template.
 
-Hugging Face folders spread it over several files. A run keeps what it read in one of
-them, the tokenizer_config.json of its workdir, which then is all that is needed.
+Hugging Face folders spread these settings over several files. A run writes all of them
+to its workdir, into tokenizer_config.json and chat_template.jinja.
 """
 
 import json
@@ -16,15 +15,15 @@ from jaxdist.config import ConfigError
 from jaxdist.storage import atomic
 from jaxdist.storage.untrusted import Malformed, of_kind, read_bytes, read_json
 
-# what a text that spells a special token is encoded to: its id, or its characters
+# Encoding of a text that spells a special token: the token's id, or its characters.
 SpecialTokens = Literal["tokens", "text"]
 
 FILE = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
-# folder in a workdir: what is copied of the folder that its weights came from
+# Folder in a workdir with copies of small files, from the folder of its initial weights.
 HUGGINGFACE = "huggingface"
-# The first that spells a special token or has a template wins, as in transformers; end
-# ids are those of all.
+# Files with settings. As in transformers, the first file with a special token or a
+# template wins. The end ids of all files count.
 _FILES = (
     TEMPLATE,
     FILE,
@@ -61,16 +60,16 @@ _SPECIAL = (
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """What to know of a tokenizer beside its tokenizer.json."""
+    """Settings of a tokenizer that its tokenizer.json does not have."""
 
-    end_ids: tuple[int, ...] = ()  # any of them ends a text
-    # how bos_token, eos_token, ... are spelt
+    end_ids: tuple[int, ...] = ()  # ids of which each ends a text
+    # {name: text} of bos_token, eos_token, ...
     special: Mapping[str, str] = field(default_factory=dict)
-    chat_template: str = ""  # a jinja program; "": it has none
+    chat_template: str = ""  # a jinja program; "" = none
 
 
 def read(folder: Path) -> TokenizerConfig:
-    """Reads what a Hugging Face folder or a workdir says.
+    """Reads the settings of a Hugging Face folder or of a workdir.
 
     Raises:
       ConfigError: a file is malformed.
@@ -83,7 +82,7 @@ def read(folder: Path) -> TokenizerConfig:
 
 
 def write(folder: Path, config: TokenizerConfig) -> None:
-    """Writes into a workdir what `read` has read, where there is anything."""
+    """Writes settings to a workdir, where `read` finds them. Empty ones are skipped."""
     fields: dict[str, Any] = dict(config.special)
     if config.end_ids:
         fields = {"eos_token_id": list(config.end_ids), **fields}
@@ -97,7 +96,7 @@ def write(folder: Path, config: TokenizerConfig) -> None:
 
 
 def copy_small_files(source: Path, target: Path) -> None:
-    """Copies the files of a Hugging Face folder that say how to use its weights.
+    """Copies the files of a Hugging Face folder that describe how to use its weights.
 
     Files that `source` does not have are skipped.
     """
@@ -109,7 +108,7 @@ def copy_small_files(source: Path, target: Path) -> None:
 
 
 def kept_template(folder: Path | None) -> str:
-    """Reads the chat template that a workdir has kept; "" if none.
+    """Reads the chat template in a workdir; "" if it has none.
 
     Raises:
       ConfigError: the file is malformed.
@@ -120,7 +119,7 @@ def kept_template(folder: Path | None) -> str:
 
 
 def _read(file: Path) -> TokenizerConfig:
-    """Reads what one file says; nothing where there is none."""
+    """Reads the settings in one file, which may be absent."""
     try:
         if file.name == TEMPLATE:
             return TokenizerConfig(chat_template=_read_text(file))
@@ -155,28 +154,36 @@ def _joined(first: TokenizerConfig, second: TokenizerConfig) -> TokenizerConfig:
 
 
 def _end_ids(fields: Mapping[str, Any]) -> Iterator[int]:
-    """Yields the ids that one file says end a text; raises Malformed."""
-    text = fields.get("text_config")  # of models that also see
-    for part in (fields, text if isinstance(text, dict) else {}):
-        ids = part.get("eos_token_id", [])
+    """Yields the ids of one file that end a text.
+
+    Raises:
+      Malformed: they are no integers.
+    """
+    text_config = fields.get("text_config")  # models for text and images have it
+    if not isinstance(text_config, dict):
+        text_config = {}
+    for part in (fields, text_config):
+        ids = part.get("eos_token_id")
         if ids is None:
             ids = []
-        for end in ids if isinstance(ids, list) else [ids]:
+        if not isinstance(ids, list):
+            ids = [ids]
+        for end in ids:
             yield of_kind(end, int, "eos_token_id")
 
 
 def _spelling(token: Any, name: str) -> str:
-    """Reads how a token is spelt: a text, or the `content` of a dict."""
+    """Reads the text of a token, which is a string or the `content` of a dict."""
     if isinstance(token, dict):
         token = token.get("content")
     return of_kind(token, str, name)
 
 
 def _template(value: Any) -> str:
-    """Reads a chat template; of several the one called `default`.
+    """Reads a chat template. A list has one named `default`, which is used.
 
     Raises:
-      Malformed: it is none.
+      Malformed: the value is no template.
     """
     if isinstance(value, list):
         named = {

@@ -1,5 +1,6 @@
-"""Files that are programs (tokenizers, chat templates), tried out in a process with
-limits before use.
+"""Trial of files that are programs (tokenizers, chat templates) before their use.
+
+The trial runs in a process with limits.
 """
 
 import contextlib
@@ -16,22 +17,24 @@ from jaxdist.data.reading import one_line
 from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest, digest_bytes
 
-# of processor time to try a file out, and as much per 10 MB (Gemma's tokenizer: 33 MB)
+# Seconds of processor time for a trial, and again for every 10 MB of the file. Gemma's
+# tokenizer has 33 MB.
 _SECONDS = 4
-_BYTES = 1 << 30  # of memory
-_TIMEOUT_S = 300  # by the clock, on a machine that does other things too
+_BYTES = 1 << 30  # limit of memory
+_TIMEOUT_S = 300  # limit by the clock, for a busy machine
 
 
 def once(
-    kind: str, version: str, module: str, content: bytes, cache: Path | None
+    kind: str, *, version: str, module: str, content: bytes, cache: Path | None
 ) -> None:
-    """Runs the trial of a file's content, `python -m module`, unless it has passed one
-    before.
+    """Tries out a file's content by `python -m module`, unless it has passed before.
 
     Args:
-      kind: names the file in `cache` that remembers it.
-      version: of the package that reads such files.
-      cache: folder that remembers what passed; None: it is tried out in any case.
+      kind: kind of file, a part of the name under which `cache` remembers it.
+      version: version of the package that reads such files.
+      module: module to run. It calls `child`.
+      content: content of the file.
+      cache: folder that remembers what has passed. None runs the trial in any case.
 
     Raises:
       ConfigError: the trial failed, or took too long.
@@ -39,16 +42,22 @@ def once(
     if cache is None:
         _run(module, content)
         return
-    passed = cache / f"{kind}-{digest(version, digest_bytes(content))[:32]}.passed"
+    key = digest(version, digest_bytes(content))[:32]
+    passed = cache / f"{kind}-{key}.passed"
     if passed.is_file():
         return
     _run(module, content)
-    with contextlib.suppress(OSError):  # then it is tried out again
+    with contextlib.suppress(OSError):  # the next start repeats the trial
         cache.mkdir(parents=True, exist_ok=True)
         atomic.write_text(passed, "")
 
 
 def _run(module: str, content: bytes) -> None:
+    """Runs a trial in a process, which gets the content as its input.
+
+    Raises:
+      ConfigError: the trial failed. The process has printed the reason.
+    """
     variables = {
         "OPENBLAS_NUM_THREADS": "1",
         "RAYON_NUM_THREADS": "1",
@@ -69,23 +78,24 @@ def _run(module: str, content: bytes) -> None:
         raise ConfigError(f"it could not be tried out ({one_line(error)})") from error
     if not done.returncode:
         return
-    said = one_line(done.stdout.decode("utf-8", "replace"))
+    fault = one_line(done.stdout.decode("utf-8", "replace"))
     if done.returncode == -signal.SIGXCPU:
-        said = (
+        fault = (
             f"it takes more than {_SECONDS} s for short texts: "
             "a pattern or a loop without end"
         )
-    elif not done.stdout.strip():  # ended by the package
-        said = (
+    elif not done.stdout.strip():  # the package has ended the process
+        fault = (
             f"trying it out ended with status {done.returncode}: "
             "it needs too much memory, or is damaged"
         )
-    raise ConfigError(f"{said}; use another one")
+    raise ConfigError(f"{fault}; use another one")
 
 
 def child(try_out: Callable[[bytes], None], content: bytes) -> None:
-    """Runs `try_out` on a file's content within limits; prints why it fails, and ends
-    the process.
+    """Runs `try_out` on a file's content within limits, in the process of a trial.
+
+    If it fails, the fault is printed and the process ends with 1.
     """
     limit_s = _SECONDS + _SECONDS * len(content) // 10_000_000
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,10 +1,12 @@
-"""Batches that a caller hands over, as a dataset: arrays, a function of the step, or an
-iterable.
+"""Batches of a caller as a dataset: arrays, a function of the step, or an iterable.
 
-Arrays are shuffled like those of a file. A function or an iterable gives whole batches,
-in its own order. An iterator with `state_dict` and `load_state_dict` (torchdata's
+Arrays are shuffled like those of a file. A function or an iterable returns whole
+batches, in its own order.
+
+Some iterators have a state: `state_dict` and `load_state_dict` (torchdata's
 StatefulDataLoader, streams of Hugging Face datasets) or `get_state` and `set_state`
-(grain) continues where it was; batches of any other iterator are read again.
+(grain). They continue where the checkpoint was written. The batches of other iterators
+are read again.
 
 Shapes: N samples, G global batch.
 """
@@ -26,9 +28,9 @@ from jaxdist.storage.digest import digest
 Batches = (
     Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | Iterable[Mapping[str, Any]]
 )
-DEFAULT_SIZE = 32  # samples a step, if arrays are given and no size
-# States kept behind the last batch read: the reader is ahead of training by
-# data.prefetch, 64 at most.
+DEFAULT_SIZE = 32  # samples per step of arrays without a size
+# Number of latest states that are kept. The reader is ahead of training by data.prefetch,
+# which is 64 at most.
 _NUM_STATES = 70
 
 
@@ -36,29 +38,30 @@ _NUM_STATES = 70
 
 
 class NoBatch(RuntimeError):
-    """The caller's batches have no such batch; the text says why."""
+    """Error of a batch that the caller's batches do not have. The text says why."""
 
 
-class _Holder(NamedTuple):
-    """The methods of what has a state."""
+class _StateMethods(NamedTuple):
+    """Methods that read and set the state of an iterator or of an iterable."""
 
-    is_iterable: bool  # the iterable itself, not its iterator
+    of_iterable: bool  # whether they belong to the iterable, not to its iterator
     get: Callable[[], Any]
     set: Callable[[Any], None]
 
 
 class Iterated:
-    """The batches of an iterable; it restarts at its end, if it can."""
+    """Batches of an iterable, which restarts at its end if it can."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
         self._iterator: Iterator[Any] = iter(())
-        self._next = 0  # of the batch that the iterator gives
-        self._states: dict[int, Any] = {}  # encoded, each as it was before that batch
-        self._epoch = 0  # of the next restart
+        self._next = 0  # number of the batch that the iterator returns next
+        # {number of a batch: encoded state from which the iterator returns it}
+        self._states: dict[int, Any] = {}
+        self._epoch = 0  # number of the epoch that the next restart begins
 
     def __call__(self, step: int) -> Any:
-        """Gives the batch after `step` updates.
+        """Returns the batch after `step` updates.
 
         Raises:
           NoBatch: there is none.
@@ -82,29 +85,31 @@ class Iterated:
                     "give more or lower steps"
                 )
             self._next += 1
-            self._note_state()
+            self._store_state()
         return batch
 
     def state(self, step: int) -> Any:
-        """Gives the state before the batch after `step` updates, as JSON; None: it is
-        unknown, or there is none.
+        """Returns the state before the batch after `step` updates, as JSON.
+
+        It is None if it is unknown, or if the iterator has no state.
         """
         return self._states.get(step)
 
     def go_to(self, step: int, state: Any) -> str:
-        """Prepares to give the batch after `step` updates next.
+        """Prepares to return the batch after `step` updates next.
 
         Args:
-          state: of `state`, from a checkpoint; None: there was none.
+          step: number of updates.
+          state: result of `state`, from a checkpoint. None if there was none.
 
         Returns:
-          A line for people that says how; "" if there is nothing to say.
+          A line for the user that says how; "" if there is nothing to say.
 
         Raises:
-          NoBatch: the iterator does not take the state.
+          NoBatch: the iterator does not accept the state.
         """
-        holder = self._holder()
-        if state is None or holder is None:
+        methods = self._state_methods()
+        if state is None or methods is None:
             if step < self._next:
                 return ""
             return (
@@ -113,16 +118,16 @@ class Iterated:
             )
         try:
             self._epoch, value = iterator_state.decode(state)
-            if holder.is_iterable:  # its state counts from the next restart on
-                holder.set(value)
+            if methods.of_iterable:  # an iterable applies its state at a restart
+                methods.set(value)
                 self._restart()
             else:
                 self._restart()
-                holder = self._holder()
-                assert holder
-                holder.set(value)
+                methods = self._state_methods()
+                assert methods
+                methods.set(value)
         except Exception as error:
-            # The library's own, if the state is another iterator's.
+            # Libraries raise many types if the state is that of another iterator.
             raise NoBatch(
                 "the iterator does not take the state that was saved "
                 f"({error!r:.200}); give the one that the run began with, "
@@ -136,35 +141,37 @@ class Iterated:
         )
 
     def _restart(self) -> bool:
-        """Starts the next epoch; False: the iterable is its own iterator."""
-        before = self._iterator
-        # It shuffles by the epoch; a stream's state counts in its epoch alone.
+        """Starts the next epoch; returns False if the iterable is its own iterator."""
+        previous = self._iterator
+        # A stream of `datasets` shuffles by its epoch, and its state is valid only in
+        # that epoch.
         set_epoch = getattr(self._batches, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(self._epoch)
         self._iterator = iter(self._batches)
         self._epoch += 1
-        return self._iterator is not before
+        return self._iterator is not previous
 
-    def _holder(self) -> _Holder | None:
-        """Finds what has a state: the iterator, else the iterable."""
-        for holder in (self._iterator, self._batches):
-            for names in (
+    def _state_methods(self) -> _StateMethods | None:
+        """Finds the methods for the state, of the iterator or else of the iterable."""
+        for owner in (self._iterator, self._batches):
+            for getter_name, setter_name in (
                 ("state_dict", "load_state_dict"),
                 ("get_state", "set_state"),
             ):
-                getter, setter = (getattr(holder, name, None) for name in names)
+                getter = getattr(owner, getter_name, None)
+                setter = getattr(owner, setter_name, None)
                 if callable(getter) and callable(setter):
-                    return _Holder(holder is self._batches, getter, setter)
+                    return _StateMethods(owner is self._batches, getter, setter)
         return None
 
-    def _note_state(self) -> None:
-        holder = self._holder()
-        if holder is None:
+    def _store_state(self) -> None:
+        methods = self._state_methods()
+        if methods is None:
             return
         try:
-            encoded = iterator_state.encode((self._epoch - 1, holder.get()))
-        except TypeError:  # JSON cannot hold it: then the batches are read again
+            encoded = iterator_state.encode((self._epoch - 1, methods.get()))
+        except TypeError:  # JSON cannot hold the state: a resume reads batches again
             return
         self._states[self._next] = encoded
         self._states.pop(self._next - _NUM_STATES, None)
@@ -174,7 +181,7 @@ class Iterated:
 
 
 class UserDataset(Dataset):
-    """A dataset whose training batches may come whole from a caller, in its order."""
+    """Dataset whose training batches may come whole from a caller, in its order."""
 
     def __init__(
         self,
@@ -183,14 +190,17 @@ class UserDataset(Dataset):
         example: Batch,
         **options: Any,
     ) -> None:
-        """Makes a dataset; other arguments are those of Dataset.
+        """Makes a dataset.
 
         Args:
-          reader: gives the training batch of a step; None: they are samples of arrays.
+          *args: positional arguments of Dataset.
+          reader: function that returns the training batch of a step. None if the
+            batches are samples of arrays.
           example: the reader's first batch, or all arrays.
+          **options: keyword arguments of Dataset.
         """
         super().__init__(*args, **options)
-        # as `data.path` has it
+        # description of one sample, the value of `data.path`
         self.samples = _describe(example)
         self._reader = reader
         self._first = example
@@ -198,11 +208,11 @@ class UserDataset(Dataset):
     def train_batch(
         self, step: int, global_size: int, rows: slice | np.ndarray = slice(None)
     ) -> Batch:
-        """Reads rows of a global batch, see Dataset.
+        """Reads rows of a global batch; see Dataset.
 
         Raises:
-          SourceError: the batch has other entries, dims or dtypes than the first, or
-            there is none.
+          SourceError: there is no such batch, or its entries, dims or dtypes differ
+            from those of the first batch.
         """
         if self._reader is None:
             return super().train_batch(step, global_size, rows)
@@ -214,21 +224,26 @@ class UserDataset(Dataset):
         return {name: values[rows] for name, values in whole.items()}
 
     def reader_state(self, step: int) -> Any:
-        """Gives the state of an iterator that has one, before the batch after `step`
-        updates; else None.
+        """Returns the state of an iterator before the batch after `step` updates.
+
+        It is None if the iterator has no state.
         """
         if not isinstance(self._reader, Iterated):
             return None
         return self._reader.state(step)
 
     def go_to(self, step: int, state: Any) -> str:
-        """Prepares an iterator to give the batch after `step` updates.
+        """Prepares an iterator to return the batch after `step` updates.
+
+        Args:
+          step: number of updates.
+          state: result of `reader_state`, or None.
 
         Returns:
-          A line that says how.
+          A line that says how; "" if there is nothing to say.
 
         Raises:
-          ConfigError: the iterator does not take the state.
+          ConfigError: the iterator does not accept the state.
         """
         if not isinstance(self._reader, Iterated):
             return ""
@@ -238,21 +253,21 @@ class UserDataset(Dataset):
             raise ConfigError(f"batches: {error}") from error
 
     def _read_batch(self, reader: Callable[[int], Any], step: int) -> Batch:
-        """Reads the batch after `step` updates, and checks it."""
+        """Reads and checks the batch after `step` updates."""
         name = f"batches: the one after {step} updates"
         try:
-            batch = reader(step)  # may have a ConfigError of its own to raise
+            batch = reader(step)  # a ConfigError of the caller passes through
         except NoBatch as error:
             raise SourceError(f"batches: {error}") from error
         try:
             converted = _convert(name, batch)
         except ConfigError as error:
             raise SourceError(str(error)) from error
-        found = _describe_batch(converted)
-        first = _describe_batch(self._first)
-        if found != first:
+        layout = _describe_batch(converted)
+        first_layout = _describe_batch(self._first)
+        if layout != first_layout:
             raise SourceError(
-                f"{name} has {found}; the first {first}, and all must be alike"
+                f"{name} has {layout}; the first {first_layout}, and all must be alike"
             )
         return converted
 
@@ -267,11 +282,12 @@ def open_user_batches(
     """Makes a dataset of a caller's batches.
 
     Args:
-      batches: {entry: [N, ...]}, whose order is ours; or a function from the step
-        (updates finished, from 0) to its global batch {entry: [G, ...]}; or an iterable
-        of global batches, which restarts at its end, if it can.
-      size: G; default: that of the first batch, for arrays DEFAULT_SIZE.
-      validation: {entry: [N, ...]}, held out.
+      batches: arrays {entry: [N, ...]}, which are shuffled. Or a function from the step
+        (updates finished, from 0) to its global batch {entry: [G, ...]}. Or an iterable
+        of global batches, which restarts at its end if it can.
+      size: G. The default is that of the first batch, and DEFAULT_SIZE for arrays.
+      validation: held-out arrays {entry: [N, ...]}.
+      seed: seed of the order of arrays.
 
     Returns:
       The dataset and G.
@@ -279,7 +295,8 @@ def open_user_batches(
     Raises:
       ConfigError: every fault of the arrays, or of the first batch.
     """
-    if fault := _library_fault(batches):
+    fault = _library_fault(batches)
+    if fault:
         raise ConfigError(f"batches: {fault}")
     reader = _reader_of(batches)
     if reader:
@@ -295,13 +312,15 @@ def open_user_batches(
         example = _check("batches", batches)
         size = size or DEFAULT_SIZE
         train = samples.all_rows(example)
-    if isinstance(reader, Iterated):  # may give other values each time
+    if isinstance(reader, Iterated):  # its values may differ each time
         fingerprint = digest(samples.describe_samples(example))
     else:
         fingerprint = _hash_values(example)
     held_out = SampleRows({}, np.arange(0))
     if validation is not None:
-        held_out = _held_out("validation", validation, _describe(example), size)
+        held_out = _held_out(
+            "validation", validation, like=_describe(example), size=size
+        )
     dataset = UserDataset(
         [sample_sides("batches", train, held_out)],
         seed=seed,
@@ -316,19 +335,20 @@ def open_held_out(data: Mapping[str, Any], *, like: str, size: int) -> Dataset:
     """Makes a dataset of arrays {entry: [N, ...]} that are all held out.
 
     Args:
-      like: what a sample of the run's batches holds, as `data.path` has it.
+      data: the arrays.
+      like: description of a sample of the run's batches, the value of `data.path`.
       size: G.
 
     Raises:
-      ConfigError: they hold something else, or no whole batch.
+      ConfigError: the samples differ from those of the run, or fill no whole batch.
     """
-    held_out = _held_out("data", data, like, size)
+    held_out = _held_out("data", data, like=like, size=size)
     sides = sample_sides("data", held_out, held_out)
     return Dataset([sides], seed=0, fingerprint="")
 
 
 def _reader_of(batches: Batches) -> Callable[[int], Any] | None:
-    """Makes a function from the step to its whole batch; None: they are arrays."""
+    """Makes a function from the step to its whole batch; None for arrays."""
     if isinstance(batches, Mapping):
         return None
     if callable(batches):
@@ -348,30 +368,32 @@ def _first_batch(reader: Callable[[int], Any]) -> Batch:
         raise ConfigError(f"batches: {error}") from error
 
 
-def _held_out(what: str, data: Any, like: str, size: int) -> SampleRows:
-    """Makes held-out samples of arrays, and checks them: only whole batches are
-    scored.
+def _held_out(what: str, data: Any, *, like: str, size: int) -> SampleRows:
+    """Makes held-out samples of arrays, and checks them.
+
+    Only whole batches are scored. The remaining samples are reported.
     """
     arrays = _check(what, data)
     count = samples.count_samples(arrays)
-    found = _describe(arrays)
-    if found != like:
-        raise ConfigError(f"{what}: a sample has {found}; in batches {like}")
+    layout = _describe(arrays)
+    if layout != like:
+        raise ConfigError(f"{what}: a sample has {layout}; in batches {like}")
     if count < size:
         raise ConfigError(
             f"{what}: {count} samples, and a batch has {size}; whole batches alone are "
             f"scored: give {size} samples or more, or a smaller batch_size"
         )
-    if left := count % size:
+    remainder = count % size
+    if remainder:
         print(
-            f"{what}: the last {left} of {count} samples are no whole batch of {size}, "
-            "and not scored"
+            f"{what}: the last {remainder} of {count} samples are no whole batch of "
+            f"{size}, and not scored"
         )
     return samples.all_rows(arrays)
 
 
 def _library_fault(batches: Any) -> str:
-    """Explains why a dataset of a library gives no batches; "" if nothing is known."""
+    """Explains why a library's dataset returns no batches; "" if nothing is known."""
     kinds = {
         kind.__name__
         for kind in type(batches).__mro__
@@ -404,10 +426,12 @@ def _library_fault(batches: Any) -> str:
 def _check(
     what: str, batch: Any, *, may_have_index: bool = False
 ) -> dict[str, np.ndarray]:
-    """Turns a mapping into numpy arrays that can be samples.
+    """Converts a mapping to numpy arrays that can be samples.
 
     Args:
-      may_have_index: whether it may bring its own sample numbers.
+      what: name of the mapping in messages.
+      batch: the mapping.
+      may_have_index: whether the mapping may have its own sample numbers.
 
     Raises:
       ConfigError: every fault.
@@ -439,7 +463,7 @@ def _without_index(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _describe(arrays: Mapping[str, np.ndarray]) -> str:
-    """Writes what one sample holds, as `data.path` has it."""
+    """Describes one sample, as in `data.path`."""
     return samples.describe_samples(_without_index(arrays))
 
 
@@ -448,7 +472,7 @@ def _describe_batch(batch: Batch) -> str:
 
 
 def _hash_values(arrays: Mapping[str, np.ndarray]) -> str:
-    """Hashes values, cheaply enough for gigabytes."""
+    """Hashes values, by checksums that are fast enough for gigabytes."""
     checksums = []
     for values in arrays.values():
         content = np.ascontiguousarray(values).view(np.uint8).ravel()

@@ -1,0 +1,1 @@
+"""Files of a run: atomic writes, locks, digests, the format, untrusted JSON."""

@@ -9,16 +9,16 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Yields a path beside `target` for the body to make a file or folder at.
+    """Yields a path next to `target`, where the body makes a file or folder.
 
-    It takes the place of `target` if the body ends without an error, and is removed
-    otherwise. A folder replaces only an empty one.
+    If the body ends without an error, the result takes the place of `target`. Otherwise
+    it is removed. A folder replaces only an empty one.
 
     Raises:
-      OSError: it cannot be moved there.
+      OSError: the result cannot be moved to `target`.
     """
     partial = target.with_name(f".{target.name}.{os.getpid()}")
-    _remove(partial)  # of a dead process with the same number
+    _remove(partial)  # the leftover of a dead process with the same id
     try:
         yield partial
         os.replace(partial, target)
@@ -30,11 +30,13 @@ def write_bytes(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Writes a file that readers see whole or not at all, here or in an object store.
 
     Args:
-      durable: whether it must outlive a power failure: returns once file and folder are
-        on the disk.
+      path: the file.
+      data: its content.
+      durable: whether the file must survive a power failure. The function then returns
+        once file and folder are on the disk.
 
     Raises:
-      OSError: it cannot be written; what was there before is unchanged.
+      OSError: the file cannot be written. A file that was there is unchanged.
     """
     if not isinstance(path, Path):  # an object store: one put is atomic
         path.write_bytes(data)
@@ -53,9 +55,7 @@ def write_bytes(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """Writes UTF-8 text as `write_bytes` does; what UTF-8 cannot write (lone
-    surrogates) is escaped.
-    """
+    """Writes UTF-8 text as `write_bytes` does. Lone surrogates are escaped."""
     write_bytes(path, text.encode(errors="backslashreplace"), durable=durable)
 
 

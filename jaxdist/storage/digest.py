@@ -1,5 +1,6 @@
-"""SHA-256 in hex, of what is given. Caches and checkpoints keep these, so they never
-change.
+"""SHA-256 digests in hex.
+
+Caches and checkpoints contain them, so their definition must not change.
 """
 
 import hashlib
@@ -8,7 +9,7 @@ from pathlib import Path
 
 def digest(*parts: object) -> str:
     """Computes the digest of the parts' texts, with a NUL between them."""
-    # Names of files that are not UTF-8 hold surrogates, which would be refused.
+    # Names of files that are not UTF-8 contain surrogates, which a plain encode refuses.
     return digest_bytes("\0".join(map(str, parts)).encode("utf-8", "surrogatepass"))
 
 

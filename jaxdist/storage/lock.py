@@ -1,5 +1,6 @@
-"""One process at a time: a file's lock, which ends with its process; where there is
-none, a lease.
+"""Exclusive ownership of a file: a lock, or a lease in stores without locks.
+
+A lock ends with its process. A lease ends if it is not renewed.
 """
 
 import contextlib
@@ -19,37 +20,40 @@ from typing import IO, Any
 
 from jaxdist.storage import atomic, run_format, untrusted
 
-# of a network file system without locks
+# Errors of a network file system without locks.
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-RENEW_S = 10  # between two renewals of a lease
-TAKEOVER_S = 120  # a lease that was not renewed for so long is over
-_SETTLE_S = 1.0  # after which the last of several writers of a record sees itself
+RENEW_S = 10  # seconds between two renewals of a lease
+TAKEOVER_S = 120  # seconds without a renewal after which a lease is over
+_SETTLE_S = 1.0  # seconds until all processes read the last of several writes
 
-# whether it is still ours: a file can be replaced, a lease taken over
+# Tests whether this process still holds a lock or a lease. A lock's file may be replaced,
+# and a lease may be taken over.
 IsHeld = Callable[[], bool]
 
 
 class Locked(Exception):
-    """Another process holds the lock; the message names it."""
+    """Error of a lock that another process holds. The message names the process."""
 
 
 @contextlib.contextmanager
 def exclusive(
     path: Path, *, before_wait: Callable[[], None] | None = None
 ) -> Iterator[IsHeld]:
-    """Creates a file, holds its lock and writes into it which process does.
+    """Creates a file, holds its lock, and writes the holding process into it.
 
-    A file system without locks counts as free for a caller that waits.
+    If the file system has no locks, a caller that waits gets the lock in any case.
 
     Args:
-      before_wait: called once, before waiting for another process; None: do not wait.
+      path: the file.
+      before_wait: function that is called once before waiting for another process. None
+        does not wait.
 
     Raises:
       Locked: another process holds the lock, and `before_wait` is None.
-      OSError: the file cannot be created, or not be locked, or is a link or a pipe.
+      OSError: the file cannot be created or locked, or is a link or a pipe.
     """
     with contextlib.ExitStack() as stack:
-        # To read: a file that is open to write keeps its disk from being remounted
+        # A file that is open to write would keep its disk from being remounted
         # read-only.
         file = stack.enter_context(_opened(path, "r"))
         try:
@@ -57,9 +61,10 @@ def exclusive(
         except OSError as error:
             if error.errno != errno.EBADF:
                 raise
-            file = stack.enter_context(_opened(path, "r+"))  # NFS locks nothing else
+            # NFS only locks files that are open to write.
+            file = stack.enter_context(_opened(path, "r+"))
             _take(file, before_wait)
-        # A full disk: what matters is the lock.
+        # On a full disk the record is missing, and the lock still holds.
         with contextlib.suppress(OSError), _opened(path, "r+") as record:
             record.truncate()
             record.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -68,17 +73,16 @@ def exclusive(
             try:
                 return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
             except OSError:
-                # whoever took the file away has not put another in its place
-                return True
+                return True  # the file was removed, and no other took its place
 
         yield is_held
 
 
 def is_held(path: Path) -> bool | None:
-    """Checks whether a process of this machine holds the lock of a file; None if that
-    is unknown.
+    """Tests whether a process of this machine holds the lock of a file.
 
-    Nothing is locked for that: who starts meanwhile is not refused.
+    The result is None if that is unknown. The function takes no lock, so it never makes
+    a starting process fail.
     """
     try:
         inode = os.stat(path).st_ino
@@ -90,25 +94,26 @@ def is_held(path: Path) -> bool | None:
     holder = re.fullmatch(r"process (\d{1,9}) on (.*)", text.strip())
     if holder is None or holder[2] != socket.gethostname():
         return None
-    with contextlib.suppress(OSError):  # a system that does not say who has locked what
+    with contextlib.suppress(OSError):  # not every system has /proc/locks
         # "1: FLOCK ADVISORY WRITE <pid> <device>:<inode> 0 EOF"
-        held = rf"^.* {holder[1]} \S*:{inode} "
-        return bool(re.search(held, Path("/proc/locks").read_text(), re.MULTILINE))
+        entry = rf"^.* {holder[1]} \S*:{inode} "
+        return bool(re.search(entry, Path("/proc/locks").read_text(), re.MULTILINE))
     return _is_alive(int(holder[1]))
 
 
 def _opened(path: Path, mode: str) -> IO[str]:
-    """Opens a file, made if need be; not what a link there leads to, and nothing that
-    waits.
+    """Opens a file, and creates it if it is absent. Never waits, never follows a link.
 
     Raises:
-      OSError: it cannot be opened, or is no regular file.
+      OSError: the file cannot be opened, or is no regular file.
     """
     safe = os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | safe, 0o666)
+
     try:
-        file = open(
-            path, mode, opener=lambda name, flags: os.open(name, flags | safe, 0o666)
-        )
+        file: IO[str] = open(path, mode, opener=opener)  # noqa: SIM115 (the caller closes it)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _refusal(path, errno.ELOOP, "a symbolic link") from error
@@ -119,11 +124,12 @@ def _opened(path: Path, mode: str) -> IO[str]:
     return file
 
 
-def _refusal(path: Path, number: int, kind: str) -> OSError:
-    return OSError(number, f"{path.name} is {kind}; remove it", str(path))
+def _refusal(path: Path, code: int, kind: str) -> OSError:
+    return OSError(code, f"{path.name} is {kind}; remove it", str(path))
 
 
 def _take(file: IO[str], before_wait: Callable[[], None] | None) -> None:
+    """Locks an open file; see `exclusive`."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -132,32 +138,33 @@ def _take(file: IO[str], before_wait: Callable[[], None] | None) -> None:
         before_wait()
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
+        # Without locks, a caller that waits continues as if it had the lock.
         if before_wait is None or error.errno == errno.EBADF:
             raise
 
 
-# --- stores without locks -------------------------------------------------------------
+# --- Stores without locks -------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def lease(path: Path, run: str, *, resumes: bool) -> Iterator[IsHeld]:
-    """Writes who owns the folder of `path`, and renews that from a thread until the
-    body ends.
+    """Writes a record of the owner of a folder, and renews it until the body ends.
 
-    Two that come at once may both begin; then `is_held` says no to the one that wrote
-    first. No clock is trusted to say that an owner is gone: it must also let a time for
-    renewal pass.
+    Two processes that start at once may both begin. Then `is_held` is false for the one
+    that wrote first. Clocks may be wrong. A lease therefore counts as over only if it
+    is also not renewed while this process waits.
 
     Args:
-      path: of the record, a file in any kind of store.
-      resumes: whether no other process goes on with `run`, so that one that died need
-        not be waited for.
+      path: file of the record, in any kind of store.
+      run: identity of the run.
+      resumes: whether no other process continues `run`. A dead process of the run then
+        need not be waited for.
 
     Raises:
       Locked: another process has renewed its lease less than `TAKEOVER_S` ago.
       OSError: the record cannot be read or written.
     """
-    mine = {
+    owner = {
         "run": run,
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -167,33 +174,35 @@ def lease(path: Path, run: str, *, resumes: bool) -> Iterator[IsHeld]:
 
     def is_held() -> bool:
         try:
-            other = _read_record(path)
-        except Exception:  # the store is away for a while
+            record = _read_record(path)
+        except Exception:  # the store does not answer for a while
             return True
-        return other is None or {key: other[key] for key in mine} == mine
+        return record is None or {key: record[key] for key in owner} == owner
 
     def renew() -> None:
-        record = run_format.marked(mine | {"time": time.time()})
+        record = run_format.marked(owner | {"time": time.time()})
         atomic.write_text(path, json.dumps(record))
 
-    def keep() -> None:
+    def keep_renewing() -> None:
         while not ended.wait(RENEW_S):
-            with contextlib.suppress(Exception):  # the store is away for a while
+            with contextlib.suppress(
+                Exception
+            ):  # the store does not answer for a while
                 if not is_held():
                     return
                 renew()
 
     try:
-        _wait_for_the_other(path, run, resumes)
+        _wait_until_over(path, run, resumes=resumes)
         renew()
     except (Locked, OSError):
         raise
-    except Exception as error:  # of an object store's client
+    except Exception as error:  # clients of object stores raise many types
         raise OSError(f"{path}: {type(error).__name__}: {error}") from error
     time.sleep(_SETTLE_S)
     if not is_held():
-        raise Locked(_name(_read_record(path) or mine))
-    thread = threading.Thread(target=keep, name="lease", daemon=True)
+        raise Locked(_name(_read_record(path) or owner))
+    thread = threading.Thread(target=keep_renewing, name="lease", daemon=True)
     thread.start()
     try:
         yield is_held
@@ -205,27 +214,29 @@ def lease(path: Path, run: str, *, resumes: bool) -> Iterator[IsHeld]:
                 path.unlink()
 
 
-def _wait_for_the_other(path: Path, run: str, resumes: bool) -> None:
+def _wait_until_over(path: Path, run: str, *, resumes: bool) -> None:
     """Waits until the lease of a record, if there is one, is over.
 
     Raises:
-      Locked: its owner renews it, or that takes long to see.
+      Locked: its owner renews the lease, or the lease ends only after a long time.
     """
-    other = _read_record(path)
-    if other is None:
+    record = _read_record(path)
+    if record is None:
         return
-    left_s = other["time"] + TAKEOVER_S - time.time()
-    ours = resumes and other["run"] == run
-    if ours and other["host"] == socket.gethostname() and not _is_alive(other["pid"]):
+    remaining_s = record["time"] + TAKEOVER_S - time.time()
+    is_ours = resumes and record["run"] == run
+    is_here = record["host"] == socket.gethostname()
+    if is_ours and is_here and not _is_alive(record["pid"]):
         return
-    if ours or not 0 < left_s < 2 * TAKEOVER_S:  # over, or a clock is wrong
-        # One that lives renews it meanwhile, whatever its clock says, and though its
-        # store be slow.
+    # The lease is over, or a clock is wrong, or its process should have ended.
+    if is_ours or not 0 < remaining_s < 2 * TAKEOVER_S:
+        # A live process renews it meanwhile, whatever its clock and even in a slow
+        # store.
         time.sleep(2 * RENEW_S + _SETTLE_S)
-        if _read_record(path) in (None, other):
+        if _read_record(path) in (None, record):
             return
-        left_s = TAKEOVER_S
-    raise Locked(f"{_name(other)}; if that has ended, wait {left_s:.0f} s")
+        remaining_s = TAKEOVER_S
+    raise Locked(f"{_name(record)}; if that has ended, wait {remaining_s:.0f} s")
 
 
 def _name(record: dict[str, Any]) -> str:
@@ -233,10 +244,10 @@ def _name(record: dict[str, Any]) -> str:
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
-    """Reads a record; None if there is none, or none of ours.
+    """Reads a record; None if it is absent or malformed.
 
     Raises:
-      OSError: it cannot be read.
+      OSError: the record cannot be read.
     """
     kinds = {"run": str, "host": str, "pid": int, "start": float, "time": float}
     try:
@@ -258,4 +269,4 @@ def _is_alive(pid: int) -> bool:
         return False
     except (OSError, OverflowError):
         return True
-    return pid != os.getpid()  # it is our own number, of a process before us
+    return pid != os.getpid()  # a dead process had the id of this one

@@ -1,8 +1,8 @@
-"""The format of a run's files: which of them this version of jaxdist can read.
+"""Format of a run's files, which decides whether this version of jaxdist reads them.
 
-Each JSON document that a run writes carries `"format": "jaxdist-1"`. The rows of
-metrics.jsonl, events.jsonl and arrays.jsonl carry none: config.json and run.json of
-their folder speak for them. A folder of another format is refused and left as it is.
+Each JSON document of a run has `"format": "jaxdist-1"`. The rows of metrics.jsonl,
+events.jsonl and arrays.jsonl have none: config.json and run.json of their folder
+decide. A folder of another format is refused and left unchanged.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ from jaxdist.storage import untrusted
 
 FORMAT = "jaxdist-1"
 KEY = "format"
-# they decide for the folder of a run
+# Files that decide for the folder of a run.
 CONFIG = "config.json"
 RUN = "run.json"
 
 
 class OtherVersion(ConfigError):
-    """Files that another version of jaxdist has written."""
+    """Error of files that another version of jaxdist has written."""
 
 
 def marked(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,10 +30,11 @@ def marked(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fault(document: Mapping[str, Any], place: object) -> str:
-    """Names what is wrong with a document's format; "" if it is this version's.
+    """Describes why a document has another format; "" if it has this version's.
 
     Args:
-      place: the file or folder to name.
+      document: the document.
+      place: file or folder to name.
     """
     if document.get(KEY) == FORMAT:
         return ""
@@ -51,7 +52,7 @@ def check(document: Mapping[str, Any], place: object) -> None:
     """Checks that a document has this version's format.
 
     Raises:
-      OtherVersion: it has another one, or none.
+      OtherVersion: the document has another format, or none.
     """
     text = fault(document, place)
     if text:
@@ -62,16 +63,16 @@ def unmarked(document: Mapping[str, Any], place: object) -> dict[str, Any]:
     """Checks a document's format, and removes it.
 
     Raises:
-      OtherVersion: it has another one, or none.
+      OtherVersion: the document has another format, or none.
     """
     check(document, place)
     return {key: value for key, value in document.items() if key != KEY}
 
 
 def check_folder(folder: Path) -> None:
-    """Checks that no other version has written the run in a folder; reads, no more.
+    """Checks that no other version has written the run in a folder, by reading only.
 
-    A file that is absent or damaged says nothing of its version.
+    A file that is absent or damaged does not count.
 
     Raises:
       OtherVersion: config.json or run.json has another format.

@@ -1,9 +1,9 @@
-"""JSON that somebody else may have written: read within limits, with one kind of error.
+"""Untrusted JSON, read within limits and with one type of error.
 
-Python's own reader answers hostile text in several ways: `ValueError`, `RecursionError`
-(of deep nesting, also later, in code that walks the value), `MemoryError` (a huge file)
-and, where a number of 4,000 digits is used, `OverflowError`. Here each is a
-`Malformed`.
+Python's reader answers hostile text in several ways. It raises `ValueError`. Deep
+nesting raises `RecursionError`, also later in code that walks the value. A huge file
+raises `MemoryError`. A number of 4,000 digits raises `OverflowError` in its use. Here
+each of these is a `Malformed`.
 """
 
 import json
@@ -13,35 +13,35 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-MAX_BYTES = 64 << 20  # of a document; the manifest of 100,000 files has 15 MB
-# containers in containers; documents of ours and of the ecosystem have fewer than ten
+MAX_BYTES = 64 << 20  # bytes of a document; a manifest of 100,000 files has 15 MB
+# Levels of nested containers. Documents of jaxdist and of other libraries have fewer than
+# ten.
 MAX_DEPTH = 64
-MAX_DIGITS = 40  # of an integer; 2**127 has 39
+MAX_DIGITS = 40  # digits of an integer; 2**127 has 39
 
 Kind = TypeVar("Kind")
 
 
 class Malformed(ValueError):
-    """A document is too large or too deep, no JSON, or of another shape than it must
-    have.
-    """
+    """Error of a document that is no JSON, has another form, or exceeds a limit."""
 
 
 def parse_json(text: str | bytes, kind: type[Kind]) -> Kind:
     """Parses the value of a JSON text.
 
     Args:
-      kind: what the value must be: dict, list, ...
+      text: the text.
+      kind: type that the value must have: dict, list, ...
 
     Raises:
-      Malformed: it is not UTF-8 or no JSON, exceeds a limit above, or is of another
-        kind.
+      Malformed: the text is not UTF-8 or not JSON, exceeds a limit above, or has
+        another type.
     """
     try:
         value = json.loads(text, parse_int=_parse_int)
     except RecursionError:
         raise Malformed(f"nested deeper than {MAX_DEPTH} levels") from None
-    except ValueError as error:  # no UTF-8, no JSON
+    except ValueError as error:  # not UTF-8, or not JSON
         raise Malformed(f"not JSON: {error}") from None
     if _is_deeper(value, MAX_DEPTH):
         raise Malformed(f"nested deeper than {MAX_DEPTH} levels")
@@ -55,13 +55,11 @@ def _parse_int(digits: str) -> int:
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
-    """Checks whether containers nest deeper than that; a level at a time, since
-    recursion would fail.
-    """
+    """Tests whether containers nest deeper than `depth`, without recursion."""
     level = [value]
     for _ in range(depth + 1):
-        lists = [x for x in level if isinstance(x, list)]
-        lists += [list(x.values()) for x in level if isinstance(x, dict)]
+        lists = [item for item in level if isinstance(item, list)]
+        lists += [list(item.values()) for item in level if isinstance(item, dict)]
         if not lists:
             return False
         level = list(chain.from_iterable(lists))
@@ -69,10 +67,10 @@ def _is_deeper(value: Any, depth: int) -> bool:
 
 
 def of_kind(value: object, kind: type[Kind], name: str = "it") -> Kind:
-    """Checks that a value is of a kind (a bool is no int), and returns it.
+    """Checks that a value has a type, and returns it. A bool is no int.
 
     Raises:
-      Malformed: it is not; says what it is.
+      Malformed: it has another type. The message has `name` and both types.
     """
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
         raise Malformed(f"{name} is {type(value).__name__}; required: {kind.__name__}")
@@ -80,19 +78,22 @@ def of_kind(value: object, kind: type[Kind], name: str = "it") -> Kind:
 
 
 def is_count(value: object, below: int = 2**53) -> bool:
-    """Checks whether a value is a whole number >= 0, by default one that a float
-    holds.
+    """Tests whether a value is an integer >= 0 and below a limit.
+
+    By default, a float holds it exactly.
     """
     return type(value) is int and 0 <= value < below
 
 
 def is_amount(value: object, below: float) -> bool:
-    """Checks whether a value is a number >= 0; a bool is none."""
-    return type(value) in (int, float) and 0 <= value < below  # type: ignore[operator]
+    """Tests whether a value is a number >= 0 and below a limit. A bool is no number."""
+    is_number = type(value) in (int, float)
+    # mypy does not narrow by `type`, which excludes bool and numpy's floats.
+    return is_number and 0 <= value < below  # type: ignore[operator]
 
 
 def named(error: Exception) -> str:
-    """Formats an error, with its type where the text alone says little."""
+    """Formats an error, with its type unless it is a Malformed."""
     return str(error) if isinstance(error, Malformed) else repr(error)
 
 
@@ -100,8 +101,9 @@ def read_json(path: Path, kind: type[Kind], *, max_bytes: int = MAX_BYTES) -> Ki
     """Reads the value of a JSON file, here or in an object store.
 
     Raises:
-      Malformed: as `parse_json` and `read_bytes`; the message does not name the file.
-      FileNotFoundError: there is none.
+      Malformed: as in `parse_json` and `read_bytes`. The message does not name the
+        file.
+      FileNotFoundError: the file is absent.
     """
     return parse_json(read_bytes(path, max_bytes=max_bytes), kind)
 
@@ -110,8 +112,8 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     """Reads the bytes of a file, here or in an object store.
 
     Raises:
-      Malformed: it is larger, no regular file, or cannot be read.
-      FileNotFoundError: there is none.
+      Malformed: the file is too large, no regular file, or cannot be read.
+      FileNotFoundError: the file is absent.
     """
     try:
         with open_regular(path) as file:
@@ -126,17 +128,17 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Opens a file to read.
+    """Opens a regular file to read.
 
     Raises:
-      Malformed: it is a folder, a pipe, which would hold us for ever, or a device; an
+      Malformed: the path is a folder, a device, a pipe (which would block), or an
         impossible name.
-      OSError: it is not there or cannot be opened.
+      OSError: the file is absent or cannot be opened.
     """
     try:
-        if not isinstance(path, Path):  # an object store has nothing else
+        if not isinstance(path, Path):  # an object store only has regular files
             return path.open("rb")
-        file = open(path, "rb", opener=_open_at_once)
+        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 (the caller closes it)
     except IsADirectoryError:
         raise Malformed("no regular file") from None
     except ValueError as error:  # a name that no file can have
@@ -148,12 +150,13 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens a file without waiting for a pipe's writer; that of a regular file means
-    nothing else.
+    """Opens a file without waiting for the writer of a pipe.
+
+    The flag has no effect on regular files.
     """
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def printable(text: str) -> str:
-    """Replaces what could move a terminal's cursor in a line."""
+    """Replaces characters that could move a terminal's cursor."""
     return "".join(character if character.isprintable() else "?" for character in text)

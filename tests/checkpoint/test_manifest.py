@@ -319,9 +319,7 @@ def test_a_run_whose_steps_are_all_in_quarantine_is_not_taken_for_new(sound, cop
         shutil.rmtree(copy / str(step))
     assert folders.list_steps(copy) == []
     assert folders.has_steps(copy)
-    with pytest.raises(
-        CheckpointError, match="quarantine holds what could not be trusted"
-    ):
+    with pytest.raises(CheckpointError, match="quarantine holds the untrusted ones"):
         restored_step(copy, sound[1])
 
 
@@ -391,7 +389,8 @@ def test_a_lost_identity_is_never_that_of_a_foreign_step(sound, copy, tmp_path):
     (copy / integrity.IDENTITY).unlink()
     for mode in ("read", "write"):
         with pytest.raises(
-            CheckpointError, match=f"run {other}: 5; run {own}: 3, 2, 1; move the steps"
+            CheckpointError,
+            match=f"run {other}: 5; run {own}: 3, 2, 1. Its file identity",
         ):
             CheckpointManager(copy, CheckpointConfig(), mode=mode)
     assert names(copy) == ["1", "2", "3", "5"]

@@ -151,9 +151,7 @@ def test_the_facts_of_a_source_are_rules_of_the_config(name):
     assert (f"data.source={name} has none" in packed) != source.has_documents
     chats = faults(source=name, path="x", packing="documents", format="chat")
     assert (f"data.source={name} has no chats" in chats) != source.has_chats
-    assert ("only there batches are given" in faults(source=name)) == (
-        source.from_caller
-    )
+    assert ("is only for jaxdist.fit" in faults(source=name)) == (source.from_caller)
     assert DataConfig(source=name).is_text != isinstance(source, SampleSource)
 
 

@@ -1,4 +1,4 @@
-"""Config groups of the wings and of telemetry: plain data, importable without jax."""
+"""Config groups of the wings and of telemetry, importable without jax."""
 
 from jaxdist.config.groups.health import HealthConfig
 from jaxdist.config.groups.profile import ProfileConfig

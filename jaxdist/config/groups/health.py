@@ -10,13 +10,14 @@ from jaxdist.config.annotations import Needs, NonNegativeFloat, NonNegativeInt
 class HealthConfig:
     """Checks of losses and replicated values, and the response to a failed check."""
 
-    # after more than optimizer.nonfinite_limit in a row
+    # response to more than optimizer.nonfinite_limit nonfinite steps in a row
     nonfinite: Literal["stop", "rollback"] = "stop"
-    spike: Literal["report", "rollback"] = "report"  # what follows a spike of the loss
-    # robust deviations above the recent median; 0 = no spikes
+    spike: Literal["report", "rollback"] = "report"  # response to a spike of the loss
+    # height of a spike, in robust deviations above the recent median; 0 = no spikes
     spike_sigmas: NonNegativeFloat = 10.0
-    max_rollbacks: NonNegativeInt = 5  # of a run in all; then it stops
-    # steps between comparisons of replicated values; 0 = never
+    # number of rollbacks of a run; after that many, a fault stops it
+    max_rollbacks: NonNegativeInt = 5
+    # number of steps between comparisons of replicated values; 0 = never
     compare_every: Annotated[
         NonNegativeInt, Needs("jaxdist.operations.watch.replica_check.ReplicaCheck")
     ] = 1000

@@ -10,8 +10,8 @@ from jaxdist.config.annotations import Needs, NonNegativeInt, PositiveInt
 class ProfileConfig:
     """Steps to profile."""
 
-    # first profiled step, >= 2 to leave compilation out; 0 = no profile
+    # first profiled step, 2 or more to exclude compilation; 0 = no profile
     start_step: Annotated[
         NonNegativeInt, Needs("jaxdist.trainer.profiling.Profile")
     ] = 0
-    num_steps: PositiveInt = 3  # profiled steps
+    num_steps: PositiveInt = 3  # number of profiled steps

@@ -10,8 +10,8 @@ from jaxdist.config.annotations import Needs
 class ResilienceConfig:
     """Source of preemption notices."""
 
-    # what cloud's word that it takes a machine back is listened for; auto: that of the
-    # machine's firmware
+    # cloud whose preemption notices are watched; auto = the cloud that the machine's
+    # firmware names; none = no watch
     preemption_notice: Annotated[
         Literal["none", "auto", "aws", "gcp", "azure"],
         Needs("jaxdist.operations.watch.notices.PreemptionNotices"),

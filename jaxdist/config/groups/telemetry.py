@@ -12,13 +12,13 @@ from jaxdist.config.annotations import Needs, NonNegativeFloat
 class TelemetryConfig:
     """Settings for cost reports and the Prometheus endpoint."""
 
-    # in any money; status and report say what the run costs
+    # price of a chip hour in any currency, for the costs in status and report; 0 = none
     price_per_chip_hour: NonNegativeFloat = 0.0
-    # of /metrics, for Prometheus, on process 0; 0 = none
+    # port of /metrics, for Prometheus, on process 0; 0 = no server
     port: Annotated[
         int,
         Interval(ge=0, le=65535),
         Needs("jaxdist.operations.metrics.serving.MetricsServer"),
     ] = 0
-    # where it listens; 0.0.0.0 = on every network of the machine
+    # address that /metrics listens on; 0.0.0.0 = every network of the machine
     address: str = "127.0.0.1"

@@ -12,13 +12,17 @@ from jaxdist.config.annotations import NonNegativeFloat
 class WatchdogConfig:
     """Seconds that each phase may last before the run is ended; 0 = no limit."""
 
-    # from the command to the first compilation, a line of data work
+    # limit for the time from the command to the first compilation; each progress line of
+    # data preparation restarts it
     start_s: NonNegativeFloat = 1800.0
-    # compiling and the first step, an evaluation's batch, the end
+    # limit for compiling with the first step, for a batch of an evaluation, and for the
+    # end
     compile_s: NonNegativeFloat = 7200.0
-    restore_s: NonNegativeFloat = 3600.0  # reading a checkpoint
-    data_s: NonNegativeFloat = 600.0  # waiting for the next batch
-    step_s: NonNegativeFloat = 600.0  # a step
-    save_s: NonNegativeFloat = 1800.0  # what of a save training waits for
-    # a step may last this many median steps, if that is longer
+    restore_s: NonNegativeFloat = 3600.0  # limit for reading a checkpoint
+    data_s: NonNegativeFloat = 600.0  # limit for the wait for the next batch
+    step_s: NonNegativeFloat = 600.0  # limit for a step
+    save_s: NonNegativeFloat = (
+        1800.0  # limit for the part of a save that blocks training
+    )
+    # number of median steps that a step or a batch may last, if that is a longer time
     slow_steps: Annotated[float, Ge(1)] = 20.0

@@ -1,1 +1,1 @@
-"""Data sources: what each value of `data.source` reads. The list is in `table`."""
+"""Data sources: a reader for each value of `data.source`; `table` lists them."""

@@ -1,8 +1,8 @@
 """Raw token files (`data.source=bin`), without borders of documents.
 
-nanoGPT's files are raw little-endian uint16 (or uint32: `data.bin_dtype`). Karpathy's
-later ones (llm.c, modded-nanogpt) begin with 256 int32: 20240520, version 1, the number
-of tokens, zeros; then uint16.
+nanoGPT's files are raw little-endian uint16, or uint32 (`data.bin_dtype`). Karpathy's
+later files (llm.c, modded-nanogpt) begin with a header of 256 int32: 20240520, version
+1, the number of tokens, and zeros. Their tokens are uint16.
 """
 
 import struct
@@ -30,7 +30,8 @@ def open_bin(options: SourceOptions) -> TokenStore:
     """Opens the .bin files of `data.path` as blocks of BLOCK_TOKENS, `file#number`.
 
     Raises:
-      ConfigError: a file is missing or cut off, or holds an id that no batch can hold.
+      ConfigError: a file is missing or truncated, or holds an id that no batch can
+        hold.
     """
     files = find_files(options)
     with reading(options.name):
@@ -39,6 +40,7 @@ def open_bin(options: SourceOptions) -> TokenStore:
 
 
 def _open_file(source: File, dtype: str) -> DocumentTable:
+    """Opens a file with or without Karpathy's header, as documents of BLOCK_TOKENS."""
     with reading(source.path), source.path.open("rb") as stream:
         head = stream.read(_HEADER_BYTES)
     magic, version, count = struct.unpack_from("<3i", head.ljust(12, b"\0"))

@@ -1,4 +1,4 @@
-"""Rows of chats: what a record of the data must be, whatever file it comes from."""
+"""Rows of chats: the form that a record must have, in files of any kind."""
 
 import json
 from collections.abc import Mapping
@@ -6,17 +6,16 @@ from typing import Any
 
 from jaxdist.storage.untrusted import Malformed, of_kind, parse_json
 
-FIELDS = ("messages", "prompt", "completion", "tools")  # of a record, that are read
+FIELDS = ("messages", "prompt", "completion", "tools")  # fields that are read
 NEEDED = "'messages', or 'prompt' and 'completion'"
 
 
 def chat_row(record: Mapping[str, Any]) -> str:
-    """Writes a record's row as JSON: messages, or prompt and completion, and perhaps
-    tools.
+    """Formats a record's row as JSON: messages, or prompt and completion, and tools.
 
     Raises:
-      Malformed: it has neither, or they are not lists of messages (prompt and
-        completion: or texts).
+      Malformed: the record has neither, or they are not lists of messages. A prompt and
+        its completion may also be texts.
     """
     row = {name: record[name] for name in FIELDS if record.get(name) is not None}
     if isinstance(row.get("tools"), str):
@@ -31,15 +30,15 @@ def chat_row(record: Mapping[str, Any]) -> str:
     if "messages" in row or not are_texts:
         for name in turns:
             row[name] = _messages(row[name], name)
-    # JSON may spell half a surrogate pair, which no tokenizer takes.
+    # JSON may contain half a surrogate pair, which no tokenizer accepts.
     return json.dumps(row, ensure_ascii=False).encode("utf-8", "replace").decode()
 
 
 def _messages(turns: Any, name: str) -> list[dict[str, Any]]:
-    """Checks messages, and leaves out the fields that tables fill with nothing.
+    """Checks messages, and drops the fields that are None, as tables fill them.
 
     Raises:
-      Malformed: they are none.
+      Malformed: the value is no list of messages.
     """
     messages = []
     for turn in of_kind(turns, list, repr(name)):

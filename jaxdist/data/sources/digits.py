@@ -1,5 +1,6 @@
-"""scikit-learn's 1,797 handwritten digits (`data.source=digits`), which come with the
-package; load this with `extras.load`.
+"""scikit-learn's 1,797 handwritten digits (`data.source=digits`).
+
+The digits come with the package. Load this module with `extras.load`.
 """
 
 import numpy as np
@@ -9,13 +10,14 @@ from jaxdist.storage.digest import digest
 
 
 def read(path: str) -> tuple[dict[str, np.ndarray], str]:
-    """Reads the digits, and gives a stamp of them.
+    """Reads the digits, and a stamp of their contents.
 
     Args:
-      path: not used.
+      path: ignored.
 
     Returns:
-      image [1797, 8, 8, 1] float32 in [0, 1] and label [1797] int32; the stamp.
+      image [1797, 8, 8, 1] float32 in [0, 1] and label [1797] int32, by name; the
+      stamp.
     """
     digits = load_digits()
     arrays = {

@@ -1,4 +1,4 @@
-"""Documents and corpora, and the options that sources read."""
+"""Documents and corpora, and the settings that sources read."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -6,23 +6,23 @@ from typing import NamedTuple, Protocol
 
 
 class SourceOptions(Protocol):
-    """The keys of `data` that a source reads; `DataConfig` has them."""
+    """Keys of `data.*` that a source reads; `DataConfig` has them."""
 
     @property
     def source(self) -> str:
-        """The source's name."""
+        """The name of the source."""
 
     @property
     def path(self) -> str:
-        """Where it is stored; the source says in which form."""
+        """The place of the data, in a form that depends on the source."""
 
     @property
     def name(self) -> str:
-        """Source and path, for logs and errors."""
+        """The source and its path, for logs and errors."""
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """The file endings of the source's row; () if it takes any file."""
+        """The endings of files that the source reads from a folder; () = all."""
 
     @property
     def text_field(self) -> str:
@@ -30,7 +30,7 @@ class SourceOptions(Protocol):
 
     @property
     def format(self) -> str:
-        """What a record is: text or chat."""
+        """The content of a record: text or chat."""
 
     @property
     def bin_dtype(self) -> str:
@@ -38,7 +38,7 @@ class SourceOptions(Protocol):
 
 
 class Document(NamedTuple):
-    """One text with an id that does not depend on where the corpus is stored."""
+    """Text with an id that does not depend on the place of the corpus."""
 
     id: str
     text: str
@@ -46,10 +46,10 @@ class Document(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A set of documents."""
+    """Set of documents."""
 
     name: str  # "jsonl data/*.jsonl", for logs and errors
-    # changes when the documents may have changed; cheap (sizes and times, not contents)
+    # text that differs if the documents may differ; by sizes and times, not contents
     stamp: str
-    summary: str  # one line: how much there is
-    documents: Callable[[], Iterator[Document]]  # all of them, always in the same order
+    summary: str  # the amount of data, on one line
+    documents: Callable[[], Iterator[Document]]  # yields all, always in the same order

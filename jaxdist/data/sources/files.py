@@ -1,8 +1,8 @@
-"""The files that `data.path` names, and corpora made of files. One of text files
-(`data.source=text`) has a document for each.
+"""Files that `data.path` names, and corpora of files.
 
-A document's id is its path below the folder or glob that found it, so that a corpus can
-be moved without changing what is held out.
+A corpus of text files (`data.source=text`) has one document per file. The id of a
+document is its path below the folder or glob that found it. A corpus can therefore be
+moved without changing which documents are held out.
 """
 
 import fnmatch
@@ -19,26 +19,26 @@ from jaxdist.storage.digest import digest
 
 
 class File(NamedTuple):
-    """A file and its path below the pattern that found it."""
+    """File, with its path below the pattern that found it."""
 
     path: Path
     id: str
 
 
 def entries_of(path: str) -> list[str]:
-    """Splits a comma separated `data.path`; empty entries are dropped."""
+    """Splits a comma-separated `data.path`, and drops empty entries."""
     entries = [entry.strip() for entry in path.split(",")]
     return [entry for entry in entries if entry]
 
 
 def find_files(options: SourceOptions) -> list[File]:
-    """Finds the files of `data.path`: entries in the given order, each sorted by id.
+    """Finds the files of `data.path`, entry by entry, sorted by id within an entry.
 
-    A folder contributes the files below it with one of the source's endings (all, if it
-    has none), without hidden ones. A file or a glob is taken as it is.
+    A folder contributes all files below it with one of the source's endings, except
+    hidden ones. A file or a glob is taken as it is.
 
     Raises:
-      ConfigError: names every entry that finds nothing.
+      ConfigError: entries find nothing. The error names each.
     """
     files = []
     faults = []
@@ -47,9 +47,9 @@ def find_files(options: SourceOptions) -> list[File]:
         try:
             matches = _find(expanded(entry), options.endings)
         except PermissionError as error:
-            closed = one_line(error.filename)
+            unreadable = one_line(error.filename)
             faults.append(
-                f"data.path={shown}: {closed} cannot be read ({error.strerror}), so its "
+                f"data.path={shown}: {unreadable} cannot be read ({error.strerror}), so its "
                 f"files would be left out. Make it readable, or give a glob without it."
             )
             continue
@@ -75,8 +75,8 @@ def _find(entry: Path, endings: tuple[str, ...]) -> list[File]:
     """Finds the files of an entry.
 
     Raises:
-      OSError: it cannot be looked up, or a folder below it cannot be read.
-      ValueError: it cannot be a path, or a glob.
+      OSError: the entry cannot be looked up, or a folder below it cannot be read.
+      ValueError: the entry is neither a path nor a glob.
     """
     if entry.is_file():
         return [File(entry, entry.name)]
@@ -96,7 +96,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _files_below(root: Path) -> Iterator[File]:
-    """Yields the files below a folder; not hidden ones, nor those of hidden folders.
+    """Yields the files below a folder. Hidden files and folders are skipped.
 
     Raises:
       OSError: a folder cannot be read.
@@ -118,12 +118,12 @@ def _file_below(root: Path, path: Path) -> File:
 
 
 def _find_pattern(entry: Path) -> list[File]:
-    """Finds the files of a glob; none if the path has no wildcard."""
-    for place, part in enumerate(entry.parts):
+    """Finds the files of a glob; [] if the path has no wildcard."""
+    for depth, part in enumerate(entry.parts):
         if _has_wildcards(part):
-            root = Path(*entry.parts[:place])
-            found = dict.fromkeys(_glob(root, _parts_of_pattern(entry.parts[place:])))
-            return [_file_below(root, path) for path in found if path.is_file()]
+            root = Path(*entry.parts[:depth])
+            paths = dict.fromkeys(_glob(root, _parts_of_pattern(entry.parts[depth:])))
+            return [_file_below(root, path) for path in paths if path.is_file()]
     return []
 
 
@@ -132,7 +132,7 @@ def _has_wildcards(part: str) -> bool:
 
 
 def _parts_of_pattern(parts: Sequence[str]) -> list[str]:
-    """Drops each `**` that follows another, which would multiply the time.
+    """Drops each `**` that follows another one, which would multiply the time.
 
     Raises:
       ValueError: `**` is a part of a name.
@@ -149,9 +149,10 @@ def _parts_of_pattern(parts: Sequence[str]) -> list[str]:
 def _glob(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
     """Yields the paths of a glob below a folder, some more than once.
 
-    `Path.glob` skips folders that may not be read, so that their files would be missed.
+    `Path.glob` would skip folders without read permission, and miss their files.
 
     Args:
+      folder: the folder.
       pattern: the parts of the glob.
 
     Raises:
@@ -160,24 +161,24 @@ def _glob(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
     if not pattern:
         yield folder
         return
-    part, *rest = pattern
+    part, *remaining = pattern
     if not _has_wildcards(part):
-        yield from _glob(folder / part, rest)
+        yield from _glob(folder / part, remaining)
         return
     if part == "**":
-        yield from _glob(folder, rest)
+        yield from _glob(folder, remaining)
     for entry in _entries(folder):
         path = folder / entry.name
         if part == "**":
-            # a link could lead back to a folder above
+            # A link could lead back to a folder above.
             if entry.is_dir(follow_symlinks=False):
                 yield from _glob(path, pattern)
         elif fnmatch.fnmatchcase(entry.name, part):
-            yield from _glob(path, rest)
+            yield from _glob(path, remaining)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Lists a folder; a path that is none has no entries."""
+    """Lists a folder; [] if the path is no folder."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -191,7 +192,8 @@ def corpus_of(
     """Makes a corpus of the documents in files, stamped with their sizes and times.
 
     Args:
-      name: see Corpus.
+      name: name of the corpus, for logs and errors.
+      files: files of the corpus.
       read: yields the documents of one file.
 
     Raises:
@@ -201,9 +203,9 @@ def corpus_of(
     num_bytes = 0
     with reading(name):
         for file in files:
-            about = os.stat(file.path)
-            stamps.append((file.id, about.st_size, about.st_mtime_ns))
-            num_bytes += about.st_size
+            status = os.stat(file.path)
+            stamps.append((file.id, status.st_size, status.st_mtime_ns))
+            num_bytes += status.st_size
     return Corpus(
         name=name,
         stamp=digest(*stamps),
@@ -222,7 +224,10 @@ def open_text(options: SourceOptions) -> Corpus:
 
 
 def read_text(file: File) -> Iterator[Document]:
-    """Yields a file as UTF-8 (other bytes become U+FFFD); nothing if it is binary."""
+    """Yields a file as a UTF-8 document; nothing if it is binary.
+
+    Other bytes than UTF-8 become U+FFFD.
+    """
     with reading(file.path):
         content = file.path.read_bytes()
     if b"\0" not in content[:8192]:

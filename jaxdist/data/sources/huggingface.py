@@ -1,5 +1,6 @@
-"""Datasets of Hugging Face (`data.source=huggingface`, package `datasets`); load this
-with `extras.load`.
+"""Datasets of Hugging Face (`data.source=huggingface`, package `datasets`).
+
+Load this module with `extras.load`.
 """
 
 from collections.abc import Iterator
@@ -17,13 +18,13 @@ _SAVED = ("dataset_info.json", "dataset_dict.json")  # files of save_to_disk
 
 
 def open_corpus(options: SourceOptions) -> Corpus:
-    """Opens the dataset `NAME[:CONFIG[:SPLIT]]` (split: train), or a folder of
-    save_to_disk.
+    """Opens the dataset `NAME[:CONFIG[:SPLIT]]`, or a folder of save_to_disk.
 
-    A row's id is its column `id` if there is one, else its number.
+    The default split is train. A row's id is its column `id` if there is one, or else
+    its number.
 
     Raises:
-      ConfigError: the dataset cannot be loaded; with the message of `datasets`.
+      ConfigError: the dataset cannot be loaded. It contains the message of `datasets`.
     """
     name = options.name
     rows = _load(options.path)
@@ -32,11 +33,11 @@ def open_corpus(options: SourceOptions) -> Corpus:
     stamps = []
     for cached in rows.cache_files:
         file = Path(cached["filename"])
-        about = file.stat()
-        stamps.append((file.name, about.st_size, about.st_mtime_ns))
+        status = file.stat()
+        stamps.append((file.name, status.st_size, status.st_mtime_ns))
 
     def documents() -> Iterator[Document]:
-        with reading(name, Exception):  # as many kinds as `_load` meets
+        with reading(name, Exception):  # `datasets` raises many types
             for number, row in enumerate(rows):
                 yield record_document(
                     row,
@@ -54,8 +55,14 @@ def open_corpus(options: SourceOptions) -> Corpus:
 
 
 def _load(path: str) -> datasets.Dataset:
-    name, subset, split, *rest = (*path.split(":"), "", "")
-    if any(rest):
+    """Loads `NAME[:CONFIG[:SPLIT]]`, or a folder of save_to_disk.
+
+    Raises:
+      ConfigError: the dataset cannot be loaded.
+    """
+    parts = [*path.split(":"), "", ""]
+    name, subset, split = parts[:3]
+    if any(parts[3:]):
         raise ConfigError(f"data.path={path}: required NAME[:CONFIG[:SPLIT]].")
     split = split or "train"
     try:
@@ -65,7 +72,7 @@ def _load(path: str) -> datasets.Dataset:
         if isinstance(dataset, datasets.DatasetDict):
             return dataset[split]
         return dataset
-    except Exception as error:  # many kinds: network, names, splits, formats
+    except Exception as error:  # many types: network, names, splits, formats
         raise ConfigError(
             f"data.path={path}: `datasets` cannot load it as NAME[:CONFIG[:SPLIT]] "
             f"({type(error).__name__}: {one_line(error)})."

@@ -2,6 +2,7 @@
 
 import gzip
 from collections.abc import Iterator
+from typing import Any
 
 from jaxdist.config import ConfigError
 from jaxdist.data.reading import reading
@@ -10,7 +11,7 @@ from jaxdist.data.sources.files import File, find_files
 from jaxdist.data.sources.records import corpus_of_records, record_document
 from jaxdist.storage.untrusted import Malformed, parse_json
 
-# bytes of a line: a file without line ends must not fill the memory
+# Largest number of bytes of a line. A file without line ends must not fill the memory.
 _MAX_LINE = 64 << 20
 
 
@@ -47,13 +48,13 @@ def _read(file: File, options: SourceOptions) -> Iterator[Document]:
             offset += len(line)
 
 
-def _parse(line: bytes, where: str, offset: int) -> dict:
-    """Reads the object of a line that starts at byte `offset` of its file.
+def _parse(line: bytes, where: str, offset: int) -> dict[str, Any]:
+    """Parses the object of a line that starts at byte `offset` of its file.
 
     Raises:
-      ConfigError: it is not UTF-8, or not an object.
+      ConfigError: the line is not UTF-8, or not an object.
     """
-    # A file may begin with a mark of its encoding.
+    # A file may begin with a byte order mark.
     encoding = "utf-8" if offset else "utf-8-sig"
     try:
         return parse_json(line.decode(encoding), dict)

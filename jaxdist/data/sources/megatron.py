@@ -1,7 +1,7 @@
 """Megatron's pairs PREFIX.bin and PREFIX.idx (`data.source=megatron`).
 
-They are read as Megatron-LM does (megatron/core/datasets/indexed_dataset.py); the tests
-have a writer of their own.
+The format is that of Megatron-LM (megatron/core/datasets/indexed_dataset.py). The tests
+contain an independent writer.
 """
 
 import glob
@@ -20,25 +20,24 @@ from jaxdist.storage.untrusted import open_regular
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, type, sequences, borders
-# by the code of the type; 6 and 7 are floats
+# {code of a type: its numpy name}; the codes 6 and 7 are floats
 _DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class _Index(NamedTuple):
-    """What an .idx file holds."""
+    """Content of an .idx file."""
 
     dtype: str
     lengths: np.ndarray  # [sequences] int32, tokens
     offsets: np.ndarray  # [sequences] int64, bytes
-    borders: np.ndarray  # [documents + 1] int64, numbers of sequences
+    borders: np.ndarray  # [documents + 1] int64, first sequence of each, and the end
 
 
 def open_megatron(options: SourceOptions) -> TokenStore:
     """Opens the pairs of `data.path`: prefixes, .bin or .idx files, or globs of them.
 
     Raises:
-      ConfigError: a pair is incomplete, or its index is not Megatron's, or
-        inconsistent.
+      ConfigError: a pair is incomplete, or its index is invalid.
     """
     indexes = _find_indexes(options.path)
     with reading(options.name):
@@ -47,6 +46,7 @@ def open_megatron(options: SourceOptions) -> TokenStore:
 
 
 def _find_indexes(path: str) -> list[str]:
+    """Finds the .idx files of `data.path`."""
     indexes: list[str] = []
     for entry in entries_of(path):
         prefix = str(expanded(entry)).removesuffix(".idx").removesuffix(".bin")
@@ -65,6 +65,7 @@ def _find_indexes(path: str) -> list[str]:
 
 
 def _open_pair(path: Path) -> DocumentTable:
+    """Opens the pair of an .idx file, and checks that both fit."""
     data = path.with_suffix(".bin")
     if not data.is_file():
         raise ConfigError(f"{data}: missing beside {path}; a Megatron corpus is both.")
@@ -74,13 +75,13 @@ def _open_pair(path: Path) -> DocumentTable:
         file = TokenFile(data, index.dtype)
     lengths = index.lengths
     if len(lengths) and lengths.min() < 0:
-        place = int(np.argmax(lengths < 0))
+        sequence = int(np.argmax(lengths < 0))
         raise ConfigError(
-            f"{path}: sequence {place} has {lengths[place]} tokens; "
+            f"{path}: sequence {sequence} has {lengths[sequence]} tokens; "
             "write the pair again."
         )
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    # Ends within the file first: then bytes cannot exceed 64 bits.
+    # The end is compared with the file first, so that byte offsets fit 64 bits.
     if ends[-1] > file.count or not np.array_equal(
         index.offsets, ends[:-1] * np.dtype(index.dtype).itemsize
     ):
@@ -95,9 +96,43 @@ def _open_pair(path: Path) -> DocumentTable:
 
 
 def _read_index(path: Path) -> _Index:
-    """Reads an .idx file; raises ConfigError naming the byte that is wrong."""
+    """Reads an .idx file.
+
+    Raises:
+      ConfigError: the file is invalid. The error names the wrong byte.
+    """
     with open_regular(path) as file:
         content = file.read()
+    code, sequences, borders = _read_header(path, content)
+    offsets_byte = _HEADER.size + 4 * sequences
+    borders_byte = offsets_byte + 8 * sequences
+    index = _Index(
+        dtype=_DTYPES[code],
+        lengths=np.frombuffer(content, "<i4", count=sequences, offset=_HEADER.size),
+        offsets=np.frombuffer(content, "<i8", count=sequences, offset=offsets_byte),
+        borders=np.frombuffer(content, "<i8", count=borders, offset=borders_byte),
+    )
+    # Comparisons cannot wrap around as differences can.
+    decreases = np.flatnonzero(index.borders[1:] < index.borders[:-1])
+    if decreases.size or index.borders[0] != 0 or index.borders[-1] != sequences:
+        border = int(decreases[0]) + 1 if decreases.size else 0
+        raise _fault(
+            path,
+            f"byte {borders_byte + 8 * border}: "
+            f"borders of documents do not rise from 0 to {sequences}",
+        )
+    return index
+
+
+def _read_header(path: Path, content: bytes) -> tuple[int, int, int]:
+    """Reads the header of an .idx file.
+
+    Returns:
+      The code of the type, the number of sequences, and the number of borders.
+
+    Raises:
+      ConfigError: the header is invalid, or the file is too short for it.
+    """
     if len(content) < _HEADER.size:
         raise _fault(
             path, f"it has {len(content)} bytes, its header alone {_HEADER.size}"
@@ -118,25 +153,10 @@ def _read_index(path: Path) -> _Index:
             f"byte 18: {sequences} sequences and {borders} borders need {needed} "
             f"bytes, and the file has {len(content)}",
         )
-    at_offsets = _HEADER.size + 4 * sequences
-    at_borders = at_offsets + 8 * sequences
-    index = _Index(
-        dtype=_DTYPES[code],
-        lengths=np.frombuffer(content, "<i4", sequences, _HEADER.size),
-        offsets=np.frombuffer(content, "<i8", sequences, at_offsets),
-        borders=np.frombuffer(content, "<i8", borders, at_borders),
+    return code, sequences, borders
+
+
+def _fault(path: Path, problem: str) -> ConfigError:
+    return ConfigError(
+        f"{path}: not a Megatron index; {problem}. Write the pair again."
     )
-    # Compared, not subtracted: differences wrap.
-    falls = np.flatnonzero(index.borders[1:] < index.borders[:-1])
-    if falls.size or index.borders[0] != 0 or index.borders[-1] != sequences:
-        place = int(falls[0]) + 1 if falls.size else 0
-        raise _fault(
-            path,
-            f"byte {at_borders + 8 * place}: "
-            f"borders of documents do not rise from 0 to {sequences}",
-        )
-    return index
-
-
-def _fault(path: Path, what: str) -> ConfigError:
-    return ConfigError(f"{path}: not a Megatron index; {what}. Write the pair again.")

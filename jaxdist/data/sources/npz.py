@@ -1,7 +1,7 @@
 """Files of named arrays (`data.source=arrays`), which `numpy.savez` writes.
 
-The files may be anybody's: nothing is unpickled, and no memory is allocated on a
-header's word.
+The files are not trusted. Nothing is unpickled, and the sizes in a header are checked
+before memory is allocated.
 """
 
 import math
@@ -23,35 +23,36 @@ _HEADER_READERS = {
     1: np.lib.format.read_array_header_1_0,
     2: np.lib.format.read_array_header_2_0,
 }
-# bytes that one byte of a compressed entry can become at most
+# Largest number of bytes that one byte of a compressed entry can become.
 _MAX_RATIO = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: 1032}
 
 
 class StoredHeader(NamedTuple):
-    """The shape and dtype of a stored array."""
+    """Shape and dtype of a stored array."""
 
     shape: tuple[int, ...]  # [N, ...]
     dtype: np.dtype
 
 
 def shapes(path: str) -> SampleShapes:
-    """Reads what one sample holds from the file's headers.
+    """Reads the shapes of one sample from the file's headers.
 
     Raises:
-      ConfigError: the file is not what it must be, with all faults.
+      ConfigError: the file is invalid, with all faults.
     """
     headers, _ = _read_headers(path, "data.path")
     return samples.shapes_of(headers)
 
 
 def read(path: str, key: str = "data.path") -> tuple[dict[str, np.ndarray], str]:
-    """Reads the arrays, and a stamp of them: the archive's own checksums.
+    """Reads the arrays, and a stamp: the checksums in the archive.
 
     Args:
-      key: what named the file, for errors.
+      path: the file.
+      key: config key that names the file, for errors.
 
     Raises:
-      ConfigError: the file is not what it must be, with all faults.
+      ConfigError: the file is invalid, with all faults.
     """
     headers, stamp = _read_headers(path, key)
     with (
@@ -60,17 +61,20 @@ def read(path: str, key: str = "data.path") -> tuple[dict[str, np.ndarray], str]
         zipfile.ZipFile(content) as file,
     ):
         arrays = {name: _read_values(file, name) for name in headers}
-    if wide := samples.beyond_int32(arrays):
+    too_wide = samples.beyond_int32(arrays)
+    if too_wide:
         raise ConfigError(
-            f"{key}={path}: {', '.join(wide)} has values beyond int32, "
+            f"{key}={path}: {', '.join(too_wide)} has values beyond int32, "
             "which batches hold"
         )
     return arrays, stamp
 
 
 def _read_headers(path: str, key: str) -> tuple[dict[str, StoredHeader], str]:
-    """Reads the headers of all arrays, and a stamp; raises ConfigError with all faults
-    of them.
+    """Reads the headers of all arrays, and a stamp.
+
+    Raises:
+      ConfigError: the file is invalid, with all faults of the headers.
     """
     shown = f"{key}={one_line(path)}"
     headers = {}
@@ -86,7 +90,8 @@ def _read_headers(path: str, key: str) -> tuple[dict[str, StoredHeader], str]:
         raise _not_arrays(shown, one_line(error)) from None
     if len(headers) < len(entries):
         raise _not_arrays(shown, "two arrays of one name")
-    if faults := samples.faults_of(headers):
+    faults = samples.faults_of(headers)
+    if faults:
         raise ConfigError(f"{shown}: {fault}" for fault in faults)
     stamps = [(entry.filename, entry.CRC, entry.file_size) for entry in entries]
     return headers, digest(*stamps)
@@ -103,7 +108,8 @@ def _read_header(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> StoredHeader:
     """Reads the header of an array.
 
     Raises:
-      ValueError: it is no header, or the entry cannot hold the values that it claims.
+      ValueError: the header is invalid, or the entry cannot hold the values that it
+        claims.
     """
     with file.open(entry) as array:
         major, _ = np.lib.format.read_magic(array)
@@ -113,9 +119,11 @@ def _read_header(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> StoredHeader:
         num_bytes = entry.file_size - array.tell()
     claimed = math.prod(shape) * dtype.itemsize
     compressed = min(entry.compress_size, os.path.getsize(str(file.filename)))
-    most = _MAX_RATIO.get(entry.compress_type, 0) * compressed
+    max_bytes = _MAX_RATIO.get(entry.compress_type, 0) * compressed
     is_sound = (
-        min(shape, default=0) >= 0 and claimed == num_bytes and entry.file_size <= most
+        min(shape, default=0) >= 0
+        and claimed == num_bytes
+        and entry.file_size <= max_bytes
     )
     if dtype.kind in "biuf" and not is_sound:
         raise ValueError(
@@ -129,10 +137,10 @@ def _read_values(file: zipfile.ZipFile, name: str) -> np.ndarray:
     """Reads an array whose header was checked.
 
     Raises:
-      BadZipFile: its checksum is another.
+      BadZipFile: the checksum does not fit.
     """
     entry = name if name in file.NameToInfo else f"{name}.npy"
     with file.open(entry) as array:
         values = np.lib.format.read_array(array, allow_pickle=False)
-        array.read(1)  # at the end the checksum is compared
+        array.read(1)  # zipfile compares the checksum at the end
     return values

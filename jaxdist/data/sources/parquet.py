@@ -1,5 +1,6 @@
-"""Parquet files (`data.source=parquet`, package `pyarrow`); load this with
-`extras.load`.
+"""Parquet files (`data.source=parquet`, package `pyarrow`).
+
+Load this module with `extras.load`.
 """
 
 from collections.abc import Iterator
@@ -28,10 +29,10 @@ def open_corpus(options: SourceOptions) -> Corpus:
 
 
 def _read(file: File, options: SourceOptions) -> Iterator[Document]:
-    """Yields the rows of a file, holding one batch of rows in memory.
+    """Yields the rows of a file, with one batch of rows in memory at a time.
 
     Raises:
-      ConfigError: it is not a parquet file, or lacks a column that is needed.
+      ConfigError: the file is not a parquet file, or lacks a required column.
     """
     try:
         table = pyarrow.parquet.ParquetFile(file.path)
@@ -54,14 +55,17 @@ def _read(file: File, options: SourceOptions) -> Iterator[Document]:
 def _rows(
     table: pyarrow.parquet.ParquetFile, file: File, columns: list[str]
 ) -> Iterator[Any]:
-    """Yields the rows, a group at a time.
+    """Yields the rows, a row group at a time.
 
     Raises:
-      ConfigError: names the group that cannot be read.
+      ConfigError: a group cannot be read. The error names the group.
     """
     for group in range(table.num_row_groups):
-        about = table.metadata.row_group(group)
-        offsets = [about.column(i).data_page_offset for i in range(about.num_columns)]
+        metadata = table.metadata.row_group(group)
+        offsets = [
+            metadata.column(number).data_page_offset
+            for number in range(metadata.num_columns)
+        ]
         first = min(offsets, default=0)
         batches = table.iter_batches(
             batch_size=1024, row_groups=[group], columns=columns

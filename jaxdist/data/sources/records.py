@@ -1,7 +1,7 @@
-"""Records, the rows of jsonl files and tables, as documents.
+"""Records (rows of jsonl files and tables) as documents.
 
-A record is a text in the field `data.text_field`, or a chat (`data.format=chat`). Its
-own `id`, if it has one, is the document's.
+A record is a text in the field `data.text_field`, or a chat (`data.format=chat`). If it
+has an `id`, this is the id of the document.
 """
 
 import dataclasses
@@ -21,9 +21,11 @@ def corpus_of_records(
     files: list[File],
     read: Callable[[File, SourceOptions], Iterator[Document]],
 ) -> Corpus:
-    """Makes a corpus of the records in files; its stamp covers the fields read.
+    """Makes a corpus of the records in files, stamped with the fields that are read.
 
     Args:
+      options: settings of the data.
+      files: files of the corpus.
       read: yields the documents of one file.
 
     Raises:
@@ -35,7 +37,7 @@ def corpus_of_records(
 
 
 def fields_of(options: SourceOptions) -> tuple[str, ...]:
-    """Lists the fields or columns that are read of a record, beside its `id`."""
+    """Lists the fields or columns of a record that are read, except its `id`."""
     if options.format == "text":
         return (options.text_field,)
     return chat_rows.FIELDS
@@ -44,24 +46,26 @@ def fields_of(options: SourceOptions) -> tuple[str, ...]:
 def columns_of(
     options: SourceOptions, names: Sequence[str], where: object
 ) -> list[str]:
-    """Chooses the columns to read of a table.
+    """Chooses the columns of a table that are read.
 
     Raises:
-      ConfigError: the table lacks a column that is needed.
+      ConfigError: the table lacks a required column.
     """
     check_fields(options, names, where)
-    wanted = (*fields_of(options), "id")
-    return [name for name in names if name in wanted]
+    columns = (*fields_of(options), "id")
+    return [name for name in names if name in columns]
 
 
 def check_fields(options: SourceOptions, names: Iterable[str], where: object) -> None:
     """Checks that fields or columns of these names make up a record.
 
     Args:
+      options: settings of the data.
+      names: names of the fields or columns.
       where: file and line or row, for errors.
 
     Raises:
-      ConfigError: they do not, in the config's format.
+      ConfigError: a field is missing that the config's format requires.
     """
     known = set(names)
     has_chats = "messages" in known or {"prompt", "completion"} <= known
@@ -72,9 +76,9 @@ def check_fields(options: SourceOptions, names: Iterable[str], where: object) ->
             "Rename the fields, or set data.format=text."
         )
     if options.format == "text" and options.text_field not in known:
-        cure = "Set data.format=chat" if has_chats else "Set data.text_field"
+        fix = "Set data.format=chat" if has_chats else "Set data.text_field"
         raise ConfigError(
-            f"{where}: no text in field {options.text_field!r} {present}. {cure}."
+            f"{where}: no text in field {options.text_field!r} {present}. {fix}."
         )
 
 
@@ -84,11 +88,13 @@ def record_document(
     """Makes a document of one record.
 
     Args:
+      record: the record.
+      options: settings of the data.
       where: file and line or row, for errors.
-      default_id: of a record without an `id`.
+      default_id: id of the document if the record has no `id`.
 
     Raises:
-      ConfigError: the record is not what `data.format` says.
+      ConfigError: the record does not have the form of `data.format`.
     """
     if not isinstance(record, dict):
         raise ConfigError(
@@ -109,7 +115,7 @@ def record_document(
             f"{where}: field {options.text_field!r} is {type(text).__name__}; "
             "required: a text. Mend the row, or set data.text_field."
         )
-    # JSON may spell half a surrogate pair, which no tokenizer takes.
+    # JSON may contain half a surrogate pair, which no tokenizer accepts.
     if not text.isascii():
         text = text.encode("utf-8", "replace").decode()
     return Document(name, text)

@@ -1,8 +1,8 @@
-"""A data source: what it needs, what it holds, and the function that opens it.
+"""Data source: its needs, its content, and the function that opens it.
 
-A source is a row of `jaxdist.data.sources.table`. Its class says what it holds: a
-`TextSource` documents that jaxdist tokenizes, a `TokenSource` token ids of a tokenizer
-that jaxdist does not know, a `SampleSource` arrays without tokens.
+A source is a row of `jaxdist.data.sources.table`, and its class tells its content. A
+`TextSource` has documents that jaxdist tokenizes. A `TokenSource` has token ids of a
+tokenizer that jaxdist does not know. A `SampleSource` has arrays without tokens.
 """
 
 import dataclasses
@@ -16,57 +16,59 @@ from jaxdist.data.token_files import TokenStore
 
 
 class SampleShape(NamedTuple):
-    """The shape of one sample's array, and its dtype in a batch."""
+    """Shape of one sample's array, and its dtype in a batch."""
 
     dims: tuple[int, ...]
     dtype: str
 
 
-SampleShapes = dict[str, SampleShape]  # by entry of a batch
+SampleShapes = dict[str, SampleShape]  # {entry of a batch: its shape}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """The facts of one kind of data."""
+    """Facts of one kind of data."""
 
-    takes_path: bool = True  # False: data.path must be empty
-    # ends of file names by which a path is recognized
+    takes_path: bool = True  # whether data.path is required, or must be empty
+    # endings of file names by which a path is recognized
     endings: tuple[str, ...] = ()
-    has_documents: bool = True  # their borders are known: data.packing=documents
-    has_chats: bool = False  # its records may be chats: data.format=chat
-    # The caller of `jaxdist.fit` hands the batches over; no command can open them.
+    # whether borders of documents are known, for data.packing=documents
+    has_documents: bool = True
+    has_chats: bool = False  # whether records may be chats, for data.format=chat
+    # whether the caller of `jaxdist.fit` passes the batches; commands cannot open them
     from_caller: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextSource(Source):
-    """Documents, tokenized with `data.tokenizer` when they are first read."""
+    """Source of documents, which are tokenized with `data.tokenizer` on first use."""
 
-    # Raises ConfigError if nothing is found, and while documents are read, naming the
-    # file and the line or row. Raises ImportError for a missing package.
+    # Opens the corpus. Raises ConfigError if nothing is found. Reading the documents
+    # raises it, too, and names the file and the line or row. Raises ImportError for a
+    # missing package.
     open: Callable[[SourceOptions], Corpus]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenSource(Source):
-    """Token ids, made with a tokenizer that jaxdist does not know."""
+    """Source of token ids, made by a tokenizer that jaxdist does not know."""
 
-    # Raises ConfigError if a file is missing or damaged.
+    # Opens the tokens. Raises ConfigError if a file is missing or damaged.
     open: Callable[[SourceOptions], TokenStore]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleSource(Source):
-    """Samples that are rows of named arrays [N, ...], without tokens."""
+    """Source of samples, which are rows of named arrays [N, ...] without tokens."""
 
     has_documents: bool = False
-    # Gives what one sample holds, of a data.path; reads no values.
+    # Reads the shapes of one sample from a data.path, without reading values.
     shapes: Callable[[str], SampleShapes]
-    # Reads the arrays of a data.path, and gives a stamp of their contents.
-    # Raises ConfigError with all faults of the file.
+    # Reads the arrays of a data.path, and a stamp of their contents. Raises ConfigError
+    # with all faults of the file.
     read: Callable[[str], tuple[dict[str, np.ndarray], str]] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixture(Source):
-    """Parts of other sources of text or tokens, with weights (`data.mixture`)."""
+    """Mixture of sources of text or tokens, with weights (`data.mixture`)."""

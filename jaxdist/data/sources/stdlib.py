@@ -1,7 +1,7 @@
-"""The sources of the running Python (`data.source=stdlib`).
+"""Source files of the running Python (`data.source=stdlib`).
 
-Tests and bundled packages are left out. If the sources are not installed as .py files,
-the corpus is the topics of Python's reference.
+Tests and bundled packages are skipped. If no .py files are installed, the corpus is the
+topics of Python's reference.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ _SKIPPED = {
     "site-packages",
     "dist-packages",
 }
-_FEWEST = 100  # files; a Python with fewer is zipped, or compiled only
+_FEWEST = 100  # least number of files; with fewer, this Python is zipped or compiled
 
 
 def open_corpus(options: SourceOptions) -> Corpus:
-    """Finds the sources of the running Python.
+    """Finds the source files of the running Python.
 
     Raises:
-      ConfigError: this Python has neither sources nor topics.
+      ConfigError: this Python has neither source files nor topics.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
@@ -46,14 +46,14 @@ def open_corpus(options: SourceOptions) -> Corpus:
         return _topics()
     files.sort(key=lambda file: file.id)
     corpus = corpus_of("stdlib", files, read_text)
-    # The contents themselves: 10 MB, in 20 ms.
+    # The stamp covers the contents, because 10 MB take only 20 ms.
     stamp = digest_bytes(b"".join(file.path.read_bytes() for file in files))
     summary = f"{corpus.summary}, sha256 {stamp[:12]} ({root})"
     return dataclasses.replace(corpus, stamp=stamp, summary=summary)
 
 
 def _topics() -> Corpus:
-    """Opens the topics of Python's reference, which every Python has in a module."""
+    """Opens the topics of Python's reference, which are a module of every Python."""
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ImportError as error:

@@ -1,17 +1,17 @@
-"""The list of data sources: what each value of `data.source` reads at `data.path`.
+"""List of the data sources: for each value of `data.source`, the form of `data.path`.
 
-stdlib       nothing: the sources of the running Python
-text         files, globs (`docs/**/*.md`) or folders (all text files below), comma
-             separated
+stdlib       empty; reads the source files of the running Python
+text         files, globs (`docs/**/*.md`) or folders (all text files below),
+             comma separated
 jsonl        the same, `.jsonl` or `.json`, also gzipped (`.gz`): one object per line
 bin          the same, `.bin`: nanoGPT's raw ids, or with Karpathy's header
 megatron     pairs PREFIX.bin and PREFIX.idx, by prefix or glob
 huggingface  NAME[:CONFIG[:SPLIT]] of a dataset, or a folder of one (extra hf)
-parquet      as jsonl, `.parquet` (extra hf)
-mixture      nothing: `data.mixture` lists parts with sources and paths of their own
-digits       nothing: scikit-learn's handwritten digits (extra vision)
+parquet      like jsonl, with `.parquet` (extra hf)
+mixture      empty; `data.mixture` lists sources, each with a path
+digits       empty; reads scikit-learn's handwritten digits (extra vision)
 arrays       a file of named arrays, `.npz`
-given        what a sample of the caller's batches holds; `jaxdist.fit` writes it
+given        the shapes of a sample of the caller's batches, set by `jaxdist.fit`
 """
 
 from collections.abc import Callable
@@ -39,7 +39,8 @@ def _late_corpus(module: str) -> Callable[[SourceOptions], Corpus]:
     """Makes an opener that imports `module`, which needs an optional package."""
 
     def open_corpus(options: SourceOptions) -> Corpus:
-        return extras.load(module).open_corpus(options)
+        corpus: Corpus = extras.load(module).open_corpus(options)
+        return corpus
 
     return open_corpus
 
@@ -52,7 +53,9 @@ def _digits_shapes(path: str) -> SampleShapes:
 
 
 def _read_digits(path: str) -> tuple[dict[str, np.ndarray], str]:
-    return extras.load("jaxdist.data.sources.digits").read(path)
+    digits = extras.load("jaxdist.data.sources.digits")
+    arrays_and_stamp: tuple[dict[str, np.ndarray], str] = digits.read(path)
+    return arrays_and_stamp
 
 
 SOURCES: dict[str, Source] = {
@@ -81,7 +84,7 @@ SOURCES: dict[str, Source] = {
 
 
 def guess_source(path: str) -> str:
-    """Guesses a path's source by its ending; "text" if no source claims it."""
+    """Guesses the source of a path by its ending. The default is "text"."""
     for name, source in SOURCES.items():
         if path.endswith(source.endings):
             return name
@@ -89,7 +92,7 @@ def guess_source(path: str) -> str:
 
 
 def parts_of_mixtures() -> list[str]:
-    """Names the sources that an entry of `data.mixture` may have."""
+    """Lists the sources that an entry of `data.mixture` may have."""
     return [
         name
         for name, source in SOURCES.items()
@@ -98,7 +101,7 @@ def parts_of_mixtures() -> list[str]:
 
 
 def sources_of_chats() -> list[str]:
-    """Names the sources whose records may be chats, sources of files first."""
+    """Lists the sources whose records may be chats, sources of files first."""
     names = [
         name
         for name, source in SOURCES.items()
@@ -108,10 +111,10 @@ def sources_of_chats() -> list[str]:
 
 
 def has_ids(name: str) -> bool:
-    """Checks whether a source reads token ids that somebody else made."""
+    """Tests whether a source reads token ids of an unknown tokenizer."""
     return isinstance(SOURCES.get(name), TokenSource)
 
 
 def has_samples(name: str) -> bool:
-    """Checks whether a source reads samples without tokens."""
+    """Tests whether a source reads samples without tokens."""
     return isinstance(SOURCES.get(name), SampleSource)
