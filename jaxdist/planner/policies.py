@@ -57,10 +57,10 @@ class Policies:
         self._policies: list[tuple[float, int, str]] | None = None
         self._seen: dict[RematConfig, Candidate] = {}
 
-    def correct(self, one: Candidate, needed_bytes: int) -> None:
+    def correct(self, candidate: Candidate, needed_bytes: int) -> None:
         """Takes into account what the compiler needs of a policy that it refused."""
-        excess = max(needed_bytes - self.needed(one), 0)
-        self.most = min(self.most, self.hard - excess, self.needed(one) - 1)
+        excess = max(needed_bytes - self.needed(candidate), 0)
+        self.most = min(self.most, self.hard - excess, self.needed(candidate) - 1)
 
     def best(self) -> list[Candidate]:
         """Returns what fits by arithmetic: of each policy the most layers, the shortest
@@ -68,7 +68,11 @@ class Policies:
         """
         fitting = [self._largest(policy) for _, _, policy in self._promising()]
         fitting += [self.accounted(config) for config in self._grouped()]
-        fits = [one for one in fitting if one and self._is_within(one)]
+        fits = [
+            candidate
+            for candidate in fitting
+            if candidate and self._is_within(candidate)
+        ]
         return sorted(fits, key=self._rank)
 
     def fits(self, config: RematConfig) -> bool:
@@ -81,35 +85,37 @@ class Policies:
         plain += [RematConfig(f"offload:{INPUT}")] if self._can_offload else []
         return min(
             map(self.accounted, [*plain, *self._grouped()]),
-            key=lambda one: one.accounted_bytes,
+            key=lambda candidate: candidate.accounted_bytes,
         )
 
     @property
     def _can_offload(self) -> bool:
         return self.target.platform != "cpu"  # whose devices' memory is the host's
 
-    def _rank(self, one: Candidate) -> tuple:
+    def _rank(self, candidate: Candidate) -> tuple:
         return (
-            round(math.log(_careful(one.estimate)) / SAME),
-            one.estimate.host,
-            one.accounted_bytes,
+            round(math.log(_careful(candidate.estimate)) / SAME),
+            candidate.estimate.host,
+            candidate.accounted_bytes,
             # of equals, the policy of a word: the same program may have several names
-            one.run.remat.policy not in layouts.REMAT,
+            candidate.run.remat.policy not in layouts.REMAT,
         )
 
-    def _is_within(self, one: Candidate) -> bool:
+    def _is_within(self, candidate: Candidate) -> bool:
         # A host is taken to have as much memory as its devices.
-        on_host = one.components.get(memory.HOST, 0)
-        on_host += one.components.get(HOST_STATE, 0)
-        return self.needed(one) <= self.most and on_host <= self.hard
+        on_host = candidate.components.get(memory.HOST, 0)
+        on_host += candidate.components.get(HOST_STATE, 0)
+        return self.needed(candidate) <= self.most and on_host <= self.hard
 
-    def needed(self, one: Candidate) -> int:
+    def needed(self, candidate: Candidate) -> int:
         """Returns the bytes of a candidate with those of offloaded activations on their
         way.
         """
-        crossing = one.components.get(memory.HOST, 0)
-        layers = one.run.remat.layers // self.spec.block_layers or self.spec.depth
-        return one.accounted_bytes + min(crossing // layers * self._in_flight, crossing)
+        crossing = candidate.components.get(memory.HOST, 0)
+        layers = candidate.run.remat.layers // self.spec.block_layers or self.spec.depth
+        return candidate.accounted_bytes + min(
+            crossing // layers * self._in_flight, crossing
+        )
 
     @property
     def _in_flight(self) -> int:
@@ -135,8 +141,10 @@ class Policies:
             return whole
         while high - low > 1:
             middle = (low + high) // 2
-            one = self.accounted(RematConfig(policy, middle * self.spec.block_layers))
-            low, high = (middle, high) if self._is_within(one) else (low, middle)
+            candidate = self.accounted(
+                RematConfig(policy, middle * self.spec.block_layers)
+            )
+            low, high = (middle, high) if self._is_within(candidate) else (low, middle)
         return (
             self.accounted(RematConfig(policy, low * self.spec.block_layers))
             if low
@@ -228,9 +236,9 @@ class Policies:
         return _careful(estimate), each * count, policy
 
 
-def _careful(one: Estimate) -> float:
+def _careful(estimate: Estimate) -> float:
     """Returns the seconds of a step of whose compute a part alone hides transfers."""
-    return one.step_s + min(
-        max(one.host - HIDES_TRANSFERS * one.busy_s, 0.0),
-        (1 - HIDES_TRANSFERS) * one.busy_s,
+    return estimate.step_s + min(
+        max(estimate.host - HIDES_TRANSFERS * estimate.busy_s, 0.0),
+        (1 - HIDES_TRANSFERS) * estimate.busy_s,
     )

@@ -18,7 +18,7 @@ from jaxdist.planner.layouts import Candidate
 from jaxdist.planner.plan import make_plan
 from jaxdist.planner.policies import Policies
 from jaxdist.planner.targets import Target
-from jaxdist.planner.trials import Compiled, compile_in_turn
+from jaxdist.planner.trials import CompiledLayout, compile_in_turn
 from jaxdist.telemetry.units import gib_text, time_text
 from jaxdist.trainer.run_config import RunConfig
 
@@ -81,22 +81,22 @@ def fit(
 
     tried = list[tuple[RematConfig, str]]()
 
-    def choose(done: Sequence[Compiled]) -> Candidate | None:
-        fitting = [one for one in done if one.fits]
+    def choose(done: Sequence[CompiledLayout]) -> Candidate | None:
+        fitting = [layout for layout in done if layout.fits]
         if len(fitting) == finalists or len(done) == MOST_REFUSED + finalists:
             return None
         return _next(policies, done, fitting)
 
-    def compile(one: Candidate) -> Compiled:
+    def compile(candidate: Candidate) -> CompiledLayout:
         say(
-            f"compiling remat {one.run.remat}: by arithmetic {time_text(one.estimate.step_s)}"
+            f"compiling remat {candidate.run.remat}: by arithmetic {time_text(candidate.estimate.step_s)}"
         )
-        plan = make_plan(one.run, target, options=options, say=say)
-        compiled = Compiled(one, plan)
+        plan = make_plan(candidate.run, target, options=options, say=say)
+        compiled = CompiledLayout(candidate, plan)
         why = plan.exit_reason.partition("\n")[0]
         if plan.fits:
             why += f", {time_text(_seconds(compiled))} a step"
-        tried.append((one.run.remat, why))
+        tried.append((candidate.run.remat, why))
         say(f"  {why}")
         if plan.fits is None:
             raise ConfigError(
@@ -105,7 +105,7 @@ def fit(
         needed = plan.peak_bytes or 0
         if plan.fits and needed <= policies.hard:
             return compiled
-        policies.correct(one, needed)
+        policies.correct(candidate, needed)
         return replace(compiled, plan=replace(plan, fits=False))
 
     done = compile_in_turn(choose, compile)
@@ -113,28 +113,30 @@ def fit(
     if not fitting:
         raise ConfigError(_nothing_fits(policies, tried))
     winner = min(fitting, key=lambda one: (_seconds(one), one.plan.peak_bytes or 0))
-    return Fitted(winner.layout.run, winner.plan, _seconds(winner), tuple(tried))
+    return Fitted(winner.candidate.run, winner.plan, _seconds(winner), tuple(tried))
 
 
 def _next(
-    policies: Policies, done: Sequence[Compiled], fitting: Sequence[Compiled]
+    policies: Policies,
+    done: Sequence[CompiledLayout],
+    fitting: Sequence[CompiledLayout],
 ) -> Candidate | None:
     """Chooses what to compile: the best of all, then the search's own."""
-    tried = [one.layout.run.remat for one in done]
+    tried = [layout.candidate.run.remat for layout in done]
     best = min(map(_seconds, fitting), default=math.inf)
     fresh = (
-        one
-        for one in policies.best()
-        if one.run.remat not in tried and one.estimate.bound_s < best
+        layout
+        for layout in policies.best()
+        if layout.run.remat not in tried and layout.estimate.bound_s < best
     )
     return next((c for c in fresh if not fitting or c.run.remat in _PLAIN), None)
 
 
-def _seconds(one: Compiled) -> float:
+def _seconds(layout: CompiledLayout) -> float:
     """Returns the compiler's estimate, or what offloaded activations take to cross if
     that is longer.
     """
-    return max(one.seconds, one.layout.estimate.host)
+    return max(layout.seconds, layout.candidate.estimate.host)
 
 
 def _nothing_fits(policies: Policies, tried: list[tuple[RematConfig, str]]) -> str:
