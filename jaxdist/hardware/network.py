@@ -177,7 +177,7 @@ class Machine:
 
     @functools.cached_property
     def may_lock_memory(self) -> bool:
-        """Whether the process may exceed limits of locked memory (CAP_IPC_LOCK)."""
+        """True if the process may exceed limits of locked memory (CAP_IPC_LOCK)."""
         capabilities = re.search(
             r"^CapEff:\s*([0-9a-f]{1,16})$", self.read("/proc/self/status"), re.M
         )

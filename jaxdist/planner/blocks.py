@@ -182,19 +182,7 @@ def _jaxprs(
       length: tokens of the sample.
       policy: the remat policy.
     """
-    trees = spec.trainable, spec.frozen
-    blocks = [tree.get("blocks", {}) for tree in trees]
-    dtypes = [stored_dtype(x, "float32") for x in jax.tree.leaves(blocks)]
-    leaves = [
-        abstract_array((1, *parameter_dims), dtype)
-        for parameter_dims, dtype in zip(dims, dtypes, strict=True)
-    ]
-    # a stack of a single block
-    stacks = jax.tree.unflatten(jax.tree.structure(blocks), leaves)
-    trainable, frozen = (
-        tree | {"blocks": stack} for tree, stack in zip(trees, stacks, strict=True)
-    )
-    model = spec.assemble(trainable, spec.model_state, frozen)
+    model = _with_single_block(spec, dims)
     graph, stacked = nnx.split(model.blocks)
     parameters = jax.tree.map(lambda a: abstract_array(a.shape[1:], a.dtype), stacked)
     batch = compose.batch_shapes(run, 1)
@@ -220,6 +208,27 @@ def _jaxprs(
             jax.make_jaxpr(block)(parameters, x, fields).jaxpr,
             jax.make_jaxpr(residuals)(parameters, x, fields).jaxpr,
         )
+
+
+def _with_single_block(spec: ModelSpec, dims: Sequence[Sequence[int]]) -> Any:
+    """Assembles the abstract model with a stack of a single block.
+
+    Args:
+      spec: the model.
+      dims: the dims of each of the block's parameters.
+    """
+    trees = spec.trainable, spec.frozen
+    blocks = [tree.get("blocks", {}) for tree in trees]
+    dtypes = [stored_dtype(x, "float32") for x in jax.tree.leaves(blocks)]
+    leaves = [
+        abstract_array((1, *parameter_dims), dtype)
+        for parameter_dims, dtype in zip(dims, dtypes, strict=True)
+    ]
+    stacks = jax.tree.unflatten(jax.tree.structure(blocks), leaves)
+    trainable, frozen = (
+        tree | {"blocks": stack} for tree, stack in zip(trees, stacks, strict=True)
+    )
+    return spec.assemble(trainable, spec.model_state, frozen)
 
 
 def _zeros(model: Any) -> Any:

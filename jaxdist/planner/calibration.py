@@ -42,7 +42,7 @@ class Fit:
 
     @property
     def usable(self) -> bool:
-        """Whether the line describes the measurements."""
+        """True if the line describes the measurements."""
         return self.residual <= MAX_RESIDUAL and math.isfinite(self.bytes_per_s)
 
     def to_json(self) -> dict[str, Any]:

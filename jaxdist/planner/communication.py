@@ -73,7 +73,7 @@ class Collective:
 
     @property
     def gathers_weights(self) -> bool:
-        """Whether it gathers weights."""
+        """True if it gathers weights."""
         return self.what.startswith("gather of ") and "batch/" not in self.what
 
     @property

@@ -44,7 +44,7 @@ class Edit:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the compiler says that the run fits; None without an answer."""
+        """True if the run fits by the compiler; None without an answer."""
         return self.checked
 
     @property

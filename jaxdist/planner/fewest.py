@@ -46,7 +46,7 @@ class Row:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits: by the compiler if it was compiled, else by arithmetic."""
+        """True if it fits: by the compiler if it was compiled, else by arithmetic."""
         return self.plan.fits if self.plan else self.peak_bytes <= self.capacity_bytes
 
     def overrides(self) -> list[str]:
@@ -310,7 +310,14 @@ def _row(run: RunConfig, target: Target, zero: int, *, proposed: bool = False) -
         peak = memory.accounted_peak(components)
         state = held_bytes(components)
         if best is None or peak < best.peak_bytes:
-            best = Row(tried, target, zero, peak, state, most)
+            best = Row(
+                run=tried,
+                target=target,
+                zero=zero,
+                peak_bytes=peak,
+                state_bytes=state,
+                capacity_bytes=most,
+            )
         # Accumulation does not make the state smaller.
         if peak <= most or state > most or tried.mesh.pipeline > 1:
             break

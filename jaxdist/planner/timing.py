@@ -290,25 +290,12 @@ def attention_kernels(module: hlo.Module) -> list[Kernel]:
             if len(arrays) < 2:  # another kernel inside attention
                 continue
             query, key, *_ = arrays
-            is_cudnn = observed.CUDNN_ATTENTION in instruction.text
-            length_dim = -3 if is_cudnn else -2  # [B, S, H, N], or [B, H, S, N]
-            query_length = query[length_dim]
-            key_length = key[length_dim]
-            blocks = _BLOCKS.search(instruction.op_name)
-            if blocks:
-                key_length *= int(blocks[1])
-            # With split queries, the last device does the most work: its queries see
-            # all keys but a triangle.
-            seen = 1 - query_length / key_length / 2
-            if _ALL_KEYS in instruction.op_name:
-                seen = 1.0
-            forward = 2 * 2 * math.prod(query) * key_length * seen  # two matmuls
             kernels.append(
                 Kernel(
                     name=instruction.name,
                     role=role,
                     count=run.times,
-                    flops=forward,
+                    flops=_forward_flops(instruction, query=query, key=key),
                     width=query[-1],
                 )
             )
@@ -318,6 +305,32 @@ def attention_kernels(module: hlo.Module) -> list[Kernel]:
     return [
         replace(kernel, flops=kernel.flops * costs[kernel.role]) for kernel in kernels
     ]
+
+
+def _forward_flops(
+    kernel: hlo.Instruction, *, query: Sequence[int], key: Sequence[int]
+) -> float:
+    """Counts the FLOPs of causal attention's forward pass on the busiest device.
+
+    With split queries, the last device does the most work: its queries see all keys but
+    a triangle.
+
+    Args:
+      kernel: an attention kernel.
+      query: dims of the queries.
+      key: dims of the keys.
+    """
+    is_cudnn = observed.CUDNN_ATTENTION in kernel.text
+    length_dim = -3 if is_cudnn else -2  # [B, S, H, N], or [B, H, S, N]
+    query_length = query[length_dim]
+    key_length = key[length_dim]
+    blocks = _BLOCKS.search(kernel.op_name)
+    if blocks:
+        key_length *= int(blocks[1])
+    seen = 1 - query_length / key_length / 2
+    if _ALL_KEYS in kernel.op_name:
+        seen = 1.0
+    return 2 * 2 * math.prod(query) * key_length * seen  # two matmuls
 
 
 def _role(instruction: hlo.Instruction) -> str:

@@ -23,7 +23,7 @@ class CompiledCandidate(Protocol):
 
     @property
     def fits(self) -> bool | None:
-        """Whether the candidate fits; None if the compiler gave no answer."""
+        """True if the candidate fits; None if the compiler gave no answer."""
 
 
 C = TypeVar("C")
@@ -70,7 +70,7 @@ class CompiledLayout:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the layout fits; None if the compiler gave no answer."""
+        """True if the layout fits; None if the compiler gave no answer."""
         return self.plan.fits
 
     @property

@@ -70,7 +70,7 @@ def shrink_config(
     old = schema.flatten(schema.to_config_dict(run))
     unit = ACCUMULATION * num_devices
     length = run.batch.sequence_length
-    new = {
+    new: Overrides = {
         "batch.global_size": unit * -(-16 // unit),
         "batch.sequence_length": length,
         # so that the first update has the peak learning rate and is not tiny
@@ -87,30 +87,50 @@ def shrink_config(
         # Batches are synthetic, so the source of the data does not matter.
         data = DataConfig(packing=run.data.packing)
         run = compose.with_overrides(run, {"data": data})
+    new |= _tiny_model(run, length, num_devices)
+    changed = {path: value for path, value in new.items() if old[path] != value}
+    return compose.with_overrides(run, changed), _change_lines(old, changed)
+
+
+def _tiny_model(run: RunConfig, length: int, num_devices: int) -> Overrides:
+    """Shrinks a model; {} for one whose Config has no `tiny`.
+
+    Args:
+      run: the config.
+      length: the shrunk sequence length.
+      num_devices: a divisor of the dims that layouts split.
+
+    Raises:
+      ConfigError: the model cannot be shrunk and has more than 5 M parameters.
+    """
     config = run.model_config
     tiny = registry.model_hook(config, "tiny")
-    if tiny:
-        split = (*getattr(config, "tensor_parallel_dims", ()), FSDP_NAME, "num_experts")
-        values = schema.to_config_dict(tiny(length))
-        for name, size in schema.flatten(values).items():
-            if name in split:
-                size = math.lcm(size, num_devices)
-            new[f"model.{name}"] = size
-    else:
+    if not tiny:
         _refuse_if_large(run)
-    changed = {path: value for path, value in new.items() if old[path] != value}
+        return {}
+    split = (*getattr(config, "tensor_parallel_dims", ()), FSDP_NAME, "num_experts")
+    overrides: Overrides = {}
+    for name, size in schema.flatten(schema.to_config_dict(tiny(length))).items():
+        if name in split:
+            size = math.lcm(size, num_devices)
+        overrides[f"model.{name}"] = size
+    return overrides
+
+
+def _change_lines(old: Overrides, changed: Overrides) -> tuple[str, ...]:
+    """Formats changes of a config, a line for each group."""
     # the order of the lines
     changes: dict[str, list[str]] = {"model": [], "batch": [], "optimizer": []}
     for path, value in changed.items():
         group, _, name = path.partition(".")
         changes.setdefault(group, []).append(f"{name} {old[path]} -> {value}")
-    lines = [
+    return tuple(
         f"{group}: {', '.join(texts)}" for group, texts in changes.items() if texts
-    ]
-    return compose.with_overrides(run, changed), tuple(lines)
+    )
 
 
 def _refuse_if_large(run: RunConfig) -> None:
+    """Refuses a model that is too large to be verified as it is."""
     on_one_device = compose.with_overrides(run, ONE_DEVICE)
     spec = validation.validate(on_one_device, jax.devices()[:1]).spec
     if spec.parameter_count > LARGEST_AS_IS:
@@ -132,6 +152,26 @@ def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
       num_devices: number of devices of each layout.
     """
     n = num_devices
+    has_experts = bool(run.model.get("num_experts"))
+    staged = "num_layers" in run.model and all(
+        hasattr(run.model_class, name) for name in ("embed", "head")
+    )
+    layouts = _dense_layouts(n)
+    if staged:
+        layouts |= _pipeline_layouts(run, n)
+    if run.data.is_text:
+        layouts |= _context_layouts(n, staged, experts=has_experts)
+    if hasattr(run.model_config, "tiny") and "num_kv_heads" in run.model:
+        layouts |= _case(", 4 kv heads", {"model.num_kv_heads": 4}, tensor=n)
+    else:
+        layouts |= _case(tensor=n)
+    if has_experts:
+        layouts |= _expert_layouts(n, staged)
+    return layouts | _own_layout(run, n, layouts)
+
+
+def _dense_layouts(n: int) -> dict[str, Overrides]:
+    """Lists the layouts that every model can have on `n` devices."""
     layouts: dict[str, Overrides] = {}
     for axis in SEARCHED:
         if axis in BATCH_AXES:
@@ -150,30 +190,27 @@ def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
             layouts |= _in_parts({"mesh.zero": stage}, data=2, fsdp=n // 2)
     if n % 4 == 0 and n > 4:
         layouts |= _case(data=2, fsdp=2, tensor=n // 4)
-    staged = "num_layers" in run.model and all(
-        hasattr(run.model_class, name) for name in ("embed", "head")
-    )
-    if staged and n % 2 == 0:
+    return layouts
+
+
+def _pipeline_layouts(run: RunConfig, n: int) -> dict[str, Overrides]:
+    """Lists the layouts that split layers over devices."""
+    layouts: dict[str, Overrides] = {}
+    if n % 2 == 0:
         layouts |= _case(pipeline=2, data=n // 2)
-    if staged and n % 4 == 0:
-        chunks = {"pipeline.schedule": "interleaved", "pipeline.chunks": 2}
-        chunks["model.num_layers"] = _layers_on(run, 8)
+    if n % 4 == 0:
+        chunks: Overrides = {
+            "pipeline.schedule": "interleaved",
+            "pipeline.chunks": 2,
+            "model.num_layers": _layers_on(run, 8),
+        }
         layouts |= _case(", 2 chunks", chunks, pipeline=4, data=n // 4)
         layouts |= _case(pipeline=2, fsdp=n // 4, tensor=2)
-        if n > 4:
-            for stage in (3, 2, 1, 0):
-                changes = {"mesh.zero": stage, "pipeline.microbatches": 2}
-                layouts |= _in_parts(changes, pipeline=2, data=2, fsdp=n // 4)
-    has_experts = bool(run.model.get("num_experts"))
-    if run.data.is_text:
-        layouts |= _context_layouts(n, staged, experts=has_experts)
-    if hasattr(run.model_config, "tiny") and "num_kv_heads" in run.model:
-        layouts |= _case(", 4 kv heads", {"model.num_kv_heads": 4}, tensor=n)
-    else:
-        layouts |= _case(tensor=n)
-    if has_experts:
-        layouts |= _expert_layouts(n, staged)
-    return layouts | _own_layout(run, n, layouts)
+    if n % 4 == 0 and n > 4:
+        for stage in (3, 2, 1, 0):
+            changes = {"mesh.zero": stage, "pipeline.microbatches": 2}
+            layouts |= _in_parts(changes, pipeline=2, data=2, fsdp=n // 4)
+    return layouts
 
 
 def _context_layouts(n: int, staged: bool, *, experts: bool) -> dict[str, Overrides]:

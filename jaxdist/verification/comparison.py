@@ -71,7 +71,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether all layouts passed."""
+        """True if all layouts passed."""
         return all(result.passed for result in self.layouts)
 
     def to_json(self) -> dict[str, Any]:
