@@ -9,8 +9,9 @@ from rich.console import Console
 from jaxdist.config import ConfigError
 from jaxdist.parallel.remat import FIT
 from jaxdist.planner import calibration, remat_search, search
+from jaxdist.planner.compiler import Say
 from jaxdist.planner.document import Plan
-from jaxdist.planner.plan import Say, make_plan, plan_by_arithmetic
+from jaxdist.planner.plan import make_plan, plan_by_arithmetic
 from jaxdist.planner.show import print_lines
 from jaxdist.planner.targets import Target
 from jaxdist.trainer.run_config import RunConfig

@@ -318,7 +318,7 @@ def _needed(jaxpr: Jaxpr, x: Var, lanes: int) -> list[int]:
     These are the operands of matmuls and kernels, and their sources: the results of
     matmuls that reach them through element-wise ops. XLA recomputes element-wise ops
     inside the readers of their results. A value that is a linear image of one source of
-    the same size (such as rotated queries) is not counted besides its source. A sum of
+    the same size (such as rotated queries) is not counted, only its source. A sum of
     matmuls (such as those of a kernel and its adapter) is a source in place of both.
 
     Args:

@@ -83,7 +83,7 @@ class Collective:
 
     @property
     def wire_s(self) -> float:
-        """Seconds of one execution that has its links for itself; 0 without a link."""
+        """Seconds of one execution on otherwise idle links; 0 without a link."""
         return self.link.seconds(self.kind, self.wire_bytes) if self.link else 0.0
 
     @property
@@ -485,10 +485,11 @@ def _exposed_line(
         subject += " in a loop"
     if first.asynchronous:
         total = time_text(sum(collective.step_s for collective in group))
-        state = f"beside compute that is too short: {exposed} of {total} exposed"
+        verb = "overlap" if count > 1 else "overlaps"
+        state = f"{verb} with compute that is too short: {exposed} of {total} exposed"
     else:
-        are = "are" if count > 1 else "is"
-        state = f"{are} synchronous, nothing runs beside"
+        verb = "are" if count > 1 else "is"
+        state = f"{verb} synchronous, so nothing overlaps"
         if exposed:
             state += f": {exposed}"
     parts = [f"{subject} {state} ({_sources(group)})"]
@@ -514,8 +515,8 @@ def _reason(group: Sequence[Collective], chip: Chip | None) -> str:
         if chip.sparse_core_collectives:
             reasons.append("the SparseCore did not take them")
         else:
-            moved = TABLE[chip.family].beside_compute
-            reasons.append(f"a {chip.name} moves {moved} beside compute")
+            moved = TABLE[chip.family].overlapping
+            reasons.append(f"on a {chip.name}, {moved} overlap with compute")
     return ", and ".join(reasons)
 
 

@@ -31,6 +31,8 @@ from jaxdist.telemetry.units import GIB
 from jaxdist.trainer import workdir
 from jaxdist.trainer.run_config import RunConfig
 
+Say = Callable[[str], None]  # reports a stage of the work, or a line
+
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 PACKAGES = (
     "jax",
@@ -103,7 +105,7 @@ def compile_run(
     target: Target,
     options: CompileOptions | None = None,
     *,
-    say: Callable[[str], None] = lambda stage: None,
+    say: Say = lambda stage: None,
 ) -> Compiled:
     """Compiles the step that `train` would run on a target, with the target's compiler.
 
@@ -121,13 +123,12 @@ def compile_run(
     """
     options = options or CompileOptions()
     notes = list(check_versions(target.platform))
+    flags, flag_notes = compiler_flags(target, options, os.environ)
+    notes += flag_notes
     with tempfile.TemporaryDirectory(prefix="jaxdist-plan-") as name:
         folder = Path(name)
-        workdir.write_json(
-            folder / workdir.CONFIG, schema.to_config_dict(run).to_dict()
-        )
-        flags, run_only = compiler_flags(target, options, os.environ)
-        notes += run_only
+        config = schema.to_config_dict(run).to_dict()
+        workdir.write_json(folder / workdir.CONFIG, config)
         request = {
             "target": target.text,
             "cache": str(_cache(options) or folder),
@@ -135,14 +136,7 @@ def compile_run(
         }
         workdir.write_text(folder / "request.json", json.dumps(request))
         result = _watch(folder, _environment(target, os.environ), options, say)
-        if "faults" in result:
-            raise ConfigError(result["faults"])
-        if "error" in result:
-            message = result["error"]
-            tail = read_log(folder).splitlines()[-_TAIL_LINES:]
-            if tail:
-                message += "\n".join(["; the end of its log:", *tail])
-            raise CannotTell(message)
+        _raise_error(result, folder)
         entry = read_entry(Path(result.pop("entry")))
     if entry is None:
         raise CannotTell(
@@ -158,6 +152,27 @@ def compile_run(
     ]
     entry["mesh_ids"] = tuple(entry["mesh_ids"])
     return Compiled(**entry, **result, notes=tuple(notes))
+
+
+def _raise_error(result: Mapping[str, Any], folder: Path) -> None:
+    """Raises the error of a child's result, if any.
+
+    Args:
+      result: the child's result.
+      folder: holds the child's log.
+
+    Raises:
+      CannotTell: the compiler crashed or exceeded a limit.
+      ConfigError: the run cannot be laid out on the target.
+    """
+    if "faults" in result:
+        raise ConfigError(result["faults"])
+    if "error" in result:
+        message = result["error"]
+        tail = read_log(folder).splitlines()[-_TAIL_LINES:]
+        if tail:
+            message += "\n".join(["; the end of its log:", *tail])
+        raise CannotTell(message)
 
 
 def _cache(options: CompileOptions) -> Path | None:
@@ -348,7 +363,7 @@ def _watch(
     folder: Path,
     environ: dict[str, str],
     options: CompileOptions,
-    say: Callable[[str], None],
+    say: Say,
 ) -> dict[str, Any]:
     """Runs the child within its limits.
 

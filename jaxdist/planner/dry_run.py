@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -13,7 +13,7 @@ from jaxdist.parallel.axes import AXES
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.parallel.placement import explain
 from jaxdist.planner import memory
-from jaxdist.planner.compiler import compiler_sizes, most_bytes
+from jaxdist.planner.compiler import Say, compiler_sizes, most_bytes
 from jaxdist.trainer import (
     compose,
     pipeline_report,
@@ -27,9 +27,7 @@ from jaxdist.trainer.run_config import RunConfig
 MOST_EMULATED = 2**14  # most emulated devices; each takes threads and memory
 
 
-def dry_run(
-    run: RunConfig, devices: Sequence[jax.Device], say: Callable[[str], None] = print
-) -> None:
+def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Say = print) -> None:
     """Reports what a run on these devices would do and how much memory it needs.
 
     Its step is compiled, but nothing is allocated.

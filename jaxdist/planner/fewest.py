@@ -6,7 +6,7 @@ cannot hold the batch at once, the batch is split into accumulation steps. If it
 hold a sequence, the sequence is split as well.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxdist.config import ConfigError
 from jaxdist.hardware import chips
 from jaxdist.parallel.axes import divisors
 from jaxdist.planner import layouts, memory, targets
+from jaxdist.planner.compiler import Say
 from jaxdist.planner.document import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan
 from jaxdist.planner.plan import make_plan
 from jaxdist.planner.show import new_table, print_lines
@@ -103,9 +104,7 @@ class Fewest:
         }
 
 
-def fewest(
-    run: RunConfig, family: str, *, say: Callable[[str], None] = lambda line: None
-) -> Fewest:
+def fewest(run: RunConfig, family: str, *, say: Say = lambda line: None) -> Fewest:
     """Finds the smallest size of a family that a run fits.
 
     The table ends `BEYOND` sizes after the first that fits.

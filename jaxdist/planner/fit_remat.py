@@ -3,7 +3,7 @@
 A resumed run keeps its policy if that still fits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,14 +13,13 @@ from jaxdist.config import ConfigError
 from jaxdist.distributed import coordination
 from jaxdist.parallel.remat import FIT, RematConfig
 from jaxdist.planner import targets
+from jaxdist.planner.compiler import Say
 from jaxdist.planner.policies import Policies
 from jaxdist.planner.remat_search import fit, overrides
 from jaxdist.planner.targets import validate_for
 from jaxdist.telemetry.units import time_text
 from jaxdist.trainer import compose, elastic, workdir
 from jaxdist.trainer.run_config import RunConfig
-
-Say = Callable[[str], None]
 
 
 def resolve(

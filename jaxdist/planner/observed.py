@@ -25,8 +25,8 @@ class Observed:
     # Share of the peak that single matmuls reach by the compiler's cycles: the better
     # of 8192^3 and 8192 x 4096 x 14336 (libtpu 0.0.50.1). For some shapes the compiler
     # counts large backward matmuls with fused element-wise work at 2.5 times that time,
-    # which cannot be true beside published steps.
-    product: float = 1.0
+    # which contradicts published steps.
+    matmul: float = 1.0
     # Share of memory bandwidth that element-wise kernels are assumed to reach: that of
     # a copy of 3 GiB by the compiler's cycles (libtpu 0.0.50.1).
     stream: float = 1.0
@@ -49,8 +49,8 @@ class Observed:
     # Compiled peaks of llama3_8b exceed the arithmetic by 7.4 layers on v6e:4x4
     # (libtpu 0.0.42.1) and by 1.4 layers on h100:1x8 (jax 0.10.2).
     layers_in_flight: int = 8
-    # the collectives that overlap with compute without a SparseCore
-    beside_compute: str = "no gathers or sums"
+    # collectives that overlap with compute without a SparseCore, in words
+    overlapping: str = "no gathers or sums"
 
     def attention_share(self, width: int) -> float:
         """Returns the share of the peak that attention reaches with heads of a width."""
@@ -61,30 +61,30 @@ class Observed:
 TABLE = {
     "v4": Observed(
         sure=f"{_PEERS} on v4: -12 and -20 %; the step will rather be slower than this band",
-        product=0.97,
+        matmul=0.97,
         stream=0.77,
     ),
     "v5e": Observed(
         sure=f"{_OURS}: the middle was off by -1, +1 and +17 % on three v5e points, all in the band",
-        product=0.98,
+        matmul=0.98,
         stream=0.81,
-        beside_compute="only some gathers",
+        overlapping="only some gathers",
     ),
     "v5p": Observed(
         sure=f"{_OURS}: the middle was off by +2 to +11 % on four v5p points, all in the band",
-        product=0.90,
+        matmul=0.90,
         stream=0.72,
         attention_of_wide_heads=0.8,
     ),
     "v6e": Observed(
         sure=f"{_PEERS} on v6e: +7 and -22 %, where attention reaches a quarter of peak as assumed here",
-        product=0.92,
+        matmul=0.92,
         stream=0.86,
         attention=0.25,
     ),
     "tpu7x": Observed(
         sure="no published step was compared on this chip, and its clock is a guess",
-        product=0.85,
+        matmul=0.85,
         stream=0.85,
         attention=0.25,
     ),
@@ -102,7 +102,7 @@ TABLE = {
     "cpu": Observed(layers_in_flight=0),
 }
 # share of the peak that Pallas kernels of grouped matmuls are assumed to reach
-GROUPED_PRODUCT = 0.8
+GROUPED_MATMUL = 0.8
 # share of compute that is assumed to hide transfers to the host; 1 is optimistic
 HIDES_TRANSFERS = 0.5
 # assumed rate between a device and its host's memory, each way: PCIe 4 x8, or 5 x4

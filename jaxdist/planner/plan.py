@@ -3,7 +3,7 @@
 Planning stops early if the layout is illegal or if the compiler gives no answer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -16,6 +16,7 @@ from jaxdist.planner.compiler import (
     CannotTell,
     CompileOptions,
     DoesNotFit,
+    Say,
     compile_run,
 )
 from jaxdist.planner.document import Edit, Plan
@@ -23,8 +24,6 @@ from jaxdist.planner.targets import Target
 from jaxdist.telemetry.units import gib_text
 from jaxdist.trainer import pipeline_report
 from jaxdist.trainer.run_config import RunConfig
-
-Say = Callable[[str], None]
 
 
 def make_plan(

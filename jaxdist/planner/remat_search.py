@@ -5,14 +5,14 @@ needs more memory than the arithmetic says, the arithmetic is corrected.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jaxdist.config import ConfigError
 from jaxdist.parallel.remat import RematConfig
 from jaxdist.planner import layouts
-from jaxdist.planner.compiler import CompileOptions
+from jaxdist.planner.compiler import CompileOptions, Say
 from jaxdist.planner.document import Plan
 from jaxdist.planner.layouts import Candidate
 from jaxdist.planner.plan import make_plan
@@ -25,7 +25,6 @@ from jaxdist.trainer.run_config import RunConfig
 MOST_REFUSED = 4  # most compilations of steps that do not fit
 
 _PLAIN = tuple(map(RematConfig, layouts.REMAT))
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from jaxdist.planner import layouts
 from jaxdist.planner.arithmetic import EXPERT
-from jaxdist.planner.compiler import CompileOptions
+from jaxdist.planner.compiler import CompileOptions, Say
 from jaxdist.planner.document import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan
 from jaxdist.planner.layouts import Candidate
 from jaxdist.planner.plan import make_plan
@@ -120,7 +120,7 @@ def search(
     finalists: int = 5,
     minutes: float = 18.0,
     expert_load: float = 1.0,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> Ranking:
     """Ranks the layouts of a run on a target.
 
@@ -172,7 +172,13 @@ def search(
         "seconds": time.monotonic() - began,
         "cpu_seconds": _cpu_seconds() - cpu,
     }
-    return Ranking(run, target, ranked, others[: 2 * finalists], summary)
+    return Ranking(
+        run=run,
+        target=target,
+        compiled=ranked,
+        others=others[: 2 * finalists],
+        summary=summary,
+    )
 
 
 def _other_kind(
@@ -277,7 +283,7 @@ class _Finals:
         finalists: int,
         ends: float,
         expert_load: float,
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         self.fitting = fitting
         self.target = target
@@ -305,12 +311,13 @@ class _Finals:
         fits = _fitting(done)
         leading_axes = fits[0].candidate.axes if fits else None
         compiled_on = Counter(layout.candidate.axes for layout in fits)
-        fresh = [
-            candidate
-            for candidate in hopeful
-            if compiled_on[candidate.axes]
-            < (MAX_OF_LEADING_AXES if candidate.axes == leading_axes else 1)
-        ]
+
+        def is_new(candidate: Candidate) -> bool:
+            """Checks whether few enough layouts on its axes were compiled."""
+            most = MAX_OF_LEADING_AXES if candidate.axes == leading_axes else 1
+            return compiled_on[candidate.axes] < most
+
+        fresh = [candidate for candidate in hopeful if is_new(candidate)]
         if not hopeful:
             self.stopped = "nothing else can be faster"
         elif not fresh:

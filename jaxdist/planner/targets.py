@@ -129,7 +129,7 @@ class Target:
             return most
         return min(most, share * self.chip.hbm_bytes)
 
-    def products_peak(self, dtype: str) -> float | None:
+    def matmul_peak(self, dtype: str) -> float | None:
         """Returns the peak FLOP/s of matmuls; None if none is published."""
         if self.chip is None:
             return None

@@ -19,7 +19,7 @@ from jaxdist.ops.experts.costs import rounds
 from jaxdist.parallel.precision import UNITS
 from jaxdist.planner import observed
 from jaxdist.planner.communication import Collective
-from jaxdist.planner.observed import GROUPED_PRODUCT
+from jaxdist.planner.observed import GROUPED_MATMUL
 from jaxdist.planner.targets import Target
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.flops import hlo_flops, instruction_flops
@@ -536,7 +536,7 @@ class _Costs:
             for times, instructions in runs
             for instruction in instructions.values()
         )
-        self.matmul_flops_per_s = peak * target.observed.product
+        self.matmul_flops_per_s = peak * target.observed.matmul
         self.doubtful_s = math.fsum(
             times * self._doubtful_s(instruction)
             for times, instructions in runs
@@ -631,7 +631,7 @@ def _seconds(target: Target, kernel: Kernel, peak: float) -> float:
         return kernel.bytes / target.chip.hbm_bytes_per_s / target.observed.stream
     share = target.observed.attention_share(kernel.width)
     if kernel.role == _EXPERTS:
-        share = GROUPED_PRODUCT
+        share = GROUPED_MATMUL
     return kernel.flops / peak / share
 
 
@@ -675,7 +675,7 @@ def _costs(
 
     The list is empty if no speed of the target is published.
     """
-    peak = target.products_peak(compute)
+    peak = target.matmul_peak(compute)
     if peak is None:
         return []
     return [

@@ -36,7 +36,7 @@ class Work:
         run = legal.config
         spec = legal.spec
         self.target = target
-        self.peak = target.products_peak(run.precision.compute) or 1e12
+        self.peak = target.matmul_peak(run.precision.compute) or 1e12
         self.stored = jnp.dtype(run.precision.params).itemsize
         self.computed = itemsize_of(run)
         self.tokens = run.batch.global_size * compose.targets_per_sample(run)
@@ -110,7 +110,7 @@ class Work:
             return
         share = coded / legal.spec.parameter_count
         self.gathered -= (self.computed - recipe.gathered_bytes) * share
-        peak = self.target.products_peak(recipe.peak)
+        peak = self.target.matmul_peak(recipe.peak)
         if peak is not None:
             saved = 1 - self.peak / (recipe.units.reached * peak)
             in_recipe = 2 * recipe.matmuls * coded * self.tokens
