@@ -102,6 +102,7 @@ class Question:
 
 
 def _search(question: Question, base: str, say: Say) -> Answer:
+    """Searches for the best layout of a question's run."""
     ranking = search.search(
         question.run, question.target, expert_load=question.expert_load, say=say
     )
@@ -124,6 +125,7 @@ def _first_plan(ranking: search.Ranking) -> Plan:
 
 
 def _fit_remat(question: Question, say: Say) -> Answer:
+    """Searches for the remat policy that fits a question's run."""
     fitted = remat_search.fit(
         question.run, question.target, finalists=FIT_FINALISTS, say=say
     )

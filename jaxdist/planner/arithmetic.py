@@ -103,8 +103,8 @@ class Model:
         self.target = target
         self.work = Work(legal, target)
         chip = target.chip
-        self.hbm = chip.hbm_bytes_per_s if chip else math.inf
-        self.pcie = (chip and chip.pcie_bytes_per_s) or math.inf
+        self.hbm_bytes_per_s = chip.hbm_bytes_per_s if chip else math.inf
+        self.pcie_bytes_per_s = (chip and chip.pcie_bytes_per_s) or math.inf
         self.rounds = rounds(expert_load)
         # cached by mesh, because there are many layouts of each
         self._once: dict[tuple[int, ...], Collection[str]] = {}
@@ -169,7 +169,7 @@ class Model:
         ticks = (microbatches + (stages - 1) / chunks) / microbatches
         # passes over a stage's weights
         passes = run.batch.accumulation * microbatches * ticks
-        stream_bytes = work.x * work.tokens / self._shards(shape)
+        stream_bytes = work.input_bytes * work.tokens / self._shards(shape)
         shares = self._shares_of(layout)
         layer_sums = 4
         if work.again(policy) > work.part(remat.PROJECTED):
@@ -192,7 +192,7 @@ class Model:
         weights = sum(self._local(shape)) * work.computed
         flops_s = work.matmuls_s(policy, stages * chunks, again)
         flops_s += work.kernels_s(policy, shares, more=again > 0)
-        compute = max(flops_s, weight_reads * passes * weights / self.hbm)
+        compute = max(flops_s, weight_reads * passes * weights / self.hbm_bytes_per_s)
         offloaded = work.offloaded(policy) * work.tokens / self._shards(shape)
         between_stages = self._time(
             "collective-permute", 2 * chunks * ticks * stream_bytes, shape, "pipeline"
@@ -212,7 +212,7 @@ class Model:
             stages=between_stages + over_stages,
             exchange=crossing[EXPERT] * ticks / stages,
             context=crossing[CONTEXT] * ticks / stages,
-            host=2 * offloaded / self.pcie,
+            host=2 * offloaded / self.pcie_bytes_per_s,
             hides=self.target.platform == "gpu",
         )
 
@@ -258,7 +258,7 @@ class Model:
                 for axis in adding
             )
             updated = 2 * (work.stored + work.moments) * state
-            update += (updated + 8 * passes * partial) / self.hbm
+            update += (updated + 8 * passes * partial) / self.hbm_bytes_per_s
         return gathers, gradients, update
 
     def _summed_once(self, layout: Composition) -> Collection[str]:

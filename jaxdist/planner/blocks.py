@@ -87,6 +87,7 @@ def trace(composition: Composition, policy: str, platform: str) -> Block:
 
 
 def _trace(composition: Composition, length: int, policy: str, platform: str) -> Block:
+    """Traces a block of a model that has blocks, with a sample of `length` tokens."""
     run = composition.config
     spec = composition.spec
     rules = composition.rules

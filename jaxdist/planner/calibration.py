@@ -158,6 +158,7 @@ class Calibration:
         return [self._measured(collective) for collective in collectives]
 
     def _measured(self, collective: Collective) -> Collective:
+        """Replaces a collective's link by the measured one, if there is one."""
         fit = self.fit_for(collective)
         if fit is None or collective.link is None:
             return collective

@@ -269,6 +269,7 @@ class _Reader:
         return [(inner, name) for name in called for inner in self.inside.get(name, ())]
 
     def _collective(self, run: hlo.LoopRun, span: _Span) -> Collective:
+        """Describes the collective of a span."""
         outer = span.outer
         inner = span.inner
         operands = inner.operands

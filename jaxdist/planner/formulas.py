@@ -31,9 +31,9 @@ def state_bytes(
     """Counts a device's bytes of weights, gradients and optimizer state under ZeRO.
 
     Stage 0 shards nothing, stage 1 the optimizer state, stage 2 gradients as well, and
-    stage 3 weights as well. With 16 bytes per parameter and many shards, stage 1 takes
-    4x less memory, stage 2 8x less, and stage 3 is linear in the number of shards
-    (Rajbhandari et al. 2020, ZeRO).
+    stage 3 weights as well (Rajbhandari et al. 2020, ZeRO). With 16 bytes per parameter
+    and many shards, stage 1 takes 4x less memory and stage 2 8x less. The saving of
+    stage 3 is linear in the number of shards.
 
     Args:
       num_parameters: number of parameters.

@@ -283,10 +283,10 @@ class _Step:
     def _narrow_state(self) -> int:
         """Counts padded copies of experts' kernels and their state on TPU, in bytes.
 
-        If a shard's rows are half as wide as the lanes, libtpu lays the state out by
-        columns and the layers' gradients by rows, so it copies the state before the
-        loop of layers. Narrower shards need no copy, and element-wise optimizers update
-        by columns (`update.narrow_kernels`).
+        If a shard's rows are half as wide as the lanes, libtpu copies the state before
+        the loop of layers: it lays the state out by columns, but the layers' gradients
+        by rows. Narrower shards need no copy. Element-wise optimizers update by columns
+        (`update.narrow_kernels`).
         """
         if (
             self.platform != "tpu"

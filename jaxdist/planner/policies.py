@@ -125,6 +125,7 @@ class Policies:
         )
 
     def _is_within(self, candidate: Candidate) -> bool:
+        """Checks a candidate against the limits of the device and of the host."""
         # A host is assumed to have as much memory as its devices.
         on_host = candidate.components.get(memory.HOST, 0)
         on_host += candidate.components.get(HOST_STATE, 0)

@@ -86,12 +86,14 @@ def fit(
     tried = list[tuple[RematConfig, str]]()
 
     def choose(done: Sequence[CompiledLayout]) -> Candidate | None:
+        """Chooses the next policy until enough fit or too many do not."""
         fitting = [layout for layout in done if layout.fits]
         if len(fitting) == finalists or len(done) == MOST_REFUSED + finalists:
             return None
         return _next(policies, done, fitting)
 
     def compile(candidate: Candidate) -> CompiledLayout:
+        """Compiles a policy, and corrects the arithmetic if it does not fit."""
         say(
             f"compiling remat {candidate.run.remat}: by arithmetic {time_text(candidate.estimate.step_s)}"
         )
@@ -147,6 +149,7 @@ def _seconds(layout: CompiledLayout) -> float:
 
 
 def _nothing_fits(policies: Policies, tried: list[tuple[RematConfig, str]]) -> str:
+    """Formats the error if no policy fits."""
     least = policies.least()
     compiled = ""
     if tried:

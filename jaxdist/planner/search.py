@@ -85,6 +85,7 @@ class Ranking:
         }
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
+        """Returns a candidate with its arithmetic as JSON."""
         guess = {
             "step_s": candidate.estimate.step_s,
             "bound_s": candidate.estimate.bound_s,
@@ -97,6 +98,7 @@ class Ranking:
         }
 
     def _compiled_row(self, layout: CompiledLayout) -> dict[str, Any]:
+        """Returns a compiled layout as JSON."""
         plan = layout.plan
         return self._row(layout.candidate) | {
             "band_s": plan.time.band_s,
@@ -396,10 +398,10 @@ def _expected(fits: Sequence[CompiledLayout]) -> Callable[[Candidate], float]:
 def _ranked(done: Sequence[CompiledLayout]) -> list[CompiledLayout]:
     """Ranks compiled layouts.
 
-    The winner comes first, then the layouts that fit by time, those that do not fit by
-    size, and those without an answer from the compiler. Among layouts that tie with the
-    fastest, the simplest wins; among equally simple ones the fastest, or the smallest
-    of those that tie as variants.
+    The winner comes first. Then come the layouts that fit by time, those that do not
+    fit by size, and those without an answer from the compiler. Among layouts that tie
+    with the fastest, the simplest wins. Among equally simple ones, the smallest of
+    those that tie as variants wins.
     """
     fits = _fitting(done)
     too_large = [layout for layout in done if not layout.fits]
@@ -423,6 +425,7 @@ def _ranked(done: Sequence[CompiledLayout]) -> list[CompiledLayout]:
 
 
 def _is_tie(layout: CompiledLayout, best: CompiledLayout) -> bool:
+    """Checks whether the estimates are too close to rank a layout behind the best."""
     same_mesh = layout.candidate.shape == best.candidate.shape
     tolerance = VARIANT_TIE if same_mesh else TIE
     return layout.seconds / best.seconds <= 1 + tolerance
@@ -458,6 +461,7 @@ def why_not_best(layout: CompiledLayout, best: CompiledLayout) -> str:
 
 
 def _why_not_compiled(candidate: Candidate, ranked: Sequence[CompiledLayout]) -> str:
+    """Explains in a few words why a candidate was not compiled."""
     fits = [other.seconds for other in ranked if other.fits]
     if fits and candidate.estimate.bound_s >= min(fits):
         return "cannot be faster"

@@ -218,9 +218,9 @@ def _communication(
         )
         groups.setdefault(key, []).append(collective)
     rows = sorted(groups.items(), key=lambda item: -_seconds(item[1]))
-    # The column of times does not subtract what compute hides.
+    # "if exposed" is the time if compute hides nothing.
     table = new_table(
-        "what", "kind", "axis", "link", ">times", ">MB each", ">not hidden", ""
+        "what", "kind", "axis", "link", ">times", ">MB each", ">if exposed", ""
     )
     for (what, kind, axis, link, overlap), group in rows[:_MOST_ROWS]:
         count = sum(collective["count"] for collective in group)
@@ -277,7 +277,7 @@ def _context(context: Json) -> Iterator[RenderableType]:
 
 def _exchanged(exchanged: Sequence[Json]) -> Iterator[RenderableType]:
     """Yields a table of summed collectives."""
-    table = new_table("what", "kind", "axis", ">sent GB", ">not hidden")
+    table = new_table("what", "kind", "axis", ">sent GB", ">if exposed")
     for row in exchanged:
         table.add_row(
             row["what"],

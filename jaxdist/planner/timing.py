@@ -197,6 +197,7 @@ def _waterfall(
 
 
 def _doubts(doubtful_s: float, step_s: float) -> Iterator[str]:
+    """Yields a note if doubtful cycles are a large part of a step."""
     if doubtful_s > _DOUBTFUL_SHARE * step_s:
         yield (
             f"{doubtful_s / step_s:.0%} of the step is time that the compiler counts for fused backward matmuls "
@@ -211,6 +212,14 @@ def _notes(
     *,
     even: bool,
 ) -> Iterator[str]:
+    """Yields parts of a program that the estimate misjudges or omits.
+
+    Args:
+      module: the program.
+      kernels: its kernels of known cost.
+      collectives: its collectives.
+      even: whether the load of experts is even.
+    """
     permutes = [
         collective
         for collective in collectives
@@ -396,8 +405,8 @@ def _expert_kernel(
     """Counts the work of one kernel of experts.
 
     A grouped matmul visits a tile of rows once for each group that has rows in it.
-    Hardly any group ends where a tile does, so there are up to tiles + E - 1 visits,
-    which is the length of the kernel's tables. Spare rows belong to no group.
+    Hardly any group ends where a tile does, so there are up to tiles + E - 1 visits.
+    This is the length of the kernel's tables. Spare rows belong to no group.
     """
     types = [part for name in kernel.operands for part in instructions[name].types]
     if "gmm" not in kernel.name:
@@ -443,6 +452,7 @@ def with_load(module: hlo.Module, load: float) -> hlo.Module:
     """
 
     def with_trips(instruction: hlo.Instruction) -> hlo.Instruction:
+        """Adds the trip count to a loop over rounds."""
         if instruction.opcode != "while":
             return instruction
         even = _ROUNDS.search(instruction.op_name)

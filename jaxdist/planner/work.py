@@ -36,10 +36,14 @@ class Work:
         run = legal.config
         spec = legal.spec
         self.target = target
+        # FLOP/s of a device; without a published peak any number ranks layouts
         self.peak = target.matmul_peak(run.precision.compute) or 1e12
+        # bytes of a parameter as it is stored, and in the compute dtype
         self.stored = jnp.dtype(run.precision.params).itemsize
         self.computed = itemsize_of(run)
+        # tokens of a step on all devices
         self.tokens = run.batch.global_size * compose.targets_per_sample(run)
+        # number of blocks
         self.depth = max(spec.depth, 1)
         # bytes of optimizer state per parameter
         state = memory.components(legal, target)
@@ -48,7 +52,8 @@ class Work:
         self.moments = moments / spec.parameter_count
         # bytes per token of the input of a block; 0 without blocks
         block = trace(legal, run.remat.policy, target.platform)
-        self.x = block.x / block.tokens
+        self.input_bytes = block.x / block.tokens
+        # numbers of parameters: in experts, outside of experts, and in frozen modules
         self.in_experts = sum(
             x.size
             for x, names in spec.named_parameters().values()
@@ -183,7 +188,9 @@ class Work:
         """Counts the bytes per token that blocks send to the host."""
         sizes = {name: size * self.computed for name, size in self.sizes.items()}
         names = remat.named_in(policy)["offload"]
-        return math.fsum(sizes.get(name, self.depth * self.x) for name in names)
+        return math.fsum(
+            sizes.get(name, self.depth * self.input_bytes) for name in names
+        )
 
 
 def _kept_names(policy: str) -> set[str]:

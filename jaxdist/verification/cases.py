@@ -434,6 +434,8 @@ def moved_moments(moments: Any, seed: int) -> Any:
 
 
 def _moved(tree: Any, noise: Callable[[tuple[int, ...]], np.ndarray]) -> Any:
+    """Adds noise to the floating-point leaves of a tree of host arrays."""
+
     def move(x: np.ndarray) -> np.ndarray:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x

@@ -179,6 +179,7 @@ def compare(
 
 
 def _same_load(observed: Observed, reference: Observed) -> bool:
+    """Checks that experts' loads and the model's state are equal, bit for bit."""
     same = [
         np.array_equal(observed.state[leaf], state)
         for leaf, state in reference.state.items()

@@ -56,6 +56,8 @@ class Program:
     inspect: Any
 
 
+_Compiling = Future[dict[str, Program]]  # a layout's programs, by precision
+
 _tracing = threading.Lock()  # flax's switches are global to the process
 
 
@@ -218,7 +220,8 @@ def verify_layouts(
             overrides: cases.Overrides,
             precisions: Sequence[Precision],
             devices: Sequence[jax.Device],
-        ) -> Future[dict[str, Program]]:
+        ) -> _Compiling:
+            """Starts compiling a layout in a thread."""
             layout = compose.with_overrides(small, cases.ONE_DEVICE | overrides)
             return pool.submit(compile_layout, layout, precisions, devices, some_batch)
 
@@ -251,9 +254,6 @@ def verify_layouts(
     )
 
 
-_Compiling = Future[dict[str, Program]]  # a layout's programs, by precision
-
-
 def _compile_ahead(
     start: Callable[[str], _Compiling], names: Iterable[str]
 ) -> Iterator[tuple[str, _Compiling]]:
@@ -280,6 +280,11 @@ def _compile_ahead(
 def _select_layouts(
     run: RunConfig, num_devices: int, only: str
 ) -> dict[str, cases.Overrides]:
+    """Selects the layouts whose name contains `only`.
+
+    Raises:
+      ConfigError: there are none, or there is only one device.
+    """
     known = cases.layouts_for(run, num_devices)
     selected = {name: overrides for name, overrides in known.items() if only in name}
     if not selected or num_devices < 2:
