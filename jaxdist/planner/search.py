@@ -86,7 +86,7 @@ class Ranking:
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
         """Returns a candidate with its arithmetic as JSON."""
-        guess = {
+        estimate = {
             "step_s": candidate.estimate.step_s,
             "bound_s": candidate.estimate.bound_s,
             "peak_bytes": candidate.accounted_bytes,
@@ -94,7 +94,7 @@ class Ranking:
         return {
             "layout": candidate.text,
             "overrides": candidate.overrides(self.run),
-            "arithmetic": guess | asdict(candidate.estimate),
+            "arithmetic": estimate | asdict(candidate.estimate),
         }
 
     def _compiled_row(self, layout: CompiledLayout) -> dict[str, Any]:

@@ -289,7 +289,7 @@ def validate_for(
         for the run's matmuls.
     """
     faults = list(product_formats.unit_faults(run, target.platform, target.device_kind))
-    if faults:  # no layout can mend them
+    if faults:  # they exist in every layout
         raise ConfigError(faults)
     slices = target.num_slices if target.platform == "tpu" else None
     return validation.validate_on(
