@@ -1,0 +1,1 @@
+"""Facts about chips, networks and flags, and the hardware of this machine."""

@@ -1,10 +1,9 @@
-"""Facts about chips, and the flags each platform starts with, every row with its
-source.
+"""Published facts about chips and networks; each row names its source.
 
-Numbers are dense (no sparsity) and of ONE JAX DEVICE, so they may be multiplied by a
-device count; a chip that shows up as two devices has its datasheet halved. Only links,
-slices and hosts are of whole chips. Bandwidths are bytes per second in one direction.
-An unknown chip is None, an unknown number too: nothing is ever guessed. Nothing here
+Peaks are dense (without sparsity). Numbers are per JAX device, so they may be
+multiplied by a device count: the datasheet of a chip with two devices is halved. Only
+links, slices and hosts refer to whole chips. Bandwidths are bytes per second in one
+direction. Unknown chips and unknown numbers are None; nothing is guessed. Nothing here
 imports jax.
 """
 
@@ -27,86 +26,84 @@ _GIB = 2**30
 
 
 def platform_of(name: str) -> Platform:
-    """Finds the platform of a name that jax has for it, e.g. "gpu" of "cuda"; what is
-    unknown is a CPU.
+    """Maps one of jax's platform names to a platform; unknown names are CPUs.
+
+    For example, "cuda" is "gpu".
     """
     return _PLATFORMS.get(name.lower(), "cpu")
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What is published about a chip, as one JAX device sees it."""
+    """Published facts about a chip, per JAX device."""
 
     name: str
-    device_kinds: tuple[str, ...]  # jax.Device.device_kind
-    # by dtype, where published
+    device_kinds: tuple[str, ...]  # values of jax.Device.device_kind
+    # peak FLOP/s by dtype, as far as published
     peak_flops_per_s: Mapping[str, float] = dataclasses.field(hash=False)
-    hbm_bytes: int  # as sold; what a program may use is less
+    hbm_bytes: int  # memory as sold; a program may use less
     hbm_bytes_per_s: float
     source: str
-    link: str  # what joins the chips of one slice or node: ICI, NVLink or PCIe
-    link_bytes_per_s: float  # of one link of the chip, one direction
-    num_links: int  # of the chip; a torus has two for each of its dims
-    # above it libtpu 0.0.42.1 refuses a program (measured)
+    link: str  # the link between chips of one slice or host: ICI, NVLink or PCIe
+    link_bytes_per_s: float  # bandwidth of one link of the chip, in one direction
+    num_links: int  # links of the chip; a torus has two for each of its dims
+    # largest program that libtpu 0.0.42.1 accepts (measured)
     compiler_hbm_bytes: int | None = None
-    family: str = ""  # its name in a planner's target ("v5p", "h100"); "" cannot be one
+    family: str = ""  # name in a planner's target ("v5p", "h100"); "" for none
     devices_per_chip: int = 1
-    clock_hz: float | None = None  # that turns the compiler's cycles into seconds
-    chips_per_host: int = 8  # of one machine: TPU VMs of multi-host slices have 4
-    # what joins slices or nodes: DCN, InfiniBand, or another of `NETWORKS`
+    clock_hz: float | None = None  # clock rate of the compiler's cycles
+    chips_per_host: int = 8  # chips of one machine; multi-host TPU slices have 4
+    # the network between slices or hosts: DCN, InfiniBand, or another of `NETWORKS`
     network: str = ""
-    # the share of one device; None: not part of what is sold
+    # one device's share of the network; None if the chip is sold without a network
     network_bytes_per_s: float | None = None
-    # to the host's memory, the share of one device
+    # one device's share of the bandwidth to the host's memory
     pcie_bytes_per_s: float | None = None
-    # chips along each ICI dim; see `legal_slice` for cubes
+    # shapes of slices: chips along each ICI dim; see `legal_slice` for cubes
     slices: tuple[tuple[int, ...], ...] = ()
-    # of slices built from 4x4x4 cubes; 0: only the ones in `slices`
+    # most chips of a slice built from 4x4x4 cubes; 0: only those in `slices` exist
     max_slice_chips: int = 0
-    # of Google's chips, as /sys/bus/pci/devices/*/device has it
+    # PCI device id of Google's chips, as in /sys/bus/pci/devices/*/device
     pci_device_id: str = ""
-    # its SparseCores can move them while the TensorCores compute
+    # whether SparseCores can run collectives while the TensorCores compute
     sparse_core_collectives: bool = False
 
     @property
     def torus_dims(self) -> int:
-        """Dims of the ICI torus: 2 or 3; 0 without one."""
+        """Number of dims of the ICI torus: 2 or 3; 0 for chips without ICI."""
         return self.num_links // 2 if self.link == "ICI" else 0
 
     @property
     def capacity_bytes(self) -> int:
-        """Memory of one device that a program may fill: the compiler's limit where it
-        is known.
-        """
+        """Memory of a device that a program may fill: the compiler's limit if known."""
         return self.compiler_hbm_bytes or self.hbm_bytes
 
     def legal_slice(self, shape: tuple[int, ...]) -> bool:
-        """Whether such a slice is sold: the compiler also accepts shapes that do not
-        exist.
+        """Checks whether a slice of this shape exists.
+
+        The compiler does not check it: it also accepts shapes that do not exist.
         """
         cubes = all(n % 4 == 0 for n in shape) and list(shape) == sorted(shape)
         fits = len(shape) == 3 and 0 < math.prod(shape) <= self.max_slice_chips
         return shape in self.slices or (cubes and fits)
 
     def wraps(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
-        """Tells for each ICI dim of a slice whether it is a ring.
+        """Finds the ICI dims of a slice that are rings, a bool for each dim.
 
-        "How to Think About TPUs", and MaxText's map of topologies: a slice of whole
-        4x4x4 cubes has a ring along every dim, a 2D slice along a dim that spans the
-        pod's 16 chips.
+        A slice of whole 4x4x4 cubes has a ring along every dim. A 2D slice has a ring
+        along each dim that spans the pod's 16 chips. Sources: "How to Think About
+        TPUs", and MaxText's map of topologies.
         """
         if len(shape) == 3:
             return (all(n % 4 == 0 for n in shape),) * 3
         return tuple(n == 16 for n in shape)
 
     def peak(self, dtype: str) -> float | None:
-        """Returns the peak FLOP/s of one device for a dtype name, or None if none is
-        published.
-        """
+        """Returns the peak FLOP/s of one device for a dtype; None if not published."""
         return self.peak_flops_per_s.get(dtype)
 
     def with_network(self, network: "Network") -> "Chip":
-        """Returns the chip behind another network between its slices or hosts."""
+        """Replaces the network between the chip's slices or hosts."""
         share = network.bytes_per_s / self.devices_per_chip
         return dataclasses.replace(
             self, network=network.name, network_bytes_per_s=share
@@ -115,16 +112,16 @@ class Chip:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What joins hosts of GPUs, or slices."""
+    """A network between hosts of GPUs, or between slices of TPUs."""
 
     name: str
-    # that one chip sends to other hosts while all chips do; in one direction
+    # rate at which one chip sends to other hosts while all chips send
     bytes_per_s: float
     source: str
 
 
-# A host's ports, shared by its 8 GPUs, in the names that `plan --on h100:4x8@NAME`
-# takes.
+# Networks by the names that `plan --on h100:4x8@NAME` accepts. Eight GPUs share the
+# ports of a host.
 NETWORKS: Mapping[str, Network] = {
     "ib200": Network(
         "InfiniBand",
@@ -177,20 +174,33 @@ def _chip(
     gpus_per_host: int = 8,
     **more: Any,
 ) -> Chip:
-    """Makes a row from a chip's TFLOP/s by dtype, and GB/s of memory, of each link,
-    network and PCIe.
+    """Makes a row from the numbers of a datasheet, which are per chip.
 
-    `usable_gib` is of one of its `devices`; `network` GB/s of DCN, or a name in
-    NETWORKS. A chip whose link is PCIe has that for its host, too.
+    Args:
+      name: the chip's name.
+      kinds: values of `jax.Device.device_kind`.
+      tflops: peak TFLOP/s by dtype.
+      memory_bytes: size of the memory.
+      memory_rate: GB/s of the memory.
+      links: number of links, their kind, and GB/s of each in one direction.
+      source: the datasheet.
+      devices: JAX devices of the chip.
+      usable_gib: memory that the compiler accepts on one device, in GiB.
+      ghz: clock rate.
+      network: GB/s of DCN, or a name in NETWORKS.
+      pcie: GB/s to the host. A chip whose link is PCIe uses that link.
+      gpus_per_host: most GPUs of one host.
+      **more: other fields of `Chip`.
     """
     num_links, link, link_rate = links
     is_tpu = link == "ICI"
-    pcie = link_rate if link == "PCIe" else pcie
-    net = Network("DCN" if is_tpu else "", 0, source)
+    if link == "PCIe":
+        pcie = link_rate
+    between_hosts = Network("DCN" if is_tpu else "", 0, source)
     if isinstance(network, str):
-        net = NETWORKS[network]
+        between_hosts = NETWORKS[network]
     elif network is not None:
-        net = Network("DCN", network * _G, source)
+        between_hosts = Network("DCN", network * _G, source)
     return Chip(
         name=name,
         device_kinds=kinds,
@@ -205,8 +215,8 @@ def _chip(
         devices_per_chip=devices,
         clock_hz=ghz and ghz * _G,
         chips_per_host=4 if is_tpu else gpus_per_host,
-        network=net.name,
-        network_bytes_per_s=net.bytes_per_s / devices or None,
+        network=between_hosts.name,
+        network_bytes_per_s=between_hosts.bytes_per_s / devices or None,
         pcie_bytes_per_s=pcie and pcie * _G / devices,
         **more,
     )
@@ -215,27 +225,38 @@ def _chip(
 def _tensor_cores(
     half: float, tf32: float, single: float, byte: float, **others: float
 ) -> dict[str, float]:
-    """Lists TFLOP/s by dtype; `others` has what is not as fast as the other dtypes of
-    its size.
+    """Lists peak TFLOP/s by dtype for a GPU with tensor cores.
+
+    Args:
+      half: rate of bfloat16 and float16.
+      tf32: rate of tfloat32.
+      single: rate of float32 without tensor cores.
+      byte: rate of float8 and int8.
+      **others: rates of other dtypes, and of those that differ from their size's.
     """
     rates = {"bfloat16": half, "float16": half, "tfloat32": tf32, "float32": single}
     return rates | {"float8": byte, "int8": byte} | others
 
 
-# Clock: the datasheet's bfloat16 peak over the multiply-adds of its matrix units (v5e 4
-# x 128 x 128, v4 and v5p 8 of them, v6e 4 x 256 x 256, 7x the same in each of its two
-# devices). With it the compiler's cycles of single ops (matmuls 8192^3 and
-# 8192x4096x14336, a 3 GiB stream; libtpu 0.0.50.1) are 70 to 98 % of peak. DCN: Google
-# Cloud documentation; v5p, v6e and 7x give it per chip (50, 100, 100 Gbit/s), v5e per
-# pod of
-# 256 (6.4 Tbit/s); v4: 25 GB/s of a host, as PCIe 15 and 32 (v6e) GB/s of a chip: "How
-# to Think About TPUs". Slices: Google Cloud documentation. 3D ones of whole 4x4x4 cubes
-# have ascending dims, multiples of 4. PCI ids: jax 0.10.2, jax/_src/hardware_utils.py.
-# SparseCore: no flag moves collectives of v4 or v5e there, and 7x moves them by itself
-# (libtpu 0.0.42.1 and 0.0.50.1). NVLink and PCIe are half of the datasheets'
-# bidirectional numbers; PCIe 4.0 x16 is 32, 5.0 x16 64 GB/s. GB200: 36 or 72 GPUs of a
-# rack share one NVLink domain, which is a "host" here; to memory of the CPU each has a
-# quarter of NVLink-C2C's 900 GB/s (two GPUs, two directions).
+# Sources of the table.
+# Clock: the datasheet's bfloat16 peak divided by the multiply-adds of the matrix units.
+#   v5e has 4 x 128 x 128 of them, v4 and v5p 8 x 128 x 128, v6e 4 x 256 x 256, and each
+#   of the two devices of 7x has as many as v6e. With this clock, single ops (matmuls
+#   8192^3 and 8192x4096x14336, a 3 GiB stream) reach 70 to 98 % of the peak by the
+#   compiler's cycles (libtpu 0.0.50.1).
+# DCN: Google Cloud documentation. It is given per chip for v5p, v6e and 7x (50, 100 and
+#   100 Gbit/s) and per pod of 256 chips for v5e (6.4 Tbit/s). v4 has 25 GB/s per host.
+# PCIe of TPUs: 15 GB/s per chip, 32 on v6e. The source of this and of v4's DCN is "How
+#   to Think About TPUs".
+# Slices: Google Cloud documentation. Slices of whole 4x4x4 cubes have ascending dims
+#   that are multiples of 4.
+# PCI ids: jax 0.10.2, jax/_src/hardware_utils.py.
+# SparseCore: no flag moves collectives of v4 or v5e there, and 7x moves them without a
+#   flag (libtpu 0.0.42.1 and 0.0.50.1).
+# NVLink and PCIe: half of the datasheets' bidirectional numbers. PCIe 4.0 x16 has 32
+#   GB/s, 5.0 x16 has 64.
+# GB200: 36 or 72 GPUs of a rack share one NVLink domain, which is a "host" here. Each
+#   has a quarter of NVLink-C2C's 900 GB/s to CPU memory (two GPUs, two directions).
 _SUB_CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _IB200: dict[str, Any] = {"pcie": 32, "network": "ib200"}
@@ -319,7 +340,7 @@ CHIPS: tuple[Chip, ...] = (
 
 _BY_KIND = {kind: chip for chip in CHIPS for kind in chip.device_kinds}
 FAMILIES: Mapping[str, Chip] = {chip.family: chip for chip in CHIPS if chip.family}
-# Other names of families: of Google Cloud's accelerator types, and of products.
+# other names of families: Google Cloud's accelerator types, and product names
 FAMILY_ALIASES = {
     "v5litepod": "v5e",
     "trillium": "v6e",
@@ -329,28 +350,26 @@ FAMILY_ALIASES = {
 
 
 def chip_for(device_kind: str) -> Chip | None:
-    """Finds the chip of a `jax.Device.device_kind`, or None when it is not in the
-    table.
-    """
+    """Finds the chip of a `jax.Device.device_kind`; None if the table lacks it."""
     return _BY_KIND.get(device_kind)
 
 
 def count_chips(device_kind: str, devices: int) -> int:
-    """Counts the chips that so many JAX devices are; those of an unknown kind are one
-    each.
-    """
+    """Counts the chips of JAX devices; a device of an unknown kind counts as a chip."""
     chip = chip_for(device_kind)
     return -(-devices // chip.devices_per_chip) if chip else devices
 
 
 def slice_shape(chip: Chip, devices: Sequence[Any]) -> tuple[tuple[int, ...], int]:
-    """Counts the chips along each ICI dim of a slice, and how many slices, that TPU
-    devices are.
+    """Finds the shape of slices from their TPU devices.
+
+    Returns:
+      The chips along each ICI dim of a slice, and the number of slices.
     """
-    places = zip(*(device.coords for device in devices), strict=True)
-    sizes = sorted(max(along) - min(along) + 1 for along in places)
+    coords_by_dim = zip(*(device.coords for device in devices), strict=True)
+    sizes = sorted(max(coords) - min(coords) + 1 for coords in coords_by_dim)
     shape = sizes[3 - chip.torus_dims :]
     if chip.torus_dims == 3 and shape == [1, 2, 2]:
-        shape.reverse()  # the one slice that is not written in ascending order
+        shape.reverse()  # the only slice whose dims are not in ascending order
     slices = {getattr(device, "slice_index", 0) for device in devices}
     return tuple(int(n) for n in shape), len(slices)

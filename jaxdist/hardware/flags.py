@@ -1,6 +1,4 @@
-"""XLA and libtpu flags per platform and chip family, and which of them this machine
-has; no jax.
-"""
+"""XLA and libtpu flags for each platform and chip family; imports no jax."""
 
 import contextlib
 import dataclasses
@@ -19,30 +17,31 @@ from jaxdist.hardware.chips import (
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """One setting a platform starts with, and why."""
+    """A setting that jaxdist makes on a platform, with its reason and source."""
 
-    variable: str  # of the environment
-    name: str  # of a flag inside it; "" where the variable itself is the setting
+    variable: str  # the environment variable
+    name: str  # the flag inside the variable; "" if the variable itself is the setting
     value: str
     why: str
     source: str
-    # of chips that it is for (`Chip.family`); () is the whole platform
+    # chip families that it applies to (`Chip.family`); () for the whole platform
     families: tuple[str, ...] = ()
-    group: str = ""  # flags that work together: who sets one of them sets them all
-    # False: a process starts with it, no single compilation takes it
+    # flags that work together: a user who sets one of them must set them all
+    group: str = ""
+    # whether it may be an option of one compilation, not only of a whole process
     compile_option: bool = True
 
     @property
     def setting(self) -> str:
-        """The variable, and the flag inside it."""
+        """The variable and the flag inside it."""
         return f"{self.variable} {self.name}".strip()
 
 
-# Each name was found in the binaries of jaxlib and the CUDA 13 plugin, 0.10.2 and
-# 0.12.0, and each libtpu flag compiled a program for every TPU above with libtpu
-# 0.0.42.1: an unknown name aborts the process. `xla_tpu_enable_async_collective_fusion`
-# is left out on purpose: libtpu 0.0.50.1 refuses it on v5p and v6e, and it is the
-# default where it helps.
+# An unknown flag aborts the process. Each XLA flag was found in the binaries of jaxlib
+# and the CUDA 13 plugin, 0.10.2 and 0.12.0. Each libtpu flag compiled a program for
+# every TPU in `CHIPS` with libtpu 0.0.42.1. `xla_tpu_enable_async_collective_fusion` is
+# omitted on purpose: libtpu 0.0.50.1 refuses it on v5p and v6e, and it is the default
+# where it helps.
 _TOOLBOX = "NVIDIA JAX Toolbox, "
 _MAXTEXT = "MaxText benchmarks/xla_flags_library.py, DATA_PARALLEL_OVERLAP"
 
@@ -53,35 +52,34 @@ _SPARSE_CORE = "collectives on the SparseCore"
 def _sparse_core(
     name: str, value: str, why: str, source: str, *, compile_option: bool = True
 ) -> Flag:
-    """Makes one of the flags that move collectives from the TensorCore, which they
-    would stop.
+    """Makes a flag that moves collectives from the TensorCore to the SparseCore.
 
-    v5p and v6e only: 7x does it by itself, v4 and v5e keep their collectives on the
-    TensorCore whatever is set.
+    Collectives on the TensorCore stop its compute. These flags are for v5p and v6e: 7x
+    needs none, and v4 and v5e keep collectives on the TensorCore with any flag.
     """
     return Flag(
-        "LIBTPU_INIT_ARGS",
-        f"--{name}",
-        value,
-        why,
-        source,
-        ("v5p", "v6e"),
-        _SPARSE_CORE,
-        compile_option,
+        variable="LIBTPU_INIT_ARGS",
+        name=f"--{name}",
+        value=value,
+        why=why,
+        source=source,
+        families=("v5p", "v6e"),
+        group=_SPARSE_CORE,
+        compile_option=compile_option,
     )
 
 
-# A sum over 64 chips of a 4x4x4 torus stays a reduce-scatter only with
-# nd_reduce_scatter, and a gather of them is asynchronous only with 3d_all_gather.
+# On 64 chips of a 4x4x4 torus, sums stay reduce-scatters only with nd_reduce_scatter,
+# and gathers are asynchronous only with 3d_all_gather.
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
-_ITS_USERS = "as its published users run it"
+_PUBLISHED = "the published configurations of SparseCore collectives have it"
 _OFFLOADED = {
-    "all_gather": "gathers run beside compute",
-    "2d_all_gather": "over two dims of the torus as well",
-    "3d_all_gather": "and over three",
-    "reduce_scatter": "reduce-scatters run beside compute",
-    "nd_reduce_scatter": "those over several dims, which else become all-reduces, twice the bytes",
-    "all_reduce": "all-reduces run beside compute",
+    "all_gather": "gathers overlap with compute",
+    "2d_all_gather": "gathers over two dims of the torus overlap as well",
+    "3d_all_gather": "gathers over three dims of the torus overlap as well",
+    "reduce_scatter": "reduce-scatters overlap with compute",
+    "nd_reduce_scatter": "reduce-scatters over several dims otherwise become all-reduces, which send twice the bytes",
+    "all_reduce": "all-reduces overlap with compute",
 }
 
 FLAGS: Mapping[Platform, tuple[Flag, ...]] = {
@@ -97,7 +95,7 @@ FLAGS: Mapping[Platform, tuple[Flag, ...]] = {
             "XLA_PYTHON_CLIENT_MEM_FRACTION",
             "",
             "0.9",
-            "the default (0.75) leaves a quarter of the memory unused; libraries need a tenth",
+            "the default (0.75) leaves a quarter of the memory unused, but libraries need only a tenth",
             _TOOLBOX + "Tips for High-Performance LLMs with JAX and XLA",
         ),
     ),
@@ -106,7 +104,7 @@ FLAGS: Mapping[Platform, tuple[Flag, ...]] = {
             "LIBTPU_INIT_ARGS",
             "--xla_tpu_enable_data_parallel_all_reduce_opt",
             "true",
-            "optimises the all-reduces of data parallelism between slices",
+            "optimizes the all-reduces of data parallelism between slices",
             _MAXTEXT,
         ),
         Flag(
@@ -128,25 +126,25 @@ FLAGS: Mapping[Platform, tuple[Flag, ...]] = {
         _sparse_core(
             "xla_tpu_use_tc_device_shape_on_sc",
             "true",
-            _ITS_USERS,
+            _PUBLISHED,
             _LIBRARY + "ALL_REDUCE",
         ),
         _sparse_core(
             "xla_sc_disable_megacore_partitioning",
             "true",
-            _ITS_USERS,
+            _PUBLISHED,
             _LIBRARY + "ALL_REDUCE",
         ),
         _sparse_core(
             "xla_sc_enable_instruction_fusion",
             "false",
-            _ITS_USERS,
+            _PUBLISHED,
             _LIBRARY + "ALL_REDUCE",
         ),
         _sparse_core(
             "xla_sc_disjoint_spmem",
             "false",
-            _ITS_USERS,
+            _PUBLISHED,
             _LIBRARY + "ALL_REDUCE",
             compile_option=False,
         ),
@@ -156,29 +154,26 @@ FLAGS: Mapping[Platform, tuple[Flag, ...]] = {
 
 
 def flags_for(platform: Platform, family: str = "") -> tuple[Flag, ...]:
-    """Lists the flags of a platform's chip family; of an unknown family (""), those
-    of all.
-    """
+    """Lists the flags of a chip family; for an unknown family (""), those for all."""
     return tuple(f for f in FLAGS[platform] if not f.families or family in f.families)
 
 
 def flag_environment(
     platform: Platform, environ: Mapping[str, str], *, family: str = ""
 ) -> dict[str, str]:
-    """Lists the variables to set: only those that change, each with its full new
-    value.
+    """Lists the environment variables to change, each with its full new value.
 
-    A setting that `environ` already holds, as a variable or as a flag inside one, is
-    the user's own and stays; with it the others of its group, set or not.
+    A setting that `environ` already has belongs to the user and stays as it is. If the
+    user set one flag of a group, the whole group stays.
     """
     changed: dict[str, str] = {}
-    users = {flag.group for flag in _users(platform, environ, family)} - {""}
+    users_groups = {flag.group for flag in _users(platform, environ, family)} - {""}
     for flag in flags_for(platform, family):
         present = changed.get(flag.variable, environ.get(flag.variable))
         if not flag.name:
             if present is None:
                 changed[flag.variable] = flag.value
-        elif flag.group not in users and flag.name not in _names(present):
+        elif flag.group not in users_groups and flag.name not in _names(present):
             changed[flag.variable] = f"{present or ''} {flag.name}={flag.value}".strip()
     return changed
 
@@ -186,9 +181,10 @@ def flag_environment(
 def left_to_the_user(
     platform: Platform, environ: Mapping[str, str], *, family: str = ""
 ) -> list[str]:
-    """Lists each group of flags that is not set, since the user has set one of it.
+    """Reports groups of flags that jaxdist does not set because the user set one.
 
-    What we have set before (a parent process did) is the whole group, so it gets none.
+    There is a line for each incomplete group. A complete group gets none; a parent
+    process may have set it.
     """
     users: dict[str, list[str]] = {}
     for flag in _users(platform, environ, family):
@@ -222,7 +218,7 @@ def _names(words: str | None) -> set[str]:
 
 
 def flag_table(platform: Platform, family: str = "") -> str:
-    """Formats the flags as text: a line for the setting, one for reason and source."""
+    """Formats flags as text: a line for each setting, and one for reason and source."""
     flags = flags_for(platform, family)
     lines = (f"{f.setting}={f.value}\n    {f.why} [{f.source}]" for f in flags)
     return "\n".join(lines) or f"{platform}: no flags are set"
@@ -233,8 +229,13 @@ def detect_platform(
 ) -> Platform:
     """Predicts the platform that jax will choose, without importing it.
 
-    JAX_PLATFORMS decides if set (its first entry); else a device file does. /dev/vfio
-    alone also exists on machines without a TPU, so it counts only with a group in it.
+    The first entry of JAX_PLATFORMS decides if it is set; otherwise device files do.
+    /dev/vfio also exists on machines without a TPU, so it counts only with a group in
+    it.
+
+    Args:
+      environ: the environment variables.
+      exists: checks whether a path exists.
     """
     named = environ.get("JAX_PLATFORMS", "").partition(",")[0].strip()
     if named:
@@ -247,17 +248,20 @@ def detect_platform(
 
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-_GOOGLE = "0x1ae0"  # its PCI vendor id
+_GOOGLE = "0x1ae0"  # PCI vendor id
 
 
 def detect_family(
     environ: Mapping[str, str], *, pci_devices: Path = _PCI_DEVICES
 ) -> str:
-    """Finds the family of this machine's TPUs ("v5p"), or "" without them, or if it
-    is not known.
+    """Finds the family of this machine's TPUs ("v5p"); "" if there are none or unknown.
 
-    Cloud's name of the machine type (TPU_ACCELERATOR_TYPE=v5p-128) decides if set; else
-    the ids of the devices on the PCI bus, as in jax.
+    Google Cloud's machine type (TPU_ACCELERATOR_TYPE=v5p-128) decides if it is set;
+    otherwise the ids of devices on the PCI bus do, as in jax.
+
+    Args:
+      environ: the environment variables.
+      pci_devices: the folder of PCI devices.
     """
     if detect_platform(environ) != "tpu":
         return ""

@@ -1,8 +1,8 @@
 """GPUs, RDMA cards, NCCL's settings and limits of a machine, read without jax.
 
 All files are read below a root, so that the files of any machine can be examined.
-Nothing raises: a file that cannot be read counts as absent. Facts: Linux's sysfs ABI of
-InfiniBand, NCCL's sources of 2026.
+Nothing raises: a file that cannot be read counts as absent. Sources: Linux's sysfs ABI
+of InfiniBand, and NCCL's source code of 2026.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ _RDMA = "/sys/class/infiniband"
 class KernelClock(NamedTuple):
     """State of the kernel's clock."""
 
-    is_kept: bool  # by a time service
+    is_kept: bool  # whether a time service keeps it right
     max_error_s: float
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a process, and its clock; None = unknown, or no limit."""
+    """Limits of a process, and the clock; None means unknown or unlimited."""
 
     open_files: int | None = None
     open_files_hard: int | None = None
     locked_bytes: int | None = None
-    shm_bytes: int | None = None  # of /dev/shm
+    shm_bytes: int | None = None  # size of /dev/shm
     shm_free_bytes: int | None = None
     clock: KernelClock | None = None
 
@@ -68,31 +68,31 @@ def _limit(value: int) -> int | None:
 
 
 class _Timex(ctypes.Structure):
-    """`struct timex` of a 64-bit Linux."""
+    """The kernel's `struct timex` on 64-bit Linux."""
 
     _fields_ = [
         ("modes", ctypes.c_uint),
-        *(
-            (name, ctypes.c_long)
-            for name in ("offset", "frequency", "max_error", "error")
-        ),
+        ("offset", ctypes.c_long),
+        ("frequency", ctypes.c_long),
+        ("max_error", ctypes.c_long),
+        ("error", ctypes.c_long),
         ("status", ctypes.c_int),
         ("rest", ctypes.c_long * 40),
     ]
 
 
 def kernel_clock() -> KernelClock | None:
-    """Reads the state of the kernel's clock with adjtimex, which changes nothing;
-    None if the kernel does not report it.
+    """Reads the state of the kernel's clock; None if the kernel does not report it.
+
+    It calls adjtimex, which changes nothing here.
     """
+    if ctypes.sizeof(ctypes.c_long) < 8:
+        return None
     timex = _Timex()
     try:
-        if (
-            ctypes.sizeof(ctypes.c_long) < 8
-            or ctypes.CDLL(None).adjtimex(ctypes.byref(timex)) < 0
-        ):
+        if ctypes.CDLL(None).adjtimex(ctypes.byref(timex)) < 0:
             return None
-    except (OSError, AttributeError):  # no Linux
+    except (OSError, AttributeError):  # not Linux
         return None
     max_error_s = timex.max_error / 1e6  # from microseconds
     return KernelClock(not timex.status & _STA_UNSYNC, max_error_s)
@@ -100,16 +100,18 @@ def kernel_clock() -> KernelClock | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs, RDMA cards and NCCL's settings, from a machine's files and a process's
-    environment. `root` stands for /.
+    """GPUs, RDMA cards and NCCL's settings of a machine.
+
+    They are read from the machine's files and a process's environment.
     """
 
-    root: Path
+    root: Path  # the folder that stands for /
     environ: Mapping[str, str]
 
     def read(self, path: str) -> str:
-        """Reads the text of a file without surrounding space; "" if it cannot be
-        read. Reads 64 KiB at most, and does not wait at a pipe.
+        """Reads the text of a file without surrounding space; "" if it cannot be read.
+
+        It reads at most 64 KiB, and does not wait at a pipe.
         """
         with contextlib.suppress(OSError, ValueError):
             file = os.open(self.at(path), os.O_RDONLY | os.O_NONBLOCK)
@@ -126,11 +128,12 @@ class Machine:
         return []
 
     def at(self, path: str) -> Path:
+        """Returns an absolute path's place below the root."""
         return self.root / path.lstrip("/")
 
     @functools.cached_property
     def gpus(self) -> int:
-        """NVIDIA GPUs here; 0 if JAX_PLATFORMS names another platform."""
+        """Number of NVIDIA GPUs; 0 if JAX_PLATFORMS names another platform."""
         named = self.environ.get("JAX_PLATFORMS", "").partition(",")[0].strip()
         if named and platform_of(named) != "gpu":
             return 0
@@ -141,12 +144,12 @@ class Machine:
 
     @functools.cached_property
     def rdma(self) -> list[str]:
-        """Cards for InfiniBand, RoCE and EFA that have a driver."""
+        """Names of cards for InfiniBand, RoCE and EFA that have a driver."""
         return self.names(_RDMA)
 
     @functools.cached_property
     def infiniband(self) -> list[str]:
-        """Cards of `rdma` for InfiniBand or RoCE, so without Amazon's EFA."""
+        """Names of cards for InfiniBand or RoCE: `rdma` without Amazon's EFA."""
         return [
             card
             for card in self.rdma
@@ -156,28 +159,25 @@ class Machine:
 
     @functools.cached_property
     def nccl(self) -> dict[str, tuple[str, str]]:
-        """NCCL's settings as {name: (value, " in FILE" or "")}. The environment wins,
-        then the user's file.
+        """NCCL's settings as {name: (value, " in FILE" or "")}.
+
+        The environment overrides the user's file, which overrides the system's file.
         """
-        home = (
+        users_file = (
             self.environ.get("NCCL_CONF_FILE")
             or f"{self.environ.get('HOME', '')}/.nccl.conf"
         )
-        found: dict[str, tuple[str, str]] = {}
-        for file in ("/etc/nccl.conf", home):
-            pairs = (line.partition("=") for line in self.read(file).splitlines())
-            found |= {
-                name.strip(): (value.strip(), f" in {file}")
-                for name, equals, value in pairs
-                if equals
-            }
-        return found | {name: (value, "") for name, value in self.environ.items()}
+        settings: dict[str, tuple[str, str]] = {}
+        for file in ("/etc/nccl.conf", users_file):
+            for line in self.read(file).splitlines():
+                name, equals, value = line.partition("=")
+                if equals:
+                    settings[name.strip()] = (value.strip(), f" in {file}")
+        return settings | {name: (value, "") for name, value in self.environ.items()}
 
     @functools.cached_property
     def may_lock_memory(self) -> bool:
-        """Whether limits of locked memory do not count for this process
-        (CAP_IPC_LOCK).
-        """
+        """True if the process may exceed limits of locked memory (CAP_IPC_LOCK)."""
         capabilities = re.search(
             r"^CapEff:\s*([0-9a-f]{1,16})$", self.read("/proc/self/status"), re.M
         )

@@ -1,3 +1,1 @@
-"""The planner: proves that a run fits on absent hardware, and predicts its speed,
-before it is paid for.
-"""
+"""Planning of a run: does it fit hardware that is not here, and how fast is it?"""

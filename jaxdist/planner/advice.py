@@ -1,8 +1,7 @@
-"""What would make a run smaller: edits of its config, the cheapest first, each with its
-saving.
+"""Advice for a run that does not fit: edits of its config, the cheapest first.
 
-A saving is the difference of two accounts of `planner.memory`, so it costs no compile.
-Nothing that changes the losses goes without saying so.
+The saving of an edit is the difference of two results of `planner.memory`, so nothing
+is compiled. An edit that changes the losses says so.
 """
 
 import contextlib
@@ -24,8 +23,11 @@ from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.costs import costs_of
 from jaxdist.trainer.run_config import RunConfig, from_config, full_schema
 
-MIN_SAVING = 0.01  # of the peak: what saves less is no advice
-SAFE_SHARE = 0.95  # of the capacity: what an account may be off by is left free
+MIN_SAVING = 0.01  # least share of the peak that an edit must save
+SAFE_SHARE = 0.95  # share of the capacity to use, as arithmetic may be wrong
+
+_Saving = Callable[[str], int]  # bytes that an override saves
+_Choose = Callable[[Sequence[str]], str | None]  # the best of several overrides
 
 
 def edits(
@@ -36,25 +38,29 @@ def edits(
     needed_bytes: int | None = None,
     capacity_bytes: int | None = None,
 ) -> list[Edit]:
-    """Returns the edits that save memory, the cheapest first; one that joins several if
-    none is enough.
+    """Lists edits that save memory, the cheapest first.
+
+    If no edit of the config is enough, a combination of several comes first.
 
     Args:
-      peak: bytes of the run as it is, by `memory`.
-      needed_bytes: the compiler's peak where it is known; savings are taken off the
-        larger of both.
-      capacity_bytes: what a device has; None: nothing is said of `enough`.
+      composition: the run on its mesh.
+      target: the hardware.
+      peak: bytes of the run by `memory`.
+      needed_bytes: the compiler's peak, if known; edits must save enough for the larger
+        of both.
+      capacity_bytes: bytes that a step may use of a device; None leaves `enough` open.
     """
     run = composition.config
-    # The compiler's number may be of a program that it could not finish, so lower than
-    # the peak.
+    # The compiler may refuse a program before it is complete, so its number may be
+    # below the peak.
     short = None
     if capacity_bytes:
-        short = max(max(peak, needed_bytes or 0) - int(SAFE_SHARE * capacity_bytes), 1)
+        needed = max(peak, needed_bytes or 0)
+        short = max(needed - int(SAFE_SHARE * capacity_bytes), 1)
 
     @functools.cache
     def saving(override: str, target: Target = target) -> int:
-        """Returns what an override saves; 0 if the run is then not legal."""
+        """Computes the bytes that an override saves; 0 if the run is then illegal."""
         try:
             edited = targets.validate_for(_edited(run, override), target)
         except ConfigError:
@@ -66,13 +72,12 @@ def edits(
         (override, cost, saving(override), "")
         for override, cost in _candidates(composition, short, saving)
     ]
-    if larger := next(
-        (more for more in _larger_targets(target) if saving("", more) >= least), None
-    ):
-        cost = (
-            f"same losses; {math.ceil(larger.num_chips / target.num_chips)} x the chips"
-        )
-        offers.append(("", cost, saving("", larger), larger.text))
+    for larger in _larger_targets(target):
+        if saving("", larger) >= least:
+            factor = math.ceil(larger.num_chips / target.num_chips)
+            cost = f"same losses; {factor} x the chips"
+            offers.append(("", cost, saving("", larger), larger.text))
+            break
     single = [
         Edit(override, saves, cost, None if short is None else saves >= short, on=on)
         for override, cost, saves, on in offers
@@ -89,15 +94,20 @@ def check(
     compile: Callable[[RunConfig], Any],
     most: int = 3,
 ) -> list[Edit]:
-    """Returns the edits, the first of them compiled in order until one fits.
+    """Compiles the first edits of the config in order until one fits.
 
     Args:
-      compile: returns the `Plan` of a run; where the compiler does not answer nothing
-        is said of the edit.
-      most: compiles at most.
+      run: the config.
+      edits: its edits, the cheapest first.
+      compile: makes the `Plan` of an edited run.
+      most: most edits to compile.
+
+    Returns:
+      The edits, with the compiler's answers where there are any.
     """
 
     def checked(edit: Edit) -> Edit:
+        """Compiles an edit and records whether it fits."""
         try:
             plan = compile(_edited(run, edit.override))
         except ConfigError:
@@ -108,13 +118,13 @@ def check(
     of_config = [edit for edit in edits if edit.override]
     promising = [edit for edit in of_config if edit.enough is not False]
     chosen = (promising or of_config)[:most]
-    asked = compile_in_turn(until_one_fits(chosen), checked)
-    by_override = {edit.override: edit for edit in asked}
+    compiled = compile_in_turn(until_one_fits(chosen), checked)
+    by_override = {edit.override: edit for edit in compiled}
     return [by_override.get(edit.override, edit) for edit in edits]
 
 
 def _edited(run: RunConfig, override: str) -> RunConfig:
-    """Returns the run with an edit's override, read as on the command line."""
+    """Applies an edit's override as the command line does."""
     config = schema.to_config_dict(run)
     words = dict(word.split("=", 1) for word in override.split())
     files.apply_overrides(config, words, full_schema(run.model["target"]))
@@ -122,20 +132,23 @@ def _edited(run: RunConfig, override: str) -> RunConfig:
 
 
 def _candidates(
-    composition: Composition, short: int | None, saving: Callable[[str], int]
+    composition: Composition, short: int | None, saving: _Saving
 ) -> Iterator[tuple[str, str]]:
-    """Yields (override, what it costs), the cheapest first."""
+    """Yields (override, its cost), the cheapest first.
+
+    Args:
+      composition: the run on its mesh.
+      short: bytes to save; None if unknown.
+      saving: computes the bytes that an override saves.
+    """
 
     def best(overrides: Sequence[str]) -> str | None:
-        """Returns the first override that is enough, or else the one that
-        saves most.
-        """
-        enough = (
-            override
-            for override in overrides
-            if short is not None and saving(override) >= short
-        )
-        return next(enough, max(overrides, key=saving, default=None))
+        """Chooses the first override that is enough, or else the one that saves most."""
+        if short is not None:
+            for override in overrides:
+                if saving(override) >= short:
+                    return override
+        return max(overrides, key=saving, default=None)
 
     run = composition.config
     sizes = composition.shape.sizes
@@ -147,20 +160,21 @@ def _candidates(
     if sizes["tensor"] > 1 and not run.mesh.sequence_parallel:
         yield (
             "mesh.sequence_parallel=true",
-            "same losses; two gathers of activations more in each layer",
+            "same losses; two more gathers of activations in each layer",
         )
     yield from _smaller_parts(composition, best)
     yield from _stronger_remat(run, sizes["pipeline"] > 1)
     for cost in costs_of(run):
         yield from cost.edits
     yield from _split_sequences(composition, best)
-    for axis in reversed(axes.TABLE):  # what splits least of the program first
-        larger = [
-            n for n in (2, 4, 8, 16) if sizes[axis.name] < n <= axis.advised_up_to
+    for axis in reversed(axes.TABLE):  # axes that split least of the program first
+        overrides = [
+            f"mesh.{axis.name}={n} mesh.fsdp=-1 mesh.data=1"
+            for n in (2, 4, 8, 16)
+            if sizes[axis.name] < n <= axis.advised_up_to
         ]
-        if override := best(
-            [f"mesh.{axis.name}={n} mesh.fsdp=-1 mesh.data=1" for n in larger]
-        ):
+        override = best(overrides)
+        if override:
             yield override, axis.advice
     if run.mesh.zero < 3:
         yield (
@@ -176,7 +190,7 @@ def _candidates(
         seconds = memory.transfer_s(saving("offload.optimizer=true"))
         yield (
             "offload.optimizer=true",
-            f"same losses; moments wait on the host: {seconds:.2f} s a step to cross and back at 16 GB/s",
+            f"same losses; moments stay on the host: {seconds:.2f} s a step to move them and back at 16 GB/s",
         )
     if run.optimizer.momentum_dtype == "float32":
         yield (
@@ -192,47 +206,50 @@ def _candidates(
         )
 
 
-def _smaller_parts(composition: Composition, best) -> Iterator[tuple[str, str]]:
-    flow = composition.microbatches
+def _smaller_parts(
+    composition: Composition, best: _Choose
+) -> Iterator[tuple[str, str]]:
+    """Yields more microbatches or accumulation steps, so that each is smaller."""
+    microbatches = composition.microbatches
     batch = composition.config.batch
     parts = batch.accumulation
     shards = composition.parts * composition.shape.batch_shards
     factors = axes.divisors(batch.global_size // shards)[1:]
-    if flow > 1:
-        if override := best([f"pipeline.microbatches={flow * n}" for n in factors]):
-            yield override, "same losses, less bubble; smaller products"
-    elif override := best([f"batch.accumulation={parts * n}" for n in factors]):
+    if microbatches > 1:
+        override = best([f"pipeline.microbatches={microbatches * n}" for n in factors])
+        if override:
+            yield override, "same losses, less bubble; smaller matmuls"
+        return
+    override = best([f"batch.accumulation={parts * n}" for n in factors])
+    if override:
         factor = int(override.partition("=")[2]) // parts
         yield (
             override,
-            f"same losses; weights are gathered {factor} x as often, products are smaller",
+            f"same losses; weights are gathered {factor} x as often, matmuls are smaller",
         )
 
 
-def _split_sequences(composition: Composition, best) -> Iterator[tuple[str, str]]:
-    """Yields a larger `mesh.context` where a device has one sequence at a time, so that
-    parts cannot help.
+def _split_sequences(
+    composition: Composition, best: _Choose
+) -> Iterator[tuple[str, str]]:
+    """Yields a larger `mesh.context` if each device already has one sequence at a time.
+
+    A device with several sequences needs only more parts.
     """
     run = composition.config
     shape = composition.shape
     parts = run.batch.accumulation
-    own = shape.sizes[CONTEXT]
-    if (
-        composition.microbatches > 1
-        or run.batch.global_size != parts * shape.batch_shards
-    ):
+    size = shape.sizes[CONTEXT]
+    has_one_sequence = run.batch.global_size == parts * shape.batch_shards
+    if composition.microbatches > 1 or not has_one_sequence:
         return
-    sizes = [
-        n
+    overrides = [
+        f"mesh.context={n} mesh.fsdp=-1 mesh.data=1 batch.accumulation={parts * n // size}"
         for n in layouts.context_sizes(run, shape.num_devices)
-        if n > own and n % own == 0
+        if n > size and n % size == 0
     ]
-    if override := best(
-        [
-            f"mesh.context={n} mesh.fsdp=-1 mesh.data=1 batch.accumulation={parts * n // own}"
-            for n in sizes
-        ]
-    ):
+    override = best(overrides)
+    if override:
         yield (
             override,
             "same losses; attention sends queries, keys and values in every layer, so within fast links only",
@@ -240,47 +257,54 @@ def _split_sequences(composition: Composition, best) -> Iterator[tuple[str, str]
 
 
 def _stronger_remat(run: RunConfig, staged: bool) -> Iterator[tuple[str, str]]:
-    field, policy = (
-        ("pipeline.remat", run.pipeline.remat)
-        if staged
-        else ("remat.policy", run.remat.policy)
-    )
-    forward_again = "same losses; up to +33 % compute, as the forward pass runs twice"
-    if policy == "none" and not staged:
+    """Yields policies that recompute more.
+
+    Args:
+      run: the config.
+      staged: whether the run has a pipeline, whose policy is `pipeline.remat`.
+    """
+    if staged:
+        if run.pipeline.remat not in ("full", "layers"):
+            yield "pipeline.remat=full", "same losses; layers run a third time"
+        return
+    if run.remat.policy == "none":
         yield (
             "remat.policy=dots",
             "same losses; element-wise work and little else runs twice",
         )
-    if policy not in ("full", "layers"):
+    if run.remat.policy not in ("full", "layers"):
         yield (
-            f"{field}=full",
-            forward_again if not staged else "same losses; layers run a third time",
+            "remat.policy=full",
+            "same losses; up to +33 % compute, as the forward pass runs twice",
         )
 
 
-def _combined(
-    edits: Sequence[Edit], short: int, saving: Callable[[str], int]
-) -> list[Edit]:
-    """Returns the edits taken together, in order, until they are enough; [] if they
-    never are.
+def _combined(edits: Sequence[Edit], short: int, saving: _Saving) -> list[Edit]:
+    """Combines edits in their order until they are enough; [] if they never are.
+
+    Args:
+      edits: edits that are not enough alone.
+      short: bytes to save.
+      saving: computes the bytes that an override saves.
     """
-    taken: dict[str, str] = {}
+    combined: dict[str, str] = {}
     best = 0
     notes = list[str]()
     for edit in edits:
         words = dict(word.split("=", 1) for word in edit.override.split())
-        if not words or taken.keys() & words.keys():
+        if not words or combined.keys() & words.keys():
             continue
-        override = " ".join(
-            f"{name}={value}" for name, value in (taken | words).items()
-        )
-        if (saves := saving(override)) <= best:
+        pairs = (combined | words).items()
+        override = " ".join(f"{name}={value}" for name, value in pairs)
+        saves = saving(override)
+        if saves <= best:
             continue
-        taken = taken | words
+        combined |= words
         best = saves
-        notes = [*notes, *edit.cost_note.split("; ")]
+        notes += edit.cost_note.split("; ")
         if best >= short:
-            return [Edit(override, best, "; ".join(dict.fromkeys(notes)), True)]
+            cost = "; ".join(dict.fromkeys(notes))
+            return [Edit(override, saves_bytes=best, cost_note=cost, enough=True)]
     return []
 
 
@@ -289,12 +313,13 @@ def _larger_targets(target: Target) -> Iterator[Target]:
     dims = [*target.shape]
     order: Sequence[int] = ()
     if target.platform == "gpu":
-        order = (1, 0)  # more GPUs of a host, then more hosts
+        order = (1, 0)  # more GPUs per host, then more hosts
     elif target.chip:
         order = sorted(range(len(dims)), key=dims.__getitem__)
     if target.num_slices > 1:
         dims.append(target.num_slices)
     for dim in order:
-        grown = [n * (2 if i == dim else 1) for i, n in enumerate(dims)]
+        doubled = [*dims]
+        doubled[dim] *= 2
         with contextlib.suppress(ConfigError):
-            yield targets.parse(target.with_shape(grown))
+            yield targets.parse(target.with_shape(doubled))

@@ -1,6 +1,4 @@
-"""What the command answers: the plan of a run, the best of a search, or the remat policy
-that fits.
-"""
+"""The answer of `plan`: a run's plan, the best layout, or the remat policy that fits."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,40 +9,43 @@ from rich.console import Console
 from jaxdist.config import ConfigError
 from jaxdist.parallel.remat import FIT
 from jaxdist.planner import calibration, remat_search, search
+from jaxdist.planner.compiler import Say
 from jaxdist.planner.document import Plan
 from jaxdist.planner.plan import make_plan, plan_by_arithmetic
 from jaxdist.planner.show import print_lines
 from jaxdist.planner.targets import Target
 from jaxdist.trainer.run_config import RunConfig
 
-MOST_CHECKED = 3  # edits that --fix compiles
-FIT_FINALISTS = 4  # policies that fit and are compiled for remat.policy=fit
-Say = Callable[[str], None]
+MOST_CHECKED = 3  # most edits that --fix compiles
+FIT_FINALISTS = 4  # fitting policies that remat.policy=fit compiles
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A plan, and how it was found."""
+    """A plan, and the search that found it."""
 
     plan: Plan
     exit_code: int
     found_by: Mapping[str, Any] = field(default_factory=dict)  # a section of the JSON
-    # prints that section
+    # prints the section
     show: Callable[[Console], None] = lambda console: None
 
 
 class Question:
-    """What is asked of a run on a target.
+    """A request for a plan, with the flags of the command.
 
     Args:
-      search: for the best layout.
-      fix: compile the first edits that should make it fit; or find the policy of
-        `remat.policy=fit`.
+      run: the config.
+      target: the hardware.
+      search: whether to search for the best layout.
+      fix: whether to compile the first edits that should make the run fit, or to find
+        the policy of `remat.policy=fit`.
       expert_load: see `plan.make_plan`.
-      calibration_file: measured times of collectives; None: those of datasheets.
+      calibration_file: a file of measured times of collectives; None for datasheet
+        rates.
 
     Raises:
-      ConfigError: the flags do not go together, or the file cannot calibrate.
+      ConfigError: the flags exclude each other, or the file cannot be used.
     """
 
     def __init__(
@@ -59,15 +60,15 @@ class Question:
     ) -> None:
         if search and target.platform == "cpu":
             raise ConfigError(
-                "--search ranks by time, of which a CPU's compiler says nothing; name a TPU or GPU"
+                "--search ranks by time, which is unknown for CPUs; name a TPU or GPU"
             )
         if search and fix:
             raise ConfigError(
-                "--fix mends one layout, --search looks for another; give one of them"
+                "--fix edits one layout, --search looks for another; give one of them"
             )
         if calibration_file and (search or fix):
             raise ConfigError(
-                "--calibration is of one plan's collectives: leave out --search and --fix"
+                "--calibration applies to the collectives of one plan: leave out --search and --fix"
             )
         self.run = run
         self.target = target
@@ -79,11 +80,11 @@ class Question:
             self.calibration = calibration.load(calibration_file, target)
 
     def answer(self, *, base: str, say: Say) -> Answer:
-        """Answers it.
+        """Makes the plan, the search or the fit.
 
         Args:
-          base: what says which run it is, as on the command line.
-          say: gets each stage of the work.
+          base: flags that name the config and its overrides, for output.
+          say: called with each stage of the work.
         """
         if self.search:
             return _search(self, base, say)
@@ -101,23 +102,22 @@ class Question:
 
 
 def _search(question: Question, base: str, say: Say) -> Answer:
+    """Searches for the best layout of a question's run."""
     ranking = search.search(
         question.run, question.target, expert_load=question.expert_load, say=say
     )
-    found = ranking.to_json()
-    section = {name: value for name, value in found.items() if name != "winner"}
+    report = ranking.to_json()
+    section = {name: value for name, value in report.items() if name != "winner"}
     return Answer(
-        plan=_first(ranking),
+        plan=_first_plan(ranking),
         exit_code=ranking.exit_code,
         found_by={"search": section},
-        show=lambda console: search.show(found, console, base),
+        show=lambda console: search.show(report, console, base),
     )
 
 
-def _first(ranking: search.Ranking) -> Plan:
-    """Returns the winner's plan; if none fits the nearest's; if none was compiled what
-    arithmetic says.
-    """
+def _first_plan(ranking: search.Ranking) -> Plan:
+    """Finds the plan of the first layout, by arithmetic if none was compiled."""
     if ranking.compiled:
         return ranking.compiled[0].plan
     plan = plan_by_arithmetic(ranking.others[0][0].run, ranking.target)
@@ -125,6 +125,7 @@ def _first(ranking: search.Ranking) -> Plan:
 
 
 def _fit_remat(question: Question, say: Say) -> Answer:
+    """Searches for the remat policy that fits a question's run."""
     fitted = remat_search.fit(
         question.run, question.target, finalists=FIT_FINALISTS, say=say
     )

@@ -1,22 +1,23 @@
-"""One block of a model as a device computes it: what it keeps, works with and gathers,
-read off its trace.
+"""The memory of one block of a model on a device, read from its trace.
 
-Its jaxpr is traced on a device's shapes, a few tokens long; all of it grows with the
-tokens.
+The jaxpr of a block is traced on a device's shapes with a few tokens. All sizes but
+those of weights are proportional to the tokens.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxdist.parallel import execution, remat
 from jaxdist.planner.observed import LANES
+from jaxdist.planner.state import abstract_array
 from jaxdist.protocols.model import BlockInfo, apply_block, shared_fields
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
 from jaxdist.protocols.param_names import EXPERTS, Names, has_experts
@@ -30,21 +31,22 @@ SHORT = 64  # tokens of a trace: one block of the reference attention
 
 @dataclass(frozen=True)
 class Block:
-    """Sizes of one block on one device; bytes if not said otherwise. All but weights
-    are per `tokens`.
+    """The sizes of one block on one device, in bytes unless a field says otherwise.
+
+    All sizes but those of weights are for a trace of `tokens` tokens.
     """
 
     tokens: int = 1
-    x: int = 0  # what flows from block to block
-    # (name, size) of what the remat policy keeps
+    x: int = 0  # the block's input, which is as large as its output
+    # (name, size) of each value that the remat policy keeps
     kept: tuple[tuple[str, int], ...] = ()
-    # alive in its backward pass: forward values not kept, and two gradients
+    # alive in the backward pass: forward values that are not kept, and two gradients
     working: int = 0
-    largest: int = 0  # of the forward values that a backward pass reads
+    largest: int = 0  # largest forward value that the backward pass reads
     logsumexps: int = 0  # elements of attention's logsumexp
-    weights: tuple[int, ...] = ()  # elements of each weight as computed with
-    # An op that says itself what it holds; of its values above only what goes in and
-    # comes out.
+    weights: tuple[int, ...] = ()  # elements of each weight in the layout of compute
+    # an op that declares its own memory; the sizes above contain only its inputs and
+    # outputs
     call: Call | None = None
 
 
@@ -52,15 +54,22 @@ _traced: dict[str, Block] = {}
 
 
 def trace(composition: Composition, policy: str, platform: str) -> Block:
-    """Returns one block as a device computes it; zeros for a model without blocks. Kept
-    by content.
+    """Traces one block as a device computes it; results are cached by content.
+
+    A model without blocks has a block of size zero.
+
+    Args:
+      composition: the run on its mesh.
+      policy: the remat policy of the block.
+      platform: tpu, gpu or cpu.
     """
     run = composition.config
     if not composition.spec.staged:
         return Block()
     sizes = composition.shape.sizes
     length = sample_tokens(composition)
-    length = length if length % SHORT else SHORT  # all of it grows with the tokens
+    if length % SHORT == 0:
+        length = SHORT  # all sizes are proportional to the tokens
     layout = (
         sizes["tensor"],
         sizes["expert"],
@@ -78,147 +87,199 @@ def trace(composition: Composition, policy: str, platform: str) -> Block:
 
 
 def _trace(composition: Composition, length: int, policy: str, platform: str) -> Block:
+    """Traces a block of a model that has blocks, with a sample of `length` tokens."""
     run = composition.config
     spec = composition.spec
     rules = composition.rules
     named = {
-        path: v
-        for path, v in spec.named_parameters().items()
+        path: parameter
+        for path, parameter in spec.named_parameters().items()
         if path.startswith("blocks/")
     }
     whole = [x.shape[1:] for x, _ in named.values()]
     local = [
-        rules.shard_dims(rules.computed(n, x.shape[1:]), x.shape[1:])
-        for x, n in named.values()
+        rules.shard_dims(rules.computed(names, x.shape[1:]), x.shape[1:])
+        for x, names in named.values()
     ]
-    # The trace sees all experts, as ids are of all; what is inside their call is not
-    # traced.
-    seen = [
-        _with_all_experts(dims, part, names)
-        for dims, part, (_, names) in zip(whole, local, named.values(), strict=True)
+    # Ids refer to all experts, so the trace must see all of them. It does not enter
+    # their call.
+    traced_dims = [
+        _with_all_experts(dims, local_dims, names)
+        for dims, local_dims, (_, names) in zip(
+            whole, local, named.values(), strict=True
+        )
     ]
     try:
-        forward, residuals = _jaxprs(run, spec, seen, length, policy)
+        forward, residuals = _jaxprs(run, spec, traced_dims, length, policy)
     except (TypeError, ValueError):
-        # the block reads sizes elsewhere than off its weights
+        # The block does not read its sizes from its weights, so they must be whole.
         forward, residuals = _jaxprs(run, spec, whole, length, policy)
     count = len(named) + len(jax.tree.leaves(spec.model_state.get("blocks", {})))
     x = forward.invars[count]
     lanes = LANES if platform == "tpu" else 1
     kept = list(_kept(residuals, count, lanes))
     if platform == "gpu" and remat.RESIDUALS in remat.named_in(policy)["offload"]:
-        # cuDNN's have no name by which they could be moved: they are computed again.
+        # cuDNN's residuals have no name, so they are recomputed instead of offloaded.
         kept = [(name, size) for name, size in kept if name != remat.RESIDUALS]
     call = next(filter(None, map(declared_call, forward.eqns)), None)
     if call:
         itemsize = jnp.dtype(run.precision.compute).itemsize
-        own = call.kept(rules, length, itemsize, platform)
-        names = {name for name, _ in kept}
-        kept = [(name, size) for name, size in kept if name not in own]
-        kept += [(name, size) for name, size in own.items() if name in names]
+        declared = call.kept(rules, length, itemsize, platform)
+        kept = _with_declared(kept, declared)
     needed = _needed(forward, x, lanes)
     largest = max(needed, default=0)
-    again = (Counter(needed) - Counter(size for _, size in kept)).elements()
-    heads = (
-        d[n.index("heads")]
-        for d, (_, n) in zip(local, named.values(), strict=True)
-        if "heads" in n
+    recomputed = (Counter(needed) - Counter(size for _, size in kept)).elements()
+    local_heads = (
+        dims[names.index("heads")]
+        for dims, (_, names) in zip(local, named.values(), strict=True)
+        if "heads" in names
     )
-    working = sum(again) + _bytes(x) + largest
-    weights = tuple(map(math.prod, local))
-    logsumexps = length * next(heads, 0)
     return Block(
-        length, _bytes(x), tuple(kept), working, largest, logsumexps, weights, call
+        tokens=length,
+        x=_bytes(x),
+        kept=tuple(kept),
+        working=sum(recomputed) + _bytes(x) + largest,
+        largest=largest,
+        logsumexps=length * next(local_heads, 0),
+        weights=tuple(map(math.prod, local)),
+        call=call,
     )
+
+
+def _with_declared(
+    kept: Sequence[tuple[str, int]], declared: Mapping[str, int]
+) -> list[tuple[str, int]]:
+    """Replaces sizes of kept values by those that an op declares."""
+    names = {name for name, _ in kept}
+    traced = [(name, size) for name, size in kept if name not in declared]
+    return traced + [(name, size) for name, size in declared.items() if name in names]
 
 
 def _with_all_experts(
-    dims: Sequence[int], part: Sequence[int], names: Names
+    dims: Sequence[int], local_dims: Sequence[int], names: Names
 ) -> tuple[int, ...]:
-    """Returns a device's part of a parameter's dims, but that of experts whole."""
+    """Replaces a device's part of the expert dim by the whole dim."""
     if not has_experts(names):
-        return tuple(part)
-    place = names.index(EXPERTS)
-    return (*part[:place], dims[place], *part[place + 1 :])
+        return tuple(local_dims)
+    dim = names.index(EXPERTS)
+    return (*local_dims[:dim], dims[dim], *local_dims[dim + 1 :])
 
 
-def _jaxprs(run: RunConfig, spec: ModelSpec, dims, length: int, policy: str):
-    """Returns the jaxprs of a block, (parameters, x, fields) -> y, and of what its vjp
-    keeps.
+def _jaxprs(
+    run: RunConfig,
+    spec: ModelSpec,
+    dims: Sequence[Sequence[int]],
+    length: int,
+    policy: str,
+) -> tuple[Jaxpr, Jaxpr]:
+    """Traces a block, and the residuals that its vjp keeps.
+
+    Both jaxprs have the inputs (parameters, x, fields).
+
+    Args:
+      run: the config.
+      spec: the model.
+      dims: the dims of each of the block's parameters.
+      length: tokens of the sample.
+      policy: the remat policy.
+    """
+    model = _with_single_block(spec, dims)
+    graph, stacked = nnx.split(model.blocks)
+    parameters = jax.tree.map(lambda a: abstract_array(a.shape[1:], a.dtype), stacked)
+    batch = compose.batch_shapes(run, 1)
+    if run.data.is_text:
+        batch = jax.tree.map(
+            lambda x: abstract_array((1, *[length] * (x.ndim - 1)), x.dtype), batch
+        )
+
+    def block(parameters: Any, x: jax.Array, fields: Any) -> jax.Array:
+        info = BlockInfo(jax.random.key(0), jnp.int32(0), fields)
+        y: jax.Array = apply_block(nnx.merge(graph, parameters), x, info).x
+        return y
+
+    def residuals(parameters: Any, x: jax.Array, fields: Any) -> list[jax.Array]:
+        with_remat = remat.rematerialised(block, policy)
+        _, vjp = jax.vjp(lambda p, x: with_remat(p, x, fields), parameters, x)
+        return jax.tree.leaves(vjp)
+
+    with execution.activate(compute=run.precision.compute):
+        fields = jax.eval_shape(lambda b: shared_fields(_zeros(model), b), batch)
+        x = jax.eval_shape(lambda b: _zeros(model).embed(b), batch)
+        return (
+            jax.make_jaxpr(block)(parameters, x, fields).jaxpr,
+            jax.make_jaxpr(residuals)(parameters, x, fields).jaxpr,
+        )
+
+
+def _with_single_block(spec: ModelSpec, dims: Sequence[Sequence[int]]) -> Any:
+    """Assembles the abstract model with a stack of a single block.
+
+    Args:
+      spec: the model.
+      dims: the dims of each of the block's parameters.
     """
     trees = spec.trainable, spec.frozen
     blocks = [tree.get("blocks", {}) for tree in trees]
     dtypes = [stored_dtype(x, "float32") for x in jax.tree.leaves(blocks)]
     leaves = [
-        jax.ShapeDtypeStruct((1, *d), dtype)
-        for d, dtype in zip(dims, dtypes, strict=True)
+        abstract_array((1, *parameter_dims), dtype)
+        for parameter_dims, dtype in zip(dims, dtypes, strict=True)
     ]
-    cut = jax.tree.unflatten(jax.tree.structure(blocks), leaves)
+    stacks = jax.tree.unflatten(jax.tree.structure(blocks), leaves)
     trainable, frozen = (
-        tree | {"blocks": part} for tree, part in zip(trees, cut, strict=True)
+        tree | {"blocks": stack} for tree, stack in zip(trees, stacks, strict=True)
     )
-    model = spec.assemble(trainable, spec.model_state, frozen)
-    graph, stacked = nnx.split(model.blocks)
-    one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
-    batch = compose.batch_shapes(run, 1)
-    if run.data.is_text:
-        batch = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((1, *[length] * (x.ndim - 1)), x.dtype),
-            batch,
-        )
-
-    def block(parameters, x, fields):
-        info = BlockInfo(jax.random.key(0), jnp.int32(0), fields)
-        return apply_block(nnx.merge(graph, parameters), x, info).x
-
-    def residuals(parameters, x, fields):
-        kept = remat.rematerialised(block, policy)
-        return jax.tree.leaves(
-            jax.vjp(lambda p, x: kept(p, x, fields), parameters, x)[1]
-        )
-
-    with execution.activate(compute=run.precision.compute):
-        fields = jax.eval_shape(lambda b: shared_fields(_zeros(model), b), batch)
-        x = jax.eval_shape(lambda b: _zeros(model).embed(b), batch)
-        return tuple(
-            jax.make_jaxpr(f)(one, x, fields).jaxpr for f in (block, residuals)
-        )
+    return spec.assemble(trainable, spec.model_state, frozen)
 
 
-def _zeros(model):
-    """Returns an abstract model with arrays in it, for use under a trace."""
+def _zeros(model: Any) -> Any:
+    """Fills an abstract model with zeros, for use under a trace."""
     graph, state = nnx.split(model)
     return nnx.merge(graph, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state))
 
 
-def _kept(jaxpr, position: int, lanes: int) -> Iterator[tuple[str, int]]:
-    """Yields (name, bytes) of a vjp's residuals but parameters and fields; x is input
-    `position`.
+def _kept(jaxpr: Jaxpr, position: int, lanes: int) -> Iterator[tuple[str, int]]:
+    """Yields the name and bytes of each residual, without parameters and fields.
+
+    Args:
+      jaxpr: a function whose outputs are the residuals of a vjp.
+      position: the number of its input x.
+      lanes: see `_bytes`.
     """
-    made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    producers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
 
-    def origin(v, *more: str):
-        while v in made and made[v].primitive.name in (*_SAME, *more):
-            v = made[v].invars[0]
-        return v
+    def origin(value: Any, *more: str) -> Any:
+        """Follows a value back through ops that only change its form, and `more`."""
+        while value in producers and producers[value].primitive.name in (*_SAME, *more):
+            value = producers[value].invars[0]
+        return value
 
-    names = {jaxpr.invars[position]: (remat.INPUT, jaxpr.invars[position])}
+    x = jaxpr.invars[position]
+    names = {x: (remat.INPUT, x)}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name":
-            # with and without bias
+            named = eqn.outvars[0]
+            # The residual may be the value before or after a bias is added.
             for source in origin(eqn.invars[0]), origin(eqn.invars[0], "add"):
-                names.setdefault(source, (eqn.params["name"], eqn.outvars[0]))
-    for out in dict.fromkeys(v for v in jaxpr.outvars if not hasattr(v, "val")):
-        if out in made or out is jaxpr.invars[position]:
-            # TPU has it in the shape that is named
-            name, array = names.get(origin(out), ("unnamed", out))
-            same = (array.aval.size, array.aval.dtype) == (
-                out.aval.size,
-                out.aval.dtype,
-            )
-            yield name, _bytes(array if same else out, lanes)
+                names.setdefault(source, (eqn.params["name"], named))
+    residuals = dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, Literal))
+    for residual in residuals:
+        if residual not in producers and residual is not x:
+            continue  # a parameter or a field
+        name, named = names.get(origin(residual), ("unnamed", residual))
+        if _elements(named) == _elements(residual):
+            yield name, _bytes(named, lanes)  # TPUs keep it in the shape that is named
+        else:
+            yield name, _bytes(residual, lanes)
 
 
+def _elements(value: Var) -> tuple[int, Any]:
+    """Returns the size and dtype of a value."""
+    aval: Any = value.aval
+    return aval.size, aval.dtype
+
+
+# primitives that change at most the form of a value
 _SAME = (
     "name",
     "reshape",
@@ -229,6 +290,7 @@ _SAME = (
     "device_put",
     "optimization_barrier",
 )
+# element-wise primitives whose derivative depends on the value
 _CURVED = (
     "tanh",
     "logistic",
@@ -242,7 +304,7 @@ _CURVED = (
     "square",
     "pow",
 )
-_PRODUCTS = (
+_MATMULS = (  # and kernels
     "dot_general",
     "conv_general_dilated",
     "pallas_call",
@@ -251,66 +313,81 @@ _PRODUCTS = (
 )
 
 
-def _needed(jaxpr, x, lanes: int) -> list[int]:
-    """Returns the bytes of each forward value that a block's backward pass reads as an
-    array.
+def _needed(jaxpr: Jaxpr, x: Var, lanes: int) -> list[int]:
+    """Counts the bytes of each forward value that the backward pass reads as an array.
 
-    Those are operands of products (and kernels), and results of products that go into
-    one by way of something curved: XLA computes what is element-wise between them
-    again, inside the readers. A linear image of the same size (rotated queries) stands
-    for its source, and a sum of products (a kernel's and its adapter's) for both.
+    These are the operands of matmuls and kernels, and their sources: the results of
+    matmuls that reach them through element-wise ops. XLA recomputes element-wise ops
+    inside the readers of their results. A value that is a linear image of one source of
+    the same size (such as rotated queries) is not counted, only its source. A sum of
+    matmuls (such as those of a kernel and its adapter) is a source in place of both.
+
+    Args:
+      jaxpr: the forward pass of a block.
+      x: its input, which is not counted: it is kept, or its predecessor's.
+      lanes: see `_bytes`.
     """
-    sources: dict[Any, tuple[frozenset, bool]] = {x: (frozenset([x]), False)}
-    needed: dict[Any, int] = {}
+    # by value: its sources, and whether a non-linear op is between them
+    sources: dict[Var, tuple[frozenset[Var], bool]] = {x: (frozenset([x]), False)}
+    needed: dict[Var, int] = {}
     for eqn in jaxpr.eqns:
-        operands = [v for v in eqn.invars if not hasattr(v, "val") and v in sources]
-        if not _any(eqn, _PRODUCTS):
-            roots = frozenset().union(*(sources[v][0] for v in operands))
-            several = eqn.primitive.name in ("mul", "div") and len(operands) > 1
-            curved = (
-                several or _any(eqn, _CURVED) or any(sources[v][1] for v in operands)
+        operands = [
+            v for v in eqn.invars if not isinstance(v, Literal) and v in sources
+        ]
+        if not _contains(eqn, _MATMULS):
+            roots: frozenset[Var] = frozenset().union(
+                *(sources[v][0] for v in operands)
             )
-            if (
-                len(roots) > 1
-                and eqn.primitive.name == "add"
-                and not curved
-                and x not in roots
-            ):
+            curved = (
+                (eqn.primitive.name in ("mul", "div") and len(operands) > 1)
+                or _contains(eqn, _CURVED)
+                or any(sources[v][1] for v in operands)
+            )
+            is_sum = eqn.primitive.name == "add" and len(roots) > 1 and not curved
+            if is_sum and x not in roots:
                 roots = frozenset(eqn.outvars)
-            sources |= {out: (roots, curved) for out in eqn.outvars if roots}
+            if roots:
+                sources |= dict.fromkeys(eqn.outvars, (roots, curved))
             continue
-        for v in operands:
-            roots, curved = sources[v]
-            (root, *more) = roots
-            if more or curved or _bytes(root) != _bytes(v):
-                needed[v] = _bytes(v, lanes)
+        for operand in operands:
+            roots, curved = sources[operand]
+            (root, *others) = roots
+            if others or curved or _bytes(root) != _bytes(operand):
+                needed[operand] = _bytes(operand, lanes)
             needed |= {root: _bytes(root, lanes) for root in roots}
         sources |= {out: (frozenset([out]), False) for out in eqn.outvars}
-    needed.pop(x, None)  # kept, or its predecessor's
+    needed.pop(x, None)
     return list(needed.values())
 
 
-def _any(eqn, primitives: Sequence[str]) -> bool:
-    """Returns whether an equation is one of the primitives or holds one."""
+def _contains(eqn: JaxprEqn, primitives: Sequence[str]) -> bool:
+    """Checks whether an equation is, or contains, one of the primitives."""
+    if eqn.primitive.name in primitives:
+        return True
     inner = (getattr(value, "jaxpr", value) for value in eqn.params.values())
-    return eqn.primitive.name in primitives or any(
-        _any(e, primitives) for jaxpr in inner for e in getattr(jaxpr, "eqns", ())
+    return any(
+        _contains(inner_eqn, primitives)
+        for jaxpr in inner
+        for inner_eqn in getattr(jaxpr, "eqns", ())
     )
 
 
-def _bytes(v, lanes: int = 1) -> int:
-    """Returns the bytes of a value whose rows are padded to so many elements (but for
-    single ones).
+def _bytes(value: Var, lanes: int = 1) -> int:
+    """Counts the bytes of a value.
+
+    Args:
+      value: the value.
+      lanes: elements that rows of more than one element are padded to.
     """
-    row = v.aval.shape[-1] if v.aval.ndim else 1
+    aval: Any = value.aval
+    row = aval.shape[-1] if aval.ndim else 1
     padded = lanes if 1 < row < lanes else row
-    return v.aval.size // max(row, 1) * padded * v.aval.dtype.itemsize
+    size: int = aval.size // max(row, 1) * padded * aval.dtype.itemsize
+    return size
 
 
 def sample_tokens(composition: Composition) -> int:
-    """Returns a sample's tokens on a device; samples that are no text are counted
-    whole.
-    """
+    """Counts a sample's tokens on a device; 1 for a sample that is not text."""
     run = composition.config
     if not run.data.is_text:
         return 1

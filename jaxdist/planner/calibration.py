@@ -1,9 +1,8 @@
-"""Measured times of collectives in the place of datasheet rates: latency and rate of
-each kind on each link.
+"""Calibration: measured times of collectives that replace datasheet rates.
 
-`benchmarks/collectives.py` writes the file, `plan --calibration FILE` reads it. A
-collective takes alpha + wire bytes / rate; what was not measured keeps the datasheet's
-rate and no latency.
+`benchmarks/collectives.py` writes the file, and `plan --calibration FILE` reads it. A
+measured collective takes alpha + wire bytes / rate. Other collectives keep the
+datasheet's rate and no latency.
 """
 
 import math
@@ -20,28 +19,30 @@ from jaxdist.planner.formulas import KINDS
 from jaxdist.planner.targets import Link, Target
 from jaxdist.storage import untrusted
 
-# of a measured time; a line that misses one by more says nothing of other sizes
+# largest relative error of a fit at a measured size; a worse fit predicts nothing
 MAX_RESIDUAL = 0.2
-_CURE = "measure again: python benchmarks/collectives.py --config NAME --out FILE"
+_FIX = "measure again: python benchmarks/collectives.py --config NAME --out FILE"
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Seconds of one kind of collective over one mesh axis: alpha_s + wire bytes /
-    bytes_per_s.
+    """A line fitted to the times of one kind of collective over one mesh axis.
+
+    A collective takes alpha_s + wire bytes / bytes_per_s.
     """
 
-    kind: str  # of KINDS
-    axis: str  # "fsdp", "data+fsdp"
+    kind: str  # one of KINDS
+    axis: str  # mesh axes, as "fsdp" or "data+fsdp"
     axis_size: int
-    link: str  # its name in `targets.Link`
-    alpha_s: float  # what an empty one takes
-    bytes_per_s: float  # that each device sends; inf: times do not grow with sizes
+    link: str  # name of the `targets.Link`
+    alpha_s: float  # time of an empty collective
+    # rate at which each device sends; inf: times do not grow with sizes
+    bytes_per_s: float
     residual: float  # the largest |line - measured| / measured
 
     @property
     def usable(self) -> bool:
-        """Whether the line describes what was measured."""
+        """True if the line describes the measurements."""
         return self.residual <= MAX_RESIDUAL and math.isfinite(self.bytes_per_s)
 
     def to_json(self) -> dict[str, Any]:
@@ -53,21 +54,24 @@ class Fit:
 def fit_line(
     wire_bytes: Sequence[float], seconds: Sequence[float]
 ) -> tuple[float, float, float]:
-    """Returns (alpha_s, bytes_per_s, largest relative residual) of t = alpha + wire
-    bytes / rate.
+    """Fits the line t = alpha + wire bytes / rate to measured times.
 
-    Least squares of relative errors: of absolute ones the small sizes, which alone show
-    alpha, count nothing. Neither part is below 0.
+    The fit minimizes squares of relative errors. With absolute errors the small sizes,
+    which alone show alpha, would have no weight. Alpha and rate are at least 0.
+
+    Args:
+      wire_bytes: bytes that each device sent.
+      seconds: the time of each measurement.
+
+    Returns:
+      alpha_s, bytes_per_s and the largest relative residual.
     """
     sizes = np.asarray(wire_bytes, float)
     times = np.asarray(seconds, float)
     rows = np.stack([1 / times, sizes / times], axis=1)
-    alpha, beta = (
-        np.linalg.lstsq(
-            rows / (scale := np.abs(rows).max(axis=0)), np.ones(len(times))
-        )[0]
-        / scale
-    )
+    scale = np.abs(rows).max(axis=0)
+    solution = np.linalg.lstsq(rows / scale, np.ones(len(times)))[0]
+    alpha, beta = solution / scale
     if alpha < 0:
         alpha = 0.0
         beta = rows[:, 1].sum() / (rows[:, 1] ** 2).sum()
@@ -80,86 +84,98 @@ def fit_line(
 
 @dataclass(frozen=True)
 class Calibration:
-    """The usable fits of a file, for the hardware that they were measured on."""
+    """The usable fits of a file, and the hardware that they were measured on."""
 
     file: str
     hardware: str  # text of the target
     fits: Sequence[Fit]
 
     def serves(self, target: Target) -> bool:
-        """Returns whether its times hold on a target: of its chip, and of its network
-        if any.
+        """Checks whether the times hold on a target: chip and network must be equal.
 
-        Emulated devices share the processor, so their number must be the same, too.
+        A network that one of the texts does not name is not compared. Emulated devices
+        share the processor, so their number must be equal as well.
         """
         if target.platform == "cpu":
             return self.hardware == target.text
         chips, _, network = self.hardware.partition("@")
-        own = target.text.partition("@")[2]
-        return chips.partition(":")[0] == target.family and (
-            not (network and own) or network == own
-        )
+        if chips.partition(":")[0] != target.family:
+            return False
+        target_network = target.text.partition("@")[2]
+        if not network or not target_network:
+            return True
+        return network == target_network
 
-    def fit_for(self, one: Collective) -> Fit | None:
-        """Returns the fit of a collective: of its axis if measured, else the slowest
-        alike; None without.
+    def fit_for(self, collective: Collective) -> Fit | None:
+        """Finds the fit of a collective; None if nothing similar was measured.
+
+        It is the fit of the collective's axis, or else the slowest of similar ones.
         """
-        alike = self._alike(one.kind, one.axis, one.group_size, one.link)
+        similar = self._similar(
+            collective.kind,
+            collective.axis,
+            size=collective.group_size,
+            link=collective.link,
+        )
         return max(
-            alike,
-            key=lambda fit: fit.alpha_s + one.wire_bytes / fit.bytes_per_s,
+            similar,
+            key=lambda fit: fit.alpha_s + collective.wire_bytes / fit.bytes_per_s,
             default=None,
         )
 
-    def _alike(self, kind: str, axis: str, size: int, link: Link | None) -> list[Fit]:
-        """Returns the fits for a kind of collective over an axis: of that axis, if
-        there is one.
+    def _similar(self, kind: str, axis: str, size: int, link: Link | None) -> list[Fit]:
+        """Lists the fits of a kind of collective on a link, of the axis if measured.
 
-        A permute's bytes do not depend on how many devices the axis has, so any size
-        will do.
+        The size of the axis must be equal, except for permutes: their bytes do not
+        depend on it.
         """
         name = link.name if link else ""
-        alike = [fit for fit in self.fits if (fit.kind, fit.link) == (kind, name)]
-        sized = [fit for fit in alike if fit.axis_size == size]
-        alike = sized or (alike if kind == "collective-permute" else [])
-        return [fit for fit in alike if fit.axis == axis] or alike
+        similar = [fit for fit in self.fits if (fit.kind, fit.link) == (kind, name)]
+        same_size = [fit for fit in similar if fit.axis_size == size]
+        if same_size or kind != "collective-permute":
+            similar = same_size
+        return [fit for fit in similar if fit.axis == axis] or similar
 
     def of_axis(self, axis: str, size: int, link: Link) -> dict[str, dict[str, float]]:
-        """Returns {kind: {bytes_per_s, alpha_s}} of a mesh axis on its link: the
-        slowest.
+        """Finds the slowest fit of each kind of collective over a mesh axis.
+
+        Returns:
+          {kind: {"bytes_per_s": ..., "alpha_s": ...}} for the measured kinds.
         """
-        alike = {kind: self._alike(kind, axis, size, link) for kind in KINDS}
-        slowest = {
-            kind: min(fits, key=lambda fit: fit.bytes_per_s)
-            for kind, fits in alike.items()
-            if fits
-        }
-        names = ("bytes_per_s", "alpha_s")
-        return {
-            kind: {name: getattr(fit, name) for name in names}
-            for kind, fit in slowest.items()
-        }
+        slowest: dict[str, dict[str, float]] = {}
+        for kind in KINDS:
+            fits = self._similar(kind, axis, size, link)
+            if fits:
+                fit = min(fits, key=lambda fit: fit.bytes_per_s)
+                slowest[kind] = {
+                    "bytes_per_s": fit.bytes_per_s,
+                    "alpha_s": fit.alpha_s,
+                }
+        return slowest
 
     def applied(self, collectives: Sequence[Collective]) -> list[Collective]:
-        """Returns the collectives with measured links, where there is a measurement."""
-        return [self._measured(one) for one in collectives]
+        """Replaces the links of measured collectives by measured ones."""
+        return [self._measured(collective) for collective in collectives]
 
-    def _measured(self, one: Collective) -> Collective:
-        fit = self.fit_for(one)
-        if fit is None or one.link is None:
-            return one
+    def _measured(self, collective: Collective) -> Collective:
+        """Replaces a collective's link by the measured one, if there is one."""
+        fit = self.fit_for(collective)
+        if fit is None or collective.link is None:
+            return collective
         link = replace(
-            one.link, bytes_per_s=fit.bytes_per_s, alpha_s=fit.alpha_s, all_to_all=1.0
+            collective.link,
+            bytes_per_s=fit.bytes_per_s,
+            alpha_s=fit.alpha_s,
+            all_to_all=1.0,
         )
-        return replace(one, link=link)
+        return replace(collective, link=link)
 
     def describe(self, collectives: Sequence[Collective]) -> dict[str, Any]:
-        """Returns, as JSON, whose times a plan has, and which collectives of it were
-        not measured.
-        """
-        missing = [one for one in collectives if self.fit_for(one) is None]
+        """Returns the source of a plan's times, and unmeasured collectives, as JSON."""
         names = {
-            f"{one.kind} over {one.axis} ({one.group_size} devices)" for one in missing
+            f"{collective.kind} over {collective.axis} ({collective.group_size} devices)"
+            for collective in collectives
+            if self.fit_for(collective) is None
         }
         return {
             "file": self.file,
@@ -169,65 +185,68 @@ class Calibration:
 
 
 def load(path: str, target: Target) -> Calibration:
-    """Returns the calibration of a file.
+    """Loads the calibration of a file for a target.
 
     Raises:
-      ConfigError: it cannot be read, was measured on other hardware, or has a fit that
-        is not usable.
+      ConfigError: the file cannot be read, was measured on other hardware, or has a fit
+        that is not usable.
     """
-    found = read(path)
-    if not found.serves(target):
+    calibration = read(path)
+    if not calibration.serves(target):
         raise ConfigError(
-            f"--calibration {path}: measured on {found.hardware}, the plan is for {target.text}; give a file "
+            f"--calibration {path}: measured on {calibration.hardware}, the plan is for {target.text}; give a file "
             f"of that hardware, or leave it out for datasheet rates"
         )
-    return found
+    return calibration
 
 
 def read(path: str) -> Calibration:
-    """Returns the calibration of a file, whatever hardware it is of.
+    """Reads the calibration of a file for any hardware.
 
     Raises:
-      ConfigError: it cannot be read, or has a fit that is not usable.
+      ConfigError: the file cannot be read, or has a fit that is not usable.
     """
     try:
-        held = untrusted.read_json(Path(path), dict).get("calibration")
-        content = untrusted.of_kind(held, dict, '"calibration"')
+        section = untrusted.read_json(Path(path), dict).get("calibration")
+        content = untrusted.of_kind(section, dict, '"calibration"')
         hardware = untrusted.of_kind(content.get("hardware"), str, '"hardware"')
         entries = untrusted.of_kind(content.get("fits"), list, '"fits"')
         fits = [_fit(untrusted.of_kind(entry, dict, "a fit")) for entry in entries]
     except (OSError, untrusted.Malformed) as error:
         raise ConfigError(
-            f"--calibration {path}: {untrusted.named(error)}; {_CURE}"
+            f"--calibration {path}: {untrusted.named(error)}; {_FIX}"
         ) from error
-    if bad := [fit for fit in fits if not fit.usable]:
+    unusable = [fit for fit in fits if not fit.usable]
+    if unusable:
         names = ", ".join(
-            f"{fit.kind} over {fit.axis} (off by {fit.residual:.0%})" for fit in bad
+            f"{fit.kind} over {fit.axis} (off by {fit.residual:.0%})"
+            for fit in unusable
         )
         raise ConfigError(
-            f"--calibration {path}: the fit is off by more than {MAX_RESIDUAL:.0%}: {names}; {_CURE}, on a "
+            f"--calibration {path}: the fit is off by more than {MAX_RESIDUAL:.0%}: {names}; {_FIX}, on a "
             f"quiet machine"
         )
     if not fits:
         raise ConfigError(
-            f"--calibration {path}: no fit in it is usable; {_CURE}, on a quiet machine"
+            f"--calibration {path}: no fit in it is usable; {_FIX}, on a quiet machine"
         )
     return Calibration(path, hardware, fits)
 
 
 def _fit(entry: Mapping[str, Any]) -> Fit:
-    """Returns the fit of an entry; `Malformed` where one of its values cannot be."""
+    """Reads a fit from an entry of the file; null is infinite.
+
+    Raises:
+      Malformed: a value is not legal.
+    """
     values: dict[str, Any] = {}
     for name, kind in get_type_hints(Fit).items():
         value = entry.get(name)
         if kind is float:
-            value = (
-                math.inf
-                if value is None
-                else float(value)
-                if type(value) is int
-                else value
-            )
+            if value is None:
+                value = math.inf
+            elif type(value) is int:
+                value = float(value)
             if not isinstance(value, float) or not value >= 0:
                 raise untrusted.Malformed(
                     f"{name} of a fit is {value!r:.40}; required: a number from 0"

@@ -1,10 +1,9 @@
-"""Every collective of a compiled step: what moves, over which mesh axis and link, and
-what hides it.
+"""The collectives of a compiled step: data, mesh axis, link, and overlap.
 
-Read from the scheduled HLO text. A collective is spelled in six ways: plain, as start
-and done, as a TPU fusion that compute fusions go on with (several, of one channel), as
-chains of permutes, as a call on the SparseCore, and between slices as host transfers
-(of one slice's program). All come out as one `Collective`.
+They are read from the scheduled HLO text, which has six forms of a collective. It may
+be plain, a start and a done, a TPU fusion that several compute fusions of one channel
+continue, a chain of permutes, a call on the SparseCore, or, between slices, host
+transfers in the program of one slice. Each form becomes one `Collective`.
 """
 
 import math
@@ -46,59 +45,55 @@ _SLOW = {"DCN", "PCIe", "network", *(network.name for network in NETWORKS.values
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of the program; bytes are of one execution on one device."""
+    """A collective of a program; bytes are of one execution on one device."""
 
-    kind: str  # of KINDS
-    axis: str  # mesh axes it spans, "data+fsdp"; "part of fsdp"
+    kind: str  # one of KINDS
+    axis: str  # the mesh axes that it spans, as "data+fsdp" or "part of fsdp"
     group_size: int
     dtype: str
-    bytes: int  # payload: the gathered result, what is reduced, exchanged or sent
-    count: int  # executions a step, loops multiplied out
+    bytes: int  # payload: an all-gather's result, the operands of other kinds
+    count: int  # executions in a step, including those in loops
     asynchronous: bool
     in_loop: bool
-    # "gather of blocks/mlp/up", "gradient of blocks/mlp/up", "rows to experts",
-    # "activations"
+    # its data: "gather of blocks/mlp/up", "gradient of blocks/mlp/up", "rows to
+    # experts", "activations"
     what: str
-    # the Python that asked for it: "FeedForward.__call__ (transformer.py:189)"
+    # its place in Python: "FeedForward.__call__ (transformer.py:189)"
     module: str
-    # forward, recomputation, backward, update; "?" where the compiler keeps no source
+    # forward, recomputation, backward or update; "?" if the compiler keeps no source
     phase: str
-    name: str  # of the instruction
-    computation: str  # whose schedule it is in, from `begins` to `ends`
+    name: str  # name of the instruction
+    computation: str  # computation that schedules it from `begins` to `ends`
     begins: int
     ends: int
-    link: Link | None = None  # None: no target was given, or one device
-    hidden_by: str = ""  # the instructions between start and done that take longest
-    # of `step_s`, what compute between start and done covers (`timing.overlap`)
+    link: Link | None = None  # None without a target, or with one device
+    hidden_by: str = ""  # the longest instructions between its start and its done
+    # the part of `step_s` that compute between start and done covers (`timing.overlap`)
     hidden_s: float = 0.0
 
     @property
     def gathers_weights(self) -> bool:
-        """Whether it makes weights whole."""
+        """True if it gathers weights."""
         return self.what.startswith("gather of ") and "batch/" not in self.what
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends in one execution of the bandwidth-optimal
-        algorithm.
-        """
+        """Bytes that a device sends per execution by the bandwidth-optimal algorithm."""
         return wire_bytes(self.kind, self.bytes, self.group_size)
 
     @property
     def wire_s(self) -> float:
-        """Seconds of one execution, were nothing else on its links; 0 without
-        a link.
-        """
+        """Seconds of one execution on otherwise idle links; 0 without a link."""
         return self.link.seconds(self.kind, self.wire_bytes) if self.link else 0.0
 
     @property
     def step_s(self) -> float:
-        """Seconds of all executions of a step, were they all in the open."""
+        """Seconds of all executions in a step, if compute hides none of them."""
         return self.count * self.wire_s
 
     @property
     def exposed_s(self) -> float:
-        """Seconds of a step in which nothing but this runs."""
+        """Seconds per step that compute does not hide."""
         return self.step_s - self.hidden_s
 
 
@@ -108,155 +103,197 @@ def collectives(
     target: Target | None = None,
     mesh_ids: Sequence[int] | None = None,
 ) -> list[Collective]:
-    """Returns the collectives of a compiled step in the order of its schedule.
+    """Lists the collectives of a compiled step in the order of its schedule.
 
     Args:
-      target: gives links, and so times.
-      mesh_ids: physical ids of the mesh's devices in order (`Compiled.mesh_ids`).
+      module: the program.
+      shape: the mesh.
+      target: the hardware, which gives links and times; None for neither.
+      mesh_ids: ids of the mesh's devices in order (`Compiled.mesh_ids`).
     """
     reader = _Reader(module, shape, target, mesh_ids or range(shape.num_devices))
     spanning = [
-        one for run in module.runs() for one in reader.of_run(run) if one.group_size > 1
+        collective
+        for run in module.runs()
+        for collective in reader.read(run)
+        if collective.group_size > 1
     ]
-    return [_with_weights(one, spanning) for one in spanning]
+    return [_with_weights(collective, spanning) for collective in spanning]
 
 
 def summed(
     collectives: Sequence[Collective], moves: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Returns, as JSON, the bytes and seconds of a step's collectives, by what moves.
+    """Sums bytes and seconds of a step's collectives by kind, axis and data, as JSON.
 
     Args:
-      moves: scopes of the ops that send it.
+      collectives: the collectives.
+      moves: scopes of the ops to sum over.
     """
     names = {scope.replace("_", " ") for scope in moves}
-    alike: defaultdict[tuple[str, str, str], list[Collective]] = defaultdict(list)
-    for one in collectives:
-        if one.what in names:
-            alike[one.kind, one.axis, one.what].append(one)
+    groups: defaultdict[tuple[str, str, str], list[Collective]] = defaultdict(list)
+    for collective in collectives:
+        if collective.what in names:
+            key = collective.kind, collective.axis, collective.what
+            groups[key].append(collective)
     return [
         {
             "kind": kind,
             "axis": axis,
             "what": what,
-            "bytes": sum(one.count * one.bytes for one in ones),
-            "wire_bytes": math.fsum(one.count * one.wire_bytes for one in ones),
-            "seconds": math.fsum(one.step_s for one in ones) or None,
+            "bytes": sum(c.count * c.bytes for c in group),
+            "wire_bytes": math.fsum(c.count * c.wire_bytes for c in group),
+            "seconds": math.fsum(c.step_s for c in group) or None,
         }
-        for (kind, axis, what), ones in alike.items()
+        for (kind, axis, what), group in groups.items()
     ]
+
+
+_Types = Sequence[tuple[str, tuple[int, ...]]]  # (dtype, dims) of each array
 
 
 @dataclass
 class _Span:
-    """A collective in its schedule, while that is read."""
+    """A collective of a schedule while the schedule is read."""
 
-    begins: int  # place of the first part
-    ends: int  # and of the last
-    outer: hlo.Instruction  # that stands there
-    inner: hlo.Instruction  # the collective itself
-    around: str  # its computation
+    begins: int  # position of the first instruction in the schedule
+    ends: int  # position of the last instruction
+    outer: hlo.Instruction  # the instruction in the schedule
+    inner: hlo.Instruction  # the collective, which `outer` is or contains
+    inner_computation: str  # the computation of `inner`
 
-    def go_on(self, place: int, part: hlo.Instruction) -> None:
-        """Takes in an update or the end of it.
+    def extend(self, position: int, instruction: hlo.Instruction) -> None:
+        """Adds an update or the done.
 
-        Nothing can move before an update that brings the operands.
+        If an update brings the operands, nothing can move before it.
         """
-        self.ends = place
-        _, *operands = part.operands or [""]
+        self.ends = position
+        _, *operands = instruction.operands or [""]
         if operands and not self.outer.operands:
             names = ", ".join(f"%{name}" for name in operands)
             start = EMPTY_START.replace("()", f"({names})")
             text = self.outer.text.replace(EMPTY_START, start, 1)
-            self.begins = place
+            self.begins = position
             self.outer = hlo.Instruction(self.outer.name, text)
 
 
 class _Reader:
-    """What reading a module's collectives needs to keep at hand."""
+    """A reader of the collectives of a module.
+
+    Args:
+      module: the program.
+      shape: the mesh.
+      target: the hardware; None for collectives without links.
+      mesh_ids: ids of the mesh's devices in order.
+    """
 
     def __init__(
-        self, module: hlo.Module, shape: MeshShape, target: Target | None, mesh_ids
+        self,
+        module: hlo.Module,
+        shape: MeshShape,
+        target: Target | None,
+        mesh_ids: Sequence[int],
     ) -> None:
         self.module = module
         self.shape = shape
         self.target = target
         self.mesh_ids = mesh_ids
-        self.inside = {  # computation -> the collectives written in it
-            name: [step for step in steps.values() if _kind(step)]
-            for name, steps in module.computations.items()
+        # the collectives in each computation
+        self.inside = {
+            name: [
+                instruction
+                for instruction in instructions.values()
+                if _kind(instruction)
+            ]
+            for name, instructions in module.computations.items()
         }
         sizes = np.array(tuple(shape.sizes.values()))
-        inner = (sizes // tuple(shape.dcn.values()))[:, None]
-        # [axes, places in the mesh]
+        sizes_in_slice = (sizes // tuple(shape.dcn.values()))[:, None]
+        # [axes, positions in the mesh]
         self.coordinates = np.indices(tuple(sizes)).reshape(len(sizes), -1)
-        first_slice = ~(self.coordinates // inner).any(axis=0)
-        between = any(
-            BETWEEN_SLICES.search(s.text)
-            for steps in self.inside.values()
-            for s in steps
+        first_slice = ~(self.coordinates // sizes_in_slice).any(axis=0)
+        between_slices = any(
+            BETWEEN_SLICES.search(instruction.text)
+            for instructions in self.inside.values()
+            for instruction in instructions
         )
-        # Where in the mesh the executable's devices are: between slices it is the
-        # program of one.
-        self.places = np.flatnonzero(first_slice | (not between))
-        # alike, one of each slice
-        self.peers = np.flatnonzero(~(self.coordinates % inner).any(axis=0))
+        # Positions of the program's devices in the mesh. A program with transfers
+        # between slices is that of one slice.
+        self.places = np.flatnonzero(first_slice | (not between_slices))
+        # positions of devices with the same place in each slice
+        self.peers = np.flatnonzero(~(self.coordinates % sizes_in_slice).any(axis=0))
 
-    def of_run(self, run: hlo.LoopRun) -> Iterator[Collective]:
-        steps = self.module.computations[run.computation]
+    def read(self, run: hlo.LoopRun) -> Iterator[Collective]:
+        """Yields the collectives of a computation in the order of its schedule."""
+        schedule = self.module.computations[run.computation]
         spans: dict[object, _Span] = {}
-        # instruction -> key of the span that it started or went on with
+        # by name of an instruction: the key of the span that it belongs to
         keys: dict[str, object] = {}
-        for place, step in enumerate(steps.values()):
-            if step.opcode == "recv" and (match := RENDEZVOUS.search(step.text)):
-                keys[step.name] = match.group(1)
-            if step.opcode.endswith(("-update", "-done")):
-                key = keys.get(next(iter(step.operands), ""))
-                if key in spans:  # else it ends a callback to the host
-                    keys[step.name] = key
-                    spans[key].go_on(place, step)
+        for position, instruction in enumerate(schedule.values()):
+            if instruction.opcode == "recv":
+                rendezvous = RENDEZVOUS.search(instruction.text)
+                if rendezvous:
+                    keys[instruction.name] = rendezvous[1]
+            if instruction.opcode.endswith(("-update", "-done")):
+                key = keys.get(next(iter(instruction.operands), ""))
+                if key in spans:  # otherwise it ends a callback to the host
+                    keys[instruction.name] = key
+                    spans[key].extend(position, instruction)
                 continue
-            for inner, around in self._collectives_of(step, run.computation):
-                key = keys[step.name] = _key(step, inner)
-                spans.setdefault(
-                    key, _Span(place, place, step, inner, around)
-                ).ends = place
+            for inner, computation in self._collectives_of(
+                instruction, run.computation
+            ):
+                key = _key(instruction, inner)
+                keys[instruction.name] = key
+                if key not in spans:
+                    spans[key] = _Span(
+                        position, position, instruction, inner, computation
+                    )
+                spans[key].ends = position
         for span in spans.values():
-            operands = span.inner.operands[: 1 if span.inner.opcode == "send" else None]
-            inside = self.module.computations[span.around]
-            types = [part for name in operands for part in inside[name].types]
-            yield self._collective(
-                run, span.begins, span.ends, span.outer, span.inner, types
-            )
+            yield self._collective(run, span)
 
     def _collectives_of(
-        self, step: hlo.Instruction, around: str
+        self, instruction: hlo.Instruction, computation: str
     ) -> list[tuple[hlo.Instruction, str]]:
-        """Returns the collectives that an instruction is or holds, each with its
-        computation.
+        """Lists the collectives that an instruction is or contains.
+
+        Each comes with the name of its computation.
         """
-        if _kind(step):
-            return [(step, around)]
-        # loops and branches
-        if step.opcode not in ("fusion", "call-start", "async-start"):
+        if _kind(instruction):
+            return [(instruction, computation)]
+        # Loops and branches are read as runs of their own.
+        if instruction.opcode not in ("fusion", "call-start", "async-start"):
             return []
-        called = step.called("calls", "to_apply", "called_computations")
+        called = instruction.called("calls", "to_apply", "called_computations")
         return [(inner, name) for name in called for inner in self.inside.get(name, ())]
 
-    def _collective(
-        self, run: hlo.LoopRun, begins: int, ends: int, outer, inner, types
-    ) -> Collective:
+    def _collective(self, run: hlo.LoopRun, span: _Span) -> Collective:
+        """Describes the collective of a span."""
+        outer = span.outer
+        inner = span.inner
+        operands = inner.operands
+        if inner.opcode == "send":
+            operands = operands[:1]
+        computation = self.module.computations[span.inner_computation]
+        types = [part for name in operands for part in computation[name].types]
         group = self.places[list(inner.group)] if inner.group else self.places
-        group = self.peers if BETWEEN_SLICES.search(inner.text) else group
+        if BETWEEN_SLICES.search(inner.text):
+            group = self.peers
         kind = _kind(inner)
         axis = self._axis(group, inner)
-        payload = hlo.num_bytes(types) * (len(group) if kind == "all-gather" else 1)
-        kind = "reduce-scatter" if _keeps_shard(outer) else kind
+        payload = hlo.num_bytes(types)
+        if kind == "all-gather":
+            payload *= len(group)
+        if _keeps_shard(outer):
+            kind = "reduce-scatter"
         source = self._source(run, outer, inner)
-        between = islice(
-            self.module.computations[run.computation].values(), begins + 1, ends
-        )
-        longest = sorted(between, key=lambda step: -step.cycles)[:2]
+        schedule = self.module.computations[run.computation].values()
+        between = islice(schedule, span.begins + 1, span.ends)
+        longest = sorted(between, key=lambda instruction: -instruction.cycles)[:2]
+        link = None
+        if self.target:
+            link = self.target.group_link([self.mesh_ids[place] for place in group])
         return Collective(
             kind=kind,
             axis=axis,
@@ -264,79 +301,94 @@ class _Reader:
             dtype=max(types, key=lambda part: math.prod(part[1]))[0],
             bytes=payload,
             count=run.times,
-            asynchronous=ends > begins,
+            asynchronous=span.ends > span.begins,
             in_loop=bool(run.loops),
             what=self._what(kind, axis, run, outer, types, source),
             module=_python(self.module.stack(source)),
             phase=_phase(source.op_name),
             name=outer.name,
             computation=run.computation,
-            begins=begins,
-            ends=ends,
-            link=self.target.group_link([self.mesh_ids[place] for place in group])
-            if self.target
-            else None,
-            hidden_by=", ".join(_described(step) for step in longest if step.cycles),
+            begins=span.begins,
+            ends=span.ends,
+            link=link,
+            hidden_by=", ".join(
+                _described(instruction) for instruction in longest if instruction.cycles
+            ),
         )
 
     def _source(
         self, run: hlo.LoopRun, outer: hlo.Instruction, inner: hlo.Instruction
     ) -> hlo.Instruction:
-        """Returns an instruction that says where a collective comes from: it, or what
-        it was made of.
-        """
+        """Finds an instruction with the source of a collective: it, or an operand."""
         if inner.op_name and not outer.op_name:
             return inner
-        steps = self.module.computations[run.computation]
-        step = outer
+        schedule = self.module.computations[run.computation]
+        instruction = outer
         for _ in range(8):
-            operand = steps.get(next(iter(step.operands), ""))
-            if step.op_name or operand is None:
+            operand = schedule.get(next(iter(instruction.operands), ""))
+            if instruction.op_name or operand is None:
                 break
-            step = operand
-        return step
+            instruction = operand
+        return instruction
 
-    def _axis(self, group: np.ndarray, step: hlo.Instruction) -> str:
-        """Returns the mesh axes along which a group's members differ."""
+    def _axis(self, group: np.ndarray, instruction: hlo.Instruction) -> str:
+        """Finds the mesh axes along which a group's members differ."""
         rows = zip(self.shape.sizes, self.coordinates[:, group], strict=True)
         axes = [axis for axis, row in rows if len(set(row)) > 1]
-        sizes = self.shape.dcn if BETWEEN_SLICES.search(step.text) else self.shape.sizes
-        whole = math.prod(sizes[axis] for axis in axes) == len(group)
-        return (
-            "" if whole or _kind(step) == "collective-permute" else "part of "
-        ) + "+".join(axes)
+        sizes = self.shape.sizes
+        if BETWEEN_SLICES.search(instruction.text):
+            sizes = self.shape.dcn
+        is_whole = math.prod(sizes[axis] for axis in axes) == len(group)
+        if is_whole or _kind(instruction) == "collective-permute":
+            return "+".join(axes)
+        return "part of " + "+".join(axes)
 
     def _what(
         self,
         kind: str,
         axis: str,
         run: hlo.LoopRun,
-        step,
-        types,
+        instruction: hlo.Instruction,
+        types: _Types,
         source: hlo.Instruction,
     ) -> str:
-        if match := _EXCHANGED.search(source.op_name):
-            return match[0].replace("_", " ")
-        sources = (
-            self.module.origin(run.computation, operand) for operand in step.operands
+        """Names the data of a collective; see `Collective.what`.
+
+        Args:
+          kind: its kind.
+          axis: the mesh axes that it spans.
+          run: the computation that schedules it.
+          instruction: the instruction in the schedule.
+          types: the types of its operands.
+          source: the instruction that has its source.
+        """
+        exchange = _EXCHANGED.search(source.op_name)
+        if exchange:
+            return exchange[0].replace("_", " ")
+        origins = (
+            self.module.origin(run.computation, operand)
+            for operand in instruction.operands
         )
-        origins = {_parameter(source.op_name) for source in sources if source}
-        if kind not in ("reduce-scatter", "all-to-all") and origins:
-            return f"gather of {', '.join(sorted(origins))}"
-        # scalars, or of integers
-        if (size := hlo.num_bytes(types)) <= 4096 or types[0][0][0] in "su":
-            # codes of 8-bit floats
-            large = "gather of weights" if types[0][0] == "u8" else "tokens"
-            return "scalars" if size <= 4096 else large
-        # What is summed over parts of the batch, at once or by permutes, is the
-        # gradient of weights.
-        summed = kind in ("reduce-scatter", "all-reduce", "collective-permute")
-        return "gradient" if summed and {*axis.split("+")} <= _TOKENS else "activations"
+        parameters = {_parameter(origin.op_name) for origin in origins if origin}
+        if kind not in ("reduce-scatter", "all-to-all") and parameters:
+            return f"gather of {', '.join(sorted(parameters))}"
+        if hlo.num_bytes(types) <= 4096:
+            return "scalars"
+        dtype = types[0][0]
+        if dtype == "u8":  # codes of 8-bit floats
+            return "gather of weights"
+        if dtype[0] in "su":
+            return "tokens"
+        # A sum over parts of the batch, at once or by permutes, is of gradients.
+        is_sum = kind in ("reduce-scatter", "all-reduce", "collective-permute")
+        if is_sum and {*axis.split("+")} <= _TOKENS:
+            return "gradient"
+        return "activations"
 
 
-# --- what is wrong --------------------------------------------------------------------
+# --- warnings -------------------------------------------------------------------------
 
-# bytes; below it a collective costs its latency, and no setting changes that
+# bytes below which a collective costs only its latency, which no setting changes
 _LARGE = 2**20
 
 
@@ -349,38 +401,35 @@ def warnings(
     chip: Chip | None = None,
     step_s: float | None = None,
 ) -> list[str]:
-    """Returns what slows the step down, a sentence each: where it comes from, and the
-    cure.
+    """Lists what slows a step down: a sentence each, with its source and its fix.
 
     Args:
-      collectives: with what compute hides of them (`timing.overlap`).
-      compute: dtype of matrix products.
-      forwards_per_backward: attention forward kernels per backward
+      collectives: the step's collectives, with the time that compute hides
+        (`timing.overlap`).
+      compute: dtype of matmuls.
+      forwards_per_backward: runs of attention's forward kernel per backward kernel
         (`timing.forwards_per_backward`).
-      log: what the compiler wrote.
-      chip: of the target.
-      step_s: time of a step.
+      log: the compiler's output.
+      chip: the target's chip.
+      step_s: the step time.
     """
-    large = [one for one in collectives if one.bytes >= _LARGE]
+    large = [collective for collective in collectives if collective.bytes >= _LARGE]
     lines = [*_exposed(large, chip, step_s), *_slow_links(large)]
-    if wide := [one for one in large if one.gathers_weights and one.dtype == "f32"]:
-        cure = f"they are used in {compute}: cast them before, as jaxdist.ops.matmul.project does"
-        cure = (
-            "precision.compute=bfloat16 halves the bytes"
-            if compute == "float32"
-            else cure
-        )
-        lines.append(f"weights are gathered in float32 ({_places(wide)}); {cure}")
-    if reduced := [
-        one for one in large if one.kind == "all-reduce" and one.gathers_weights
-    ]:
+    gathers = [collective for collective in large if collective.gathers_weights]
+    wide = [gather for gather in gathers if gather.dtype == "f32"]
+    if wide:
+        fix = f"they are used in {compute}: cast them before, as jaxdist.ops.matmul.project does"
+        if compute == "float32":
+            fix = "precision.compute=bfloat16 halves the bytes"
+        lines.append(f"weights are gathered in float32 ({_sources(wide)}); {fix}")
+    reduced = [gather for gather in gathers if gather.kind == "all-reduce"]
+    if reduced:
         lines.append(
-            f"weights are gathered by all-reduce, twice an all-gather's bytes ({_places(reduced)}); the "
-            f"compiler does so where an axis is no ring: choose a slice with wrapped links"
+            f"weights are gathered by all-reduce, twice an all-gather's bytes ({_sources(reduced)}); the "
+            f"compiler does so if an axis is not a ring: choose a slice with wrapped links"
         )
-    for name, count in Counter(
-        line.group(1) or "?" for line in REMATERIALISED.finditer(log)
-    ).items():
+    copies = Counter(match[1] or "?" for match in REMATERIALISED.finditer(log))
+    for name, count in copies.items():
         lines.append(
             f"the partitioner copies an array whole to change its sharding, {count} x at {name} "
             f"(involuntary full rematerialization); name its dims with sharding.shard, as its neighbours are"
@@ -393,59 +442,73 @@ def warnings(
     return lines
 
 
-_WORTH_SAYING = 0.005  # of the step: what is exposed for less time is not worth a line
+# share of the step below which exposed time gets no line
+_LEAST_EXPOSED = 0.005
 
 
 def _exposed(
     collectives: Sequence[Collective], chip: Chip | None, step_s: float | None
 ) -> Iterator[str]:
-    """Yields a line for each kind of collective that compute does not cover: how long,
-    why, the cure.
-    """
+    """Yields a line for each group of collectives that compute does not cover."""
     groups: defaultdict[tuple[str, str, str, bool], list[Collective]] = defaultdict(
         list
     )
-    for one in collectives:
-        if one.link is None or one.link.name != "memory":
-            groups[one.kind, one.axis, one.what.split()[0], one.asynchronous].append(
-                one
-            )
-    for (kind, axis, _, asynchronous), group in groups.items():
-        seconds = sum(one.exposed_s for one in group)
-        stops = not asynchronous and any(one.in_loop for one in group)
-        if not stops and not (step_s and seconds > _WORTH_SAYING * step_s):
-            continue
-        count = sum(one.count for one in group)
-        place = " in a loop" * any(one.in_loop for one in group)
-        share = f" ({percent_text(seconds / step_s)})" if step_s else ""
-        spent = f"{time_text(seconds)} a step{share}" if seconds else ""
-        if asynchronous:
-            whole = time_text(sum(one.step_s for one in group))
-            said = f"beside compute that is too short: {spent} of {whole} exposed"
-        else:
-            are = "are" if count > 1 else "is"
-            said = (
-                f"{are} synchronous, nothing runs beside{f': {spent}' if spent else ''}"
-            )
-        why = _why(group, chip)
-        cures = _cures(group, chip)
-        yield (
-            f"{count} {kind}{'s' * (count > 1)} over {axis}{place} {said} ({_places(group)})"
-            f"{f'; {why}' if why else ''}; {', '.join(cures)}"
-        )
+    for collective in collectives:
+        if collective.link is None or collective.link.name != "memory":
+            data = collective.what.split()[0]
+            key = collective.kind, collective.axis, data, collective.asynchronous
+            groups[key].append(collective)
+    for group in groups.values():
+        seconds = sum(collective.exposed_s for collective in group)
+        is_long = step_s is not None and seconds > _LEAST_EXPOSED * step_s
+        stops = any(collective.in_loop for collective in group)
+        if is_long or (stops and not group[0].asynchronous):
+            yield _exposed_line(group, chip, step_s)
 
 
-def _why(group: Sequence[Collective], chip: Chip | None) -> str:
-    """Returns why a compiler leaves such collectives in the open, where that
-    is known.
-    """
+def _exposed_line(
+    group: Sequence[Collective], chip: Chip | None, step_s: float | None
+) -> str:
+    """Formats the exposed time of alike collectives, its reason and its fixes."""
     first = group[0]
-    summed = first.kind == "all-reduce" and first.what.startswith("gradient")
-    whole = summed and "fsdp" in first.axis.split("+")
+    seconds = sum(collective.exposed_s for collective in group)
+    exposed = ""
+    if seconds:
+        exposed = f"{time_text(seconds)} a step"
+        if step_s:
+            exposed += f" ({percent_text(seconds / step_s)})"
+    count = sum(collective.count for collective in group)
+    subject = f"{count} {first.kind}"
+    if count > 1:
+        subject += "s"
+    subject += f" over {first.axis}"
+    if any(collective.in_loop for collective in group):
+        subject += " in a loop"
+    if first.asynchronous:
+        total = time_text(sum(collective.step_s for collective in group))
+        verb = "overlap" if count > 1 else "overlaps"
+        state = f"{verb} with compute that is too short: {exposed} of {total} exposed"
+    else:
+        verb = "are" if count > 1 else "is"
+        state = f"{verb} synchronous, so nothing overlaps"
+        if exposed:
+            state += f": {exposed}"
+    parts = [f"{subject} {state} ({_sources(group)})"]
+    reason = _reason(group, chip)
+    if reason:
+        parts.append(reason)
+    parts.append(", ".join(_fixes(group, chip)))
+    return "; ".join(parts)
+
+
+def _reason(group: Sequence[Collective], chip: Chip | None) -> str:
+    """Explains why a TPU's compiler exposes such collectives; "" if unknown."""
     if chip is None or not chip.torus_dims:
         return ""
+    first = group[0]
+    sums_gradients = first.kind == "all-reduce" and first.what.startswith("gradient")
     reasons = []
-    if whole:
+    if sums_gradients and "fsdp" in first.axis.split("+"):
         reasons.append(
             "libtpu sums whole gradients here, twice a reduce-scatter's bytes"
         )
@@ -453,166 +516,181 @@ def _why(group: Sequence[Collective], chip: Chip | None) -> str:
         if chip.sparse_core_collectives:
             reasons.append("the SparseCore did not take them")
         else:
-            moved = TABLE[chip.family].beside_compute
-            reasons.append(f"a {chip.name} moves {moved} beside compute")
+            moved = TABLE[chip.family].overlapping
+            reasons.append(f"on a {chip.name}, {moved} overlap with compute")
     return ", and ".join(reasons)
 
 
-def _cures(group: Sequence[Collective], chip: Chip | None) -> Iterator[str]:
+def _fixes(group: Sequence[Collective], chip: Chip | None) -> Iterator[str]:
+    """Yields changes of the config that shorten such collectives."""
     first = group[0]
-    what = first.what.split()[0]
+    data = first.what.split()[0]
     axis = first.axis.removeprefix("part of ")
-    if (
-        what == "gradient"
-        and first.dtype == "f32"
-        and chip is not None
-        and chip.torus_dims
-    ):
+    is_tpu = chip is not None and chip.torus_dims
+    if data == "gradient" and first.dtype == "f32" and is_tpu:
         yield "precision.reduce=bfloat16 halves their bytes"
-    yield {
-        "gather": "more tokens per device or a smaller mesh.fsdp makes them a smaller part",
-        "gradient": "more tokens per device or fewer batch.accumulation makes them a smaller part",
-    }.get(what, f"a smaller mesh.{axis.split('+')[-1]} sends less")
-    if (what, axis) == ("activations", "tensor"):
+    if data == "gather":
+        yield "more tokens per device or a smaller mesh.fsdp makes them a smaller part"
+    elif data == "gradient":
+        yield "more tokens per device or fewer batch.accumulation makes them a smaller part"
+    else:
+        yield f"a smaller mesh.{axis.split('+')[-1]} sends less"
+    if (data, axis) == ("activations", "tensor"):
         yield "mesh.sequence_parallel=true splits the work around them"
 
 
 def _slow_links(collectives: Sequence[Collective]) -> Iterator[str]:
+    """Yields a line for each axis that communicates in every layer over slow links."""
     groups: defaultdict[tuple[str, str], list[Collective]] = defaultdict(list)
-    for one in collectives:
+    for collective in collectives:
         if (
-            one.link is not None
-            and one.link.name in _SLOW
-            and set(one.axis.split("+")) & set(CHATTY_AXES)
+            collective.link is not None
+            and collective.link.name in _SLOW
+            and set(collective.axis.split("+")) & set(CHATTY_AXES)
         ):
-            groups[one.axis, one.link.name].append(one)
+            groups[collective.axis, collective.link.name].append(collective)
     *others, last = CROSSING_AXES
     for (axis, link), group in groups.items():
-        seconds = time_text(sum(one.step_s for one in group))
+        seconds = time_text(sum(collective.step_s for collective in group))
         yield (
-            f"mesh axis {axis} talks in every layer, over {link}: {seconds} a step ({_places(group)}); keep "
-            f"it inside what fast links join, and let mesh.{', '.join(others)} or {last} cross the slow ones"
+            f"mesh axis {axis} communicates in every layer, over {link}: {seconds} a step ({_sources(group)}); keep "
+            f"it within fast links, and let mesh.{', '.join(others)} or {last} cross the slow ones"
         )
 
 
-def _places(group: Sequence[Collective]) -> str:
-    """Returns what is moved and by which modules, the most expensive first, at most
-    three.
-    """
-    ordered = sorted(group, key=lambda one: -one.count * one.wire_bytes)
-    names = dict.fromkeys(
-        f"{one.what}{f' in {one.module}' if one.module else ''}" for one in ordered
-    )
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(list(names)[:3]) + more
+def _sources(group: Sequence[Collective]) -> str:
+    """Lists data and modules of at most three collectives, the most expensive first."""
+    ordered = sorted(group, key=lambda c: -c.count * c.wire_bytes)
+    names: dict[str, None] = {}
+    for collective in ordered:
+        name = collective.what
+        if collective.module:
+            name += f" in {collective.module}"
+        names[name] = None
+    text = ", ".join(list(names)[:3])
+    if len(names) > 3:
+        text += f" and {len(names) - 3} more"
+    return text
 
 
-# --- how HLO writes things ------------------------------------------------------------
+# --- forms of HLO ---------------------------------------------------------------------
+
+_KIND_OF = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
 
 
-def _kind(step: hlo.Instruction) -> str:
-    """Returns the kind, of KINDS, of a collective instruction; "" for others."""
-    if match := _OPCODE.search(step.text):
-        name = match.group(1)
-        return {
-            "ragged-all-to-all": "all-to-all",
-            "collective-broadcast": "all-gather",
-        }.get(name, name)
-    if (match := BETWEEN_SLICES.search(step.text)) and step.opcode == "send":
-        name = match.group(1).lower().replace("_", "-")
+def _kind(instruction: hlo.Instruction) -> str:
+    """Finds the kind (of KINDS) of a collective; "" for other instructions."""
+    match = _OPCODE.search(instruction.text)
+    if match:
+        return _KIND_OF.get(match[1], match[1])
+    match = BETWEEN_SLICES.search(instruction.text)
+    if match and instruction.opcode == "send":
+        name = match[1].lower().replace("_", "-")
         return name if name in KINDS else "collective-permute"
     return ""
 
 
-def _key(step: hlo.Instruction, collective: hlo.Instruction) -> object:
-    """Returns what the parts of one asynchronous collective have in common.
+def _key(instruction: hlo.Instruction, collective: hlo.Instruction) -> object:
+    """Makes a key that all instructions of one asynchronous collective share.
 
-    Fusions repeat it, and its channel tells; plain collectives may share theirs.
+    Fusions of one collective repeat its channel. Plain collectives may share theirs
+    with others, so their key is the name.
     """
-    if match := RENDEZVOUS.search(step.text):
-        return match.group(1)
-    if step.opcode == "fusion" and not _keeps_shard(step):
+    rendezvous = RENDEZVOUS.search(instruction.text)
+    if rendezvous:
+        return rendezvous[1]
+    if instruction.opcode == "fusion" and not _keeps_shard(instruction):
         return _kind(collective), collective.value("channel_id")
-    return step.name
+    return instruction.name
 
 
 def _keeps_shard(fusion: hlo.Instruction) -> bool:
-    """Returns whether it sums over devices and keeps its own shard: TPU's spelling of
-    reduce-scatter.
+    """Checks whether a fusion is a reduce-scatter in the form of TPUs.
+
+    Such a fusion sums over devices and keeps its own shard.
     """
     return bool(REDUCE_SCATTER.search(fusion.text))
 
 
-# --- what a person calls it -----------------------------------------------------------
+# --- names for people -----------------------------------------------------------------
 
 
 def _parameter(op_name: str) -> str:
-    """Returns "blocks/mlp/up" for state.trainable['blocks']['mlp']['up']."""
+    """Formats state.trainable['blocks']['mlp']['up'] as "blocks/mlp/up"."""
     parts = re.findall(r"\[\\?'?([^\]\\']*)", op_name)
     root = op_name.split("[")[0].removeprefix("state.")
     return "/".join(parts if root == "trainable" else [root, *parts])
 
 
-def _with_weights(one: Collective, collectives: Sequence[Collective]) -> Collective:
-    """Returns a gradient's collective with the names of the weights of its size that
-    its line gathers.
+def _with_weights(
+    gradient: Collective, collectives: Sequence[Collective]
+) -> Collective:
+    """Names the weights of a gradient's collective.
+
+    These are the weights of its size that the same line of Python gathers.
     """
-    if one.what != "gradient":
-        return one
-    gathers = [g for g in collectives if g.module == one.module and g.gathers_weights]
+    if gradient.what != "gradient":
+        return gradient
+    gathers = [
+        g for g in collectives if g.module == gradient.module and g.gathers_weights
+    ]
     sizes = {
         g.what.removeprefix("gather of "): g.bytes / _itemsize(g.dtype) for g in gathers
     }
     counts = Counter(sizes.values())
     names = list[str]()
     for name, size in sizes.items():
-        ratio = one.bytes / _itemsize(one.dtype) / size
-        # Some are padded; some travel together.
+        ratio = gradient.bytes / _itemsize(gradient.dtype) / size
+        # Some gradients are padded; some are sent together.
         if 1 <= round(ratio) <= counts[size] and abs(ratio / round(ratio) - 1) < 0.2:
             names.append(name)
-    return replace(
-        one, what=f"gradient of {' or '.join(names)}" if names else "gradient"
-    )
+    if not names:
+        return gradient
+    return replace(gradient, what=f"gradient of {' or '.join(names)}")
 
 
 def _itemsize(dtype: str) -> float:
+    """Returns the bytes of an element, which is a fraction for 4-bit dtypes."""
     return hlo.num_bytes([(dtype, (8,))]) / 8
 
 
 def _python(frames: Sequence[hlo.Frame]) -> str:
-    """Returns the innermost method of a model on the stack, and the innermost line of a
-    model in it.
+    """Formats the innermost method of a model on a stack, and its innermost line.
 
-    Else (a loop, a pipeline) the innermost method of ours, else the innermost function.
+    Without a model on the stack (in a loop or a pipeline), it is the innermost method,
+    or else the innermost function.
     """
-    ours = "/jaxdist/", "/site-packages/"
     methods = [f for f in frames if "." in f.function and "<locals>" not in f.function]
-    lines = [
-        f
-        for f in frames
-        if "/models/" in f.file or not any(part in f.file for part in ours)
-    ]
-    method = next(iter([*(f for f in methods if f in lines), *methods, *frames]), None)
+    in_models = [frame for frame in frames if _is_model(frame.file)]
+    model_methods = [method for method in methods if method in in_models]
+    method = next(iter([*model_methods, *methods, *frames]), None)
     if method is None:
         return ""
-    # a function that models share stands in its own file
-    line = lines[0] if method in lines else method
+    # The innermost line may be in a function that the model's methods share.
+    line = in_models[0] if method in in_models else method
     return f"{method.function} ({PurePath(line.file).name}:{line.line})"
 
 
+def _is_model(file: str) -> bool:
+    """Checks whether a file is one of jaxdist's models or a user's."""
+    if "/models/" in file:
+        return True
+    return "/jaxdist/" not in file and "/site-packages/" not in file
+
+
 def _phase(op_name: str) -> str:
+    """Finds the phase of a step that an op belongs to; see `Collective.phase`."""
     if "rematted_computation" in op_name:
         return "recomputation"
     if not op_name:
         return "?"
-    return (
-        "backward"
-        if "transpose(" in op_name
-        else "forward"
-        if "jvp(" in op_name
-        else "update"
-    )
+    if "transpose(" in op_name:
+        return "backward"
+    if "jvp(" in op_name:
+        return "forward"
+    return "update"
 
 
-def _described(step: hlo.Instruction) -> str:
-    return f"{step.name} ({step.op_name.rpartition('/')[2] or step.opcode})"
+def _described(instruction: hlo.Instruction) -> str:
+    """Formats an instruction as its name and the last part of its source."""
+    return f"{instruction.name} ({instruction.op_name.rpartition('/')[2] or instruction.opcode})"

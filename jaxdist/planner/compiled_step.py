@@ -1,6 +1,4 @@
-"""What a compiled step shows of a plan: whether it fits, what it sends, how long it
-takes.
-"""
+"""The part of a plan that a compiled step shows: fit, collectives and time."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +19,7 @@ _PACKAGES = {
 
 
 def with_compiled(plan: Plan, compiled: Compiled) -> Plan:
-    """Adds to a plan what the compiled step shows: fit, collectives, time."""
+    """Adds the fit, the collectives and the time of a compiled step to a plan."""
     run = plan.run
     notes = [
         *compiled.notes,
@@ -34,7 +32,7 @@ def with_compiled(plan: Plan, compiled: Compiled) -> Plan:
     plan = _with_fit(plan, compiled)
     if not compiled.hlo:
         notes.append(
-            "these versions cannot print the program: no communication, no time"
+            "these versions of the compiler cannot print the program, so communication and time are unknown"
         )
         return replace(plan, warnings=notes)
     target = plan.target
@@ -74,15 +72,16 @@ def with_compiled(plan: Plan, compiled: Compiled) -> Plan:
 
 
 def tokens_per_step(composition: compose.Composition) -> int:
-    """Counts the targets of a step."""
+    """Counts the targets of a step: tokens, or samples for other data."""
     run = composition.config
     return run.batch.global_size * compose.targets_per_sample(run)
 
 
 def _with_fit(plan: Plan, compiled: Compiled) -> Plan:
+    """Adds the peak and whether it fits."""
     peak = compiled.peak_bytes
     capacity = plan.capacity_bytes
-    # A TPU's compiler has said so itself.
+    # A TPU's compiler refuses steps that do not fit.
     fits = plan.target.platform == "tpu" or capacity is None or peak <= capacity
     usable = gib_text(capacity) if capacity else "unknown"
     reason = f"peak {gib_text(peak)} of {usable} that a step may use"
@@ -92,18 +91,21 @@ def _with_fit(plan: Plan, compiled: Compiled) -> Plan:
 
 
 def _donation_lines(plan: Plan, compiled: Compiled) -> list[str]:
-    batch = plan.components.get("batch", 0)  # which is not given back
+    """Warns if a part of the state is not updated in place."""
+    batch = plan.components.get("batch", 0)  # the batch is not donated
     if compiled.alias_bytes >= 0.99 * (compiled.argument_bytes - batch):
         return []
-    return ["the state is not wholly donated: old and new are held at once"]
+    return ["a part of the state is not donated: old and new values exist at once"]
 
 
 def other_compiler(sure: str, platform: str, versions: Mapping[str, str]) -> str:
-    """Returns "; this plan is ..." where another compiler made the plan than the
-    figures in `sure`.
+    """Remarks that another compiler made the plan than the comparisons in `sure`.
+
+    Returns:
+      "; this plan is compiled by ...", or "".
     """
     names = _PACKAGES.get(platform, ())
     used = next((f"{name} {versions[name]}" for name in names if name in versions), "")
     if used in sure:
         return ""
-    return f"; this plan is compiled by {used}, of which nothing was compared"
+    return f"; this plan is compiled by {used}, which was not compared"

@@ -1,8 +1,8 @@
-"""Compiles a run's step for a target that need not be here: in a child process, kept by
-content.
+"""Compilation of a run's step for hardware that is not here.
 
-The child (`worker`) may be killed by its caps or die in the compiler; its output goes
-to a log that is shown only when it fails.
+A child process (`worker`) compiles, because the compiler may crash or need too much
+time or memory. Its output goes to a log that is shown only if it fails. Results are
+cached by the content of the program.
 """
 
 import contextlib
@@ -31,6 +31,8 @@ from jaxdist.telemetry.units import GIB
 from jaxdist.trainer import workdir
 from jaxdist.trainer.run_config import RunConfig
 
+Say = Callable[[str], None]  # reports a stage of the work, or a line
+
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 PACKAGES = (
     "jax",
@@ -43,56 +45,59 @@ PACKAGES = (
     "jax-cuda12-plugin",
     "numpy",
 )
-_VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS"}
+_VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS"}  # where flags are set
+_FLAG_VALUES = {"true": True, "": True, "false": False}
 _NOT_INHERITED = ("--xla_gpu", "--xla_force_host_platform_device_count")
-_LOG_LINES = 300
-_TAIL_LINES = 15
+_LOG_LINES = 300  # of the compiler's log, kept with a result
+_TAIL_LINES = 15  # of the log, shown after a failure
 
 
 class DoesNotFit(Exception):
-    """The compiler refused the step; args: bytes that it needs of a device, and bytes
-    that there are.
+    """The compiler's refusal of a step that needs too much memory.
+
+    Its args are the bytes needed on each device and the bytes available.
     """
 
 
 class CannotTell(Exception):
-    """The compiler did not answer: it crashed, or took more than its caps. Ends with
-    the end of its log.
+    """A compiler without an answer: it crashed or exceeded a limit.
+
+    The message ends with the last lines of the compiler's log.
     """
 
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """How to compile, and what the child may take."""
+    """Flags of a compilation, and limits of the child process."""
 
-    # compiler options over those that train sets
+    # compiler options that override those that `train` sets
     flags: tuple[tuple[str, Any], ...] = ()
-    timeout_s: float = 1800
-    memory_bytes: int = 3 * GIB  # resident memory of the child
+    timeout_s: float = 1800  # most wall time of the child
+    memory_bytes: int = 3 * GIB  # most resident memory of the child
     cache: Path | None = None  # folder of results; None: ~/.cache/jaxdist/plans
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a step, per device."""
+    """A compiled step: its memory per device, and its program."""
 
     argument_bytes: int
     output_bytes: int
-    alias_bytes: int  # arguments given back as results: the donated state
+    alias_bytes: int  # outputs that reuse the memory of arguments: the donated state
     temp_bytes: int
     peak_bytes: int
     host_argument_bytes: int
     host_temp_bytes: int
-    hlo: str  # the scheduled program; "" where this pair of versions cannot print it
-    # [g] = device id of member g of the program's replica groups
+    hlo: str  # the scheduled program; "" if these versions cannot print it
+    # device id of each member number in the program's replica groups
     mesh_ids: tuple[int, ...]
-    seconds: float = 0.0  # of wall time to compile
-    cpu_seconds: float = 0.0
-    child_peak_bytes: int = 0  # resident memory of the child that was just run
-    cached: bool = False
-    # a line each: dropped flags, versions that do not belong together
+    seconds: float = 0.0  # wall time of the compilation
+    cpu_seconds: float = 0.0  # CPU time of the compilation
+    child_peak_bytes: int = 0  # peak resident memory of this call's child process
+    cached: bool = False  # whether the result came from the cache
+    # one line for each dropped flag and each mismatch of versions
     notes: tuple[str, ...] = ()
-    log: str = ""  # what the compiler wrote
+    log: str = ""  # the end of the compiler's output
 
 
 def compile_run(
@@ -100,28 +105,30 @@ def compile_run(
     target: Target,
     options: CompileOptions | None = None,
     *,
-    say: Callable[[str], None] = lambda stage: None,
+    say: Say = lambda stage: None,
 ) -> Compiled:
-    """Returns what the target's compiler makes of the very step that `train` would run
-    there.
+    """Compiles the step that `train` would run on a target, with the target's compiler.
 
-    `say` gets each stage of the work as it begins.
+    Args:
+      run: the config.
+      target: the hardware.
+      options: compiler flags and limits; default `CompileOptions()`.
+      say: called with each stage of the work as it begins.
 
     Raises:
-      DoesNotFit: the compiler refuses it for its size.
-      CannotTell: no answer from the compiler.
+      DoesNotFit: the compiler refuses the step because of its size.
+      CannotTell: the compiler crashed or exceeded a limit.
       ConfigError: the run cannot be laid out on the target.
       MissingExtra: the target's compiler is not installed.
     """
     options = options or CompileOptions()
     notes = list(check_versions(target.platform))
+    flags, flag_notes = compiler_flags(target, options, os.environ)
+    notes += flag_notes
     with tempfile.TemporaryDirectory(prefix="jaxdist-plan-") as name:
         folder = Path(name)
-        workdir.write_json(
-            folder / workdir.CONFIG, schema.to_config_dict(run).to_dict()
-        )
-        flags, run_only = compiler_flags(target, options, os.environ)
-        notes += run_only
+        config = schema.to_config_dict(run).to_dict()
+        workdir.write_json(folder / workdir.CONFIG, config)
         request = {
             "target": target.text,
             "cache": str(_cache(options) or folder),
@@ -129,30 +136,47 @@ def compile_run(
         }
         workdir.write_text(folder / "request.json", json.dumps(request))
         result = _watch(folder, _environment(target, os.environ), options, say)
-        if "faults" in result:
-            raise ConfigError(result["faults"])
-        if "error" in result:
-            tail = read_log(folder).splitlines()[-_TAIL_LINES:]
-            ending = "\n".join(["; the end of its log:", *tail]) if tail else ""
-            raise CannotTell(result["error"] + ending)
+        _raise_error(result, folder)
         entry = read_entry(Path(result.pop("entry")))
     if entry is None:
         raise CannotTell(
-            "the compiler's result was taken out of the cache before it was read; plan again"
+            "the compiler's result was deleted from the cache before it was read; plan again"
         )
-    if refusal := entry.pop("does_not_fit", None):
+    refusal = entry.pop("does_not_fit", None)
+    if refusal:
         raise DoesNotFit(*refusal)
-    notes += result.pop("notes") + [
-        f"{flag}: refused by this compiler and left out; take it out of your flags as well"
+    notes += result.pop("notes")
+    notes += [
+        f"{flag}: this compiler refuses the flag, so the plan is without it; remove it from your flags as well"
         for flag in entry.pop("refused")
     ]
-    return Compiled(
-        **entry | result | {"mesh_ids": tuple(entry["mesh_ids"]), "notes": tuple(notes)}
-    )
+    entry["mesh_ids"] = tuple(entry["mesh_ids"])
+    return Compiled(**entry, **result, notes=tuple(notes))
+
+
+def _raise_error(result: Mapping[str, Any], folder: Path) -> None:
+    """Raises the error of a child's result, if any.
+
+    Args:
+      result: the child's result.
+      folder: holds the child's log.
+
+    Raises:
+      CannotTell: the compiler crashed or exceeded a limit.
+      ConfigError: the run cannot be laid out on the target.
+    """
+    if "faults" in result:
+        raise ConfigError(result["faults"])
+    if "error" in result:
+        message = result["error"]
+        tail = read_log(folder).splitlines()[-_TAIL_LINES:]
+        if tail:
+            message += "\n".join(["; the end of its log:", *tail])
+        raise CannotTell(message)
 
 
 def _cache(options: CompileOptions) -> Path | None:
-    """Returns the folder of kept results, None where it cannot be written."""
+    """Makes the folder of cached results, or returns None if it cannot be written."""
     try:
         folder = options.cache or Path.home() / ".cache" / "jaxdist" / "plans"
         folder.mkdir(parents=True, exist_ok=True)
@@ -162,74 +186,76 @@ def _cache(options: CompileOptions) -> Path | None:
 
 
 def read_entry(path: Path) -> dict[str, Any] | None:
-    """Returns a kept result; None where it is absent or damaged."""
+    """Reads a cached result; None if it is absent or damaged."""
     try:
-        return untrusted.parse_json(gzip.decompress(untrusted.read_bytes(path)), dict)
+        content = gzip.decompress(untrusted.read_bytes(path))
+        entry: dict[str, Any] = untrusted.parse_json(content, dict)
     except (OSError, EOFError, ValueError, zlib.error):
         return None
+    return entry
+
+
+_SIZES = ("argument", "output", "alias", "temp", "host_argument", "host_temp")
 
 
 def compiler_sizes(analysis: Any) -> dict[str, int]:
-    """Reads the bytes by name of a compiled step's `memory_analysis`."""
+    """Reads the sizes in bytes, by name, from a step's `memory_analysis()`."""
     return {
-        f"{name}_bytes": getattr(analysis, f"{name}_size_in_bytes")
-        for name in (
-            "argument",
-            "output",
-            "alias",
-            "temp",
-            "host_argument",
-            "host_temp",
-        )
+        f"{name}_bytes": getattr(analysis, f"{name}_size_in_bytes") for name in _SIZES
     }
 
 
 def most_bytes(sizes: Mapping[str, int]) -> int:
-    """Bounds the peak of a step: as if all temporaries lived at once."""
+    """Bounds the peak of a step from above: all temporaries are alive at once."""
     kept = sizes["argument_bytes"] + sizes["output_bytes"] - sizes["alias_bytes"]
     return kept + sizes["temp_bytes"]
 
 
-# --- what is compiled with ------------------------------------------------------------
+# --- flags and versions ---------------------------------------------------------------
 
 
 def compiler_flags(
     target: Target, options: CompileOptions, environ: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns the compiler options and notes: what train sets, the user's own over it,
-    the options' last.
+    """Collects the compiler options of a plan.
 
-    A flag that only a process can start with is none of them; one of the user's gets a
-    note.
+    The flags that `train` sets come first, the environment's override them, and
+    `options.flags` override both. Some flags are read only when a process starts, so
+    they cannot be options of a compilation: they are skipped.
+
+    Returns:
+      The options by name, and notes: a line for each flag that needs the user's
+      attention.
     """
     platform = target.platform
     family = target.chip.family if target.chip else ""
-    run_only = {
-        f.name.lstrip("-")
-        for f in platform_flags.flags_for(platform, family)
-        if not f.compile_option
+    process_flags = {
+        flag.name.lstrip("-")
+        for flag in platform_flags.flags_for(platform, family)
+        if not flag.compile_option
     }
     notes = platform_flags.left_to_the_user(platform, environ, family=family)
     flags: dict[str, Any] = {}
-    if variable := _VARIABLES.get(platform):
+    variable = _VARIABLES.get(platform)
+    if variable:
         changed = platform_flags.flag_environment(platform, environ, family=family)
         users = environ.get(variable, "")
         for word in (dict(environ) | changed).get(variable, "").split():
             name, _, value = word.lstrip("-").partition("=")
-            if name in run_only:
+            if name in process_flags:
                 if word in users:
                     notes.append(
-                        f"{name}: no option of one compilation; planned without it"
+                        f"{name} works only for a whole process; planned without it"
                     )
             elif platform == "tpu" or name.startswith("xla_gpu"):
-                flags[name] = {"true": True, "": True, "false": False}.get(value, value)
+                flags[name] = _FLAG_VALUES.get(value, value)
     if platform == "tpu":
         flags[WINDOWED_EINSUM] = "1000000"
     return flags | dict(options.flags), notes
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages that make a program."""
+    """Reads the versions of the installed packages that influence a program."""
     installed = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -238,10 +264,10 @@ def versions() -> dict[str, str]:
 
 
 def check_versions(platform: str) -> Iterator[str]:
-    """Yields a warning for each compiler that is not the one that this jax belongs to.
+    """Yields a warning for each installed compiler that does not match this jax.
 
     Raises:
-      MissingExtra: there is no compiler for the platform.
+      MissingExtra: no compiler for the platform is installed.
     """
     modules: dict[str, tuple[str, ...]] = {"tpu": ("libtpu",), "gpu": CUDA_PLUGINS}
     compilers = modules.get(platform, ())
@@ -254,11 +280,10 @@ def check_versions(platform: str) -> Iterator[str]:
 
 
 def version_faults(versions: Mapping[str, str | None]) -> list[str]:
-    """Returns which of the installed packages do not belong together, each with its
-    cure.
+    """Lists mismatches between versions of jax packages, each with its fix.
 
-    jax runs with a jaxlib of its own number (it allows some older ones), a CUDA plugin
-    must have jaxlib's number, and jax's metadata says which libtpu it was tested with.
+    jaxlib should have jax's version (jax allows some older ones). A CUDA plugin must
+    have jaxlib's version. jax's metadata names the libtpu that it was tested with.
     """
     jax_version = versions.get("jax")
     jaxlib = versions.get("jaxlib")
@@ -268,44 +293,50 @@ def version_faults(versions: Mapping[str, str | None]) -> list[str]:
             f"jaxlib {jaxlib} with jax {jax_version}: pip install jaxlib=={jax_version}"
         )
     for plugin in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
-        if (version := versions.get(plugin)) and _numbers(version) != _numbers(jaxlib):
+        version = versions.get(plugin)
+        if version and _numbers(version) != _numbers(jaxlib):
             faults.append(
                 f"{plugin} {version} with jaxlib {jaxlib}: pip install {plugin}=={jaxlib}"
             )
-    wanted = required_libtpu(importlib.metadata.requires("jax") or [])
+    tested = required_libtpu(importlib.metadata.requires("jax") or [])
     libtpu = versions.get("libtpu")
-    if libtpu and wanted and not (libtpu + ".").startswith(wanted + "."):
+    if libtpu and tested and not (libtpu + ".").startswith(tested + "."):
         faults.append(
-            f"libtpu {libtpu} with jax {jax_version}, which was tested with {wanted}: "
+            f"libtpu {libtpu} with jax {jax_version}, which was tested with {tested}: "
             f'pip install "jax[tpu]=={jax_version}"'
         )
     return faults
 
 
 def _numbers(version: str | None) -> list[str]:
-    """Returns the first three numbers of a version."""
+    """Splits a version into its first three numbers."""
     return re.findall(r"\d+", version or "")[:3]
 
 
 def required_libtpu(requirements: list[str]) -> str | None:
-    """Returns the libtpu version (or its beginning) that jax's extra `tpu` asks for."""
+    """Finds the libtpu version, or its first numbers, that jax's extra `tpu` requires.
+
+    Args:
+      requirements: the lines of jax's package metadata.
+    """
     pattern = r"libtpu\s*\(?==\s*([\d.]+?)(\.\*)?\)?\s*(;|$)"
-    return next(
-        (match[1] for line in requirements if (match := re.match(pattern, line))), None
-    )
+    for line in requirements:
+        match = re.match(pattern, line)
+        if match:
+            return match[1]
+    return None
 
 
 def _environment(target: Target, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the child's environment: a compiler without devices, and its flags given
-    by name only.
+    """Makes the child's environment, in which it has a compiler but no accelerator.
 
-    An unknown word in LIBTPU_INIT_ARGS aborts the process; a flag given by name may be
-    refused.
+    The child gets compiler flags as options instead of through variables: an unknown
+    flag in LIBTPU_INIT_ARGS aborts the process, an unknown option raises an error.
     """
     words = [
-        w
-        for w in environ.get("XLA_FLAGS", "").split()
-        if not w.startswith(_NOT_INHERITED)
+        word
+        for word in environ.get("XLA_FLAGS", "").split()
+        if not word.startswith(_NOT_INHERITED)
     ]
     if target.platform == "cpu":
         words.append(f"--xla_force_host_platform_device_count={target.num_devices}")
@@ -313,12 +344,13 @@ def _environment(target: Target, environ: Mapping[str, str]) -> dict[str, str]:
         name: value for name, value in environ.items() if name != "LIBTPU_INIT_ARGS"
     }
     return kept | {
-        "JAX_PLATFORMS": "cpu",  # with `cuda,cpu` the CUDA plugin wants a GPU
+        "JAX_PLATFORMS": "cpu",  # with `cuda,cpu` the CUDA plugin requires a GPU
         "XLA_FLAGS": " ".join(words),
-        "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a metadata server for minutes
-        # else two plans collide on libtpu's lock file
+        # otherwise libtpu queries a metadata server for minutes
+        "TPU_SKIP_MDS_QUERY": "1",
+        # otherwise two plans collide on libtpu's lock file
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        # it cannot read ahead-of-time programs back
+        # jax's cache cannot read programs back that were compiled ahead of time
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
@@ -331,9 +363,19 @@ def _watch(
     folder: Path,
     environ: dict[str, str],
     options: CompileOptions,
-    say: Callable[[str], None],
+    say: Say,
 ) -> dict[str, Any]:
-    """Returns the child's result, or {"error": why there is none}."""
+    """Runs the child within its limits.
+
+    Args:
+      folder: holds the child's request; gets its log, stage and result.
+      environ: the child's environment.
+      options: the limits.
+      say: called with each new stage.
+
+    Returns:
+      The child's result, or {"error": the reason why there is none}.
+    """
     began = time.monotonic()
     peak = 0
     stage = ""
@@ -351,21 +393,25 @@ def _watch(
                 fault = f"the compiler took more than {options.memory_bytes / GIB:.3g} GiB of this machine"
             elif time.monotonic() - began > options.timeout_s:
                 fault = f"the compiler took more than {options.timeout_s:g} s"
-            if (now := _read(folder / "stage")) and now != stage:
-                say(stage := now)
+            latest = _read(folder / "stage")
+            if latest and latest != stage:
+                stage = latest
+                say(stage)
     finally:
         child.kill()
         code = child.wait()
-    if not fault and (text := _read(folder / "result.json")):
-        return json.loads(text) | {"child_peak_bytes": peak}
+    if fault:
+        return {"error": fault}
+    text = _read(folder / "result.json")
+    if text:
+        result: dict[str, Any] = json.loads(text)
+        return result | {"child_peak_bytes": peak}
     end = f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
-    return {
-        "error": fault or f"the compiler's process {end} while {stage or 'starting'}"
-    }
+    return {"error": f"the compiler's process {end} while {stage or 'starting'}"}
 
 
 def _resident_bytes(process: int) -> int:
-    """Returns a process's resident memory now; 0 where the system does not say."""
+    """Reads a process's resident memory from /proc; 0 if the system has no such file."""
     pages = _read(Path(f"/proc/{process}/statm")).split()
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
 
@@ -378,7 +424,7 @@ def _read(path: Path) -> str:
 
 
 def read_log(folder: Path) -> str:
-    """Returns the end of the child's log without what libtpu says on every machine."""
+    """Reads the end of the child's log, without lines that libtpu prints everywhere."""
     lines = [
         line
         for line in _read(folder / "log").splitlines()

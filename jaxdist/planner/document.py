@@ -1,4 +1,4 @@
-"""A plan as data: what is known of a run on a target, and its JSON."""
+"""A plan as data, and its JSON."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,22 +29,22 @@ _COMPILE = ("seconds", "cpu_seconds", "cached", "child_peak_bytes")
 
 @dataclass(frozen=True)
 class Edit:
-    """A change of the config, or of the hardware."""
+    """A change of the config or of the hardware that saves memory."""
 
-    # "a.b=value c.d=value", each to follow `--config.`; "" for other hardware
+    # overrides "a.b=value c.d=value", without `--config.`; "" for other hardware
     override: str
-    saves_bytes: int  # per device, by arithmetic
-    cost_note: str
-    # whether it fits then, by arithmetic; None: capacity not given
+    saves_bytes: int  # bytes saved per device, by arithmetic
+    cost_note: str  # the cost of the edit
+    # whether the run then fits, by arithmetic; None if the capacity is unknown
     enough: bool | None = None
-    # whether the compiler says that it fits; None: not asked
+    # whether the compiler says that the run fits; None if it was not compiled
     checked: bool | None = None
-    peak_bytes: int | None = None  # the compiler's, if asked and it fits
-    on: str = ""  # larger hardware, as `--on` takes it
+    peak_bytes: int | None = None  # the compiler's peak, if the run fits
+    on: str = ""  # larger hardware as text for `--on`
 
     @property
     def fits(self) -> bool | None:
-        """Whether the compiler says that it fits; None: not asked, or no answer."""
+        """True if the run fits by the compiler; None without an answer."""
         return self.checked
 
     @property
@@ -57,22 +57,22 @@ class Edit:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of a run on a target; sizes are per device."""
+    """The plan of a run on a target; sizes are per device."""
 
     composition: Composition
     target: Target
-    components: Mapping[str, int]  # bytes by our accounting, before compiling
-    capacity_bytes: int | None  # that a step may use; None: unknown
-    pipeline: Mapping[str, Any]  # {} without one
-    tokens: int  # of the whole training
+    components: Mapping[str, int]  # bytes by component, by arithmetic
+    capacity_bytes: int | None  # bytes that a step may use; None if unknown
+    pipeline: Mapping[str, Any]  # description of the pipeline; {} without one
+    tokens: int  # tokens (or samples) of the whole training
     price_per_chip_hour: float | None = None
-    assumed: restarts.Assumptions = restarts.Assumptions()  # of the machine
-    # rows of the fullest pair of devices, relative to the mean
+    assumed: restarts.Assumptions = restarts.Assumptions()  # facts about the machine
+    # rows that the busiest pair of devices exchanges for experts, relative to the mean
     expert_load: float = 1.0
-    calibration: Calibration | None = None  # None: collectives take what datasheets say
-    fits: bool | None = None  # None: cannot tell
+    calibration: Calibration | None = None  # None: collectives have datasheet rates
+    fits: bool | None = None  # None if the compiler gave no answer
     exit_reason: str = "not compiled"
-    # by the compiler; of a step that it refuses, what it would need
+    # the compiler's peak; for a step that it refuses, the bytes needed
     peak_bytes: int | None = None
     compiled: Compiled | None = None
     time: Time = field(
@@ -89,13 +89,12 @@ class Plan:
 
     @property
     def exit_code(self) -> int:
+        """The exit code of `plan`."""
         return {True: FITS, False: DOES_NOT_FIT, None: CANNOT_TELL}[self.fits]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the plan as JSON; docs/plan.md lists the keys that tools may
-        rely on.
-        """
-        done = self.compiled
+        """Returns the plan as JSON; docs/plan.md lists the keys that tools may use."""
+        compiled = self.compiled
         chip = self.target.chip
         measured = self.calibration
         spec = self.composition.spec
@@ -111,21 +110,19 @@ class Plan:
             "time": asdict(self.time) | {"band_s": self.time.band_s},
             "cost": self._cost(),
             "restarts": asdict(self._restarts()),
-            "collectives": [_collective(one) for one in self.collectives],
+            "collectives": [_collective_json(c) for c in self.collectives],
             "calibration": measured.describe(self.collectives) if measured else {},
-            **self._models_own(),
+            **self._op_sections(),
             "pipeline": self.pipeline,
             "advice": [asdict(edit) | {"words": edit.words} for edit in self.advice],
             "warnings": list(self.warnings),
-            "versions": versions(),  # a kept result of others is not found
-            "compile": {n: getattr(done, n) for n in _COMPILE} if done else {},
+            "versions": versions(),  # a cached result has the same ones
+            "compile": {n: getattr(compiled, n) for n in _COMPILE} if compiled else {},
             "config": schema.to_config_dict(self.run).to_dict(),
         }
 
     def _layout(self) -> dict[str, Any]:
-        """Lists mesh sizes with the link of each axis, ZeRO stage, schedule and
-        batch.
-        """
+        """Returns mesh sizes, links, ZeRO stage, schedule and batch as JSON."""
         run = self.run
         shape = self.composition.shape
         staged = shape.sizes["pipeline"] > 1
@@ -138,15 +135,16 @@ class Plan:
             "schedule": run.pipeline.schedule if staged else None,
             "microbatches": self.composition.microbatches,
             "accumulation": run.batch.accumulation,
-            "unit": compose.unit(run),  # that speeds and costs count
+            "unit": compose.unit(run),  # the unit of speeds and costs
             "global_size": run.batch.global_size,
             "sequence_length": run.batch.sequence_length,
             "remat": str(run.remat),
         }
 
     def _links(self) -> dict[str, dict[str, Any]]:
-        """Lists the datasheet's link of each mesh axis, and as `calibrated` what was
-        measured by kind.
+        """Returns the link of each mesh axis as JSON.
+
+        It is the datasheet's link. Measured rates by kind are in `calibrated`.
         """
         shape = self.composition.shape
         measured = self.calibration
@@ -160,23 +158,24 @@ class Plan:
                 links[axis] = asdict(link) | row
         return links
 
-    def _models_own(self) -> dict[str, Any]:
-        """Lists what some models and layouts alone have."""
+    def _op_sections(self) -> dict[str, Any]:
+        """Returns the sections of ops that only some models and layouts have."""
         sections: dict[str, Any] = {"experts": {}, "context": {}}
-        found = reports(
+        op_reports = reports(
             costs_of(self.run),
             self.composition.rules,
             itemsize_of(self.run),
             self.expert_load,
         )
-        for name, (section, moves) in found.items():
+        for name, (section, moves) in op_reports.items():
             if section:
                 section["exchanged"] = communication.summed(self.collectives, moves)
             sections[name] = section
         return sections
 
     def _memory(self) -> dict[str, Any]:
-        done = self.compiled
+        """Returns the sizes by arithmetic and by the compiler as JSON."""
+        compiled = self.compiled
         margin = None
         if self.capacity_bytes is not None and self.peak_bytes is not None:
             margin = self.capacity_bytes - self.peak_bytes
@@ -184,8 +183,9 @@ class Plan:
             "capacity_bytes": self.capacity_bytes,
             "peak_bytes": self.peak_bytes,
             "margin_bytes": margin,
-            **{name: done and getattr(done, name) for name in _SIZES},
-            "host_bytes": done and done.host_argument_bytes + done.host_temp_bytes,
+            **{name: compiled and getattr(compiled, name) for name in _SIZES},
+            "host_bytes": compiled
+            and compiled.host_argument_bytes + compiled.host_temp_bytes,
             "accounted_bytes": memory.accounted_peak(self.components),
             "components": self.components,
         }
@@ -202,9 +202,7 @@ class Plan:
         )
 
     def _cost(self) -> dict[str, float]:
-        """Counts days, chip hours and, at a price, money for the training's tokens; {}
-        without times.
-        """
+        """Computes days, chip hours and money of the whole training; {} without times."""
         days = self.time.days(self.tokens)
         if not days:
             return {}
@@ -216,13 +214,16 @@ class Plan:
         return cost
 
 
-def _collective(one: Collective) -> dict[str, Any]:
-    places = ("computation", "begins", "ends")  # in the program's text
-    values = {name: value for name, value in asdict(one).items() if name not in places}
-    # No time is a link that is not modelled.
-    values |= {"wire_bytes": one.wire_bytes, "step_s": one.step_s or None}
-    if one.step_s:
-        values |= {"exposed_s": one.exposed_s}
-    else:
-        values |= {"hidden_s": None, "exposed_s": None}
-    return values | {"link": one.link.name if one.link else None}
+def _collective_json(collective: Collective) -> dict[str, Any]:
+    """Returns a collective as JSON; its times are null if its link is not modelled."""
+    values = asdict(collective)
+    for position in ("computation", "begins", "ends"):  # in the program's text
+        del values[position]
+    values["wire_bytes"] = collective.wire_bytes
+    values["step_s"] = collective.step_s or None
+    values["exposed_s"] = collective.exposed_s
+    if not collective.step_s:
+        values["hidden_s"] = None
+        values["exposed_s"] = None
+    values["link"] = collective.link.name if collective.link else None
+    return values

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -13,7 +13,7 @@ from jaxdist.parallel.axes import AXES
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.parallel.placement import explain
 from jaxdist.planner import memory
-from jaxdist.planner.compiler import compiler_sizes, most_bytes
+from jaxdist.planner.compiler import Say, compiler_sizes, most_bytes
 from jaxdist.trainer import (
     compose,
     pipeline_report,
@@ -24,17 +24,21 @@ from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.costs import undeclared_lines
 from jaxdist.trainer.run_config import RunConfig
 
-MOST_EMULATED = 2**14  # devices; each takes threads and memory
+MOST_EMULATED = 2**14  # most emulated devices; each takes threads and memory
 
 
-def dry_run(
-    run: RunConfig, devices: Sequence[jax.Device], say: Callable[[str], None] = print
-) -> None:
-    """Says what a run on these devices would do and need; compiles its step, allocates
-    nothing.
+def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Say = print) -> None:
+    """Reports what a run on these devices would do and how much memory it needs.
+
+    Its step is compiled, but nothing is allocated.
+
+    Args:
+      run: the config.
+      devices: the devices of the run.
+      say: called with each line of the report.
 
     Raises:
-      ConfigError: every fault of the run except those of `data.*`, which are only said.
+      ConfigError: the run has faults. Faults of `data.*` are only reported.
     """
     composition = validation.validate(run, devices, with_data=False)
     platform = devices[0].platform
@@ -50,21 +54,17 @@ def dry_run(
         say(f"data, before training: {fault}")
     say("\n" + explain(composition.placements()))
     chip = chips.chip_for(devices[0].device_kind)
-    say(
-        "\n"
-        + platform_flags.flag_table(
-            chips.platform_of(platform), chip.family if chip else ""
-        )
-    )
+    family = chip.family if chip else ""
+    say("\n" + platform_flags.flag_table(chips.platform_of(platform), family))
     say("\nmemory per device, by arithmetic:")
     components = memory.components(composition, devices[0])
-    together = memory.accounted_peak(components)
-    for name, size in (components | {"together": together}).items():
+    total = memory.accounted_peak(components)
+    for name, size in (components | {"together": total}).items():
         say(f"  {name:<28} {size:>18,} bytes")
     for line in memory.offload_lines(components):
         say(f"  {line}")
     if chip:
-        share = together / chip.capacity_bytes
+        share = total / chip.capacity_bytes
         say(f"  {share:.0%} of a {chip.name}'s {chip.capacity_bytes:,} bytes")
     else:
         say(f"  {devices[0].device_kind}: memory unknown, so not compared")
@@ -79,16 +79,16 @@ def dry_run(
 def compile_step(
     composition: Composition, devices: Sequence[jax.Device]
 ) -> jax.stages.Compiled:
-    """Compiles the very step that training would run, from abstract arguments.
+    """Compiles the step that training would run, from abstract arguments.
 
     Raises:
-      ConfigError: the compiler refuses it, as a device's memory does not hold it.
+      ConfigError: the step needs more memory than a device has.
     """
     built = composition.build_step(devices)
     batch = built.abstract_batch(compose.batch_shapes(composition.config))
     lowered = built.step.lower(built.abstract_state, batch)
     try:
-        return lowered.compile()
+        compiled: jax.stages.Compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -96,43 +96,48 @@ def compile_step(
             f"the step does not fit: {str(error).splitlines()[0]}; "
             f"raise mesh.fsdp or batch.accumulation, or set remat.policy=full"
         ) from error
+    return compiled
 
 
 def _compiler_lines(compiled: jax.stages.Compiled, platform: str) -> list[str]:
-    sizes = compiled.memory_analysis()
-    if sizes is None:
-        return [f"{platform} does not say"]
-    found = compiler_sizes(sizes)
+    """Formats the compiler's sizes of a step."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return [f"the compiler for {platform} does not report it"]
+    sizes = compiler_sizes(analysis)
     rows = {
-        "arguments": found["argument_bytes"],
-        "given back": found["alias_bytes"],
-        "temporaries": found["temp_bytes"],
-        "peak, at most": most_bytes(found),
+        "arguments": sizes["argument_bytes"],
+        "donated": sizes["alias_bytes"],
+        "temporaries": sizes["temp_bytes"],
+        "peak, at most": most_bytes(sizes),
     }
     lines = [f"{name:<16} {size:>18,} bytes" for name, size in rows.items()]
     if platform == "cpu":
         lines.append(
-            "temporaries are this CPU compiler's: an accelerator has other kernels"
+            "temporaries are those of the CPU's kernels; an accelerator has other kernels"
         )
     return lines
 
 
 def missing_devices(mesh: MeshConfig, environ: Mapping[str, str]) -> int | None:
-    """Returns how many CPU devices a dry run should emulate, or None to take what there
-    is.
+    """Counts the CPU devices that a dry run should emulate; None for those that exist.
 
-    Only where the platform is the CPU and the user has not said a number in XLA_FLAGS.
+    Devices are emulated only on the CPU, and only if XLA_FLAGS sets no number.
+
+    Args:
+      mesh: the run's mesh.
+      environ: the environment variables.
 
     Raises:
-      ConfigError: they are more than a machine emulates.
+      ConfigError: a machine cannot emulate so many devices.
     """
-    said = "xla_force_host_platform_device_count" in environ.get("XLA_FLAGS", "")
-    if said or platform_flags.detect_platform(environ) != "cpu":
+    is_set = "xla_force_host_platform_device_count" in environ.get("XLA_FLAGS", "")
+    if is_set or platform_flags.detect_platform(environ) != "cpu":
         return None
     needed = math.prod(max(getattr(mesh, axis), 1) for axis in AXES)
     if needed > MOST_EMULATED:
         raise ConfigError(
-            f"mesh: --dry-run would emulate {needed} devices, at most {MOST_EMULATED}; make it smaller, or "
-            f"ask `jaxdist plan --on` a real target"
+            f"mesh: --dry-run would emulate {needed} devices, but at most {MOST_EMULATED} are possible; make the "
+            f"mesh smaller, or run `jaxdist plan --on` with a real target"
         )
     return needed if needed > 1 else None

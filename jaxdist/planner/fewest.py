@@ -1,12 +1,12 @@
-"""The smallest machine of a family that a run fits: sizes and ZeRO stages by
-arithmetic, the best compiled.
+"""The search for the smallest machine of a family that a run fits.
 
-The global batch and the numerics stay; the axes other than data and fsdp, too. Where a
-size does not hold the batch at once, it is cut into accumulation steps, and where it
-does not hold a sequence, that is split.
+Arithmetic ranks sizes and ZeRO stages, and the compiler checks the best. The global
+batch, the numerics, and the axes other than data and fsdp stay the same. If a size
+cannot hold the batch at once, the batch is split into accumulation steps. If it cannot
+hold a sequence, the sequence is split as well.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxdist.config import ConfigError
 from jaxdist.hardware import chips
 from jaxdist.parallel.axes import divisors
 from jaxdist.planner import layouts, memory, targets
+from jaxdist.planner.compiler import Say
 from jaxdist.planner.document import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan
 from jaxdist.planner.plan import make_plan
 from jaxdist.planner.show import new_table, print_lines
@@ -26,31 +27,31 @@ from jaxdist.telemetry.units import GIB
 from jaxdist.trainer import compose
 from jaxdist.trainer.run_config import RunConfig
 
-MOST_CHIPS = 16_384
-MOST_SIZES = 3  # of which rows are compiled
-BEYOND = 1  # sizes of the table after the first that fits
+MOST_CHIPS = 16_384  # chips of the largest size
+MOST_SIZES = 3  # most sizes to compile for
+BEYOND = 1  # sizes in the table after the first that fits
 _ZEROS = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A size and a ZeRO stage."""
+    """A size of the machine with a ZeRO stage."""
 
-    run: RunConfig  # with the least accumulation that fits, or else the most
+    run: RunConfig  # the config with the least accumulation that fits, or else the most
     target: Target
     zero: int
-    peak_bytes: int  # by arithmetic
-    state_bytes: int  # of it, whatever the batch
+    peak_bytes: int  # peak by arithmetic
+    state_bytes: int  # part of the peak that does not depend on the batch
     capacity_bytes: int
-    plan: Plan | None = None  # compiled
+    plan: Plan | None = None  # the compiled plan
 
     @property
     def fits(self) -> bool | None:
-        """By the compiler where it was asked, else by arithmetic."""
+        """True if it fits: by the compiler if it was compiled, else by arithmetic."""
         return self.plan.fits if self.plan else self.peak_bytes <= self.capacity_bytes
 
     def overrides(self) -> list[str]:
-        """What it sets, as on the command line."""
+        """Lists the row's overrides, `a.b=value`."""
         mesh = self.run.mesh
         words = [
             f"mesh.data={mesh.data}",
@@ -62,6 +63,7 @@ class Row:
         return [*words, f"batch.accumulation={self.run.batch.accumulation}"]
 
     def to_json(self) -> dict[str, Any]:
+        """Returns the row as JSON."""
         return {
             "target": self.target.text,
             "chips": self.target.num_chips,
@@ -78,14 +80,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Fewest:
-    """The table, and the first row that the compiler takes."""
+    """A table of sizes, and the first row that compiles."""
 
     rows: Sequence[Row]
-    illegal: Mapping[str, str]  # size -> why the run cannot be laid out there
+    illegal: Mapping[str, str]  # illegal sizes, with the reason
     best: Row | None
 
     @property
     def exit_code(self) -> int:
+        """The exit code of `plan --fewest`."""
         if self.best:
             return FITS
         if any(row.fits is not False for row in self.rows):
@@ -93,6 +96,7 @@ class Fewest:
         return DOES_NOT_FIT
 
     def to_json(self) -> dict[str, Any]:
+        """Returns the table as JSON."""
         return {
             "best": self.best and self.best.to_json(),
             "rows": [row.to_json() for row in self.rows],
@@ -100,20 +104,24 @@ class Fewest:
         }
 
 
-def fewest(
-    run: RunConfig, family: str, *, say: Callable[[str], None] = lambda line: None
-) -> Fewest:
-    """Returns the sizes of a family, h100 or h100@25GB/s, up to one beyond the first
-    that fits.
+def fewest(run: RunConfig, family: str, *, say: Say = lambda line: None) -> Fewest:
+    """Finds the smallest size of a family that a run fits.
+
+    The table ends `BEYOND` sizes after the first that fits.
+
+    Args:
+      run: the config.
+      family: such as h100 or h100@25GB/s.
+      say: called with each stage of the work.
 
     Raises:
-      ConfigError: no such family, or the run is legal on none of its sizes.
+      ConfigError: there is no such family, or the run is legal on none of its sizes.
       MissingExtra: the family's compiler is not installed.
     """
     rows = list[Row]()
     illegal = dict[str, str]()
-    tried = 0
-    beyond = 0
+    compiled_sizes = 0
+    beyond = 0  # sizes after the last that was compiled
     best: Row | None = None
 
     def compile(row: Row) -> Row:
@@ -127,14 +135,16 @@ def fewest(
             continue
         verdict = "fits" if any(row.fits for row in stages) else "too small"
         say(f"{target.text}: {verdict} by arithmetic")
-        if best is None and tried < MOST_SIZES:
+        if best is None and compiled_sizes < MOST_SIZES:
             compiled = compile_in_turn(until_one_fits(_to_compile(stages)), compile)
-            asked = {row.zero: row for row in compiled}
-            stages = [asked.get(row.zero, row) for row in stages]
+            by_zero = {row.zero: row for row in compiled}
+            stages = [by_zero.get(row.zero, row) for row in stages]
             best = next((row for row in compiled if row.fits), None)
-            tried += bool(compiled)
+            if compiled:
+                compiled_sizes += 1
         rows += stages
-        beyond += bool(best) or tried == MOST_SIZES
+        if best or compiled_sizes == MOST_SIZES:
+            beyond += 1
         if beyond > BEYOND:
             break
     if not rows:
@@ -145,20 +155,27 @@ def fewest(
 
 
 def _to_compile(stages: Sequence[Row]) -> list[Row]:
-    """Returns of a size's rows that fit by arithmetic that with least work, then that
-    with least memory.
+    """Lists the rows of a size to compile: that with least work, then the smallest.
+
+    Only rows that fit by arithmetic are compiled.
     """
     fit = [row for row in stages if row.fits]
-    # Weights are gathered once more for each part, so fewer parts come before a lower
-    # ZeRO stage.
-    by_work = sorted(fit, key=lambda row: (row.run.batch.accumulation, row.zero))
-    chosen = [*by_work[:1], *sorted(fit, key=lambda row: row.peak_bytes)[:1]]
-    return chosen[:1] if chosen[:1] == chosen[1:] else chosen
+    if not fit:
+        return []
+    # Each part gathers the weights again, so fewer parts count more than a lower ZeRO
+    # stage.
+    least_work = min(fit, key=lambda row: (row.run.batch.accumulation, row.zero))
+    smallest = min(fit, key=lambda row: row.peak_bytes)
+    if smallest == least_work:
+        return [least_work]
+    return [least_work, smallest]
 
 
 def sizes(family: str) -> Iterator[Target]:
-    """Yields the targets of a family that are sold, the smallest first; `family` may
-    name a network.
+    """Yields the targets of a family that are sold, the smallest first.
+
+    Args:
+      family: the family, which may name a network as in h100@25GB/s.
 
     Raises:
       ConfigError: there is no such family.
@@ -171,32 +188,29 @@ def sizes(family: str) -> Iterator[Target]:
         raise ConfigError(
             f"--fewest={family}: must be a family of chips, {known}, as in --fewest h100"
         )
-    texts = (
-        "x".join(map(str, dims))
-        for dims in (_slices(chip) if chip.torus_dims else _hosts(chip))
-    )
-    for text in (f"{name}:{dims}{at}{network}" for dims in texts):
+    for shape in _slices(chip) if chip.torus_dims else _hosts(chip):
+        text = f"{name}:{'x'.join(map(str, shape))}{at}{network}"
         try:
             yield targets.parse(text)
         except ConfigError as error:
             if at or chip.network_bytes_per_s:
-                raise ConfigError(
-                    f"--fewest={family}:{error.faults[0].removeprefix(f'--on={text}:')}"
-                ) from error
-            return  # larger ones need a network
+                reason = error.faults[0].removeprefix(f"--on={text}:")
+                raise ConfigError(f"--fewest={family}:{reason}") from error
+            return  # larger sizes need a network
 
 
-def _hosts(chip: chips.Chip) -> Iterator[tuple[int, int]]:
-    """Yields (hosts, GPUs of each) in powers of two."""
+def _hosts(chip: chips.Chip) -> Iterator[tuple[int, ...]]:
+    """Yields (hosts, GPUs per host) in powers of two."""
     most = chip.chips_per_host
-    inside = [n for n in (1, 2, 4, 8, 16, 32, 64) if n < most]
-    yield from ((1, n) for n in [*inside, most])
+    below = [n for n in (1, 2, 4, 8, 16, 32, 64) if n < most]
+    yield from ((1, n) for n in [*below, most])
     yield from ((2**n, most) for n in range(1, 15) if 2**n * most <= MOST_CHIPS)
 
 
 def _slices(chip: chips.Chip) -> Iterator[tuple[int, ...]]:
-    """Yields shapes of slices, then of several of the largest where those are not built
-    from cubes.
+    """Yields the shapes of slices, the smallest first.
+
+    If slices are not built from cubes, several of the largest slice follow.
     """
     yield from chip.slices
     dims = [4, 4, 4]
@@ -208,15 +222,15 @@ def _slices(chip: chips.Chip) -> Iterator[tuple[int, ...]]:
 
 
 def _rows(run: RunConfig, target: Target) -> Iterator[Row]:
-    """Yields a row for each ZeRO stage that is another layout on this size.
+    """Yields a row for each ZeRO stage; a single device has only stage 0.
 
     Raises:
-      ConfigError: none is legal.
+      ConfigError: no stage is legal.
     """
     error = ConfigError(f"{target.text}: no layout")
     found = False
     for zero in _ZEROS if target.num_devices > 1 else (0,):
-        if zero:  # fsdp within a slice
+        if zero:  # fsdp stays within a slice
             mesh = {
                 "mesh.data": target.num_slices,
                 "mesh.fsdp": -1,
@@ -225,7 +239,7 @@ def _rows(run: RunConfig, target: Target) -> Iterator[Row]:
         else:
             mesh = {"mesh.data": -1, "mesh.fsdp": 1, "mesh.zero": 3}
         try:
-            yield _split(compose.with_overrides(run, mesh), target, zero)
+            yield _best_context(compose.with_overrides(run, mesh), target, zero)
             found = True
         except ConfigError as refusal:
             error = refusal
@@ -233,29 +247,33 @@ def _rows(run: RunConfig, target: Target) -> Iterator[Row]:
         raise error
 
 
-def _split(run: RunConfig, target: Target, zero: int) -> Row:
-    """Returns the row with the fewest devices to a sequence that fits by arithmetic, or
-    else the smallest.
+def _best_context(run: RunConfig, target: Target, zero: int) -> Row:
+    """Finds the row with the fewest devices per sequence that fits by arithmetic.
+
+    If none fits, it is the smallest row.
 
     Raises:
-      ConfigError: none is legal.
+      ConfigError: no size of the axis `context` is legal.
     """
     rows = list[Row]()
     error = ConfigError(f"{target.text}: no layout")
-    own = max(run.mesh.context, 1)
+    configured = max(run.mesh.context, 1)
     for size in layouts.context_sizes(run, target.num_devices):
-        if size < own:
+        if size < configured:
             continue
         try:
             split = compose.with_overrides(run, {"mesh.context": size})
-            rows.append(_row(split, target, zero, proposed=size > own))
+            row = _row(split, target, zero, proposed=size > configured)
         except ConfigError as refusal:
-            # of too few sequences for so many devices, perhaps
-            error = refusal if size == own else error
+            # There may be too few sequences for the devices; a larger size may be
+            # legal.
+            if size == configured:
+                error = refusal
             continue
-        # A split sequence has fewer activations, and more state, as fsdp has fewer
-        # devices.
-        if rows[-1].fits or rows[-1].state_bytes > rows[-1].capacity_bytes:
+        rows.append(row)
+        # Splitting further means fewer activations but more state, because fewer
+        # devices remain for fsdp.
+        if row.fits or row.state_bytes > row.capacity_bytes:
             break
     if not rows:
         raise error
@@ -263,18 +281,27 @@ def _split(run: RunConfig, target: Target, zero: int) -> Row:
 
 
 def _row(run: RunConfig, target: Target, zero: int, *, proposed: bool = False) -> Row:
-    """Returns the row with the least accumulation that fits by arithmetic, or else with
-    the most.
+    """Finds the row with the least accumulation that fits by arithmetic.
+
+    If none fits, it is the smallest row.
 
     Args:
-      proposed: the mesh is not the config's, so its axes keep to fast links.
+      run: the config with its mesh.
+      target: the hardware.
+      zero: the ZeRO stage.
+      proposed: whether this search chose the mesh, which then must keep exchanges in
+        each layer within fast links.
+
+    Raises:
+      ConfigError: the mesh is illegal, or it crosses slow links.
     """
     most = target.usable_bytes or 0
     best: Row | None = None
     run = compose.with_overrides(run, {"batch.accumulation": 1})
     composition = targets.validate_for(run, target)
     shape = composition.shape
-    if proposed and (slow := next(layouts.slow_axes(target, shape), None)):
+    slow = next(layouts.slow_axes(target, shape), None)
+    if proposed and slow:
         raise ConfigError(f"{target.text}: {slow}")
     for parts in divisors(run.batch.global_size // shape.batch_shards):
         tried = compose.with_overrides(run, {"batch.accumulation": parts})
@@ -282,8 +309,15 @@ def _row(run: RunConfig, target: Target, zero: int, *, proposed: bool = False) -
         peak = memory.accounted_peak(components)
         state = held_bytes(components)
         if best is None or peak < best.peak_bytes:
-            best = Row(tried, target, zero, peak, state, most)
-        # No accumulation makes the state smaller.
+            best = Row(
+                run=tried,
+                target=target,
+                zero=zero,
+                peak_bytes=peak,
+                state_bytes=state,
+                capacity_bytes=most,
+            )
+        # Accumulation does not make the state smaller.
         if peak <= most or state > most or tried.mesh.pipeline > 1:
             break
     assert best is not None
@@ -291,7 +325,7 @@ def _row(run: RunConfig, target: Target, zero: int, *, proposed: bool = False) -
 
 
 def show(found: Mapping[str, Any], console: Console) -> None:
-    """Prints the JSON of a `Fewest`."""
+    """Prints the JSON of a `Fewest` as a table."""
     table = new_table(
         "size",
         ">chips",
@@ -301,12 +335,11 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         ">compiled GiB",
         "",
     )
+    verdicts = {True: "fits", False: "does not fit", None: "cannot tell"}
     for row in found["rows"]:
-        asked = row["compiled_bytes"]
-        verdict = {True: "fits", False: "does not fit", None: "cannot tell"}[
-            row["fits"]
-        ]
-        if row["fits"] and not asked:
+        compiled = row["compiled_bytes"]
+        verdict = verdicts[row["fits"]]
+        if row["fits"] and not compiled:
             verdict += " by arithmetic"
         table.add_row(
             row["target"],
@@ -314,16 +347,17 @@ def show(found: Mapping[str, Any], console: Console) -> None:
             str(row["zero"]),
             str(row["accumulation"]),
             f"{row['arithmetic_bytes'] / GIB:.1f}",
-            f"{asked / GIB:.1f}" if asked else "",
+            f"{compiled / GIB:.1f}" if compiled else "",
             verdict,
         )
     console.print(table, highlight=False)
     illegal = found["illegal"].items()
-    if best := found["best"]:
+    best = found["best"]
+    if best:
         words = " ".join(f"--config.{word}" for word in best["overrides"])
         line = f"the smallest: --on {best['target']} {words}"
     elif any(row["fits"] is not False for row in found["rows"]):
-        line = "no size is known to fit: the compiler took none that was compiled; plan a larger one with --on"
+        line = "no size is known to fit: the compiler accepted none of those compiled; plan a larger one with --on"
     else:
         line = (
             "no size fits; more accumulation, remat.policy=full or another family may"

@@ -1,8 +1,9 @@
-"""`remat.policy=fit`: what blocks of a run keep, so that its step fits its devices with
-the least recomputation; and what a run that goes on does with it.
+"""`remat.policy=fit`: the policy with least recomputation that fits a run's devices.
+
+A resumed run keeps its policy if that still fits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,14 +13,13 @@ from jaxdist.config import ConfigError
 from jaxdist.distributed import coordination
 from jaxdist.parallel.remat import FIT, RematConfig
 from jaxdist.planner import targets
+from jaxdist.planner.compiler import Say
 from jaxdist.planner.policies import Policies
 from jaxdist.planner.remat_search import fit, overrides
 from jaxdist.planner.targets import validate_for
 from jaxdist.telemetry.units import time_text
 from jaxdist.trainer import compose, elastic, workdir
 from jaxdist.trainer.run_config import RunConfig
-
-Say = Callable[[str], None]
 
 
 def resolve(
@@ -30,18 +30,21 @@ def resolve(
     full_devices: int | None = None,
     say: Say = print,
 ) -> RunConfig:
-    """Returns a run whose policy `fit` is resolved for its devices; each process makes
-    the call.
+    """Resolves the policy `fit` of a run for its devices.
 
-    A run that goes on keeps the policy that it had. On other devices, or in another
-    layout, it does so if that still fits by arithmetic; else one is found anew.
+    Every process must call it. A resumed run keeps its policy. On other devices or in
+    another layout, it keeps the policy if that fits by arithmetic; otherwise a new one
+    is found.
 
     Args:
-      folder: of the run; None: it has none.
+      run: the config.
+      devices: the devices of the run.
+      folder: the run's folder; None if it has none.
       full_devices: see `trainer.train`.
+      say: called with each stage of the work.
 
     Raises:
-      ConfigError: nothing fits, or nothing is known of the devices.
+      ConfigError: nothing fits, or the planner does not know the devices.
     """
     chosen: RematConfig | None = None
     with coordination.raise_on_all():
@@ -49,15 +52,16 @@ def resolve(
             refitted = elastic.refit(
                 run, devices=len(devices), full_devices=full_devices
             )
-            chosen = _resolve(refitted, devices, _before(run, folder), say)
-    return replace(
-        run, remat=RematConfig(**coordination.broadcast(chosen and asdict(chosen)))
-    )
+            previous = _previous_policy(run, folder)
+            chosen = _resolve(refitted, devices, previous, say)
+    values = coordination.broadcast(chosen and asdict(chosen))
+    return replace(run, remat=RematConfig(**values))
 
 
-def _before(run: RunConfig, folder: Path | None) -> RematConfig | None:
-    """Returns what was resolved for the run before: its own, or that of the run in its
-    folder.
+def _previous_policy(run: RunConfig, folder: Path | None) -> RematConfig | None:
+    """Finds the resolved policy of the run or of the run in its folder; None if none.
+
+    A policy that is not `fit` was resolved, or set by hand.
     """
     if run.remat.policy != FIT:
         return run.remat
@@ -70,49 +74,55 @@ def _before(run: RunConfig, folder: Path | None) -> RematConfig | None:
 
 
 def _resolve(
-    run: RunConfig, devices: Sequence[jax.Device], before: RematConfig | None, say: Say
+    run: RunConfig,
+    devices: Sequence[jax.Device],
+    previous: RematConfig | None,
+    say: Say,
 ) -> RematConfig:
+    """Chooses the policy of a run: the previous one if it fits, or else a new one.
+
+    The field `fitted` of the result records the policy and the layout that it was
+    resolved for.
+    """
     try:
         target = targets.parse("here", devices)
     except ConfigError:
-        if before:
-            return replace(before, fitted="")
+        if previous:
+            return replace(previous, fitted="")
         raise ConfigError(
-            f"remat.policy=fit: nothing is known of compiling for {devices[0].device_kind}; set remat.policy "
+            f"remat.policy=fit: the planner cannot compile for {devices[0].device_kind}; set remat.policy "
             f"to dots, or to full if that is too large"
         ) from None
     full = compose.with_overrides(run, {"remat": RematConfig("full")})
     shape = validate_for(full, target).shape
-    where = f"{target.text}, {shape}, accumulation {run.batch.accumulation}"
-    if before:
-        plain = replace(before, fitted="")
-        own, _, place = before.fitted.partition(" for ")
-        if own != str(plain):  # changed by hand since
-            return plain
-        if place == where:
-            say(f"remat: {plain}, as it was resolved for {place}")
-            return before
-        if Policies(run, target, _limit(devices)).fits(plain):
+    layout = f"{target.text}, {shape}, accumulation {run.batch.accumulation}"
+    if previous:
+        policy = replace(previous, fitted="")
+        fitted_policy, _, fitted_layout = previous.fitted.partition(" for ")
+        if fitted_policy != str(policy):  # it was changed by hand
+            return policy
+        if fitted_layout == layout:
+            say(f"remat: {policy}, as it was resolved for {fitted_layout}")
+            return previous
+        if Policies(run, target, _limit(devices)).fits(policy):
             say(
-                f"remat: {plain}, resolved for {place}, fits {where} by arithmetic: kept"
+                f"remat: {policy}, resolved for {fitted_layout}, fits {layout} by arithmetic: kept"
             )
-            return replace(plain, fitted=f"{plain} for {where}")
+            return replace(policy, fitted=f"{policy} for {layout}")
         say(
-            f"remat: {plain}, resolved for {place}, does not fit {where} by arithmetic: resolved anew"
+            f"remat: {policy}, resolved for {fitted_layout}, does not fit {layout} by arithmetic: resolved again"
         )
     found = fit(run, target, limit_bytes=_limit(devices), say=say)
     say(
         f"remat.policy=fit: {' '.join(overrides(found.run.remat))} ({time_text(found.seconds)} a step)"
     )
-    return replace(found.run.remat, fitted=f"{found.run.remat} for {where}")
+    return replace(found.run.remat, fitted=f"{found.run.remat} for {layout}")
 
 
 def _limit(devices: Sequence[jax.Device]) -> int | None:
-    """Returns what a step may use of each device, as the devices say; None where they
-    do not.
-    """
-    local = [
-        device for device in devices if device.process_index == jax.process_index()
-    ]
-    known = [(device.memory_stats() or {}).get("bytes_limit") for device in local]
-    return min(filter(None, known), default=None)
+    """Reads the smallest memory limit of this process's devices; None if unknown."""
+    limits = []
+    for device in devices:
+        if device.process_index == jax.process_index():
+            limits.append((device.memory_stats() or {}).get("bytes_limit"))
+    return min(filter(None, limits), default=None)

@@ -1,15 +1,16 @@
-"""What XLA must know of a GPU to compile for it without one, as a GpuTargetConfigProto
-in text form.
+"""Descriptions of GPUs with which XLA compiles for them without a GPU.
+
+A description is a GpuTargetConfigProto in text form.
 """
 
 from jaxdist.hardware import chips
 
-# Compute capability, multiprocessors, float32 units in each, shared memory of one
-# (KiB), L2 (MiB), boost clock (GHz), memory as the device reports it (bytes). Sources:
-# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability";
-# NVIDIA's architecture whitepapers; memory: the device queries in openxla/xla,
-# xla/backends/gpu/target_config/specs. The plugin's own texts are not in every build of
-# it.
+# By family: compute capability, multiprocessors, float32 units of a multiprocessor,
+# shared memory of a multiprocessor (KiB), L2 (MiB), boost clock (GHz), and memory as
+# the device reports it (bytes). Sources: CUDA C++ Programming Guide, "Technical
+# Specifications per Compute Capability"; NVIDIA's architecture whitepapers. Source of
+# the memory: device queries in openxla/xla, xla/backends/gpu/target_config/specs. Some
+# builds of the plugin lack its own descriptions, so they are not used.
 _GPUS: dict[str, tuple[int, int, int, int, float, float, int]] = {
     "a100-40gb": (8, 108, 64, 164, 40, 1.41, 42_331_013_120),
     "a100": (8, 108, 64, 164, 40, 1.41, 85_100_068_864),
@@ -22,8 +23,8 @@ _GPUS: dict[str, tuple[int, int, int, int, float, float, int]] = {
     "gb200": (10, 152, 128, 228, 129.25, 2.062, 197_897_748_480),
 }
 
-# What a machine runs. Without these four XLA takes it for one too old for 8-bit floats
-# and computes their products in bfloat16, silently.
+# Software of the machine. Without these four versions, XLA assumes that the machine is
+# too old for 8-bit floats and silently computes their matmuls in bfloat16.
 _SOFTWARE = {
     "runtime_version": "12.9.1",
     "driver_version": "12.9.1",
@@ -31,7 +32,7 @@ _SOFTWARE = {
     "dnn_version": "9.10.0",
 }
 
-# What they have in common.
+# limits that all of these GPUs have in common
 _LIMITS = (
     "threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 "
     "shared_memory_per_block: 49152 registers_per_core_limit: 65536 registers_per_block_limit: 65536 "
@@ -41,14 +42,14 @@ _LIMITS = (
 
 
 def gpu_description(chip: chips.Chip) -> str:
-    """Returns the description of a GPU that has a family."""
+    """Formats the description of a GPU that has a family."""
     major, cores, units, shared, l2, clock, memory = _GPUS[chip.family]
-    # sm_90a: Hopper's instructions
+    # sm_90a and later, which have Hopper's instructions
     accelerated = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     software = " ".join(f'{name}: "{version}"' for name, version in _SOFTWARE.items())
     return (
         f"gpu_device_info {{ {_LIMITS} shared_memory_per_core: {shared * 1024} "
-        # one KiB of each block is the system's
+        # The system reserves one KiB of each block.
         f"shared_memory_per_block_optin: {(shared - 1) * 1024} "
         f"core_count: {cores} fpus_per_core: {units} clock_rate_ghz: {clock} "
         f"l2_cache_size: {int(l2 * 2**20)} device_memory_size: {memory} "

@@ -1,9 +1,8 @@
-"""The layouts that a run could have on a target, each with its time and state by
-arithmetic.
+"""The possible layouts of a run on a target, with time and memory by arithmetic.
 
-Mesh sizes, ZeRO stage, parts of the batch, schedule and rematerialisation vary; the
-global batch and the numerics never do. The times are made of datasheet rates: good for
-an order, not for a promise.
+Mesh sizes, ZeRO stage, parts of the batch, schedule and rematerialization vary. The
+global batch and the numerics never do. The times are computed from datasheet rates:
+they can rank layouts, but do not predict step times.
 """
 
 import functools
@@ -44,7 +43,8 @@ REMAT = (
     f"offload:{remat.INPUT}",
     f"save:attention_residuals+offload:{remat.INPUT},query,key,value,attention_projection",
 )
-# Stages have stacks of their own, and are cut up by the schedules tried.
+# Settings of a pipeline before `_parts` varies its schedule. Each stage has a stack of
+# its own, so settings for the whole stack do not apply.
 _STAGED = {
     "pipeline.schedule": "1f1b",
     "pipeline.microbatches": 1,
@@ -52,21 +52,21 @@ _STAGED = {
     "remat.layers": 0,
     "remat.every": 1,
 }
-# devices of a sequence at most, and the least tokens of it on a device
-MOST_CONTEXT = 64
-LEAST_TOKENS = 1024
-# An exchange in every layer waits for these, as for a chip's network.
+MOST_CONTEXT = 64  # most devices that share a sequence
+LEAST_TOKENS = 1024  # least tokens of a shared sequence on each device
+# links that are too slow for an exchange in every layer, as a chip's network is
 SLOW_LINKS = ("DCN", "PCIe", "network")
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A layout of a run on a target, with its time and state by arithmetic."""
+    """A layout of a run on a target, with its time and memory by arithmetic."""
 
     composition: Composition
     target: Target
     estimate: Estimate
-    # weights, gradients and optimizer state, were everything split evenly: the least
+    # bytes of weights, gradients and optimizer state on a device, if all were split
+    # evenly; a lower bound
     state_bytes: int = 0
 
     @property
@@ -80,19 +80,21 @@ class Candidate:
         return self.composition.shape
 
     @functools.cached_property
-    def components(self) -> memory.Components:
-        """Bytes of a device at the peak, by `memory`: milliseconds, once a block's
-        shapes are traced.
+    def components(self) -> Mapping[str, int]:
+        """Bytes of a device at the peak by component.
+
+        Computing them takes milliseconds, once the shapes of a block are traced.
         """
         return memory.components(self.composition, self.target)
 
     @property
     def accounted_bytes(self) -> int:
-        """Bytes on the device at the peak."""
+        """Bytes on a device at the peak."""
         return memory.accounted_peak(self.components)
 
     @property
     def text(self) -> str:
+        """The layout in words, such as "fsdp 64, remat dots"."""
         run = self.run
         words = [str(self.shape)]
         if run.mesh.zero < 3:
@@ -119,7 +121,7 @@ class Candidate:
 
     @property
     def complexity(self) -> int:
-        """How much there is to set and to understand."""
+        """A count of the settings to make and to understand; mesh axes count twice."""
         run = self.run
         settings = (
             run.mesh.sequence_parallel,
@@ -132,22 +134,30 @@ class Candidate:
         return 2 * len(self.axes) + sum(settings)
 
     def overrides(self, run: RunConfig) -> list[str]:
-        """Lists what it changes of a run, as on the command line."""
-        words = []
+        """Lists the layout's changes of a run as overrides, `a.b=value`."""
+        overrides = []
         for key, entry in schema_of(RunConfig).items():
             value = attrgetter(key)(self.run)
             if entry.searched and value != attrgetter(key)(run):
-                words.append(f"{key}={str(value).lower()}")
-        return words
+                overrides.append(f"{key}={str(value).lower()}")
+        return overrides
 
 
 def legal_meshes(
     run: RunConfig, target: Target
 ) -> tuple[list[Composition], dict[str, int]]:
-    """Finds the run on each legal mesh, and counts the reasons against the others.
+    """Composes the run on each legal mesh.
 
-    Experts are shared out by each divisor of their number, sequences by those of their
-    length up to `MOST_CONTEXT`, both over fast links only.
+    The sizes of the expert axis are the divisors of the number of experts. The sizes of
+    the context axis are divisors of the sequence length up to `MOST_CONTEXT`. Both axes
+    stay within fast links.
+
+    Args:
+      run: the config.
+      target: the hardware.
+
+    Returns:
+      The compositions, and the number of illegal meshes for each reason.
 
     Raises:
       ConfigError: no mesh is legal.
@@ -182,8 +192,9 @@ def legal_meshes(
 
 
 def _expert_count(spec: ModelSpec) -> int:
-    """Returns the number of a layer's experts, the common divisor of several; 1 without
-    any.
+    """Counts the experts of a layer; 1 for a model without experts.
+
+    If layers have different numbers of experts, it is their greatest common divisor.
     """
     counts = [
         x.shape[names.index(EXPERTS) - len(names)]
@@ -194,92 +205,118 @@ def _expert_count(spec: ModelSpec) -> int:
 
 
 def context_sizes(run: RunConfig, devices: int) -> list[int]:
-    """Returns the sizes of the axis `context` that a search looks at: its present one
-    for what has no sequences.
+    """Lists the sizes of the axis `context` to search.
+
+    Data without sequences keeps the run's size.
+
+    Args:
+      run: the config.
+      devices: number of devices.
     """
-    own = max(run.mesh.context, 1)
+    configured = max(run.mesh.context, 1)
     if not run.data.is_text:
-        return [own]
+        return [configured]
     length = run.batch.sequence_length
     return [
         n
         for n in divisors(math.gcd(devices, length))
-        if n in (1, own) or (n <= MOST_CONTEXT and length // n >= LEAST_TOKENS)
+        if n in (1, configured) or (n <= MOST_CONTEXT and length // n >= LEAST_TOKENS)
     ]
 
 
 def slow_axes(target: Target, shape: MeshShape) -> Iterator[str]:
-    """Yields why axes that experts or sequences are shared out over must not cross what
-    they cross.
+    """Yields a reason for each axis that communicates in every layer over a slow link.
+
+    These are the axes that split experts or sequences.
     """
+    network = target.chip.network if target.chip else None
     for axis in (EXPERT, CONTEXT):
         link = target.axis_link(shape, axis)
-        if link.name in SLOW_LINKS or (
-            target.chip and link.name == target.chip.network
-        ):
-            yield f"mesh.{axis}=N talks in every layer, over {link.name}"
+        if link.name in SLOW_LINKS or link.name == network:
+            yield f"mesh.{axis}=N communicates in every layer, over {link.name}"
 
 
 def _meshes(
     base: MeshConfig, target: Target, sizes_of: Mapping[str, Sequence[int]]
 ) -> Iterator[MeshConfig]:
-    """Yields every mesh; `sizes_of`: of axes that do not take all divisors of the
-    devices' number.
+    """Yields every mesh.
+
+    Args:
+      base: the run's mesh.
+      target: the hardware.
+      sizes_of: the sizes of some axes; other axes take each divisor of the number of
+        devices, and fsdp takes the remaining devices.
     """
     total = target.num_devices
     slices = target.num_slices
-    # fsdp takes the rest
     varied = [*(axis for axis in SEARCHED if axis != "fsdp"), *sizes_of]
     for sizes in product(*(sizes_of.get(axis, divisors(total)) for axis in varied)):
         if total % math.prod(sizes):
             continue
-        split: dict[str, Any] = dict(zip(varied, sizes, strict=True)) | {
-            "fsdp": total // math.prod(sizes)
-        }
+        split: dict[str, Any] = dict(zip(varied, sizes, strict=True))
+        split["fsdp"] = total // math.prod(sizes)
         for axis in CROSSING_AXES if slices > 1 else (REST_AXIS,):
-            if split[axis] % slices == 0:
-                dcn: dict[str, Any] = (
-                    {} if axis == REST_AXIS else {axis: slices, REST_AXIS: 1}
-                )
-                yield replace(
-                    base, **split, dcn=DcnConfig(**dcn), zero=3, sequence_parallel=False
-                )
+            if split[axis] % slices:
+                continue
+            dcn: dict[str, Any] = {}
+            if axis != REST_AXIS:
+                dcn = {axis: slices, REST_AXIS: 1}
+            yield replace(
+                base, **split, dcn=DcnConfig(**dcn), zero=3, sequence_parallel=False
+            )
 
 
 def candidates(
     legal: Sequence[Composition], target: Target, expert_load: float = 1.0
 ) -> Iterator[Candidate]:
-    """Yields every layout on the legal meshes; `expert_load`: see `plan.make_plan`."""
+    """Yields every layout on the legal meshes.
+
+    Args:
+      legal: the run on each legal mesh.
+      target: the hardware.
+      expert_load: see `plan.make_plan`.
+    """
     model = Model(legal[0], target, expert_load)
-    for placed in legal:
-        shape = placed.shape
-        spec = placed.spec
-        own_policy = placed.config.remat.policy
-        policies = [own_policy]
+    for on_mesh in legal:
+        shape = on_mesh.shape
+        spec = on_mesh.spec
+        run_policy = on_mesh.config.remat.policy
+        policies = [run_policy]
         if shape.sizes["pipeline"] == 1:  # stages recompute as pipeline.remat says
-            policies = list(dict.fromkeys((own_policy, *REMAT)))
+            policies = list(dict.fromkeys((run_policy, *REMAT)))
         zeros = [3]
         if math.prod(shape.sizes[axis] for axis in PARAMETER_SHARDS) > 1:
             zeros = [3, 2, 1]
         splits = (False, True) if shape.sizes["tensor"] > 1 else (False,)
-        for form in model.forms(placed):
+        for form in model.forms(on_mesh):
             parts = _parts(form, shape, max(spec.depth, 1))
             for zero, split, part, policy in product(zeros, splits, parts, policies):
                 overrides: dict[str, Any] = {
                     "mesh.zero": zero,
                     "mesh.sequence_parallel": split,
                 }
-                if policy != own_policy:
+                if policy != run_policy:
                     overrides["remat"] = remat.RematConfig(policy)
                 config = compose.with_overrides(part, overrides)
-                layout = compose.compose(config, shape, spec)
-                seconds = model.estimate(layout)
-                yield Candidate(layout, target, seconds, model.state_bytes(layout))
+                composition = compose.compose(config, shape, spec)
+                yield Candidate(
+                    composition,
+                    target,
+                    estimate=model.estimate(composition),
+                    state_bytes=model.state_bytes(composition),
+                )
 
 
 def _parts(run: RunConfig, shape: MeshShape, depth: int) -> Iterator[RunConfig]:
-    """Yields the ways to cut up the batch: in accumulation steps, or microbatches and
-    chunks.
+    """Yields the ways to split the batch and the stages.
+
+    Without a pipeline, the batch is split into accumulation steps. With one, it is
+    split into microbatches, and stages into chunks.
+
+    Args:
+      run: the config.
+      shape: the mesh.
+      depth: number of blocks of the model.
     """
     stages = shape.sizes["pipeline"]
     for n in divisors(run.batch.global_size // shape.batch_shards):

@@ -1,29 +1,31 @@
-"""What a step holds on each device, by arithmetic and abstract traces: nothing is
-compiled or allocated.
+"""The memory of a step on each device, by arithmetic and abstract traces.
 
-A step's peak lies in one of three moments: the loss, the backward pass of the last
-layer, the update. Each holds the state and what is alive then; `components` explains
-the largest. Activations are jax's own: one block is traced on a device's shapes, and
-what its remat policy keeps is read off its vjp. What only a compiler knows (padding,
-fragmentation, order) is left out, and nothing is fitted.
+Nothing is compiled or allocated. The peak of a step is at one of three moments: in the
+loss, in the backward pass of the last layer, or in the update. Each moment holds the
+state and its live values; `components` explains the largest. One block is traced on a
+device's shapes, and the activations that its remat policy keeps are read from its vjp.
+Padding, fragmentation and the order of instructions are omitted, because only a
+compiler knows them. Nothing is fitted.
 
 Matmuls of a recipe (`precision.matmul`) count as those of the compute dtype. XLA for
-CUDA gathers their kernels in the recipe's bytes, but keeps the same copies of whole
-stacks, in float32, and codes of activations take as much as the gathers save, or more
-with many tokens: Llama 3.1 8B on 8 H100 with fp8_rowwise takes 46.34 GiB, not 45.15,
-and 24.80, not 24.89, in 8 parts (jax 0.10.2).
+CUDA gathers their kernels in the recipe's dtype, but keeps the same float32 copies of
+whole stacks. The codes of activations take as much as the gathers save, or more with
+many tokens: Llama 3.1 8B on 8 H100 with fp8_rowwise takes 46.34 GiB, where the
+arithmetic says 45.15. In 8 parts it takes 24.80 GiB, where the arithmetic says 24.89
+(jax 0.10.2).
 
-That values live so long was read from the buffer assignments of libtpu 0.0.42.1 and of
-XLA for CUDA (jax 0.10.2, option xla_dump_to).
+The lifetimes of values were read from buffer assignments of libtpu 0.0.42.1 and of XLA
+for CUDA (jax 0.10.2, option xla_dump_to).
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxdist.hardware.chips import Chip, chip_for, platform_of
 from jaxdist.optim import optimizers
@@ -44,14 +46,15 @@ from jaxdist.telemetry.units import GIB
 from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.costs import costs_of
 
-HOST = "host memory"  # offloaded activations: not on the device, so not in its peak
+HOST = "host memory"  # component of offloaded activations, not in a device's peak
 
 
 def components(composition: Composition, target: Target | jax.Device) -> Components:
-    """Counts bytes per device at the step's peak, by component, the largest first.
+    """Counts the bytes of a device at the step's peak by component, the largest first.
 
     Args:
-      target: the device or target whose compiler's habits count.
+      composition: the run on its mesh.
+      target: the hardware; its compiler decides the lifetimes of some values.
     """
     platform = platform_of(target.platform)
     chip = _chip(target)
@@ -60,77 +63,73 @@ def components(composition: Composition, target: Target | jax.Device) -> Compone
     peak = _peak(_Step(composition, platform, ordered=ordered))
     if platform == "tpu" and chip and accounted_peak(peak) > chip.capacity_bytes:
         peak = _peak(_Step(composition, "tpu", ordered=True, pressed=True))
-    return dict(
-        sorted(
-            ((n, size) for n, size in peak.items() if size), key=lambda item: -item[1]
-        )
-    )
+    sizes = [(name, size) for name, size in peak.items() if size]
+    sizes.sort(key=lambda item: -item[1])
+    return dict(sizes)
 
 
 def accounted_peak(components: Mapping[str, int]) -> int:
-    """Returns the bytes on the device that the components sum to."""
+    """Sums the components on the device, without those on the host, in bytes."""
     return sum(
         size for name, size in components.items() if name not in (HOST, HOST_STATE)
     )
 
 
 def transfer_s(bytes_on_host: int) -> float:
-    """Estimates the seconds in which state crosses from the host to its device and
-    back, nothing hidden.
-    """
+    """Estimates the seconds to move state from the host to its device and back."""
     return 2 * bytes_on_host / HOST_BYTES_PER_S
 
 
 def offload_lines(components: Mapping[str, int]) -> list[str]:
-    """Tells, in one line, what an optimizer's state on the host costs; in none without
-    one.
-    """
-    waiting = components.get(HOST_STATE, 0)
-    if not waiting:
+    """Reports in a line what optimizer state on the host costs; [] if there is none."""
+    on_host = components.get(HOST_STATE, 0)
+    if not on_host:
         return []
     return [
-        f"offload.optimizer: {waiting / GIB:.2f} GiB a device wait on the host and cross to it and back "
-        f"every step: {transfer_s(waiting):.2f} s at {HOST_BYTES_PER_S / 1e9:g} GB/s, which the step's time "
-        f"leaves out"
+        f"offload.optimizer: each device keeps {on_host / GIB:.2f} GiB on its host. Every step moves them to the "
+        f"device and back, which takes {transfer_s(on_host):.2f} s at {HOST_BYTES_PER_S / 1e9:g} GB/s; the "
+        f"step's time omits it"
     ]
 
 
-# Kept by content: a search asks for each of them some thousand times.
+# cached by content, because a search needs each of them some thousand times
 _programs: dict[tuple[str, int, int, int], tuple[int, int]] = {}
 
 
-def _slots(cut: Staging) -> tuple[int, int]:
-    """Returns the slots of inputs and of gradients that a stage has, but for trash."""
-    config = cut.config
-    key = config.schedule, cut.stages, cut.microbatches, config.chunks
-    # a file may have changed
+def _slots(staging: Staging) -> tuple[int, int]:
+    """Counts a stage's slots of inputs and of gradients, without the slots for trash."""
+    config = staging.config
+    key = config.schedule, staging.stages, staging.microbatches, config.chunks
+    # A schedule's file may have changed.
     if key not in _programs or config.schedule.endswith(".json"):
-        program = cut.program()
+        program = staging.program()
         _programs[key] = program.num_inputs, program.num_gradients
     return _programs[key]
 
 
 def _chip(target: Target | jax.Device) -> Chip | None:
-    """Returns what is known of a device; None of one that is not in the table."""
+    """Finds the chip of a target or device; None if the table lacks it."""
     return target.chip if isinstance(target, Target) else chip_for(target.device_kind)
 
 
 def _peak(step: "_Step") -> Components:
-    return max(
-        (step.in_loss(), *step.in_backward(), step.in_update()), key=accounted_peak
-    )
+    """Finds the components of the moment with the largest peak."""
+    moments = (step.in_loss(), *step.in_backward(), step.in_update())
+    return max(moments, key=accounted_peak)
 
 
 class _Step:
     """The sizes of a run's step on one device.
 
     Args:
-      ordered: the head's gradient is reduced before the layers' backward passes: by our
-        barrier on TPUs whose compute waits for sums (`ops.dense_matmul.waits_for_sums`), and
-        wherever sequences are split.
-      pressed: of a program that is too large otherwise. A TPU's compiler then orders it
-        anew, for size: the head as above, and attention's logsumexp is taken out of its
-        lanes before the feed-forward's values are there.
+      composition: the run on its mesh.
+      platform: tpu, gpu or cpu.
+      ordered: whether the head's gradient is reduced before the layers' backward
+        passes. A barrier orders it so on TPUs whose compute waits for sums
+        (`ops.dense_matmul.waits_for_sums`), and with split sequences.
+      pressed: whether the program would otherwise be too large. A TPU's compiler then
+        orders it for size: the head as above, and attention's logsumexp leaves its
+        padded lanes before the values of the feed-forward exist.
     """
 
     def __init__(
@@ -141,125 +140,139 @@ class _Step:
         ordered: bool = False,
         pressed: bool = False,
     ) -> None:
-        run = self.run = composition.config
-        rules = self.rules = composition.rules
-        spec = self.flat = composition.spec
+        run = composition.config
+        rules = composition.rules
+        spec = composition.spec
+        self.run = run
+        self.rules = rules
+        self.flat_spec = spec
         self.platform = platform
         self.ordered = ordered
         self.pressed = pressed
-        self.cut = composition.staging
+        self.staging = composition.staging
         self.spec = composition.staged_spec
         self.parameters = self.spec.named_trainable()
-        self.compute = jnp.dtype(run.precision.compute).itemsize
-        self.stored = jnp.dtype(run.precision.params).itemsize
+        self.compute_itemsize = jnp.dtype(run.precision.compute).itemsize
+        self.stored_itemsize = jnp.dtype(run.precision.params).itemsize
         parts = composition.parts * rules.shape.batch_shards
         sequences = max(run.batch.global_size // parts, 1)
-        self.policy = run.remat.policy if self.cut is None else self.cut.remat
-        inner = "full" if self.policy == "layers" else self.policy
-        if self.cut and self.cut.grouped:
-            inner = run.remat.policy
-        self.block = trace(composition, inner, platform)
-        self.full = self.block
+        self.policy = run.remat.policy if self.staging is None else self.staging.remat
+        block_policy = "full" if self.policy == "layers" else self.policy
+        if self.staging and self.staging.grouped:
+            block_policy = run.remat.policy
+        self.block = trace(composition, block_policy, platform)
+        self.full_block = self.block
         if run.remat.every > 1:
-            self.full = trace(composition, "full", platform)
-        self.last = run.remat.layers // max(spec.block_layers, 1) if spec.staged else 0
-        self.rest = None
-        if 0 < self.last < spec.depth:
-            self.rest = trace(composition, run.remat.others, platform)
+            self.full_block = trace(composition, "full", platform)
+        # blocks at the end that follow the policy; 0 if all do
+        self.last_layers = 0
+        if spec.staged:
+            self.last_layers = run.remat.layers // max(spec.block_layers, 1)
+        self.earlier_block = None
+        if 0 < self.last_layers < spec.depth:
+            self.earlier_block = trace(composition, run.remat.others, platform)
         self.tokens = sequences * sample_tokens(composition)
-        self.times = self.tokens // self.block.tokens
-        self.x = self.times * self.block.x
-        self.x_kept = self.x // (
-            rules.shape.sizes["tensor"] if rules.sequence_parallel else 1
-        )
+        # the sizes of a block are per `block.tokens`
+        self.scale = self.tokens // self.block.tokens
+        self.input_bytes = self.scale * self.block.x
+        self.kept_input_bytes = self.input_bytes
+        if rules.sequence_parallel:
+            self.kept_input_bytes //= rules.shape.sizes["tensor"]
         self.costs = costs_of(run)
-        shares = [cost.share(rules, self.compute) for cost in self.costs]
-        # of other devices, in a layer
-        self.keys = sequences * max((share.held for share in shares), default=0)
+        shares = [cost.share(rules, self.compute_itemsize) for cost in self.costs]
+        # keys and values of other devices in one layer
+        keys = max((share.held for share in shares), default=0)
+        self.remote_keys_bytes = sequences * keys
         self.state = held_state(composition, platform)
 
     # --- moments ----------------------------------------------------------------------
 
     def in_update(self) -> Components:
-        """State and gradients; new values take the place of old ones, leaf by leaf."""
+        """Counts state and gradients: new values replace old ones leaf by leaf."""
         return self.state | {"gradients": self._sum(self.rules.gradient, 4)}
 
     def in_loss(self) -> Components:
-        """A chunk of logits, their gradients, and the head, on top of what the layers
-        kept.
-        """
+        """Counts a chunk of logits with gradients, the head, and the layers' values."""
         chunks = [cost.chunk for cost in self.costs if cost.chunk]
         chunk = min([*chunks, self.tokens])
         vocabulary = self._head(vocabulary=True)
+        # the last output and its gradient
+        working_set = 2 * self.input_bytes
+        if self._vocabulary_parts() > 1:
+            # those of a chunk on all devices that share the vocabulary
+            working_set += 2 * self._rows(chunk)
         return self._around_backward(self._kept()) | {
-            "gathered weights": self._head() * self.compute + self._gathered_once(),
-            # float32, and their gradient
-            "logits": chunk * vocabulary * (4 + self.compute),
-            # The last output and its gradient, and those of a chunk of all who share
-            # out the vocabulary.
-            "working set": 2 * self.x
-            + (self._vocabulary_parts() > 1) * 2 * self._rows(chunk),
+            "gathered weights": self._head() * self.compute_itemsize
+            + self._gathered_once(),
+            # logits in float32, and their gradient
+            "logits": chunk * vocabulary * (4 + self.compute_itemsize),
+            "working set": working_set,
         }
 
     def in_backward(self) -> Iterator[Components]:
-        """Yields what the last layer's backward pass holds, when nothing that layers
-        kept is free yet.
+        """Counts the moments of the last layer's backward pass, which may be largest.
 
-        Its weights are gathered and its forward values there again. The first weight's
-        gradient, whole until it is reduced over devices, takes the place of a forward
-        value. GPU reduces a layer's gradients together: all of them are there when half
-        of the forward values are gone. The head's is reduced after the layers, unless
-        they are `ordered`. Experts have moments of their own, in which the values of
-        what comes before them are there, too.
+        Nothing that layers kept is free yet. The layer's weights are gathered, and its
+        forward values exist again. The gradient of the first weight is whole until it is
+        reduced over devices, and takes the place of a forward value. GPUs reduce a
+        layer's gradients together: all of them exist when half of the forward values
+        are free. The head's gradient is reduced after the layers, unless `ordered`.
+        Layers with experts have moments of their own, in which the values before the
+        experts exist as well.
         """
         yield from self._in_backward_of(
             self.block, self._in_layers(self._kept()), self.policy
         )
-        if self.rest:  # of the layers before the last ones, whose values are gone
-            sizes = self._in_layers(
-                self._kept_by(
-                    self.rest, self.spec.depth - self.last, self.run.remat.others
-                )
-            )
-            yield from self._in_backward_of(self.rest, sizes, self.run.remat.others)
+        if self.earlier_block:
+            # The values of the last layers are free when earlier layers begin.
+            policy = self.run.remat.others
+            count = self.spec.depth - self.last_layers
+            kept = self._kept_by(self.earlier_block, count, policy)
+            sizes = self._in_layers(kept)
+            yield from self._in_backward_of(self.earlier_block, sizes, policy)
 
     def _in_backward_of(
         self, block: Block, sizes: Components, policy: str
     ) -> Iterator[Components]:
-        sizes["keys of other devices"] = self.keys * (policy != "none")
+        """Counts the moments of one block's backward pass.
+
+        Args:
+          block: the block.
+          sizes: values that are alive in every layer's backward pass; updated.
+          policy: the block's remat policy.
+        """
+        sizes["keys of other devices"] = 0
+        if policy != "none":
+            sizes["keys of other devices"] = self.remote_keys_bytes
         if block.call:
             moments = block.call.moments(
-                self.rules, self.tokens, self.compute, self.platform
+                self.rules, self.tokens, self.compute_itemsize, self.platform
             )
+            before_experts = self.scale * (block.working - block.largest)
             for moment in moments:
-                work = (
-                    sizes["working set"]
-                    + self.times * (block.working - block.largest)
-                    + moment.rows
-                )
-                more = {
+                yield sizes | {
                     "gathered weights": self._gathered_once() or moment.gathered,
-                    "working set": work,
+                    "working set": sizes["working set"] + before_experts + moment.rows,
+                    "unreduced gradients": sizes["unreduced gradients"]
+                    + moment.gradients,
                 }
-                more["unreduced gradients"] = (
-                    sizes["unreduced gradients"] + moment.gradients
-                )
-                yield sizes | more
             return
-        gathered = self._gathered_once() or sum(block.weights) * self.compute
-        # With sequence parallelism a part's input is gathered, beside what it is
-        # gathered of.
-        work = self.times * block.working + self.x * (self.x_kept < self.x)
+        gathered = self._gathered_once() or sum(block.weights) * self.compute_itemsize
+        work = self.scale * block.working
+        if self.kept_input_bytes < self.input_bytes:
+            # With sequence parallelism, a part's input exists gathered as well.
+            work += self.input_bytes
         unreduced = max(
-            4 * max(block.weights, default=0) - self.times * block.largest, 0
+            4 * max(block.weights, default=0) - self.scale * block.largest, 0
         )
         if self.pressed:
-            # one gradient over its value: none and two of them were seen
-            work -= self.times * block.largest
+            # One gradient takes the place of its value; programs with none and with
+            # two of them were seen.
+            work -= self.scale * block.largest
         elif self.platform == "tpu":
-            work += self.times * block.logsumexps * LANES * 4
+            work += self.scale * block.logsumexps * LANES * 4
         elif gathered + work < 4 * sum(block.weights) + work // 2:
-            # a little later there is more
+            # The moment in which all gradients exist is larger.
             gathered = 0
             work = work // 2
             unreduced = 4 * sum(block.weights)
@@ -268,13 +281,12 @@ class _Step:
         yield sizes | {"gathered weights": gathered}
 
     def _narrow_state(self) -> int:
-        """Returns the bytes by which experts' kernels and their state are padded in
-        copies on TPU.
+        """Counts padded copies of experts' kernels and their state on TPU, in bytes.
 
-        Where a shard's rows are half as wide as the lanes, libtpu lays it out by
-        columns, and the layers' gradients by rows; it copies the state before their
-        loop. Narrower ones it leaves as they are, and updates by element are made by
-        columns (`update.narrow_kernels`).
+        If a shard's rows are half as wide as the lanes, libtpu copies the state before
+        the loop of layers: it lays the state out by columns, but the layers' gradients
+        by rows. Narrower shards need no copy. Element-wise optimizers update by columns
+        (`update.narrow_kernels`).
         """
         if (
             self.platform != "tpu"
@@ -289,148 +301,174 @@ class _Step:
             if has_experts(names)
         ]
         narrow = (math.prod(dims) for dims in shards if dims[-1] * 2 == LANES)
-        return int(sum(narrow) * (self.stored + share))
+        return int(sum(narrow) * (self.stored_itemsize + share))
 
     def _in_layers(self, kept: Components) -> Components:
-        """What is alive in every layer's backward pass; the working set is that of a
-        pipeline alone.
+        """Counts the values that are alive in every layer's backward pass.
+
+        The working set contains only a pipeline's values; the layer's own are added
+        later.
+
+        Args:
+          kept: values that layers keep from the forward pass.
         """
         sizes = self._around_backward(kept) | {"working set": 0}
         if self.ordered:
-            # but reduced, unless it is added to earlier parts'
+            # The head's gradient is reduced, unless it is added to that of other parts.
             sizes["unreduced gradients"] = 0
-            sizes["gradients"] += 4 * self._head_shard() * (not sizes["gradients"])
+            if not sizes["gradients"]:
+                sizes["gradients"] = 4 * self._head_shard()
         layer_gradients = self._sum(self.rules.gradient, 4, "blocks")
-        if self.cut:
-            sizes["unreduced gradients"] = 0  # a tick reduces the head's for itself
-            layer_gradients //= self.cut.config.chunks
-            # With layers a chunk's inputs, taken from their slots.
-            each = self.times * sum(size for _, size in self.block.kept)
-            inputs = self.cut.kept_inputs * self.x_kept
-            sizes["working set"] = (
-                inputs if self.policy == "layers" else self.cut.dims[2] * each
-            )
+        if self.staging:
+            # A tick of the schedule reduces the head's gradient by itself.
+            sizes["unreduced gradients"] = 0
+            layer_gradients //= self.staging.config.chunks
+            if self.policy == "layers":
+                # a chunk's inputs, taken from their slots
+                inputs = self.staging.kept_inputs * self.kept_input_bytes
+                sizes["working set"] = inputs
+            else:
+                block_bytes = self.scale * sum(size for _, size in self.block.kept)
+                sizes["working set"] = self.staging.dims[2] * block_bytes
         sizes["gradients"] += layer_gradients
-        if (every := self.run.remat.every) > 1:  # whose loop has stacks of its own
-            share = every / max(self.flat.depth * self.flat.block_layers, 1)
+        every = self.run.remat.every
+        if every > 1:  # the loop over a group has stacks of its own
+            share = every / max(self.flat_spec.depth * self.flat_spec.block_layers, 1)
             sizes["saved in a group"] = self._in_group()
             sizes["gradients"] += int(share * layer_gradients)
             sizes["weights as computed"] += int(share * sizes["weights as computed"])
         return sizes
 
     def _around_backward(self, kept: Components) -> Components:
-        """What is alive from the loss to the end of the backward pass."""
-        several = self.run.batch.accumulation > 1 or self.cut
-        cast = self.compute != self.stored
+        """Counts values alive from the loss to the end of the backward pass.
+
+        Args:
+          kept: values that layers keep from the forward pass.
+        """
         sizes = self.state | kept
-        # of earlier parts
-        sizes["gradients"] = self._sum(self.rules.gradient, 4) if several else 0
+        # the sum of gradients of earlier parts
+        sizes["gradients"] = 0
+        if self.run.batch.accumulation > 1 or self.staging:
+            sizes["gradients"] = self._sum(self.rules.gradient, 4)
         sizes["unreduced gradients"] = 4 * self._head(trained=True)
-        # Casts (TPU) and copies in the order of gathers (GPU) of whole stacks leave the
-        # loops.
-        sizes["weights as computed"] = (
-            self._sum(self.rules.stored, self.compute, "blocks") if cast else 0
-        )
+        # XLA moves casts (TPU) and copies in the order of gathers (GPU) of whole stacks
+        # out of the loops.
+        sizes["weights as computed"] = 0
+        if self.compute_itemsize != self.stored_itemsize:
+            sizes["weights as computed"] = self._sum(
+                self.rules.stored, self.compute_itemsize, "blocks"
+            )
         sizes["state, padded"] = self._narrow_state()
         return sizes
 
     def _kept(self) -> Components:
-        """What layers keep from forward to backward; with a pipeline, slots of live
-        microbatches.
+        """Counts values that layers keep from the forward to the backward pass.
+
+        With a pipeline, these are the slots of live microbatches.
         """
-        if self.cut:
-            each = self.cut.kept_inputs if self.policy == "layers" else 1
-            inputs, gradients = _slots(self.cut)
-            slots = (inputs + 1) * each + gradients + 1
-            return {"pipeline slots": slots * self.x_kept}
+        if self.staging:
+            per_slot = self.staging.kept_inputs if self.policy == "layers" else 1
+            inputs, gradients = _slots(self.staging)
+            slots = (inputs + 1) * per_slot + gradients + 1
+            return {"pipeline slots": slots * self.kept_input_bytes}
         depth = self.spec.depth
         if self.run.remat.every > 1:
-            order = tuple(one for one in self.full.kept if one[0] != remat.INPUT)
-            groups = depth * self.spec.block_layers // self.run.remat.every
-            kept = self._kept_by(replace(self.full, kept=order), depth, "full")
-            return kept | {
-                f"saved: {remat.INPUT}": groups * self.x_kept * bool(self.full.kept)
-            }
-        if self.rest is None:
+            others = tuple(
+                (name, size)
+                for name, size in self.full_block.kept
+                if name != remat.INPUT
+            )
+            kept = self._kept_by(replace(self.full_block, kept=others), depth, "full")
+            inputs = 0
+            if self.full_block.kept:
+                groups = depth * self.spec.block_layers // self.run.remat.every
+                inputs = groups * self.kept_input_bytes
+            return kept | {f"saved: {remat.INPUT}": inputs}
+        if self.earlier_block is None:
             return self._kept_by(self.block, depth, self.policy)
-        before = self._kept_by(self.rest, depth - self.last, self.run.remat.others)
-        return dict(
-            Counter(before) + Counter(self._kept_by(self.block, self.last, self.policy))
+        earlier = self._kept_by(
+            self.earlier_block, depth - self.last_layers, self.run.remat.others
         )
+        last = self._kept_by(self.block, self.last_layers, self.policy)
+        return dict(Counter(earlier) + Counter(last))
 
     def _kept_by(self, block: Block, count: int, policy: str) -> Components:
-        """What so many blocks keep under a policy."""
+        """Counts the values that a number of blocks keep under a policy."""
         offloaded = remat.named_in(policy)["offload"]
         kept = Counter[str]()
         for name, size in block.kept:
             split = name in remat.RESIDUAL_STREAM and self.rules.sequence_parallel
             shards = self.rules.shape.sizes["tensor"] if split else 1
-            kept[HOST if name in offloaded else f"saved: {name}"] += (
-                size * count * self.times // shards
-            )
+            component = HOST if name in offloaded else f"saved: {name}"
+            kept[component] += size * count * self.scale // shards
         if policy == "none":
-            kept["saved: keys of other devices"] = self.keys * count
+            kept["saved: keys of other devices"] = self.remote_keys_bytes * count
         return dict(kept)
 
     def _in_group(self) -> int:
-        """What the layers of a group keep while its backward pass runs."""
+        """Counts the values that a group's layers keep during its backward pass."""
         count = self.run.remat.every // self.spec.block_layers
         kept = self._kept_by(self.block, count, self.run.remat.policy)
         return sum(kept.values()) - kept.get(HOST, 0)
 
     # --- parameters -------------------------------------------------------------------
 
-    def _sum(self, rule, itemsize: int, of: str = "") -> int:
-        return parameter_bytes(self.spec, self.rules, rule, itemsize, of)
+    def _sum(self, rule: Callable[..., P], itemsize: int, prefix: str = "") -> int:
+        """Counts the bytes of trained parameters laid out by a rule, by path prefix."""
+        return parameter_bytes(self.spec, self.rules, rule, itemsize, prefix)
 
     def _head(self, *, vocabulary: bool = False, trained: bool = False) -> int:
-        """Returns the elements of the (trained) output head, gathered from fsdp; or of
-        its vocabulary.
+        """Counts the elements of the output head after it is gathered from fsdp.
+
+        Args:
+          vocabulary: whether to return the size of its vocabulary dim instead.
+          trained: whether to count the head only if it is trained.
         """
-        if not (table := self._head_table(trained)):
+        table = self._head_table(trained)
+        if table is None:
             return 0
         dims, names = table
         local = self.rules.shard_dims(self.rules.computed(names, dims), dims)
-        return (
-            local[names.index("vocab")]
-            if vocabulary
-            else math.prod(local) // self._vocabulary_parts()
-        )
+        if vocabulary:
+            return local[names.index("vocab")]
+        return math.prod(local) // self._vocabulary_parts()
 
     def _vocabulary_parts(self) -> int:
-        """Returns how many devices of a sequence share out the head in the loss
-        (`ops.cross_entropy`).
+        """Counts the devices that split the head in the loss (`ops.cross_entropy`).
+
+        These are the devices that share a sequence, if the vocabulary divides evenly.
         """
         parts = self.rules.shape.sizes["context"]
         table = self._head_table(trained=False)
-        if not table or (self.cut and self.rules.vocab_over_stages):
+        if table is None or (self.staging and self.rules.vocab_over_stages):
             return 1
-        vocabulary = table[0][table[1].index("vocab")]
+        dims, names = table
+        vocabulary = dims[names.index("vocab")]
         return 1 if vocabulary % (parts * self.rules.shape.sizes["tensor"]) else parts
 
     def _rows(self, chunk: int) -> int:
-        """Returns the bytes of a chunk's rows of all devices that share out a
-        sequence.
-        """
-        return self.x * chunk // self.tokens * self.rules.shape.sizes["context"]
+        """Counts the bytes of a chunk's rows on all devices that share a sequence."""
+        rows = self.input_bytes * chunk // self.tokens
+        return rows * self.rules.shape.sizes["context"]
 
     def _head_shard(self) -> int:
-        """Returns the elements of the trained output head's reduced gradient."""
+        """Counts the elements of the trained output head's reduced gradient."""
         table = self._head_table(trained=True)
-        return (
-            shard_size(self.rules, self.rules.gradient(table[1], table[0]), table[0])
-            if table
-            else 0
-        )
+        if table is None:
+            return 0
+        dims, names = table
+        return shard_size(self.rules, self.rules.gradient(names, dims), dims)
 
     def _head_table(
         self, trained: bool
     ) -> tuple[Sequence[int], tuple[str | None, ...]] | None:
-        """Returns (dims, names) of the output head; None without one."""
+        """Finds the dims of the output head and their names; None without a head."""
         named = self.parameters if trained else self.spec.named_parameters()
         tables = [(x.shape, names) for x, names in named.values() if "vocab" in names]
-        return tables[-1] if tables else None  # with tied embeddings there is one
+        return tables[-1] if tables else None  # tied embeddings are the head as well
 
     def _gathered_once(self) -> int:
-        once = self.cut is not None and self.cut.config.gather_once
-        return self._sum(self.rules.computed, self.compute, "blocks") if once else 0
+        """Counts the weights of all blocks if a step gathers them once; 0 otherwise."""
+        if self.staging is None or not self.staging.config.gather_once:
+            return 0
+        return self._sum(self.rules.computed, self.compute_itemsize, "blocks")

@@ -1,10 +1,9 @@
-"""Plans a run for a target, stage by stage: arithmetic, the compiler, advice.
+"""The plan of a run on a target: arithmetic, then the compiler, then advice.
 
-Planning stops early where a stage says that the run cannot be laid out, or that no
-compiler answers.
+Planning stops early if the layout is illegal or if the compiler gives no answer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -17,6 +16,7 @@ from jaxdist.planner.compiler import (
     CannotTell,
     CompileOptions,
     DoesNotFit,
+    Say,
     compile_run,
 )
 from jaxdist.planner.document import Edit, Plan
@@ -24,8 +24,6 @@ from jaxdist.planner.targets import Target
 from jaxdist.telemetry.units import gib_text
 from jaxdist.trainer import pipeline_report
 from jaxdist.trainer.run_config import RunConfig
-
-Say = Callable[[str], None]
 
 
 def make_plan(
@@ -40,13 +38,17 @@ def make_plan(
 ) -> Plan:
     """Plans a run on a target.
 
+    A run that does not fit gets advice: edits of its config that save memory.
+
     Args:
-      check_edits: at most so many of the edits that should make it fit are compiled,
-        the best first.
-      expert_load: rows of the fullest pair of devices that exchange experts' rows,
-        relative to the mean.
-      calibration: measured times of collectives, of the plan itself; edits are chosen
-        by memory.
+      run: the config to plan.
+      target: the hardware.
+      options: compiler flags and limits of the compiler's process.
+      check_edits: number of edits to compile, the best first; 0 compiles none.
+      expert_load: rows that the busiest pair of devices exchanges for experts, relative
+        to the mean; 1 is an even load.
+      calibration: measured times of collectives, used instead of datasheet rates.
+      say: called with each stage of the work as it begins.
 
     Raises:
       ConfigError: the run cannot be laid out on the target.
@@ -57,21 +59,21 @@ def make_plan(
         expert_load=expert_load,
         calibration=calibration,
     )
-    plan = _compiled(plan, options, say)
+    plan = _with_compiler(plan, options, say)
     if plan.fits is not False:
         return plan
     edits = _edits(plan)
     if check_edits:
 
         def edited_plan(edited: RunConfig) -> Plan:
-            return _compiled(plan_by_arithmetic(edited, target), options, say)
+            return _with_compiler(plan_by_arithmetic(edited, target), options, say)
 
         edits = advice.check(run, edits, edited_plan, check_edits)
     return replace(plan, advice=edits)
 
 
 def plan_by_arithmetic(run: RunConfig, target: Target) -> Plan:
-    """Plans by arithmetic alone.
+    """Plans a run by arithmetic alone; nothing is compiled.
 
     Raises:
       ConfigError: the run cannot be laid out on the target.
@@ -88,13 +90,20 @@ def plan_by_arithmetic(run: RunConfig, target: Target) -> Plan:
 
 
 def explain_shortage(run: RunConfig, devices: Sequence[jax.Device], error: str) -> str:
-    """Explains a run that ran out of memory on its devices: components and advice;
-    compiles nothing.
+    """Explains why a run ran out of memory, and advises edits; compiles nothing.
+
+    Args:
+      run: the run that failed.
+      devices: the devices that it ran on.
+      error: the text of the failure.
+
+    Returns:
+      The plan by arithmetic as text, with the memory of each component.
     """
     reason = error.splitlines()[0]
     try:
         plan = plan_by_arithmetic(run, targets.parse("here", devices))
-    except ConfigError:  # devices that cannot be planned for
+    except ConfigError:  # the planner does not know these devices
         return (
             f"{reason}\nraise mesh.fsdp or batch.accumulation, or set remat.policy=full"
         )
@@ -102,15 +111,16 @@ def explain_shortage(run: RunConfig, devices: Sequence[jax.Device], error: str) 
     return show.as_text(plan.to_json())
 
 
-def _compiled(plan: Plan, options: CompileOptions | None, say: Say) -> Plan:
-    """Adds what the compiler says; no advice."""
+def _with_compiler(plan: Plan, options: CompileOptions | None, say: Say) -> Plan:
+    """Compiles a plan's step and adds the results, or why there are none."""
     accounted = memory.accounted_peak(plan.components)
     say(f"by arithmetic {gib_text(accounted)} of a device's memory")
     try:
-        return with_compiled(plan, compile_run(plan.run, plan.target, options, say=say))
+        compiled = compile_run(plan.run, plan.target, options, say=say)
+        return with_compiled(plan, compiled)
     except DoesNotFit as refusal:
         needed, capacity = refusal.args
-        reason = f"the compiler refuses it: {gib_text(needed)} needed, {gib_text(capacity)} to be had"
+        reason = f"the compiler refuses it: {gib_text(needed)} needed, {gib_text(capacity)} available"
         return replace(
             plan,
             fits=False,
@@ -118,8 +128,8 @@ def _compiled(plan: Plan, options: CompileOptions | None, say: Say) -> Plan:
             capacity_bytes=capacity,
             exit_reason=reason,
         )
-    except CannotTell as silence:
-        return replace(plan, exit_reason=str(silence))
+    except CannotTell as failure:
+        return replace(plan, exit_reason=str(failure))
 
 
 def _edits(plan: Plan) -> list[Edit]:
@@ -128,7 +138,7 @@ def _edits(plan: Plan) -> list[Edit]:
         plan.composition,
         plan.target,
         memory.accounted_peak(plan.components),
-        # of a run that has failed: more than there is
+        # A run that failed on its devices has no peak: it needed more than they have.
         needed_bytes=plan.peak_bytes or capacity,
         capacity_bytes=capacity,
     )

@@ -1,5 +1,7 @@
-"""The remat policies that a run could have on a target, by arithmetic: every choice of
-saves and offloads by name, and of how many layers they are for.
+"""The possible remat policies of a run on a target, ranked by arithmetic.
+
+A policy chooses the named activations to save and to offload, and the number of layers
+that it applies to.
 """
 
 import heapq
@@ -20,12 +22,22 @@ from jaxdist.trainer import compose
 from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.run_config import RunConfig
 
-MOST_TRACED = 24  # policies whose blocks are traced: fractions of a second each
-SAME = 0.002  # of a step: what arithmetic does not tell apart is ranked by bytes
+MOST_TRACED = 24  # policies whose blocks are traced, in a fraction of a second each
+# relative difference of step times below which policies are ranked by bytes instead
+SAME = 0.002
 
 
 class Policies:
-    """The policies of a run on a target by arithmetic."""
+    """The possible remat policies of a run on a target, by arithmetic.
+
+    Args:
+      run: the config.
+      target: the hardware.
+      limit_bytes: bytes that a step may use of a device, if the device reports them.
+
+    Raises:
+      ConfigError: the layout has no policy to choose, or the memory is unknown.
+    """
 
     def __init__(self, run: RunConfig, target: Target, limit_bytes: int | None) -> None:
         base = compose.with_overrides(run, {"remat": RematConfig("full")})
@@ -38,89 +50,105 @@ class Policies:
         if not self.spec.staged:
             raise ConfigError(
                 f"remat.policy=fit: {self.spec.model_class.__name__} has no blocks (embed, blocks, head) to "
-                f"compute again; set remat.policy=dots"
+                f"recompute; set remat.policy=dots"
             )
         self.target = target
         self.model = Model(self.full, target)
         known = target.usable_bytes
-        # of what the compiler says
+        # limit of the compiler's peak
         self.hard = min(limit_bytes or known or 0, known or limit_bytes or 0)
         if not self.hard:
             raise ConfigError(
-                f"remat.policy=fit: nobody knows the memory of {target.text}; give a policy by hand"
+                f"remat.policy=fit: the memory of {target.text} is unknown; set a policy by hand"
             )
+        # limit of the peak by arithmetic
         self.most = int(target.freely_used(self.hard))
         self.layers = self.spec.depth * self.spec.block_layers
         full = memory.components(self.full, target)
-        # Of names alone: what is saved is no longer part of the working set.
+        # the peak without saved activations, which leave the working set
         self.base_bytes = memory.accounted_peak(full) - full.get("working set", 0) // 2
         self._policies: list[tuple[float, int, str]] | None = None
         self._seen: dict[RematConfig, Candidate] = {}
 
-    def correct(self, one: Candidate, needed_bytes: int) -> None:
-        """Takes into account what the compiler needs of a policy that it refused."""
-        excess = max(needed_bytes - self.needed(one), 0)
-        self.most = min(self.most, self.hard - excess, self.needed(one) - 1)
+    def correct(self, candidate: Candidate, needed_bytes: int) -> None:
+        """Lowers the limit of the arithmetic after the compiler refused a policy.
+
+        Args:
+          candidate: the policy.
+          needed_bytes: bytes that its step needs by the compiler.
+        """
+        excess = max(needed_bytes - self.needed(candidate), 0)
+        self.most = min(self.most, self.hard - excess, self.needed(candidate) - 1)
 
     def best(self) -> list[Candidate]:
-        """Returns what fits by arithmetic: of each policy the most layers, the shortest
-        step first.
+        """Lists the candidates that fit by arithmetic, the shortest step first.
+
+        Each policy applies to as many layers as fit.
         """
-        fitting = [self._largest(policy) for _, _, policy in self._promising()]
-        fitting += [self.accounted(config) for config in self._grouped()]
-        fits = [one for one in fitting if one and self._is_within(one)]
+        candidates = [self._largest(policy) for _, _, policy in self._promising()]
+        candidates += [self.accounted(config) for config in self._grouped()]
+        fits = [
+            candidate
+            for candidate in candidates
+            if candidate and self._is_within(candidate)
+        ]
         return sorted(fits, key=self._rank)
 
     def fits(self, config: RematConfig) -> bool:
-        """Returns whether a policy fits by arithmetic."""
+        """Checks whether a policy fits by arithmetic."""
         return self._is_within(self.accounted(config))
 
     def least(self) -> Candidate:
-        """Returns what takes least memory."""
-        plain = [RematConfig("full")]
-        plain += [RematConfig(f"offload:{INPUT}")] if self._can_offload else []
+        """Finds the candidate that needs the least memory."""
+        configs = [RematConfig("full")]
+        if self._can_offload:
+            configs.append(RematConfig(f"offload:{INPUT}"))
+        configs += self._grouped()
         return min(
-            map(self.accounted, [*plain, *self._grouped()]),
-            key=lambda one: one.accounted_bytes,
+            map(self.accounted, configs),
+            key=lambda candidate: candidate.accounted_bytes,
         )
 
     @property
     def _can_offload(self) -> bool:
-        return self.target.platform != "cpu"  # whose devices' memory is the host's
+        # The memory of a CPU device is the host's.
+        return self.target.platform != "cpu"
 
-    def _rank(self, one: Candidate) -> tuple:
+    def _rank(self, candidate: Candidate) -> tuple[int, float, int, bool]:
+        """Makes the sort key of a candidate; smaller is better."""
         return (
-            round(math.log(_careful(one.estimate)) / SAME),
-            one.estimate.host,
-            one.accounted_bytes,
-            # of equals, the policy of a word: the same program may have several names
-            one.run.remat.policy not in layouts.REMAT,
+            round(math.log(_careful(candidate.estimate)) / SAME),
+            candidate.estimate.host,
+            candidate.accounted_bytes,
+            # Several policies may make the same program: prefer the usual names.
+            candidate.run.remat.policy not in layouts.REMAT,
         )
 
-    def _is_within(self, one: Candidate) -> bool:
-        # A host is taken to have as much memory as its devices.
-        on_host = one.components.get(memory.HOST, 0)
-        on_host += one.components.get(HOST_STATE, 0)
-        return self.needed(one) <= self.most and on_host <= self.hard
+    def _is_within(self, candidate: Candidate) -> bool:
+        """Checks a candidate against the limits of the device and of the host."""
+        # A host is assumed to have as much memory as its devices.
+        on_host = candidate.components.get(memory.HOST, 0)
+        on_host += candidate.components.get(HOST_STATE, 0)
+        return self.needed(candidate) <= self.most and on_host <= self.hard
 
-    def needed(self, one: Candidate) -> int:
-        """Returns the bytes of a candidate with those of offloaded activations on their
-        way.
-        """
-        crossing = one.components.get(memory.HOST, 0)
-        layers = one.run.remat.layers // self.spec.block_layers or self.spec.depth
-        return one.accounted_bytes + min(crossing // layers * self._in_flight, crossing)
+    def needed(self, candidate: Candidate) -> int:
+        """Counts a candidate's bytes, including offloaded activations in transfer."""
+        crossing = candidate.components.get(memory.HOST, 0)
+        layers = candidate.run.remat.layers // self.spec.block_layers or self.spec.depth
+        return candidate.accounted_bytes + min(
+            crossing // layers * self._in_flight, crossing
+        )
 
     @property
     def _in_flight(self) -> int:
         return self.target.observed.layers_in_flight
 
     def accounted(self, config: RematConfig) -> Candidate:
-        """Returns the run's layout with a policy, its time and its bytes; kept."""
+        """Computes the time and the bytes of the run with a policy."""
         if config not in self._seen:
-            layout = self._with(config)
-            seconds = self.model.estimate(layout)
-            self._seen[config] = Candidate(layout, self.target, seconds)
+            composition = self._with(config)
+            estimate = self.model.estimate(composition)
+            self._seen[config] = Candidate(composition, self.target, estimate)
         return self._seen[config]
 
     def _with(self, remat: RematConfig) -> Composition:
@@ -128,23 +156,26 @@ class Policies:
         return replace(self.full, config=run)
 
     def _largest(self, policy: str) -> Candidate | None:
-        """Returns the policy in as many layers as fit; None if one is too much."""
-        low = 0
-        high = self.spec.depth  # blocks; `high` is not known to be too much
-        if self._is_within(whole := self.accounted(RematConfig(policy))):
-            return whole
+        """Applies a policy to as many layers as fit; None if a block is too much."""
+        in_all_layers = self.accounted(RematConfig(policy))
+        if self._is_within(in_all_layers):
+            return in_all_layers
+        fitting: Candidate | None = None
+        low = 0  # blocks that fit
+        high = self.spec.depth  # blocks that do not fit
         while high - low > 1:
             middle = (low + high) // 2
-            one = self.accounted(RematConfig(policy, middle * self.spec.block_layers))
-            low, high = (middle, high) if self._is_within(one) else (low, middle)
-        return (
-            self.accounted(RematConfig(policy, low * self.spec.block_layers))
-            if low
-            else None
-        )
+            layers = middle * self.spec.block_layers
+            candidate = self.accounted(RematConfig(policy, layers))
+            if self._is_within(candidate):
+                fitting = candidate
+                low = middle
+            else:
+                high = middle
+        return fitting
 
     def _grouped(self) -> Iterator[RematConfig]:
-        """Yields groups of layers, for what does not fit otherwise."""
+        """Yields policies that recompute groups of layers, which need least memory."""
         group = self.spec.period * self.spec.block_layers
         for every in range(2, self.layers):
             config = RematConfig("full", every=every)
@@ -152,52 +183,56 @@ class Policies:
                 yield config
 
     def _promising(self) -> list[tuple[float, int, str]]:
-        """Returns (seconds, bytes, policy), by sums over names: those worth a trace,
-        and the search's own.
+        """Lists (seconds, bytes, policy) of the policies that are worth a trace.
+
+        Seconds and bytes are sums over names. The policies of a search of layouts are
+        listed as well.
         """
         if self._policies is None:
-            rows = heapq.nsmallest(
-                MOST_TRACED, (row for row in map(self._sum, self._choices()) if row)
-            )
-            own = [
+            sums = map(self._sum, self._choices())
+            rows = heapq.nsmallest(MOST_TRACED, (row for row in sums if row))
+            listed = {policy for _, _, policy in rows}
+            rows += [
                 (0.0, 0, policy)
                 for policy in layouts.REMAT
-                if self._can_offload or "offload" not in policy
+                if policy not in listed
+                and (self._can_offload or "offload" not in policy)
             ]
-            named = {policy for _, _, policy in rows}
-            self._policies = rows + [row for row in own if row[2] not in named]
+            self._policies = rows
         return self._policies
 
     def _choices(self) -> Iterator[str]:
-        """Yields every policy of names that the blocks have."""
+        """Yields each policy that saves or offloads activations of the blocks."""
         self._sizes = self._bytes_of_names()
         names = [name for name in NAMES if name in self._sizes and name != INPUT]
-        # where attention's have no name by which they could be moved
-        gpu = self.target.platform == "gpu"
-        states = [
-            ("", "save") if gpu and name == RESIDUALS else ("", "save", "offload")
-            for name in names
-        ]
-        if not self._can_offload:
-            states = [("", "save")] * len(names)
-        for entry, *rest in product(
-            ("save", "offload") if self._can_offload else ("save",), *states
-        ):
-            kinds: dict[str, list[str]] = {
-                "save": [],
-                "offload": [INPUT] if entry == "offload" else [],
-            }
-            for name, kind in zip(names, rest, strict=True):
-                if kind:
-                    kinds[kind].append(name)
-            parts = [
-                f"{kind}:{','.join(chosen)}" for kind, chosen in kinds.items() if chosen
-            ]
+        input_actions = ("save", "offload") if self._can_offload else ("save",)
+        actions = [self._actions(name) for name in names]
+        for input_action, *name_actions in product(input_actions, *actions):
+            saved = []
+            offloaded = [INPUT] if input_action == "offload" else []
+            for name, action in zip(names, name_actions, strict=True):
+                if action == "save":
+                    saved.append(name)
+                elif action == "offload":
+                    offloaded.append(name)
+            parts = []
+            if saved:
+                parts.append(f"save:{','.join(saved)}")
+            if offloaded:
+                parts.append(f"offload:{','.join(offloaded)}")
             yield "+".join(parts) or "full"
 
+    def _actions(self, name: str) -> tuple[str, ...]:
+        """Lists what a policy may do with an activation; "" recomputes it."""
+        # cuDNN's residuals have no name, so they cannot be offloaded.
+        by_cudnn = self.target.platform == "gpu" and name == RESIDUALS
+        if by_cudnn or not self._can_offload:
+            return "", "save"
+        return "", "save", "offload"
+
     def _bytes_of_names(self) -> dict[str, int]:
-        """Returns the bytes that each name takes in a layer of the stack's blocks."""
-        # What attention gives is the first of its residuals, which are worth more.
+        """Counts the bytes of each named activation in a block."""
+        # The output of attention is the first of its residuals, which save more work.
         config = RematConfig(
             f"save:{','.join(name for name in NAMES if name != 'attention_out')}"
         )
@@ -206,8 +241,9 @@ class Policies:
         return {name: kept[name] // self.spec.depth for name in NAMES if name in kept}
 
     def _sum(self, policy: str) -> tuple[float, int, str] | None:
-        """Returns (seconds, bytes, policy) with as many layers as may fit; None if not
-        one layer does.
+        """Estimates (seconds, bytes, policy) of a policy in as many layers as may fit.
+
+        None if not even one block may fit.
         """
         named = named_in(policy)
         depth = self.spec.depth
@@ -215,22 +251,25 @@ class Policies:
         if INPUT in named["offload"]:
             base -= depth * self._sizes[INPUT]
         base += self._in_flight * sum(self._sizes[name] for name in named["offload"])
-        each = sum(self._sizes[name] for name in named["save"] if name != INPUT)
+        saved = sum(self._sizes[name] for name in named["save"] if name != INPUT)
+        offloaded = sum(self._sizes.get(name, 0) for name in named["offload"])
         spare = self.most - base
-        count = depth if each * depth <= spare else int(spare // each) if each else 0
-        if (
-            count < 1
-            or sum(self._sizes.get(n, 0) for n in named["offload"]) * count > self.hard
-        ):
+        if saved * depth <= spare:
+            count = depth
+        elif saved:
+            count = int(spare // saved)
+        else:
+            count = 0
+        if count < 1 or offloaded * count > self.hard:
             return None
         layers = count * self.spec.block_layers if count < depth else 0
         estimate = self.model.estimate(self._with(RematConfig(policy, layers)))
-        return _careful(estimate), each * count, policy
+        return _careful(estimate), saved * count, policy
 
 
-def _careful(one: Estimate) -> float:
-    """Returns the seconds of a step of whose compute a part alone hides transfers."""
-    return one.step_s + min(
-        max(one.host - HIDES_TRANSFERS * one.busy_s, 0.0),
-        (1 - HIDES_TRANSFERS) * one.busy_s,
+def _careful(estimate: Estimate) -> float:
+    """Estimates the step time if only a part of compute hides transfers to the host."""
+    return estimate.step_s + min(
+        max(estimate.host - HIDES_TRANSFERS * estimate.busy_s, 0.0),
+        (1 - HIDES_TRANSFERS) * estimate.busy_s,
     )

@@ -1,45 +1,44 @@
-"""The remat policy that fits a target with the shortest step.
+"""The search for the remat policy that fits a target with the shortest step.
 
-Every policy is weighed by arithmetic (`policies`); the compiler is asked of the best, and
-what it says against the arithmetic counts for the next.
+Arithmetic ranks all policies (`policies`). The compiler checks the best ones; if it
+needs more memory than the arithmetic says, the arithmetic is corrected.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jaxdist.config import ConfigError
 from jaxdist.parallel.remat import RematConfig
 from jaxdist.planner import layouts
-from jaxdist.planner.compiler import CompileOptions
+from jaxdist.planner.compiler import CompileOptions, Say
 from jaxdist.planner.document import Plan
 from jaxdist.planner.layouts import Candidate
 from jaxdist.planner.plan import make_plan
 from jaxdist.planner.policies import Policies
 from jaxdist.planner.targets import Target
-from jaxdist.planner.trials import Compiled, compile_in_turn
+from jaxdist.planner.trials import CompiledLayout, compile_in_turn
 from jaxdist.telemetry.units import gib_text, time_text
 from jaxdist.trainer.run_config import RunConfig
 
-MOST_REFUSED = 4  # compiles of steps that do not fit
+MOST_REFUSED = 4  # most compilations of steps that do not fit
 
 _PLAIN = tuple(map(RematConfig, layouts.REMAT))
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What `fit` came to."""
+    """The result of `fit`."""
 
-    run: RunConfig  # with the policy
-    plan: Plan  # compiled
-    seconds: float  # by what it was ranked
-    # every policy that was compiled, and what came of it
+    run: RunConfig  # the config with the policy
+    plan: Plan  # its compiled plan
+    seconds: float  # the step time that the policy was ranked by
+    # each policy that was compiled, and the outcome
     tried: tuple[tuple[RematConfig, str], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the policy, as on the command line too, and what was compiled."""
+        """Returns the policy as overrides, its step time, and all compiled policies."""
         tried = [{"remat": str(remat), "why": why} for remat, why in self.tried]
         return {
             "overrides": overrides(self.run.remat),
@@ -48,7 +47,7 @@ class Fitted:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yields what to say of it."""
+        """Yields the lines to print."""
         for remat, why in self.tried:
             yield f"compiled: remat {remat}: {why}"
         yield f"remat.policy=fit: {' '.join(overrides(self.run.remat))}"
@@ -63,12 +62,17 @@ def fit(
     options: CompileOptions | None = None,
     say: Say = lambda line: None,
 ) -> Fitted:
-    """Returns the run with the policy that fits the target with the shortest step.
+    """Finds the policy that fits a target with the shortest step.
 
     Args:
-      limit_bytes: what a step may use of a device, where it says so itself; default:
-        the planner's.
-      finalists: policies compiled that fit; of several the compiler's estimate decides.
+      run: the config.
+      target: the hardware.
+      limit_bytes: bytes that a step may use of a device, if the device reports them;
+        default: the planner's limit.
+      finalists: number of fitting policies to compile; the compiler's estimate decides
+        between them.
+      options: compiler flags and limits.
+      say: called with each stage of the work.
 
     Raises:
       ConfigError: nothing fits, or the layout has no policy to choose.
@@ -81,31 +85,33 @@ def fit(
 
     tried = list[tuple[RematConfig, str]]()
 
-    def choose(done: Sequence[Compiled]) -> Candidate | None:
-        fitting = [one for one in done if one.fits]
+    def choose(done: Sequence[CompiledLayout]) -> Candidate | None:
+        """Chooses the next policy until enough fit or too many do not."""
+        fitting = [layout for layout in done if layout.fits]
         if len(fitting) == finalists or len(done) == MOST_REFUSED + finalists:
             return None
         return _next(policies, done, fitting)
 
-    def compile(one: Candidate) -> Compiled:
+    def compile(candidate: Candidate) -> CompiledLayout:
+        """Compiles a policy, and corrects the arithmetic if it does not fit."""
         say(
-            f"compiling remat {one.run.remat}: by arithmetic {time_text(one.estimate.step_s)}"
+            f"compiling remat {candidate.run.remat}: by arithmetic {time_text(candidate.estimate.step_s)}"
         )
-        plan = make_plan(one.run, target, options=options, say=say)
-        compiled = Compiled(one, plan)
+        plan = make_plan(candidate.run, target, options=options, say=say)
+        compiled = CompiledLayout(candidate, plan)
         why = plan.exit_reason.partition("\n")[0]
         if plan.fits:
             why += f", {time_text(_seconds(compiled))} a step"
-        tried.append((one.run.remat, why))
+        tried.append((candidate.run.remat, why))
         say(f"  {why}")
         if plan.fits is None:
             raise ConfigError(
-                f"remat.policy=fit: {plan.exit_reason}; give a policy by hand"
+                f"remat.policy=fit: {plan.exit_reason}; set a policy by hand"
             )
         needed = plan.peak_bytes or 0
         if plan.fits and needed <= policies.hard:
             return compiled
-        policies.correct(one, needed)
+        policies.correct(candidate, needed)
         return replace(compiled, plan=replace(plan, fits=False))
 
     done = compile_in_turn(choose, compile)
@@ -113,45 +119,54 @@ def fit(
     if not fitting:
         raise ConfigError(_nothing_fits(policies, tried))
     winner = min(fitting, key=lambda one: (_seconds(one), one.plan.peak_bytes or 0))
-    return Fitted(winner.layout.run, winner.plan, _seconds(winner), tuple(tried))
+    return Fitted(winner.candidate.run, winner.plan, _seconds(winner), tuple(tried))
 
 
 def _next(
-    policies: Policies, done: Sequence[Compiled], fitting: Sequence[Compiled]
+    policies: Policies,
+    done: Sequence[CompiledLayout],
+    fitting: Sequence[CompiledLayout],
 ) -> Candidate | None:
-    """Chooses what to compile: the best of all, then the search's own."""
-    tried = [one.layout.run.remat for one in done]
-    best = min(map(_seconds, fitting), default=math.inf)
-    fresh = (
-        one
-        for one in policies.best()
-        if one.run.remat not in tried and one.estimate.bound_s < best
-    )
-    return next((c for c in fresh if not fitting or c.run.remat in _PLAIN), None)
+    """Chooses the next policy to compile.
 
-
-def _seconds(one: Compiled) -> float:
-    """Returns the compiler's estimate, or what offloaded activations take to cross if
-    that is longer.
+    It is the best by arithmetic until one fits, and then the best of the policies that
+    a search of layouts uses.
     """
-    return max(one.seconds, one.layout.estimate.host)
+    tried = [layout.candidate.run.remat for layout in done]
+    fastest = min(map(_seconds, fitting), default=math.inf)
+    for candidate in policies.best():
+        policy = candidate.run.remat
+        if policy in tried or candidate.estimate.bound_s >= fastest:
+            continue
+        if not fitting or policy in _PLAIN:
+            return candidate
+    return None
+
+
+def _seconds(layout: CompiledLayout) -> float:
+    """Estimates the step time: the compiler's, or that of offloading if it is longer."""
+    return max(layout.seconds, layout.candidate.estimate.host)
 
 
 def _nothing_fits(policies: Policies, tried: list[tuple[RematConfig, str]]) -> str:
+    """Formats the error if no policy fits."""
     least = policies.least()
-    said = f"; the compiler of {tried[-1][0]}: {tried[-1][1]}" if tried else ""
+    compiled = ""
+    if tried:
+        policy, outcome = tried[-1]
+        compiled = f"; the compiler's answer for {policy}: {outcome}"
     return (
         f"remat.policy=fit: no policy makes the step fit {gib_text(policies.most)}: by arithmetic remat "
-        f"{least.run.remat} takes least, {gib_text(least.accounted_bytes)}{said}; raise mesh.fsdp or "
+        f"{least.run.remat} takes least, {gib_text(least.accounted_bytes)}{compiled}; raise mesh.fsdp or "
         f"batch.accumulation, or see what `jaxdist plan` advises for remat.policy=full"
     )
 
 
-def overrides(found: RematConfig) -> list[str]:
-    """Returns a policy as on the command line."""
-    plain = RematConfig("")
+def overrides(policy: RematConfig) -> list[str]:
+    """Formats a policy as flags of the command line."""
+    default = RematConfig("")
     return [
         f"--config.remat.{name}={value}"
-        for name, value in asdict(found).items()
-        if name != "fitted" and value != getattr(plain, name)
+        for name, value in asdict(policy).items()
+        if name != "fitted" and value != getattr(default, name)
     ]

@@ -1,6 +1,4 @@
-"""The run that stands in a workdir, as a plan needs it: the layout that runs, and the
-hardware it runs on.
-"""
+"""The run in a workdir, for a plan: its current layout, and its hardware."""
 
 import math
 import os
@@ -25,13 +23,16 @@ from jaxdist.trainer.run_layout import layout_of_run
 def as_it_runs(
     run: RunConfig, config: str, folder: Path | None, on: str | None
 ) -> tuple[RunConfig, Target]:
-    """Returns the run and its hardware; of a workdir's own run those of its
-    last start.
+    """Finds the layout and the hardware to plan a run with.
+
+    For the run in a workdir, these are the layout and the hardware of its last start.
 
     Args:
-      config: the name or file that the run's config is from.
-      folder: the workdir, if there is one.
-      on: the target's text; None: what the run was on, or else this machine.
+      run: the config.
+      config: the name or file of the config.
+      folder: the workdir; None if there is none.
+      on: the target's text; None for the hardware of the workdir's run, or else this
+        machine.
     """
     info: Mapping[str, Any] = {}
     if folder is not None and Path(config) == folder / workdir.CONFIG:
@@ -45,6 +46,7 @@ def as_it_runs(
 
 
 def _target(text: str) -> Target:
+    """Parses a target; accelerators are opened only for `here`."""
     if text.partition("@")[0].strip().lower() == "here":
         initialize.skip_absent_tpu(os.environ)
         return targets.parse(text, jax.devices())
@@ -54,14 +56,14 @@ def _target(text: str) -> Target:
 
 def leave_accelerators_alone() -> None:
     """Keeps this process from opening this machine's accelerators."""
-    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call] # jax is untyped here
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """Returns the run.json of a folder, {} without one.
+    """Reads the run.json of a folder; {} if there is none.
 
     Raises:
-      ConfigError: it cannot be read.
+      ConfigError: the file cannot be read.
     """
     try:
         return untrusted.read_json(folder / workdir.RUN, dict)
@@ -74,40 +76,52 @@ def read_info(folder: Path) -> dict[str, Any]:
 
 
 def target_text(folder: Path, info: Mapping[str, Any]) -> str:
-    """Returns the target that a run.json names: `v5p:4x4x4`, `h100:1x8`, `cpu:8`.
+    """Finds the target that a run.json describes, such as `v5p:4x4x4` or `cpu:8`.
+
+    Args:
+      folder: the run's folder, for messages.
+      info: the content of run.json.
 
     Raises:
-      ConfigError: it names none; the text says why.
+      ConfigError: it describes no target.
     """
     kind = info.get("device_kind")
     count = info.get("num_devices")
     platform = chips.platform_of(str(info.get("platform")))
     chip = chips.chip_for(kind) if isinstance(kind, str) else None
-    cure = "name the hardware with --on"
+    fix = "name the hardware with --on"
     if type(count) is not int or not 0 < count < 2**20:
         raise ConfigError(
-            f"{folder / workdir.RUN} does not say how many devices the run has; {cure}"
+            f"{folder / workdir.RUN} does not say how many devices the run has; {fix}"
         )
     if platform == "cpu":
         return f"cpu:{count}"
     if chip is None or not chip.family:
         raise ConfigError(
-            f"the run is on {kind!s:.60}, for which nothing is known of compiling; {cure}"
+            f"the run is on {kind!s:.60}, for which the planner cannot compile; {fix}"
         )
     if not chip.torus_dims:
+        machines = 1
         hosts = info.get(reproduce.HOSTS)
-        machines = max(1, len(set(map(str, hosts)))) if isinstance(hosts, list) else 1
+        if isinstance(hosts, list) and hosts:
+            machines = len(set(map(str, hosts)))
         if count % machines:
             raise ConfigError(
-                f"run.json has {count} devices on {machines} machines, unevenly; {cure}"
+                f"run.json has {count} devices on {machines} machines, unevenly; {fix}"
             )
         return f"{chip.family}:{machines}x{count // machines}"
-    sizes = _slices(info, count // chip.devices_per_chip, cure)
+    sizes = _slices(info, count // chip.devices_per_chip, fix)
     return f"{chip.family}:{'x'.join(map(str, sizes))}"
 
 
-def _slices(info: Mapping[str, Any], number: int, cure: str) -> Sequence[int]:
-    """Returns the sizes of a run's TPU slices, and their number."""
+def _slices(info: Mapping[str, Any], number: int, fix: str) -> Sequence[int]:
+    """Reads the sizes of a run's TPU slices, and their number.
+
+    Args:
+      info: the content of run.json.
+      number: number of chips of the run.
+      fix: the end of the message if the topology is not legal.
+    """
     topology = info.get(reproduce.TOPOLOGY)
     sizes: list[Any] = []
     if isinstance(topology, dict) and isinstance(topology.get("shape"), list):
@@ -115,19 +129,23 @@ def _slices(info: Mapping[str, Any], number: int, cure: str) -> Sequence[int]:
     is_whole = all(type(n) is int and n > 0 for n in sizes)
     if not sizes or not is_whole or math.prod(sizes) != number:
         raise ConfigError(
-            f"run.json joins {number} chips as {topology!s:.60}, which cannot be; {cure}"
+            f"run.json joins {number} chips as {topology!s:.60}, which is impossible; {fix}"
         )
     return sizes
 
 
 def with_layout(run: RunConfig, folder: Path, info: Mapping[str, Any]) -> RunConfig:
-    """Returns the run of a folder with the layout of its last start, which an elastic
-    one had refitted.
+    """Applies the layout of a run's last start, which an elastic start may have changed.
 
-    As it is, where the command line asks for another mesh than the run's config.
+    If the command line sets another mesh than the run's config, that stays.
+
+    Args:
+      run: the config with the command line's overrides.
+      folder: the run's folder.
+      info: the content of run.json.
 
     Raises:
-      ConfigError: what stands in the folder is no layout.
+      ConfigError: the folder describes no legal layout.
     """
     stored = workdir.read_config(folder, named=run.model["target"], trust_code=None)
     if (stored.mesh, stored.batch.accumulation) != (run.mesh, run.batch.accumulation):
@@ -139,5 +157,5 @@ def with_layout(run: RunConfig, folder: Path, info: Mapping[str, Any]) -> RunCon
     }
     overrides["mesh.zero"] = layout.zero
     overrides["batch.accumulation"] = layout.accumulation
-    # from_config checks what run.json says
+    # from_config checks the values from run.json.
     return from_config(schema.flatten(schema.to_config_dict(run)) | overrides)

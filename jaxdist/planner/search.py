@@ -1,8 +1,7 @@
-"""The best layout of a run on a target: every legal one by arithmetic, the promising
-ones by the compiler.
+"""The search for the best layout of a run on a target.
 
-Arithmetic orders the layouts and rules out what cannot fit; what is called the best was
-compiled.
+Arithmetic ranks every legal layout and rules out those that cannot fit. The compiler
+checks the most promising ones. The winner is always a compiled layout.
 """
 
 import math
@@ -19,82 +18,89 @@ from rich.text import Text
 
 from jaxdist.planner import layouts
 from jaxdist.planner.arithmetic import EXPERT
-from jaxdist.planner.compiler import CompileOptions
+from jaxdist.planner.compiler import CompileOptions, Say
 from jaxdist.planner.document import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan
 from jaxdist.planner.layouts import Candidate
 from jaxdist.planner.plan import make_plan
 from jaxdist.planner.show import new_table, print_lines
 from jaxdist.planner.targets import Target
-from jaxdist.planner.trials import Compiled, compile_in_turn
+from jaxdist.planner.trials import CompiledLayout, compile_in_turn
 from jaxdist.telemetry.units import GIB, gib_text, time_text
 from jaxdist.trainer.run_config import RunConfig
 
-TIE = 0.10  # estimates that differ by less do not rank two meshes,
-VARIANT_TIE = 0.02  # but they do rank variants of one, which share their errors
-# finalists on the mesh axes of the fastest so far, at most; on other axes one
+TIE = 0.10  # relative difference of step times below which two meshes tie
+# the same for two variants of one mesh, whose estimates share their errors
+VARIANT_TIE = 0.02
+# most compiled layouts on the mesh axes of the fastest so far; other axes get one
 MAX_OF_LEADING_AXES = 2
-MAX_FITTING_OF_AXES = 24  # of each set of axes that fit, by arithmetic
-# times the fastest that fits: what arithmetic says is slower is not looked at further
+# most layouts on each set of axes that the search keeps, if they fit by arithmetic
+MAX_FITTING_OF_AXES = 24
+# slowest layout that the search keeps, by arithmetic: a multiple of the fastest
 MAX_SLOWDOWN = 1.5
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """What was found: compiled layouts, the best first, and why the others are not
-    among them.
-    """
+    """The result of a search: compiled layouts, the best first, and some others."""
 
     run: RunConfig
     target: Target
-    compiled: Sequence[Compiled]
-    # the most promising that were not compiled, and why
+    compiled: Sequence[CompiledLayout]
+    # the most promising layouts that were not compiled, each with the reason
     others: Sequence[tuple[Candidate, str]]
-    # counts: candidates by what became of them; illegal: reason -> meshes; stopped: why
-    # no more compiles; seconds and cpu_seconds of the search.
+    # "counts" of candidates by outcome, number of meshes by reason that they are
+    # "illegal", the reason that compiling "stopped", and the search's "seconds" and
+    # "cpu_seconds"
     summary: Mapping[str, Any]
 
     @property
     def winner(self) -> Plan | None:
-        """The best plan: compiled, and it fits; None if none does."""
-        return next((one.plan for one in self.compiled if one.plan.fits), None)
+        """The best plan that was compiled and fits; None if none does."""
+        return next((layout.plan for layout in self.compiled if layout.plan.fits), None)
 
     @property
     def exit_code(self) -> int:
+        """The exit code of `plan --search`."""
         if self.winner:
             return FITS
-        return (
-            DOES_NOT_FIT
-            if any(one.plan.fits is False for one in self.compiled)
-            else CANNOT_TELL
-        )
+        if any(layout.plan.fits is False for layout in self.compiled):
+            return DOES_NOT_FIT
+        return CANNOT_TELL
 
     def to_json(self) -> dict[str, Any]:
+        """Returns the ranking as JSON, with the winner's plan and overrides."""
         best = self.winner
+        overrides = self.compiled[0].candidate.overrides(self.run) if best else []
+        not_compiled = [
+            self._row(candidate) | {"why": why} for candidate, why in self.others
+        ]
         return {
             "target": self.target.text,
             "exit_code": self.exit_code,
             "winner": best and best.to_json(),
-            "overrides": self.compiled[0].layout.overrides(self.run) if best else [],
-            "ranking": [self._compiled_row(one) for one in self.compiled],
-            "not_compiled": [self._row(one) | {"why": why} for one, why in self.others],
+            "overrides": overrides,
+            "ranking": [self._compiled_row(layout) for layout in self.compiled],
+            "not_compiled": not_compiled,
             **self.summary,
         }
 
-    def _row(self, one: Candidate) -> dict[str, Any]:
-        guess = {
-            "step_s": one.estimate.step_s,
-            "bound_s": one.estimate.bound_s,
-            "peak_bytes": one.accounted_bytes,
+    def _row(self, candidate: Candidate) -> dict[str, Any]:
+        """Returns a candidate with its arithmetic as JSON."""
+        estimate = {
+            "step_s": candidate.estimate.step_s,
+            "bound_s": candidate.estimate.bound_s,
+            "peak_bytes": candidate.accounted_bytes,
         }
         return {
-            "layout": one.text,
-            "overrides": one.overrides(self.run),
-            "arithmetic": guess | asdict(one.estimate),
+            "layout": candidate.text,
+            "overrides": candidate.overrides(self.run),
+            "arithmetic": estimate | asdict(candidate.estimate),
         }
 
-    def _compiled_row(self, one: Compiled) -> dict[str, Any]:
-        plan = one.plan
-        return self._row(one.layout) | {
+    def _compiled_row(self, layout: CompiledLayout) -> dict[str, Any]:
+        """Returns a compiled layout as JSON."""
+        plan = layout.plan
+        return self._row(layout.candidate) | {
             "band_s": plan.time.band_s,
             "waterfall": plan.time.waterfall,
             "mfu_causal": plan.time.mfu_causal,
@@ -102,8 +108,8 @@ class Ranking:
             "fits": plan.fits,
             "peak_bytes": plan.peak_bytes,
             "capacity_bytes": plan.capacity_bytes,
-            "step_s": one.seconds,
-            "why": why_not_best(one, self.compiled[0]),
+            "step_s": layout.seconds,
+            "why": why_not_best(layout, self.compiled[0]),
             "compile_cpu_s": plan.compiled and plan.compiled.cpu_seconds,
         }
 
@@ -116,15 +122,20 @@ def search(
     finalists: int = 5,
     minutes: float = 18.0,
     expert_load: float = 1.0,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> Ranking:
-    """Returns the run's layouts on a target, ranked.
+    """Ranks the layouts of a run on a target.
 
     Args:
-      finalists: compiles at most; with experts one more, so that layouts with and
-        without their axis are compared.
-      minutes: of wall time; no compile begins that would probably end after them.
+      run: the config; the search overrides its layout.
+      target: the hardware.
+      options: compiler flags and limits.
+      finalists: most layouts to compile. A model with experts may get one more, so that
+        layouts with and without the expert axis are compared.
+      minutes: wall time of the search. No compilation starts that would probably end
+        later.
       expert_load: see `make_plan`.
+      say: called with each stage of the work as it begins.
 
     Raises:
       ConfigError: no layout is legal.
@@ -150,9 +161,11 @@ def search(
     if other and finals.has_time():
         done.append(finals.compile(other))
     ranked = _ranked(done)
-    tried = {id(one.layout) for one in ranked}
+    compiled_ids = {id(layout.candidate) for layout in ranked}
     others = [
-        (one, _why_not_compiled(one, ranked)) for one in fitting if id(one) not in tried
+        (candidate, _why_not_compiled(candidate, ranked))
+        for candidate in fitting
+        if id(candidate) not in compiled_ids
     ]
     summary = {
         "counts": counts,
@@ -161,74 +174,107 @@ def search(
         "seconds": time.monotonic() - began,
         "cpu_seconds": _cpu_seconds() - cpu,
     }
-    return Ranking(run, target, ranked, others[: 2 * finalists], summary)
+    return Ranking(
+        run=run,
+        target=target,
+        compiled=ranked,
+        others=others[: 2 * finalists],
+        summary=summary,
+    )
 
 
 def _other_kind(
-    fitting: Sequence[Candidate], done: Sequence[Compiled]
+    fitting: Sequence[Candidate], done: Sequence[CompiledLayout]
 ) -> Candidate | None:
-    """Returns the best layout without experts' axis where only such with it were
-    compiled, and vice versa.
+    """Finds the best layout of the kind that was not compiled.
+
+    A layout's kind is whether it splits experts over devices. None if both kinds were
+    compiled, or if no candidate has the other kind.
     """
-    kinds = {EXPERT in one.layout.axes for one in done}
+    kinds = {EXPERT in layout.candidate.axes for layout in done}
     if len(kinds) != 1:
         return None
-    others = (one for one in fitting if (EXPERT in one.axes) not in kinds)
-    return next(others, None)
+    for candidate in fitting:
+        if (EXPERT in candidate.axes) not in kinds:
+            return candidate
+    return None
 
 
 def _cpu_seconds() -> float:
-    """Returns the CPU seconds of this process and of its children that ended."""
+    """Reads the CPU time of this process and of its children that ended."""
     return sum(os.times()[:4])
 
 
 def _select_fitting(
     candidates: Sequence[Candidate], target: Target
-) -> tuple[list[Candidate], dict]:
-    """Returns the candidates that fit by arithmetic, the fastest first, and counts.
+) -> tuple[list[Candidate], dict[str, int]]:
+    """Selects the candidates that fit by arithmetic.
 
-    If none does: the two that come nearest.
+    Returns:
+      The candidates, the fastest first, and the number of candidates by outcome. If
+      none fits, the candidates are the two that need least memory.
     """
     most = target.freely_used(target.usable_bytes or math.inf)
     fitting = list[Candidate]()
-    larger = late = passed = 0
+    too_large = 0
+    too_slow = 0
+    too_many = 0
     kinds = Counter[tuple[str, ...]]()
     possible = sorted(
-        (one for one in candidates if one.state_bytes <= most), key=_by_arithmetic
+        (candidate for candidate in candidates if candidate.state_bytes <= most),
+        key=_by_arithmetic,
     )
-    for place, one in enumerate(possible):
-        if fitting and one.estimate.step_s > MAX_SLOWDOWN * fitting[0].estimate.step_s:
-            late = len(possible) - place
+    for place, candidate in enumerate(possible):
+        if (
+            fitting
+            and candidate.estimate.step_s > MAX_SLOWDOWN * fitting[0].estimate.step_s
+        ):
+            too_slow = len(possible) - place
             break
-        if kinds[one.axes] == MAX_FITTING_OF_AXES:
-            passed += 1
+        if kinds[candidate.axes] == MAX_FITTING_OF_AXES:
+            too_many += 1
             continue
-        if one.accounted_bytes > most:
-            larger += 1
+        if candidate.accounted_bytes > most:
+            too_large += 1
         else:
-            kinds[one.axes] += 1
-            fitting.append(one)
+            kinds[candidate.axes] += 1
+            fitting.append(candidate)
     counts = {
         "layouts": len(candidates),
         "with too much state": len(candidates) - len(possible),
-        "with too many activations": larger,
-        f"slower than {MAX_SLOWDOWN} x the fastest": late,
-        f"behind {MAX_FITTING_OF_AXES} on the same axes": passed,
+        "with too many activations": too_large,
+        f"slower than {MAX_SLOWDOWN} x the fastest": too_slow,
+        f"behind {MAX_FITTING_OF_AXES} on the same axes": too_many,
         "fit": len(fitting),
     }
     if not fitting:
-        least = min(one.state_bytes for one in candidates)
-        near = (one for one in candidates if one.state_bytes <= 1.1 * least)
+        least = min(candidate.state_bytes for candidate in candidates)
+        near = (
+            candidate
+            for candidate in candidates
+            if candidate.state_bytes <= 1.1 * least
+        )
         fitting = sorted(near, key=attrgetter("accounted_bytes"))[:2]
     return fitting, counts
 
 
-def _by_arithmetic(one: Candidate) -> tuple:
-    return one.estimate.step_s, one.complexity, one.state_bytes
+def _by_arithmetic(candidate: Candidate) -> tuple[float, int, int]:
+    """Makes the sort key: the faster, the simpler and the smaller come first."""
+    return candidate.estimate.step_s, candidate.complexity, candidate.state_bytes
 
 
 class _Finals:
-    """Compiles candidates until time, number or hope is used up."""
+    """The compilation of the most promising candidates.
+
+    Args:
+      fitting: candidates that fit by arithmetic, the fastest first.
+      target: the hardware.
+      options: compiler flags and limits.
+      finalists: most layouts to compile.
+      ends: `time.monotonic()` at which the search should be over.
+      expert_load: see `make_plan`.
+      say: called with each stage of the work.
+    """
 
     def __init__(
         self,
@@ -239,7 +285,7 @@ class _Finals:
         finalists: int,
         ends: float,
         expert_load: float,
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         self.fitting = fitting
         self.target = target
@@ -248,25 +294,32 @@ class _Finals:
         self.ends = ends
         self.expert_load = expert_load
         self.say = say
-        self.stopped = ""  # why no more are compiled
-        self.longest = 0.0
+        self.stopped = ""  # the reason that no more candidates are compiled
+        self.longest = 0.0  # seconds of the longest compilation so far
 
     def has_time(self) -> bool:
-        """Says whether another may be compiled before the end."""
+        """Predicts whether another compilation would end in time."""
         return time.monotonic() + self.longest < self.ends
 
-    def choose(self, done: Sequence[Compiled]) -> Candidate | None:
-        """Chooses the most promising candidate, few of a kind; or sets `stopped`."""
+    def choose(self, done: Sequence[CompiledLayout]) -> Candidate | None:
+        """Chooses the next candidate, or sets `stopped` and returns None.
+
+        Few layouts are compiled on the same mesh axes, so that different ones are seen.
+        """
         if len(done) >= self.finalists:
             self.stopped = f"{self.finalists} were compiled"
             return None
         hopeful = self._hopeful(done)
         fits = _fitting(done)
-        most_alike = {fits[0].layout.axes: MAX_OF_LEADING_AXES} if fits else {}
-        kinds = Counter(one.layout.axes for one in fits)
-        fresh = [
-            one for one in hopeful if kinds[one.axes] < most_alike.get(one.axes, 1)
-        ]
+        leading_axes = fits[0].candidate.axes if fits else None
+        compiled_on = Counter(layout.candidate.axes for layout in fits)
+
+        def is_new(candidate: Candidate) -> bool:
+            """Checks whether few enough layouts on its axes were compiled."""
+            most = MAX_OF_LEADING_AXES if candidate.axes == leading_axes else 1
+            return compiled_on[candidate.axes] < most
+
+        fresh = [candidate for candidate in hopeful if is_new(candidate)]
         if not hopeful:
             self.stopped = "nothing else can be faster"
         elif not fresh:
@@ -277,138 +330,168 @@ class _Finals:
             return min(fresh, key=_expected(fits))
         return None
 
-    def _hopeful(self, done: Sequence[Compiled]) -> list[Candidate]:
-        """Lists what may be faster than what fits, and is smaller than what does
-        not.
+    def _hopeful(self, done: Sequence[CompiledLayout]) -> list[Candidate]:
+        """Lists candidates that may be the fastest that fits, judged by the results.
+
+        A candidate must be possibly faster than each layout that fits, and smaller than
+        each that does not fit.
         """
-        tried = [one.layout for one in done]
-        fastest = min((one.seconds for one in done if one.fits), default=math.inf)
-        refused = (one.layout.accounted_bytes for one in done if one.fits is False)
+        tried = [layout.candidate for layout in done]
+        fastest = min(
+            (layout.seconds for layout in done if layout.fits), default=math.inf
+        )
+        refused = (
+            layout.candidate.accounted_bytes for layout in done if layout.fits is False
+        )
         most = min(refused, default=math.inf)
         return [
-            one
-            for one in self.fitting
-            if one not in tried
-            and one.estimate.bound_s < fastest
-            and one.accounted_bytes < most
+            candidate
+            for candidate in self.fitting
+            if candidate not in tried
+            and candidate.estimate.bound_s < fastest
+            and candidate.accounted_bytes < most
         ]
 
-    def compile(self, one: Candidate) -> Compiled:
-        """Compiles a candidate, for as long as there is time."""
+    def compile(self, candidate: Candidate) -> CompiledLayout:
+        """Compiles a candidate within the time that is left, at least a minute."""
         began = time.monotonic()
         self.say(
-            f"compiling {one.text}: by arithmetic {time_text(one.estimate.step_s)}"
+            f"compiling {candidate.text}: by arithmetic {time_text(candidate.estimate.step_s)}"
         )
         cap = min(self.options.timeout_s, max(self.ends - began, 60.0))
         options = replace(self.options, timeout_s=cap)
         plan = make_plan(
-            one.run, self.target, options=options, expert_load=self.expert_load
+            candidate.run, self.target, options=options, expert_load=self.expert_load
         )
         self.longest = max(self.longest, time.monotonic() - began)
-        compiled = Compiled(one, plan)
+        compiled = CompiledLayout(candidate, plan)
         self.say(f"  {plan.exit_reason}; {time_text(compiled.seconds)}")
         return compiled
 
 
-def _fitting(done: Sequence[Compiled]) -> list[Compiled]:
-    """Lists what fits, the fastest first."""
-    return sorted((one for one in done if one.fits), key=attrgetter("seconds"))
+def _fitting(done: Sequence[CompiledLayout]) -> list[CompiledLayout]:
+    """Lists the layouts that fit, the fastest first."""
+    return sorted((layout for layout in done if layout.fits), key=attrgetter("seconds"))
 
 
-def _expected(fits: Sequence[Compiled]) -> Callable[[Candidate], float]:
-    """Corrects estimates of steps by what the compiler said of their remat policies.
+def _expected(fits: Sequence[CompiledLayout]) -> Callable[[Candidate], float]:
+    """Makes a function that predicts a candidate's step time from compiled layouts.
 
-    What a policy really costs shows on the best layout that has it.
+    Arithmetic misjudges each remat policy by its own factor. The factor of a policy is
+    the smallest ratio of compiled to estimated time among the layouts that have it. A
+    policy that was not compiled gets the smallest factor of all.
     """
-    cost: dict[str, float] = {}
-    for one in fits:
-        policy = one.layout.run.remat.policy
-        ratio = one.seconds / one.layout.estimate.step_s
-        cost[policy] = min(ratio, cost.get(policy, math.inf))
-    usual = min(cost.values(), default=1.0)
-    return lambda one: cost.get(one.run.remat.policy, usual) * one.estimate.step_s
+    factors: dict[str, float] = {}
+    for layout in fits:
+        policy = layout.candidate.run.remat.policy
+        ratio = layout.seconds / layout.candidate.estimate.step_s
+        factors[policy] = min(ratio, factors.get(policy, math.inf))
+    smallest = min(factors.values(), default=1.0)
+
+    def expected(candidate: Candidate) -> float:
+        factor = factors.get(candidate.run.remat.policy, smallest)
+        return factor * candidate.estimate.step_s
+
+    return expected
 
 
-def _ranked(done: Sequence[Compiled]) -> list[Compiled]:
-    """Returns the winner, what fits by time, what does not by size, then what nobody
-    can tell.
+def _ranked(done: Sequence[CompiledLayout]) -> list[CompiledLayout]:
+    """Ranks compiled layouts.
 
-    Among ties the one with least to set wins; among its like the fastest, or the
-    smallest of equals.
+    The winner comes first. Then come the layouts that fit by time, those that do not
+    fit by size, and those without an answer from the compiler. Among layouts that tie
+    with the fastest, the simplest wins. Among equally simple ones, the smallest of
+    those that tie as variants wins.
     """
     fits = _fitting(done)
-    rest = [one for one in done if not one.fits]
-    rest.sort(key=lambda one: (one.fits is None, one.plan.peak_bytes or 0))
+    too_large = [layout for layout in done if not layout.fits]
+    too_large.sort(
+        key=lambda layout: (layout.fits is None, layout.plan.peak_bytes or 0)
+    )
     if fits:
-        ties = [one for one in fits if one.seconds <= (1 + TIE) * fits[0].seconds]
-        least = min(one.layout.complexity for one in ties)
-        simple = [one for one in ties if one.layout.complexity == least]
-        equal = [
-            one
-            for one in simple
-            if one.seconds <= (1 + VARIANT_TIE) * simple[0].seconds
+        ties = [
+            layout for layout in fits if layout.seconds <= (1 + TIE) * fits[0].seconds
         ]
-        best = min(equal, key=lambda one: one.plan.peak_bytes or 0)
-        fits = [best, *(one for one in fits if one is not best)]
-    return [*fits, *rest]
+        least = min(layout.candidate.complexity for layout in ties)
+        simple = [layout for layout in ties if layout.candidate.complexity == least]
+        equal = [
+            layout
+            for layout in simple
+            if layout.seconds <= (1 + VARIANT_TIE) * simple[0].seconds
+        ]
+        best = min(equal, key=lambda layout: layout.plan.peak_bytes or 0)
+        fits = [best, *(layout for layout in fits if layout is not best)]
+    return [*fits, *too_large]
 
 
-def _is_tie(one: Compiled, best: Compiled) -> bool:
-    alike = one.layout.shape == best.layout.shape
-    return one.seconds / best.seconds <= 1 + (VARIANT_TIE if alike else TIE)
+def _is_tie(layout: CompiledLayout, best: CompiledLayout) -> bool:
+    """Checks whether the estimates are too close to rank a layout behind the best."""
+    same_mesh = layout.candidate.shape == best.candidate.shape
+    tolerance = VARIANT_TIE if same_mesh else TIE
+    return layout.seconds / best.seconds <= 1 + tolerance
 
 
-def why_not_best(one: Compiled, best: Compiled) -> str:
-    """Says why it is not the best."""
-    plan = one.plan
+def why_not_best(layout: CompiledLayout, best: CompiledLayout) -> str:
+    """Explains in a few words why a layout is not the best."""
+    plan = layout.plan
     if plan.fits is None or not best.plan.fits:
         return plan.exit_reason.partition("\n")[0]
     if not plan.fits:
         over = (plan.peak_bytes or 0) - (plan.capacity_bytes or 0)
         return f"does not fit: {gib_text(over)} too much"
-    if one is best:
+    if layout is best:
         return "the best"
-    ratio = one.seconds / best.seconds
+    ratio = layout.seconds / best.seconds
     text = f"x {ratio:.2f}"
-    parts = best.plan.time.waterfall
-    if plan.time.waterfall and parts:
-        more = {name: s - parts[name] for name, s in plan.time.waterfall.items()}
-        name = (max if ratio >= 1 else min)(more, key=more.__getitem__)
-        sign = "-" if more[name] < 0 else "+"
-        text += f": {sign}{time_text(abs(more[name]))} {name}"
-    if not _is_tie(one, best):
+    best_parts = best.plan.time.waterfall
+    if plan.time.waterfall and best_parts:
+        differences = {
+            name: seconds - best_parts[name]
+            for name, seconds in plan.time.waterfall.items()
+        }
+        extreme = max if ratio >= 1 else min
+        name = extreme(differences, key=differences.__getitem__)
+        sign = "-" if differences[name] < 0 else "+"
+        text += f": {sign}{time_text(abs(differences[name]))} {name}"
+    if not _is_tie(layout, best):
         return text
-    simpler = one.layout.complexity > best.layout.complexity
-    return f"a tie ({text}), but {'more to set' if simpler else 'no smaller'}"
+    if layout.candidate.complexity > best.candidate.complexity:
+        return f"a tie ({text}), but more to set"
+    return f"a tie ({text}), but no smaller"
 
 
-def _why_not_compiled(one: Candidate, ranked: Sequence[Compiled]) -> str:
+def _why_not_compiled(candidate: Candidate, ranked: Sequence[CompiledLayout]) -> str:
+    """Explains in a few words why a candidate was not compiled."""
     fits = [other.seconds for other in ranked if other.fits]
-    if fits and one.estimate.bound_s >= min(fits):
+    if fits and candidate.estimate.bound_s >= min(fits):
         return "cannot be faster"
-    alike = sum(other.layout.axes == one.axes for other in ranked)
-    if alike >= MAX_OF_LEADING_AXES:
-        return f"{alike} on these axes were compiled"
+    same_axes = sum(other.candidate.axes == candidate.axes for other in ranked)
+    if same_axes >= MAX_OF_LEADING_AXES:
+        return f"{same_axes} on these axes were compiled"
     return "less promising"
 
 
 def show(
     ranking: Mapping[str, Any], console: Console, base: str = "--config NAME"
 ) -> None:
-    """Prints a ranking's JSON; `base` is what was searched: the config and its
-    overrides.
+    """Prints the JSON of a ranking.
+
+    Args:
+      ranking: the result of `Ranking.to_json`.
+      console: where to print.
+      base: flags that name the config and the overrides that were searched.
     """
     table = new_table("", "layout", ">step", ">peak GiB", ">arithmetic", ">GiB", "why")
     for place, row in enumerate([*ranking["ranking"], *ranking["not_compiled"][:5]], 1):
-        guess = row["arithmetic"]
-        measured = ("-", row["layout"], "", "")
+        compiled = ("-", row["layout"], "", "")
         style = "dim"
-        if "fits" in row:  # compiled
+        if "fits" in row:  # the layout was compiled
             size = f"{(row['peak_bytes'] or 0) / GIB:.1f}"
-            measured = (str(place), row["layout"], time_text(row["step_s"]), size)
+            compiled = (str(place), row["layout"], time_text(row["step_s"]), size)
             style = ""
-        expected = time_text(guess["step_s"]), f"{guess['peak_bytes'] / GIB:.1f}"
-        table.add_row(*measured, *expected, Text(row["why"]), style=style)
+        estimate = row["arithmetic"]
+        expected = time_text(estimate["step_s"]), f"{estimate['peak_bytes'] / GIB:.1f}"
+        table.add_row(*compiled, *expected, Text(row["why"]), style=style)
     console.print(table, highlight=False)
     if ranking["winner"]:
         words = (f"--config.{word}" for word in ranking["overrides"])

@@ -1,7 +1,6 @@
 """The text of a plan: verdict, layout, memory, communication, time, advice.
 
-Drawn from the plan's JSON: what a person sees and what a program reads are the same
-numbers.
+The text is made from the plan's JSON, so people and programs see the same numbers.
 """
 
 import math
@@ -28,29 +27,29 @@ _VERDICTS = {
     False: ("DOES NOT FIT", "bold red"),
     None: ("CANNOT TELL", "bold yellow"),
 }
-_BAR = 24  # cells
-_MOST_ROWS = 14  # of collectives; the rest is summed
+_BAR = 24  # width of a full bar in characters
+_MOST_ROWS = 14  # most rows of collectives; other collectives are summed
 
 
 def _gib(size: float) -> str:
-    """Returns a size for a column in GiB."""
+    """Formats bytes for a column in GiB."""
     return f"{size / GIB:.2f}"
 
 
 def show(plan: Json, console: Console) -> None:
-    """Prints the plan; the console decides about colour."""
+    """Prints the JSON of a plan as text."""
     for part in _parts(plan):
         console.print(part, highlight=False, soft_wrap=isinstance(part, Text))
 
 
 def print_lines(console: Console, lines: Iterable[str]) -> None:
-    """Prints lines as they are, however long."""
+    """Prints lines without markup or line breaks."""
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def as_text(plan: Json) -> str:
-    """Returns the plan without colour."""
+    """Formats the JSON of a plan as text without color."""
     console = Console(width=120, color_system=None)
     with console.capture() as capture:
         show(plan, console)
@@ -58,6 +57,7 @@ def as_text(plan: Json) -> str:
 
 
 def _parts(plan: Json) -> Iterator[RenderableType]:
+    """Yields the sections of a plan; sections without content are skipped."""
     verdict, style = _VERDICTS[plan["fits"]]
     yield Text.assemble(
         (verdict, style), f" on {plan['target']}: {plan['exit_reason']}"
@@ -80,15 +80,19 @@ def _parts(plan: Json) -> Iterator[RenderableType]:
 
 
 def _section(title: str, parts: Iterable[RenderableType]) -> Iterator[RenderableType]:
+    """Yields a title and indented parts; nothing without parts."""
     for i, part in enumerate(parts):
-        if not i:
+        if i == 0:
             yield Text(f"\n{title}", style="bold")
         yield Padding(part, (0, 0, 0, 2))
 
 
 def new_table(*columns: str, headed: bool = True) -> Table:
-    """Returns an empty table; a column that starts with ">" has its text at
-    the right.
+    """Makes an empty table.
+
+    Args:
+      *columns: names of the columns; ">" before a name aligns its text to the right.
+      headed: whether to show the names.
     """
     table = Table(
         box=None,
@@ -109,49 +113,42 @@ def new_table(*columns: str, headed: bool = True) -> Table:
 
 
 def _layout(plan: Json) -> Iterator[RenderableType]:
-    """Yields the mesh as nested groups, outermost first, each with the link that it
-    talks over.
-    """
+    """Yields the mesh as nested groups, outermost first, each with its link."""
     layout = plan["layout"]
     hardware = plan["hardware"]
     yield Text(_machines(hardware))
-    left = hardware["num_devices"]
+    group = hardware["num_devices"]
     tree = new_table("", ">", "", headed=False)
     for depth, (axis, link) in enumerate(layout["links"].items()):
         size = layout["mesh"][axis]
-        left //= size
-        members = f"{size} x {count_text(left)}" if left > 1 else f"{size} devices"
+        group //= size
+        members = f"{size} x {count_text(group)}" if group > 1 else f"{size} devices"
         tree.add_row(f"{'   ' * depth}└─ {axis} {size}", members, _speed(link))
     if tree.row_count:
         yield tree
-    batch = layout["global_size"]
-    length = layout["sequence_length"]
-    remat = f"remat {layout['remat']}" + (
-        f", zero {layout['zero']}" if layout["mesh"]["fsdp"] > 1 else ""
-    )
-    size = (
-        f"{batch} x {length} tokens"
-        if layout["unit"] == "tokens"
-        else f"{batch} {layout['unit']}"
-    )
-    counted = f"{count_text(plan['parameters'])} parameters"
+    parameters = f"{count_text(plan['parameters'])} parameters"
     if plan["experts"]:
-        counted += f", {count_text(plan['active_parameters'])} active for a token"
-    yield Text(f"{counted}; {size} a step; {remat}")
+        parameters += f", {count_text(plan['active_parameters'])} active per token"
+    batch = f"{layout['global_size']} {layout['unit']}"
+    if layout["unit"] == "tokens":
+        batch = f"{layout['global_size']} x {layout['sequence_length']} tokens"
+    settings = f"remat {layout['remat']}"
+    if layout["mesh"]["fsdp"] > 1:
+        settings += f", zero {layout['zero']}"
+    yield Text(f"{parameters}; {batch} a step; {settings}")
 
 
 def _speed(link: Json) -> str:
-    """Returns a link's name with the measured rate and latency of each kind, or else
-    the datasheet's rate.
-    """
-    name = link["name"]
+    """Formats a link with its measured times, or else with the datasheet's rate."""
+    name: str = link["name"]
     rate = link["bytes_per_s"]
     datasheet = f"{rate / 1e9:.0f} GB/s each way" if rate else ""
-    if not (measured := link["calibrated"]):
-        return ", ".join(filter(None, (name, datasheet)))
+    measured = link["calibrated"]
+    if not measured:
+        return f"{name}, {datasheet}" if datasheet else name
     kinds = (
-        f"{kind} {time_text(one['alpha_s'])} + {one['bytes_per_s'] / 1e9:.4g} GB/s"
-        for kind, one in measured.items()
+        f"{kind} {time_text(fit['alpha_s'])} + {fit['bytes_per_s'] / 1e9:.4g} GB/s"
+        for kind, fit in measured.items()
     )
     text = f"{name}, calibrated: {', '.join(kinds)}"
     if datasheet:
@@ -160,54 +157,42 @@ def _speed(link: Json) -> str:
 
 
 def _machines(hardware: Json) -> str:
-    if hardware["platform"] == "tpu":
-        grid = " x ".join(map(str, hardware["shape"]))
-        ring = ", ".join(
-            f"dim {i}" for i, wraps in enumerate(hardware["wrap"]) if wraps
-        )
-        slices = (
-            f"{hardware['num_slices']} slices of " if hardware["num_slices"] > 1 else ""
-        )
-        rings = f"; rings along {ring}" if ring else "; no rings"
-        return (
-            f"{slices}{grid} x {hardware['chip']} on {hardware['hosts']} hosts{rings}"
-        )
-    what = hardware["chip"] or "emulated CPU device"
-    return f"{hardware['num_devices']} x {what} on {hardware['hosts']} hosts"
+    """Formats the number of chips, slices, hosts and rings."""
+    if hardware["platform"] != "tpu":
+        device = hardware["chip"] or "emulated CPU device"
+        return f"{hardware['num_devices']} x {device} on {hardware['hosts']} hosts"
+    grid = " x ".join(map(str, hardware["shape"]))
+    text = f"{grid} x {hardware['chip']} on {hardware['hosts']} hosts"
+    if hardware["num_slices"] > 1:
+        text = f"{hardware['num_slices']} slices of {text}"
+    rings = [f"dim {i}" for i, is_ring in enumerate(hardware["wrap"]) if is_ring]
+    if rings:
+        return f"{text}; rings along {', '.join(rings)}"
+    return f"{text}; no rings"
 
 
 def _memory(memory: Json) -> Iterator[RenderableType]:
-    """Yields our accounting with bars, then the compiler's numbers beside its sum."""
-    summed = memory["accounted_bytes"]
+    """Yields the components by arithmetic, then the compiler's numbers."""
+    accounted = memory["accounted_bytes"]
     peak = memory["peak_bytes"]
     capacity = memory["capacity_bytes"]
     table = new_table("by arithmetic, before compiling", ">GiB", ">share", "")
     for name, size in memory["components"].items():
-        table.add_row(
-            name,
-            _gib(size),
-            percent_text(size / max(summed, 1)),
-            _bar(size / max(summed, 1)),
-        )
-    table.add_row("together", _gib(summed), "", "")
+        share = size / max(accounted, 1)
+        table.add_row(name, _gib(size), percent_text(share), _bar(share))
+    table.add_row("together", _gib(accounted), "", "")
     yield table
-    left = memory["margin_bytes"] or 0
+    margin = memory["margin_bytes"] or 0
+    difference = f"arithmetic: {accounted / peak - 1:+.1%}" if peak else ""
+    margin_share = percent_text(abs(margin) / (capacity or 1))
     rows = (
-        ("peak", peak, f"our sum is {summed / peak - 1:+.1%}" if peak else ""),
+        ("peak", peak, difference),
         ("arguments", memory["argument_bytes"], "state and batch"),
-        (
-            "temporaries",
-            memory["temp_bytes"],
-            "the sum of what is alive at some time; only information",
-        ),
-        ("given back", memory["alias_bytes"], "the donated state"),
+        ("temporaries", memory["temp_bytes"], "a sum over time, more than the peak"),
+        ("donated", memory["alias_bytes"], "the state, updated in place"),
         ("host memory", memory["host_bytes"], "offloaded"),
-        ("may be used", capacity, ""),
-        (
-            "left" if left > 0 else "missing",
-            abs(left),
-            percent_text(abs(left) / (capacity or 1)),
-        ),
+        ("usable", capacity, ""),
+        ("free" if margin > 0 else "missing", abs(margin), margin_share),
     )
     table = new_table("by the compiler", ">GiB", "")
     for name, size, note in rows:
@@ -220,95 +205,104 @@ def _memory(memory: Json) -> Iterator[RenderableType]:
 def _communication(
     collectives: Sequence[Json], calibration: Json
 ) -> Iterator[RenderableType]:
-    """Yields what moves, alike ones summed, the longest first; and who measured it."""
-    alike: dict[tuple, list[Json]] = {}
-    for one in collectives:
-        way = "behind compute" if one["asynchronous"] else "in the open"
-        alike.setdefault(
-            (one["what"], one["kind"], one["axis"], one["link"], way), []
-        ).append(one)
-    rows = sorted(alike.items(), key=lambda item: -_seconds(item[1]))
-    table = new_table(
-        "what", "kind", "axis", "link", ">times", ">MB each", ">in the open", ""
-    )
-    for (what, kind, axis, link, way), ones in rows[:_MOST_ROWS]:
-        count = sum(one["count"] for one in ones)
-        each = sum(one["bytes"] * one["count"] for one in ones) / max(count, 1) / 1e6
-        seconds = _time_of(ones)
-        table.add_row(
-            what, kind, axis, link or "", str(count), f"{each:.3g}", seconds, way
+    """Yields a table of collectives, the longest first, and the source of times."""
+    groups: dict[tuple[str, str, str, str, str], list[Json]] = {}
+    for collective in collectives:
+        overlap = "asynchronous" if collective["asynchronous"] else "synchronous"
+        key = (
+            collective["what"],
+            collective["kind"],
+            collective["axis"],
+            collective["link"] or "",
+            overlap,
         )
-    if rest := rows[_MOST_ROWS:]:
-        seconds = _time_of(one for _, ones in rest for one in ones)
-        table.add_row(f"{len(rest)} more", "", "", "", "", "", seconds, "")
+        groups.setdefault(key, []).append(collective)
+    rows = sorted(groups.items(), key=lambda item: -_seconds(item[1]))
+    # "if exposed" is the time if compute hides nothing.
+    table = new_table(
+        "what", "kind", "axis", "link", ">times", ">MB each", ">if exposed", ""
+    )
+    for (what, kind, axis, link, overlap), group in rows[:_MOST_ROWS]:
+        count = sum(collective["count"] for collective in group)
+        total = sum(collective["bytes"] * collective["count"] for collective in group)
+        megabytes = f"{total / max(count, 1) / 1e6:.3g}"
+        table.add_row(
+            what, kind, axis, link, str(count), megabytes, _time_of(group), overlap
+        )
+    others = rows[_MOST_ROWS:]
+    if others:
+        seconds = _time_of(collective for _, group in others for collective in group)
+        table.add_row(f"{len(others)} more", "", "", "", "", "", seconds, "")
     if rows:
         yield table
     if calibration:
         yield Text(
             f"times as measured on {calibration['hardware']}: {calibration['file']}"
         )
-        if missing := calibration["not_measured"]:
+        missing = calibration["not_measured"]
+        if missing:
             yield Text(
                 f"not measured, so at datasheet rates without latency: {', '.join(missing)}"
             )
 
 
 def _experts(experts: Json) -> Iterator[RenderableType]:
-    """Yields how rows reach experts, what was assumed, and the bytes of all their
-    exchanges in a step.
-    """
+    """Yields the layout of experts, the assumed load, and the exchanges of a step."""
     if not experts:
         return
-    own = f"{experts['experts']} experts, {experts['chosen']} a token"
+    numbers = f"{experts['experts']} experts, {experts['chosen']} per token"
     if not experts["exchange"]:
-        yield Text(f"{own}; each device has the kernels of all, nothing is exchanged")
+        yield Text(f"{numbers}; each device has all experts, nothing is exchanged")
         return
     yield Text(
-        f"{own}, shared out by {experts['parts']} devices; exchanged by {experts['exchange']}"
+        f"{numbers}, split over {experts['parts']} devices; exchanged by {experts['exchange']}"
     )
     yield Text(f"assumed: {experts['assumption']} (--expert-load)")
     yield from _exchanged(experts["exchanged"])
 
 
 def _context(context: Json) -> Iterator[RenderableType]:
-    """Yields which form attention takes and why, who has most to do, and the bytes of a
-    step.
-    """
+    """Yields the form of attention, the busiest device, and the bytes of a step."""
     if not context:
         return
     for line in context["why"]:
         yield Text(line)
-    if (most := context["busiest"]) > 1:
+    busiest = context["busiest"]
+    if busiest > 1:
         yield Text(
-            f"the last part sees the most keys: {most:.3g} x the mean of attention's work"
+            f"the last part sees the most keys: {busiest:.3g} x the mean of attention's work"
         )
     yield from _exchanged(context["exchanged"])
 
 
 def _exchanged(exchanged: Sequence[Json]) -> Iterator[RenderableType]:
-    table = new_table("what", "kind", "axis", ">sent GB", ">in the open", headed=True)
-    for one in exchanged:
-        seconds = time_text(one["seconds"]) if one["seconds"] else ""
+    """Yields a table of summed collectives."""
+    table = new_table("what", "kind", "axis", ">sent GB", ">if exposed")
+    for row in exchanged:
         table.add_row(
-            one["what"],
-            one["kind"],
-            one["axis"],
-            f"{one['wire_bytes'] / 1e9:.3g}",
-            seconds,
+            row["what"],
+            row["kind"],
+            row["axis"],
+            f"{row['wire_bytes'] / 1e9:.3g}",
+            time_text(row["seconds"]) if row["seconds"] else "",
         )
     if table.row_count:
         yield table
 
 
 def _seconds(collectives: Iterable[Json]) -> float:
-    return math.fsum(one["step_s"] or 0.0 for one in collectives)
+    """Sums the seconds of collectives, if compute hides none of them."""
+    return math.fsum(collective["step_s"] or 0.0 for collective in collectives)
 
 
 def _time_of(collectives: Iterable[Json]) -> str:
-    return time_text(seconds) if (seconds := _seconds(collectives)) else ""
+    """Formats the seconds of collectives; "" if unknown."""
+    seconds = _seconds(collectives)
+    return time_text(seconds) if seconds else ""
 
 
 def _pipeline(pipeline: Json) -> Iterator[RenderableType]:
+    """Yields the schedule with its bubble, if there is a pipeline."""
     if pipeline:
         yield Text(
             f"{pipeline['schedule']}: {pipeline['stages']} stages x {pipeline['chunks']} chunks, "
@@ -318,6 +312,7 @@ def _pipeline(pipeline: Json) -> Iterator[RenderableType]:
 
 
 def _time(plan: Json) -> Iterator[RenderableType]:
+    """Yields the step time, its parts, MFU, speed, cost, and how good the estimate is."""
     time = plan["time"]
     if time["step_s"] is None:
         yield Text(time["sure"])
@@ -328,9 +323,31 @@ def _time(plan: Json) -> Iterator[RenderableType]:
     )
     table = new_table("", ">", ">", "", headed=False)
     for name, seconds in time["waterfall"].items():
-        if share := seconds / time["step_s"]:
+        share = seconds / time["step_s"]
+        if share:
             table.add_row(name, time_text(seconds), percent_text(share), _bar(share))
     yield table
+    unit = plan["layout"]["unit"]
+    utilization = _utilization(time)
+    if plan["experts"]:
+        utilization += " (of active parameters)"
+    yield Text(
+        f"{utilization}; {count_text(time['tokens_per_s_per_chip'], 4)} {unit}/s a chip"
+    )
+    if time["hidden_s"] or time["uncovered_s"]:
+        yield Text(
+            f"asynchronous communication: compute hides {time_text(time['hidden_s'])} and leaves "
+            f"{time_text(time['uncovered_s'])} exposed"
+        )
+    if plan["cost"]:
+        yield Text(_cost(plan["cost"], unit))
+    yield Text(f"how sure: {time['sure']}", style="dim")
+    for note in time["notes"]:
+        yield Text(f"note: {note}", style="dim")
+
+
+def _utilization(time: Json) -> str:
+    """Formats MFU and HFU with the peak that they refer to."""
     shares = {
         "MFU causal": time["mfu_causal"],
         "MFU full": time["mfu_full"],
@@ -341,49 +358,33 @@ def _time(plan: Json) -> Iterator[RenderableType]:
         for name, share in shares.items()
         if share is not None
     )
-    if known:
-        known += f", of {time['peak_flops_per_s'] / 1e12:.4g} TFLOP/s a device ({time['peak_dtype']})"
-    known = known or f"MFU unknown: no peak of {time['peak_dtype']} is published"
-    unit = plan["layout"]["unit"]
-    if plan["experts"]:
-        known += " (of active parameters)"
-    yield Text(
-        f"{known}; {count_text(time['tokens_per_s_per_chip'], 4)} {unit}/s a chip"
-    )
-    if time["hidden_s"] or time["uncovered_s"]:
-        yield Text(
-            f"communication behind compute: {time_text(time['hidden_s'])} covered, "
-            f"{time_text(time['uncovered_s'])} more than its window"
-        )
-    if cost := plan["cost"]:
-        yield Text(_cost(cost, unit))
-    yield Text(f"how sure: {time['sure']}", style="dim")
-    for note in time["notes"]:
-        yield Text(f"note: {note}", style="dim")
+    if not known:
+        return f"MFU unknown: no peak of {time['peak_dtype']} is published"
+    peak = time["peak_flops_per_s"] / 1e12
+    return f"{known}, of {peak:.4g} TFLOP/s a device ({time['peak_dtype']})"
 
 
 def _restarts(restarts: Json) -> Iterator[RenderableType]:
-    """Yields a checkpoint's size, how often to save, and what a failure costs."""
+    """Yields a checkpoint's size, the best interval, and the cost of a failure."""
     size = gib_text(restarts["checkpoint_bytes"])
     share = gib_text(restarts["device_bytes"])
-    pause = time_text(restarts["blocking_s"])
+    yield Text(f"a checkpoint has {size}; a device copies {share} of it")
+    pause = "an unknown time (no rate to the host is published)"
+    if restarts["blocking_s"]:
+        pause = time_text(restarts["blocking_s"])
     written = duration_text(restarts["write_s"])
-    yield Text(f"a checkpoint has {size}, {share} of it from a device")
-    pause = (
-        pause
-        if restarts["blocking_s"]
-        else "an unknown time (no rate to the host is published)"
-    )
     yield Text(f"a save stops training for {pause} and is on storage after {written}")
     if restarts["every_steps"]:
         text = f"best is to save every {duration_text(restarts['interval_s'])} (checkpoint.every_steps="
         text += f"{restarts['every_steps']}): saves and failures take {100 * restarts['lost_share']:.2g} %"
-        if (own := restarts["configured_lost_share"]) is not None:
-            text += f" of the time, as configured {100 * own:.2g} %"
+        text += " of the time"
+        configured = restarts["configured_lost_share"]
+        if configured is not None:
+            text += f"; at the configured interval {100 * configured:.2g} %"
         yield Text(text)
-    again = duration_text(restarts["restart_s"])
+    restart = duration_text(restarts["restart_s"])
     yield Text(
-        f"a failure every {_span(restarts['mtbf_s'])} on average; to read and compile again takes {again}"
+        f"a failure every {_span(restarts['mtbf_s'])} on average; a restart reads and compiles for {restart}"
     )
     assumed = restarts["assumed"]
     hours = count_text(assumed["chip_hours_per_failure"])
@@ -395,12 +396,14 @@ def _restarts(restarts: Json) -> Iterator[RenderableType]:
 
 
 def _span(seconds: float) -> str:
-    return (
-        duration_text(seconds) if seconds < 2 * 86400 else f"{seconds / 86400:.1f} days"
-    )
+    """Formats a long time; in days from two days on."""
+    if seconds < 2 * 86400:
+        return duration_text(seconds)
+    return f"{seconds / 86400:.1f} days"
 
 
 def _cost(cost: Json, unit: str) -> str:
+    """Formats the time, the chip hours and the price of the whole training."""
     line = f"{count_text(cost['tokens'])} {unit}: {_span(cost['days'] * 86400)}, "
     line += f"{count_text(cost['chip_hours'])} chip hours"
     if "money" in cost:
@@ -408,12 +411,14 @@ def _cost(cost: Json, unit: str) -> str:
     return line
 
 
+_OUTCOMES = {True: "should fit", False: "not enough alone", None: ""}
+
+
 def _advice(edits: Sequence[Json]) -> Iterator[RenderableType]:
+    """Yields a table of edits."""
     table = new_table("set", ">saves GiB", "then", "at the cost of")
     for edit in edits:
-        outcome = {True: "should fit", False: "not enough alone", None: ""}[
-            edit["enough"]
-        ]
+        outcome = _OUTCOMES[edit["enough"]]
         if edit["checked"] is not None:
             outcome = "compiled: fits" if edit["checked"] else "compiled: does not fit"
         table.add_row(
@@ -424,4 +429,5 @@ def _advice(edits: Sequence[Json]) -> Iterator[RenderableType]:
 
 
 def _bar(share: float) -> Text:
+    """Draws a bar; 1 is its full width."""
     return Text("█" * round(_BAR * min(share, 1.0)), style="cyan")

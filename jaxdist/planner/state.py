@@ -1,6 +1,4 @@
-"""What a device holds of a run's state, before, in and after a step; from shapes
-alone.
-"""
+"""The bytes of a run's state on a device and in a checkpoint, from shapes alone."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,10 +17,10 @@ from jaxdist.step.layerwise import Trained
 from jaxdist.step.update import build_update_rule
 from jaxdist.trainer.compose import Composition, batch_shapes
 
-Components = dict[str, int]
-HOST_STATE = "host memory: optimizer state"  # with the moving average
-# What a checkpoint holds.
-STATE = (
+Components = dict[str, int]  # bytes on a device by component
+# component of the optimizer state and moving average that stay in host memory
+HOST_STATE = "host memory: optimizer state"
+STATE = (  # components that a checkpoint contains
     "parameters",
     "frozen modules",
     "optimizer state",
@@ -33,8 +31,11 @@ STATE = (
 
 
 def held_state(composition: Composition, platform: str) -> Components:
-    """Counts the bytes of the state on a device, by component; the batch goes
-    with it.
+    """Counts the bytes of the state and the batch on a device, by component.
+
+    Args:
+      composition: the run on its mesh.
+      platform: tpu, gpu or cpu.
     """
     run = composition.config
     rules = composition.rules
@@ -46,17 +47,17 @@ def held_state(composition: Composition, platform: str) -> Components:
         moments, tree, jax.tree.unflatten(jax.tree.structure(tree), rows)
     )
     places = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
-    waiting = _waiting(composition, moments, platform)
-    held, on_host = _split(
-        _leaf_bytes(rules, jax.tree.leaves(moments), places), waiting.moments
+    offloaded = _offloaded(composition, moments, platform)
+    optimizer_bytes, optimizer_on_host = _split(
+        _leaf_bytes(rules, jax.tree.leaves(moments), places), offloaded.moments
     )
-    average = 0
+    average_bytes = 0
     average_on_host = 0
     if run.train.ema_decay:
-        copies = [
-            jax.ShapeDtypeStruct(x.shape, "float32") for x in jax.tree.leaves(tree)
-        ]
-        average, average_on_host = _split(_leaf_bytes(rules, copies, rows), waiting.ema)
+        copies = [abstract_array(x.shape, "float32") for x in jax.tree.leaves(tree)]
+        average_bytes, average_on_host = _split(
+            _leaf_bytes(rules, copies, rows), offloaded.ema
+        )
     params = run.precision.params
     stored = jnp.dtype(params).itemsize
     frozen = _frozen_bytes(spec, rules, params)
@@ -64,53 +65,61 @@ def held_state(composition: Composition, platform: str) -> Components:
     return {
         "parameters": parameter_bytes(spec, rules, rules.stored, stored) + frozen,
         "frozen modules": sum(modules),
-        "optimizer state": held,
-        "moving average": average,
-        HOST_STATE: on_host + average_on_host,
+        "optimizer state": optimizer_bytes,
+        "moving average": average_bytes,
+        HOST_STATE: optimizer_on_host + average_on_host,
         "model state": _whole_bytes(spec.model_state),
         "batch": _whole_bytes(batch_shapes(run)) // rules.shape.batch_shards,
     }
 
 
 def held_bytes(components: Mapping[str, int]) -> int:
-    """Sums the bytes of a checkpoint that a device holds."""
+    """Sums the components that a checkpoint contains."""
     return sum(components.get(name, 0) for name in STATE)
 
 
 def checkpoint_bytes(composition: Composition) -> int:
-    """Counts the bytes of the whole state, as a checkpoint holds it."""
+    """Counts the bytes of the whole state in a checkpoint."""
     run = composition.config
     spec = composition.spec
     params = run.precision.params
-    trained = sum(x.size for x in jax.tree.leaves(spec.trainable))
-    kept = trained * jnp.dtype(params).itemsize
-    kept += _whole_bytes(_moments(composition, spec))
+    trained: int = sum(x.size for x in jax.tree.leaves(spec.trainable))
+    total = trained * jnp.dtype(params).itemsize
+    total += _whole_bytes(_moments(composition, spec))
     if run.train.ema_decay:
-        kept += 4 * trained
-    frozen = (
-        x.size * stored_dtype(x, params).itemsize
-        for model in (spec, *spec.modules.values())
-        for x in jax.tree.leaves(model.frozen)
-    )
-    return kept + sum(frozen) + _whole_bytes(spec.model_state)
+        total += 4 * trained
+    for model in (spec, *spec.modules.values()):
+        for x in jax.tree.leaves(model.frozen):
+            total += x.size * stored_dtype(x, params).itemsize
+    return total + _whole_bytes(spec.model_state)
 
 
 def parameter_bytes(
-    spec: ModelSpec, rules: Rules, rule: Callable[..., P], itemsize: int, of: str = ""
+    spec: ModelSpec,
+    rules: Rules,
+    rule: Callable[..., P],
+    itemsize: int,
+    prefix: str = "",
 ) -> int:
-    """Counts a device's bytes of all trained parameters whose path starts so, laid out
-    by a rule.
+    """Counts a device's bytes of trained parameters.
+
+    Args:
+      spec: the model.
+      rules: the sharding rules of the layout.
+      rule: maps a parameter's names and dims to its sharding.
+      itemsize: bytes of an element.
+      prefix: start of the paths to count; "" counts all.
     """
-    parts = (
+    sizes = (
         shard_size(rules, rule(names, x.shape), x.shape)
         for path, (x, names) in spec.named_trainable().items()
-        if path.startswith(of)
+        if path.startswith(prefix)
     )
-    return itemsize * sum(parts)
+    return itemsize * sum(sizes)
 
 
 def _frozen_bytes(spec: ModelSpec, rules: Rules, params: str) -> int:
-    """Counts a device's bytes of frozen parameters as they are stored."""
+    """Counts a device's bytes of frozen parameters in their stored dtype."""
     return sum(
         shard_size(rules, rules.stored(names, x.shape), x.shape)
         * stored_dtype(x, params).itemsize
@@ -118,12 +127,17 @@ def _frozen_bytes(spec: ModelSpec, rules: Rules, params: str) -> int:
     )
 
 
-def shard_size(rules: Rules, where: P, dims: Sequence[int]) -> int:
+def shard_size(rules: Rules, sharding: P, dims: Sequence[int]) -> int:
     """Counts the elements of an array on a device."""
-    return math.prod(rules.shard_dims(where, dims))
+    return math.prod(rules.shard_dims(sharding, dims))
 
 
-# Kept by content: a search asks for each of them some thousand times.
+def abstract_array(dims: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Makes the shape of an array without its values."""
+    return jax.ShapeDtypeStruct(dims, dtype)  # type: ignore[no-untyped-call] # jax is untyped here
+
+
+# cached by content, because a search needs each of them some thousand times
 _states: dict[str, Any] = {}
 
 
@@ -131,11 +145,12 @@ def _moments(composition: Composition, spec: ModelSpec) -> Any:
     """Traces the optimizer's abstract state.
 
     Args:
-      spec: of the run's model, with its layers as they are asked for.
+      composition: the run on its mesh.
+      spec: the model, with its layers either in one stack or in stages.
     """
     run = composition.config
     stored = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, run.precision.params), spec.trainable
+        lambda x: abstract_array(x.shape, run.precision.params), spec.trainable
     )
     shapes = [
         (path, x.shape, names) for path, (x, names) in spec.named_trainable().items()
@@ -150,21 +165,21 @@ def _moments(composition: Composition, spec: ModelSpec) -> Any:
 
 
 def _rate(step: Any) -> jax.Array:
-    """Returns a learning rate: which one changes no shape."""
-    return jnp.float32(1)
+    """Returns some learning rate; its value does not change shapes."""
+    rate: jax.Array = jnp.float32(1)
+    return rate
 
 
-def _waiting(composition: Composition, moments: Any, platform: str) -> Trained:
-    """Marks the moments, and the parameters' averages, that wait in the host's
-    memory.
-    """
+def _offloaded(composition: Composition, moments: Any, platform: str) -> Trained:
+    """Marks with True the moments and averages that stay in host memory."""
     run = composition.config
     spec = composition.staged_spec
     tree = spec.trainable
     state = Trained(tree, moments, tree if run.train.ema_decay else None)
-    # a CPU device's memory is the host's
+    # A CPU device's memory is the host's.
     if not run.offload.optimizer or platform == "cpu":
-        return jax.tree.map(lambda _: False, state)
+        none: Trained = jax.tree.map(lambda _: False, state)
+        return none
     rule = build_update_rule(
         run.optimizer,
         None,
@@ -177,18 +192,23 @@ def _waiting(composition: Composition, moments: Any, platform: str) -> Trained:
     return rule.layerwise.waiting(state)
 
 
-def _leaf_bytes(rules: Rules, leaves: Iterable[Any], places: Iterable[P]) -> list[int]:
-    pairs = zip(leaves, places, strict=True)
-    return [shard_size(rules, s, x.shape) * x.dtype.itemsize for x, s in pairs]
+def _leaf_bytes(
+    rules: Rules, leaves: Iterable[Any], shardings: Iterable[P]
+) -> list[int]:
+    """Counts a device's bytes of each array."""
+    return [
+        shard_size(rules, sharding, x.shape) * x.dtype.itemsize
+        for x, sharding in zip(leaves, shardings, strict=True)
+    ]
 
 
-def _split(sizes: Sequence[int], waiting: Any) -> tuple[int, int]:
-    """Sums the bytes on the device, and those that wait on the host."""
-    marks = jax.tree.leaves(waiting)
-    on_host = sum(size for size, waits in zip(sizes, marks, strict=True) if waits)
+def _split(sizes: Sequence[int], offloaded: Any) -> tuple[int, int]:
+    """Sums the bytes on the device, and the bytes that are offloaded to the host."""
+    marks = jax.tree.leaves(offloaded)
+    on_host = sum(size for size, is_off in zip(sizes, marks, strict=True) if is_off)
     return sum(sizes) - on_host, on_host
 
 
 def _whole_bytes(tree: Any) -> int:
-    """Counts the bytes of a tree of abstract arrays, all of it on one device."""
+    """Counts the bytes of a tree of abstract arrays on a device that holds them all."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

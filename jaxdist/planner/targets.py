@@ -1,10 +1,10 @@
-"""Hardware a plan is made for: `v5p:4x4x4`, `v6e:16x16x2`, `h100:4x8`, `cpu:8`, and its
-links.
+"""Targets of plans: hardware such as `v5p:4x4x4`, `h100:4x8` or `cpu:8`, with links.
 
-A TPU target is family:chips along each ICI dim, and one number more for several slices;
-a GPU target is family:hosts x GPUs of each; `@25GB/s` or a network's name behind it
-says what crosses hosts or slices. Slices come from the table of `hardware`, because the
-compiler also makes ones that do not exist. `devices` belongs in a child process.
+A TPU target is FAMILY:TOPOLOGY, the chips along each ICI dim. One more number, as in
+`v6e:16x16x2`, is the number of slices. A GPU target is FAMILY:HOSTSxGPUS. `@25GB/s` or
+`@NETWORK` behind it sets the network between hosts or slices. Legal slices come from
+the table in `hardware`, because the compiler also accepts shapes that do not exist.
+`devices` must be called in a child process.
 """
 
 import functools
@@ -38,31 +38,30 @@ from jaxdist.trainer import product_formats, validation
 from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.run_config import RunConfig
 
-# Google Cloud's v5p-8 has 8 TensorCores, which are 4 chips
+# Families whose slices Google Cloud names by TensorCores: v5p-8 has 4 chips.
 _NAMED_BY_CORES = ("v4", "v5p")
 
-# ICI links' worth between the two devices of a 7x chip; Google Cloud documentation,
-# TPU7x
+# bandwidth between the two devices of a 7x chip, in ICI links (Google Cloud
+# documentation, TPU7x)
 _DIE_TO_DIE = 6
 
 
 @dataclass(frozen=True)
 class Link:
-    """What the members of a group talk over."""
+    """The link over which the members of a group communicate."""
 
-    name: str  # ICI, DCN, NVLink, PCIe, a network's; memory: one device, or a CPU
-    # that each device can send while all members do; inf: not modelled
+    # ICI, DCN, NVLink, PCIe, or a network's name; "memory" within a device or a CPU
+    name: str
+    # rate at which each device can send while all members send; inf: not modelled
     bytes_per_s: float
-    # The share of it that an all-to-all reaches: on a torus its bytes pass other
-    # members on their way.
+    # share of the rate that an all-to-all reaches; on a torus its bytes pass through
+    # other members
     all_to_all: float = 1.0
-    # latency of a collective, where it was measured (`calibration`)
+    # latency of a collective if it was measured (`calibration`)
     alpha_s: float = 0.0
 
     def seconds(self, kind: str, wire_bytes: float) -> float:
-        """Returns how long a collective of this kind takes in which each member sends
-        so much.
-        """
+        """Computes the time of a collective in which each member sends `wire_bytes`."""
         rate = self.bytes_per_s * (self.all_to_all if kind == "all-to-all" else 1.0)
         return self.alpha_s + wire_bytes / rate
 
@@ -72,16 +71,16 @@ _FREE = Link("memory", math.inf)
 
 @dataclass(frozen=True)
 class Target:
-    """Devices to plan for, with the links between them."""
+    """The devices to plan for, with the links between them."""
 
-    text: str  # canonical, such as v5p:4x4x4 or h100:4x8@25GB/s
+    text: str  # canonical text, such as v5p:4x4x4 or h100:4x8@25GB/s
     platform: hardware.Platform
     chip: hardware.Chip | None  # None on CPU
-    num_devices: int  # of JAX
+    num_devices: int  # JAX devices
     num_chips: int
     num_slices: int  # groups of chips joined by ICI; 1 on GPU and CPU
     hosts: int
-    # chips along each ICI dim of a slice; (hosts, GPUs of each) on GPU
+    # chips along each ICI dim of a slice; (hosts, GPUs per host) on GPU
     shape: tuple[int, ...]
     wrap: tuple[bool, ...]  # whether each ICI dim is a ring
 
@@ -91,26 +90,26 @@ class Target:
         return self.chip.family if self.chip else "cpu"
 
     def with_shape(self, sizes: Sequence[int]) -> str:
-        """Returns the text of a target of this chip and network with other sizes."""
+        """Formats a target of the same chip and network with another shape."""
         _, at, network = self.text.partition("@")
         return f"{self.family}:{_by(sizes)}{at}{network}"
 
     @property
     def device_kind(self) -> str:
-        """Names the devices as jax does."""
+        """The devices' kind by jax's name."""
         return self.chip.device_kinds[0] if self.chip else "cpu"
 
     @property
     def observed(self) -> Observed:
-        """What was seen of the chip and its compiler."""
+        """Observations of the chip and its compiler."""
         return TABLE["gpu" if self.platform == "gpu" else self.family]
 
     @property
     def usable_bytes(self) -> int | None:
-        """The bytes that a step may use on a device; None where that is not known.
+        """The bytes that a step may use on a device; None if unknown.
 
-        A TPU compiler's own limit; of a GPU's memory a share; of this machine's memory
-        for emulated CPU devices an equal part each.
+        It is the compiler's limit on TPUs, and a share of the memory on GPUs. Emulated
+        CPU devices share this machine's memory equally.
         """
         if self.platform == "cpu":
             pages = os.sysconf("SC_PHYS_PAGES")
@@ -120,16 +119,18 @@ class Target:
         return int(self.chip.capacity_bytes * self.observed.usable)
 
     def freely_used(self, most: float) -> float:
-        """Returns the bytes of a device below which XLA computes nothing again, at most
-        `most`.
+        """Finds the bytes below which XLA recomputes nothing by itself; at most `most`.
+
+        Args:
+          most: bytes that a step may use on a device.
         """
         share = self.observed.used_freely
         if share is None or self.chip is None:
             return most
         return min(most, share * self.chip.hbm_bytes)
 
-    def products_peak(self, dtype: str) -> float | None:
-        """Returns the FLOP/s that products can reach; None where none is published."""
+    def matmul_peak(self, dtype: str) -> float | None:
+        """Returns the peak FLOP/s of matmuls; None if none is published."""
         if self.chip is None:
             return None
         # TPU matrix units round float32 to bfloat16.
@@ -141,25 +142,30 @@ class Target:
         return "cuda" if self.platform == "gpu" else self.platform
 
     def axis_link(self, mesh_shape: MeshShape, axis: str) -> Link:
-        """Returns the link of a mesh axis, or of several as in "data+fsdp": its slowest
-        group's.
+        """Finds the link of the slowest group of a mesh axis, or of several axes.
+
+        Args:
+          mesh_shape: the mesh.
+          axis: the axis, or several as in "data+fsdp".
         """
         return _axis_link(
             self, axis, tuple(mesh_shape.sizes.items()), tuple(mesh_shape.dcn.items())
         )
 
     def arrange(self, mesh_shape: MeshShape) -> np.ndarray:
-        """Returns the `jax.Device.id` at each mesh position, [sizes of the axes], like
-        `build_mesh`.
+        """Arranges device ids on a mesh as `build_mesh` does.
+
+        Returns:
+          The `jax.Device.id` at each mesh position, [sizes of the axes].
         """
-        return np.vectorize(lambda device: device.id)(
-            mesh.arrange(mesh_shape, self.stand_ins())
-        )
+        device_ids = np.vectorize(lambda device: device.id)
+        arranged: np.ndarray = device_ids(mesh.arrange(mesh_shape, self.stand_ins()))
+        return arranged
 
     def stand_ins(self) -> list[Any]:
-        """Returns objects that look to `mesh_utils` like the target's devices."""
+        """Makes objects with the attributes of devices that `mesh_utils` reads."""
         per_chip = self.num_devices // self.num_chips
-        places = np.ndindex(self.num_slices, self.num_devices // self.num_slices)
+        per_slice = self.num_devices // self.num_slices
         return [
             SimpleNamespace(
                 id=local if self.num_slices == 1 else (index + 1) * SLICE_ID + local,
@@ -169,87 +175,97 @@ class Target:
                 core_on_chip=local % per_chip,
                 slice_index=index,
             )
-            for index, local in places
+            for index, local in np.ndindex(self.num_slices, per_slice)
         ]
 
     def group_link(self, device_ids: Sequence[int]) -> Link:
-        """Returns the link of a replica group, given by `jax.Device.id`.
+        """Finds the link of a replica group.
 
-        Members in the same slice or node share its network: each carries its part of
-        what crosses.
+        In a group that spans slices or hosts, each member carries its part of the
+        traffic between them.
+
+        Args:
+          device_ids: the `jax.Device.id` of each member.
         """
         if self.chip is None or len(set(device_ids)) < 2:
             return _FREE
-        gpu = self.platform == "gpu"
-        speed = self.chip.link_bytes_per_s * (
-            1 if gpu else self._ici_links(device_ids, self.chip.devices_per_chip)
-        )
-        places = Counter(i // (self.shape[1] if gpu else SLICE_ID) for i in device_ids)
-        if len(places) == 1:
-            return Link(
-                self.chip.link, speed, 1.0 if gpu else self._all_to_all(device_ids)
-            )
-        share = min(places.values()) * (self.chip.network_bytes_per_s or math.inf)
-        return Link(self.chip.network, min(speed, share))
+        speed = self.chip.link_bytes_per_s
+        devices_per_place = self.shape[1]  # GPUs of a host
+        if self.platform != "gpu":
+            speed *= self._ici_links(device_ids, self.chip.devices_per_chip)
+            devices_per_place = SLICE_ID
+        members = Counter(
+            i // devices_per_place for i in device_ids
+        )  # by host or slice
+        if len(members) == 1:
+            all_to_all = 1.0
+            if self.platform != "gpu":
+                all_to_all = self._all_to_all(device_ids)
+            return Link(self.chip.link, speed, all_to_all)
+        network = min(members.values()) * (self.chip.network_bytes_per_s or math.inf)
+        return Link(self.chip.network, min(speed, network))
 
     def _ici_links(self, device_ids: Sequence[int], per_chip: int) -> float:
-        """Returns how many links a device can send over in its slice: two along a ring,
-        one along a line.
+        """Counts the links over which a device of a group can send in its slice.
 
-        Members that lie `gap` apart leave room for `gap` such groups, which share the
-        links.
+        There are two along a ring and one along a line. Members at a distance of `gap`
+        leave room for `gap` such groups, which share the links.
         """
         links = sum(
-            (2 if ring else 1) / gap for _, ring, gap in self._ici_dims(device_ids)
+            (2 if is_ring else 1) / gap
+            for _, is_ring, gap in self._ici_dims(device_ids)
         )
         return links / per_chip or _DIE_TO_DIE
 
     def _ici_dims(self, device_ids: Sequence[int]) -> Iterator[tuple[int, bool, int]]:
-        """Yields (members, whether they close a ring, how far they lie apart) of each
-        dim of a group.
+        """Yields (members, whether they form a ring, their distance) of a group's dims.
+
+        Dims with a single member are skipped.
         """
         per_chip = self.num_devices // self.num_chips
         coords = np.array(
             [_coords(i % SLICE_ID // per_chip, self.shape) for i in device_ids]
         )
         for dim, length in enumerate(self.shape):
-            places = np.unique(coords[:, dim])
-            if len(places) > 1:
-                gap = int(np.diff(places).min())
-                yield len(places), self.wrap[dim] and len(places) * gap == length, gap
+            members = np.unique(coords[:, dim])
+            if len(members) > 1:
+                gap = int(np.diff(members).min())
+                is_ring = self.wrap[dim] and len(members) * gap == length
+                yield len(members), is_ring, gap
 
     def _all_to_all(self, device_ids: Sequence[int]) -> float:
-        """Returns the share of the links' rate that an all-to-all of a group reaches,
-        at most 1.
+        """Computes the share of the links' rate that an all-to-all reaches, at most 1.
 
-        A byte crosses n / 4 links of a ring of n on average, (n^2 - 1) / 3n of a line,
-        so the dim with the most of them a link takes longest (Austin et al. 2025, How
-        to Scale Your Model: rings).
+        A byte crosses n / 4 links of a ring of n members on average, and
+        (n^2 - 1) / 3n links of a line. The dim with the most crossings per link takes
+        longest (Austin et al. 2025, How to Scale Your Model: rings).
         """
         dims = list(self._ici_dims(device_ids))
-        others = 1 - 1 / len(device_ids)
         if not dims:
             return 1.0
-        hops = (
-            (n / 4 if ring else (n - 1 / n) / 3) * gap / (2 if ring else 1)
-            for n, ring, gap in dims
-        )
-        links = sum((2 if ring else 1) / gap for _, ring, gap in dims)
+        others = 1 - 1 / len(device_ids)
+        hops = []  # crossings per link of each dim
+        links = 0.0
+        for n, is_ring, gap in dims:
+            if is_ring:
+                hops.append(n / 4 * gap / 2)
+            else:
+                hops.append((n - 1 / n) / 3 * gap / 1)
+            links += (2 if is_ring else 1) / gap
         return min(1.0, others / links / max(hops))
 
 
 def _coords(chip: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns where a chip lies in its slice: libtpu numbers them along the first dim
-    first.
-    """
+    """Finds the coordinates of a chip in its slice; libtpu counts the first dim first."""
     return tuple(int(n) for n in np.unravel_index(chip, tuple(shape), order="F"))
 
 
+_Sizes = tuple[tuple[str, int], ...]  # mesh sizes by axis, hashable
+
+
 @functools.lru_cache(maxsize=1024)
-def _axis_link(target: Target, axis: str, sizes: tuple, dcn: tuple) -> Link:
-    """Returns `Target.axis_link` of a mesh given by the items of its sizes: what can be
-    a key.
-    """
+def _axis_link(target: Target, axis: str, sizes: _Sizes, dcn: _Sizes) -> Link:
+    """Computes `Target.axis_link` for a mesh as hashable arguments."""
     others = [i for i, (name, _) in enumerate(sizes) if name not in axis.split("+")]
     ids = np.moveaxis(
         target.arrange(MeshShape(dict(sizes), dict(dcn))), others, range(len(others))
@@ -264,14 +280,16 @@ def validate_for(
     """Composes a run on a target's devices and checks it, without its data.
 
     Args:
-      spec: of the run's model, if it is known.
+      run: the config.
+      target: the hardware.
+      spec: the run's model, if it is known.
 
     Raises:
       ConfigError: the run cannot be laid out on the target, or its chips have no units
-        for what it multiplies.
+        for the run's matmuls.
     """
     faults = list(product_formats.unit_faults(run, target.platform, target.device_kind))
-    if faults:  # in every layout
+    if faults:  # they exist in every layout
         raise ConfigError(faults)
     slices = target.num_slices if target.platform == "tpu" else None
     return validation.validate_on(
@@ -279,112 +297,126 @@ def validate_for(
     )
 
 
-# --- Parsing --------------------------------------------------------------------------
+# --- parsing --------------------------------------------------------------------------
 
 
 def parse(text: str, here: Sequence[jax.Device] = ()) -> Target:
-    """Returns the target of a text; `here`: this machine's devices, for the targets
-    `here` and `here@25GB/s`.
+    """Parses the text of a target.
+
+    Args:
+      text: such as `v5p:4x4x4`, `h100:4x8@25GB/s`, `cpu:8` or `here`.
+      here: this machine's devices, for the targets `here` and `here@25GB/s`.
 
     Raises:
-      ConfigError: no such hardware; its one line lists what is legal.
+      ConfigError: there is no such hardware; the message lists the legal targets.
     """
-    place, at, behind = text.strip().partition("@")
+    place, at, network = text.strip().partition("@")
     if place.strip().lower() == "here" and here:
-        text = _describe(here) + at + behind
-    asked, _, network = text.strip().partition("@")
-    family, _, sizes = asked.strip().lower().partition(":")
+        text = _describe(here) + at + network
+    devices_text, _, network = text.strip().partition("@")
+    devices_text = devices_text.strip().lower()
+    family, _, sizes = devices_text.partition(":")
     family = hardware.FAMILY_ALIASES.get(family, family)
-    shape = (
-        tuple(int(n) if n.isdecimal() else 0 for n in sizes.split("x")) if sizes else ()
-    )
-    if (
-        family == "cpu"
-        and len(shape) == 1
-        and 1 <= shape[0] <= 4096
-        and "@" not in text
-    ):
-        return Target(
-            f"cpu:{shape[0]}", "cpu", None, shape[0], shape[0], 1, 1, shape, (False,)
-        )
+    shape: tuple[int, ...] = ()
+    if sizes:
+        shape = tuple(int(n) if n.isdecimal() else 0 for n in sizes.split("x"))
+    is_cpu = family == "cpu" and len(shape) == 1 and "@" not in text
+    if is_cpu and 1 <= shape[0] <= _MOST_CPU_DEVICES:
+        return _cpu(shape[0])
     chip = hardware.FAMILIES.get(family)
     if chip is None:
-        meant = _meant(asked.strip().lower()) or suggest(family, hardware.FAMILIES)
+        meant = _did_you_mean(devices_text) or suggest(family, hardware.FAMILIES)
         raise ConfigError(f"--on={text}: must be {legal_targets()}.{meant}")
     target = _tpu(chip, shape) if chip.torus_dims else _gpu(chip, shape)
     if target is None:
         raise ConfigError(
-            f"--on={text}: {family} must be {legal_shapes(chip)}.{_meant(asked.strip().lower())}"
+            f"--on={text}: {family} must be {legal_shapes(chip)}.{_did_you_mean(devices_text)}"
         )
     if "@" in text:
-        return _behind(target, network.strip(), text)
+        return _with_network(target, network.strip(), text)
     if target.hosts > 1 and target.platform == "gpu" and not chip.network_bytes_per_s:
-        cure = f"add it: {target.text}@25GB/s, or a name: {_network_names()}"
+        fix = f"add it: {target.text}@25GB/s, or a name: {_network_names()}"
         raise ConfigError(
-            f"--on={text}: hosts of {family} are sold with no network of their own; {cure}"
+            f"--on={text}: hosts of {family} are sold with no network of their own; {fix}"
         )
     return target
 
 
-def _behind(target: Target, network: str, text: str) -> Target:
-    """Returns a target with another network between its hosts or slices: a name, or a
-    rate of each chip.
+def _with_network(target: Target, network: str, text: str) -> Target:
+    """Replaces the network between a target's hosts or slices.
+
+    Args:
+      target: the target.
+      network: a network's name, or the rate at which each chip sends.
+      text: the whole text, for messages.
     """
     assert target.chip is not None
     known = hardware.NETWORKS.get(network.lower())
+    if known:
+        network = network.lower()
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)([MGT])(B|b|bit)/s", network)
     if known is None and match:
-        rate = (
-            float(match[1])
-            * {"M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
-            / (1 if match[3] == "B" else 8)
-        )
+        number, prefix, unit = match.groups()
+        rate = float(number) * {"M": 1e6, "G": 1e9, "T": 1e12}[prefix]
+        if unit != "B":
+            rate /= 8
         known = hardware.Network("network", rate, "the command line")
         network = f"{rate / 1e9:.6g}GB/s"
     if known is None or not 0 < known.bytes_per_s < math.inf:
-        legal = f"what each chip sends to other hosts, as 25GB/s or 200Gbit/s, or one of {_network_names()}"
+        legal = f"the rate at which each chip sends to other hosts, as 25GB/s or 200Gbit/s, or one of {_network_names()}"
         raise ConfigError(
             f"--on={text}: behind @ must be {legal}.{suggest(network, hardware.NETWORKS)}"
         )
-    text = f"{target.text}@{network.lower() if network.lower() in hardware.NETWORKS else network}"
-    return replace(target, text=text, chip=target.chip.with_network(known))
+    return replace(
+        target,
+        text=f"{target.text}@{network}",
+        chip=target.chip.with_network(known),
+    )
 
 
 def _network_names() -> str:
     return ", ".join(hardware.NETWORKS)
 
 
-def _meant(text: str) -> str:
-    """Returns " Did you mean X?" for a family with a number of chips: v5e-16, v5e:16,
-    8xh100, h100x8.
+_FAMILY_AND_NUMBER = re.compile(
+    r"(?P<number_first>\d{1,5})[x*](?P<family_last>\w+)"
+    r"|(?P<family_first>\w+?)(?P<by>[-x*:])(?P<number_last>\d{1,5})"
+)
+
+
+def _did_you_mean(text: str) -> str:
+    """Suggests a target for a family with a number of chips, such as v5e-16 or 8xh100.
+
+    Returns:
+      " Did you mean X?", or "".
     """
-    match = re.fullmatch(
-        r"(?P<n>\d{1,5})[x*](?P<family>\w+)|(?P<of>\w+?)(?P<by>[-x*:])(?P<number>\d{1,5})",
-        text,
-    )
+    match = _FAMILY_AND_NUMBER.fullmatch(text)
     if not match:
         return ""
-    family = match["family"] or match["of"]
-    number = int(match["n"] or match["number"])
+    family = match["family_last"] or match["family_first"]
+    number = int(match["number_first"] or match["number_last"])
     chip = hardware.FAMILIES.get(hardware.FAMILY_ALIASES.get(family, family))
     if chip is None or number < 1:
         return ""
+    shapes: list[tuple[int, ...]] = []
     if chip.torus_dims:
-        number //= 2 if match["by"] == "-" and chip.family in _NAMED_BY_CORES else 1
-        shapes = [shape for shape in slices_of(chip, number) if chip.legal_slice(shape)]
+        if match["by"] == "-" and chip.family in _NAMED_BY_CORES:
+            number //= 2
+        shapes += [s for s in slices_of(chip, number) if chip.legal_slice(s)]
     else:
-        each = min(number, chip.chips_per_host)
-        shapes = [(number // each, each)] if number % each == 0 else []
-    return (
-        f" Did you mean {chip.family}:{_by(shapes[0])} ({number} chips)?"
-        if shapes
-        else ""
-    )
+        gpus = min(number, chip.chips_per_host)
+        if number % gpus == 0:
+            shapes.append((number // gpus, gpus))
+    if not shapes:
+        return ""
+    return f" Did you mean {chip.family}:{_by(shapes[0])} ({number} chips)?"
 
 
 def slices_of(chip: hardware.Chip, number: int) -> Iterator[tuple[int, ...]]:
-    """Yields shapes of a number of chips: those of the table, then cubes of 4x4x4, the
-    most even first.
+    """Yields the shapes of slices with a number of chips.
+
+    Slices of the chip's table come first, then slices of 4x4x4 cubes, the most even
+    first.
     """
     yield from (shape for shape in chip.slices if math.prod(shape) == number)
     sides = [side for side in range(4, number // 16 + 1, 4) if number % side == 0]
@@ -399,7 +431,7 @@ def slices_of(chip: hardware.Chip, number: int) -> Iterator[tuple[int, ...]]:
 
 
 def legal_targets() -> str:
-    """Returns the forms of a target on one line."""
+    """Formats the legal forms of a target on one line."""
     tpus = "|".join(f for f, chip in hardware.FAMILIES.items() if chip.torus_dims)
     sockets = [f for f, chip in hardware.FAMILIES.items() if not chip.torus_dims]
     pcie = {f.removesuffix("-pcie") for f in sockets if f.endswith("-pcie")}
@@ -413,25 +445,42 @@ def legal_targets() -> str:
 
 
 def legal_shapes(chip: hardware.Chip) -> str:
-    """Returns the shapes that exist of a chip on one line."""
+    """Formats the legal shapes of a chip's targets on one line."""
     if not chip.torus_dims:
-        where = (
-            "host, such as 4x8"
-            if chip.chips_per_host <= 8
-            else "NVLink domain (one rack), such as 2x72"
-        )
-        return f"HOSTSxGPUS with 1 to {chip.chips_per_host} GPUs in each {where}"
+        place = "host, such as 4x8"
+        if chip.chips_per_host > 8:
+            place = "NVLink domain (one rack), such as 2x72"
+        return f"HOSTSxGPUS with 1 to {chip.chips_per_host} GPUs in each {place}"
     shapes = ", ".join(map(_by, chip.slices))
-    if most := chip.max_slice_chips:
-        shapes += f", or ascending multiples of 4 (4x4x4, 4x4x8, 4x8x8 ...) of at most {most} chips"
+    if chip.max_slice_chips:
+        shapes += f", or ascending multiples of 4 (4x4x4, 4x4x8, 4x8x8 ...) of at most {chip.max_slice_chips} chips"
     return f"{shapes}; one number more is the number of slices"
 
 
 def _by(shape: Sequence[int]) -> str:
+    """Formats a shape as in 4x4x8."""
     return "x".join(map(str, shape))
 
 
+_MOST_CPU_DEVICES = 4096
+
+
+def _cpu(devices: int) -> Target:
+    return Target(
+        text=f"cpu:{devices}",
+        platform="cpu",
+        chip=None,
+        num_devices=devices,
+        num_chips=devices,
+        num_slices=1,
+        hosts=1,
+        shape=(devices,),
+        wrap=(False,),
+    )
+
+
 def _tpu(chip: hardware.Chip, shape: tuple[int, ...]) -> Target | None:
+    """Makes a TPU target; None if there is no such shape."""
     rank = chip.torus_dims
     slices = 1
     if len(shape) == rank + 1:
@@ -440,42 +489,53 @@ def _tpu(chip: hardware.Chip, shape: tuple[int, ...]) -> Target | None:
     if slices < 1 or not chip.legal_slice(shape):
         return None
     chips = slices * math.prod(shape)
-    hosts = slices * -(-math.prod(shape) // chip.chips_per_host)
-    text = f"{chip.family}:{_by(shape)}" + (f"x{slices}" if slices > 1 else "")
-    devices = chips * chip.devices_per_chip
+    text = f"{chip.family}:{_by(shape)}"
+    if slices > 1:
+        text += f"x{slices}"
     return Target(
-        text, "tpu", chip, devices, chips, slices, hosts, shape, chip.wraps(shape)
+        text=text,
+        platform="tpu",
+        chip=chip,
+        num_devices=chips * chip.devices_per_chip,
+        num_chips=chips,
+        num_slices=slices,
+        hosts=slices * -(-math.prod(shape) // chip.chips_per_host),
+        shape=shape,
+        wrap=chip.wraps(shape),
     )
 
 
 def _gpu(chip: hardware.Chip, shape: tuple[int, ...]) -> Target | None:
-    # `h100` is one GPU, `h100:8` one host
+    """Makes a GPU target; None if there is no such shape.
+
+    Missing sizes are 1: `h100` is one GPU, and `h100:8` is one host.
+    """
     shape = (1, 1, *shape)[-max(len(shape), 2) :]
     if len(shape) != 2 or shape[0] < 1 or not 1 <= shape[1] <= chip.chips_per_host:
         return None
-    n = math.prod(shape)
+    gpus = math.prod(shape)
     return Target(
-        f"{chip.family}:{_by(shape)}",
-        "gpu",
-        chip,
-        n,
-        n,
-        1,
-        shape[0],
-        shape,
-        (False, False),
+        text=f"{chip.family}:{_by(shape)}",
+        platform="gpu",
+        chip=chip,
+        num_devices=gpus,
+        num_chips=gpus,
+        num_slices=1,
+        hosts=shape[0],
+        shape=shape,
+        wrap=(False, False),
     )
 
 
 def _describe(devices: Sequence[jax.Device]) -> str:
-    """Returns the target text of real devices."""
+    """Formats real devices as the text of a target."""
     if devices[0].platform == "cpu":
         return f"cpu:{len(devices)}"
     kind = devices[0].device_kind
     chip = hardware.chip_for(kind)
     if chip is None or not chip.family:
         raise ConfigError(
-            f"--on=here: nothing is known of compiling for {kind}; use {legal_targets()}"
+            f"--on=here: the planner cannot compile for {kind}; use {legal_targets()}"
         )
     if not chip.torus_dims:
         hosts = len({device.process_index for device in devices})
@@ -485,10 +545,10 @@ def _describe(devices: Sequence[jax.Device]) -> str:
 
 
 def devices(target: Target) -> list[jax.Device]:
-    """Returns the target's devices, which compile but cannot run; on CPU, real ones.
+    """Makes the target's devices, which can compile but not run; CPU devices are real.
 
-    JAX_PLATFORMS=cpu must be set before jax is imported: else the CUDA plugin looks for
-    a GPU.
+    JAX_PLATFORMS=cpu must be set before jax is imported, because otherwise the CUDA
+    plugin looks for a GPU.
 
     Raises:
       MissingExtra: the platform's compiler is not installed.
@@ -507,7 +567,7 @@ def devices(target: Target) -> list[jax.Device]:
 
 
 def topology_options(target: Target) -> dict[str, Any]:
-    """Returns what a compiler is told of the target."""
+    """Collects the options that describe a target to its compiler."""
     if target.chip is None:
         return {}
     if target.platform == "tpu":
@@ -518,7 +578,8 @@ def topology_options(target: Target) -> dict[str, Any]:
         }
         if target.num_slices > 1:
             options["num_slices"] = target.num_slices
-        if config := ONE_DEVICE_PER_CHIP.get(target.chip.family):
+        config = ONE_DEVICE_PER_CHIP.get(target.chip.family)
+        if config:
             options["chip_config_name"] = config
         if math.prod(target.shape) == 1:
             options["chips_per_host_bounds"] = (1, 1, 1)

@@ -1,12 +1,13 @@
-"""The one search of the planner: candidates by arithmetic, the best compiled in turn.
+"""The search loop of the planner: rank candidates by arithmetic, compile the best.
 
-Four questions use it. Each lists candidates, ranks them by what it asks for, and
-chooses what to compile next by what was compiled before:
+Four modules use it. Each lists its candidates, ranks them by its criterion, and chooses
+the next one to compile from the results so far:
 
-  search      layouts of a run                  the shortest step
-  fit_remat   remat policies of a layout        the shortest step that fits
-  fewest      machines of a family, ZeRO stages the fewest chips
-  advice      edits of a config                 the cheapest that fits
+  module       candidates                         criterion
+  search       layouts of a run                   the shortest step
+  remat_search remat policies of a layout         the shortest step that fits
+  fewest       machines of a family, ZeRO stages  the fewest chips
+  advice       edits of a config                  the cheapest that fits
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,16 +18,16 @@ from jaxdist.planner.document import Plan
 from jaxdist.planner.layouts import Candidate
 
 
-class Tried(Protocol):
-    """A candidate after it was compiled."""
+class CompiledCandidate(Protocol):
+    """A candidate and whether the compiler says that it fits."""
 
     @property
     def fits(self) -> bool | None:
-        """Whether the compiler says that it fits; None: it does not answer."""
+        """True if the candidate fits; None if the compiler gave no answer."""
 
 
 C = TypeVar("C")
-T = TypeVar("T", bound=Tried)
+T = TypeVar("T", bound=CompiledCandidate)
 
 
 def compile_in_turn(
@@ -35,51 +36,54 @@ def compile_in_turn(
     """Compiles candidates one after the other until none is chosen.
 
     Args:
-      choose: chooses the next candidate by what was tried so far; None ends the search.
+      choose: chooses the next candidate from the results so far; None ends the search.
       compile: compiles a candidate.
     """
-    tried = list[T]()
-    candidate = choose(tried)
+    results = list[T]()
+    candidate = choose(results)
     while candidate is not None:
-        tried.append(compile(candidate))
-        candidate = choose(tried)
-    return tried
+        results.append(compile(candidate))
+        candidate = choose(results)
+    return results
 
 
-def until_one_fits(candidates: Iterable[C]) -> Callable[[Sequence[Tried]], C | None]:
-    """Chooses candidates in their order until one fits."""
-    left = iter(candidates)
+def until_one_fits(
+    candidates: Iterable[C],
+) -> Callable[[Sequence[CompiledCandidate]], C | None]:
+    """Makes a `choose` that takes candidates in their order until one fits."""
+    remaining = iter(candidates)
 
-    def choose(tried: Sequence[Tried]) -> C | None:
-        if tried and tried[-1].fits:
+    def choose(results: Sequence[CompiledCandidate]) -> C | None:
+        if results and results[-1].fits:
             return None
-        return next(left, None)
+        return next(remaining, None)
 
     return choose
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """A layout and its plan."""
+class CompiledLayout:
+    """A layout and its plan after compilation."""
 
-    layout: Candidate
+    candidate: Candidate
     plan: Plan
 
     @property
     def fits(self) -> bool | None:
+        """True if the layout fits; None if the compiler gave no answer."""
         return self.plan.fits
 
     @property
     def seconds(self) -> float:
-        """What it is ranked by: the estimated step, or its busiest link if that takes
-        longer.
+        """The estimated step time, or the time of the busiest link if that is longer.
 
-        The estimate of a TPU step takes asynchronous communication for hidden.
+        Layouts are ranked by it. The estimate alone treats most asynchronous
+        communication of a TPU step as hidden, which favors layouts with busy links.
         """
         if self.plan.time.step_s is None:
-            return self.layout.estimate.step_s
+            return self.candidate.estimate.step_s
         busy = dict[str, float]()
-        for one in self.plan.collectives:
-            link = one.link.name if one.link else ""
-            busy[link] = busy.get(link, 0.0) + one.step_s
+        for collective in self.plan.collectives:
+            link = collective.link.name if collective.link else ""
+            busy[link] = busy.get(link, 0.0) + collective.step_s
         return max(self.plan.time.step_s, *busy.values(), 0.0)

@@ -1,5 +1,6 @@
-"""What a step of a run has to do, whatever its layout: products, kernels, parameters, as
-the model's ops declare them (`ops.costs`).
+"""The work of a step: matmuls, fused kernels and parameters, in any layout.
+
+The model's ops declare their work (`ops.costs`).
 """
 
 import math
@@ -26,27 +27,33 @@ class Work:
     """The work of a run's step on a target's chips.
 
     Args:
-      legal: the run in any layout, from whose optimizer state the bytes per parameter
-        are taken.
+      legal: the run in any legal layout; its optimizer state gives the bytes per
+        parameter.
+      target: the hardware.
     """
 
     def __init__(self, legal: Composition, target: Target) -> None:
         run = legal.config
         spec = legal.spec
         self.target = target
-        self.peak = target.products_peak(run.precision.compute) or 1e12
+        # FLOP/s of a device; without a published peak any number ranks layouts
+        self.peak = target.matmul_peak(run.precision.compute) or 1e12
+        # bytes of a parameter as it is stored, and in the compute dtype
         self.stored = jnp.dtype(run.precision.params).itemsize
         self.computed = itemsize_of(run)
+        # tokens of a step on all devices
         self.tokens = run.batch.global_size * compose.targets_per_sample(run)
+        # number of blocks
         self.depth = max(spec.depth, 1)
-        # Bytes of a parameter.
+        # bytes of optimizer state per parameter
         state = memory.components(legal, target)
         shards = math.prod(legal.shape.sizes[axis] for axis in STATE_AXES)
         moments = state.get("optimizer state", 0) * shards
         self.moments = moments / spec.parameter_count
-        # What flows from block to block, in bytes a token; 0 without blocks.
+        # bytes per token of the input of a block; 0 without blocks
         block = trace(legal, run.remat.policy, target.platform)
-        self.x = block.x / block.tokens
+        self.input_bytes = block.x / block.tokens
+        # numbers of parameters: in experts, outside of experts, and in frozen modules
         self.in_experts = sum(
             x.size
             for x, names in spec.named_parameters().values()
@@ -58,23 +65,24 @@ class Work:
         self._count_recipe(legal)
 
     def _sum_costs(self, legal: Composition) -> None:
-        """Sums what the ops declare; of a model that declares nothing, its FLOPs."""
+        """Sums the declared costs of ops, or else the FLOPs of an undeclared model."""
         flops = policy_flops(legal.config, legal.spec)["causal"]
         with_modules = model_flops(legal.config, legal.spec)["causal"]
-        # FLOPs of frozen modules, all of them taken for products
-        self.prepared = (with_modules - flops) * self.tokens
+        # FLOPs of frozen modules, which are counted as matmuls
+        self.module_flops = (with_modules - flops) * self.tokens
         self.costs = costs_of(legal.config) or _undeclared(legal.spec, flops)
         fused = [cost.fused_flops("causal") / 3 for cost in self.costs]
-        # FLOPs of one forward pass of a step's fused kernels, and of those at the peak
-        # that would take as long
+        # FLOPs of a step's fused kernels in one forward pass, and the FLOPs that would
+        # take as long at the peak
         self.fused = math.fsum(fused) * self.tokens
         self.fused_at_peak = self.tokens * math.fsum(
             count / self.target.observed.attention_share(cost.fused_width)
             for count, cost in zip(fused, self.costs, strict=True)
         )
-        self.products = flops * self.tokens - 3 * self.fused
-        # by name of a result: parameters that make it, and its elements a token
-        self.made = Counter[str]()
+        self.matmul_flops = flops * self.tokens - 3 * self.fused
+        # by name of an activation: the parameters that compute it, and its elements per
+        # token
+        self.parameters_of = Counter[str]()
         self.sizes = Counter[str]()
         self.always_again = 0.0
         for cost in self.costs:
@@ -82,114 +90,121 @@ class Work:
                 continue
             for product in cost.products:
                 used = cost.layers * product.contracted * product.size
-                self.made[product.makes] += used
+                self.parameters_of[product.makes] += used
                 self.sizes[product.makes] += cost.layers * product.size
-                self.always_again += used if product.always_again else 0
-        self.in_blocks = max(self.made.total(), 1)
-        # rows that are computed for nothing, hidden ones a second time
-        self.spare = 0.0
+                if product.always_again:
+                    self.always_again += used
+        self.in_blocks = max(self.parameters_of.total(), 1)
+        # FLOPs of spare rows; hidden activations of them are computed twice
+        self.spare_flops = 0.0
         for cost in self.costs:
             again = sum(p.flops for p in cost.products if p.always_again)
             flops = cost.product_flops() + cost.layers * again
-            self.spare += cost.spare_rows(self.target.platform) * flops * self.tokens
+            spare = cost.spare_rows(self.target.platform)
+            self.spare_flops += spare * flops * self.tokens
 
     def _count_recipe(self, legal: Composition) -> None:
-        """Counts what matmuls of a recipe gather less, and take less time."""
-        # Bytes of a parameter that are gathered, and the time of matmuls over that of
-        # as many FLOPs in the compute dtype.
+        """Counts how much less time and communication matmuls of a recipe take."""
+        # bytes of a parameter that are gathered
         self.gathered: float = self.computed
-        self.paced = 1.0
+        # time of matmuls relative to as many FLOPs in the compute dtype
+        self.matmul_pace = 1.0
         recipe = legal.config.precision.recipe
         coded = product_formats.parameters(legal.config, legal.spec)
         if recipe is None or not coded:
             return
         share = coded / legal.spec.parameter_count
         self.gathered -= (self.computed - recipe.gathered_bytes) * share
-        peak = self.target.products_peak(recipe.peak)
+        peak = self.target.matmul_peak(recipe.peak)
         if peak is not None:
             saved = 1 - self.peak / (recipe.units.reached * peak)
             in_recipe = 2 * recipe.matmuls * coded * self.tokens
-            self.paced -= saved * in_recipe / self.products
+            self.matmul_pace -= saved * in_recipe / self.matmul_flops
 
-    def products_s(self, policy: str, places: int, again: float = 0) -> float:
-        """Estimates the seconds of products at peak, split evenly.
+    def matmuls_s(self, policy: str, places: int, again: float = 0) -> float:
+        """Estimates the seconds of matmuls at the peak, split evenly over devices.
 
         Args:
-          places: that layers are padded to.
-          again: share of a forward pass that runs beside what the policy says.
+          policy: the remat policy.
+          places: stages times chunks; layers are padded to a multiple of it.
+          again: share of a forward pass that runs once more than the policy requires.
         """
-        blocks = min(6.0 * self.in_blocks * self.tokens, self.products)
+        blocks = min(6.0 * self.in_blocks * self.tokens, self.matmul_flops)
         padded = -(-self.depth // places) * places / self.depth
         recomputed = (self.again(policy) + again) / 3
-        products = self.products + blocks * (padded * (1 + recomputed) - 1)
-        products += self.spare + self.prepared
-        return products * self.paced / self.target.num_devices / self.peak
+        flops = self.matmul_flops + blocks * (padded * (1 + recomputed) - 1)
+        flops += self.spare_flops + self.module_flops
+        return flops * self.matmul_pace / self.target.num_devices / self.peak
 
     def kernels_s(
         self, policy: str, shares: Sequence[Share], more: bool = False
     ) -> float:
-        """Estimates the seconds of fused kernels on the device that has most of them.
+        """Estimates the seconds of fused kernels on the busiest device.
 
         Args:
-          more: the forward pass runs once more.
+          policy: the remat policy.
+          shares: a device's share of each op.
+          more: whether the forward pass runs once more than the policy requires.
         """
         if not self.fused:
             return 0.0
         kept = _kept_names(policy)
         gpu = self.target.platform == "gpu"
-        # cuDNN's residuals have no name by which they could be moved to the host
+        # cuDNN's residuals have no name, so they cannot be offloaded.
         if gpu:
             kept = kept - {*remat.named_in(policy)["offload"]}
-        once = policy in ("none", "dots") or remat.RESIDUALS in kept
-        most = 1.0
+        runs_once = policy in ("none", "dots") or remat.RESIDUALS in kept
+        busiest = 1.0
         if not gpu:
-            most = self._busiest(shares)
+            busiest = self._busiest(shares)
         elif any(share.by_parts for share in shares):
-            # A GPU's kernel knows no parts of a sequence: XLA computes all of the
-            # square.
-            most = 2.0
-        runs = 1 + (not once) + more + (2.5 if gpu else 3.5)
-        flops = runs * self.fused_at_peak * most
+            # A GPU's kernel cannot attend to parts of a sequence, so XLA computes the
+            # whole square instead of its causal half.
+            busiest = 2.0
+        backward = 2.5 if gpu else 3.5
+        runs = 1 + (not runs_once) + more + backward
+        flops = runs * self.fused_at_peak * busiest
         return flops / self.target.num_devices / self.peak
 
     def _busiest(self, shares: Sequence[Share]) -> float:
-        """Compares the device with most work of fused kernels with the mean."""
+        """Computes the busiest device's work of fused kernels relative to the mean."""
         work = [cost.fused_flops("causal") for cost in self.costs]
         pairs = zip(work, shares, strict=True)
         return math.fsum(flops * share.busiest for flops, share in pairs) / sum(work)
 
     def again(self, policy: str) -> float:
-        """Returns the share of blocks' products that are computed again."""
+        """Computes the share of blocks' matmuls that a policy recomputes."""
         if policy in ("none", "dots"):
             return self.always_again / self.in_blocks
-        # No backward pass reads a block's output.
+        # A block's output is not recomputed, because no backward pass reads it.
         kept = _kept_names(policy) | {remat.BLOCK_OUTPUT}
         return 1 - sum(map(self.part, sorted(kept)))
 
     def part(self, name: str) -> float:
-        """Returns the share of blocks' products that make an activation of a name."""
-        return self.made[name] / self.in_blocks
+        """Computes the share of blocks' matmuls that compute a named activation."""
+        return self.parameters_of[name] / self.in_blocks
 
     def offloaded(self, policy: str) -> float:
-        """Returns the bytes of a token that blocks send to the host."""
+        """Counts the bytes per token that blocks send to the host."""
         sizes = {name: size * self.computed for name, size in self.sizes.items()}
         names = remat.named_in(policy)["offload"]
-        return math.fsum(sizes.get(name, self.depth * self.x) for name in names)
+        return math.fsum(
+            sizes.get(name, self.depth * self.input_bytes) for name in names
+        )
 
 
 def _kept_names(policy: str) -> set[str]:
-    """Returns the activations that a policy keeps by name, on the device or
-    the host.
-    """
+    """Lists the activations that a policy saves or offloads by name."""
     named = remat.named_in(policy)
     return {*named["save"], *named["offload"]}
 
 
 def _undeclared(spec: ModelSpec, flops: float) -> list[Cost]:
-    """Returns costs of a model that declares none: its FLOPs, the blocks' apart.
+    """Makes the costs of a model that declares none from its FLOPs.
 
     Args:
-      flops: of a token, forward and backward, as counted in its program.
+      spec: the model.
+      flops: FLOPs of a token, forward and backward, as counted in its program.
     """
     parameters = spec.named_parameters().items()
     blocks = sum(x.size for path, (x, _) in parameters if path.startswith("blocks/"))

@@ -1,6 +1,4 @@
-"""What is verified: a config at tiny sizes, the layouts of it, its batch and its
-starting point.
-"""
+"""Cases for verification: a tiny config, its layouts, its batch and initial state."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -20,15 +18,16 @@ from jaxdist.protocols.param_names import FSDP_NAME
 from jaxdist.trainer import compose, validation
 from jaxdist.trainer.run_config import RunConfig
 
-JITTER = 0.05  # standard deviation of the step away from the initial parameters
-MOMENT = 1e-3  # mean of the moments that the step starts with
-LARGEST_AS_IS = 5_000_000  # parameters of a model that cannot be shrunk
-ACCUMULATION = 4
+JITTER = 0.05  # standard deviation of the noise added to initial parameters
+MOMENT = 1e-3  # mean of the initial optimizer moments
+LARGEST_AS_IS = 5_000_000  # most parameters of a model that cannot be shrunk
+ACCUMULATION = 4  # parts of a step in layouts with accumulation
 
-Overrides = dict[str, Any]  # what a layout changes of a one-device run, by config path
+Overrides = dict[str, Any]  # a layout's changes of a one-device run, by config path
 
 
 def _defaults(cls: type, group: str) -> Overrides:
+    """Reads the default values of a config group, by path."""
     fields = schema.schema_of(cls, group).values()
     return {field.path: field.default for field in fields}
 
@@ -43,9 +42,9 @@ ONE_DEVICE: Overrides = {
     **_defaults(PipelineConfig, "pipeline."),
 }
 
-# How tokens choose experts: by their routers; as drawn from the seed; drawn from the
-# first quarter alone.
-Routing = Literal["", "chosen", "given", "skewed"]  # "": there are none
+# How tokens choose experts. "": the model has none. "chosen": routers choose. "given":
+# the choice is drawn from the seed. "skewed": as "given", but from a quarter of them.
+Routing = Literal["", "chosen", "given", "skewed"]
 
 
 # --- a small run of the same kind -----------------------------------------------------
@@ -54,60 +53,86 @@ Routing = Literal["", "chosen", "given", "skewed"]  # "": there are none
 def shrink_config(
     run: RunConfig, num_devices: int
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """Makes the run tiny, every variant kept.
+    """Makes a run tiny and keeps all its variants.
 
-    A model whose Config has no `tiny` is used as it is.
+    A model whose Config has no `tiny` keeps its size.
+
+    Args:
+      run: a config of any size.
+      num_devices: number of devices that layouts split the model over.
 
     Returns:
-      The run, and lines that say what was changed.
+      The run, and a line for each group of changes.
 
     Raises:
-      ConfigError: such a model has more than 5 M parameters.
+      ConfigError: the model cannot be shrunk and has more than 5 M parameters.
     """
     old = schema.flatten(schema.to_config_dict(run))
     unit = ACCUMULATION * num_devices
     length = run.batch.sequence_length
-    new = {
+    new: Overrides = {
         "batch.global_size": unit * -(-16 // unit),
         "batch.sequence_length": length,
-        # the first update is then at the peak rate: it can be seen
+        # so that the first update has the peak learning rate and is not tiny
         "optimizer.warmup_steps": 0,
-        "remat.layers": 0,  # they are of the whole stack, which a pipeline cuts up
+        # these two refer to the whole stack of layers, which a pipeline splits
+        "remat.layers": 0,
         "remat.every": 1,
     }
-    # No sample is written, and the shrunk model may be too short for one.
+    # The sequence may be too short for a sample of text, and none is written.
     run = compose.with_overrides(run, {"train.sample_tokens": 0})
     if run.data.is_text:
         length = min(32, length)
         new["batch.sequence_length"] = length
-        # nothing is read
+        # Batches are synthetic, so the source of the data does not matter.
         data = DataConfig(packing=run.data.packing)
         run = compose.with_overrides(run, {"data": data})
+    new |= _tiny_model(run, length, num_devices)
+    changed = {path: value for path, value in new.items() if old[path] != value}
+    return compose.with_overrides(run, changed), _change_lines(old, changed)
+
+
+def _tiny_model(run: RunConfig, length: int, num_devices: int) -> Overrides:
+    """Shrinks a model; {} for one whose Config has no `tiny`.
+
+    Args:
+      run: the config.
+      length: the shrunk sequence length.
+      num_devices: a divisor of the dims that layouts split.
+
+    Raises:
+      ConfigError: the model cannot be shrunk and has more than 5 M parameters.
+    """
     config = run.model_config
     tiny = registry.model_hook(config, "tiny")
-    if tiny:
-        split = (*getattr(config, "tensor_parallel_dims", ()), FSDP_NAME, "num_experts")
-        values = schema.to_config_dict(tiny(length))
-        for name, size in schema.flatten(values).items():
-            if name in split:
-                size = math.lcm(size, num_devices)
-            new[f"model.{name}"] = size
-    else:
+    if not tiny:
         _refuse_if_large(run)
-    changed = {path: value for path, value in new.items() if old[path] != value}
-    moves: dict[str, list[str]] = {"model": [], "batch": [], "optimizer": []}
+        return {}
+    split = (*getattr(config, "tensor_parallel_dims", ()), FSDP_NAME, "num_experts")
+    overrides: Overrides = {}
+    for name, size in schema.flatten(schema.to_config_dict(tiny(length))).items():
+        if name in split:
+            size = math.lcm(size, num_devices)
+        overrides[f"model.{name}"] = size
+    return overrides
+
+
+def _change_lines(old: Overrides, changed: Overrides) -> tuple[str, ...]:
+    """Formats changes of a config, a line for each group."""
+    # the order of the lines
+    changes: dict[str, list[str]] = {"model": [], "batch": [], "optimizer": []}
     for path, value in changed.items():
         group, _, name = path.partition(".")
-        moves.setdefault(group, []).append(f"{name} {old[path]} -> {value}")
-    lines = [
-        f"{group}: {', '.join(all_of)}" for group, all_of in moves.items() if all_of
-    ]
-    return compose.with_overrides(run, changed), tuple(lines)
+        changes.setdefault(group, []).append(f"{name} {old[path]} -> {value}")
+    return tuple(
+        f"{group}: {', '.join(texts)}" for group, texts in changes.items() if texts
+    )
 
 
 def _refuse_if_large(run: RunConfig) -> None:
-    one = compose.with_overrides(run, ONE_DEVICE)
-    spec = validation.validate(one, jax.devices()[:1]).spec
+    """Refuses a model that is too large to be verified as it is."""
+    on_one_device = compose.with_overrides(run, ONE_DEVICE)
+    spec = validation.validate(on_one_device, jax.devices()[:1]).spec
     if spec.parameter_count > LARGEST_AS_IS:
         raise ConfigError(
             f"{run.model['target']} has {spec.parameter_count:,} parameters and cannot "
@@ -120,10 +145,33 @@ def _refuse_if_large(run: RunConfig) -> None:
 
 
 def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
-    """Lists the layouts of so many devices that are proved, by name, the config's own
-    last.
+    """Lists the layouts to verify by name; the config's own layout comes last.
+
+    Args:
+      run: the shrunk config.
+      num_devices: number of devices of each layout.
     """
     n = num_devices
+    has_experts = bool(run.model.get("num_experts"))
+    staged = "num_layers" in run.model and all(
+        hasattr(run.model_class, name) for name in ("embed", "head")
+    )
+    layouts = _dense_layouts(n)
+    if staged:
+        layouts |= _pipeline_layouts(run, n)
+    if run.data.is_text:
+        layouts |= _context_layouts(n, staged, experts=has_experts)
+    if hasattr(run.model_config, "tiny") and "num_kv_heads" in run.model:
+        layouts |= _case(", 4 kv heads", {"model.num_kv_heads": 4}, tensor=n)
+    else:
+        layouts |= _case(tensor=n)
+    if has_experts:
+        layouts |= _expert_layouts(n, staged)
+    return layouts | _own_layout(run, n, layouts)
+
+
+def _dense_layouts(n: int) -> dict[str, Overrides]:
+    """Lists the layouts that every model can have on `n` devices."""
     layouts: dict[str, Overrides] = {}
     for axis in SEARCHED:
         if axis in BATCH_AXES:
@@ -142,34 +190,31 @@ def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
             layouts |= _in_parts({"mesh.zero": stage}, data=2, fsdp=n // 2)
     if n % 4 == 0 and n > 4:
         layouts |= _case(data=2, fsdp=2, tensor=n // 4)
-    staged = "num_layers" in run.model and all(
-        hasattr(run.model_class, name) for name in ("embed", "head")
-    )
-    if staged and n % 2 == 0:
+    return layouts
+
+
+def _pipeline_layouts(run: RunConfig, n: int) -> dict[str, Overrides]:
+    """Lists the layouts that split layers over devices."""
+    layouts: dict[str, Overrides] = {}
+    if n % 2 == 0:
         layouts |= _case(pipeline=2, data=n // 2)
-    if staged and n % 4 == 0:
-        chunks = {"pipeline.schedule": "interleaved", "pipeline.chunks": 2}
-        chunks["model.num_layers"] = _layers_on(run, 8)
+    if n % 4 == 0:
+        chunks: Overrides = {
+            "pipeline.schedule": "interleaved",
+            "pipeline.chunks": 2,
+            "model.num_layers": _layers_on(run, 8),
+        }
         layouts |= _case(", 2 chunks", chunks, pipeline=4, data=n // 4)
         layouts |= _case(pipeline=2, fsdp=n // 4, tensor=2)
-        if n > 4:
-            for stage in (3, 2, 1, 0):
-                changes = {"mesh.zero": stage, "pipeline.microbatches": 2}
-                layouts |= _in_parts(changes, pipeline=2, data=2, fsdp=n // 4)
-    has_experts = bool(run.model.get("num_experts"))
-    if run.data.is_text:
-        layouts |= _context_layouts(n, staged, experts=has_experts)
-    if hasattr(run.model_config, "tiny") and "num_kv_heads" in run.model:
-        layouts |= _case(", 4 kv heads", {"model.num_kv_heads": 4}, tensor=n)
-    else:
-        layouts |= _case(tensor=n)
-    if has_experts:
-        layouts |= _expert_layouts(n, staged)
-    return layouts | _own_layout(run, n, layouts)
+    if n % 4 == 0 and n > 4:
+        for stage in (3, 2, 1, 0):
+            changes = {"mesh.zero": stage, "pipeline.microbatches": 2}
+            layouts |= _in_parts(changes, pipeline=2, data=2, fsdp=n // 4)
+    return layouts
 
 
 def _context_layouts(n: int, staged: bool, *, experts: bool) -> dict[str, Overrides]:
-    """Lists the layouts whose devices split sequences."""
+    """Lists the layouts that split sequences over devices."""
     layouts = _case(context=n)
     for form in ("gather", "ring"):
         layouts |= _case(f", {form}", {"context.attention": form}, context=n)
@@ -183,7 +228,7 @@ def _context_layouts(n: int, staged: bool, *, experts: bool) -> dict[str, Overri
 
 
 def _expert_layouts(n: int, staged: bool) -> dict[str, Overrides]:
-    """Lists the layouts whose devices split experts."""
+    """Lists the layouts that split experts over devices."""
     layouts = _case(expert=n)
     if n % 2 == 0 and n > 2:
         for stage in (3, 2, 1):
@@ -200,14 +245,20 @@ def _expert_layouts(n: int, staged: bool) -> dict[str, Overrides]:
 def _case(
     note: str = "", more: Overrides | None = None, **sizes: int
 ) -> dict[str, Overrides]:
-    """Makes a layout of these mesh axes, under its name."""
+    """Makes a layout and its name.
+
+    Args:
+      note: text after the mesh axes in the name.
+      more: overrides besides the mesh axes.
+      **sizes: the mesh axes.
+    """
     name = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     mesh = {f"mesh.{axis}": size for axis, size in sizes.items()}
     return {name + note: mesh | (more or {})}
 
 
 def _in_parts(more: Overrides | None = None, **sizes: int) -> dict[str, Overrides]:
-    """Makes a layout whose step has several parts, and what is added up over them."""
+    """Makes a layout that accumulates gradients over several parts of a step."""
     more = {"batch.accumulation": ACCUMULATION} | (more or {})
     note = f", accumulation {ACCUMULATION}{_zero_note(more.get('mesh.zero', 3))}"
     return _case(note, more, **sizes)
@@ -220,9 +271,7 @@ def _zero_note(stage: int) -> str:
 def _own_layout(
     run: RunConfig, num_devices: int, others: Mapping[str, Overrides]
 ) -> dict[str, Overrides]:
-    """Makes the config's own layout, under its name, unless one of the others is the
-    same.
-    """
+    """Makes the config's own layout and its name; {} if another layout is the same."""
     flat = schema.flatten(schema.to_config_dict(run))
     values = {path: flat[path] for path in ONE_DEVICE}
     values["batch.accumulation"] = min(run.batch.accumulation, ACCUMULATION)
@@ -245,7 +294,7 @@ def _own_layout(
     return {f"the config's own: {', '.join(words)}": values}
 
 
-_NAMED = (  # what a name says besides the mesh's axes
+_NAMED = (  # keys in the name of a config's own layout, besides the mesh axes
     "pipeline.schedule",
     "pipeline.chunks",
     "pipeline.edges",
@@ -257,8 +306,9 @@ _NAMED = (  # what a name says besides the mesh's axes
 
 
 def _small_pipeline(run: RunConfig, layout: Overrides) -> Overrides:
-    """Makes the layout's pipeline at tiny sizes: a microbatch a stage, a layer a
-    place.
+    """Shrinks a layout's pipeline to one microbatch per stage and one layer per chunk.
+
+    A schedule from a file needs its own number of microbatches.
     """
     stages = layout["mesh.pipeline"]
     if stages == 1:
@@ -267,27 +317,26 @@ def _small_pipeline(run: RunConfig, layout: Overrides) -> Overrides:
     if layout["pipeline.schedule"].endswith(".json"):
         overrides["pipeline.microbatches"] = layout["pipeline.microbatches"]
     if "num_layers" in run.model:
-        places = stages * layout["pipeline.chunks"]
-        overrides["model.num_layers"] = _layers_on(run, places)
+        chunks = stages * layout["pipeline.chunks"]
+        overrides["model.num_layers"] = _layers_on(run, chunks)
     return overrides
 
 
-def _layers_on(run: RunConfig, places: int) -> int:
-    """Counts the layers of a model with a block on each place of a pipeline."""
+def _layers_on(run: RunConfig, chunks: int) -> int:
+    """Counts the layers of a model that has one block on each chunk of a pipeline."""
     layers_on = registry.model_hook(run.model_config, "layers_on")
-    return layers_on(places) if layers_on else places
+    return layers_on(chunks) if layers_on else chunks
 
 
-# --- the batch and the starting point -------------------------------------------------
+# --- the batch and the initial state --------------------------------------------------
 
 
 def synthetic_batch(run: RunConfig) -> dict[str, np.ndarray]:
-    """Makes a batch from the seed: [B, S] random tokens, unequal weights, some rows
-    without any.
+    """Makes a batch of random tokens, [B, S], from the seed.
 
-    With data.packing=documents a row holds two documents and padding, with their
-    segment ids. Where samples are no text, the first of them are the batch: only the
-    data knows what may be in them.
+    Weights are unequal, and some rows have none. With data.packing=documents a row
+    holds two documents and padding, with segment ids. If samples are not text, the
+    batch is the first samples of the data, because only the data knows their format.
     """
     if not run.data.is_text:
         dataset = open_dataset(
@@ -311,33 +360,36 @@ def synthetic_batch(run: RunConfig) -> dict[str, np.ndarray]:
     if run.data.packing == "documents":
         cut = rng.integers(1, length - 1, (size, 1))
         end = rng.integers(cut + 1, length)
-        place = batch["positions"]
-        segments = np.where(place < cut, 1, 2) * (place < end)
+        index = batch["positions"]
+        segments = np.where(index < cut, 1, 2) * (index < end)
+        positions = np.where(index < cut, index, index - cut)
         batch["segment_ids"] = segments.astype(np.int32)
-        batch["weights"] = np.where(place < end, weights, 0)
-        batch["positions"] = np.where(place < cut, place, place - cut).astype(np.int32)
+        batch["weights"] = np.where(index < end, weights, 0)
+        batch["positions"] = positions.astype(np.int32)
     return batch
 
 
 def routings(run: RunConfig, precision: str, layout: Overrides) -> tuple[Routing, ...]:
-    """Lists the ways in which a layout's tokens choose experts, a row of the table for
-    each.
+    """Lists the routings to compare a layout in, each in a row of the table.
 
-    In bfloat16 near-ties fall as rounding does, and one token's expert is much of an
-    expert's gradient: there the choice is given, and compared in float32 alone. An
-    uneven load is for layouts that share out experts.
+    Only float32 rows let routers choose. In lower precisions rounding decides between
+    nearly equal experts, and one token's choice changes an expert's gradient much.
+    Layouts that split experts are also compared with an uneven load.
     """
     if not run.model.get("num_experts"):
         return ("",)
-    own: Routing = "chosen" if precision == "float32" else "given"
-    return (own, "skewed") if layout.get("mesh.expert", 1) > 1 else (own,)
+    even: Routing = "chosen" if precision == "float32" else "given"
+    if layout.get("mesh.expert", 1) > 1:
+        return (even, "skewed")
+    return (even,)
 
 
 def batches(run: RunConfig, num_layers: int) -> dict[Routing, dict[str, np.ndarray]]:
     """Makes the batch of each routing.
 
     Args:
-      num_layers: of the deepest layout.
+      run: the shrunk config.
+      num_layers: number of layers of the deepest layout.
     """
     batch = synthetic_batch(run)
     E = run.model.get("num_experts")
@@ -355,35 +407,39 @@ def batches(run: RunConfig, num_layers: int) -> dict[Routing, dict[str, np.ndarr
         "skewed": quarter[..., :k],
     }
     return {
-        routing: batch | {experts.GIVEN_IDS: given} for routing, given in ids.items()
+        routing: batch | {experts.GIVEN_IDS: expert_ids}
+        for routing, expert_ids in ids.items()
     }
 
 
 def moved_parameters(parameters: Any, seed: int) -> Any:
     """Adds normal noise to every floating-point leaf of host arrays.
 
-    There no parameter is zero and no layer an identity, so every leaf takes part in the
-    step.
+    With noise no parameter is zero and no layer is an identity, so every leaf
+    influences the step.
     """
     rng = np.random.default_rng(seed)
     return _moved(parameters, lambda dims: JITTER * rng.standard_normal(dims))
 
 
 def moved_moments(moments: Any, seed: int) -> Any:
-    """Raises the moments of a fresh optimizer state (host arrays) to about 1e-3.
+    """Adds about 1e-3 to the moments of a fresh optimizer state (host arrays).
 
-    From zero, Adam's and Lion's first update is the sign of the gradient, and Muon's
-    divides by the gradient's smallest singular values: they turn rounding into whole
-    updates. And a moment in the wrong place would not be seen if all were zero.
+    Zero moments would turn rounding errors into whole updates: the first update of Adam
+    and Lion is then the sign of the gradient, and Muon's divides by the gradient's
+    smallest singular values. Zeros would also hide a moment in the wrong place.
     """
     rng = np.random.default_rng(seed + 1)
     return _moved(moments, lambda dims: MOMENT * rng.uniform(0.5, 1.5, dims))
 
 
 def _moved(tree: Any, noise: Callable[[tuple[int, ...]], np.ndarray]) -> Any:
+    """Adds noise to the floating-point leaves of a tree of host arrays."""
+
     def move(x: np.ndarray) -> np.ndarray:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        return (x + noise(x.shape)).astype(x.dtype)
+        moved: np.ndarray = (x + noise(x.shape)).astype(x.dtype)
+        return moved
 
     return jax.tree.map(move, tree)

@@ -1,6 +1,4 @@
-"""How far a step on a layout is from the same step on one device, and how far it may
-be.
-"""
+"""Comparison of a step on a layout with the same step on one device."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -14,33 +12,35 @@ from jaxdist.parallel.formats.format import Band
 from jaxdist.parallel.precision import FORMATS, RECIPES
 
 Arrays = dict[str, np.ndarray]  # path -> array, float64
-NOISE = 1e-5  # a leaf whose gradient is this much below the largest is rounding alone
+# ratio to the largest gradient below which a leaf's gradient is only rounding noise
+NOISE = 1e-5
 
 
+# largest differences that rounding explains, by precision
 BANDS: dict[str, Band] = {
     format.name: format.band for format in (*FORMATS.values(), *RECIPES.values())
 }
-# A model may answer to rounding by more than a band: where a ReLU is near zero for a
-# frequent input, rounding decides about its gradient. What counts then is the distance
-# from float32's gradient: a layout may have this many times that of one device.
-OWN_ROUNDING = 1.25
+# A model may amplify rounding beyond a band: if a ReLU is near zero for a frequent
+# input, rounding decides its gradient. Then the distance from the float32 gradient
+# decides: a layout's may be this many times as large as that of one device.
+ROUNDING_FACTOR = 1.25
 
 
 class Observed(NamedTuple):
-    """What one step showed."""
+    """The results of one step."""
 
     loss: float
     gradients: Arrays
     start: Arrays  # parameters before the update
-    parameters: Arrays  # and after it
+    parameters: Arrays  # parameters after the update
     initial: Any  # tree of the initial parameters
-    state: Arrays = {}  # the model's own, after the update
-    load: Any = None  # [L, E] of the experts
+    state: Arrays = {}  # the model's state after the update
+    load: Any = None  # [L, E] load of the experts
 
 
 @dataclass(frozen=True)
 class Result:
-    """How far one layout is from one device."""
+    """The differences between one layout and one device."""
 
     layout: str
     precision: str
@@ -48,32 +48,34 @@ class Result:
     grad_error: float
     param_error: float
     update_error: float
-    init_equal: bool  # initial parameters, bit for bit
+    init_equal: bool  # whether initial parameters are equal, bit for bit
     passed: bool
     worst: str  # the leaf with the largest gradient error
-    # outside the gradient band, but as near to float32 as one device
+    # whether gradients outside the band are as near to float32 as those of one device
     by_rounding: bool = False
-    routing: str = ""  # how tokens chose experts, see `cases.Routing`
-    # each expert's load and the model's state, bit for bit; required with experts
+    routing: str = ""  # how tokens chose experts; see `cases.Routing`
+    # whether each expert's load and the model's state are equal, bit for bit; a model
+    # with experts must have it
     load_equal: bool = True
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was compared with what."""
+    """The comparison of all layouts with one device."""
 
     reference: dict[str, Any]  # device, losses by precision, parameters, optimizer
     layouts: tuple[Result, ...]
-    skipped: dict[str, str]  # layout -> why it cannot be
-    shrunk: tuple[str, ...]  # what was changed of the config
-    not_compared: tuple[str, ...]  # leaves whose gradient is rounding alone
+    skipped: dict[str, str]  # illegal layouts, with the reason
+    shrunk: tuple[str, ...]  # changes that made the config small
+    not_compared: tuple[str, ...]  # leaves whose gradient is only rounding noise
 
     @property
     def passed(self) -> bool:
+        """True if all layouts passed."""
         return all(result.passed for result in self.layouts)
 
     def to_json(self) -> dict[str, Any]:
-        """Makes the report's JSON values; errors that are not finite are null."""
+        """Returns the report as JSON values; errors that are not finite are null."""
         values = asdict(self) | {"passed": self.passed}
         values["bands"] = {name: asdict(bands) for name, bands in BANDS.items()}
         for result in values["layouts"]:
@@ -87,12 +89,14 @@ class Report:
 
 
 def rounding_alone(gradients: Arrays) -> set[str]:
-    """Finds the leaves whose gradient is zero in exact arithmetic, judged from float32
-    gradients.
+    """Finds the leaves whose gradient is zero in exact arithmetic.
 
-    Such is the key bias of a softmax without rotary positions. What is computed for it
-    is noise, so neither it nor an update that divides by its size can be the same
-    twice.
+    An example is the key bias of a softmax without rotary positions. Its computed
+    gradient is rounding noise, so neither the gradient nor an update that divides by
+    its size can be compared.
+
+    Args:
+      gradients: float32 gradients by path.
     """
     largest = {name: np.abs(g).max(initial=0.0) for name, g in gradients.items()}
     top = max(largest.values())
@@ -102,19 +106,22 @@ def rounding_alone(gradients: Arrays) -> set[str]:
 def compare(
     name: str,
     precision: str,
-    seen: Observed,
+    observed: Observed,
     expected: Mapping[str, Observed],
     excluded: Collection[str],
     *,
     routing: str = "",
 ) -> Result:
-    """Compares a layout with one device.
+    """Compares a step on a layout with the step on one device.
 
     Args:
-      expected: what one device showed, by precision.
-      excluded: leaves to leave out.
-      routing: of the experts, if there are any: then each expert's load and the model's
-        state are equal.
+      name: the layout.
+      precision: the precision of the step.
+      observed: the results on the layout.
+      expected: the results on one device, by precision.
+      excluded: leaves that are not compared.
+      routing: how tokens chose experts; "" without experts. With experts, each expert's
+        load and the model's state must be equal.
     """
     bands = BANDS[precision]
     reference = expected[precision]
@@ -124,25 +131,27 @@ def compare(
     for leaf, gradient in reference.gradients.items():
         if leaf not in excluded:
             parameter = reference.parameters[leaf]
-            difference = seen.parameters[leaf] - parameter
-            gradients[leaf] = _ratio(seen.gradients[leaf] - gradient, gradient, np.inf)
+            difference = observed.parameters[leaf] - parameter
+            gradients[leaf] = _ratio(
+                observed.gradients[leaf] - gradient, gradient, np.inf
+            )
             parameters.append(_ratio(difference, parameter))
             updates.append(_ratio(difference, parameter - reference.start[leaf]))
     for leaf, state in reference.state.items():
-        parameters.append(_ratio(seen.state[leaf] - state, state))
+        parameters.append(_ratio(observed.state[leaf] - state, state))
     worst = max(gradients, key=lambda leaf: np.nan_to_num(gradients[leaf], nan=np.inf))
     initial = reference.initial
-    init_equal = jax.tree.all(jax.tree.map(np.array_equal, seen.initial, initial))
-    load_equal = not routing or _same_load(seen, reference)
-    # Parameters stored in bfloat16 move by roundings, so only where they end can be
-    # compared.
+    init_equal = jax.tree.all(jax.tree.map(np.array_equal, observed.initial, initial))
+    load_equal = not routing or _same_load(observed, reference)
+    # The update of parameters stored in bfloat16 is rounded, so only the parameters
+    # after it can be compared.
     is_rounded = any(x.dtype != np.float32 for x in jax.tree.leaves(initial))
     outside = [leaf for leaf, error in gradients.items() if not error <= bands.gradient]
     by_rounding = False
     if outside and not is_rounded:
         exact = expected["float32"].gradients
-        by_rounding = _as_near(seen, reference, exact, outside)
-    loss_error = abs(seen.loss - reference.loss) / abs(reference.loss)
+        by_rounding = _as_near(observed, reference, exact, outside)
+    loss_error = abs(observed.loss - reference.loss) / abs(reference.loss)
     param_error = _largest(parameters)
     update_error = _largest(updates)
     passed = (
@@ -169,26 +178,32 @@ def compare(
     )
 
 
-def _same_load(seen: Observed, reference: Observed) -> bool:
+def _same_load(observed: Observed, reference: Observed) -> bool:
+    """Checks that experts' loads and the model's state are equal, bit for bit."""
     same = [
-        np.array_equal(seen.state[leaf], state)
+        np.array_equal(observed.state[leaf], state)
         for leaf, state in reference.state.items()
     ]
-    return all(same) and np.array_equal(seen.load, reference.load)
+    return all(same) and np.array_equal(observed.load, reference.load)
 
 
 def _as_near(
-    seen: Observed, reference: Observed, exact: Arrays, leaves: Sequence[str]
+    observed: Observed, reference: Observed, exact: Arrays, leaves: Sequence[str]
 ) -> bool:
-    """Checks that leaves' gradients are about as near to float32's as one device's
-    are.
+    """Checks that a layout's gradients are about as near to float32 as one device's.
+
+    Args:
+      observed: the results on the layout.
+      reference: the results on one device in the same precision.
+      exact: float32 gradients of one device.
+      leaves: the leaves to check.
     """
 
-    def distance(of: Observed, leaf: str) -> float:
-        return float(np.linalg.norm(of.gradients[leaf] - exact[leaf]))
+    def distance(step: Observed, leaf: str) -> float:
+        return float(np.linalg.norm(step.gradients[leaf] - exact[leaf]))
 
     return all(
-        distance(seen, leaf) <= OWN_ROUNDING * distance(reference, leaf)
+        distance(observed, leaf) <= ROUNDING_FACTOR * distance(reference, leaf)
         for leaf in leaves
     )
 
@@ -196,9 +211,7 @@ def _as_near(
 def _ratio(
     difference: np.ndarray, reference: np.ndarray, order: float | None = None
 ) -> float:
-    """Divides the norm of the difference by that of the reference; 0 where both are
-    zero.
-    """
+    """Divides the norm of a difference by that of the reference; 0 if both are zero."""
     error = float(np.linalg.norm(difference.ravel(), order))
     size = float(np.linalg.norm(reference.ravel(), order))
     if error == 0:
@@ -227,7 +240,7 @@ _ROUTED = {
 
 
 def row(result: Result) -> str:
-    """Writes one line of the table."""
+    """Formats one line of the table."""
     verdict = f"NOT EQUAL, worst gradient: {result.worst}"
     if result.passed:
         verdict = "equal *" if result.by_rounding else "equal"
@@ -243,23 +256,23 @@ def row(result: Result) -> str:
 
 
 def summary(report: Report) -> str:
-    """Writes the lines under the table: what was left out, and the verdict."""
+    """Formats the lines under the table: remarks, and the verdict."""
     lines = []
     if report.not_compared:
         names = ", ".join(report.not_compared)
         lines.append(
-            f"not compared, their gradient is zero in exact arithmetic: {names}"
+            f"not compared, because their gradient is zero in exact arithmetic: {names}"
         )
     if any(result.by_rounding and result.passed for result in report.layouts):
         lines.append(
-            "* the model answers to rounding: "
-            "its gradients are as near to float32's as one device's"
+            "* the model amplifies rounding: "
+            "the layout's gradients are as near to float32's as one device's"
         )
     if any(result.routing == "given" for result in report.layouts):
         lines.append(
-            "routing held fixed: each token's experts are drawn, since rounding to "
-            "bfloat16 decides between nearly equal ones; what routers choose is "
-            "compared in float32"
+            "routing held fixed: each token's experts are drawn from the seed, because "
+            "rounding to bfloat16 decides between nearly equal ones; the routers' "
+            "choices are compared in float32"
         )
     count = len(report.layouts)
     wrong = sum(not result.passed for result in report.layouts)

@@ -1,4 +1,4 @@
-"""The proof itself: compile every layout in threads, run one step of each, compare."""
+"""The verification run: compile each layout in threads, run one step, compare."""
 
 import os
 import threading
@@ -28,20 +28,19 @@ from jaxdist.verification import cases, comparison
 from jaxdist.verification.comparison import Arrays, Observed, Report, Result
 
 Log = Callable[[str], None]
-_Variant = tuple[tuple[str, Any], ...]  # what a layout changes of the model
-# of a row: a format of `precision.compute`, or a recipe of `precision.matmul`
+_Variant = tuple[tuple[str, Any], ...]  # a layout's overrides of the model
+# a format of `precision.compute`, or a recipe of `precision.matmul`
 Precision = ComputeName | RecipeName
 PRECISIONS: tuple[ComputeName, ...] = ("float32", "bfloat16")
-# XLA may drop roundings to bfloat16 inside a fusion. Which ones depends on how it
-# fuses, so on the layout: alone this makes gradients differ by 2e-2. Here all stay
-# where the program has them.
+# XLA may drop roundings to bfloat16 inside a fusion. It fuses differently in each
+# layout, which alone makes gradients differ by 2e-2. This option keeps all roundings.
 OPTIONS = {"xla_allow_excess_precision": False}
-# On the CPU, LLVM's optimisations are most of the compile time. XLA's program
+# On the CPU, LLVM's optimizations take most of the compile time. XLA's program
 # (partitioning, collectives, fusions) is the same text without them.
 CPU_OPTIONS = {"xla_backend_optimization_level": 0}
-# Layouts compiled before their turn. Programs of the CPU take up to 2,000 memory maps a
-# layout, of the 65,530 that Linux gives a process (vm.max_map_count); XLA aborts where
-# one more is refused.
+# Number of layouts that are compiled before their turn. CPU programs take up to 2,000
+# memory maps per layout, and Linux allows a process 65,530 (vm.max_map_count); XLA
+# aborts if Linux refuses one.
 AHEAD = 6
 
 
@@ -57,6 +56,8 @@ class Program:
     inspect: Any
 
 
+_Compiling = Future[dict[str, Program]]  # a layout's programs, by precision
+
 _tracing = threading.Lock()  # flax's switches are global to the process
 
 
@@ -66,26 +67,32 @@ def compile_layout(
     devices: Sequence[jax.Device],
     batch: Mapping[str, np.ndarray],
 ) -> dict[str, Program]:
-    """Compiles the init and the step of a run on these devices, by precision.
+    """Compiles the init and the step of a layout in each precision.
+
+    Args:
+      run: the config with the layout.
+      precisions: the precisions.
+      devices: the devices of the layout.
+      batch: a batch, for its shapes.
 
     Raises:
-      ConfigError: the layout cannot be.
+      ConfigError: the layout is illegal.
     """
     options: dict[str, Any] = dict(OPTIONS)
     if devices[0].platform == "cpu":
         options |= CPU_OPTIONS
     programs: dict[str, Program] = {}
-    # by dtype of the stored parameters, and if there is a loss scale
+    # by dtype of the stored parameters and whether there is a loss scale
     inits: dict[tuple[str, bool], Any] = {}
     for precision in precisions:
-        this = compose.with_overrides(run, {"precision": _precision(run, precision)})
-        init_key = (this.precision.params, this.precision.format.scales_loss)
+        config = compose.with_overrides(run, {"precision": _precision(run, precision)})
+        init_key = (config.precision.params, config.precision.format.scales_loss)
         matmuls = "highest" if precision == "float32" else None
         with _tracing, jax.default_matmul_precision(matmuls):
-            composition = validation.validate(this, devices)
-            if composition.spec.streams and this.batch.accumulation > 1:
+            composition = validation.validate(config, devices)
+            if composition.spec.streams and config.batch.accumulation > 1:
                 raise ConfigError(
-                    "the parts of a step draw otherwise from the model's own nnx.Rngs"
+                    "with accumulation, the model's own nnx.Rngs draw other numbers than in one part"
                 )
             built = composition.build_step(devices)
             inputs = (built.abstract_state, built.abstract_batch(batch))
@@ -99,7 +106,7 @@ def compile_layout(
 
 
 def precisions_of(run: RunConfig) -> tuple[Precision, ...]:
-    """Lists the precisions that a run's layouts are compared in."""
+    """Lists the precisions in which a run's layouts are compared by default."""
     rows: tuple[Precision, ...] = PRECISIONS
     if run.precision.compute not in PRECISIONS:
         rows = ("float32", run.precision.compute)
@@ -109,14 +116,16 @@ def precisions_of(run: RunConfig) -> tuple[Precision, ...]:
 
 
 def _precision(run: RunConfig, name: Precision) -> PrecisionConfig:
-    """Makes the config of a row: in float32 nothing is stored in less, else the run
-    says in what.
+    """Makes the precision config of a row.
+
+    The float32 row also stores parameters in float32. Other rows store them as the run
+    does.
     """
     if name == "float32":
         return PrecisionConfig("float32", "float32")
     if name not in RECIPES:
         return PrecisionConfig(run.precision.params, cast(ComputeName, name))
-    # Of all kernels: at tiny sizes every one is small.
+    # The recipe must apply to small kernels, because at tiny sizes all are small.
     return PrecisionConfig(
         run.precision.params,
         cast(ComputeName, RECIPES[name].dtype),
@@ -126,10 +135,17 @@ def _precision(run: RunConfig, name: Precision) -> PrecisionConfig:
 
 
 def observe(program: Program, batch: Mapping[str, np.ndarray], seed: int) -> Observed:
-    """Runs one step from the moved starting point."""
+    """Runs one step from an initial state with noise added to it.
+
+    Args:
+      program: the layout's programs.
+      batch: the batch on the host.
+      seed: the seed of the noise.
+    """
     built = program.built
     fresh: State = program.init()
-    # as checkpoints have it: stages and padding are a layout's own
+    # The flat view, which checkpoints use, has neither stages nor padding: it has the
+    # same shapes in every layout.
     flat = built.views.flat(fresh)
     initial = jax.device_get(flat.trainable)
     start = cases.moved_parameters(initial, seed)
@@ -137,8 +153,8 @@ def observe(program: Program, batch: Mapping[str, np.ndarray], seed: int) -> Obs
     flat = flat._replace(
         trainable=start, opt_state=flat.opt_state._replace(optimizer=moments)
     )
-    where = jax.tree.map(lambda x: x.sharding, built.views.abstract)
-    state = built.views.staged(jax.device_put(flat, where))
+    shardings = jax.tree.map(lambda x: x.sharding, built.views.abstract)
+    state = built.views.staged(jax.device_put(flat, shardings))
     inputs = jax.device_put(dict(batch), built.batch_shardings(batch))
     after, metrics, gradients = program.inspect(state, inputs)
     summed = built.views.flat(after._replace(trainable=gradients)).trainable
@@ -156,11 +172,12 @@ def observe(program: Program, batch: Mapping[str, np.ndarray], seed: int) -> Obs
 
 
 def _host(tree: Any) -> Arrays:
+    """Copies a tree of arrays to the host in float64, by path."""
     flat = trees.flatten_names(jax.device_get(tree))
     return {name: np.asarray(x, np.float64) for name, x in flat.items()}
 
 
-# --- the whole proof ------------------------------------------------------------------
+# --- all layouts ----------------------------------------------------------------------
 
 
 def verify_layouts(
@@ -171,68 +188,62 @@ def verify_layouts(
     only: str = "",
     log: Log = print,
 ) -> Report:
-    """Compares each layout of these devices with one device.
+    """Compares one step of each layout of these devices with one device.
 
     Args:
       run: a config of any size; it is shrunk.
-      precisions: dtypes, and recipes of `precision.matmul`; default: `precisions_of`
-        the run.
-      only: proves just the layouts whose name contains this.
-      log: is told the progress, a line each.
+      devices: the devices to lay the run out on.
+      precisions: dtypes of compute and recipes of `precision.matmul`; default:
+        `precisions_of(run)`.
+      only: a part of a layout's name; other layouts are skipped.
+      log: called with each line of the output.
 
     Raises:
-      ConfigError: there is nothing to compare, or the config itself cannot be.
+      ConfigError: there is nothing to compare, or the config itself is illegal.
     """
     small, shrunk = cases.shrink_config(run, len(devices))
-    wanted = _wanted_layouts(small, len(devices), only)
+    layouts = _select_layouts(small, len(devices), only)
     for line in shrunk:
         log(f"shrunk {line}")
     log(
-        f"comparing {len(wanted)} layouts of "
+        f"comparing {len(layouts)} layouts of "
         f"{len(devices)} x {devices[0].device_kind} with one"
     )
-    batches = cases.batches(small, _depth(small, wanted))
+    batches = cases.batches(small, _depth(small, layouts))
     some_batch = next(iter(batches.values()))
     precisions = precisions or precisions_of(run)
-    # Which leaves to leave out is judged in float32, so that reference is always there.
+    # The float32 reference tells which leaves cannot be compared, so it always runs.
     with_float32 = tuple(dict.fromkeys(("float32", *precisions)))
-    results: list[Result] = []
-    skipped: dict[str, str] = {}
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
 
         def start(
             overrides: cases.Overrides,
             precisions: Sequence[Precision],
             devices: Sequence[jax.Device],
-        ) -> Future[dict[str, Program]]:
+        ) -> _Compiling:
+            """Starts compiling a layout in a thread."""
             layout = compose.with_overrides(small, cases.ONE_DEVICE | overrides)
             return pool.submit(compile_layout, layout, precisions, devices, some_batch)
 
         references = {
             variant: start(dict(variant), with_float32, devices[:1])
-            for variant in map(_variant, wanted.values())
+            for variant in map(_variant, layouts.values())
         }
-        compiling = _ahead(
-            lambda name: start(wanted[name], precisions, devices), wanted
+        compiling = _compile_ahead(
+            lambda name: start(layouts[name], precisions, devices), layouts
         )
-        programs_of = {
+        reference_programs = {
             variant: future.result() for variant, future in references.items()
         }
-        one = _OneDevice(small, batches, programs_of)
+        one_device = _OneDevice(small, batches, reference_programs)
         log(comparison.HEADER)
-        for name, future in compiling:
-            try:
-                programs = future.result()
-            except ConfigError as error:
-                skipped[name] = str(error)
-                log(f"{name:<{comparison.WIDTH}} cannot be: {error}")
-                continue
-            for result in _compare_all(name, wanted[name], programs, one):
-                results.append(result)
-                log(comparison.row(result))
+        results, skipped = _compare_layouts(compiling, layouts, one_device, log)
     if not results:
-        raise ConfigError([f"{name} cannot be: {why}" for name, why in skipped.items()])
-    first = one.observed(_variant(next(iter(wanted.values()))), next(iter(batches)))
+        raise ConfigError(
+            [f"{name} is illegal: {why}" for name, why in skipped.items()]
+        )
+    first_variant = _variant(next(iter(layouts.values())))
+    first = one_device.observed(first_variant, next(iter(batches)))
     not_compared = comparison.rounding_alone(first["float32"].gradients)
     return Report(
         reference=_reference(small, devices, first),
@@ -243,101 +254,150 @@ def verify_layouts(
     )
 
 
-def _ahead(
-    start: Callable[[str], Future], names: Iterable[str]
-) -> Iterator[tuple[str, Future]]:
-    """Starts a few, and gives each name with its future; whenever one is taken, another
-    starts.
-    """
-    rest = iter(names)
-    started = deque((name, start(name)) for name in islice(rest, AHEAD))
+def _compile_ahead(
+    start: Callable[[str], _Compiling], names: Iterable[str]
+) -> Iterator[tuple[str, _Compiling]]:
+    """Starts compiling `AHEAD` layouts at once, and one more for each that is taken.
 
-    def in_turn() -> Iterator[tuple[str, Future]]:
+    Args:
+      start: starts to compile a layout.
+      names: the layouts.
+
+    Returns:
+      An iterator over (name, future). Some layouts are started by the call itself.
+    """
+    remaining = iter(names)
+    started = deque((name, start(name)) for name in islice(remaining, AHEAD))
+
+    def in_turn() -> Iterator[tuple[str, _Compiling]]:
         while started:
             yield started.popleft()
-            started.extend((name, start(name)) for name in islice(rest, 1))
+            started.extend((name, start(name)) for name in islice(remaining, 1))
 
     return in_turn()
 
 
-def _wanted_layouts(
+def _select_layouts(
     run: RunConfig, num_devices: int, only: str
 ) -> dict[str, cases.Overrides]:
+    """Selects the layouts whose name contains `only`.
+
+    Raises:
+      ConfigError: there are none, or there is only one device.
+    """
     known = cases.layouts_for(run, num_devices)
-    wanted = {name: overrides for name, overrides in known.items() if only in name}
-    if not wanted or num_devices < 2:
+    selected = {name: overrides for name, overrides in known.items() if only in name}
+    if not selected or num_devices < 2:
         raise ConfigError(
             f"no layout to compare with one device ({num_devices} devices, "
             f"only={only!r}); layouts here: {'; '.join(known)}; "
             "emulate more devices with JAX_PLATFORMS=cpu and --devices 8"
         )
-    return wanted
+    return selected
 
 
 def _depth(run: RunConfig, layouts: Mapping[str, cases.Overrides]) -> int:
     """Counts the layers of the deepest layout."""
-    num_layers = run.model.get("num_layers", 0)
-    changed = [layout.get("model.num_layers", 0) for layout in layouts.values()]
-    return max(num_layers, *changed)
+    num_layers: int = run.model.get("num_layers", 0)
+    depths = [num_layers]
+    depths += [layout.get("model.num_layers", 0) for layout in layouts.values()]
+    return max(depths)
 
 
 @dataclass
 class _OneDevice:
-    """What one device shows, by variant of the model and by routing; each step is run
-    once.
+    """The reference: steps on one device, by variant of the model and by routing.
+
+    Each step runs once, when it is first needed.
     """
 
     run: RunConfig
     batches: Mapping[cases.Routing, Mapping[str, np.ndarray]]
     programs: Mapping[_Variant, Mapping[str, Program]]
-    _seen: dict[tuple[_Variant, cases.Routing], dict[str, Observed]] = field(
+    _observed: dict[tuple[_Variant, cases.Routing], dict[str, Observed]] = field(
         default_factory=dict
     )
 
     def observed(
         self, variant: _Variant, routing: cases.Routing
     ) -> dict[str, Observed]:
-        """Gives what a step shows, by precision."""
-        if (variant, routing) not in self._seen:
+        """Returns the results of a step, by precision."""
+        if (variant, routing) not in self._observed:
             batch = self.batches[routing]
-            self._seen[variant, routing] = {
+            self._observed[variant, routing] = {
                 name: observe(program, batch, self.run.seed)
                 for name, program in self.programs[variant].items()
             }
-        return self._seen[variant, routing]
+        return self._observed[variant, routing]
 
 
-def _compare_all(
-    name: str, layout: cases.Overrides, programs: Mapping[str, Program], one: _OneDevice
+def _compare_layouts(
+    compiling: Iterator[tuple[str, _Compiling]],
+    layouts: Mapping[str, cases.Overrides],
+    one_device: _OneDevice,
+    log: Log,
+) -> tuple[list[Result], dict[str, str]]:
+    """Compares layouts with one device as soon as each is compiled.
+
+    Returns:
+      The results, and the illegal layouts with their reasons.
+    """
+    results: list[Result] = []
+    skipped: dict[str, str] = {}
+    for name, future in compiling:
+        try:
+            programs = future.result()
+        except ConfigError as error:
+            skipped[name] = str(error)
+            log(f"{name:<{comparison.WIDTH}} is illegal: {error}")
+            continue
+        for result in _compare(name, layouts[name], programs, one_device):
+            results.append(result)
+            log(comparison.row(result))
+    return results, skipped
+
+
+def _compare(
+    name: str,
+    layout: cases.Overrides,
+    programs: Mapping[str, Program],
+    one_device: _OneDevice,
 ) -> Iterator[Result]:
-    """Yields how a layout compares in each precision and routing."""
+    """Yields the comparison of a layout in each precision and routing."""
     for precision, program in programs.items():
-        for routing in cases.routings(one.run, precision, layout):
-            expected = one.observed(_variant(layout), routing)
+        for routing in cases.routings(one_device.run, precision, layout):
+            expected = one_device.observed(_variant(layout), routing)
             excluded = comparison.rounding_alone(expected["float32"].gradients)
-            seen = observe(program, one.batches[routing], one.run.seed)
+            batch = one_device.batches[routing]
+            observed = observe(program, batch, one_device.run.seed)
             yield comparison.compare(
-                name, precision, seen, expected, excluded, routing=routing
+                name, precision, observed, expected, excluded, routing=routing
             )
 
 
 def _reference(
-    run: RunConfig, devices: Sequence[jax.Device], seen: Mapping[str, Observed]
+    run: RunConfig, devices: Sequence[jax.Device], observed: Mapping[str, Observed]
 ) -> dict[str, Any]:
-    """Describes the reference in JSON values."""
+    """Describes the reference in JSON values.
+
+    Args:
+      run: the shrunk config.
+      devices: the devices.
+      observed: results of a step on one device, by precision.
+    """
     return {
         "devices": 1,
         "device_kind": devices[0].device_kind,
         "model": dict(run.model),
         "optimizer": run.optimizer.name,
-        "parameters": sum(x.size for x in seen["float32"].parameters.values()),
-        "loss": {precision: observed.loss for precision, observed in seen.items()},
+        "parameters": sum(x.size for x in observed["float32"].parameters.values()),
+        "loss": {precision: step.loss for precision, step in observed.items()},
         "jax": jax.__version__,
     }
 
 
 def _variant(overrides: cases.Overrides) -> _Variant:
-    """Finds what a layout changes of the model: it needs a reference of its own."""
+    """Selects a layout's overrides of the model, which need a reference of their own."""
     return tuple(
         (path, value) for path, value in overrides.items() if path.startswith("model.")
     )

@@ -404,7 +404,7 @@ def test_what_is_exposed_is_said_with_its_time_its_reason_and_its_cure():
     (line,) = warned([gradient], chip=v5e, step_s=10 * gradient.step_s)
     assert "(10%)" in line.replace(".0", "").replace(" %", "%")
     assert "whole gradients" in line
-    assert "TPU v5e moves only some gathers" in line
+    assert "on a TPU v5e, only some gathers overlap" in line
     assert "precision.reduce=bfloat16 halves" in line
     part = dataclasses.replace(gradient, axis="part of fsdp", what="activations")
     (line,) = warned(

@@ -245,7 +245,7 @@ def test_a_search_keeps_the_rules_of_a_run():
     meshes, illegal = layouts.legal_meshes(nodes, targets.parse("h100:2x8"))
     assert max(one.shape.sizes["context"] for one in meshes) == 8
     assert any(
-        "mesh.context=N talks in every layer, over InfiniBand" in reason
+        "mesh.context=N communicates in every layer, over InfiniBand" in reason
         for reason in illegal
     )
 

@@ -25,7 +25,7 @@ from jaxdist.planner import (
 )
 from jaxdist.planner.arithmetic import EXPERT
 from jaxdist.planner.compiler import CompileOptions
-from jaxdist.planner.trials import Compiled
+from jaxdist.planner.trials import CompiledLayout
 from jaxdist.telemetry import hlo
 from jaxdist.trainer import compose, exit_code, run_config
 from support.stored_programs import mesh_shape
@@ -230,10 +230,13 @@ def test_layouts_with_and_without_the_axis_are_compared():
         )
         for shape in shapes
     )
-    done = [Compiled(one, None) for one in (shared, half)]
+    done = [CompiledLayout(one, None) for one in (shared, half)]
     assert search._other_kind([shared, half, plain], done) is plain
-    assert search._other_kind([shared, plain], [*done, Compiled(plain, None)]) is None
-    assert search._other_kind([plain, shared], [Compiled(plain, None)]) is shared
+    assert (
+        search._other_kind([shared, plain], [*done, CompiledLayout(plain, None)])
+        is None
+    )
+    assert search._other_kind([plain, shared], [CompiledLayout(plain, None)]) is shared
 
 
 # --- memory ---------------------------------------------------------------------------
@@ -310,7 +313,7 @@ def test_a_search_compiles_layouts_with_and_without_the_axis(tmp_path):
     )
     seconds = {True: [], False: []}
     for one in found.compiled:
-        seconds[EXPERT in one.layout.axes].append(one.seconds)
+        seconds[EXPERT in one.candidate.axes].append(one.seconds)
     assert found.winner
     assert seconds[True]
     assert seconds[False]

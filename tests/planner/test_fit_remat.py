@@ -175,7 +175,7 @@ def test_on_another_mesh_it_is_found_anew_where_it_does_not_fit(folder, monkeypa
     with pytest.raises(ConfigError, match="no policy makes the step fit"):
         resolved(folder, said, **{"mesh.data": 2, "mesh.fsdp": 4})
     assert "does not fit" in said[0]
-    assert "resolved anew" in said[0]
+    assert "resolved again" in said[0]
 
 
 def test_a_policy_by_hand_is_left_alone(folder):

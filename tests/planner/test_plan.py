@@ -89,7 +89,8 @@ def tpu_plan(cache):
 
 @needs_libtpu
 def test_a_plan_holds_what_the_compiler_says(tpu_plan):
-    assert tpu_plan.fits is True and tpu_plan.exit_code == 0, tpu_plan.exit_reason
+    assert tpu_plan.fits is True, tpu_plan.exit_reason
+    assert tpu_plan.exit_code == 0
     found, devices = tpu_plan.compiled, tpu_plan.target.num_devices
     batch = (
         sum(
@@ -320,7 +321,7 @@ def test_what_is_on_the_host_is_no_part_of_a_devices_peak(sizes, peak):
     }
     analysis = SimpleNamespace(**found, peak_memory_in_bytes=sizes[-1] * MIB)
     assert (
-        worker._sizes(analysis, targets.parse("v5e:2x2"), waiting=0)["peak_bytes"]
+        worker._sizes(analysis, targets.parse("v5e:2x2"), state_on_host=0)["peak_bytes"]
         == peak * MIB
     )
 
@@ -343,7 +344,9 @@ def test_a_gpus_peak_is_that_of_the_device_where_more_lies_on_the_host(sizes):
     }
     analysis = SimpleNamespace(**empty, **found, peak_memory_in_bytes=peak)
     assert (
-        worker._sizes(analysis, targets.parse("h100:1x8"), waiting=0)["peak_bytes"]
+        worker._sizes(analysis, targets.parse("h100:1x8"), state_on_host=0)[
+            "peak_bytes"
+        ]
         == on_device
     )
 

@@ -72,11 +72,11 @@ def test_run_json_names_the_hardware(tmp_path, info, target):
         (H100 | {"hosts": ["a", "b", "c"]}, "on 3 machines, unevenly"),
         (
             V5P | {"num_devices": 64, "topology": {"shape": [4, 4], "slices": 10**9}},
-            "which cannot be",
+            "which is impossible",
         ),
         (
             V5P | {"num_devices": 64, "topology": {"shape": [[4]], "slices": 1}},
-            "which cannot be",
+            "which is impossible",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from jaxdist.parallel.mesh import resolve_mesh
 from jaxdist.planner import document, layouts, memory, search, targets, timing
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.plan import plan_by_arithmetic
-from jaxdist.planner.trials import Compiled
+from jaxdist.planner.trials import CompiledLayout
 from jaxdist.trainer import run_config, validation
 
 needs_libtpu = pytest.mark.skipif(
@@ -224,7 +224,7 @@ def done(one, step_s, peak, fits=True):
         step_s=step_s,
         waterfall={"compute": 1.0, "x": step_s - 1},
     )
-    return Compiled(
+    return CompiledLayout(
         one,
         document.Plan(
             one.composition,
@@ -258,8 +258,8 @@ def test_ties_go_to_the_simpler_and_losers_say_why(llama):
         ]
     )
     # equal to none, and smaller
-    assert next(r.layout.text for r in ranked) == "fsdp 64, remat dots"
-    whys = {r.layout.text: search.why_not_best(r, ranked[0]) for r in ranked}
+    assert next(r.candidate.text for r in ranked) == "fsdp 64, remat dots"
+    whys = {r.candidate.text: search.why_not_best(r, ranked[0]) for r in ranked}
     assert "tie" in whys["data 2 x fsdp 32, remat dots"]
     assert "more to set" in whys["data 2 x fsdp 32, remat dots"]
     assert whys["fsdp 16 x tensor 4, remat dots"] == "x 1.50: +1 s x"
@@ -290,7 +290,7 @@ def test_a_search_on_cpu_compiles_what_it_calls_best(tmp_path):
     assert found.winner.compiled.peak_bytes > 0
     assert 2 <= len(found.compiled) <= 3
     assert len(said) > 3
-    assert len({one.layout.text for one in found.compiled}) == len(found.compiled)
+    assert len({one.candidate.text for one in found.compiled}) == len(found.compiled)
     told = json.loads(json.dumps(found.to_json()))
     assert told["counts"]["layouts"] > 20
     assert told["ranking"][0]["why"] == "the best"
@@ -316,7 +316,7 @@ def test_a_search_on_tpu_ranks_by_the_compiler(tmp_path):
     assert found.compiled[0].plan is found.winner
     assert len(found.compiled) == 2
     for one in found.compiled:
-        assert one.seconds >= one.layout.estimate.bound_s > 0
+        assert one.seconds >= one.candidate.estimate.bound_s > 0
 
 
 def test_none_fits_is_exit_3_with_the_nearest(tmp_path, monkeypatch):
@@ -333,7 +333,7 @@ def test_none_fits_is_exit_3_with_the_nearest(tmp_path, monkeypatch):
     assert "NO LAYOUT FITS" in text_of(found)
     assert found.compiled[0].plan.peak_bytes > 1000
     least = min(memory.accounted_peak(one.plan.components) for one in found.compiled)
-    assert found.compiled[0].layout.accounted_bytes == least
+    assert found.compiled[0].candidate.accounted_bytes == least
 
 
 def test_time_up_compiles_nothing_more(tmp_path):

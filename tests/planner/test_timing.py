@@ -316,7 +316,7 @@ ENTRY %main (p: f32[4096,4096]) -> f32[4096,4096] {{
     assert found.low_s == pytest.approx(2 * 4096**3 / (0.98 * 197e12))
     (note,) = found.notes
     assert "93% of the step" in note
-    assert "backward products" in note
+    assert "backward matmuls" in note
     forward = estimate(hlo.parse(program(stack.replace("transpose(jvp())", "jvp()"))))
     again = estimate(
         hlo.parse(
@@ -428,7 +428,7 @@ def test_other_kernels_are_named():
     )
     assert "%mine = " in text
     assert estimate(hlo.parse(text)).notes == (
-        "kernels of unknown cost were left out: mine",
+        "kernels of unknown cost were omitted: mine",
     )
 
 

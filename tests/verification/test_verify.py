@@ -573,7 +573,7 @@ def test_errors_name_the_cure(capsys, words, said):
 
 def test_layouts_that_cannot_be_are_named():
     run = quickstart(**{"mesh.tensor": 16, "mesh.data": 1})
-    with pytest.raises(ConfigError, match="own: tensor 16 cannot be"):
+    with pytest.raises(ConfigError, match="own: tensor 16 is illegal"):
         runner.verify_layouts(
             run,
             jax.devices(),
