@@ -150,8 +150,11 @@ def activate(
     """
     # One device needs no constraints. A mesh of one device of another platform stays,
     # because ops ask it for the kernels that they may use.
-    is_single = mesh is not None and mesh.size == 1
-    if is_single and mesh.devices.flat[0].platform == jax.default_backend():
+    if (
+        mesh is not None
+        and mesh.size == 1
+        and mesh.devices.flat[0].platform == jax.default_backend()
+    ):
         mesh = None
         rules = ONE_DEVICE
     return _enter(Execution(mesh, rules, compute, reduce, recipe))
