@@ -96,8 +96,8 @@ def pipeline_sums(
         specs = jax.tree.map(
             partial(execution.region_spec, axes=(AXIS,)), params, names
         )
-        in_specs = (specs, P(), P(), P())
-        out_specs = (specs.trained if backward else P(), P())
+        in_specs = (specs, P(), P(), P())  # type: ignore[no-untyped-call]  # jax is untyped
+        out_specs = (specs.trained if backward else P(), P())  # type: ignore[no-untyped-call]  # jax is untyped
         run = execution.region(run, (AXIS,), in_specs=in_specs, out_specs=out_specs)
     return run(params, batch, key, scale)
 
@@ -360,7 +360,7 @@ class _Ticks(Stage):
         """Sends x to the stage that is `by` places further on the ring."""
         stages = self.cut.stages
         ring = [(stage, (stage + by) % stages) for stage in range(stages)]
-        return self.residual(jax.lax.ppermute(x, AXIS, ring))
+        return self.residual(jax.lax.ppermute(x, AXIS, ring))  # type: ignore[no-untyped-call]  # jax is untyped
 
     def _add_chunk(self, sums: Tree, dchunk: Tree, row: Row) -> Tree:
         """Adds the gradients of a chunk to the sums."""
@@ -393,14 +393,14 @@ class _Ticks(Stage):
         loss = carry.loss
         sums = carry.sums if self.backward else jnp.zeros(())
         if self.edges_last:
-            loss = jax.lax.psum(loss, AXIS)
+            loss = _sum_over_stages(loss)
         if self.edges_last and self.backward:
             sums |= jax.tree.map(
-                lambda total, names: _scatter(jax.lax.psum(total, AXIS), names),
+                lambda total, names: _scatter(_sum_over_stages(total), names),
                 without_blocks(sums),
                 without_blocks(self.names.trained),
             )
-        aux = jax.lax.psum(carry.block_aux, AXIS)
+        aux = _sum_over_stages(carry.block_aux)
         stats = jax.tree.map(self._in_layer_order, carry.block_stats)
         return sums, with_block_sums(loss, aux, stats)
 
@@ -413,6 +413,11 @@ class _Ticks(Stage):
         # [v, p, L, ...]
         gathered = jnp.moveaxis(jax.lax.all_gather(stats, AXIS), 0, 1)
         return gathered.reshape(-1, *stats.shape[2:])[: self.cut.num_layers]
+
+
+def _sum_over_stages(tree: Value) -> Value:
+    total: Value = jax.lax.psum(tree, AXIS)  # type: ignore[no-untyped-call]  # jax is untyped
+    return total
 
 
 def _zero_gradient(leaf: jax.Array, names: Names) -> jax.Array:
@@ -435,7 +440,7 @@ def _barrier_tick(parameters: Tree, microbatch: jax.Array) -> tuple[Tree, jax.Ar
     gathered parameters are in memory, once per loop. On CPU these gathers run at the
     same time as the loop, whose collectives may find no free thread: a deadlock.
     """
-    barred: tuple[Tree, jax.Array] = jax.lax.optimization_barrier(
+    barred: tuple[Tree, jax.Array] = jax.lax.optimization_barrier(  # type: ignore[no-untyped-call]  # jax is untyped
         (parameters, microbatch)
     )
     return barred
