@@ -295,12 +295,7 @@ def run_blocks(
         )
     elif 0 < last < depth:
         cut = depth - last
-        # jnp.split, because its gradient is a concatenation.
-        halves = [jnp.split(leaf, [cut]) for leaf in jax.tree.leaves(states)]
-        early, late = (
-            jax.tree.unflatten(jax.tree.structure(states), leaves)
-            for leaves in zip(*halves, strict=True)
-        )
+        early, late = _split_stack(states, cut)
         turn = cut % len(kinds)
         late_kinds = (*kinds[turn:], *kinds[:turn])
         x, early_sums = run(recompute.others, kinds, early, x, first)
@@ -310,6 +305,16 @@ def run_blocks(
         x, sums = run(recompute.layer, kinds, states, x, first)
     aux, stats = sums
     return BlockOutput(x, jax.tree.map(lambda terms: terms.sum(0), aux), stats)
+
+
+def _split_stack(states: Any, cut: int) -> tuple[Any, Any]:
+    """Splits the parameters of a stack after the first `cut` blocks."""
+    leaves, structure = jax.tree.flatten(states)
+    # jnp.split, because its gradient is a concatenation
+    halves = [jnp.split(leaf, [cut]) for leaf in leaves]
+    early = jax.tree.unflatten(structure, [half[0] for half in halves])
+    late = jax.tree.unflatten(structure, [half[1] for half in halves])
+    return early, late
 
 
 def _run_in_groups(

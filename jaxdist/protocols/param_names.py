@@ -73,33 +73,55 @@ def name_parameters(
     faults = list(_rule_faults(parsed, parameters))
     for path, variable in parameters.items():
         names = _model_names(path, variable, staged)
-        dims = variable.get_value().shape
+        dims = tuple(variable.get_value().shape)
         number = _rule_number(path, parsed)
-        what = f"its {len(dims)} dims {tuple(dims)}"
         if number is not None:
             pattern, rule_names = parsed[number]
             stack = max(0, len(dims) - len(names)) if names else 0
-            rule = f"sharding.rules: {pattern!r} gives"
-            wrong = [
-                name for name in rule_names[:stack] if name not in ("layers", None)
-            ]
-            if len(rule_names) != len(dims):
-                faults.append(
-                    f"{rule} {path} {len(rule_names)} names for {what}; give each one, or None"
-                )
-            elif wrong:
-                faults.append(
-                    f"{rule} a stack dim of {path} {what} the name {wrong[0]}; call it layers"
-                )
+            fault = _misfit(pattern, rule_names, path, dims=dims, stack=stack)
+            if fault:
+                faults.append(fault)
             else:
                 names = _without_stack(rule_names[stack:])
         elif len(names) > len(dims):
             faults.append(
-                f"{path}: {len(names)} logical names {names} for {what}; give at most one a dim"
+                f"{path}: {len(names)} logical names {names} for its {len(dims)} dims "
+                f"{dims}; give at most one a dim"
             )
         names_by_path[path] = names
         variable.set_metadata(logical=names)
     return names_by_path, faults
+
+
+def _misfit(
+    pattern: str,
+    rule_names: Names,
+    path: str,
+    *,
+    dims: tuple[int, ...],
+    stack: int,
+) -> str:
+    """Explains why the names of a rule do not fit a parameter; "" if they do.
+
+    Args:
+      pattern: of the rule.
+      rule_names: names of all dims.
+      path: of the parameter.
+      dims: of the parameter.
+      stack: number of leading stack dims.
+    """
+    rule = f"sharding.rules: {pattern!r} gives"
+    what = f"its {len(dims)} dims {dims}"
+    if len(rule_names) != len(dims):
+        return (
+            f"{rule} {path} {len(rule_names)} names for {what}; give each one, or None"
+        )
+    for name in rule_names[:stack]:
+        if name not in ("layers", None):
+            return (
+                f"{rule} a stack dim of {path} {what} the name {name}; call it layers"
+            )
+    return ""
 
 
 def in_stack(path: str) -> bool:
