@@ -235,7 +235,7 @@ def _saveable(policy: str) -> Predicate:
         saveable = policies.save_only_these_names(EXPERT_ORDER)
         return saveable
     if policy == "dots":
-        # With attention's residuals its forward pass runs once. That is faster (0.93 x
+        # With attention's residuals its forward pass runs once. This is faster (0.93 x
         # the time on CPU) and takes less memory than to recompute the input of the
         # output projection.
         names = policies.save_only_these_names(

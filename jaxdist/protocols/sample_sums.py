@@ -18,7 +18,7 @@ def who_sums_over_samples(model_class: type) -> type | None:
 
     The declaration of a class covers its own code only. A subclass may override a
     method or another attribute, such as a helper of `head` or the class of its layers.
-    That can change the loss, so the subclass must repeat the declaration.
+    This can change the loss, so the subclass must repeat the declaration.
 
     Returns:
       The class; None if no declaration holds.

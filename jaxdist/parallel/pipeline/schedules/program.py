@@ -13,9 +13,8 @@ left out:
   6. B   dx, dw = vjp of chunk `b_chunk` at input slot `b_x`, with gradient slot `b_g`
   7. EB  embedding gradient of microbatch `eb_mb` from the first stage's dx
 
-So another stage can use y and dx in the next tick at the earliest, and the last stage
-can use the gradient of y in the same tick. All stages run the same ops in a tick. A
-stage that needs no op computes on the trash slot, and its result is masked.
+So another stage can use y and dx in the next tick at the earliest. The last stage can
+use the gradient of y in the same tick. All stages run the same ops in a tick. A stage that needs no op computes on the trash slot, and its result is masked.
 """
 
 import dataclasses
@@ -85,9 +84,9 @@ _OPS = KINDS[:5]
 class TickRun(NamedTuple):
     """Ticks [start, start + length) with the same code.
 
-    An op in `every` needs no predicate. An op in `some` only needs a predicate that
-    depends on the tick alone; a hop needs none, because values that no stage needs go
-    to the trash slot. The code of other ops is left out.
+    An op in `every` needs no predicate. Other ops in `some` need a predicate that
+    depends only on the tick. Hops never need one: values that no stage needs go to the
+    trash slot. The code of all other ops is left out.
     """
 
     start: int
