@@ -14,7 +14,8 @@ left out:
   7. EB  embedding gradient of microbatch `eb_mb` from the first stage's dx
 
 So another stage can use y and dx in the next tick at the earliest. The last stage can
-use the gradient of y in the same tick. All stages run the same ops in a tick. A stage that needs no op computes on the trash slot, and its result is masked.
+use the gradient of y in the same tick. All stages run the same ops in a tick. A stage
+that needs no op computes on the trash slot, and its result is masked.
 """
 
 import dataclasses

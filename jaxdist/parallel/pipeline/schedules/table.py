@@ -3,8 +3,8 @@
 `table[tick, stage, slot]` is `microbatch * chunks + chunk`, or -1 for no op. Slot 0 is a
 forward. Slot 1 is a backward, which runs after the forward in the same tick. Chunk c of
 stage s is *place* c * stages + s of the chain of layers. So every hop goes to the next
-stage of a ring. Values from another stage arrive one tick later. The last place
-may run forward and backward of a microbatch in one tick.
+stage of a ring. Values from another stage arrive one tick later. The last place may run
+forward and backward of a microbatch in one tick.
 """
 
 import dataclasses
