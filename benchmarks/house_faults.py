@@ -1049,7 +1049,7 @@ return total._replace(loss=total.loss._replace(count=sums.loss.count)), None
         name="optimizer_state_without_its_factored_dim",
         room="parallel",
         function="state_specs.spec_of",
-        old="PartitionSpec(*entries[:dropped], *entries[dropped + 1 :])",
+        old="PartitionSpec(*entries[:missing], *entries[missing + 1 :])",
         new="PartitionSpec(*entries[: len(leaf.shape)])",
         tests=(
             "optim/test_optimizers.py::test_factored_moments_keep_the_axes_of_the_dims_they_keep",

@@ -1,0 +1,1 @@
+"""Models: the transformer, the vision transformer, LoRA, and `model.target`."""

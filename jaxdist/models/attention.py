@@ -1,4 +1,4 @@
-"""Grouped-query self-attention, the mixer of layers of the kinds "global" and "local".
+"""Grouped-query self-attention, the mixer of "global" and "local" layers.
 
 Letters: see `layers`.
 """
@@ -35,27 +35,28 @@ class AttentionConfig(RotaryConfig, BlockConfig):
     num_heads: PositiveInt = 4  # query heads
     num_kv_heads: PositiveInt = 4  # key and value heads, divides num_heads
     head_dim: PositiveInt = 32  # size of a head, even with rotary positions
-    # share of head_dim that turns, its first dims; 1 = whole heads (Phi: 0.4)
+    # share of head_dim that is rotated, its first dims; 1 = whole heads (Phi: 0.4)
     rotary_fraction: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    # base in local layers (Gemma 3); 0 = rope_theta
+    # base of the rotary frequencies in local layers (Gemma 3); 0 = rope_theta
     rope_theta_local: NonNegativeFloat = 0.0
-    # of q and k; Qwen 3: head; OLMo 2: projection
+    # norm of q and k: of each head (Qwen 3), or of all heads together (projection;
+    # OLMo 2)
     qk_norm: Literal["none", "head", "projection"] = "none"
     # factor of the logits, e.g. 256 ** -0.5; 0 = head_dim ** -0.5
     attention_scale: NonNegativeFloat = 0.0
     # logits = cap * tanh(logits / cap); 0 = none (Gemma 2: 50)
     attention_softcap: NonNegativeFloat = 0.0
-    # tokens that a local layer sees, its own included; 0 = no local layers
+    # tokens that a token of a local layer sees, itself included; 0 = no local layers
     window: NonNegativeInt = 0
 
     @property
     def rotary_dims(self) -> int:
-        """How many dims of a head turn."""
+        """The number of rotated dims in a head."""
         return round(self.rotary_fraction * self.head_dim)
 
 
 class KeysValues(NamedTuple):
-    """What attention keeps of the tokens so far."""
+    """The keys and values of earlier tokens, which attention caches."""
 
     keys: jax.Array  # [L, B, S, K, N]
     values: jax.Array  # [L, B, S, K, N]
@@ -112,7 +113,7 @@ class Attention(Mixer):
         return q, k, v
 
     def options(self, info: BlockInfo) -> dict[str, Any]:
-        """Lists scale, soft cap and window of this layer's attention; None as usual."""
+        """Lists scale, soft cap and window of this layer; None is the op's default."""
         c = self.config
         return {
             "scale": c.attention_scale or None,
@@ -121,6 +122,7 @@ class Attention(Mixer):
         }
 
     def __call__(self, x_BSD: jax.Array, info: BlockInfo) -> BlockOutput:
+        """Applies causal attention within the segments of each row."""
         q, k, v = self.heads(x_BSD, info)
         segment_ids = info.fields.get("segment_ids")
         mixed = attention(q, k, v, segment_ids_BS=segment_ids, **self.options(info))
@@ -129,8 +131,9 @@ class Attention(Mixer):
     def init_cache(
         self, depth: int, batch_size: int, length: int, dtype: Any
     ) -> KeysValues:
-        """Makes empty keys and values; devices of `context` share out their slots if
-        their number divides the length.
+        """Creates empty keys and values, see `parts.Mixer.init_cache`.
+
+        The devices of `context` split the slots if their number divides the length.
         """
         c = self.config
         dims = (depth, batch_size, length, c.num_kv_heads, c.head_dim)
@@ -141,6 +144,7 @@ class Attention(Mixer):
     def prefill(
         self, x_BPD: jax.Array, cache: LayerCache, info: BlockInfo
     ) -> tuple[jax.Array, LayerCache]:
+        """Applies attention to whole prompts and writes them to an empty cache."""
         q, k, v = self.heads(x_BPD, info)
         mixed = attention(q, k, v, **self.options(info))
         cache = cache.with_prompt(KeysValues(k, v))
@@ -149,12 +153,13 @@ class Attention(Mixer):
     def decode(
         self, x_BTD: jax.Array, cache: LayerCache, info: BlockInfo
     ) -> tuple[jax.Array, LayerCache]:
+        """Writes T new tokens to the cache and applies attention to it."""
         q, k, v = self.heads(x_BTD, info)
         positions = info.fields["positions"]
         cache = cache.with_tokens(KeysValues(k, v), positions)
-        own = cache.own()
+        cached: KeysValues = cache.read()
         mixed = cached_attention(
-            q, own.keys, own.values, positions, cache.places, **self.options(info)
+            q, cached.keys, cached.values, positions, cache.places, **self.options(info)
         )
         return layers.merge_heads(self, mixed), cache
 
@@ -162,7 +167,7 @@ class Attention(Mixer):
     def prepare(
         config: AttentionConfig, batch: Batch, length: int
     ) -> dict[str, jax.Array]:
-        """Computes the rotary tables of all layers, and those of local ones."""
+        """Computes the rotary tables of all layers, and any tables of local layers."""
         c = config
         if c.positions != "rotary":
             return {}
@@ -180,7 +185,7 @@ class Attention(Mixer):
     def costs(
         config: AttentionConfig, kinds: Sequence[str], sequence_length: int
     ) -> Iterator[Cost]:
-        """Yields the attention of the layers of each kind."""
+        """Yields the cost of attention for the layers of each kind."""
         c = config
         for kind, count in Counter(kinds).items():
             yield attention_cost(
@@ -195,15 +200,20 @@ class Attention(Mixer):
 
     @staticmethod
     def tensor_parallel_dims(config: AttentionConfig) -> tuple[str, ...]:
-        """Names heads; fewer kv heads than query heads are copied, as one is."""
+        """Names query heads, and kv heads if there are as many.
+
+        Fewer kv heads than query heads are copied, and so is a single one.
+        """
         if 1 < config.num_kv_heads == config.num_heads:
             return ("num_heads", "num_kv_heads")
         return ("num_heads",)
 
     @staticmethod
     def tiny(config: AttentionConfig, sequence_length: int) -> dict[str, Any]:
-        """Shrinks heads; they keep their kind: as many kv heads, one, or groups (8 and
-        4).
+        """Lists fewer and smaller heads.
+
+        The number of kv heads keeps its kind: as many as query heads (8), one, or
+        groups (4).
         """
         c = config
         values: dict[str, Any] = {"num_heads": 8, "head_dim": 8}
@@ -217,10 +227,9 @@ class Attention(Mixer):
 
     @staticmethod
     def faults(config: AttentionConfig) -> Iterator[str]:
-        """Yields what is wrong with heads and positions of attention layers, and with
-        windows.
+        """Yields a message for each conflict of heads, positions and windows.
 
-        Without such layers, heads and positions are those of other mixers.
+        In a model without attention layers, other mixers check heads and positions.
         """
         c = config
         if {*_KINDS} & {*c.layer_pattern}:
@@ -256,8 +265,8 @@ def _window_faults(c: AttentionConfig) -> Iterator[str]:
     if "local" in c.layer_pattern:
         if not c.window:
             yield (
-                f"{pattern}: local layers need model.window, the tokens that they see "
-                f"(>= 1)"
+                f"{pattern}: local layers need model.window, the number of tokens that "
+                f"a token sees (>= 1)"
             )
         return
     for name in ("window", "rope_theta_local"):
@@ -272,7 +281,7 @@ def _window_faults(c: AttentionConfig) -> Iterator[str]:
 def _head_norm(
     config: AttentionConfig, heads: int, size: int, name: str
 ) -> layers.Norm:
-    """Makes the norm of queries or keys: of each head, or of all heads at once."""
+    """Creates the norm of queries or keys: of each head, or of all heads together."""
     kind = "rms_plus_one" if config.norm == "rms_plus_one" else "rms"
     if config.qk_norm == "head":
         return layers.Norm(size, kind=kind, eps=config.norm_eps, names=("head_dim",))

@@ -18,11 +18,18 @@ from jaxdist.protocols.model import BlockInfo, BlockOutput
 
 
 class Block(nnx.Module):
-    """One layer: x + mixer(norm(x)), then x + channel(norm(x)); or norms behind the
-    parts, or both.
+    """A layer: x + mixer(norm(x)), then x + channel(norm(x)).
 
-    The mixer is `attention` and the channel is `mlp` in paths of parameters, whatever
-    they compute: configs name these paths.
+    Norms stand before the parts, after them, or both (`model.norm_position`). In paths
+    of parameters the mixer is called `attention` and the channel `mlp`, whatever their
+    classes are, because configs name these paths.
+
+    Args:
+      config: options of the model.
+      mixer: class of the mixer.
+      channel: class of the channel.
+      rngs: random streams for the parameters.
+      layer_pattern: kinds of layers that repeat over a stack of these blocks.
     """
 
     def __init__(
@@ -35,7 +42,7 @@ class Block(nnx.Module):
         layer_pattern: tuple[str, ...],
     ) -> None:
         c = config
-        self.layer_pattern = layer_pattern  # of a stack of these blocks
+        self.layer_pattern = layer_pattern
         self.dropout = c.dropout
         self.position = c.norm_position
         norm = partial(layers.Norm, c.d_model, kind=c.norm, eps=c.norm_eps)
@@ -54,8 +61,9 @@ class Block(nnx.Module):
         return self.attention, self.mlp
 
     def __call__(self, x_BSD: jax.Array, info: BlockInfo) -> BlockOutput:
-        mixed = self.attention(self._entering("attention", x_BSD), info)
-        return self._behind_mixer(x_BSD, mixed, info)
+        """Computes the block's output [B, S, D], aux terms and stats."""
+        mixed = self.attention(self._part_input("attention", x_BSD), info)
+        return self._after_mixer(x_BSD, mixed, info)
 
     def with_cache(
         self,
@@ -64,52 +72,55 @@ class Block(nnx.Module):
         cache: LayerCache,
         info: BlockInfo,
     ) -> tuple[jax.Array, LayerCache]:
-        """Computes the block's output for a step of a decoder.
+        """Applies the block in prefill or decode.
 
         Args:
-          step: the mixer's method for it.
+          step: the method of the mixer.
+          x_BTD: the block's input.
+          cache: of this layer.
+          info: of this layer.
 
         Returns:
-          The output [B, T, D], and the cache with the tokens in it.
+          The output [B, T, D], and the cache with the new tokens.
         """
-        entering = self._entering("attention", x_BTD)
-        mixed, cache = getattr(self.attention, step)(entering, cache, info)
-        return self._behind_mixer(x_BTD, BlockOutput(mixed), info).x, cache
+        x = self._part_input("attention", x_BTD)
+        mixed, cache = getattr(self.attention, step)(x, cache, info)
+        return self._after_mixer(x_BTD, BlockOutput(mixed), info).x, cache
 
-    def _behind_mixer(
+    def _after_mixer(
         self, x_BSD: jax.Array, mixed: BlockOutput, info: BlockInfo
     ) -> BlockOutput:
-        """Computes the block's output from its input and what its mixer gave."""
-        x_BSD = self._added("attention", x_BSD, mixed.x, info, site=1)
-        output = self.mlp(self._entering("mlp", x_BSD), info)
-        x_BSD = self._added("mlp", x_BSD, output.x, info, site=2)
+        """Computes the block's output from its input and its mixer's output."""
+        x_BSD = self._add("attention", x_BSD, mixed.x, info, site=1)
+        output = self.mlp(self._part_input("mlp", x_BSD), info)
+        x_BSD = self._add("mlp", x_BSD, output.x, info, site=2)
         return BlockOutput(
             layers.residual(x_BSD),
-            _joined(mixed.aux, output.aux),
-            _joined(mixed.stats, output.stats),
+            _join(mixed.aux, output.aux),
+            _join(mixed.stats, output.stats),
         )
 
-    def _entering(self, part: str, x_BSD: jax.Array) -> jax.Array:
+    def _part_input(self, part: str, x_BSD: jax.Array) -> jax.Array:
         if self.position != "post":
             x_BSD = getattr(self, f"{part}_norm")(x_BSD)
         return shard(x_BSD, "batch", "sequence", None)
 
-    def _added(
+    def _add(
         self, part: str, x_BSD: jax.Array, y_BSD: jax.Array, info: BlockInfo, site: int
     ) -> jax.Array:
-        """Adds what a part gave to the residual stream."""
+        """Adds a part's output to the residual stream."""
         if self.position != "pre":
             y_BSD = getattr(self, f"{part}_post_norm")(y_BSD)
         return x_BSD + layers.dropout(y_BSD, self.dropout, info, site)
 
 
-def _joined(
+def _join(
     mixer: dict[str, jax.Array], channel: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
     """Joins the named sums of a block's parts.
 
     Raises:
-      ConfigError: both have one of the same name.
+      ConfigError: the same name is in both.
     """
     both = sorted(mixer.keys() & channel.keys())
     if both:

@@ -1,6 +1,4 @@
-"""The channels by the kinds of layers that have them, the words of
-`model.feed_forward_pattern`.
-"""
+"""Table of the channels, by the kinds of `model.feed_forward_pattern`."""
 
 from typing import Literal
 

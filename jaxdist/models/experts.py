@@ -1,11 +1,11 @@
-"""Experts, the channel of layers of the kind "sparse": router, their kernels, shared
-experts, and what keeps the load even.
+"""Mixture of experts, the channel of "sparse" layers.
 
-All that is added up (load, balance, z-loss) is a sum over tokens with a weight in the
-loss, so it is the same however a batch is split. What is no such sum is known a step
-later: model state, changed by `update`.
+It has a router, the kernels of the experts, shared experts, and load balancing. Load,
+balance loss and z-loss are sums over the tokens that count in the loss, so they do not
+depend on how a batch is split. Values that are no such sums are known one step later:
+they are model state, which `update` changes.
 
-Letters: see `layers`; `E` experts, `k` experts of a token.
+Letters: see `layers`; E experts, k experts per token.
 """
 
 import math
@@ -38,51 +38,53 @@ from jaxdist.ops.matmul import project
 from jaxdist.parallel.execution import shard
 from jaxdist.protocols.model import Batch, BlockInfo, BlockOutput
 
-# field of a block's info: weights in the loss, [B, S]; absent: nothing is counted
+# Field of a block's info, [B, S]: weights of the tokens in the loss. Without it,
+# nothing is counted.
 WEIGHTS = "token_weights"
-# Field of a batch, [B, S, L, k] int32: experts that tokens go to in each layer; below
-# 0: as routers choose. Near-ties fall as rounding does, so what is compared in low
-# precision is given them.
+# Field of a batch, [B, S, L, k] int32: the experts of each token in each layer. Below
+# 0 the router chooses. Comparisons in low precision set them, because rounding decides
+# near-ties.
 GIVEN_IDS = "expert_ids"
-# stats: choices of each expert [E], and how many were dropped
+# Stats of a layer: number of choices of each expert [E], of dropped choices, of rounds
+# of exchange, and of exchanges.
 LOAD = "expert_load"
 DROPS = "expert_drops"
 ROUNDS = "expert_rounds"
 EXCHANGES = "expert_exchanges"
-# a stat of models with dense layers, too: [L], not 0 at this layer's number
+# Stat of models that also have dense layers: [L], not 0 at this layer's number.
 LAYER = "expert_layer"
 LOAD_METRIC = "expert_load"  # [L, E], of a step
 
 
 @dataclass(frozen=True)
 class ExpertsConfig(FeedForwardConfig):
-    """Options of experts; their width is that of feed-forward parts by default."""
+    """Options of experts; their width defaults to that of feed-forward parts."""
 
-    num_experts: NonNegativeInt = 0  # of every sparse feed-forward part; 0 = dense
-    # layers before those with experts (DeepSeek-V3: 3)
+    num_experts: NonNegativeInt = 0  # experts of each sparse layer; 0 = dense model
+    # dense layers before those with experts (DeepSeek-V3: 3)
     first_dense_layers: NonNegativeInt = 0
-    experts_per_token: PositiveInt = 2  # how many of them a token goes to
+    experts_per_token: PositiveInt = 2  # experts that the router chooses for a token
     expert_d_ff: NonNegativeInt = 0  # width inside an expert; 0 = d_ff
-    num_shared_experts: NonNegativeInt = 0  # experts besides, that all tokens go to
-    # of the router's logits; DeepSeek-V3: sigmoid
+    num_shared_experts: NonNegativeInt = 0  # further experts, which see all tokens
+    # function that turns the router's logits into scores; DeepSeek-V3: sigmoid
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    normalise_top_k: bool = True  # a token's weights are divided by their sum
+    normalise_top_k: bool = True  # divide a token's weights by their sum
     route_scale: PositiveFloat = 1.0  # factor of the weights
     expert_groups: NonNegativeInt = 0  # equal groups of experts; 0 = none
-    # how many of them are open to a token, the best ones
+    # number of groups whose experts a token may use, the best ones
     expert_top_groups: NonNegativeInt = 0
-    # what keeps their load even: a bias of the choice, moved after each step
-    # (DeepSeek-V3); a loss of each sequence; a loss of the batch, by the load of the
-    # step before
+    # how the load is balanced. bias: a bias of the choice, changed after each step
+    # (DeepSeek-V3); sequence: a loss of each sequence; batch: a loss of the batch, by
+    # the load of the previous step
     balance: Literal["none", "bias", "sequence", "batch"] = "bias"
-    # by which a step moves a bias
+    # change of a bias in a step
     balance_rate: Annotated[PositiveFloat, TrainingOnly()] = 1e-3
-    # of the losses, each layer's; sequence in DeepSeek-V3: 1e-4
+    # weight of the balance loss of each layer; sequence in DeepSeek-V3: 1e-4
     balance_weight: Annotated[PositiveFloat, TrainingOnly()] = 1e-2
     # weight of log(Z)^2 of the router's logits, e.g. 1e-3
     router_z_loss: Annotated[NonNegativeFloat, TrainingOnly()] = 0.0
-    # in training an expert takes so many times its even share of a sequence, and drops
-    # the rest; 0 = all
+    # capacity of an expert in training, as a multiple of its even share of a sequence;
+    # further choices are dropped; 0 = no limit
     capacity_factor: Annotated[NonNegativeFloat, TrainingOnly()] = 0.0
 
     @property
@@ -92,7 +94,7 @@ class ExpertsConfig(FeedForwardConfig):
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """The numbers of the layers with experts: stats have a row for each."""
+        """The numbers of the layers with experts; stats have a row for each."""
         if not self.num_experts:
             return ()
         parts = self.feed_forward_pattern
@@ -104,7 +106,7 @@ class ExpertsConfig(FeedForwardConfig):
         )
 
 
-# Options that a dense model leaves as they are.
+# Options that have no effect in a dense model.
 EXPERT_FIELDS = (
     *(name for name in ExpertsConfig.__annotations__ if name != "num_experts"),
     "feed_forward_pattern",
@@ -112,8 +114,9 @@ EXPERT_FIELDS = (
 
 
 class Experts(Channel):
-    """Experts, of which a router chooses some for each token, and shared ones that see
-    all (2401.06066).
+    """A mixture of experts (arXiv:2401.06066).
+
+    A router chooses some experts for each token. Shared experts see all tokens.
     """
 
     Config = ExpertsConfig
@@ -125,7 +128,7 @@ class Experts(Channel):
         E = c.num_experts
         D = c.d_model
         F = c.expert_width
-        if c.num_shared_experts:  # several are one of their width together
+        if c.num_shared_experts:  # one part as wide as all shared experts together
             shared = FeedForward(c, rngs, c.num_shared_experts * F)
         self.router = layers.normal(rngs, (D, E), std, ("d_model", None))
         if c.gated:
@@ -136,19 +139,19 @@ class Experts(Channel):
             self.shared = shared
         if c.balance == "bias":
             self.choice_bias = nnx.Variable(jnp.zeros(E, jnp.float32))
-        if c.balance == "batch":
-            self.last_load = nnx.Variable(
-                jnp.full(E, 1 / E, jnp.float32)
-            )  # shares of the last step's choices
+        if c.balance == "batch":  # each expert's share of the last step's choices
+            self.last_load = nnx.Variable(jnp.full(E, 1 / E, jnp.float32))
 
     def __call__(self, x_BSD: jax.Array, info: BlockInfo) -> BlockOutput:
-        """Returns the output [B, S, D], the terms of the objective, and the counts of
-        this layer.
-        """
+        """Computes the output [B, S, D], aux losses and stats of this layer."""
         c = self.config
         segments = info.fields.get("segment_ids")
         weights = info.fields.get(WEIGHTS)
-        logits, routing = self.route(x_BSD, _given_ids(info))
+        # As with dropout, evaluation and generation drop nothing.
+        capacity_factor = None
+        if info.key is not None:
+            capacity_factor = c.capacity_factor or None
+        logits, routing = self.route(x_BSD, _fixed_ids(info))
         out = experts(
             x_BSD,
             routing.ids,
@@ -157,10 +160,7 @@ class Experts(Channel):
             self.up,
             self.down,
             layers.ACTIVATIONS[c.activation],
-            # As with dropout: what is evaluated or generated drops nothing.
-            capacity_factor=(c.capacity_factor or None)
-            if info.key is not None
-            else None,
+            capacity_factor=capacity_factor,
             valid_BS=None if segments is None else segments > 0,
             counted_BS=None if weights is None else weights > 0,
         )
@@ -181,10 +181,17 @@ class Experts(Channel):
         return BlockOutput(y, self._aux(logits, routing, weights), stats)
 
     def route(
-        self, x_BSD: jax.Array, given: jax.Array | None = None
+        self, x_BSD: jax.Array, fixed_ids: jax.Array | None = None
     ) -> tuple[jax.Array, Routing]:
-        """Returns the router's float32 logits [B, S, E], and where it sends the tokens
-        (to those given).
+        """Routes tokens to experts.
+
+        Args:
+          x_BSD: input of the layer.
+          fixed_ids: experts to use, [B, S, k]; below 0 the router chooses. None: the router
+            chooses all.
+
+        Returns:
+          The router's float32 logits [B, S, E], and the routing.
         """
         c = self.config
         (logits,) = project(x_BSD.astype(jnp.float32), self.router)
@@ -198,16 +205,14 @@ class Experts(Channel):
             scale=c.route_scale,
             groups=c.expert_groups,
             top_groups=c.expert_top_groups,
-            given=given,
+            given=fixed_ids,
         )
         return logits, routing
 
     def _aux(
         self, logits: jax.Array, routing: Routing, weights_BS: jax.Array
     ) -> dict[str, jax.Array]:
-        """Returns this layer's terms of the objective: sums over tokens, each times the
-        token's weight.
-        """
+        """Computes the aux losses of this layer, weighted sums over tokens."""
         c = self.config
         aux = {}
         shares = routing.scores / (routing.scores.sum(-1, keepdims=True) + 1e-20)
@@ -217,52 +222,50 @@ class Experts(Channel):
             )
         elif c.balance == "batch":
             sums = (shares * weights_BS[..., None]).sum((0, 1))
-            aux["balance"] = (
-                c.balance_weight * c.num_experts * (self.last_load[...] * sums).sum()
-            )
+            last_load = self.last_load[...]
+            aux["balance"] = c.balance_weight * c.num_experts * (last_load * sums).sum()
         if c.router_z_loss:
             z = jax.nn.logsumexp(logits, -1)
             aux["router_z_loss"] = c.router_z_loss * (weights_BS * z * z).sum()
         return aux
 
     def update(self, stats: Mapping[str, jax.Array]) -> None:
-        """Changes the state, of all layers if this is a stack, by a whole
-        step's stats.
-        """
+        """Updates the balance state from a step's stats, for all layers of a stack."""
         load = stats[LOAD]
         total = load.sum(-1, keepdims=True)
         c = self.config
         if c.balance == "bias":
-            # DeepSeek-V3's (arXiv:2412.19437, 2.1.2), kept around 0: only differences
-            # choose. Whole numbers, then a product whose last bits are cut: a compiler
-            # may fuse no sum with it, which rounds once where two operations round
-            # twice, as the layout has it.
+            # The rule of DeepSeek-V3 (arXiv:2412.19437, 2.1.2), with a mean of 0, since
+            # only differences matter. `units` are whole numbers, and the last bits of
+            # the product are cut. So the result is the same on every layout: fused with
+            # the addition, the product would round once in place of twice.
             step = jnp.sign(total - c.num_experts * load)
             units = c.num_experts * step - step.sum(-1, keepdims=True)
-            move = jax.lax.reduce_precision(
+            change = jax.lax.reduce_precision(
                 c.balance_rate / c.num_experts * units, 8, 20
             )
-            self.choice_bias.set_value(self.choice_bias[...] + move)
+            self.choice_bias.set_value(self.choice_bias[...] + change)
         elif c.balance == "batch":
             shares = load / jnp.maximum(total, 1)
             self.last_load.set_value(jnp.where(total > 0, shares, self.last_load[...]))
 
     @staticmethod
     def stats_metrics(stats: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """Computes metrics of the load, see `metrics`."""
         return metrics(stats)
 
     @staticmethod
     def prepare(
         config: ExpertsConfig, batch: Batch, length: int
     ) -> dict[str, jax.Array]:
-        """Gives layers the weights of tokens, so that they count them."""
+        """Passes the tokens' weights to the layers, so that they can count choices."""
         return {WEIGHTS: batch["weights"]} if "weights" in batch else {}
 
     @staticmethod
     def costs(
         config: ExpertsConfig, kinds: Sequence[str], sequence_length: int
     ) -> Iterator[Cost]:
-        """Yields what experts need, and what shared ones do."""
+        """Yields the cost of experts, and that of shared experts."""
         c = config
         yield experts_cost(
             experts=c.num_experts,
@@ -278,17 +281,19 @@ class Experts(Channel):
 
     @staticmethod
     def choices(config: ExpertsConfig) -> list[str]:
-        """Lists which kernels experts use, and how they exchange tokens, and why."""
+        """Lists the kernels of experts, their exchange of tokens, and the reasons."""
         return explain(config.num_experts, config.experts_per_token)
 
     @staticmethod
     def tensor_parallel_dims(config: ExpertsConfig) -> tuple[str, ...]:
+        """Names the widths inside feed-forward parts and experts."""
         return ("d_ff", "expert_d_ff") if config.expert_d_ff else ("d_ff",)
 
     @staticmethod
     def tiny(config: ExpertsConfig, sequence_length: int) -> dict[str, Any]:
-        """Shrinks to eight experts or fewer: one, two or all of them a token, in groups
-        if there are any.
+        """Lists the sizes of at most eight experts.
+
+        A token has one, two or all experts. Groups of experts are kept.
         """
         c = config
         values = FeedForward.tiny(c, sequence_length)
@@ -311,7 +316,7 @@ class Experts(Channel):
 
     @staticmethod
     def faults(config: ExpertsConfig) -> Iterator[str]:
-        """Yields what is wrong with experts, or with their options in a dense model."""
+        """Yields a message for each conflict of expert options."""
         c = config
         E = c.num_experts
         k = c.experts_per_token
@@ -334,23 +339,26 @@ class Experts(Channel):
             yield from _choice_faults(c)
 
 
-def _tiny_groups(c: ExpertsConfig, chosen: int) -> dict[str, Any]:
+def _tiny_groups(c: ExpertsConfig, per_token: int) -> dict[str, Any]:
     groups = 1
     if c.expert_groups > 1:
-        groups = 4 if c.expert_groups >= 4 and chosen <= 2 else 2
+        groups = 4 if c.expert_groups >= 4 and per_token <= 2 else 2
     top = groups
     if c.expert_top_groups != c.expert_groups:
         top = min(c.expert_top_groups, groups - 1)
     return {"expert_groups": groups, "expert_top_groups": top}
 
 
-def _changed(c: ExpertsConfig, names: tuple[str, ...]) -> str:
+def _first_changed(c: ExpertsConfig, names: tuple[str, ...]) -> str:
     """Finds the first of these options that is not at its default; "" for none."""
-    return next((n for n in names if getattr(c, n) != getattr(type(c), n)), "")
+    for name in names:
+        if getattr(c, name) != getattr(type(c), name):
+            return name
+    return ""
 
 
 def _faults_without_experts(c: ExpertsConfig) -> Iterator[str]:
-    name = _changed(c, EXPERT_FIELDS)
+    name = _first_changed(c, EXPERT_FIELDS)
     if name:
         yield (
             f"model.{name}={getattr(c, name)} needs experts, and model.num_experts=0 "
@@ -364,10 +372,10 @@ def _balance_faults(c: ExpertsConfig) -> Iterator[str]:
         unused += ("balance_rate",)
     if c.balance not in ("sequence", "batch"):
         unused += ("balance_weight",)
-    name = _changed(c, unused)
+    name = _first_changed(c, unused)
     if name:
         yield (
-            f"model.{name}={getattr(c, name)} does nothing with model.balance="
+            f"model.{name}={getattr(c, name)} has no effect with model.balance="
             f"{c.balance}; leave it as it is, or set model.balance"
         )
 
@@ -406,27 +414,30 @@ def _choice_faults(c: ExpertsConfig) -> Iterator[str]:
         )
 
 
-def _given_ids(info: BlockInfo) -> jax.Array | None:
-    """Returns the batch's experts for this layer's tokens [B, S, k]; None if it has
-    none.
-    """
+def _fixed_ids(info: BlockInfo) -> jax.Array | None:
+    """Reads the experts [B, S, k] that the batch sets for this layer, if it does."""
     ids_BSLk = info.fields.get(GIVEN_IDS)
-    return (
-        None
-        if ids_BSLk is None
-        else jax.lax.dynamic_index_in_dim(ids_BSLk, info.layer, 2, False)
+    if ids_BSLk is None:
+        return None
+    ids_BSk: jax.Array = jax.lax.dynamic_index_in_dim(
+        ids_BSLk, info.layer, axis=2, keepdims=False
     )
+    return ids_BSk
 
 
 def sequence_balance(
     shares_BSE: jax.Array, ids_BSk: jax.Array, weights_BS: jax.Array
 ) -> jax.Array:
-    """Returns the sum over sequences of their balance loss times their weight
-    (arXiv:2412.19437, 17-20).
+    """Sums the balance losses of all sequences (arXiv:2412.19437, 17-20).
 
-    A sequence's loss is the sum over experts of f P, f its share of choices times E, P
-    its mean share of the scores; 1 if they are even. Means are weighted as the tokens
-    are.
+    The loss of a sequence is the sum over experts of f P. f is the expert's share of
+    the choices times E, and P its mean share of the scores. An even load gives 1. Means
+    are weighted like the tokens, and so is the sum over sequences.
+
+    Args:
+      shares_BSE: each expert's share of a token's scores.
+      ids_BSk: experts of each token.
+      weights_BS: weights of the tokens in the loss.
     """
     k = ids_BSk.shape[-1]
     E = shares_BSE.shape[-1]
@@ -439,39 +450,45 @@ def sequence_balance(
 
 
 def metrics(stats: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """Returns figures of a step's load from the layers' stats, and other stats as they
-    are.
+    """Computes metrics of a step's load from the stats of experts.
 
-    Stats have a row for each layer with experts (load [L, E]), or for each of a group
-    ([groups, layers, E]). Of each such layer: `load_max_over_mean`, `load_entropy` (1:
-    even), `dead_experts` that no token of the step chose, `dropped`, a share of
-    choices, and `exchange_rounds`, 1 if even. `expert_load` [L, E], choices of each
-    expert, has a row for dense layers too, of 0. And `fullest_layer`, where an expert
-    has the most.
+    Args:
+      stats: of a step. Those of experts have a row for each layer with experts (load
+        [L, E]), or for each such layer of a group ([groups, layers, E]).
+
+    Returns:
+      Stats of other parts as they are, and these metrics. For each layer with experts:
+      `load_max_over_mean`; `load_entropy`, 1 if the load is even; `dead_experts`, the
+      number that no token chose; `dropped`, a share of the choices; and
+      `exchange_rounds`, 1 if the load is even. `expert_load` [L, E] counts the choices
+      of each expert; rows of dense layers are 0. `fullest_layer` is the layer of the
+      expert with the largest share.
     """
     if LOAD not in stats:
         return dict(stats)
     E = stats[LOAD].shape[-1]
     load = stats[LOAD].reshape(-1, E)
-    drops, rounds, exchanges = (
-        stats[name].reshape(-1) for name in (DROPS, ROUNDS, EXCHANGES)
-    )
+    drops = stats[DROPS].reshape(-1)
+    rounds = stats[ROUNDS].reshape(-1)
+    exchanges = stats[EXCHANGES].reshape(-1)
     total = jnp.maximum(load.sum(-1), 1)
     shares = load / total[:, None]
     entropy = -(shares * jnp.log(jnp.maximum(shares, 1e-20))).sum(-1)
-    fullest = shares.max(-1) * E
-    of_all = load
-    number = jnp.argmax(fullest)
+    max_over_mean = shares.max(-1) * E
+    load_of_all_layers = load
+    fullest_layer = jnp.argmax(max_over_mean)
     if LAYER in stats:
         numbers = jnp.argmax(stats[LAYER].reshape(len(load), -1), -1)
-        of_all = jnp.zeros((stats[LAYER].shape[-1], E)).at[numbers].set(load)
-        number = numbers[number]
-    own = (LOAD, DROPS, ROUNDS, EXCHANGES, LAYER)
-    return {name: x for name, x in stats.items() if name not in own} | {
-        LOAD_METRIC: of_all,
-        "load_max_over_mean": fullest,
+        num_layers = stats[LAYER].shape[-1]
+        load_of_all_layers = jnp.zeros((num_layers, E)).at[numbers].set(load)
+        fullest_layer = numbers[fullest_layer]
+    replaced = (LOAD, DROPS, ROUNDS, EXCHANGES, LAYER)
+    others = {name: x for name, x in stats.items() if name not in replaced}
+    return others | {
+        LOAD_METRIC: load_of_all_layers,
+        "load_max_over_mean": max_over_mean,
         "load_entropy": entropy / math.log(max(E, 2)),
-        "fullest_layer": number,
+        "fullest_layer": fullest_layer,
         "dead_experts": (load == 0).sum(-1),
         "dropped": drops / total,
         "exchange_rounds": rounds / jnp.maximum(exchanges, 1),

@@ -19,7 +19,7 @@ class FeedForwardConfig(BlockConfig):
     """Options of the feed-forward part."""
 
     d_ff: PositiveInt = 384  # width inside the feed-forward part
-    # of the feed-forward part
+    # activation of the feed-forward part
     activation: Literal["silu", "gelu", "gelu_exact", "relu"] = "silu"
     gated: bool = True  # activation(gate) * up (SwiGLU with silu), or activation(up)
 
@@ -28,7 +28,9 @@ class FeedForward(Channel):
     """Gated (arXiv:2002.05202) or plain feed-forward part.
 
     Args:
-      d_ff: width; 0 = the config's.
+      config: options of the model.
+      rngs: random streams for the parameters.
+      d_ff: width inside the part; 0 = that of the config.
     """
 
     Config = FeedForwardConfig
@@ -51,25 +53,35 @@ class FeedForward(Channel):
             self.down_bias = layers.normal(rngs, (c.d_model,), 0, ("d_model",))
 
     def __call__(self, x_BSD: jax.Array, info: BlockInfo) -> BlockOutput:
+        """Applies the feed-forward part to each token."""
         return BlockOutput(layers.feed_forward(self, x_BSD, self.activation))
 
     @staticmethod
     def costs(
         config: FeedForwardConfig, kinds: Sequence[str], sequence_length: int
     ) -> Iterator[Cost]:
+        """Yields the cost of the layers' feed-forward parts."""
         yield feed_forward_cost(config, config.d_ff, len(kinds))
 
     @staticmethod
     def tensor_parallel_dims(config: FeedForwardConfig) -> tuple[str, ...]:
+        """Names the width inside the part."""
         return ("d_ff",)
 
     @staticmethod
     def tiny(config: FeedForwardConfig, sequence_length: int) -> dict[str, Any]:
+        """Lists the width of a tiny variant."""
         return {"d_ff": 96}
 
 
 def feed_forward_cost(config: FeedForwardConfig, hidden: int, layers: int) -> Cost:
-    """Lists what a feed-forward part of a width needs in a number of layers."""
+    """Computes the cost of feed-forward parts.
+
+    Args:
+      config: options of the model.
+      hidden: width inside each part.
+      layers: number of layers that have the part.
+    """
     width = config.d_model
     products = [
         Product(width, hidden, "mlp_up"),

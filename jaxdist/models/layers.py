@@ -1,5 +1,4 @@
-"""Layers of decoders: normalisation, rotary positions, attention, feed-forward,
-dropout.
+"""Layers of transformers: norms, dropout, rotary positions, projections, feed-forward.
 
 Letters: B batch, S sequence, D model, F feed-forward, H heads, K kv heads, N head size,
 L layers.
@@ -22,17 +21,29 @@ from jaxdist.protocols.param_names import Names
 
 def normal(
     rngs: nnx.Rngs, dims: tuple[int, ...], std: float, names: Names
-) -> nnx.Param:
-    """Returns a float32 parameter ~ N(0, std^2); std 0 gives zeros."""
+) -> nnx.Param[jax.Array]:
+    """Creates a float32 parameter ~ N(0, std^2); std 0 gives zeros.
+
+    Args:
+      rngs: random streams; `params` is used, unless std is 0.
+      dims: shape of the parameter.
+      std: standard deviation.
+      names: logical names of the dims.
+    """
     value = std * jax.random.normal(rngs.params(), dims) if std else jnp.zeros(dims)
     return nnx.Param(value, logical=names)
 
 
 class Norm(nnx.Module):
-    """Root-mean-square (arXiv:1910.07467) or layer normalisation of the last dims, in
-    float32.
+    """Normalisation over the last dims, computed in float32.
 
-    Kind "rms_plus_one" keeps its scale's distance from 1, as Gemma does.
+    Args:
+      *dims: sizes of the last dims.
+      kind: "rms" is root-mean-square normalisation (arXiv:1910.07467). "rms_plus_one"
+        is the same with a scale of 1 + parameter (Gemma). "layer" is layer
+        normalisation, with a bias.
+      eps: added to the mean square.
+      names: logical names of the dims.
     """
 
     def __init__(
@@ -41,34 +52,34 @@ class Norm(nnx.Module):
         self.kind = kind
         self.eps = eps
         self.rank = len(dims)
-        self.scale = nnx.Param(
-            jnp.zeros(dims) if kind == "rms_plus_one" else jnp.ones(dims), logical=names
-        )
+        initial = jnp.zeros(dims) if kind == "rms_plus_one" else jnp.ones(dims)
+        self.scale = nnx.Param(initial, logical=names)
         if kind == "layer":
             self.bias = nnx.Param(jnp.zeros(dims), logical=names)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises x; the result has the dtype of x."""
         y = x.astype(jnp.float32)
         axes = tuple(range(-self.rank, 0))
         if self.kind == "layer":
             y = y - y.mean(axes, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axes, keepdims=True) + self.eps)
         scale = expand_leading(self.scale[...], y)
-        y = y * (scale + 1 if self.kind == "rms_plus_one" else scale)
-        return (
-            y + expand_leading(self.bias[...], y) if self.kind == "layer" else y
-        ).astype(x.dtype)
+        if self.kind == "rms_plus_one":
+            scale = scale + 1
+        y = y * scale
+        if self.kind == "layer":
+            y = y + expand_leading(self.bias[...], y)
+        return y.astype(x.dtype)
 
 
 def expand_leading(vector: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns the parameter with leading dims of size 1, up to the rank of `like`."""
+    """Adds leading dims of size 1, up to the rank of `like`."""
     return vector.reshape((1,) * (like.ndim - vector.ndim) + vector.shape)
 
 
-def biased(x: jax.Array, bias: nnx.Param) -> jax.Array:
-    """Returns x + bias, added in float32: so the bias's gradient is summed in float32
-    too.
-    """
+def biased(x: jax.Array, bias: nnx.Param[jax.Array]) -> jax.Array:
+    """Adds a bias in float32, so that its gradient is summed in float32, too."""
     return (x.astype(jnp.float32) + expand_leading(bias[...], x)).astype(x.dtype)
 
 
@@ -79,22 +90,27 @@ def dropout(
     site: int,
     dims: Names = ("residual",),
 ) -> jax.Array:
-    """Returns x with a share `rate` of its values dropped and the rest scaled up.
+    """Drops a share `rate` of the values of x and scales up the others.
 
-    The mask depends on (step key, layer, site, global sample index) alone, so the same
-    values are dropped on any mesh, accumulation or pipeline.
+    The mask depends only on (step key, layer, site, global sample index). So the same
+    values are dropped with any mesh, accumulation or pipeline.
 
     Args:
-      dims: how the dims behind the first are laid out; those beyond are not split.
+      x: [B, ...].
+      rate: share of values to drop.
+      context: of the layer; without a key nothing is dropped.
+      site: number of this call in the layer.
+      dims: logical names of the dims of x after the first; dims without a name are not
+        split.
     """
     if rate == 0 or context.key is None:
         return x
     key = jax.random.fold_in(jax.random.fold_in(context.key, context.layer), site)
-    keys = jax.vmap(lambda sample: jax.random.fold_in(key, sample))(
-        context.fields["sample"]
-    )
+    samples = context.fields["sample"]
+    keys = jax.vmap(lambda sample: jax.random.fold_in(key, sample))(samples)
     keep = jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, x.shape[1:]))(keys)
-    keep = shard(keep, "batch", *dims, *(None,) * (x.ndim - 1 - len(dims)))
+    unnamed = (None,) * (x.ndim - 1 - len(dims))
+    keep = shard(keep, "batch", *dims, *unnamed)
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype)).astype(x.dtype)
 
 
@@ -104,8 +120,12 @@ def dropout(
 def rotary_tables(
     positions_BS: jax.Array, frequencies: jax.Array, scale: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns scale * cos and scale * sin [B, S, 1, R/2] in float32 for R/2
-    frequencies.
+    """Computes scale * cos and scale * sin, [B, S, 1, R/2] in float32.
+
+    Args:
+      positions_BS: positions of the tokens.
+      frequencies: [R/2], in radians per position.
+      scale: factor of both tables.
     """
     angles = (
         positions_BS[:, :, None, None].astype(jnp.float32)
@@ -117,41 +137,51 @@ def rotary_tables(
 
 
 def rotate(x_BSHN: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Returns x with the halves of its first R dims rotated (as in Hugging Face's
-    Llama, not pairs).
+    """Rotates the first R dims of each head; dims from R on stay as they are.
 
-    Tables [B, S, 1, R/2] say how many turn; dims from R on stay.
+    Dim i is paired with dim i + R/2, as in Hugging Face's Llama, not with its
+    neighbour.
 
-    TPU tiles are 128 lanes wide: cutting heads of 128 in half and putting them together
-    takes 5 % of a step there. A product with a signed permutation, exact in any dtype,
-    swaps the halves instead.
+    TPU tiles are 128 lanes wide: splitting heads of 128 in halves and joining them
+    takes 5 % of a step there. On TPU a matmul with a signed permutation swaps the
+    halves instead. It is exact in any dtype.
+
+    Args:
+      x_BSHN: queries or keys.
+      cos: table [B, S, 1, R/2], see `rotary_tables`.
+      sin: like cos.
     """
     if execution.current().platform == "tpu":
-        return _rotate_by_product(x_BSHN, cos, sin)
+        return _rotate_by_matmul(x_BSHN, cos, sin)
     R = 2 * cos.shape[-1]
-    turning, rest = (
-        (x_BSHN, []) if x_BSHN.shape[-1] == R else (x_BSHN[..., :R], [x_BSHN[..., R:]])
-    )
+    is_whole = x_BSHN.shape[-1] == R
+    turning = x_BSHN
+    if not is_whole:
+        turning = x_BSHN[..., :R]
+        unturned = x_BSHN[..., R:]
     first, second = jnp.split(turning.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1
     )
     rotated = rotated.astype(x_BSHN.dtype)
-    return jnp.concatenate([rotated, *rest], axis=-1) if rest else rotated
+    if is_whole:
+        return rotated
+    return jnp.concatenate([rotated, unturned], axis=-1)
 
 
 @jax.custom_vjp
-def _rotate_by_product(x_BSHN: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def _rotate_by_matmul(x_BSHN: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     N = x_BSHN.shape[-1]
     R = 2 * cos.shape[-1]
-    cos, sin = (
-        jnp.pad(
-            jnp.concatenate([table, table], -1),
-            [(0, 0)] * 3 + [(0, N - R)],
-            constant_values=still,
-        )
-        for table, still in ((cos, 1), (sin, 0))
-    )
+
+    def widen(table: jax.Array, constant: int) -> jax.Array:
+        """Repeats a table for both halves and pads it with a constant to N dims."""
+        both = jnp.concatenate([table, table], -1)
+        padding = [(0, 0)] * 3 + [(0, N - R)]
+        return jnp.pad(both, padding, constant_values=constant)
+
+    cos = widen(cos, 1)
+    sin = widen(sin, 0)
     swapped = jnp.einsum(
         "bshn,nm->bshm",
         x_BSHN,
@@ -159,30 +189,37 @@ def _rotate_by_product(x_BSHN: jax.Array, cos: jax.Array, sin: jax.Array) -> jax
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=x_BSHN.dtype,
     )
-    return (
-        x_BSHN.astype(jnp.float32) * cos + swapped.astype(jnp.float32) * sin
-    ).astype(x_BSHN.dtype)
+    rotated = x_BSHN.astype(jnp.float32) * cos + swapped.astype(jnp.float32) * sin
+    return rotated.astype(x_BSHN.dtype)
 
 
-def _half_turn(size: int, turning: int, dtype) -> jax.Array:
-    """Returns the matrix [size, size] of (first, second, rest) -> (-second,
-    first, 0).
-    """
+def _half_turn(size: int, turning: int, dtype: jnp.dtype) -> jax.Array:
+    """Builds the matrix of (first, second, others) -> (-second, first, 0)."""
     half = turning // 2
     zero = jnp.zeros((half, half), dtype)
     one = jnp.eye(half, dtype=dtype)
     return jnp.pad(jnp.block([[zero, one], [-one, zero]]), (0, size - turning))
 
 
-# The transpose of a rotation is the one by minus the angle: exact where autodiff's
-# product is not, whose operand would be float32.
-_rotate_by_product.defvjp(
-    lambda x, cos, sin: (_rotate_by_product(x, cos, sin), (cos, sin)),
-    lambda tables, dy: (
-        _rotate_by_product(dy, tables[0], -tables[1]),
-        *map(jnp.zeros_like, tables),
-    ),
-)
+def _rotate_forward(
+    x: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _rotate_by_matmul(x, cos, sin), (cos, sin)
+
+
+def _rotate_backward(
+    tables: tuple[jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rotates the gradient by minus the angle, the transpose of the rotation.
+
+    This is exact. The matmul of autodiff is not, because its operand would be float32.
+    """
+    cos, sin = tables
+    dx = _rotate_by_matmul(dy, cos, -sin)
+    return dx, jnp.zeros_like(cos), jnp.zeros_like(sin)
+
+
+_rotate_by_matmul.defvjp(_rotate_forward, _rotate_backward)
 
 
 # --- activations ----------------------------------------------------------------------
@@ -196,12 +233,21 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def shard_and_name(x: jax.Array, name: str, *dims: str | None) -> jax.Array:
-    """Returns x constrained to its dims' sharding and named for remat policies."""
-    return checkpoint_name(shard(x, *dims), name)
+    """Constrains the sharding of x and names it for remat policies.
+
+    Args:
+      x: an activation.
+      name: see `jax.ad_checkpoint.checkpoint_name`.
+      *dims: logical names of the dims of x.
+    """
+    named: jax.Array = checkpoint_name(  # type: ignore[no-untyped-call]  # jax is untyped
+        shard(x, *dims), name
+    )
+    return named
 
 
 def residual(x: jax.Array) -> jax.Array:
-    """Returns [B, S, D] constrained as the residual stream is."""
+    """Constrains [B, S, D] to the sharding of the residual stream."""
     return shard(x, "batch", "residual", None)
 
 
@@ -211,11 +257,12 @@ def residual(x: jax.Array) -> jax.Array:
 def project_heads(
     part: Any, x_BSD: jax.Array, kv_heads: str = "kv_heads"
 ) -> list[jax.Array]:
-    """Returns query, key and value [B, S, heads, N] by a part's kernels and, if it has
-    them, biases.
+    """Computes query, key and value, [B, S, heads, N] each.
 
     Args:
-      kv_heads: logical name of the key's and value's heads.
+      part: has the kernels `query`, `key` and `value`, and perhaps their biases.
+      x_BSD: input of attention.
+      kv_heads: logical name of the heads of key and value.
     """
     heads = project(x_BSD, part.query, part.key, part.value)
     if hasattr(part, "query_bias"):
@@ -229,22 +276,34 @@ def project_heads(
 
 
 def merge_heads(part: Any, mixed_BSHN: jax.Array) -> jax.Array:
-    """Returns the heads' outputs put together, [B, S, D]."""
+    """Projects the outputs of all heads to the residual stream, [B, S, D]."""
     (y,) = project(mixed_BSHN, part.out, contract=2)
-    y = biased(y, part.out_bias) if hasattr(part, "out_bias") else y
+    if hasattr(part, "out_bias"):
+        y = biased(y, part.out_bias)
     return shard_and_name(y, "attention_projection", "batch", "residual", None)
 
 
 def feed_forward(part: Any, x_BSD: jax.Array, activation: str) -> jax.Array:
-    """Returns [B, S, D] of a part: gated (arXiv:2002.05202), with biases, if it has the
-    parameters.
+    """Applies a feed-forward part; it is gated (arXiv:2002.05202) if it has a `gate`.
+
+    Args:
+      part: has the kernels `up`, `down` and perhaps `gate`, and perhaps the biases
+        `up_bias` and `down_bias`.
+      x_BSD: input.
+      activation: key of `ACTIVATIONS`.
     """
     kernels = (part.gate, part.up) if hasattr(part, "gate") else (part.up,)
     *gate, up = project(x_BSD, *kernels)
-    up = biased(up, part.up_bias) if hasattr(part, "up_bias") else up
+    if hasattr(part, "up_bias"):
+        up = biased(up, part.up_bias)
     up = shard_and_name(up, "mlp_up", "batch", "sequence", "d_ff")
-    gate = [shard_and_name(g, "mlp_gate", "batch", "sequence", "d_ff") for g in gate]
     activate = ACTIVATIONS[activation]
-    (y,) = project(activate(gate[0]) * up if gate else activate(up), part.down)
-    y = biased(y, part.down_bias) if hasattr(part, "down_bias") else y
+    if gate:
+        gated = shard_and_name(gate[0], "mlp_gate", "batch", "sequence", "d_ff")
+        hidden = activate(gated) * up
+    else:
+        hidden = activate(up)
+    (y,) = project(hidden, part.down)
+    if hasattr(part, "down_bias"):
+        y = biased(y, part.down_bias)
     return shard_and_name(y, "mlp_out", "batch", "residual", None)

@@ -1,14 +1,18 @@
-"""LoRA: a frozen model whose kernels W are read as W + alpha / rank x A B; only A and B
-are trained.
+"""LoRA: low-rank adapters on a frozen model.
 
-`adapted` changes how a model is built: each matrix in it becomes a `LoraKernel`, which
-stands where the parameter stood. Layers that multiply with `ops.matmul.project` (ours
-do) get x W + (x A) B, and never a copy of W: a quantised one (QLoRA) is gathered from
-its shards as it is stored, and restored layer by layer. Other layers read
-`kernel[...]`, which is W + alpha / rank x A B of the layers at hand, as `ops.experts`
-does: each expert has an A and a B, and they are added up in the shards that W is stored
-in. qwix adapts the modules it sees called, so none in a scan; A and B are therefore
-made here, in stacks like W's, and qwix does the quantising. Sources: LoRA
+A kernel W acts as W + alpha / rank x A B. Only A and B are trained. `adapted` changes
+how a model is built: each matrix becomes a `LoraKernel` in the parameter's place.
+
+Layers that multiply with `ops.matmul.project` (all of jaxdist do) compute
+x W + alpha / rank x (x A) B, without a changed copy of W. A quantised W (QLoRA) is
+gathered from its shards as it is stored, and restored layer by layer.
+
+Other layers, such as `ops.experts`, read `kernel[...]`. It is W + alpha / rank x A B
+for the layers that are in use. Each expert has an A and a B, and the sum is computed in
+the shards that W is stored in.
+
+qwix can only adapt modules that it sees called, and not those in a scan. So A and B are
+created here, in stacks like W, and qwix does the quantisation. Sources: LoRA
 (arXiv:2106.09685), QLoRA (arXiv:2305.14314).
 """
 
@@ -19,6 +23,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
@@ -49,18 +54,19 @@ Build = Callable[[nnx.Rngs], Any]
 class LoraConfig:
     """Low-rank adapters on a frozen model."""
 
-    rank: NonNegativeInt = 0  # columns of A, rows of B; 0 = no adapters, all is trained
+    # columns of A and rows of B; 0 = no adapters: the whole model is trained
+    rank: NonNegativeInt = 0
     alpha: PositiveFloat = 16.0  # kernels act as W + alpha / rank x A B
-    # regexes of how paths of kernels end: query, mlp/.*
+    # regexes that match the end of a kernel's path: query, mlp/.*
     targets: tuple[str, ...] = (".*",)
-    # how kernels of blocks are stored: none = as they are, int8, nf4 (half a byte)
+    # storage of the blocks' kernels; none = unchanged, nf4 = half a byte per weight
     base: Base = "none"
-    dropout: Share = 0.0  # share of an adapter's inputs that are dropped while training
-    # folder of an adapter that PEFT wrote, to begin with; "" = B is 0
+    dropout: Share = 0.0  # share of an adapter's inputs that is dropped in training
+    # folder of a PEFT adapter with the initial values of A and B; "" = B is 0
     from_peft: Annotated[str, NamesWeights()] = ""
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong between the values, each with its cure."""
+        """Yields a message for each conflict of values, with its fix."""
         for pattern in self.targets:
             try:
                 re.compile(pattern)
@@ -78,16 +84,22 @@ class LoraConfig:
 
 
 class LoraKernel(nnx.Module):
-    """What stands for a kernel [*stack, *inputs, *outputs]: its frozen value, and
-    perhaps A and B.
+    """A kernel [*stack, *inputs, *outputs]: its frozen value, and perhaps A and B.
 
-    Experts, [*stack, E, *inputs, *outputs], each have an A and a B of their own.
+    Kernels of experts are [*stack, E, *inputs, *outputs]. Each expert has an A and a B.
+
+    Args:
+      kernel: the parameter that this module replaces.
+      shape: its dims.
+      config: options of the adapter.
     """
 
-    # of the block that runs: `protocols.model.run_blocks` sets it
+    # of the block that runs; `protocols.model.apply_block` sets it
     block_info: BlockInfo | None = None
 
-    def __init__(self, kernel: nnx.Param, shape: Shape, config: LoraConfig) -> None:
+    def __init__(
+        self, kernel: nnx.Param[jax.Array], shape: Shape, config: LoraConfig
+    ) -> None:
         self.contract = shape.contract
         self.scaling = config.alpha / config.rank
         self.dropout = config.dropout
@@ -100,38 +112,54 @@ class LoraKernel(nnx.Module):
         self.form = None
         names = [(*shape.lead, *shape.names)]
         if config.base != "none":
-            make = extras.load("jaxdist.models.lora_quantization").form_of
-            self.form = make(
+            form_of = extras.load("jaxdist.models.lora_quantization").form_of
+            self.form = form_of(
                 config.base, shape.names, shape.dims, shape.contract, shape.path
             )
             names.append((*shape.lead, *self.form.scale_names(shape.names)))
         for part, name, value in zip(
-            self.parts, names, self._stored(kernel[...]), strict=True
+            self.parts, names, self._store(kernel[...]), strict=True
         ):
             setattr(self, part, nnx.Param(value, logical=name, trainable=False))
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The names of the parameters that W is kept in."""
+        """The names of the parameters that store W."""
         return ("codes", "scales") if self.form else ("base",)
 
     @property
     def logical(self) -> Names:
-        """The logical names of W's own dims: what W is kept in has them first."""
-        return getattr(getattr(self, self.parts[0]), "logical", ())
+        """The logical names of W's dims."""
+        # the first parameter has the dims of W
+        names: Names = getattr(getattr(self, self.parts[0]), "logical", ())
+        return names
 
-    def _stored(self, kernel: jax.Array) -> tuple[jax.Array, ...]:
-        return self.form.store(kernel) if self.form else (kernel,)
+    def _store(self, kernel: jax.Array) -> tuple[jax.Array, ...]:
+        """Splits W into the values of `parts`."""
+        if self.form is None:
+            return (kernel,)
+        values: tuple[jax.Array, ...] = self.form.store(kernel)
+        return values
 
     def set_kernel(self, kernel: jax.Array | tuple[jax.Array, ...]) -> None:
-        """Gives it another W: a kernel, or what `stored` gave of one."""
-        values = kernel if isinstance(kernel, tuple) else self._stored(kernel)
+        """Sets another W.
+
+        Args:
+          kernel: the new W, or the values of `parts`.
+        """
+        values = kernel if isinstance(kernel, tuple) else self._store(kernel)
         for part, value in zip(self.parts, values, strict=True):
             getattr(self, part).set_value(value)
 
     def add_low_rank(self, shape: Shape, rank: int, rngs: nnx.Rngs) -> None:
-        """Gives it A ~ U(-1, 1) / sqrt(inputs), as PEFT does, and B = 0: at first
-        nothing changes.
+        """Adds A ~ U(-1, 1) / sqrt(inputs), as PEFT does, and B = 0.
+
+        With B = 0 the kernel acts as before.
+
+        Args:
+          shape: dims of the kernel.
+          rank: columns of A and rows of B.
+          rngs: random streams for A.
         """
         inputs = shape.dims[: shape.contract]
         outputs = shape.dims[shape.contract :]
@@ -140,25 +168,28 @@ class LoraKernel(nnx.Module):
             rngs.params(), (*shape.stack, *inputs, rank), minval=-bound, maxval=bound
         )
         b = jnp.zeros((*shape.stack, rank, *outputs))
-        before = shape.names[: shape.contract]
-        after = shape.names[shape.contract :]
-        self.lora_a = nnx.Param(
-            a, logical=(*shape.lead, *before, None) if before else ()
-        )
-        self.lora_b = nnx.Param(b, logical=(*shape.lead, None, *after) if after else ())
+        input_names = shape.names[: shape.contract]
+        output_names = shape.names[shape.contract :]
+        a_names: Names = ()
+        if input_names:
+            a_names = (*shape.lead, *input_names, None)
+        b_names: Names = ()
+        if output_names:
+            b_names = (*shape.lead, None, *output_names)
+        self.lora_a = nnx.Param(a, logical=a_names)
+        self.lora_b = nnx.Param(b, logical=b_names)
 
     def frozen(self) -> FrozenKernel:
-        """Returns W as `project` takes it."""
-        parts = [getattr(self, part) for part in self.parts]
-        restored = (self.form.restore,) if self.form else ()
-        return FrozenKernel(
-            tuple(p[...] for p in parts), tuple(p.logical for p in parts), *restored
-        )
+        """Returns W in the form that `project` takes."""
+        parameters = [getattr(self, part) for part in self.parts]
+        values = tuple(parameter[...] for parameter in parameters)
+        names = tuple(parameter.logical for parameter in parameters)
+        if self.form is None:
+            return FrozenKernel(values, names)
+        return FrozenKernel(values, names, self.form.restore)
 
     def apply_adapter(self, y: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns x W + alpha / rank x (x A) B for y = x W; what A reads of x is
-        dropped in part.
-        """
+        """Adds alpha / rank x (x A) B to y = x W; dropout applies to the x of A."""
         if not hasattr(self, "lora_a"):
             return y
         if self.dropout and self.block_info:
@@ -169,21 +200,23 @@ class LoraKernel(nnx.Module):
         return y + project_lightly(low * self.scaling, self.lora_b)
 
     def merged(self) -> jax.Array:
-        """Returns W + alpha / rank x A B in float32, laid out as W is stored."""
+        """Computes W + alpha / rank x A B in float32, laid out as W is stored."""
         stored = self.frozen()
-        kernel = stored.restored(*stored.parts).astype(jnp.float32)
+        kernel: jax.Array = stored.restored(*stored.parts).astype(jnp.float32)
         if hasattr(self, "lora_a"):
-            product = jnp.tensordot
+            product: Callable[..., jax.Array] = jnp.tensordot
             for _ in range(self.lora_a.ndim - self.contract - 1):
                 product = jax.vmap(product, in_axes=(0, 0, None))
-            kernel = kernel + self.scaling * product(
-                self.lora_a[...], self.lora_b[...], 1
-            )
+            added = self.scaling * product(self.lora_a[...], self.lora_b[...], 1)
+            kernel = kernel + added
         return execution.current().lay_out(kernel, Rules.stored, self.logical)
 
-    def __getitem__(self, index) -> jax.Array:
-        """Reads the kernel for a layer that does not multiply with `project`.
-        Raises ConfigError with lora.dropout: there is no input to drop from."""
+    def __getitem__(self, index: Any) -> jax.Array:
+        """Reads the merged kernel, for a layer that does not multiply with `project`.
+
+        Raises:
+          ConfigError: lora.dropout is set, but there is no input to drop from.
+        """
         if self.dropout and hasattr(self, "lora_a"):
             raise ConfigError(
                 "lora.dropout: a layer reads its whole kernel, instead of multiplying with "
@@ -194,36 +227,37 @@ class LoraKernel(nnx.Module):
 
 @dataclass(frozen=True)
 class Shape:
-    """The dims of a kernel, told apart."""
+    """The dims of a kernel by their roles."""
 
     path: str
-    names: Names
-    stack: tuple[int, ...]  # dims before the kernel's own: of layers, and of experts
-    dims: tuple[int, ...]  # its own
-    contract: int  # how many of its own dims are inputs
-    lead: Names = ()  # names of stack dims that devices may share out: experts
+    names: Names  # of `dims`
+    stack: tuple[int, ...]  # leading dims: of layers, and of experts
+    dims: tuple[int, ...]  # dims of the matrix itself
+    contract: int  # number of `dims` that are inputs
+    lead: Names = ()  # names of stack dims that devices may split: experts
 
 
-def shape_of(path: str, kernel: nnx.Param) -> Shape | str:
-    """Returns the dims of a parameter that is a matrix, or why it gets no adapter.
+def shape_of(path: str, kernel: nnx.Param[jax.Array]) -> Shape | str:
+    """Splits the dims of a parameter that is a matrix, or explains why it is none.
 
-    Heads and head_dim are one dim. Without names a parameter under `blocks` has one
-    stack dim.
+    Heads and head_dim count as one dim. A parameter without names has one stack dim if
+    it is in a stack of blocks.
+
+    Returns:
+      The dims, or the reason why the parameter gets no adapter.
     """
     names: Names = tuple(kernel.get_metadata().get("logical") or ())
     lead: Names = ("experts",) if names[:1] == ("experts",) else ()
     names = names[len(lead) :]
     rank = len(names) if names else kernel.ndim - in_stack(path)
-    if (
-        "vocab" in names
-        or "positions" in names
-        or (not names and "embed" in path.lower())
-    ):
+    is_table = "vocab" in names or "positions" in names
+    if is_table or (not names and "embed" in path.lower()):
         return "rows of a table are looked up, not multiplied; train it in full, or leave it frozen"
     contract = 2 if names[1:2] == ("head_dim",) else 1
-    if rank - contract - (names[-1:] == ("head_dim",)) != 1 or not jnp.issubdtype(
-        kernel.dtype, jnp.floating
-    ):
+    outputs = rank - contract
+    if names[-1:] == ("head_dim",):
+        outputs -= 1
+    if outputs != 1 or not jnp.issubdtype(kernel.dtype, jnp.floating):
         return "it is no matrix"
     dims = tuple(kernel.shape)
     stacks = kernel.ndim - rank
@@ -231,16 +265,18 @@ def shape_of(path: str, kernel: nnx.Param) -> Shape | str:
 
 
 def adapted(build: Build, config: LoraConfig) -> Build:
-    """Returns `build` of the model with adapters; unchanged with rank 0."""
-    return (lambda rngs: adapt(build(rngs), config, rngs)) if config.rank else build
+    """Wraps `build` so that its model has adapters; with rank 0 it stays as it is."""
+    if not config.rank:
+        return build
+    return lambda rngs: adapt(build(rngs), config, rngs)
 
 
 def adapt(model: Any, config: LoraConfig, rngs: nnx.Rngs) -> Any:
-    """Returns the model, changed in place: kernels adapted, all that was a parameter
-    frozen.
+    """Adapts the kernels of a model in place and freezes all its parameters.
 
     Raises:
-      ConfigError: a target that is no kernel; a kernel that cannot be quantised.
+      ConfigError: a target is no kernel, a kernel cannot be quantised, or dropout
+        cannot be applied.
     """
     owners = {
         trees.SEPARATOR.join(map(str, (*path, name))): (module, name)
@@ -249,71 +285,80 @@ def adapt(model: Any, config: LoraConfig, rngs: nnx.Rngs) -> Any:
         if isinstance(value, nnx.Param)
     }
     shapes = {path: shape_of(path, getattr(*owner)) for path, owner in owners.items()}
-    chosen = _chosen(shapes, config)
-    outside = sorted(
-        path for path in chosen if not (in_stack(path) and is_staged(model))
-    )
-    merged = sorted(
-        path for path in chosen if isinstance(s := shapes[path], Shape) and s.lead
-    )
-    if config.dropout and merged:
-        raise ConfigError(
-            f"lora.dropout: {merged[0]} is of experts, to which A B is added before they read anything; set "
-            "lora.dropout=0, or name other lora.targets"
-        )
-    if config.dropout and outside:
-        raise ConfigError(
-            f"lora.dropout: {outside[0]} is not in a stack of blocks, which drops the same on every layout; "
-            "set lora.dropout=0, or name other lora.targets"
-        )
+    targets = _find_targets(shapes, config)
+    if config.dropout:
+        _check_dropout(targets, is_staged(model))
     for _, leaf in nnx.iter_graph(model):
         if isinstance(leaf, nnx.Param):
             leaf.set_metadata(trainable=False)
     for path, (owner, name) in owners.items():
         shape = shapes[path]
-        quantised = config.base != "none" and in_stack(path)
-        if not isinstance(shape, Shape) or not (path in chosen or quantised):
+        is_quantised = config.base != "none" and in_stack(path)
+        is_target = path in targets
+        if not isinstance(shape, Shape) or not (is_target or is_quantised):
             continue
-        new = LoraKernel(getattr(owner, name), shape, config)
-        setattr(owner, name, new)
-        if path in chosen:
-            new.add_low_rank(shape, config.rank, rngs)
+        kernel = LoraKernel(getattr(owner, name), shape, config)
+        setattr(owner, name, kernel)
+        if is_target:
+            kernel.add_low_rank(shape, config.rank, rngs)
     return model
 
 
-def _chosen(shapes: dict[str, Shape | str], config: LoraConfig) -> set[str]:
-    """Returns the paths of the kernels that the targets name; ConfigError for one that
-    names none.
+def _find_targets(
+    shapes: dict[str, Shape | str], config: LoraConfig
+) -> dict[str, Shape]:
+    """Finds the kernels that lora.targets names, by path.
+
+    Raises:
+      ConfigError: a target matches no kernel.
     """
-    kernels = [path for path, shape in shapes.items() if isinstance(shape, Shape)]
-    chosen: set[str] = set()
+    kernels = {
+        path: shape for path, shape in shapes.items() if isinstance(shape, Shape)
+    }
+    targets: dict[str, Shape] = {}
     faults = []
     for pattern in config.targets:
-        hits = [path for path in shapes if re.search(rf"(^|/)({pattern})$", path)]
-        fitting = set(hits) & set(kernels)
-        chosen |= fitting
-        if not fitting:
-            why = f"{hits[0]}: {shapes[hits[0]]}" if hits else "finds no parameter"
-            legal = ", ".join(kernels[:8]) or "none"
+        matches = [path for path in shapes if re.search(rf"(^|/)({pattern})$", path)]
+        found = {path: kernels[path] for path in matches if path in kernels}
+        targets |= found
+        if not found:
+            why = "finds no parameter"
+            if matches:
+                why = f"{matches[0]}: {shapes[matches[0]]}"
+            legal = ", ".join(list(kernels)[:8]) or "none"
             faults.append(
                 f"lora.targets: {pattern!r}: {why}; kernels that adapters fit: {legal}"
             )
     if faults:
         raise ConfigError(faults)
-    return chosen
+    return targets
+
+
+def _check_dropout(targets: Mapping[str, Shape], staged: bool) -> None:
+    """Checks that the inputs of all adapters can be dropped.
+
+    Raises:
+      ConfigError: a target is of experts, or not in a stack of blocks.
+    """
+    for path in sorted(targets):
+        if targets[path].lead:
+            raise ConfigError(
+                f"lora.dropout: {path} is of experts, to which A B is added before they read anything; set "
+                "lora.dropout=0, or name other lora.targets"
+            )
+    for path in sorted(targets):
+        if not (staged and in_stack(path)):
+            raise ConfigError(
+                f"lora.dropout: {path} is not in a stack of blocks, which drops the same on every layout; "
+                "set lora.dropout=0, or name other lora.targets"
+            )
 
 
 def kernels(model: Any) -> dict[str, LoraKernel]:
-    """Finds the modules that stand for kernels in a (perhaps abstract) model, by the kernels'
-    paths.
-    """
-    modules = {
+    """Finds the `LoraKernel`s of a model, which may be abstract, by path."""
+    return {
         trees.SEPARATOR.join(map(str, path)): module
         for path, module in nnx.iter_modules(model)
-    }
-    return {
-        path: module
-        for path, module in modules.items()
         if isinstance(module, LoraKernel)
     }
 
@@ -321,12 +366,15 @@ def kernels(model: Any) -> dict[str, LoraKernel]:
 def unadapted(
     model: Any, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Any]
 ) -> tuple[dict[str, tuple[int, ...]], Callable[[str], Any]]:
-    """Returns shapes and a reader of the model's parameters without adapters: these are
-    merged in.
+    """Views a model with adapters as one without: they are merged into the kernels.
 
     Args:
-      model: may be abstract.
-      shapes: of the parameters with adapters by path, of which `read` gives each.
+      model: the model with adapters; may be abstract.
+      shapes: shapes of its parameters, by path.
+      read: reads a parameter by its path.
+
+    Returns:
+      Shapes of the parameters without adapters, and a function that reads them.
     """
     splits = {path: nnx.split(module) for path, module in kernels(model).items()}
     plain = {
@@ -336,39 +384,45 @@ def unadapted(
     }
     programs = {}
     for path, (graph, state) in splits.items():
-        programs[path] = jax.jit(
-            lambda state, graph=graph: nnx.merge(graph, state).merged()
-        )
+        programs[path] = jax.jit(partial(_merge_kernel, graph))
         plain[path] = jax.eval_shape(programs[path], state).shape
 
     def read_merged(path: str) -> Any:
         if path not in splits:
             return read(path)
-        names = nnx.to_pure_dict(splits[path][1])
-        return jax.device_get(
-            programs[path](nnx.State({name: read(f"{path}/{name}") for name in names}))
-        )
+        _, abstract = splits[path]
+        values = {name: read(f"{path}/{name}") for name in nnx.to_pure_dict(abstract)}
+        return jax.device_get(programs[path](nnx.State(values)))
 
     return plain, read_merged
 
 
+def _merge_kernel(
+    graph: nnx.GraphDef[LoraKernel], state: nnx.State[Any, Any]
+) -> jax.Array:
+    return nnx.merge(graph, state).merged()
+
+
+# Number of weights that an element of an array stands for, by the array's name; 1 for
+# others. A byte of nf4 holds two codes.
+_WEIGHTS_PER_ELEMENT: dict[Base, dict[str, int]] = {
+    "none": {},
+    "int8": {"scales": 0},
+    "nf4": {"scales": 0, "codes": 2},
+}
+
+
 def weights(frozen: Any, config: LoraConfig) -> dict[str, int]:
-    """Counts how many weights each frozen array stands for: a byte of nf4 for two,
-    scales for none.
-    """
-    each = {"none": {}, "int8": {"scales": 0}, "nf4": {"scales": 0, "codes": 2}}[
-        config.base
-    ]
+    """Counts the weights that each frozen array stands for, by path."""
+    per_element = _WEIGHTS_PER_ELEMENT[config.base]
     return {
-        path: each.get(path.rpartition(trees.SEPARATOR)[2], 1) * leaf.size
+        path: per_element.get(path.rpartition(trees.SEPARATOR)[2], 1) * leaf.size
         for path, leaf in trees.flatten_names(frozen).items()
     }
 
 
 def summary(trainable: Any, frozen: Any, config: LoraConfig) -> str:
-    """Summarises how much is trained and how much is frozen, of (abstract)
-    parameters.
-    """
+    """Summarises the trained and the frozen parameters, which may be abstract."""
     adapters = sum(leaf.size for leaf in jax.tree.leaves(trainable))
     base = sum(weights(frozen, config).values())
     share = 100 * adapters / (adapters + base)

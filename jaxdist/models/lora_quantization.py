@@ -1,15 +1,16 @@
-"""Kernels in 8 or 4 bits, written and read with qwix (extra `lora`).
+"""Kernels in 8 or 4 bits, quantised with qwix (extra `lora`).
 
-int8 has one scale an output channel (LLM.int8(), arXiv:2208.07339, without its
-outliers). nf4 is the 16-entry code of QLoRA (arXiv:2305.14314), one scale a tile of up
-to 64 weights along d_model, two codes a byte: XLA's own 4-bit arrays take a byte each
-on CPU. Scales are float32, and not quantised again.
+int8 has one scale per output channel (LLM.int8(), arXiv:2208.07339, without its
+outliers). nf4 is the 16-entry code of QLoRA (arXiv:2305.14314). It has one scale per
+tile of up to 64 weights along d_model, and two codes per byte: 4-bit arrays of XLA take
+a byte per element on CPU. Scales are float32, and not quantised themselves.
 """
 
 import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,26 +20,26 @@ import qwix
 from jaxdist.config import ConfigError
 from jaxdist.protocols.param_names import FSDP_NAME, Names
 
-TILE = 64  # weights that share a scale; in QLoRA too
-# with smaller ones the scales would take more than half of what the codes do
+TILE = 64  # weights that share a scale, as in QLoRA
+# with smaller tiles the scales would take more than half the memory of the codes
 SMALLEST_TILE = 16
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a kernel [*stack, *inputs, *outputs] lies in memory; made by `form_of`,
-    hashable.
-    """
+    """The quantised form of a kernel [*stack, *inputs, *outputs]; see `form_of`."""
 
-    kind: str  # int8, nf4
-    inputs: tuple[int, ...]  # the kernel's input dims, from its end: -3
-    axis: int  # the dim that nf4 cuts into tiles, from the kernel's end
+    kind: str  # int8 or nf4
+    inputs: tuple[int, ...]  # the kernel's input dims, counted from its end: -3
+    axis: int  # the dim that nf4 splits into tiles, counted from the kernel's end
 
     def store(self, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns (codes, float32 scales) of a kernel.
+        """Quantises a kernel.
 
-        int8: codes like the kernel, scales without its input dims. nf4: codes uint8
-        with half of `axis`, scales with a tile-th of it.
+        Returns:
+          Codes and float32 scales. int8: codes have the shape of the kernel, scales lack
+          its input dims. nf4: codes are uint8 with half the size of `axis`, scales have
+          one element per tile there.
         """
         kernel = kernel.astype(jnp.float32)
         inputs = [kernel.ndim + dim for dim in self.inputs]
@@ -48,53 +49,51 @@ class Form:
             quantized = qwix.quantize(kernel, jnp.int8, channelwise_axes=channels)
             return quantized.qvalue, quantized.scale.squeeze(inputs)
         tile = tile_of(kernel.shape[axis])
-        quantize = _along(
-            lambda row: qwix.quantize(row, "nf4", tiled_axes={0: tile}),
-            axis,
-            kernel.ndim,
-        )
-        quantized = quantize(kernel)
-        low, high = jnp.moveaxis(
-            _split(quantized.qvalue.astype(jnp.uint8), axis, 2), axis + 1, 0
-        )
+
+        def quantize_row(row: jax.Array) -> Any:
+            return qwix.quantize(row, "nf4", tiled_axes={0: tile})
+
+        quantized = _along(quantize_row, axis, kernel.ndim)(kernel)
+        pairs = _split(quantized.qvalue.astype(jnp.uint8), axis, 2)
+        low, high = jnp.moveaxis(pairs, axis + 1, 0)
         return low | high << 4, quantized.scale
 
     def restore(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
-        """Returns the kernel in float32: the values that `qwix.dequantize` gives, bit
-        for bit.
-        """
+        """Restores the kernel in float32, bit for bit as `qwix.dequantize` does."""
         if self.kind == "int8":
-            return qwix.dequantize(
-                qwix.QArray(codes, jnp.expand_dims(scales, self.inputs))
-            )
+            quantized = qwix.QArray(codes, jnp.expand_dims(scales, self.inputs))
+            kernel: jax.Array = qwix.dequantize(quantized)
+            return kernel
         axis = codes.ndim + self.axis
-        values = _joined(
-            _looked_up(jnp.stack([codes & 15, codes >> 4], axis + 1)), axis
-        )
+        pairs = jnp.stack([codes & 15, codes >> 4], axis + 1)
+        values = _join(_look_up(pairs), axis)
         tiles = _split(values, axis, values.shape[axis] // scales.shape[axis])
-        return _joined(tiles * jnp.expand_dims(scales, axis + 1), axis)
+        return _join(tiles * jnp.expand_dims(scales, axis + 1), axis)
 
     def scale_names(self, names: Names) -> Names:
-        """Returns the logical names of the scales of a kernel with these names."""
+        """Derives the logical names of the scales from those of the kernel."""
         if not names:
             return ()
         if self.kind == "int8":
             return names[len(self.inputs) :]
-        at = len(names) + self.axis
-        return (*names[:at], None, *names[at + 1 :])
+        axis = len(names) + self.axis
+        return (*names[:axis], None, *names[axis + 1 :])
 
 
 def form_of(
     kind: str, names: Names, dims: tuple[int, ...], contract: int, path: str
 ) -> Form:
-    """Returns the form of a kernel whose own dims (without stack dims) are `dims`.
+    """Chooses the quantised form of a kernel.
 
     Args:
+      kind: int8 or nf4.
       names: logical names of `dims`, or ().
-      contract: how many of the dims are inputs.
+      dims: the kernel's dims without stack dims.
+      contract: number of `dims` that are inputs.
+      path: of the kernel, for messages.
 
     Raises:
-      ConfigError: nf4 finds no tiles in its dim.
+      ConfigError: nf4 cannot split the dim into tiles.
     """
     axis = names.index(FSDP_NAME) if FSDP_NAME in names else 0
     if kind == "nf4" and tile_of(dims[axis]) < SMALLEST_TILE:
@@ -107,41 +106,45 @@ def form_of(
 
 
 def tile_of(size: int) -> int:
-    """Returns the weights to a scale: the most that a dim of this size allows, TILE at
-    best.
-    """
+    """Computes the largest tile of nf4, TILE or less, that divides a dim's size."""
     return math.gcd(size, TILE)
 
 
 @functools.cache
 def table() -> np.ndarray:
-    """Returns the 16 values of nf4, as qwix has them."""
+    """Returns the 16 values of nf4 in qwix."""
     with jax.ensure_compile_time_eval():
         codes = qwix.QArray(jnp.arange(16, dtype=jnp.uint4), jnp.ones(1), qtype="nf4")
         return np.asarray(qwix.dequantize(codes))
 
 
-def _looked_up(codes: jax.Array) -> jax.Array:
-    """Returns the values of nf4 codes.
+def _look_up(codes: jax.Array) -> jax.Array:
+    """Looks up the values of nf4 codes.
 
-    qwix looks them up in one long row: a partitioner would gather the shards of all
-    devices for it, and a lookup is slow on TPU. Four rounds of choosing by a bit fuse
-    with what comes after.
+    qwix looks them up in one long row. For that a partitioner would gather the shards
+    of all devices, and a lookup is slow on TPU. So each of four rounds halves the
+    candidates by one bit of the code, which fuses with the ops that follow.
     """
-    level = [jnp.float32(value) for value in table()]
+    candidates = [jnp.float32(value) for value in table()]
     for bit in range(4):
-        odd = (codes >> bit & 1) == 1
-        level = [
-            jnp.where(odd, b, a) for a, b in zip(level[::2], level[1::2], strict=True)
-        ]
-    return level[0]
+        is_set = (codes >> bit & 1) == 1
+        pairs = zip(candidates[::2], candidates[1::2], strict=True)
+        candidates = [jnp.where(is_set, odd, even) for even, odd in pairs]
+    value: jax.Array = candidates[0]
+    return value
 
 
-def _along(function: Callable, axis: int, rank: int) -> Callable:
-    """Returns a function of vectors as one of arrays, along one of their dims.
+def _along(
+    function: Callable[..., Any], axis: int, rank: int
+) -> Callable[[jax.Array], Any]:
+    """Maps a function of vectors over all dims of an array but one.
 
-    What it does to a vector's shape then never mixes dims, which may lie on different
-    devices.
+    So reshapes in the function cannot mix dims, which may be on different devices.
+
+    Args:
+      function: takes a vector.
+      axis: the dim that the vectors lie along.
+      rank: number of dims of the array.
     """
     for dim in range(rank):
         if dim != axis:
@@ -150,10 +153,10 @@ def _along(function: Callable, axis: int, rank: int) -> Callable:
 
 
 def _split(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Returns x with a dim as [dim / size, size]."""
+    """Splits a dim of x into [dim / size, size]."""
     return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
 
 
-def _joined(x: jax.Array, axis: int) -> jax.Array:
-    """Returns x with a dim and the next as one."""
+def _join(x: jax.Array, axis: int) -> jax.Array:
+    """Joins a dim of x with the next dim."""
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])

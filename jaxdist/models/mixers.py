@@ -1,4 +1,4 @@
-"""The mixers by the kinds of layers that have them, the words of `model.layer_pattern`.
+"""Table of the mixers, by the kinds of `model.layer_pattern`.
 
 Kinds of one class have the same parameters, and a layer reads its kind in `info.kind`.
 Layers of several classes repeat as a `LayerGroup`.
@@ -9,7 +9,7 @@ from typing import Literal
 from jaxdist.models.attention import Attention
 from jaxdist.models.parts import Mixer
 
-# global: attention to all tokens before; local: to the last `window` of them
+# global: attention to all earlier tokens; local: to the last `window` of them
 MixerKind = Literal["global", "local"]
 
 MIXERS: dict[str, type[Mixer]] = {

@@ -1,7 +1,7 @@
-"""Values of a model's config: which of them two models must share to compute the same.
+"""Comparison of model configs: the values that two equal models must share.
 
-Weights fit a model if these values are equal. What only training reads may differ, and
-so may rotary positions where a run continues with longer sequences.
+Weights fit a model if these values are equal. Values that only training reads may
+differ. Rotary positions may differ if a run continues with longer sequences.
 """
 
 import dataclasses
@@ -14,21 +14,21 @@ from jaxdist.config.annotations import TrainingOnly
 from jaxdist.models.rotary import RotaryConfig
 from jaxdist.models.transformer_config import TransformerConfig
 
-# Options that stand in no group.
+# Default values of the options that belong to no group.
 DEFAULTS = {
     name: value
     for name, value in vars(TransformerConfig()).items()
     if not dataclasses.is_dataclass(value)
 }
-# Values that change no logits.
+# Names of values that do not change logits.
 TRAINING = frozenset(
     name
     for name, field in schema.schema_of(TransformerConfig).items()
     if field.mark(TrainingOnly)
 )
-# Values that a run may change to continue with longer sequences.
+# Names of values that a run may change to continue with longer sequences.
 POSITIONS = tuple(name for name in vars(RotaryConfig()) if name.startswith("rope_"))
-# rope_factor, rope_scaling, ...
+# Those of the stretch: rope_factor, rope_scaling, ...
 STRETCH = tuple(name for name in POSITIONS if name != "rope_theta")
 
 
@@ -38,12 +38,16 @@ def for_logits(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing_values(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Lists the values that both have and that differ, up to rounding.
+    """Lists the values that differ, up to rounding, among those that both configs have.
 
     Values without effect are not compared.
 
+    Args:
+      ours: values of one model.
+      theirs: values of the other model.
+
     Returns:
-      A line for each, "model.d_model=64, there 32".
+      A line for each difference, such as "model.d_model=64, there 32".
     """
     ours = schema.flatten(ours)
     theirs = schema.flatten(theirs)
@@ -60,21 +64,16 @@ def differing_values(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list
 def without_stretch(
     theirs: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Drops from theirs the rotary positions that ours may have changed.
+    """Drops from `theirs` the values of rotary positions that `ours` may change.
 
-    A base or a factor that ours leaves at the default was forgotten, not changed: it
-    stays, and is compared.
+    A base or a factor at its default in `ours` was forgotten, not changed. It stays, so
+    that it is compared.
     """
-    forgotten = {
-        name
-        for name in ("rope_theta", "rope_factor")
-        if ours.get(name) == DEFAULTS[name]
-    }
-    return {
-        name: value
-        for name, value in theirs.items()
-        if name not in POSITIONS or name in forgotten
-    }
+    changeable = set(POSITIONS)
+    for name in ("rope_theta", "rope_factor"):
+        if ours.get(name) == DEFAULTS[name]:
+            changeable.remove(name)
+    return {name: value for name, value in theirs.items() if name not in changeable}
 
 
 def _all_sparse(values: Mapping[str, Any]) -> bool:
@@ -86,4 +85,4 @@ def _all_sparse(values: Mapping[str, Any]) -> bool:
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, float) and isinstance(b, int | float):
         return math.isclose(a, b, rel_tol=1e-9)
-    return a == b
+    return bool(a == b)

@@ -1,11 +1,11 @@
-"""The two parts of a decoder block: what a mixer and a channel declare.
+"""Interfaces of the two parts of a decoder block: the mixer and the channel.
 
-A mixer moves information between tokens (attention), a channel works on each token
-(feed-forward, experts). `mixers.MIXERS` and `channels.CHANNELS` name the classes; the
-kinds in a model's patterns are keys of these tables.
+A mixer moves information between tokens (attention). A channel works on each token
+alone (feed-forward, experts). `mixers.MIXERS` and `channels.CHANNELS` list the classes.
+The kinds in a model's patterns are keys of these tables.
 
-Each class has a `Config`, the options that it reads. The options of all parts together
-are `TransformerConfig`, which inherits them, so that their keys are flat.
+Each class has a `Config`, the options that it reads. `TransformerConfig` inherits the
+options of all parts, so that their keys are flat.
 
 Letters: see `layers`.
 """
@@ -30,9 +30,7 @@ from jaxdist.protocols.model import Batch, BlockInfo, BlockOutput
 
 
 class Patterns:
-    """The kinds of layers of the model that a part is in; `TransformerConfig` has the
-    fields.
-    """
+    """Kinds of the model's layers, which parts read; fields of `TransformerConfig`."""
 
     layer_pattern: tuple[str, ...]
     feed_forward_pattern: tuple[str, ...]
@@ -44,37 +42,38 @@ class BlockConfig(Patterns):
 
     num_layers: PositiveInt = 4  # blocks
     d_model: PositiveInt = 128  # width of the residual stream
-    # Gemma: scale is 1 + parameter
+    # kind of norm; rms_plus_one: the scale is 1 + parameter (Gemma)
     norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
-    # of each part; OLMo 2: post; Gemma 2, 3: both
+    # norms before each part, after it (OLMo 2), or both (Gemma 2, 3)
     norm_position: Literal["pre", "post", "both"] = "pre"
     norm_eps: PositiveFloat = 1e-5  # added to the mean square
-    bias: Literal["none", "qkv", "attention", "all"] = "none"  # Qwen 2: qkv; GPT-2: all
-    # dropped of what attention and feed-forward add
+    # projections that have a bias; Qwen 2: qkv; GPT-2: all
+    bias: Literal["none", "qkv", "attention", "all"] = "none"
+    # share of the outputs of attention and feed-forward that is dropped
     dropout: Annotated[Share, TrainingOnly()] = 0.0
-    # of embeddings and kernels
+    # standard deviation of initial embeddings and kernels
     init_std: Annotated[NonNegativeFloat, TrainingOnly()] = 0.02
-    # blocks start as identity: attention and mlp outputs at 0
+    # output projections start at 0, so that blocks start as the identity
     zero_init_outputs: Annotated[bool, TrainingOnly()] = False
 
     @property
     def output_std(self) -> float:
-        """The scale of projections into the residual stream (GPT-2: shrunk by depth)."""
+        """The initial standard deviation of output projections; depth lowers it."""
         if self.zero_init_outputs:
             return 0.0
-        return self.init_std / (2 * self.num_layers) ** 0.5
+        return float(self.init_std / (2 * self.num_layers) ** 0.5)
 
 
 class Part(nnx.Module):
-    """A mixer or a channel; a subclass replaces the declarations that concern it.
+    """A mixer or a channel; a subclass overrides the declarations that concern it.
 
-    The static methods get the model's config, which has the fields of the part's own.
-    Names of aux terms, stats and prepared fields are the part's own: no other part of a
-    model has them.
+    The static methods get the model's config, which has all fields of the part's
+    `Config`. Names of aux terms, stats and prepared fields are unique to a part: no
+    other part of a model uses them.
     """
 
     Config: ClassVar[type[BlockConfig]] = BlockConfig
-    # names of the stats that `update` reads; only a part with names has an `update`
+    # names of the stats that `update` reads; () for a part without `update`
     stat_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: Any, rngs: nnx.Rngs) -> None:
@@ -82,35 +81,38 @@ class Part(nnx.Module):
 
     @staticmethod
     def faults(config: Any) -> Iterator[str]:
-        """Yields which options do not go together; asked of parts that the model lacks,
-        too.
+        """Yields a message for each conflict of options.
+
+        It is called for all parts, even those that the model does not use.
         """
         return iter(())
 
     @staticmethod
     def tiny(config: Any, sequence_length: int) -> dict[str, Any]:
-        """Lists the options that change in a tiny variant, with their values."""
+        """Lists the options that differ in a tiny variant, with their values there."""
         return {}
 
     @staticmethod
     def tensor_parallel_dims(config: Any) -> tuple[str, ...]:
-        """Names the options that the mesh axis tensor must divide."""
+        """Names the options whose values the mesh axis `tensor` must divide."""
         return ()
 
     @staticmethod
     def costs(
         config: Any, kinds: Sequence[str], sequence_length: int
     ) -> Iterator[Cost]:
-        """Yields what the part needs, see `ops.costs`.
+        """Yields the part's costs, see `ops.costs`.
 
         Args:
-          kinds: of the layers that have the part, in their order.
+          config: options of the model.
+          kinds: kinds of the layers that have the part, in order.
+          sequence_length: in tokens.
         """
         raise NotImplementedError
 
     @staticmethod
     def choices(config: Any) -> list[str]:
-        """Lists what a run says at its start of the part, under the mesh in force."""
+        """Lists lines about the part for the start of a run, under the active mesh."""
         return []
 
     @staticmethod
@@ -118,58 +120,59 @@ class Part(nnx.Module):
         """Computes the fields that all layers with this part read in `info.fields`.
 
         Args:
-          batch: its fields, [B, S] each.
-          length: of whole sequences, in tokens.
+          config: options of the model.
+          batch: fields [B, S].
+          length: length of whole sequences, in tokens.
         """
         return {}
 
     @staticmethod
     def stats_metrics(stats: Mapping[str, jax.Array]) -> dict[str, Any]:
-        """Computes metrics from the stats of a step; stats of others stay as they are."""
+        """Turns the part's stats of a step into metrics; keeps other parts' stats."""
         return dict(stats)
 
     def update(self, stats: Mapping[str, jax.Array]) -> None:
-        """Changes the part's state by a step's stats; called of a stack of layers."""
+        """Updates the part's state from a step's stats; all have a dim of layers."""
         raise NotImplementedError
 
     def __call__(self, x_BSD: jax.Array, info: BlockInfo) -> BlockOutput:
-        """Computes what the part adds to the residual stream, aux terms and stats."""
+        """Computes the part's addition to the residual stream, aux terms and stats."""
         raise NotImplementedError
 
 
 class Mixer(Part):
-    """Moves information between the tokens of a sequence."""
+    """A part that moves information between the tokens of a sequence."""
 
     def init_cache(self, depth: int, batch_size: int, length: int, dtype: Any) -> Any:
-        """Makes the empty cache of a stack of layers.
+        """Creates the empty cache of a stack of layers.
 
         Args:
-          depth: layers of the stack, L.
-          length: slots, one for each token.
+          depth: number of layers in the stack, L.
+          batch_size: number of sequences, B.
+          length: slots of each sequence, one per token, S.
+          dtype: of keys and values.
 
         Returns:
-          Arrays laid out over devices: [L, B, S, K, N] with a slot for each token, else
-          [L, B, ...].
+          Arrays laid out over devices: [L, B, S, K, N] if each token has a slot,
+          otherwise [L, B, ...].
         """
         raise NotImplementedError
 
     def prefill(
         self, x_BPD: jax.Array, cache: LayerCache, info: BlockInfo
     ) -> tuple[jax.Array, LayerCache]:
-        """Computes what the mixer adds for whole prompts, and writes them to an empty
-        cache.
-        """
+        """Applies the mixer to whole prompts and writes them to an empty cache."""
         raise NotImplementedError
 
     def decode(
         self, x_BTD: jax.Array, cache: LayerCache, info: BlockInfo
     ) -> tuple[jax.Array, LayerCache]:
-        """Computes what the mixer adds for T new tokens, and writes them to the cache.
+        """Applies the mixer to T new tokens and writes them to the cache.
 
-        Their positions are `info.fields["positions"]`, [B, T].
+        The positions of the tokens are `info.fields["positions"]`, [B, T].
         """
         raise NotImplementedError
 
 
 class Channel(Part):
-    """Works on each token alone."""
+    """A part that works on each token alone."""

@@ -1,6 +1,4 @@
-"""From `model.target` to a model: whose code it is, which class, which fields, how to
-build it.
-"""
+"""Models by `model.target`: trust in its code, import, options and building."""
 
 import dataclasses
 import importlib
@@ -8,6 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -26,17 +25,18 @@ Kind = TypeVar("Kind")
 
 
 def is_installed(target: str) -> bool:
-    """Checks whether a target is of this package, which is imported, so that none can
-    stand before it.
+    """Checks whether a target belongs to this package.
+
+    This package is imported already, so no other one can take its name.
     """
     module_name = target.rpartition(":")[0]
-    return (
-        not _is_file(module_name)
-        and module_name.partition(".")[0] == __name__.partition(".")[0]
-    )
+    if _is_file(module_name):
+        return False
+    return module_name.partition(".")[0] == __name__.partition(".")[0]
 
 
-_FOREIGN = {  # modules of other libraries: what one is, and the way to NNX
+# library -> name of its modules, and the way from there to NNX
+_FOREIGN = {
     "flax.linen": ("a flax linen module", "wrap linen by nnx.bridge.ToNNX"),
     "equinox": ("an equinox module", "hold its arrays in nnx.Param"),
     "torch.nn": (
@@ -47,29 +47,32 @@ _FOREIGN = {  # modules of other libraries: what one is, and the way to NNX
 
 
 def foreign_fault(model: object) -> str:
-    """Describes a module, or a class of modules, of a library other than
-    NNX; "" of all else.
+    """Explains how to use a module of another library than NNX; "" for other objects.
+
+    Args:
+      model: a module, or a class of modules.
     """
     kind = model if isinstance(model, type) else type(model)
     for base in kind.__mro__:
-        for library, (what, cure) in _FOREIGN.items():
+        for library, (description, fix) in _FOREIGN.items():
             if f"{base.__module__}.".startswith(f"{library}."):
                 return (
-                    f"{kind.__name__} is {what}, and jaxdist takes flax NNX; {cure}: see "
+                    f"{kind.__name__} is {description}, and jaxdist takes flax NNX; {fix}: see "
                     f"docs/your-own-model.md, Modules of other libraries"
                 )
     return ""
 
 
 class UserModel(nnx.Module):
-    """Stands in a config for a model that was given to `jaxdist.fit`: only there it can
-    be made.
+    """Placeholder in a config for a model that was passed to `jaxdist.fit`.
+
+    Only the caller of `fit` can build that model.
     """
 
     def __init__(self, name: str, *, rngs: nnx.Rngs) -> None:
         raise ConfigError(
-            f"the model {name} was given to jaxdist.fit, and only its maker can make it again: give it here, "
-            f"too, load_run(folder, model=...), or --config.model.target=FILE.py:NAME, a class or a function "
+            f"the model {name} was passed to jaxdist.fit, and only its code can build it again. Pass it here, "
+            f"too: load_run(folder, model=...), or --config.model.target=FILE.py:NAME, a class or a function "
             f"of rngs"
         )
 
@@ -85,23 +88,32 @@ def check_stored_target(
     trust_code: bool | None = False,
     key: str = MODEL_KEY,
 ) -> None:
-    """Refuses to execute code because a file in `folder` names it: that may be somebody
-    else's.
+    """Checks that code which a file in `folder` names may be executed.
 
-    A class of this package is fine. Any other must be `named` by the user, too, or be
-    trusted by `trust_code` (None: if its module is imported already); a file below
-    `folder` is never executed.
+    The folder may be somebody else's. A class of this package is allowed. Any other
+    class must be named by the user, too, or be trusted. A file below `folder` is never
+    executed. Nothing is imported here.
+
+    Args:
+      target: as the file has it.
+      folder: of the run.
+      named: the target that the user names; None for none.
+      trust_code: whether the user trusts the folder; None: only if the module is
+        imported already.
+      key: of the config, which has the target.
 
     Raises:
-      ConfigError: it is none of these; nothing was imported.
+      ConfigError: the target must not be executed.
     """
     module_name, _ = _split(target, key)
-    if is_installed(target) or (
-        trust_code is None and _known_as(module_name) in sys.modules
-    ):
+    if is_installed(target):
+        return
+    if trust_code is None and _module_key(module_name) in sys.modules:
         return
     refuse_inside(target, folder, key=key)
-    if not trust_code and (named is None or _canonical(target) != _canonical(named)):
+    if trust_code:
+        return
+    if named is None or _canonical(target) != _canonical(named):
         here = f" (here: {named!r})" if named else ""
         raise ConfigError(
             f"{folder} has {key}={target!r}{here}. It is not of jaxdist, and not executed unasked; if "
@@ -110,8 +122,15 @@ def check_stored_target(
 
 
 def refuse_inside(target: str, folder: Path, *, key: str = MODEL_KEY) -> None:
-    """Raises ConfigError if to import the target is to execute a file below a run's
-    folder.
+    """Checks that importing a target executes no file below a run's folder.
+
+    Args:
+      target: a module or a file, and a class.
+      folder: of the run.
+      key: of the config, which has the target.
+
+    Raises:
+      ConfigError: it would execute such a file.
     """
     module_name, _ = _split(target, key)
     if is_installed(target):
@@ -127,18 +146,15 @@ def refuse_inside(target: str, folder: Path, *, key: str = MODEL_KEY) -> None:
 
 
 def _split(target: str, key: str = MODEL_KEY) -> tuple[str, str]:
-    """Returns the module, or file, and the class of a target.
+    """Splits a target into its module, or file, and its class.
 
     Raises:
-      ConfigError: it is not of that form.
+      ConfigError: the target does not have this form.
     """
     module_name, _, class_name = target.rpartition(":")
     is_module = all(part.isidentifier() for part in module_name.split("."))
-    if (
-        not class_name.isidentifier()
-        or not (is_module or _is_file(module_name))
-        or "\0" in target
-    ):
+    is_valid = class_name.isidentifier() and (is_module or _is_file(module_name))
+    if not is_valid or "\0" in target:
         raise ConfigError(
             f"{key}={target!r}: must be package.module:Class or path/of/file.py:Class"
         )
@@ -150,109 +166,116 @@ def _is_file(module_name: str) -> bool:
 
 
 def _canonical(target: str) -> str:
-    """Returns the target with a file as its whole path: one text for each spelling."""
+    """Returns the target with a file as its real path: one text for all spellings."""
     module_name, class_name = _split(target)
-    return (
-        f"{_whole(module_name) if _is_file(module_name) else module_name}:{class_name}"
-    )
+    if _is_file(module_name):
+        return f"{_real_path(module_name)}:{class_name}"
+    return f"{module_name}:{class_name}"
 
 
-def _whole(file: str) -> Path:
+def _real_path(file: str) -> Path:
     return Path(os.path.realpath(os.path.expanduser(file)))
 
 
 def _files_of(module_name: str) -> Iterator[Path]:
-    """Yields the files that the import of a module executes, found without executing
-    any.
-    """
+    """Yields the files that importing a module would execute; executes none."""
     if _is_file(module_name):
         yield Path(os.path.expanduser(module_name))
         return
-    _look_here()
+    _add_current_folder()
     name = ""
     path = None
     for part in module_name.split("."):
         name = f"{name}.{part}".lstrip(".")
-        finders = [
-            find
-            for finder in sys.meta_path
-            if (find := getattr(finder, "find_spec", None))
-        ]
-        spec = next((spec for find in finders if (spec := find(name, path))), None)
+        spec = _find_spec(name, path)
         if spec is None:
             return
         if spec.has_location and spec.origin:
             yield Path(spec.origin)
-        inside = spec.submodule_search_locations
-        # of a namespace: it would look for its parent's module
-        path = getattr(inside, "_path", inside)
+        locations: Any = spec.submodule_search_locations
+        # the locations of a namespace package would look for its parent's module
+        path = getattr(locations, "_path", locations)
 
 
-def _look_here() -> None:
-    """Lets imports look into the current folder, too, as `python -m` does, but after
-    all others.
+def _find_spec(name: str, path: Any) -> ModuleSpec | None:
+    """Finds a module with `sys.meta_path`, without importing its parent."""
+    for finder in sys.meta_path:
+        find_spec = getattr(finder, "find_spec", None)
+        spec: ModuleSpec | None = find_spec(name, path) if find_spec else None
+        if spec is not None:
+            return spec
+    return None
 
-    Only for a model: on the path from the start, a file `numpy.py` there would run in
-    any command.
+
+def _add_current_folder() -> None:
+    """Adds the current folder to the end of the import path.
+
+    `python -m` puts it first; here installed packages win. This is done only for a model: on the path from the start, a file `numpy.py` in the
+    folder could run in any command.
     """
     if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
 
 
 def find_model(target: str) -> type[nnx.Module]:
-    """Returns the class that `package.module:Class` or `path/of/file.py:Class` names;
-    executes its module.
+    """Imports the class that a target names, which executes its module.
 
-    Of a target that a file names, ask `check_stored_target` before.
+    If a file names the target, call `check_stored_target` first.
+
+    Args:
+      target: `package.module:Class` or `path/of/file.py:Class`.
 
     Raises:
-      ConfigError: no such module or class, or it is not an nnx.Module.
+      ConfigError: the module or class does not exist, or is no nnx.Module.
     """
     return find_class(target, nnx.Module, "nnx.Module", key=MODEL_KEY)
 
 
 def find_class(target: str, base: type[Kind], name: str, *, key: str) -> type[Kind]:
-    """Returns the class that a target names; executes its module.
+    """Imports the class that a target names, which executes its module.
 
     Args:
-      base: what it is a subclass of, called `name` in messages.
+      target: `package.module:Class` or `path/of/file.py:Class`.
+      base: required base class.
+      name: of the base class in messages.
       key: of the config, which has the target.
 
     Raises:
-      ConfigError: no such module or class, or it is none of those.
+      ConfigError: the module or class does not exist, or is no subclass of `base`.
     """
     module_name, class_name = _split(target, key)
     module = _import(target, key)
     found = getattr(module, class_name, None)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        fault = foreign_fault(found)
-        if fault:
-            raise ConfigError(f"{key}={target!r}: {fault}")
-        others = [
-            n
-            for n, v in vars(module).items()
-            if isinstance(v, type) and issubclass(v, base)
-        ]
-        raise ConfigError(
-            f"{key}={target!r}: {module_name} has no {name} {class_name!r}.{suggest(class_name, others)}"
-        )
-    return found
+    if isinstance(found, type) and issubclass(found, base):
+        return found
+    fault = foreign_fault(found)
+    if fault:
+        raise ConfigError(f"{key}={target!r}: {fault}")
+    others = [
+        other
+        for other, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, base)
+    ]
+    raise ConfigError(
+        f"{key}={target!r}: {module_name} has no {name} {class_name!r}.{suggest(class_name, others)}"
+    )
 
 
 def find_maker(target: str, folder: Path) -> Any:
-    """Finds the maker of a model given to `jaxdist.fit`, by its name: a class, or a
-    function of rngs.
+    """Imports the class, or the function of rngs, that built a model for `jaxdist.fit`.
 
     Args:
+      target: `package.module:name` or `path/of/file.py:name`.
       folder: of the run, whose files are never executed.
 
     Raises:
-      ConfigError: no such name, or nothing that can be called.
+      ConfigError: the name does not exist, or cannot be called.
     """
     refuse_inside(target, folder)
     module = _import(target)
     name = _split(target)[1]
-    if not callable(maker := getattr(module, name, None)):
+    maker = getattr(module, name, None)
+    if not callable(maker):
         raise ConfigError(
             f"model.target={target!r}: {module.__name__} has no class or function {name!r}"
         )
@@ -260,48 +283,48 @@ def find_maker(target: str, folder: Path) -> Any:
 
 
 def _import(target: str, key: str = MODEL_KEY) -> ModuleType:
-    """Returns a target's module, executed; raises ConfigError if it cannot be."""
+    """Imports the module of a target.
+
+    Raises:
+      ConfigError: the module cannot be imported.
+    """
     module_name, _ = _split(target, key)
-    by_path = _is_file(module_name)
+    is_file = _is_file(module_name)
     try:
-        if not (by_path or is_installed(target)):
-            _look_here()
-        return (
-            _module_of(module_name) if by_path else importlib.import_module(module_name)
-        )
+        if is_file:
+            return _import_file(module_name)
+        if not is_installed(target):
+            _add_current_folder()
+        return importlib.import_module(module_name)
     except (ImportError, OSError) as error:
-        hint = (
-            ""
-            if by_path
-            else f" (looked from {Path.cwd()}, too; a file is path/of/file.py:Class)"
-        )
+        hint = ""
+        if not is_file:
+            hint = f" (looked from {Path.cwd()}, too; a file is path/of/file.py:Class)"
         raise ConfigError(
             f"{key}={target!r}: cannot import {module_name}: {error}{hint}"
         ) from error
 
 
-def _known_as(module_name: str) -> str:
-    """Returns the key of a module in sys.modules; that of a file holds its whole path's
-    digest.
+def _module_key(module_name: str) -> str:
+    """Returns the key of a module in sys.modules.
+
+    The key of a file contains a digest of its real path.
     """
-    return (
-        f"{Path(module_name).stem}_{digest(_whole(module_name))[:8]}"
-        if _is_file(module_name)
-        else module_name
-    )
+    if not _is_file(module_name):
+        return module_name
+    return f"{Path(module_name).stem}_{digest(_real_path(module_name))[:8]}"
 
 
-def _module_of(file: str) -> ModuleType:
-    """Returns the module in a file, executed once; as with `python FILE`, it finds
-    those beside it.
-    """
-    path = _whole(file)
-    name = _known_as(file)
+def _import_file(file: str) -> ModuleType:
+    """Imports a file once. It can import the modules of its folder, as a script can."""
+    path = _real_path(file)
+    name = _module_key(file)
     if name in sys.modules:
         return sys.modules[name]
     spec = spec_from_file_location(name, path)
-    assert spec and spec.loader
-    # there, so that its source can be found
+    assert spec
+    assert spec.loader
+    # in sys.modules, so that `inspect` finds its source
     module = sys.modules[name] = module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
@@ -314,11 +337,12 @@ def _module_of(file: str) -> ModuleType:
 
 
 def options_class(model: type[nnx.Module]) -> type:
-    """Returns the class whose fields are the model's options: `Model.Config`, or the
-    model itself.
+    """Finds the class whose fields are the model's options.
+
+    It is `Model.Config` if that is a dataclass, otherwise the model itself.
 
     Raises:
-      ConfigError: the model's own parameters cannot be options.
+      ConfigError: parameters of the model's __init__ cannot be options.
     """
     config = getattr(model, "Config", model)
     if config is not model and dataclasses.is_dataclass(config):
@@ -330,19 +354,16 @@ def options_class(model: type[nnx.Module]) -> type:
 
 
 def _parameter_faults(model: type[nnx.Module]) -> Iterator[str]:
-    """Yields which parameters of __init__ a config can neither give nor leave out."""
+    """Yields a message for each parameter of __init__ that cannot be an option."""
     for name, parameter in inspect.signature(model.__init__).parameters.items():
-        if name in ("self", "rngs") or parameter.kind in (
-            parameter.VAR_KEYWORD,
-            parameter.VAR_POSITIONAL,
-        ):
+        variadic = (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if name in ("self", "rngs") or parameter.kind in variadic:
             continue
+        has_type = parameter.annotation is not parameter.empty
+        has_default = parameter.default is not parameter.empty
         if parameter.kind is parameter.POSITIONAL_ONLY:
-            yield f"{model.__name__}.__init__: {name} can be given by place only; take it by name"
-        elif (
-            parameter.annotation is parameter.empty
-            and parameter.default is parameter.empty
-        ):
+            yield f"{model.__name__}.__init__: {name} is positional only; take it by name"
+        elif not has_type and not has_default:
             yield (
                 f"{model.__name__}.__init__: {name} has no annotation, so model.{name} has no type; "
                 f"annotate it ({name}: int), or call it rngs if it is the nnx.Rngs"
@@ -352,41 +373,45 @@ def _parameter_faults(model: type[nnx.Module]) -> Iterator[str]:
 def build_function(
     model: type[nnx.Module], options: Mapping[str, Any]
 ) -> Callable[[nnx.Rngs], Any]:
-    """Returns `build(rngs) -> model`."""
-    taken = inspect.signature(model.__init__).parameters.values()
-    random = any(
+    """Creates a function that builds the model with its options from `nnx.Rngs`."""
+    parameters = inspect.signature(model.__init__).parameters.values()
+    takes_rngs = any(
         parameter.name == "rngs" or parameter.kind is parameter.VAR_KEYWORD
-        for parameter in taken
+        for parameter in parameters
     )
 
-    def build(rngs: nnx.Rngs):
-        streams = {"rngs": rngs} if random else {}
-        config: Any = options_class(model)
-        make: Any = model
-        if config is model:
-            return make(**options, **streams)
-        return make(_make_config(config, options), **streams)
+    def build(rngs: nnx.Rngs) -> Any:
+        streams = {"rngs": rngs} if takes_rngs else {}
+        config_class: Any = options_class(model)
+        model_class: Any = model
+        if config_class is model:
+            return model_class(**options, **streams)
+        return model_class(_make_config(config_class, options), **streams)
 
     return build
 
 
-def _make_config(config: Any, options: Mapping[str, Any]) -> Any:
-    """Makes a model's Config; the options of a group are a mapping in `options`."""
+def _make_config(config_class: Any, options: Mapping[str, Any]) -> Any:
+    """Creates a model's Config. The options of a group are a mapping in `options`."""
     if any(isinstance(value, Mapping) for value in options.values()):
-        return schema.from_config_dict(config, options)
-    return config(**options)
+        return schema.from_config_dict(config_class, options)
+    return config_class(**options)
 
 
 def model_config(model: type[nnx.Module], options: Mapping[str, Any]) -> Any:
-    """Returns `Model.Config` of the options, with its hooks (see `protocols.model`);
-    None without one.
+    """Creates the model's Config, with its hooks (see `protocols.model`).
+
+    Returns:
+      The Config; None for a model without one.
 
     Raises:
-      ConfigError: it refuses them.
+      ConfigError: the Config refuses the options.
     """
-    config: Any = options_class(model)
+    config_class: Any = options_class(model)
+    if config_class is model:
+        return None
     try:
-        return None if config is model else _make_config(config, options)
+        return _make_config(config_class, options)
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:
@@ -396,17 +421,13 @@ def model_config(model: type[nnx.Module], options: Mapping[str, Any]) -> Any:
 
 
 def model_hook(config: Any, name: str) -> Any:
-    """Returns a function of the model's Config by its name; None if it has none, or
-    data of that name.
-    """
+    """Looks up a function of the model's Config; None if it has none of that name."""
     hook = getattr(config, name, None)
     return hook if callable(hook) else None
 
 
 def option_faults(model: type[nnx.Module], options: Mapping[str, Any]) -> list[str]:
-    """Lists what is wrong with the values by the model's annotations, and by its
-    config's `faults`.
-    """
+    """Lists faults of the options, by annotations and by the Config's `faults`."""
     config = model_config(model, options)
     if config is not None:
         return schema.faults(config, "model.")

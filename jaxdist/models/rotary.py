@@ -1,8 +1,7 @@
-"""Frequencies of rotary positions, and how they are stretched to sequences longer than
-those trained on.
+"""Rotary positions (RoFormer, arXiv:2104.09864): frequencies, and how they stretch.
 
-RoFormer, arXiv:2104.09864. What the kinds of stretch compute is what `transformers`
-computes for the `rope_type` of their name.
+A stretch adapts a model to sequences longer than those that it was trained on. Each
+kind computes the same as `transformers` does for the `rope_type` of its name.
 """
 
 import math
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxdist.config.annotations import NonNegativeFloat, PositiveFloat
 
-# The options that each kind of stretch reads; `rope_factor` all of them.
+# The options that each kind of stretch reads; all of them read `rope_factor`.
 READ = {
     "linear": (),
     "llama3": ("rope_low_factor", "rope_high_factor", "rope_original_positions"),
@@ -40,71 +39,63 @@ READ = {
 class RotaryConfig:
     """Options of positions."""
 
-    positions: Literal["rotary", "learned"] = "rotary"  # how a token knows its place
+    positions: Literal["rotary", "learned"] = "rotary"  # encoding of positions
     # rows of the learned table = longest sequence; unused with rotary
     max_positions: int = 0
     rope_theta: PositiveFloat = 10000.0  # base of the rotary frequencies
-    # stretch of positions, but in local layers with their own base
+    # factor by which positions are stretched; local layers with a base of their own
+    # are not
     rope_factor: PositiveFloat = 1.0
-    # what it stretches: long wavelengths (llama3, yarn), all, each by its own
-    # (longrope), all as needed
+    # wavelengths that are stretched: long ones (llama3, yarn); all (linear); each by a
+    # factor of its own (longrope); all, as the length needs (dynamic)
     rope_scaling: Literal["llama3", "linear", "yarn", "longrope", "dynamic"] = "llama3"
-    # llama3: turns within the original length below which all is stretched
+    # llama3: turns within the original length below which a frequency is fully
+    # stretched
     rope_low_factor: float = 1.0
-    rope_high_factor: float = 4.0  # llama3: turns above which nothing is
-    # not linear: sequence length before the stretch
+    rope_high_factor: float = 4.0  # llama3: turns above which it is not stretched
+    # all but linear: sequence length before the stretch
     rope_original_positions: int = 8192
-    # yarn: turns within the original length below which all is stretched
+    # yarn: turns within the original length below which a frequency is fully stretched
     rope_beta_slow: float = 1.0
-    rope_beta_fast: float = 32.0  # yarn: turns above which nothing is
-    # yarn: the bounds between are whole dims (gpt-oss: false)
+    rope_beta_fast: float = 32.0  # yarn: turns above which it is not stretched
+    # yarn: whether the ends of the ramp are whole dims (gpt-oss: false)
     rope_truncate: bool = True
-    # yarn, longrope: of cos and sin; 0 = the paper's
+    # yarn, longrope: factor of cos and sin; 0 = the paper's
     rope_attention_factor: NonNegativeFloat = 0.0
-    # longrope: of each wavelength, up to that length
+    # longrope: factor of each wavelength in sequences up to the original length
     rope_short_factor: tuple[PositiveFloat, ...] = ()
-    # longrope: of each wavelength, in longer sequences
+    # longrope: factor of each wavelength in longer sequences
     rope_long_factor: tuple[PositiveFloat, ...] = ()
 
     @property
     def stretches(self) -> bool:
-        """Whether anything is stretched; the lists of longrope do so whatever the
-        factor is.
-        """
+        """Whether positions are stretched; longrope's lists need no factor for that."""
         return self.rope_factor != 1 or self.rope_scaling == "longrope"
 
     def stretch_faults(self, dims: int) -> Iterator[str]:
-        """Yields what is wrong with the stretch of heads of which so many dims turn,
-        each with its cure.
+        """Yields a message for each conflict of the stretch's options, with its fix.
+
+        Args:
+          dims: number of rotated dims in a head.
         """
         scaling = self.rope_scaling
         kind = f"model.rope_scaling={scaling}"
-        if scaling not in ("yarn", "longrope"):
-            if self.rope_attention_factor:
-                yield (
-                    f"model.rope_attention_factor={self.rope_attention_factor} does nothing with {kind}; "
-                    f"leave it as it is, or set model.rope_scaling to yarn or longrope"
-                )
-        elif self.rope_attention_factor and not self.stretches:
-            yield (
-                f"model.rope_attention_factor={self.rope_attention_factor}: {kind} does nothing with "
-                f"model.rope_factor=1; set how much longer sequences are, or leave both out"
-            )
-        needed = 0
-        cure = f"{kind} has none"
+        yield from self._attention_factor_faults(kind)
+        required = 0
+        rule = f"{kind} reads none; leave it empty"
         if scaling == "longrope":
-            needed = dims // 2
-            cure = f"{kind} needs {needed}, one for each frequency"
+            required = dims // 2
+            rule = f"{kind} needs {required}, one for each frequency"
         for name in ("rope_short_factor", "rope_long_factor"):
-            there = len(getattr(self, name))
-            if there != needed:
-                yield f"model.{name} has {there} numbers: {cure}"
+            count = len(getattr(self, name))
+            if count != required:
+                yield f"model.{name} has {count} numbers: {rule}"
         if not self.stretches:
             return
-        before = self.rope_original_positions
-        if "rope_original_positions" in READ[scaling] and before < 2:
+        original = self.rope_original_positions
+        if "rope_original_positions" in READ[scaling] and original < 2:
             yield (
-                f"model.rope_original_positions={before}: {kind} needs the length of the "
+                f"model.rope_original_positions={original}: {kind} needs the length of the "
                 f"sequences before the stretch, >= 2"
             )
         slow = self.rope_beta_slow
@@ -121,9 +112,30 @@ class RotaryConfig:
                 f"4 dims or more"
             )
 
+    def _attention_factor_faults(self, kind: str) -> Iterator[str]:
+        if not self.rope_attention_factor:
+            return
+        setting = f"model.rope_attention_factor={self.rope_attention_factor}"
+        if self.rope_scaling not in ("yarn", "longrope"):
+            yield (
+                f"{setting} does nothing with {kind}; leave it as it is, or set "
+                f"model.rope_scaling to yarn or longrope"
+            )
+        elif not self.stretches:
+            yield (
+                f"{setting}: {kind} does nothing with model.rope_factor=1; set how much "
+                f"longer sequences are, or leave both out"
+            )
+
     def tiny_stretch(self, sequence_length: int, frequencies: int) -> dict[str, Any]:
-        """Lists the options of a tiny variant: an original length that sequences
-        exceed, and of longrope's factors evenly spaced ones.
+        """Lists the stretch's options in a tiny variant.
+
+        Its sequences exceed its original length. The factors of longrope are a
+        selection at even distances.
+
+        Args:
+          sequence_length: in tokens.
+          frequencies: number of frequencies of a head there.
         """
         depends_on_length = self.rope_scaling in ("yarn", "longrope", "dynamic")
         if not depends_on_length or not self.stretches:
@@ -140,85 +152,79 @@ class RotaryConfig:
 
 
 class Rotary(NamedTuple):
-    """What turns queries and keys."""
+    """The rotation of queries and keys."""
 
     frequencies: jax.Array  # [R/2] in radians per position
-    # factor of cos and sin: attention logits are multiplied by its square
+    # factor of cos and sin; it multiplies attention logits by its square
     scale: float = 1.0
 
 
 def rotary_frequencies(
     dims: int, theta: float, length: int = 0, config: RotaryConfig = RotaryConfig()
 ) -> Rotary:
-    """Returns the frequencies of R = `dims` rotary dims, base `theta`, and the scale of
-    their tables.
+    """Computes the frequencies of rotary positions and the scale of their tables.
 
-    linear: all are divided by factor (arXiv:2306.15595). llama3: those of wavelengths
-    beyond original_positions / low_factor are, those under original_positions /
-    high_factor stay, the ones between are interpolated (Llama 3.1, arXiv:2407.21783).
-    yarn: see `_yarn`. longrope: frequency i is divided by long_factor[i] in sequences
-    longer than original_positions, else by short_factor[i] (arXiv:2402.13753). dynamic:
-    the base grows with the length of longer ones ("NTK-aware" scaling made dynamic:
-    arXiv:2309.00071, appendix B).
+    The kinds of `rope_scaling` stretch them so (names without `rope_`):
+
+    - linear: all frequencies are divided by factor (arXiv:2306.15595).
+    - llama3: wavelengths above original_positions / low_factor are stretched, those
+      below original_positions / high_factor are not, those between are interpolated
+      (Llama 3.1, arXiv:2407.21783).
+    - yarn: see `_yarn`.
+    - longrope: frequency i is divided by long_factor[i] if the sequences are longer
+      than original_positions, otherwise by short_factor[i] (arXiv:2402.13753).
+    - dynamic: the base grows with the length of sequences above original_positions
+      (dynamic "NTK-aware" scaling, arXiv:2309.00071, appendix B).
 
     Args:
-      length: of the sequences, in tokens: a program has one. Only longrope and dynamic
-        depend on it.
-      config: how they are stretched, by default not at all.
+      dims: number of rotated dims R of a head.
+      theta: base of the frequencies.
+      length: length of the sequences, in tokens. A program has one length. Only longrope
+        and dynamic depend on it.
+      config: options of the stretch; the default is no stretch.
     """
     c = config
+    is_longer = length > c.rope_original_positions
     exponents = jnp.arange(0, dims, 2, dtype=jnp.float32) / dims
-    if (
-        c.rope_scaling == "dynamic"
-        and c.stretches
-        and length > c.rope_original_positions
-    ):
-        theta *= (
-            c.rope_factor * length / c.rope_original_positions - (c.rope_factor - 1)
-        ) ** (dims / (dims - 2))
+    if c.rope_scaling == "dynamic" and c.stretches and is_longer:
+        stretch = c.rope_factor * length / c.rope_original_positions
+        theta *= (stretch - (c.rope_factor - 1)) ** (dims / (dims - 2))
     frequencies = theta**-exponents
     if not c.stretches or c.rope_scaling == "dynamic":
         return Rotary(frequencies)
     if c.rope_scaling == "linear":
         return Rotary(frequencies / c.rope_factor)
     if c.rope_scaling == "longrope":
-        factors = (
-            c.rope_long_factor
-            if length > c.rope_original_positions
-            else c.rope_short_factor
-        )
-        return Rotary(
-            frequencies / jnp.asarray(factors, jnp.float32), _attention_factor(c)
-        )
+        factors = c.rope_long_factor if is_longer else c.rope_short_factor
+        stretched = frequencies / jnp.asarray(factors, jnp.float32)
+        return Rotary(stretched, _attention_factor(c))
     if c.rope_scaling == "yarn":
         return Rotary(_yarn(frequencies, dims, theta, c), _attention_factor(c))
     turns = c.rope_original_positions * frequencies / (2 * math.pi)
-    smooth = jnp.clip(
+    kept = jnp.clip(
         (turns - c.rope_low_factor) / (c.rope_high_factor - c.rope_low_factor), 0, 1
     )
-    return Rotary(frequencies * (smooth + (1 - smooth) / c.rope_factor))
+    return Rotary(frequencies * (kept + (1 - kept) / c.rope_factor))
 
 
 def _yarn(
     frequencies: jax.Array, dims: int, theta: float, c: RotaryConfig
 ) -> jax.Array:
-    """Returns frequencies stretched by parts (YaRN, arXiv:2309.00071, section 3.2).
+    """Stretches frequencies by parts (YaRN, arXiv:2309.00071, section 3.2).
 
-    Those that turn more than beta_fast times within original_positions stay, those that
-    turn less than beta_slow times are divided by factor; between them is a ramp, linear
-    in the dim's number (in the paper: in the turns), whose ends are rounded outwards
-    with `truncate`.
+    Frequencies of more than beta_fast turns within original_positions stay as they are.
+    Those of fewer than beta_slow turns are divided by factor. Between them is a ramp,
+    linear in the dim's number (in the paper: in the turns). With `truncate` the ends of
+    the ramp are rounded outwards.
     """
 
-    def dim_of(turns: float) -> float:
-        return (
-            dims
-            * math.log(c.rope_original_positions / (turns * 2 * math.pi))
-            / (2 * math.log(theta))
-        )
+    def dim_with(turns: float) -> float:
+        """Computes the dim, a fraction, that makes this number of turns."""
+        wavelength = c.rope_original_positions / (turns * 2 * math.pi)
+        return dims * math.log(wavelength) / (2 * math.log(theta))
 
-    low = dim_of(c.rope_beta_fast)
-    high = dim_of(c.rope_beta_slow)
+    low = dim_with(c.rope_beta_fast)
+    high = dim_with(c.rope_beta_slow)
     if c.rope_truncate:
         low = math.floor(low)
         high = math.ceil(high)
@@ -233,9 +239,11 @@ def _yarn(
 
 
 def _attention_factor(c: RotaryConfig) -> float:
-    """Returns the scale of cos and sin, where none is set that of the papers."""
-    if c.rope_attention_factor or c.rope_factor <= 1:
-        return c.rope_attention_factor or 1.0
+    """Computes the scale of cos and sin; by default that of the papers."""
+    if c.rope_attention_factor:
+        return c.rope_attention_factor
+    if c.rope_factor <= 1:
+        return 1.0
     if c.rope_scaling == "yarn":
         return 0.1 * math.log(c.rope_factor) + 1
     return math.sqrt(1 + math.log(c.rope_factor) / math.log(c.rope_original_positions))

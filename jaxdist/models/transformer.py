@@ -1,9 +1,9 @@
-"""One decoder-only transformer whose values give GPT-2, Llama, Mistral, Qwen, Gemma,
-Phi and OLMo.
+"""The decoder-only transformer.
 
-It is an embedding, blocks of mixers and channels (see `parts`), and a head; no kind of
-part is known here. Single-device code: dims have logical names, no mesh axis is
-mentioned. Letters: see `layers`.
+Its options cover GPT-2, Llama, Mistral, Qwen, Gemma, Phi and OLMo. It has an embedding,
+blocks of a mixer and a channel (see `parts`), and a head. This file names no kind of
+part. It is single-device code: dims have logical names, and no mesh axis is mentioned.
+Letters: see `layers`.
 """
 
 from collections import Counter
@@ -76,40 +76,47 @@ class Transformer(nnx.Module):
             )
 
     def loss(self, batch: Batch, key: jax.Array | None) -> Loss:
-        """Returns the next-token loss; key None means no dropout."""
+        """Computes the next-token loss; key None means no dropout."""
         return staged_loss(self, batch, key)
 
     def update(self, stats: Mapping[str, jax.Array]) -> None:
-        """Changes the state of the parts that have stats, once a step."""
+        """Updates the state of the parts that have stats. It is called once a step."""
         blocks = layers_of(self.blocks)
-        before: Counter[str] = Counter()  # layers of a group that have a stat
-        for part in [part for block in blocks for part in block.parts]:
-            values = {name: stats[name] for name in part.stat_names}
-            if len(blocks) > 1:  # [groups, layers with the stat, ...]
-                values = {name: x[:, before[name]] for name, x in values.items()}
-            before.update(part.stat_names)
-            if values:
-                part.update(values)
+        layers_seen: Counter[str] = Counter()  # of a group, by the stat that they have
+        for block in blocks:
+            for part in block.parts:
+                values = {name: stats[name] for name in part.stat_names}
+                if len(blocks) > 1:  # [groups, layers with the stat, ...]
+                    values = {
+                        name: x[:, layers_seen[name]] for name, x in values.items()
+                    }
+                layers_seen.update(part.stat_names)
+                if values:
+                    part.update(values)
 
     @staticmethod
     def stats_metrics(stats: Mapping[str, jax.Array]) -> dict[str, Any]:
-        """Computes what a row of metrics says of a step's stats."""
+        """Computes the metrics of a step from its stats."""
         for part in all_parts():
             stats = part.stats_metrics(stats)
         return dict(stats)
 
     def prepare(self, batch: Batch) -> dict[str, jax.Array]:
-        """Computes what the parts of all blocks read (rotary tables)."""
-        return self._prepared(batch, batch["positions"].shape[1])
+        """Computes the fields that the parts of all blocks read (rotary tables)."""
+        return self._prepare(batch, batch["positions"].shape[1])
 
-    def _prepared(self, batch: Batch, length: int) -> dict[str, jax.Array]:
+    def _prepare(self, batch: Batch, length: int) -> dict[str, jax.Array]:
         fields: dict[str, jax.Array] = {}
         for part in self.config.parts:
             fields |= part.prepare(self.config, batch, length)
         return fields
 
     def embed(self, batch: Batch) -> jax.Array:
-        """Returns [B, S, D] in the compute dtype."""
+        """Embeds tokens, and learned positions if the model has them.
+
+        Returns:
+          [B, S, D] in the compute dtype.
+        """
         x = embed(self.embedding, batch["tokens"])
         if self.config.embedding_scale != 1:
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
@@ -118,9 +125,9 @@ class Transformer(nnx.Module):
         return layers.residual(x)
 
     def head(self, x_BSD: jax.Array, batch: Batch) -> Loss:
-        """Returns the loss from the last block's output."""
+        """Computes the next-token loss from the last block's output."""
         z_loss = self.config.z_loss
-        total, z = cross_entropy(
+        total, z_sum = cross_entropy(
             shard(self.final_norm(x_BSD), "batch", "sequence", None),
             self._head_kernel,
             batch["targets"],
@@ -128,15 +135,16 @@ class Transformer(nnx.Module):
             z_loss=z_loss,
             **self._head_options,
         )
-        return Loss(total, batch["weights"].sum(), {"z_loss": z} if z_loss else {})
+        aux = {"z_loss": z_sum} if z_loss else {}
+        return Loss(total, batch["weights"].sum(), aux)
 
     @property
-    def _head_kernel(self) -> nnx.Param:
+    def _head_kernel(self) -> nnx.Param[jax.Array]:
         return self.embedding if self.config.tie_embeddings else self.output
 
     @property
     def _head_options(self) -> dict[str, Any]:
-        """What `ops.cross_entropy` does with the head."""
+        """The head's options for the functions of `ops.cross_entropy`."""
         c = self.config
         return {
             "tied": c.tie_embeddings,
@@ -145,11 +153,11 @@ class Transformer(nnx.Module):
         }
 
     def token_terms(self, x_BSD: jax.Array, batch: Batch) -> dict[str, jax.Array]:
-        """Returns values of each target from the last block's output, [B, S] float32.
+        """Computes terms of each target from the last block's output.
 
         Returns:
-          log_probability: of the target. log_normalizer: log of the sum of exponentials
-          of all logits.
+          Arrays [B, S] in float32. `log_probability` is the target's log-probability.
+          `log_normalizer` is the log of the sum of exponentials of all logits.
         """
         log_probability, log_normalizer = target_scores(
             shard(self.final_norm(x_BSD), "batch", "sequence", None),
@@ -160,14 +168,12 @@ class Transformer(nnx.Module):
         return {"log_probability": log_probability, "log_normalizer": log_normalizer}
 
     def head_only(self) -> list[str]:
-        """Lists the options in force that `head` reads and `token_terms` does not."""
+        """Lists the options in use that `head` reads and `token_terms` ignores."""
         z_loss = self.config.z_loss
         return [f"model.z_loss={z_loss}"] if z_loss else []
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
-        """Returns float32 logits [B, S, V] from the last block's output (for
-        generation).
-        """
+        """Computes float32 logits [B, S, V] from the last block's output."""
         c = self.config
         x = self.final_norm(x_BSD)
         kernel = self.embedding[...].T if c.tie_embeddings else self.output[...]
@@ -177,22 +183,25 @@ class Transformer(nnx.Module):
         return shard(soft_capped(logits, c.logit_softcap), "batch", "sequence", "vocab")
 
     def forward(self, batch: Batch) -> jax.Array:
-        """Returns float32 logits [B, S, V] of a whole batch."""
+        """Computes float32 logits [B, S, V] of a whole batch."""
         x = embedded(self, batch, None)
-        first = layers_before(self)
-        return self.logits(
-            run_blocks(self.blocks, x, None, shared_fields(self, batch), first=first).x
-        )
+        fields = shared_fields(self, batch)
+        output = run_blocks(self.blocks, x, None, fields, first=layers_before(self))
+        return self.logits(output.x)
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens that a sequence may have; None: no limit."""
+        """The largest number of tokens in a sequence; None means no limit."""
         return self.config.max_length
 
     def init_cache(self, batch_size: int, length: int) -> Cache:
-        """Makes an empty cache for `length` tokens of each of `batch_size` sequences.
+        """Creates an empty cache for decoding.
 
-        Devices of `context` share its slots out if their number divides the length.
+        The devices of `context` split its slots if their number divides the length.
+
+        Args:
+          batch_size: number of sequences.
+          length: slots of each sequence, one per token.
         """
         dtype = execution.current().compute_dtype(self.embedding[...].dtype)
         stacks = {}
@@ -206,11 +215,15 @@ class Transformer(nnx.Module):
         return Cache(stacks, lengths, cached.init_places(length))
 
     def prefill(self, tokens_BP: jax.Array, cache: Cache) -> Cache:
-        """Writes whole prompts to an empty cache: `decode` of them, computed as in
-        training.
+        """Writes whole prompts to an empty cache.
 
-        No logits of a prompt's tokens to all others are in memory, and where devices
-        share out the cache, each has its own part of a prompt.
+        The cache is the same as after `decode` of the prompts, but attention is computed
+        as in training: the attention scores between all tokens of a prompt are never in
+        memory. If devices split the cache, they split the prompts, too.
+
+        Args:
+          tokens_BP: prompts of equal length P.
+          cache: an empty cache, see `init_cache`.
         """
         P = tokens_BP.shape[1]
         slots = len(cache.places)
@@ -227,8 +240,10 @@ class Transformer(nnx.Module):
         return cache._replace(length=cache.length + P)
 
     def decode(self, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Computes float32 logits [B, T, V] of T new tokens a row, and writes these to
-        the cache.
+        """Decodes T new tokens of each sequence and writes them to the cache.
+
+        Returns:
+          Float32 logits [B, T, V], and the cache with the new tokens.
         """
         steps = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
         batch = {
@@ -239,22 +254,27 @@ class Transformer(nnx.Module):
         return self.logits(x), cache._replace(length=cache.length + tokens_BT.shape[1])
 
     def _stacks(self) -> dict[str, tuple[Any, int]]:
-        """Lists the stacks of blocks in order: name -> blocks, number of the first
-        layer.
+        """Lists the stacks of blocks in order, by name.
+
+        Returns:
+          {name: (blocks, number of the first layer)}.
         """
-        behind = {"blocks": (self.blocks, layers_before(self))}
-        if not layers_before(self):
-            return behind
-        return {"first_blocks": (self.first_blocks, 0)} | behind
+        first = layers_before(self)
+        stacks: dict[str, tuple[Any, int]] = {}
+        if first:
+            stacks["first_blocks"] = (self.first_blocks, 0)
+        stacks["blocks"] = (self.blocks, first)
+        return stacks
 
     def _with_cache(
         self, step: Literal["prefill", "decode"], batch: Batch, cache: Cache
     ) -> tuple[jax.Array, Cache]:
-        """Computes the blocks' output for a batch, and writes it to the cache."""
+        """Applies all blocks to a batch and writes its tokens to the cache."""
         slots = len(cache.places)
         places = cache.places if cached.are_shared_out(slots) else None
-        # Keys in the cache are turned by the same for all its tokens.
-        fields = {**batch, **self._prepared(batch, slots)}
+        # Rotary tables depend on the length of the whole cache, not on that of a batch:
+        # all keys in the cache are rotated by one table.
+        fields = {**batch, **self._prepare(batch, slots)}
         x = self.embed(batch)
         stacks = {}
         for name, (blocks, first) in self._stacks().items():
@@ -280,46 +300,58 @@ def _run_with_cache(
     places: jax.Array | None,
     first: int,
 ) -> tuple[jax.Array, list[Any]]:
-    """Applies a stack of blocks in a decoder's step.
+    """Applies a stack of blocks in prefill or decode.
 
     Args:
-      arrays: the caches of the layers of a block, [L, B, ...] each.
+      step: the method of the mixers.
+      blocks: the stack.
+      x: its input, [B, T, D].
+      arrays: the cache of each layer of a block, [L, B, ...].
+      fields: fields of the batch and those that the parts prepared.
       places: see `LayerCache`.
       first: number of the stack's first layer.
+
+    Returns:
+      The stack's output [B, T, D], and the arrays with the new tokens.
     """
     graph, state = nnx.split(blocks)
     depth = jax.tree.leaves(state)[0].shape[0]
 
-    def one_block(carry, layer, item, kind):
+    def apply_block(
+        carry: tuple[jax.Array, list[Any]], number: jax.Array, item: Any, kind: str
+    ) -> tuple[tuple[jax.Array, list[Any]], None]:
         x, arrays = carry
-        parameters, number = item
+        parameters, index = item
         block = nnx.merge(graph, parameters)
-        infos = infos_of(block, BlockInfo(None, layer, fields, kind))
-        written = []
-        for part, own, info in zip(layers_of(block), arrays, infos, strict=True):
-            cache = LayerCache(own, number, places)
-            x, cache = part.with_cache(step, x, cache, info)
-            written.append(cache.arrays)
-        return (x, written), None
+        infos = infos_of(block, BlockInfo(None, number, fields, kind))
+        new_arrays = []
+        for layer, array, info in zip(layers_of(block), arrays, infos, strict=True):
+            cache = LayerCache(array, index, places)
+            x, cache = layer.with_cache(step, x, cache, info)
+            new_arrays.append(cache.arrays)
+        return (x, new_arrays), None
 
-    carry, _ = scan_layers(
-        one_block,
+    (x, arrays), _ = scan_layers(
+        apply_block,
         (x, arrays),
         (state, jnp.arange(depth)),
         pattern_of(blocks),
         first=first,
         stride=len(layers_of(blocks)),
     )
-    return carry
+    return x, arrays
 
 
 def _blocks(
     config: TransformerConfig, numbers: range, *, group: int, rngs: nnx.Rngs
 ) -> nnx.Module:
-    """Makes the stack of consecutive layers.
+    """Builds a stack of consecutive layers.
 
     Args:
-      group: layers that repeat as one block if their parts differ.
+      config: options of the model.
+      numbers: of the layers.
+      group: number of layers that repeat as one `LayerGroup` if their parts differ.
+      rngs: random streams for the parameters.
     """
     c = config
     period = len(c.layer_pattern)

@@ -1,8 +1,7 @@
-"""The options of the one transformer: which model it is, and what is wrong with a
-choice.
+"""Options of the transformer, and the checks of their values.
 
-The options of mixers and channels stand with these, see `parts`; here is what concerns
-the whole model: its embedding and head, and which layer is of which kind.
+The options of mixers and channels are defined next to these parts, see `parts`. This
+file has the options of the whole model: embedding, head, and the kind of each layer.
 """
 
 import math
@@ -29,7 +28,7 @@ from jaxdist.ops.costs import Cost, model_flops
 from jaxdist.ops.cross_entropy import cross_entropy_cost
 from jaxdist.telemetry.flops import Convention
 
-_SMALL_CHUNK = 256  # tokens of the loss: fewer make its products slow
+_SMALL_CHUNK = 256  # tokens of the loss: smaller chunks make its matmuls slow
 
 
 def all_parts() -> list[type[Part]]:
@@ -39,15 +38,15 @@ def all_parts() -> list[type[Part]]:
 
 @dataclass(frozen=True)
 class TransformerConfig(ExpertsConfig, AttentionConfig):
-    """Sizes and variants; the defaults are Llama's."""
+    """Sizes and variants of the transformer; the defaults are Llama's."""
 
     vocab_size: PositiveInt = 256  # tokens
-    # mixers, repeated over the depth, e.g. local,global (Gemma 2)
+    # kinds of mixers, repeated over the depth, e.g. local,global (Gemma 2)
     layer_pattern: Annotated[tuple[MixerKind, ...], Len(1)] = ("global",)
-    # channels, repeated over the layers behind the first dense ones, e.g. dense,sparse
-    # (Qwen's decoder_sparse_step 2)
+    # kinds of channels, repeated over the layers after the first dense ones, e.g.
+    # dense,sparse (Qwen's decoder_sparse_step 2)
     feed_forward_pattern: Annotated[tuple[ChannelKind, ...], Len(1)] = ("sparse",)
-    # of the embeddings, rounded to their dtype (Gemma: sqrt d_model)
+    # factor of the embeddings, rounded to their dtype (Gemma: sqrt d_model)
     embedding_scale: PositiveFloat = 1.0
     tie_embeddings: bool = False  # the head is the embedding table
     # weight of log(Z)^2, e.g. 1e-4
@@ -58,7 +57,7 @@ class TransformerConfig(ExpertsConfig, AttentionConfig):
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens that a sequence may have; None: no limit."""
+        """The largest number of tokens in a sequence; None means no limit."""
         return self.max_positions if self.positions == "learned" else None
 
     # --- which layer is of which kind ---
@@ -68,11 +67,11 @@ class TransformerConfig(ExpertsConfig, AttentionConfig):
         return self.layer_pattern[layer % len(self.layer_pattern)]
 
     def channel_kind(self, layer: int) -> str:
-        """Looks up the kind of a layer's channel; without experts all are dense."""
-        behind = layer - self.first_dense_layers
-        if behind < 0 or not self.num_experts:
+        """Looks up the kind of a layer's channel; without experts it is dense."""
+        number = layer - self.first_dense_layers
+        if number < 0 or not self.num_experts:
             return "dense"
-        return self.feed_forward_pattern[behind % len(self.feed_forward_pattern)]
+        return self.feed_forward_pattern[number % len(self.feed_forward_pattern)]
 
     @property
     def parts(self) -> list[type[Part]]:
@@ -84,8 +83,8 @@ class TransformerConfig(ExpertsConfig, AttentionConfig):
 
     @property
     def group_layers(self) -> int:
-        """How many layers repeat as one block: 1 unless their parts differ."""
-        # other words are faults of their own
+        """The number of layers in a repeated block; 1 unless their parts differ."""
+        # unknown kinds are reported elsewhere
         unequal_mixers = len({MIXERS.get(kind) for kind in self.layer_pattern}) > 1
         if not unequal_mixers and not self._has_unequal_channels:
             return 1
@@ -96,8 +95,10 @@ class TransformerConfig(ExpertsConfig, AttentionConfig):
         return self.num_experts > 0 and len(set(self.feed_forward_pattern)) > 1
 
     def layers_on(self, places: int) -> int:
-        """Computes the number of layers with which each place of a pipeline has one of
-        every kind.
+        """Computes the smallest depth that gives each place of a pipeline all kinds.
+
+        Args:
+          places: stages times chunks of the pipeline.
         """
         period = math.lcm(self.group_layers, len(self.layer_pattern))
         return self.first_dense_layers + places * period
@@ -106,52 +107,57 @@ class TransformerConfig(ExpertsConfig, AttentionConfig):
 
     @property
     def tensor_parallel_dims(self) -> tuple[str, ...]:
-        """The sizes that the mesh axis tensor must divide."""
+        """The names of the sizes that the mesh axis `tensor` must divide."""
         names = [
             name for part in self.parts for name in part.tensor_parallel_dims(self)
         ]
         return tuple(dict.fromkeys([*names, "vocab_size"]))
 
     def costs(self, sequence_length: int) -> list[Cost]:
-        """Lists what the model's parts need, for sequences of so many tokens."""
+        """Lists the costs of the model's parts, for sequences of this many tokens."""
         first = range(self.first_dense_layers)
-        behind = range(self.first_dense_layers, self.num_layers)
-        found = []
+        others = range(self.first_dense_layers, self.num_layers)
+        costs = []
         for part in self.parts:
-            for layers, in_blocks in ((first, False), (behind, True)):
+            for layers, in_blocks in ((first, False), (others, True)):
                 kinds = [kind for layer in layers for kind in self._kinds(layer, part)]
-                if kinds:
-                    costs = part.costs(self, kinds, sequence_length)
-                    found += [replace(cost, in_blocks=in_blocks) for cost in costs]
-        return [*found, self._head_cost()]
+                if not kinds:
+                    continue
+                for cost in part.costs(self, kinds, sequence_length):
+                    costs.append(replace(cost, in_blocks=in_blocks))
+        return [*costs, self._head_cost()]
 
     def _kinds(self, layer: int, part: type[Part]) -> list[str]:
-        """Lists the kind by which a layer has a part; [] if it lacks it."""
+        """Lists the kind of the layer that stands for this part; [] if it lacks it."""
         mixer = self.mixer_kind(layer)
         channel = self.channel_kind(layer)
-        named = [(mixer, MIXERS[mixer]), (channel, CHANNELS[channel])]
-        return [kind for kind, found in named if found is part]
+        parts = [(mixer, MIXERS[mixer]), (channel, CHANNELS[channel])]
+        return [kind for kind, candidate in parts if candidate is part]
 
     def _head_cost(self) -> Cost:
         edits: tuple[tuple[str, str], ...] = ()
         if self.loss_chunk == 0 or self.loss_chunk > _SMALL_CHUNK:
             override = f"model.loss_chunk={_SMALL_CHUNK}"
-            edits = ((override, "same losses; smaller products in the loss"),)
+            edits = ((override, "same losses; smaller matmuls in the loss"),)
         return cross_entropy_cost(self.d_model, self.vocab_size, self.loss_chunk, edits)
 
     def flops_per_token(self, sequence_length: int, convention: Convention) -> float:
         """Computes model FLOPs per token, forward and backward.
 
-        Of experts those count that a token goes to.
+        Only the experts that a token is routed to count.
+
+        Args:
+          sequence_length: in tokens.
+          convention: "causal" or "full" attention.
         """
         return model_flops(self.costs(sequence_length), convention)
 
     def choices(self) -> list[str]:
-        """Lists what the parts choose on the mesh in force, and why."""
+        """Lists the choices that parts make on the active mesh, with reasons."""
         return [line for part in self.parts for line in part.choices(self)]
 
     def tiny(self, sequence_length: int) -> dict[str, Any]:
-        """Lists the options that change in a tiny variant with every choice kept."""
+        """Lists the options that differ in a tiny variant, which keeps every choice."""
         values: dict[str, Any] = {"d_model": 64, "vocab_size": 128}
         if self.max_positions:
             values["max_positions"] = sequence_length
@@ -166,7 +172,7 @@ class TransformerConfig(ExpertsConfig, AttentionConfig):
         return values
 
     def faults(self) -> Iterator[str]:
-        """Yields which options do not go together, each with its cure."""
+        """Yields a message for each conflict of options, with its fix."""
         if self.positions == "learned" and self.max_positions < 1:
             yield "model.max_positions: learned positions need the longest sequence, >= 1"
         for part in all_parts():
@@ -175,10 +181,10 @@ class TransformerConfig(ExpertsConfig, AttentionConfig):
 
     def _group_faults(self) -> Iterator[str]:
         first = self.first_dense_layers
-        behind_first = self.num_layers - first
+        in_groups = self.num_layers - first
         group = self.group_layers
-        rest = behind_first % group
-        if behind_first < 1 or not rest:
+        remainder = in_groups % group
+        if in_groups < 1 or not remainder:
             return
         names = []
         if self._has_unequal_channels:
@@ -188,10 +194,10 @@ class TransformerConfig(ExpertsConfig, AttentionConfig):
         else:
             names.append(f"layer_pattern={','.join(self.layer_pattern)}")
         pattern = " with ".join(f"model.{name}" for name in names)
-        which = f"{behind_first} layers"
+        which = f"{in_groups} layers"
         if first:
-            which += f" behind model.first_dense_layers={first}"
+            which += f" after model.first_dense_layers={first}"
         yield (
             f"{pattern} repeats every {group} layers, which do not divide the {which}; "
-            f"set model.num_layers={self.num_layers - rest + group}"
+            f"set model.num_layers={self.num_layers - remainder + group}"
         )

@@ -1,5 +1,4 @@
-"""The vision transformer (ViT, arXiv:2010.11929) for classification, staged like all
-our models.
+"""The vision transformer (ViT, arXiv:2010.11929) for classification, a staged model.
 
 Letters: B batch, P patches (and the class token, if there is one), D model, F
 feed-forward, H heads, N head size, C classes.
@@ -34,22 +33,23 @@ class VisionConfig:
     """Sizes and variants; the defaults suit 8x8 digits."""
 
     image_size: PositiveInt = 8  # pixels of a side; images are square
-    channels: PositiveInt = 1  # of a pixel
+    channels: PositiveInt = 1  # channels of a pixel
     patch_size: PositiveInt = 2  # pixels of a patch's side, divides image_size
     num_classes: PositiveInt = 10  # labels are 0 .. num_classes - 1
     num_layers: PositiveInt = 4  # blocks
     d_model: PositiveInt = 64  # width of the residual stream
     d_ff: PositiveInt = 128  # width inside the feed-forward part
     num_heads: PositiveInt = 8  # attention heads, divides d_model
-    # classified: the patches' mean, or a token of its own
+    # input of the classifier: the mean of the patches, or a class token
     pooling: Literal["mean", "token"] = "mean"
-    dropout: Share = 0.0  # dropped of what attention and feed-forward add
-    # of the target, which all classes get (arXiv:1512.00567)
+    # share of the outputs of attention and feed-forward that is dropped
+    dropout: Share = 0.0
+    # share of the target that is spread over all classes (arXiv:1512.00567)
     label_smoothing: Share = 0.0
     norm_eps: float = 1e-6  # added to the variance
 
     def faults(self) -> list[str]:
-        """Lists sizes that do not divide each other."""
+        """Lists a message for each pair of sizes that do not divide."""
         sizes = vars(self)
         return [
             f"model.{part}={sizes[part]} does not divide model.{whole}={sizes[whole]}"
@@ -59,8 +59,9 @@ class VisionConfig:
 
 
 class EncoderBlock(nnx.Module):
-    """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)); every patch
-    sees all.
+    """A pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Every patch attends to all patches.
     """
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs) -> None:
@@ -84,18 +85,15 @@ class EncoderBlock(nnx.Module):
         self.down = layers.normal(rngs, (F, D), F**-0.5, ("d_ff", "d_model"))
         self.down_bias = layers.normal(rngs, (D,), 0, ("d_model",))
 
-    def __call__(self, x_BPD: jax.Array, context: BlockInfo) -> tuple[jax.Array, dict]:
-        q, k, v = layers.project_heads(
-            self, self._entering(self.attention_norm, x_BPD), "heads"
-        )
+    def __call__(self, x_BPD: jax.Array, info: BlockInfo) -> jax.Array:
+        """Computes the block's output, [B, P, D]."""
+        normed = shard(self.attention_norm(x_BPD), "batch", "sequence", None)
+        q, k, v = layers.project_heads(self, normed, "heads")
         mixed = layers.merge_heads(self, attention(q, k, v, causal=False))
-        x = x_BPD + layers.dropout(mixed, self.dropout, context, 1)
-        y = layers.feed_forward(self, self._entering(self.mlp_norm, x), "gelu_exact")
-        return layers.residual(x + layers.dropout(y, self.dropout, context, 2)), {}
-
-    @staticmethod
-    def _entering(norm: layers.Norm, x_BPD: jax.Array) -> jax.Array:
-        return shard(norm(x_BPD), "batch", "sequence", None)
+        x = x_BPD + layers.dropout(mixed, self.dropout, info, 1)
+        normed = shard(self.mlp_norm(x), "batch", "sequence", None)
+        y = layers.feed_forward(self, normed, "gelu_exact")
+        return layers.residual(x + layers.dropout(y, self.dropout, info, 2))
 
 
 class VisionTransformer(nnx.Module):
@@ -128,21 +126,23 @@ class VisionTransformer(nnx.Module):
         self.output_bias = layers.normal(rngs, (c.num_classes,), 0, (None,))
 
     def loss(self, batch: Batch, key: jax.Array | None) -> Loss:
-        """Returns the cross-entropy over the samples; key None means no dropout."""
+        """Computes the cross-entropy over the samples; key None means no dropout."""
         return staged_loss(self, batch, key)
 
     def embed(self, batch: Batch) -> jax.Array:
-        """Returns the patches [B, P, D] in the compute dtype, row by row."""
+        """Embeds the patches of each image, row by row.
+
+        Returns:
+          [B, P, D] in the compute dtype.
+        """
         c = self.config
         image = batch["image"]
         side = c.image_size // c.patch_size
         p = c.patch_size
         patches = image.reshape(len(image), side, p, side, p, c.channels).swapaxes(2, 3)
         patches = patches.reshape(len(image), side * side, -1)
-        (x,) = project(
-            patches.astype(execution.current().compute_dtype(self.patch[...].dtype)),
-            self.patch,
-        )
+        dtype = execution.current().compute_dtype(self.patch[...].dtype)
+        (x,) = project(patches.astype(dtype), self.patch)
         x = layers.biased(x, self.patch_bias)
         if c.pooling == "token":
             token = layers.expand_leading(self.class_token[...], x)
@@ -151,20 +151,18 @@ class VisionTransformer(nnx.Module):
         return layers.residual(layers.biased(x, self.position_embedding))
 
     def logits(self, x_BPD: jax.Array) -> jax.Array:
-        """Returns float32 logits [B, C] from the last block's output."""
+        """Computes float32 logits [B, C] from the last block's output."""
         x = self.final_norm(x_BPD)
-        pooled = (
-            x[:, 0]
-            if self.config.pooling == "token"
-            else x.astype(jnp.float32).mean(1).astype(x.dtype)
-        )
+        if self.config.pooling == "token":
+            pooled = x[:, 0]
+        else:
+            pooled = x.astype(jnp.float32).mean(1).astype(x.dtype)
         (logits,) = project(shard(pooled, "batch", None), self.output)
-        return logits.astype(jnp.float32) + layers.expand_leading(
-            self.output_bias[...], logits
-        )
+        wide = logits.astype(jnp.float32)
+        return wide + layers.expand_leading(self.output_bias[...], logits)
 
     def head(self, x_BPD: jax.Array, batch: Batch) -> Loss:
-        """Returns the loss from the last block's output."""
+        """Computes the loss from the last block's output."""
         c = self.config
         log_p = jax.nn.log_softmax(self.logits(x_BPD))
         target = jax.nn.one_hot(batch["label"], c.num_classes)
@@ -172,8 +170,7 @@ class VisionTransformer(nnx.Module):
         return Loss(-(target * log_p).sum(), jnp.float32(len(log_p)))
 
     def forward(self, batch: Batch) -> jax.Array:
-        """Returns float32 logits [B, C] of a whole batch."""
-        x = run_blocks(
-            self.blocks, self.embed(batch), None, shared_fields(self, batch)
-        ).x
-        return self.logits(x)
+        """Computes float32 logits [B, C] of a whole batch."""
+        fields = shared_fields(self, batch)
+        output = run_blocks(self.blocks, self.embed(batch), None, fields)
+        return self.logits(output.x)

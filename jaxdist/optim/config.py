@@ -1,4 +1,4 @@
-"""The options of optimizers and schedules, and their ranges."""
+"""Options of optimizers and learning-rate schedules, with their ranges."""
 
 import re
 from collections.abc import Iterator
@@ -15,61 +15,61 @@ from jaxdist.config.annotations import (
     Share,
 )
 
-# given: to jaxdist.fit
+# given: an optimizer that was passed to jaxdist.fit
 OptimizerName = Literal["adamw", "lion", "adafactor", "sgd", "muon", "given"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt"]
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How parameters are updated. Steps are optimizer updates, batch sizes are
-    sequences.
-    """
+    """Options of the optimizer; steps are updates, and batch sizes are sequences."""
 
     name: OptimizerName = "adamw"  # adamw, lion, adafactor, sgd or muon
     learning_rate: PositiveFloat = 3e-4  # peak, before batch scaling
-    schedule: ScheduleName = "cosine"  # of the learning rate, after the warm-up
+    schedule: ScheduleName = "cosine"  # shape of the learning rate after the warm-up
     # steps of linear warm-up, the last one at the peak; none = a tenth of train.steps,
     # at most 100
     warmup_steps: NonNegativeInt | None = None
     # step at which the decay ends; none = train.steps
     decay_steps: PositiveInt | None = None
-    # wsd: last share of decay_steps, linear decay
+    # wsd: final share of decay_steps in which the rate decays linearly
     decay_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.2
-    # fraction of the peak where the decay ends
+    # final learning rate, as a fraction of the peak
     final_learning_rate: Annotated[float, Interval(ge=0, le=1)] = 0.0
-    # peak * (global_size / reference_batch)^(0, 1/2, 1)
+    # factor of the peak: (global_size / reference_batch)^(0, 1/2, 1)
     learning_rate_scaling: Literal["none", "sqrt", "linear"] = "none"
-    reference_batch: PositiveInt = 256  # sequences for which learning_rate was tuned
-    b1: Share = 0.9  # adamw, lion, muon's Adam: first-moment decay
-    b2: Share = 0.95  # adamw, lion (0.99 in its paper), muon's Adam: second decay
+    # sequences per step that learning_rate was tuned for
+    reference_batch: PositiveInt = 256
+    b1: Share = 0.9  # adamw, lion, muon's Adam: decay of the first moment
+    # adamw, lion (0.99 in its paper), muon's Adam: decay of the second moment
+    b2: Share = 0.95
     eps: PositiveFloat = 1e-8  # adamw, muon: added to the denominator
     momentum: Share = 0.95  # sgd, muon: Nesterov momentum
-    # first moment; all other state is float32
+    # dtype of the first moment; all other state is float32
     momentum_dtype: Literal["float32", "bfloat16"] = "float32"
-    # decoupled, per unit of learning rate, matrices only
+    # decoupled weight decay of matrices, per unit of learning rate
     weight_decay: NonNegativeFloat = 0.1
-    # weight decay also on embedding tables (the head: always)
+    # whether embedding tables have weight decay, too; the head always has
     decay_embeddings: bool = True
-    # muon: Adam's learning rate as a multiple
+    # muon: Adam's learning rate, as a multiple of learning_rate
     other_learning_rate_ratio: PositiveFloat = 0.3
-    # muon: 0 = sqrt(max(1, out/in)); 0.2 = AdamW-like RMS
+    # muon: RMS of an update's elements, e.g. 0.2 as in AdamW; 0 = scaled by
+    # sqrt(max(1, out/in))
     muon_update_rms: NonNegativeFloat = 0.0
-    # largest global gradient norm (in the train step); 0 = off
+    # global norm that gradients are clipped to, in the train step; 0 = no clipping
     clip_norm: NonNegativeFloat = 1.0
     # regexes of parameters that are not trained, e.g. "^embedding"
     frozen: tuple[str, ...] = ()
-    # (regex, rate multiple, weight decay or none = as it is); the first that matches
-    # wins
+    # (regex of parameters, multiple of the learning rate, weight decay; none = as
+    # weight_decay); the first match wins
     groups: tuple[tuple[str, NonNegativeFloat, NonNegativeFloat | None], ...] = ()
-    # consecutive non-finite steps skipped before the run stops
+    # consecutive non-finite steps that are skipped before the run stops
     nonfinite_limit: NonNegativeInt = 10
 
     def faults(self) -> Iterator[str]:
-        """Yields the patterns that cannot be read."""
-        patterns = [(p, "frozen") for p in self.frozen] + [
-            (g[0], "groups") for g in self.groups
-        ]
+        """Yields a message for each pattern that is no regular expression."""
+        patterns = [(pattern, "frozen") for pattern in self.frozen]
+        patterns += [(pattern, "groups") for pattern, *_ in self.groups]
         for pattern, field in patterns:
             try:
                 re.compile(pattern)
@@ -78,9 +78,12 @@ class OptimizerConfig:
 
 
 def warmup_faults(config: OptimizerConfig, train_steps: int) -> Iterator[str]:
-    """Yields what is wrong where the warm-up is longer than the decay or the run."""
-    end = train_steps if config.decay_steps is None else config.decay_steps
-    name = "train.steps" if config.decay_steps is None else "optimizer.decay_steps"
+    """Yields a message if the warm-up is longer than the decay or the run."""
+    end = train_steps
+    name = "train.steps"
+    if config.decay_steps is not None:
+        end = config.decay_steps
+        name = "optimizer.decay_steps"
     if config.warmup_steps is not None and config.warmup_steps > end:
         rule = f"must be <= {name} = {end}; lower it or raise {name}."
         yield f"optimizer.warmup_steps = {config.warmup_steps}: {rule}"

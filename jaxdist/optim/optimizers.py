@@ -1,16 +1,14 @@
-"""Optimizers and learning-rate schedules: optax's own parts, steered by what a
-parameter means.
+"""Optimizers: chains of optax's parts, which treat parameters by their roles.
 
-Every optimizer here is the same chain: a *direction* (one row of `_DIRECTIONS`),
-decoupled weight decay on the parameters that should decay, then the learning rate as
-the last, linear factor. So weight decay always acts as `learning_rate * weight_decay *
-parameter`, and an update is linear in the learning rate. Clipping, skipping of
-non-finite steps and averaging of parameters belong to the train step, which sees the
-whole gradient.
+Every optimizer here is the same chain: a *direction* (a row of `_DIRECTIONS`),
+decoupled weight decay for some parameters, and the learning rate as the last factor. So
+weight decay always acts as `learning_rate * weight_decay * parameter`, and an update is
+linear in the learning rate. Clipping, skipping of non-finite steps and averaging of
+parameters belong to the train step, which has the whole gradient.
 
-What a parameter means is read from its logical names (`role_of`), not from its rank:
-parameters of layers are stacks `[num_layers, ...]`, so a norm scale has rank 2 and a
-kernel rank 3 or 4. A stack is always treated as that many separate parameters.
+The role of a parameter follows from its logical names (`role_of`), not from its rank.
+Parameters of layers are stacks `[num_layers, ...]`, so a norm scale has rank 2 and a
+kernel rank 3 or 4. A stack always counts as that many separate parameters.
 """
 
 import functools
@@ -31,7 +29,7 @@ from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.roles import Role, decay_mask, roles
 from jaxdist.optim.schedules import Schedule
 
-# those whose updates look at each number by itself
+# optimizers that update each element independently of all others
 ELEMENTWISE = ("adamw", "lion", "sgd")
 
 
@@ -41,14 +39,16 @@ def build_optimizer(
     abstract_params: optax.Params,
     logical_names: optax.Params,
 ) -> optax.GradientTransformation:
-    """Returns the gradient transformation; `update` needs the parameters.
+    """Builds the gradient transformation; its `update` needs the parameters.
 
-    State and updates are float32 whatever the parameters are (except `momentum_dtype`):
-    a second moment in bfloat16 would stop moving, because 1 - b2 is below its
-    resolution. `optax.apply_updates` then rounds once, into the parameters' dtype.
+    State and updates are float32 for parameters of any dtype, except for
+    `momentum_dtype`. A second moment in bfloat16 would stop changing, because 1 - b2 is
+    below its resolution. `optax.apply_updates` then rounds once, to the parameters'
+    dtype.
 
     Args:
-      schedule: from `build_schedule`; called with the number of updates applied so far.
+      config: options of the optimizer.
+      schedule: from `build_schedule`; called with the number of updates so far.
       abstract_params: nested dict of arrays or ShapeDtypeStructs; only paths and shapes
         are read.
       logical_names: nested dict of tuples, the names of the trailing dims.
@@ -56,13 +56,13 @@ def build_optimizer(
     Raises:
       ConfigError: a value of `config` is out of range, or a group has no parameter.
     """
-    wrong = faults(config, "optimizer.")
+    config_faults = faults(config, "optimizer.")
     if config.name == "given":
-        wrong.append(
+        config_faults.append(
             "optimizer.name = given is written by jaxdist.fit; only there an optimizer is given."
         )
-    if wrong:
-        raise ConfigError(wrong)
+    if config_faults:
+        raise ConfigError(config_faults)
     param_roles = roles(abstract_params, logical_names)
     unmatched = group_faults(config, trees.flatten_names(param_roles))
     if unmatched:
@@ -73,8 +73,12 @@ def build_optimizer(
 def optimizer_of(
     config: OptimizerConfig, schedule: Schedule, param_roles: optax.Params
 ) -> optax.GradientTransformation:
-    """Returns the gradient transformation of parameters with these roles, perhaps some
-    of a model's.
+    """Builds the gradient transformation of parameters with these roles.
+
+    Args:
+      config: checked options, see `build_optimizer`.
+      schedule: of the learning rate.
+      param_roles: nested dict of roles, of all parameters of a model or of some.
     """
     parts = [_DIRECTIONS[config.name](config, param_roles)]
     mask = decay_mask(config, param_roles)
@@ -112,12 +116,11 @@ def _sgd(config: OptimizerConfig, _: optax.Params) -> optax.GradientTransformati
 def _adafactor(
     _: OptimizerConfig, param_roles: optax.Params
 ) -> optax.GradientTransformation:
-    """`optax.adafactor` without momentum, with the RMS of each layer instead of each
-    stack.
+    """Adafactor without momentum.
 
-    It differs in weight decay too: optax subtracts it unscaled by the learning rate.
-    Dims of at least 128 are factored, the two largest of a layer's or an expert's own
-    parameter.
+    Two things differ from `optax.adafactor`. The RMS is that of a layer, not of a stack,
+    and weight decay is scaled by the learning rate. The two largest dims of a layer's or
+    an expert's parameter are factored if they are at least 128.
     """
     return optax.chain(
         _factored(param_roles),
@@ -127,61 +130,79 @@ def _adafactor(
 
 
 def _factored(param_roles: optax.Params) -> optax.GradientTransformation:
-    """Returns `optax.scale_by_factored_rms` that takes no stack (of layers, of experts)
-    for a matrix's dim.
+    """Wraps `optax.scale_by_factored_rms` so that it never factors a stack dim.
 
-    optax takes the two largest dims of a leaf, whatever they are. Only leaves where one
-    of them is a stack's are seen part by part, so that all others keep the state that
-    they have.
+    optax factors the two largest dims of a leaf. If one of them is a stack dim (of
+    layers or experts), the transform is mapped over the stack. Other leaves are passed
+    whole, so that their state has the form that optax gives it.
     """
     transform = optax.scale_by_factored_rms()
     axes = optax.FactoredState(None, 0, 0, 0)
     flat_roles: list[Role] = jax.tree.leaves(param_roles)
     tree: Any = jax.tree.structure(param_roles)
 
-    def stacks(role: Role, leaf: jax.Array) -> int:
-        """Counts how many leading dims to map over."""
-        leading = leaf.ndim - role.dims
+    def mapped_dims(role: Role, leaf: jax.Array) -> int:
+        """Counts the leading dims of a leaf to map over."""
+        stack_dims = leaf.ndim - role.dims
         largest = np.argsort(leaf.shape)[-2:]
-        mistaken = (
-            len(largest) == 2
-            and leaf.shape[largest[0]] >= 128
-            and min(largest) < leading
-        )
-        return leading if mistaken else 0
+        if len(largest) < 2 or leaf.shape[largest[0]] < 128:
+            return 0  # optax does not factor this leaf
+        return stack_dims if min(largest) < stack_dims else 0
 
     def init_leaf(role: Role, param: jax.Array) -> optax.FactoredState:
-        function = transform.init
-        for _ in range(stacks(role, param)):
+        function: Callable[..., Any] = transform.init
+        for _ in range(mapped_dims(role, param)):
             function = jax.vmap(function, out_axes=axes)
-        return function(param)
+        state: optax.FactoredState = function(param)
+        return state
 
     def update_leaf(
-        count, role: Role, *values
+        count: jax.Array,
+        role: Role,
+        gradient: jax.Array,
+        row: jax.Array,
+        column: jax.Array,
+        whole: jax.Array,
+        param: jax.Array,
     ) -> tuple[jax.Array, optax.FactoredState]:
-        def function(grad, row, column, whole, param):
-            return transform.update(
-                grad, optax.FactoredState(count, row, column, whole), param
-            )
+        def update_part(
+            gradient: jax.Array,
+            row: jax.Array,
+            column: jax.Array,
+            whole: jax.Array,
+            param: jax.Array,
+        ) -> Any:
+            state = optax.FactoredState(count, row, column, whole)
+            return transform.update(gradient, state, param)
 
-        for _ in range(stacks(role, values[0])):
+        function = update_part
+        for _ in range(mapped_dims(role, gradient)):
             function = jax.vmap(function, out_axes=(0, axes))
-        return function(*values)
+        scaled, state = function(gradient, row, column, whole, param)
+        return scaled, state
 
-    def joined(states: Sequence[optax.FactoredState]) -> optax.FactoredState:
-        parts = (tree.unflatten(part) for part in list(zip(*states, strict=True))[1:])
-        return optax.FactoredState(states[0].count, *parts)
+    def join(states: Sequence[optax.FactoredState]) -> optax.FactoredState:
+        return optax.FactoredState(
+            count=states[0].count,
+            v_row=tree.unflatten([state.v_row for state in states]),
+            v_col=tree.unflatten([state.v_col for state in states]),
+            v=tree.unflatten([state.v for state in states]),
+        )
 
-    def init(params):
-        return joined(list(map(init_leaf, flat_roles, tree.flatten_up_to(params))))
+    def init(params: optax.Params) -> optax.FactoredState:
+        return join(list(map(init_leaf, flat_roles, tree.flatten_up_to(params))))
 
-    def update(updates, state, params):
+    def update(
+        updates: optax.Updates,
+        state: optax.FactoredState,
+        params: optax.Params | None = None,
+    ) -> tuple[optax.Updates, optax.FactoredState]:
         leaf = functools.partial(update_leaf, state.count)
         columns = map(
             tree.flatten_up_to, (updates, state.v_row, state.v_col, state.v, params)
         )
         scaled, states = zip(*map(leaf, flat_roles, *columns), strict=True)
-        return tree.unflatten(scaled), joined(states)
+        return tree.unflatten(scaled), join(states)
 
     return optax.GradientTransformation(init, update)
 
@@ -189,21 +210,21 @@ def _factored(param_roles: optax.Params) -> optax.GradientTransformation:
 def _muon(
     config: OptimizerConfig, param_roles: optax.Params
 ) -> optax.GradientTransformation:
-    """Muon for matrices, Adam for the rest, from the parts of `optax.contrib.muon`.
+    """Muon for matrices and Adam for other parameters, from parts of optax.contrib.
 
-    That function itself gives its Adam Nesterov momentum and no decay mask. Each
-    layer's matrix is orthogonalised by itself (singular values about 0.7 to 1.2 after
-    five Newton-Schulz steps) and scaled by sqrt(max(1, outputs / inputs)), Keller
-    Jordan's convention (https://kellerjordan.github.io/posts/muon), or, with
-    `muon_update_rms` = r, by r * sqrt(max(outputs, inputs)), so that an element's RMS
-    is about r as AdamW's is (https://arxiv.org/abs/2502.16982). Sharded matrices are
-    left to GSPMD.
+    `optax.contrib.muon` is not used, because its Adam has Nesterov momentum and no mask
+    of weight decay. Each layer's matrix is orthogonalised separately: singular values
+    are about 0.7 to 1.2 after five Newton-Schulz steps. Then it is scaled by
+    sqrt(max(1, outputs / inputs)), the convention of Keller Jordan
+    (https://kellerjordan.github.io/posts/muon). With `muon_update_rms` = r the factor is
+    r * sqrt(max(outputs, inputs)), so that the RMS of elements is about r, as in AdamW
+    (https://arxiv.org/abs/2502.16982). GSPMD handles sharded matrices.
     """
 
     def dimensions(role: Role) -> contrib.MuonDimensionNumbers | optax.MaskedNode:
         if role.kind == "matrix":
             return contrib.MuonDimensionNumbers(role.reduction, role.output)
-        return optax.MaskedNode()  # what `partition` puts in Adam's places
+        return optax.MaskedNode()  # `partition` puts it in place of Adam's parameters
 
     def scale(role: Role, update: jax.Array) -> jax.Array:
         if role.kind != "matrix":
@@ -211,8 +232,9 @@ def _muon(
         inputs = math.prod(update.shape[axis] for axis in role.reduction)
         outputs = math.prod(update.shape[axis] for axis in role.output)
         rms = config.muon_update_rms
-        square = rms**2 * max(inputs, outputs) if rms else max(1, outputs / inputs)
-        return update * math.sqrt(square)
+        if rms:
+            return update * math.sqrt(rms**2 * max(inputs, outputs))
+        return update * math.sqrt(max(1, outputs / inputs))
 
     orthogonal = contrib.scale_by_muon(
         beta=config.momentum,
@@ -235,10 +257,10 @@ def _muon(
 def _expert_by_expert(
     orthogonal: optax.GradientTransformation, param_roles: optax.Params
 ) -> optax.GradientTransformation:
-    """Returns `scale_by_muon` as it is computed where devices share out experts.
+    """Maps `scale_by_muon` over the experts of each kernel.
 
-    It merges all stack dims of a kernel into one, for which every device would gather
-    all experts.
+    Without this it would merge all stack dims of a kernel into one. Every device would
+    gather all experts for that.
     """
 
     def axis(role: Role) -> int | optax.MaskedNode | None:
@@ -248,12 +270,17 @@ def _expert_by_expert(
     if not jax.tree.leaves(axes):
         return orthogonal
 
-    def update(updates, state, params=None):
-        places = contrib.MuonState(count=None, mu=axes, ns_coeffs=None)
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        state_axes = contrib.MuonState(count=None, mu=axes, ns_coeffs=None)
         by_expert = jax.vmap(
-            orthogonal.update, in_axes=(axes, places), out_axes=(axes, places)
+            orthogonal.update, in_axes=(axes, state_axes), out_axes=(axes, state_axes)
         )
-        return by_expert(updates, state)
+        scaled, new_state = by_expert(updates, state)
+        return scaled, new_state
 
     return optax.GradientTransformation(orthogonal.init, update)
 
@@ -261,25 +288,38 @@ def _expert_by_expert(
 def _by_group(
     config: OptimizerConfig, mask: optax.Params
 ) -> optax.GradientTransformation:
-    """Returns weight decay, then a factor of the learning rate, each as a parameter's
-    group has it.
+    """Adds weight decay and scales updates, by the group of each parameter.
+
+    Args:
+      config: has the groups.
+      mask: whether each parameter has weight decay by default.
     """
 
-    def leaf(path, update: jax.Array, param: jax.Array, decays: bool) -> jax.Array:
+    def update_leaf(
+        path: Any, update: jax.Array, param: jax.Array, decays: bool
+    ) -> jax.Array:
+        rate = 1.0
+        decay = None
         number = _group_of(config, trees.join(path))
-        rate, decay = (1.0, None) if number is None else config.groups[number][1:]
-        decay = config.weight_decay * decays if decay is None else decay
+        if number is not None:
+            _, rate, decay = config.groups[number]
+        if decay is None:
+            decay = config.weight_decay * decays
         return rate * (update + decay * param)
 
-    return optax.stateless(
-        lambda updates, params: jax.tree_util.tree_map_with_path(
-            leaf, updates, params, mask
-        )
-    )
+    def update(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
+        return jax.tree_util.tree_map_with_path(update_leaf, updates, params, mask)
+
+    return optax.stateless(update)
 
 
 def group_faults(config: OptimizerConfig, paths: Collection[str]) -> list[str]:
-    """Returns the groups that have none of the trained parameters with these paths."""
+    """Lists a message for each group that has no parameter.
+
+    Args:
+      config: has the groups.
+      paths: of the trained parameters.
+    """
     used = {_group_of(config, path) for path in paths}
     return [
         f"optimizer.groups: {pattern!r} finds no trained parameter that is in no group before it; there are: "
@@ -290,17 +330,11 @@ def group_faults(config: OptimizerConfig, paths: Collection[str]) -> list[str]:
 
 
 def _group_of(config: OptimizerConfig, path: str) -> int | None:
-    """Returns the number of a parameter's group, the first that finds it; None: it is
-    in none.
-    """
-    return next(
-        (
-            n
-            for n, (pattern, *_) in enumerate(config.groups)
-            if re.search(pattern, path)
-        ),
-        None,
-    )
+    """Finds the number of a parameter's group, the first that matches, if any."""
+    for number, (pattern, *_) in enumerate(config.groups):
+        if re.search(pattern, path):
+            return number
+    return None
 
 
 _DIRECTIONS: dict[
@@ -317,32 +351,40 @@ _DIRECTIONS: dict[
 def _per_layer(
     transform: optax.GradientTransformation, param_roles: optax.Params
 ) -> optax.GradientTransformation:
-    """Returns a leaf-wise, stateless transform that sees each layer of a stack by
-    itself.
-    """
+    """Maps a leaf-wise, stateless transform over the layers of each stack."""
 
-    def one(update: jax.Array, param: jax.Array) -> jax.Array:
-        return transform.update(update, optax.EmptyState(), param)[0]
+    def update_layer(update: jax.Array, param: jax.Array) -> jax.Array:
+        updated: Any = transform.update(update, optax.EmptyState(), param)[0]
+        layer: jax.Array = updated
+        return layer
 
-    def leaf(role: Role, update: jax.Array, param: jax.Array) -> jax.Array:
-        function = one
+    def update_leaf(role: Role, update: jax.Array, param: jax.Array) -> jax.Array:
+        function = update_layer
         for _ in range(update.ndim - role.dims):
             function = jax.vmap(function)
         return function(update, param)
 
-    return optax.stateless(
-        lambda updates, params: jax.tree.map(leaf, param_roles, updates, params)
-    )
+    def update(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
+        return jax.tree.map(update_leaf, param_roles, updates, params)
+
+    return optax.stateless(update)
 
 
 def _in_float32(
     transform: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-    """Returns `transform` fed with float32 gradients and parameters."""
+    """Casts gradients and parameters to float32 for a transform."""
     cast = functools.partial(optax.tree.cast, dtype=jnp.float32)
-    return optax.GradientTransformation(
-        lambda params: transform.init(cast(params)),
-        lambda updates, state, params=None: transform.update(
-            cast(updates), state, cast(params)
-        ),
-    )
+
+    def init(params: optax.Params) -> optax.OptState:
+        return transform.init(cast(params))
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        scaled, new_state = transform.update(cast(updates), state, cast(params))
+        return scaled, new_state
+
+    return optax.GradientTransformation(init, update)

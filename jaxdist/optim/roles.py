@@ -1,9 +1,9 @@
-"""What a parameter is to an optimizer, read from its logical names."""
+"""Roles of parameters in an optimizer, from their logical names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import dropwhile
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import optax
@@ -11,36 +11,42 @@ import optax
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.protocols.param_names import STACKED, STACKS, Names
 
-_STACK_NAMES = frozenset({"experts", *STACKS})  # leading: that many separate parameters
-# joined with a following head_dim to one dim
+# leading dims with these names count separate parameters
+_STACK_NAMES = frozenset({"experts", *STACKS})
+# dims that form one dim with a head_dim after them
 _HEAD_NAMES = frozenset({"heads", "kv_heads"})
 _TABLE_NAMES = frozenset({"vocab", "positions"})
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a parameter is to an optimizer; axes are negative, so that any stack dims
-    fit.
+    """The role of a parameter in an optimizer.
+
+    Axes are negative, so that they fit with any number of stack dims.
     """
 
     kind: Literal["matrix", "embedding", "head", "vector"]
-    # trailing dims that form one parameter; the dims before them are stack dims
+    # number of trailing dims that form one parameter, after the stack dims
     dims: int
-    reduction: tuple[int, ...] = ()  # matrix: axes that are summed over, the inputs
-    output: tuple[int, ...] = ()  # matrix: the other axes
-    experts: int | None = None  # the stack axis of experts, which devices may share out
+    reduction: tuple[int, ...] = ()  # matrix: axes of the inputs, which are summed over
+    output: tuple[int, ...] = ()  # matrix: axes of the outputs
+    experts: int | None = None  # the stack axis of experts, which devices may split
 
 
 def role_of(path: Sequence[str], shape: Sequence[int], names: Names | None) -> Role:
-    """Returns the role of one parameter.
+    """Determines the role of a parameter.
 
-    Names decide. Leading dims without a name, and `experts`, count separate parameters;
-    heads and head_dim count as one dim. With fewer than two dims left it is a vector
-    (norm scale, bias); vocab or positions make an embedding, or a head if vocab comes
-    last; anything else is a matrix from all dims but the last to the last (kernels are
-    stored inputs first). Without names, a parameter under `blocks`, if that is no list,
-    has one stack dim, a path with "embed" is an embedding, and the last two dims are
-    the matrix.
+    Its names decide. Leading stack dims and `experts` count separate parameters, and
+    heads with head_dim count as one dim.
+
+    - With fewer than two dims left it is a vector (norm scale, bias).
+    - With vocab or positions it is an embedding, or a head if vocab is the last dim.
+    - Everything else is a matrix from all other dims to the last one, since kernels are
+      stored with inputs first.
+
+    Without names, a parameter in `blocks` has one stack dim, unless `blocks` is a list.
+    If its path contains "embed" it is an embedding, otherwise the last two dims are a
+    matrix.
 
     Args:
       path: keys from the root of the parameters.
@@ -49,21 +55,20 @@ def role_of(path: Sequence[str], shape: Sequence[int], names: Names | None) -> R
     """
     if names:
         if len(names) > len(shape):
-            given = f"{'/'.join(path)}: logical names {tuple(names)} for shape {tuple(shape)}"
-            raise ValueError(f"{given}; give at most one name per dim.")
+            raise ValueError(
+                f"{'/'.join(path)}: logical names {tuple(names)} for shape "
+                f"{tuple(shape)}; give at most one name per dim."
+            )
         role = _role_from_names(
             tuple(dropwhile(lambda name: name in _STACK_NAMES, names))
         )
         stacks = names[: len(names) - role.dims]
-        return (
-            replace(role, experts=-role.dims - 1)
-            if stacks[-1:] == ("experts",)
-            else role
-        )
-    stacked = (
-        bool(path) and path[0] in STACKED and not any(key.isdigit() for key in path)
-    )
-    rank = len(shape) - stacked
+        if stacks[-1:] == ("experts",):
+            return replace(role, experts=-role.dims - 1)
+        return role
+    in_list = any(key.isdigit() for key in path)
+    is_stacked = bool(path) and path[0] in STACKED and not in_list
+    rank = len(shape) - is_stacked
     if rank < 2:
         return Role("vector", max(rank, 0))
     if any("embed" in key.lower() for key in path):
@@ -72,12 +77,10 @@ def role_of(path: Sequence[str], shape: Sequence[int], names: Names | None) -> R
 
 
 def _role_from_names(names: tuple[str | None, ...]) -> Role:
-    """Returns the role of a parameter with these names, those of stack dims
-    left out.
-    """
+    """Determines the role of a parameter from its names without stack dims."""
     dims = len(names)
-    joined = dims > 1 and names[-1] == "head_dim" and names[-2] in _HEAD_NAMES
-    output = -2 if joined else -1
+    ends_in_heads = dims > 1 and names[-1] == "head_dim" and names[-2] in _HEAD_NAMES
+    output = -2 if ends_in_heads else -1
     if dims + output < 1:
         return Role("vector", dims)
     if _TABLE_NAMES & set(names):
@@ -86,21 +89,25 @@ def _role_from_names(names: tuple[str | None, ...]) -> Role:
 
 
 def roles(abstract_params: optax.Params, logical_names: optax.Params) -> optax.Params:
-    """Returns the tree of `Role`s. `logical_names` has a tuple (or None) for each
-    parameter.
+    """Determines the roles of all parameters, as a tree.
+
+    Args:
+      abstract_params: arrays or their shapes.
+      logical_names: a tuple of names, or None, for each parameter.
     """
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, names: role_of(
-            [str(key.key) for key in path], leaf.shape, names
-        ),
-        abstract_params,
-        logical_names,
-    )
+
+    def role(path: Any, leaf: jax.Array, names: Names | None) -> Role:
+        return role_of([str(key.key) for key in path], leaf.shape, names)
+
+    return jax.tree_util.tree_map_with_path(role, abstract_params, logical_names)
 
 
 def decay_mask(config: OptimizerConfig, param_roles: optax.Params) -> optax.Params:
-    """Returns a tree of bools: True for matrices, the head and, if configured,
-    embeddings.
+    """Creates a tree of bools: whether each parameter has weight decay.
+
+    Matrices and the head have it, and embeddings if they are configured so.
     """
-    kinds = {"matrix", "head"} | ({"embedding"} if config.decay_embeddings else set())
+    kinds = {"matrix", "head"}
+    if config.decay_embeddings:
+        kinds.add("embedding")
     return jax.tree.map(lambda role: role.kind in kinds, param_roles)

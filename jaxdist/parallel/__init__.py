@@ -1,0 +1,1 @@
+"""Mesh, sharding rules, precision, remat, and the pipeline executor."""

@@ -1,8 +1,9 @@
-"""The mesh axes: one table that the mesh, elastic restarts, the planner and
-verification read.
+"""The table of mesh axes.
 
-A new axis is a row here and a field of `MeshConfig` and `DcnConfig`; what it splits in
-a model is a rule of `sharding` or `param_names`. No jax: `launch` reads it, too.
+The mesh, elastic restarts, the planner and verification read it. A new axis is a row
+here, a field of `MeshConfig` and a field of `DcnConfig`. Rules of `sharding` or
+`param_names` say what it splits in a model. This file imports no jax, because `launch`
+reads it, too.
 """
 
 from dataclasses import dataclass
@@ -14,24 +15,24 @@ Talks = Literal["step", "tick", "layer"]
 
 @dataclass(frozen=True)
 class Axis:
-    """What is known of a mesh axis."""
+    """A mesh axis and its properties."""
 
     name: str
-    # parameters: as stored; dims: heads, feed-forward and vocabulary
+    # what it splits; parameters: as stored; dims: heads, feed-forward and vocabulary
     splits: tuple[Splits, ...]
     talks: Talks  # how often its devices exchange data
     crosses_slices: bool  # whether it may span slices, over DCN, without mesh.dcn.force
-    # rank in which its size is kept on fewer devices, shrinking by divisors; 0: it
-    # takes the rest
+    # order in which axes keep their sizes on fewer devices, where they shrink by
+    # divisors; 0: it takes the devices that the others leave
     keeps: int
-    # the largest size that `plan` advises to save memory; 1: none
+    # the largest size that `plan` advises to save memory; 1: it does not advise it
     advised_up_to: int = 1
-    advice: str = ""  # and what that costs
+    advice: str = ""  # the cost of following that advice
 
 
-# Outermost first, so that neighbouring devices are on the axis that talks most. Losing
-# stages or tensor shards changes more of the program than losing fsdp shards. 8 GPUs
-# share a node's NVLink.
+# Outermost first, so that neighbouring devices are on the axis that talks most.
+# `keeps`: to lose stages or tensor shards changes more of the program than to lose fsdp
+# shards. `advised_up_to` of tensor: 8 GPUs share a node's NVLink.
 TABLE = (
     Axis(
         "pipeline",
@@ -58,26 +59,26 @@ TABLE = (
 )
 
 AXES = tuple(axis.name for axis in TABLE)
-# Those that `plan` varies for any model; and for one with experts besides.
+# axes that `plan` varies for any model; EXPERT_AXES it varies for models with experts
 SEARCHED = tuple(
     axis.name for axis in TABLE if not {"experts", "sequence"} & set(axis.splits)
 )
 EXPERT_AXES = tuple(axis.name for axis in TABLE if "experts" in axis.splits)
 BATCH_AXES = tuple(axis.name for axis in TABLE if "batch" in axis.splits)
 SEQUENCE_AXES = tuple(axis.name for axis in TABLE if "sequence" in axis.splits)
-# Those that share out parameters with their state, as stored: of experts' own kernels
-# the first alone.
+# axes that split stored parameters and their state; only the first one splits the
+# kernels of experts
 PARAMETER_SHARDS = tuple(
     axis.name for axis in TABLE if {"parameters", "experts"} & set(axis.splits)
 )
 STATE_AXES = tuple(
     axis.name for axis in TABLE if not set(axis.splits) <= {"batch", "sequence"}
 )
-# they talk inside every layer
+# axes whose devices talk inside every layer
 CHATTY_AXES = tuple(axis.name for axis in TABLE if not axis.crosses_slices)
-# they add up gradients
+# axes whose devices only sum gradients
 STEP_AXES = tuple(axis.name for axis in TABLE if axis.talks == "step")
-# Those that may cross slices, the one that talks least first.
+# axes that may cross slices; the one that talks least is the first
 CROSSING_AXES = tuple(
     axis.name
     for axis in sorted(
@@ -92,5 +93,5 @@ KEPT_AXES = tuple(
 
 
 def divisors(number: int) -> list[int]:
-    """Returns the sizes that divide a number, the smallest first."""
+    """Lists the divisors of a number, the smallest first."""
     return [n for n in range(1, number + 1) if number % n == 0]

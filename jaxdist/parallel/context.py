@@ -1,4 +1,4 @@
-"""How devices share out sequences over the mesh axis `context`."""
+"""Options and scope names of context parallelism, the mesh axis `context`."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from jaxdist.config.annotations import Searched
 
 AXIS = "context"
-# Scopes that the planner reads off programs: what moves.
+# Named scopes of the transfers, which the planner reads from programs.
 TO_HEADS = "sequences_to_heads"
 FROM_HEADS = "heads_to_sequences"
 KEYS = "keys_and_values"
@@ -17,9 +17,9 @@ AttentionForm = Literal["auto", "heads", "gather", "ring"]
 
 @dataclass(frozen=True)
 class ContextConfig:
-    """What attention does where mesh.context splits the sequence."""
+    """Options of attention if mesh.context splits the sequence."""
 
-    # heads: a device gets whole sequences of some heads; gather: all keys and values
-    # for its own queries; ring: those of one device after another; auto: heads if they
-    # divide by context x tensor, else gather
+    # what moves; heads: a device gets whole sequences of some heads; gather: it gets
+    # all keys and values for its queries; ring: it gets those of one device after
+    # another; auto: heads if context x tensor divides them, otherwise gather
     attention: Annotated[AttentionForm, Searched()] = "auto"

@@ -1,8 +1,8 @@
-"""What a program that is traced runs under: mesh, rules and dtypes, and the constraints
-that follow.
+"""The execution context of a traced program: mesh, sharding rules and dtypes.
 
-A model is single-device code: outside `activate` nothing is constrained and parameters
-keep their dtype.
+A model is single-device code. Inside `activate` its ops find the mesh, the rules and
+the dtypes here, and `shard` constrains arrays. Outside nothing is constrained, and
+parameters keep their dtype.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.hardware.chips import chip_for, platform_of
 from jaxdist.parallel.formats.format import Recipe
 from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
-from jaxdist.parallel.sharding import Rules, axes_in
+from jaxdist.parallel.sharding import Rules, as_entry, axes_in
 from jaxdist.protocols.param_names import FSDP_NAME, Names
 
 ONE_DEVICE = Rules(resolve_mesh(MeshConfig(), 1))
@@ -32,109 +32,102 @@ class Execution:
 
     mesh: Mesh | None = None  # None: one device, nothing is constrained
     rules: Rules = ONE_DEVICE
-    # dtype of matrix products and activations; None: that of the parameters
+    # dtype of matmuls and activations; None: that of the parameters
     compute: str | None = None
-    # dtype in which kernels' gradients leave their product and cross devices
+    # dtype in which gradients of kernels leave their matmul and cross devices
     reduce: str = "float32"
     recipe: Recipe | None = None  # of large kernels; None: multiplied in `compute`
-    # mesh axes of the region: arrays are a device's part along them
+    # mesh axes that the active region is manual over; arrays are a device's part there
     manual: tuple[str, ...] = ()
 
     @property
     def platform(self) -> str:
-        """Returns "tpu", "gpu" or "cpu": of the mesh (ahead of time it is not the
-        host's).
+        """The platform of the mesh: "tpu", "gpu" or "cpu".
+
+        It is not the host's if the program is compiled ahead of time.
         """
-        return platform_of(
-            self.mesh.devices.flat[0].platform if self.mesh else jax.default_backend()
-        )
+        if self.mesh is None:
+            return platform_of(jax.default_backend())
+        return platform_of(self.mesh.devices.flat[0].platform)
 
     @property
     def device(self) -> jax.Device:
-        """Returns one of the devices, all of a kind."""
-        return self.mesh.devices.flat[0] if self.mesh else jax.devices()[0]
+        """One of the devices; all are of one kind."""
+        if self.mesh is None:
+            return jax.devices()[0]
+        device: jax.Device = self.mesh.devices.flat[0]
+        return device
 
     @property
     def sparse_core_collectives(self) -> bool:
-        """Whether the mesh's chips move collectives beside compute, on their
-        SparseCores.
-        """
-        chip = chip_for(self.mesh.devices.flat[0].device_kind) if self.mesh else None
+        """Whether SparseCores of the mesh's chips run collectives during compute."""
+        chip = chip_for(self.device.device_kind) if self.mesh else None
         return chip is not None and chip.sparse_core_collectives
 
     @property
     def sequence_is_split(self) -> bool:
-        """Whether devices share out the sequence, in the layers or between
-        them.
-        """
+        """Whether devices split the sequence, in the layers or between them."""
         return self.rules.sequence_parallel or self.axis_size("context") > 1
 
     def axis_size(self, axis: str) -> int:
-        """Returns the size of a mesh axis; 1 for those that the region is
-        manual over.
-        """
+        """Returns the size of a mesh axis; 1 for manual axes of the active region."""
         return self.rules.shape.sizes[axis]
 
     def compute_dtype(self, default: jnp.dtype) -> jnp.dtype:
-        """Returns the compute dtype, or the default (a parameter's own) where none is
-        set.
-        """
+        """Returns the compute dtype; `default` if none is set."""
         return jnp.dtype(self.compute or default)
 
     def vocabulary_axis(self, names: Names) -> str | None:
-        """Returns the manual mesh axis that a table's vocabulary is split
-        over, if any.
-        """
-        split = (
-            "pipeline" in self.manual
-            and self.rules.vocab_over_stages
-            and "vocab" in names
-        )
-        return "pipeline" if split else None
+        """Returns the manual mesh axis that splits a table's vocabulary, if any."""
+        is_split = self.rules.vocab_over_stages and "vocab" in names
+        if "pipeline" in self.manual and is_split:
+            return "pipeline"
+        return None
 
     def splits_width(self, names: Names, *, zero: int) -> bool:
-        """Checks whether devices store a table in parts of its width (zero=3), or its
-        gradient (zero=2).
+        """Checks whether devices split the width of a table, or of its gradient.
+
+        Args:
+          names: logical names of the table.
+          zero: 3 for the stored table, 2 for its gradient.
         """
-        return (
-            self.rules.zero >= zero
-            and FSDP_NAME in names
-            and self.rules.shard_axes(names) != ()
-        )
+        if self.rules.zero < zero or FSDP_NAME not in names:
+            return False
+        return bool(self.rules.shard_axes(names))
 
     def constrain(self, x: jax.Array, spec: P) -> jax.Array:
-        """Returns x constrained to a spec; unchanged on one device."""
+        """Constrains x to a spec; on one device it stays unchanged."""
         if self.mesh is None:
             return x
-        # In a region the mesh in force is the one that shard_map made: a bare spec
-        # means it.
-        return jax.lax.with_sharding_constraint(
-            x, spec if self.manual else NamedSharding(self.mesh, spec)
-        )
+        # In a region the active mesh is the one that shard_map made; a bare spec refers
+        # to it.
+        sharding = spec if self.manual else NamedSharding(self.mesh, spec)
+        constrained: jax.Array = jax.lax.with_sharding_constraint(x, sharding)  # type: ignore[no-untyped-call]  # jax is untyped
+        return constrained
 
     def lay_out(
         self,
         x: jax.Array,
         use: Callable[[Rules, Names, Sequence[int]], P],
         names: Names,
-    ):
-        """Returns x constrained as a use of it is, for example `Rules.gradient`;
-        unchanged on one device.
+    ) -> jax.Array:
+        """Constrains x to the spec of one of its uses.
+
+        Args:
+          x: an array; on one device it stays unchanged.
+          use: method of `Rules`, such as `Rules.gradient`.
+          names: logical names of x.
         """
-        return (
-            x
-            if self.mesh is None
-            else self.constrain(x, use(self.rules, names, x.shape))
-        )
+        if self.mesh is None:
+            return x
+        return self.constrain(x, use(self.rules, names, x.shape))
 
 
 _current = contextvars.ContextVar("execution", default=Execution())  # noqa: B039 (frozen)
 
 
 def current() -> Execution:
-    """Looks up what is in force; outside a step, one device and the parameters' own
-    dtypes.
-    """
+    """Returns the active context; outside a step it is one device and no dtypes."""
     return _current.get()
 
 
@@ -146,11 +139,17 @@ def activate(
     reduce: str = "float32",
     recipe: Recipe | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """Makes models and ops that are traced inside see the mesh, the rules and the
-    dtypes.
+    """Activates a context for models and ops that are traced inside it.
+
+    Args:
+      mesh: None for one device.
+      rules: sharding rules of the mesh.
+      compute: see `Execution`.
+      reduce: see `Execution`.
+      recipe: see `Execution`.
     """
-    # One device needs no constraints, unless it is compiled for from another platform:
-    # ops ask the mesh which kernels they may use.
+    # One device needs no constraints. A mesh of one device of another platform stays,
+    # because ops ask it for the kernels that they may use.
     if (
         mesh is not None
         and mesh.size == 1
@@ -158,54 +157,61 @@ def activate(
     ):
         mesh = None
         rules = ONE_DEVICE
-    return _entered(Execution(mesh, rules, compute, reduce, recipe))
+    return _enter(Execution(mesh, rules, compute, reduce, recipe))
 
 
 def per_device(
     function: Callable[..., Any], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Makes a function that each device calls with its own part of the arrays.
+    """Wraps a function so that each device calls it with its part of the arrays.
 
     The partitioner cannot look into a kernel: it would gather all arrays for it. On one
-    device the function is returned as it is. In a region the mesh axes that are not yet
-    manual become so.
+    device the function is returned as it is. In a region the wrapper makes the mesh
+    axes manual that are not manual yet.
+
+    Args:
+      function: takes and returns arrays.
+      in_specs: PartitionSpecs of its arguments.
+      out_specs: PartitionSpecs of its results.
     """
     now = current()
     if now.mesh is None:
         return function
-    where: dict[str, Any] = {"mesh": now.mesh}
+    options: dict[str, Any] = {"mesh": now.mesh}
     if now.manual:
-        where = {"axis_names": set(now.mesh.axis_names) - set(now.manual)}
-    # check_vma: kernels do not say over which axes their results vary.
+        options = {"axis_names": set(now.mesh.axis_names) - set(now.manual)}
+    # check_vma: kernels do not declare the axes that their results vary over.
     return jax.shard_map(
-        function, **where, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        function, **options, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
 
 def region(
     function: Callable[..., Any], axes: Sequence[str], *, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Returns a function in whose program mesh axes are manual: every device computes
-    with its own part.
+    """Wraps a function in a region that is manual over some mesh axes.
 
-    The other axes stay with the partitioner, and the code is the same: rules and
-    constraints inside see the manual axes as of size 1. There is one region around all
-    that needs one: jax 0.12 aborts on a region inside another whose axes come later in
-    the mesh ("Manual axes must be sorted").
+    In the region every device computes with its part of the arrays along these axes.
+    The other axes stay with the partitioner. The function needs no changes: rules and
+    constraints see manual axes as axes of size 1.
+
+    Regions cannot be nested: jax 0.12 aborts if the axes of the outer region come later
+    in the mesh ("Manual axes must be sorted"). So one region encloses all code that
+    needs one.
 
     Args:
+      function: takes and returns trees of arrays.
       axes: of the mesh.
-      in_specs, out_specs: of arguments and results, over these axes alone.
+      in_specs: PartitionSpecs of the arguments, over `axes` only.
+      out_specs: PartitionSpecs of the results, over `axes` only.
     """
     now = current()
-    assert now.mesh is not None and not now.manual, (
-        "a region is made in a step, and not in another"
-    )
+    assert now.mesh is not None, "a region needs a mesh; enter `activate` first"
+    assert not now.manual, "a region cannot be inside another region"
+    inside = dataclasses.replace(now, rules=now.rules.inside(axes), manual=tuple(axes))
 
-    def local(*arguments):
-        with _entered(
-            dataclasses.replace(now, rules=now.rules.inside(axes), manual=tuple(axes))
-        ):
+    def local(*arguments: Any) -> Any:
+        with _enter(inside):
             return function(*arguments)
 
     return jax.shard_map(
@@ -214,21 +220,24 @@ def region(
         in_specs=in_specs,
         out_specs=out_specs,
         axis_names=set(axes),
-        # Checked, autodiff would sum gradients over the axes wherever a parameter is
-        # used.
+        # With the check, autodiff would sum gradients over the axes at each use of a
+        # parameter.
         check_vma=False,
     )
 
 
 def region_spec(x: jax.Array, names: Names, axes: Sequence[str]) -> P:
-    """Looks up how manual axes split a stored parameter."""
+    """Computes the spec of a stored parameter over manual axes only."""
     stored = current().rules.stored(names, x.shape)
-    parts = (tuple(axis for axis in axes_in(entry) if axis in axes) for entry in stored)
-    return P(*(part if len(part) > 1 else next(iter(part), None) for part in parts))
+    entries = [
+        as_entry(tuple(axis for axis in axes_in(entry) if axis in axes))
+        for entry in stored
+    ]
+    return P(*entries)  # type: ignore[no-untyped-call]  # jax is untyped
 
 
 @contextlib.contextmanager
-def _entered(execution: Execution) -> Iterator[None]:
+def _enter(execution: Execution) -> Iterator[None]:
     token = _current.set(execution)
     try:
         yield
@@ -237,35 +246,36 @@ def _entered(execution: Execution) -> Iterator[None]:
 
 
 def sum_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
-    """Sums x over manual axes, in its own dtype (on CPU in float32)."""
-    return jax.lax.psum(summable(x), axes).astype(x.dtype)
+    """Sums x over manual axes, in its dtype (on CPU in float32)."""
+    total: jax.Array = jax.lax.psum(summable(x), axes)  # type: ignore[no-untyped-call]  # jax is untyped
+    return total.astype(x.dtype)
 
 
 def summable(x: jax.Array) -> jax.Array:
     """Casts x to float32 on CPU, where devices cannot sum bfloat16.
 
     XLA's CPU backend aborts on the bfloat16 all-reduce of a region that is manual over
-    some axes only ("Invalid binary instruction opcode copy", hlo_instruction.cc).
+    only some axes ("Invalid binary instruction opcode copy", hlo_instruction.cc).
     """
     return x.astype(jnp.float32) if current().platform == "cpu" else x
 
 
 def shard(x: jax.Array, *names: str | None) -> jax.Array:
-    """Returns `x` constrained to the sharding of its named dims; unchanged outside a
-    step.
+    """Constrains an activation by the logical names of its dims.
 
-    Left alone, the partitioner lays out activations by the parameters it meets, which
-    costs several times the time and memory; naming the residual stream, heads, hidden
-    and logits prevents it.
+    Outside a step it stays unchanged. Without constraints, the partitioner would lay
+    out activations like the parameters that they meet, at several times the time and
+    memory. Names for the residual stream, heads, hidden activations and logits prevent
+    that.
     """
     return current().lay_out(x, Rules.activation, names)
 
 
 def gather(kernel: jax.Array, names: Names, dtype: jnp.dtype) -> jax.Array:
-    """Returns a parameter as it is computed with: in `dtype`, its fsdp shards gathered.
+    """Casts a parameter to `dtype` and gathers its fsdp shards, for computing.
 
-    The cast is held to the shards, or the partitioner gathers first: twice the bytes
-    for bfloat16.
+    A constraint keeps the cast in the shards. Otherwise the partitioner gathers first,
+    which moves twice the bytes for bfloat16.
     """
     now = current()
     used = kernel.astype(dtype)
@@ -275,7 +285,5 @@ def gather(kernel: jax.Array, names: Names, dtype: jnp.dtype) -> jax.Array:
 
 
 def scatter(gradient: jax.Array, names: Names) -> jax.Array:
-    """Returns a parameter's gradient laid out as gradients are (reduce-scattered for
-    ZeRO 2, 3).
-    """
+    """Constrains a gradient to its spec; at ZeRO 2 and 3 this reduce-scatters it."""
     return current().lay_out(gradient, Rules.gradient, names)

@@ -1,9 +1,9 @@
-"""The device mesh: the axes of `axes.TABLE`, each with a part inside a slice (ICI) and
-a part across (DCN).
+"""The device mesh.
 
-`mesh.<axis>` is the whole size of an axis; `mesh.dcn.<axis>` says how much of it
-crosses slices. Axes are ordered outermost first, so neighbouring devices end up on
-`tensor`, which talks most.
+It has the axes of `axes.TABLE`. Each has a part inside a slice (ICI) and a part across
+slices (DCN). `mesh.<axis>` is the whole size of an axis, and `mesh.dcn.<axis>` is the
+size of its part across slices. Axes are ordered outermost first, so neighbouring
+devices are on `tensor`, which talks most.
 """
 
 import math
@@ -32,11 +32,11 @@ SearchedInt = Annotated[int, Searched()]
 
 @dataclass(frozen=True)
 class DcnConfig:
-    """How much of each axis crosses slices; the product is the number of slices."""
+    """Sizes of the axes across slices; their product is the number of slices."""
 
-    # parts of the axis that lie on different slices, >= 1
+    # parts of the axis that are on different slices, >= 1
     pipeline: SearchedInt = 1
-    data: SearchedInt = -1  # -1: whatever the other axes leave of the slices
+    data: SearchedInt = -1  # -1: the slices that the other axes leave
     fsdp: SearchedInt = 1  # >= 1, divides mesh.fsdp
     expert: int = 1  # >= 1, needs force
     context: int = 1  # >= 1, needs force
@@ -45,8 +45,9 @@ class DcnConfig:
 
     @property
     def num_slices(self) -> int:
-        """Returns the slices that these sizes ask for."""
-        return math.prod(size for axis in AXES if (size := getattr(self, axis)) > 0)
+        """The number of slices that these sizes require."""
+        sizes = [getattr(self, axis) for axis in AXES]
+        return math.prod(size for size in sizes if size > 0)
 
 
 @dataclass(frozen=True)
@@ -54,38 +55,42 @@ class MeshConfig:
     """Sizes of the mesh axes; their product is the number of devices."""
 
     pipeline: SearchedInt = 1  # stages of layers, >= 1
-    # replicas of the parameters; -1: the devices that the others leave
+    # replicas of the parameters; -1: the devices that the other axes leave
     data: SearchedInt = -1
     # shards of parameters, gradients and optimizer state (see zero), >= 1
     fsdp: SearchedInt = 1
-    # shards of the experts, and of all else as fsdp; divides model.num_experts, >= 1
+    # shards of the experts; shards other parameters like fsdp; divides
+    # model.num_experts, >= 1
     expert: SearchedInt = 1
     # shards of the sequence, divides batch.sequence_length, >= 1
     context: SearchedInt = 1
     tensor: SearchedInt = 1  # shards of heads, feed-forward and vocabulary, >= 1
     dcn: DcnConfig = field(default_factory=DcnConfig)
-    # fsdp shards 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
+    # what fsdp shards; 0: nothing, 1: optimizer state, 2: also gradients, 3: also
+    # parameters
     zero: SearchedInt = 3
-    # residual stream's sequence over tensor as well
+    # whether tensor also splits the sequence of the residual stream
     sequence_parallel: Annotated[bool, Searched()] = False
-    # how often a step sums gradients over data (at zero 0 and 1 also fsdp): with each
-    # part of the batch, or once; auto: once if the model's loss is a sum over samples
+    # how often a step sums gradients over data (at zero 0 and 1 also over fsdp); each:
+    # for each part of the batch; auto: once if the model's loss is a sum over samples
     reduce: Literal["auto", "each", "once"] = "auto"
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """A resolved mesh: whole and cross-slice size of every axis."""
+    """A resolved mesh: whole size and cross-slice size of every axis."""
 
     sizes: Mapping[str, int]
     dcn: Mapping[str, int]
 
     @property
     def num_devices(self) -> int:
+        """The number of devices in the mesh."""
         return math.prod(self.sizes.values())
 
     @property
     def batch_shards(self) -> int:
+        """The number of devices, or groups of devices, that split the batch."""
         return math.prod(self.sizes[axis] for axis in BATCH_AXES)
 
     def __str__(self) -> str:
@@ -96,55 +101,70 @@ class MeshShape:
 def resolve_mesh(
     config: MeshConfig, num_devices: int, num_slices: int = 1
 ) -> MeshShape:
-    """Returns the mesh with its -1 filled in.
+    """Replaces -1 in the sizes of a mesh and checks them.
+
+    Args:
+      config: sizes of the axes.
+      num_devices: number of devices.
+      num_slices: number of slices that these devices form.
 
     Raises:
-      ConfigError: all that is wrong with the sizes, each with its cure.
+      ConfigError: all faults of the sizes, each with its fix.
     """
     sizes, size_faults = _fill(
-        {a: getattr(config, a) for a in AXES}, num_devices, "mesh", "devices"
+        {axis: getattr(config, axis) for axis in AXES},
+        total=num_devices,
+        prefix="mesh",
+        unit="devices",
     )
     dcn, dcn_faults = _fill(
-        {a: getattr(config.dcn, a) for a in AXES}, num_slices, "mesh.dcn", "slices"
+        {axis: getattr(config.dcn, axis) for axis in AXES},
+        total=num_slices,
+        prefix="mesh.dcn",
+        unit="slices",
     )
     faults = size_faults + dcn_faults
-    if not size_faults and not dcn_faults:
+    if not faults:
+        shards = math.prod(sizes[axis] for axis in PARAMETER_SHARDS)
         faults += _dcn_faults(sizes, dcn, config.dcn.force)
-        faults += _zero_faults(
-            config.zero, math.prod(sizes[axis] for axis in PARAMETER_SHARDS)
-        )
+        faults += _zero_faults(config.zero, shards)
     if faults:
         raise ConfigError(faults)
     return MeshShape(sizes, dcn)
 
 
 def _fill(
-    sizes: dict[str, int], total: int, prefix: str, what: str
-) -> tuple[dict, list[str]]:
-    """Returns the sizes with one -1 replaced, and what is wrong with them."""
-    bad = [
-        f"{prefix}.{a}={n}: must be >= 1, or -1 once"
-        for a, n in sizes.items()
-        if n < 1 and n != -1
+    sizes: dict[str, int], *, total: int, prefix: str, unit: str
+) -> tuple[dict[str, int], list[str]]:
+    """Replaces one -1 in sizes so that their product is `total`.
+
+    Returns:
+      The sizes, and their faults.
+    """
+    faults = [
+        f"{prefix}.{axis}={size}: must be >= 1, or -1 once"
+        for axis, size in sizes.items()
+        if size < 1 and size != -1
     ]
     unknown = [axis for axis, size in sizes.items() if size == -1]
     if len(unknown) > 1:
         names = " and ".join(f"{prefix}.{axis}" for axis in unknown)
-        bad.append(
+        faults.append(
             f"{names} are both -1; at most one can be 'the rest': give the other a size"
         )
-    if bad:
-        return sizes, bad
+    if faults:
+        return sizes, faults
     known = math.prod(size for size in sizes.values() if size > 0)
     filled = sizes | dict.fromkeys(unknown, total // known)
     if math.prod(filled.values()) == total:
         return filled, []
-    cure = f"set sizes whose product is {total}, or start with {known} {what}"
+    fix = f"set sizes whose product is {total}, or start with {known} {unit}"
     if unknown:
-        cure = f"choose sizes whose product divides {total}"
-    sizes_text = " x ".join(f"{a} {n}" for a, n in sizes.items() if n > 1) or "all 1"
+        fix = f"choose sizes whose product divides {total}"
+    used = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    sizes_text = " x ".join(used) or "all 1"
     return sizes, [
-        f"{prefix}: {sizes_text} needs {known} {what}, there are {total}; {cure}"
+        f"{prefix}: {sizes_text} needs {known} {unit}, there are {total}; {fix}"
     ]
 
 
@@ -157,14 +177,15 @@ def _dcn_faults(
         for axis in AXES
         if sizes[axis] % dcn[axis]
     ]
-    if not force:
-        *others, last = CROSSING_AXES
-        faults += [
-            f"mesh.dcn.{axis}={dcn[axis]}: {axis} talks inside every layer and slices are joined "
-            f"by slow links; put slices on {', '.join(others)} or {last}, or set mesh.dcn.force=true"
-            for axis in CHATTY_AXES
-            if dcn[axis] > 1
-        ]
+    if force:
+        return faults
+    *others, last = CROSSING_AXES
+    faults += [
+        f"mesh.dcn.{axis}={dcn[axis]}: {axis} talks inside every layer and slices are joined "
+        f"by slow links; put slices on {', '.join(others)} or {last}, or set mesh.dcn.force=true"
+        for axis in CHATTY_AXES
+        if dcn[axis] > 1
+    ]
     return faults
 
 
@@ -179,36 +200,35 @@ def _zero_faults(zero: int, shards: int) -> list[str]:
 
 
 def count_slices(devices: Sequence[jax.Device]) -> int:
-    """Returns the number of slices among the devices: groups of TPUs joined by ICI,
-    else one.
+    """Counts the slices of TPUs, which are groups joined by ICI; 1 for other devices.
 
-    On GPUs jax counts hosts: their order, host by host, is all that a mesh there needs.
+    GPUs have a slice index, too: jax counts their hosts. It is ignored, because a mesh
+    of GPUs needs only the order of the devices, host by host.
     """
-    return len(
-        {
-            getattr(device, "slice_index", 0)
-            for device in devices
-            if device.platform == "tpu"
-        }
-        or {0}
-    )
+    slices = {
+        getattr(device, "slice_index", 0)
+        for device in devices
+        if device.platform == "tpu"
+    }
+    return max(len(slices), 1)
 
 
 def slices_of(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
-    """Returns the slices among TPUs; elsewhere there are none, so as many as the mesh
-    asks for.
-    """
-    return (
-        count_slices(devices) if devices[0].platform == "tpu" else config.dcn.num_slices
-    )
+    """Counts the slices of TPUs; other devices have as many as the mesh requires."""
+    if devices[0].platform == "tpu":
+        return count_slices(devices)
+    return config.dcn.num_slices
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns the mesh over the devices (default: all), every axis present, axis type
-    Auto.
+    """Builds the mesh with all axes, of axis type Auto.
 
     On real slices the ICI part of every axis stays inside a slice. GPUs and emulated
-    CPU devices have no slices: there `mesh.dcn` groups neighbours, hosts or none.
+    CPU devices have no slices: there `mesh.dcn` groups neighbouring devices.
+
+    Args:
+      config: sizes of the axes.
+      devices: in the order of jax; None: all devices.
 
     Raises:
       ConfigError: see `resolve_mesh`.
@@ -219,7 +239,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) 
 
 
 def arrange(shape: MeshShape, devices: list[jax.Device]) -> np.ndarray:
-    """Returns the devices at each position of a mesh, [sizes of the axes]."""
+    """Arranges the devices in an array with the sizes of the axes."""
     sizes = tuple(shape.sizes.values())
     dcn = tuple(shape.dcn.values())
     if math.prod(dcn) == 1:
@@ -229,18 +249,16 @@ def arrange(shape: MeshShape, devices: list[jax.Device]) -> np.ndarray:
         return _on_torus(
             partial(mesh_utils.create_hybrid_device_mesh, ici, dcn, devices)
         )
-    # Neighbours stand in for slices: slice outermost, then interleave to [dcn, ici] per
-    # axis.
+    # Groups of neighbours replace slices. In the grid the dcn parts of all axes come
+    # first; the transpose puts the two parts of each axis next to each other.
     grid = np.asarray(devices).reshape(dcn + ici)
     order = np.arange(2 * len(AXES)).reshape(2, -1).T.ravel()
     return grid.transpose(order).reshape(sizes)
 
 
 def _on_torus(arrange: Callable[..., np.ndarray]) -> np.ndarray:
-    """Returns the arrangement with whole torus dims for every axis, else with split
-    ones.
-    """
+    """Arranges devices, with whole torus dims for every axis if that is possible."""
     try:
         return arrange()
-    except NotImplementedError:  # an axis that is no product of torus dims
+    except NotImplementedError:  # the size of an axis is no product of torus dims
         return arrange(allow_split_physical_axes=True)

@@ -1,27 +1,26 @@
-"""The host's memory as a place for state that a step needs only once."""
+"""Offloading to the host's memory, for state that a step needs only once."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
 
-HOST = "pinned_host"  # the memory kind that a device reads by itself
+HOST = "pinned_host"  # the kind of host memory that a device reads directly
 
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What waits in the host's memory while layers run (activations:
-    remat.policy=offload:NAME).
-    """
+    """Options of offloading; activations are offloaded by remat.policy=offload:NAME."""
 
-    # moments and moving average there; the update brings over a layer at a time
+    # keep moments and moving average in the host's memory; the update moves a layer at
+    # a time to the device
     optimizer: bool = False
 
 
 def device_faults(config: OffloadConfig, device: jax.Device) -> Iterator[str]:
-    """Yields that a device cannot read its host's memory."""
+    """Yields a message if the device cannot read its host's memory."""
+    # empty for a device that is only described
     kinds = [memory.kind for memory in device.addressable_memories()]
-    # a described device tells none
     if config.optimizer and kinds and HOST not in kinds:
         yield (
             f"offload.optimizer: {device.platform} devices ({device.device_kind}) have no memory of kind "
@@ -30,17 +29,16 @@ def device_faults(config: OffloadConfig, device: jax.Device) -> Iterator[str]:
 
 
 def on_host(x: jax.Array) -> bool:
-    """Checks whether an array, or a value of a traced function, lies in the host's
-    memory.
-    """
-    return jax.typeof(x).memory_space == jax.memory.Space.Host
+    """Checks whether an array, or a traced value, is in the host's memory."""
+    return bool(jax.typeof(x).memory_space == jax.memory.Space.Host)
 
 
 def to_device(x: jax.Array) -> jax.Array:
-    """Returns x in the device's memory: what computes takes nothing else."""
+    """Moves x to the device's memory, the only one that ops read."""
     return jax.device_put(x, jax.memory.Space.Device) if on_host(x) else x
 
 
 def to_host(x: jax.Array) -> jax.Array:
-    """Returns x in the host's memory."""
-    return jax.device_put(x, jax.memory.Space.Host)
+    """Moves x to the host's memory."""
+    moved: jax.Array = jax.device_put(x, jax.memory.Space.Host)
+    return moved

@@ -1,4 +1,6 @@
-"""Where an optimizer's state lies: each leaf as the parameter that it belongs to."""
+"""Sharding of an optimizer's state: each leaf like the parameter it belongs to."""
+
+from typing import Any
 
 import jax
 import optax
@@ -11,17 +13,18 @@ def state_specs(
     abstract_params: optax.Params,
     param_specs: optax.Params,
 ) -> optax.OptState:
-    """Returns a PartitionSpec for each leaf of an optimizer state.
+    """Computes a PartitionSpec for each leaf of an optimizer state.
 
-    A leaf whose path ends in a parameter's path belongs to that parameter: with its
-    shape it gets its spec, with one dim dropped (Adafactor's v_row, v_col) the spec
-    without that dim. All other leaves (counters, coefficients, placeholders) are whole
-    on every device.
+    A leaf whose path ends in a parameter's path belongs to that parameter. If it has
+    the parameter's shape, it gets its spec. If it lacks one dim (Adafactor's v_row and
+    v_col), it gets the spec without that dim. All other leaves (counters, coefficients,
+    placeholders) are whole on every device.
 
     Args:
       abstract_opt_state: `jax.eval_shape(optimizer.init, abstract_params)`, or arrays.
       abstract_params: nested dict.
-      param_specs: same structure; with ZeRO 1 or 2 the specs that moments shall have.
+      param_specs: PartitionSpecs in the same structure. With ZeRO 1 or 2 they are the
+        specs of the moments.
     """
     leaves = jax.tree_util.tree_leaves_with_path(abstract_params)
     specs = jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
@@ -29,46 +32,56 @@ def state_specs(
         path: x.shape
         for path, x in jax.tree_util.tree_leaves_with_path(abstract_opt_state)
     }
+    whole = PartitionSpec()  # type: ignore[no-untyped-call]  # jax is untyped
     owners = {
         path: (leaf.shape, spec)
         for (path, leaf), spec in zip(leaves, specs, strict=True)
     }
 
-    def spec_of(path: tuple, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
+    def spec_of(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
         # The longest suffix first: a parameter's path may end in another parameter's
         # path.
-        start = next(
-            (start for start in range(len(path)) if path[start:] in owners), None
-        )
+        starts = range(len(path))
+        start = next((i for i in starts if path[i:] in owners), None)
         if start is None:
-            return PartitionSpec()
+            return whole
+        shape: tuple[int, ...]
+        spec: PartitionSpec
         shape, spec = owners[path[start:]]
         if leaf.shape == shape:
             return spec
         field = getattr(path[start - 1], "name", "") if start else ""
         if field not in ("v_row", "v_col") or leaf.ndim != len(shape) - 1:
-            return PartitionSpec()
-        # v_row has lost the largest dim that is no stack's, v_col the second largest;
-        # of equal ones the last. What it lost is what makes their shapes those of the
-        # parameter; `row` tells square matrices' apart.
-        row_path = tuple(
-            GetAttrKey("v_row") if i == start - 1 else key for i, key in enumerate(path)
-        )
-        row = _last_lost(shape, state_shapes[row_path])
-        dropped = row if field == "v_row" else _last_lost(shape, leaf.shape, but=row)
-        if dropped is None:
-            return PartitionSpec()
+            return whole
+        # v_row lacks the largest dim that is no stack dim, v_col the second largest. Of
+        # equal dims it is the last one. In a square matrix both have the same shape, so
+        # v_col lacks another dim than v_row.
+        row_path = (*path[: start - 1], GetAttrKey("v_row"), *path[start:])
+        missing = _missing_dim(shape, state_shapes[row_path])
+        if field == "v_col":
+            missing = _missing_dim(shape, leaf.shape, other_than=missing)
+        if missing is None:
+            return whole
         entries = tuple(spec) + (None,) * (len(shape) - len(spec))
-        return PartitionSpec(*entries[:dropped], *entries[dropped + 1 :])
+        return PartitionSpec(*entries[:missing], *entries[missing + 1 :])  # type: ignore[no-untyped-call]  # jax is untyped
 
     return jax.tree_util.tree_map_with_path(spec_of, abstract_opt_state)
 
 
-def _last_lost(
-    shape: tuple[int, ...], left: tuple[int, ...], but: int | None = None
+def _missing_dim(
+    shape: tuple[int, ...],
+    shape_without: tuple[int, ...],
+    other_than: int | None = None,
 ) -> int | None:
-    """Returns the last dim of `shape`, `but` left out, without which it is `left`;
-    None: there is none.
+    """Finds the last dim of `shape` that is missing in `shape_without`, if any.
+
+    Args:
+      shape: of a parameter.
+      shape_without: of its state, which lacks a dim.
+      other_than: a dim that is not an answer.
     """
-    dims = (dim for dim in reversed(range(len(shape))) if dim != but)
-    return next((dim for dim in dims if shape[:dim] + shape[dim + 1 :] == left), None)
+    for dim in reversed(range(len(shape))):
+        without = shape[:dim] + shape[dim + 1 :]
+        if dim != other_than and without == shape_without:
+            return dim
+    return None

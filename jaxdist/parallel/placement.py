@@ -1,4 +1,4 @@
-"""Where each parameter lies on the mesh, and the table that explains it."""
+"""The placement of parameters on the mesh, and the table that explains it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,33 +26,34 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one parameter lies."""
+    """The placement of a parameter."""
 
     path: str
     dims: tuple[int, ...]
     names: Names
-    stored: P
-    state: P
-    shard_dims: tuple[int, ...]
+    stored: P  # spec of the parameter
+    state: P  # spec of its optimizer state
+    shard_dims: tuple[int, ...]  # dims of a device's part
     shard_bytes: int
-    replicated_bytes: int  # bytes held beyond one copy, over all devices
+    replicated_bytes: int  # bytes beyond one copy, over all devices
     why: str  # why it is not split further
 
 
 def place(
     parameters: Mapping[str, tuple[jax.ShapeDtypeStruct, Names]], rules: Rules
 ) -> list[Placement]:
-    """Returns the placement of every parameter (path -> (abstract array, logical
-    names)).
+    """Computes the placement of each parameter.
+
+    Args:
+      parameters: path -> (abstract array, logical names).
+      rules: of the mesh.
 
     Raises:
-      ConfigError: dims that an axis does not divide, all at once.
+      ConfigError: axes do not divide some dims; the message lists all of them.
     """
-    faults = [
-        f
-        for path, (x, names) in parameters.items()
-        for f in rules.faults(path, names, x.shape)
-    ]
+    faults: list[str] = []
+    for path, (x, names) in parameters.items():
+        faults += rules.faults(path, names, x.shape)
     if faults:
         raise ConfigError(faults)
     return [
@@ -66,20 +67,22 @@ def _placement(
     stored = rules.stored(names, x.shape)
     shard_dims = rules.shard_dims(stored, x.shape)
     shard_bytes = math.prod(shard_dims) * x.dtype.itemsize
-    extra = (
-        shard_bytes * rules.shape.num_devices - math.prod(x.shape) * x.dtype.itemsize
-    )
-    state = rules.state(names, x.shape)
-    why = rules.why(names, x.shape)
+    one_copy = math.prod(x.shape) * x.dtype.itemsize
     return Placement(
-        path, tuple(x.shape), names, stored, state, shard_dims, shard_bytes, extra, why
+        path=path,
+        dims=tuple(x.shape),
+        names=names,
+        stored=stored,
+        state=rules.state(names, x.shape),
+        shard_dims=shard_dims,
+        shard_bytes=shard_bytes,
+        replicated_bytes=shard_bytes * rules.shape.num_devices - one_copy,
+        why=rules.why(names, x.shape),
     )
 
 
 def explain(placements: Sequence[Placement]) -> str:
-    """Returns the placements as a table: one line a parameter, then the totals per
-    device.
-    """
+    """Formats placements as a table: a line per parameter, then totals per device."""
     rows = [COLUMNS, *map(_row, placements)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -92,15 +95,13 @@ def explain(placements: Sequence[Placement]) -> str:
 
 
 def _row(p: Placement) -> tuple[str, ...]:
-    dims, shard_dims = ("x".join(map(str, dims)) for dims in (p.dims, p.shard_dims))
-    names = ",".join(name or "-" for name in p.names) or "-"
-    specs = _spec_text(p.stored), _spec_text(p.state)
     return (
         p.path,
-        dims,
-        names,
-        *specs,
-        shard_dims,
+        "x".join(map(str, p.dims)),
+        ",".join(name or "-" for name in p.names) or "-",
+        _spec_text(p.stored),
+        _spec_text(p.state),
+        "x".join(map(str, p.shard_dims)),
         f"{p.shard_bytes:,}",
         f"{p.replicated_bytes:,}",
         p.why,

@@ -1,23 +1,21 @@
-"""The precision policy: what is stored, what is computed in, and the one place for
-casts.
+"""The precision policy: dtypes of storage, of computation and of reductions.
 
-Masters, optimizer state, gradients and (by default) reductions are float32. Matrix
-products run in `precision.compute`. `ops` reads it from the `Execution` in force, so a
-model's activations take it at the embedding and keep it: every product casts its kernel
-to its activations' dtype, norms, softmax and losses work in float32. Models that don't
-use `ops` get their parameters cast by `cast`.
+By default, parameters, optimizer state, gradients and reductions are float32. Matmuls
+run in `precision.compute`. `ops` reads it from the active `Execution`. So the embedding
+returns activations of this dtype, and every matmul casts its kernel to it. Norms,
+softmax and losses are computed in float32. Parameters of models that do not use `ops`
+are cast by `cast`.
 
-`precision.matmul` has the large products with kernels in other numbers instead:
-activations, gradients and parameters stay as they are, and so does all else that is
-computed. The tables here name the formats, and each says itself what it needs
-(`parallel.formats`).
+`precision.matmul` selects other numbers for matmuls with large kernels. The dtypes of
+activations, gradients and parameters, and all other ops, stay the same. The tables here
+name the formats, and each format declares its requirements (`parallel.formats`).
 """
 
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +38,7 @@ RECIPES: Mapping[str, Recipe] = {
 UNITS: tuple[Units, ...] = tuple(
     dict.fromkeys(recipe.units for recipe in RECIPES.values())
 )
-# torch's
+# defaults of torch
 LOSS_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
 
@@ -49,29 +47,30 @@ GROWTH_INTERVAL = 2000
 class PrecisionConfig:
     """Dtypes of storage and of computation."""
 
-    # stored parameters; bfloat16 halves them and loses small updates
+    # dtype of stored parameters; bfloat16 halves their memory and loses small updates
     params: FloatName = "float32"
-    # matrix products and activations; float16 for GPUs without bfloat16
+    # dtype of matmuls and activations; float16 is for GPUs without bfloat16
     compute: ComputeName = "float32"
-    # kernels' gradients between devices; bfloat16 halves bytes and rounds
+    # dtype of kernels' gradients between devices; bfloat16 halves the bytes and rounds
     reduce: FloatName = "float32"
-    # of products with large kernels: the compute dtype, or 8-bit floats by recipe
+    # numbers of matmuls with large kernels: the compute dtype, or a recipe of 8-bit
+    # floats
     matmul: Literal["compute", RecipeName] = "compute"
-    # in 8-bit floats also those that bfloat16 multiplies as fast
+    # use 8-bit floats also for kernels that are too small to gain from them
     fp8_small_kernels: bool = False
-    # with compute=float16: at the beginning, a power of two
+    # initial loss scale with compute=float16, a power of two
     loss_scale: PositiveFloat = LOSS_SCALE
-    # good steps in a row after which it doubles
+    # consecutive finite steps after which the loss scale doubles
     loss_scale_growth_interval: PositiveInt = GROWTH_INTERVAL
 
     @property
     def format(self) -> Format:
-        """Returns the format of activations and matmuls."""
+        """The format of activations and matmuls."""
         return FORMATS[self.compute]
 
     @property
     def recipe(self) -> Recipe | None:
-        """How large kernels are multiplied; None: in the compute dtype."""
+        """The recipe of matmuls with large kernels; None: the compute dtype."""
         if self.matmul == "compute":
             return None
         return dataclasses.replace(
@@ -80,16 +79,13 @@ class PrecisionConfig:
 
     @property
     def peak(self) -> str:
-        """Names the dtype whose published peak MFU is a share of: the fastest that
-        matmuls are in.
-        """
+        """The dtype whose published peak MFU refers to: the fastest one of matmuls."""
         return (self.recipe or self.format).peak
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong between the values, each with its cure."""
-        recipe = RECIPES.get(
-            self.matmul
-        )  # of another word the range says what is wrong
+        """Yields a message for each conflict of values, with its fix."""
+        # None for an unknown name, which the check of ranges reports
+        recipe = RECIPES.get(self.matmul)
         if recipe is not None and self.compute != recipe.dtype:
             yield (
                 f"precision.matmul={self.matmul}: activations and gradients between such products are "
@@ -106,18 +102,20 @@ class PrecisionConfig:
 
 
 def device_faults(config: PrecisionConfig, device: jax.Device) -> Iterator[str]:
-    """Yields why a device is not to compute in `precision.compute`, with the fix."""
-    if config.compute in FORMATS:  # of another word the range says what is wrong
+    """Yields why a device must not compute in `precision.compute`, with the fix."""
+    if config.compute in FORMATS:  # the check of ranges reports other names
         yield from config.format.device_faults(device)
 
 
 def advice(config: PrecisionConfig, device: jax.Device) -> Iterator[str]:
-    """Yields what to know before a device computes in `precision.compute`."""
+    """Yields advice for a device that computes in `precision.compute`."""
     return config.format.advice(device)
 
 
-def cast(tree, dtype: str | jnp.dtype):
-    """Returns the tree with its floating-point leaves in `dtype`; integers stay."""
-    return jax.tree.map(
-        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-    )
+def cast(tree: Any, dtype: str | jnp.dtype) -> Any:
+    """Casts the floating-point leaves of a tree; integers stay as they are."""
+
+    def cast_leaf(x: jax.Array) -> jax.Array:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(cast_leaf, tree)

@@ -1,17 +1,24 @@
-"""Rematerialisation of blocks: which residuals are saved, and which are computed again.
+"""Rematerialisation policies: the residuals of blocks that are saved or recomputed.
 
-A policy is a name: `none` saves all that autodiff wants, `full` only a block's input,
-`dots` the outputs of matrix products with parameters and of attention (never its
-scores). `save:NAME,NAME` saves a block's input and the activations so named with
-`checkpoint_name`; `offload:NAME,NAME` moves them to the host's memory and back instead;
-`save:NAME+offload:NAME` does both. All keep the order of experts' rows. The policy
-`fit` is no policy yet: commands resolve it into one (`planner.fit_remat`).
+A policy is a name:
+
+- `none` saves all residuals of autodiff.
+- `full` saves only the input of a block.
+- `dots` saves the outputs of matmuls with parameters, and of attention (never its
+  scores).
+- `save:NAME,NAME` saves the input of a block and activations with these names, which
+  `checkpoint_name` gives.
+- `offload:NAME,NAME` moves these activations to the host's memory and back.
+- `save:NAME+offload:NAME` does both.
+- `fit` stands for one of the others; commands choose it (`planner.fit_remat`).
+
+All but `none` keep the order of experts' rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -20,25 +27,28 @@ from jaxdist.config import ConfigError, suggest
 from jaxdist.config.annotations import NonNegativeInt, PositiveInt, Searched
 from jaxdist.protocols.model import Recompute
 
-INPUT = "block_input"  # what is always kept; naming it says where
-# what attention's backward pass reads: output and logsumexp
+# A policy of `jax.checkpoint`: called with a primitive, decides about its outputs.
+Predicate = Callable[..., Any]
+
+INPUT = "block_input"  # always kept; a policy with this name says where
+# output and logsumexp, which the backward pass of attention reads
 RESIDUALS = "attention_residuals"
 PROJECTED = "attention_projection"
 BLOCK_OUTPUT = "mlp_out"
-# of rows with the experts' first kernels, where they are kept
+# outputs of the experts' first kernels
 EXPERT_PRODUCTS = "expert_products"
-# of a device's rows, and their experts; always kept: sorting is done once,
+# order of a device's rows, and their experts. It is always kept: rows are sorted only
+# once, and a router's near-tie cannot change when it is recomputed.
 EXPERT_ORDER = "expert_order"
-# and a near-tie that is computed again cannot fall the other way
-FP8_PRODUCTS = "fp8_products"  # of 8-bit floats, with their scales
-# those that sequence parallelism splits over tensor
+FP8_PRODUCTS = "fp8_products"  # outputs of 8-bit matmuls, after their scales
+# activations that sequence parallelism splits over tensor
 RESIDUAL_STREAM = (INPUT, PROJECTED, BLOCK_OUTPUT)
 FIT = "fit"
 NOT_RESOLVED = (
     "remat.policy=fit: the commands `jaxdist train` and `jaxdist plan --fix` resolve it for the devices at "
     "hand; elsewhere give the policy that they print"
 )
-# Names that our models give to activations, for `save:` and `offload:` policies.
+# Names of activations in the models of this package, for `save:` and `offload:`.
 NAMES = (
     INPUT,
     "query",
@@ -55,36 +65,38 @@ NAMES = (
 
 @dataclass(frozen=True)
 class RematConfig:
-    """What a block keeps for its backward pass."""
+    """Options of rematerialisation: the values that blocks keep for backward passes."""
 
     # fit | none | full | dots | save:NAME,NAME | offload:NAME,NAME | save:..+offload:..
     policy: Annotated[str, Searched()] = "dots"
-    # so many at the end follow the policy, others keep their input; 0 = all
+    # number of final layers that use `policy`; earlier ones keep only their input;
+    # 0 = all
     layers: Annotated[NonNegativeInt, Searched()] = 0
-    # layers computed again together: of them the first one's input alone is kept
+    # layers that are recomputed together; only the input of the first one is kept
     every: Annotated[PositiveInt, Searched()] = 1
     # devices and layout that policy=fit was resolved for; `train` writes it
     fitted: str = ""
 
     def __str__(self) -> str:
-        end = f" in the last {self.layers} layers" if self.layers else ""
-        return (
-            self.policy
-            + end
-            + (f" in groups of {self.every} layers" if self.every > 1 else "")
-        )
+        text = self.policy
+        if self.layers:
+            text += f" in the last {self.layers} layers"
+        if self.every > 1:
+            text += f" in groups of {self.every} layers"
+        return text
 
     @property
     def others(self) -> str:
-        """The policy of the layers before the last `layers`: their inputs lie where the
-        others' do.
+        """The policy of the layers before the last `layers`, which keep only inputs.
+
+        If `policy` offloads inputs, so do these layers.
         """
-        return (
-            f"offload:{INPUT}" if INPUT in named_in(self.policy)["offload"] else "full"
-        )
+        if INPUT in named_in(self.policy)["offload"]:
+            return f"offload:{INPUT}"
+        return "full"
 
     def faults(self) -> list[str]:
-        """Lists what is wrong with the values."""
+        """Lists the faults of the values."""
         if self.policy == FIT:
             return [NOT_RESOLVED]
         faults = policy_faults(self.policy, "remat.policy", ("none", "full", "dots"))
@@ -96,28 +108,34 @@ class RematConfig:
         return faults
 
     def stack_faults(self, layers: int, where: str, group: int = 1) -> Iterator[str]:
-        """Yields why `every` does not cut up the layers that lie somewhere, where
-        `group` of them repeat.
+        """Yields a message if `every` does not divide a stack of layers.
+
+        Args:
+          layers: number of layers in the stack.
+          where: name of the stack, for the message.
+          group: number of layers that repeat as one block.
         """
-        if self.every == 1 or not (layers % self.every or self.every % group):
+        divides = layers % self.every == 0 and self.every % group == 0
+        if self.every == 1 or divides:
             return
-        legal = [
-            n
-            for n in range(1, layers + 1)
-            if layers % n == 0 and (n % group == 0 or n == 1)
-        ]
-        whole = (
-            f" and hold whole groups of the {group} that repeat" if group > 1 else ""
-        )
+        legal = [1]
+        legal += [n for n in range(2, layers + 1) if layers % n == 0 and n % group == 0]
+        rule = f"must divide the {layers} layers of {where}"
+        if group > 1:
+            rule += f" and hold whole groups of the {group} that repeat"
         yield (
-            f"remat.every={self.every}: must divide the {layers} layers of {where}{whole}; set it to one of "
+            f"remat.every={self.every}: {rule}; set it to one of "
             f"{', '.join(map(str, legal))}"
         )
 
 
 def policy_faults(policy: str, path: str, plain: Sequence[str]) -> list[str]:
-    """Lists what is wrong with a policy, the value of the field `path`, which may be
-    a `plain` name.
+    """Lists the faults of a policy.
+
+    Args:
+      policy: the value of a config key.
+      path: the key.
+      plain: policies that are allowed there besides save: and offload:.
     """
     if policy in plain:
         return []
@@ -133,43 +151,54 @@ def policy_faults(policy: str, path: str, plain: Sequence[str]) -> list[str]:
         for name in names
         if name not in NAMES
     ]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    return unknown + [f"{path}: {name} is named twice; name it once" for name in twice]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    return unknown + [
+        f"{path}: {name} is named twice; name it once" for name in repeated
+    ]
 
 
 def named_in(policy: str) -> dict[str, list[str]]:
-    """Returns the names that a policy saves and offloads; none for a policy without
-    names.
+    """Parses the names in a policy.
+
+    Returns:
+      The names under "save" and under "offload"; empty lists for a policy without
+      names.
     """
-    parts = [part.partition(":") for part in policy.split("+")]
-    return {"save": [], "offload": []} | {
-        kind: names.split(",") for kind, colon, names in parts if colon
-    }
+    named: dict[str, list[str]] = {"save": [], "offload": []}
+    for part in policy.split("+"):
+        kind, colon, names = part.partition(":")
+        if colon:
+            named[kind] = names.split(",")
+    return named
 
 
 def recompute(config: RematConfig | str) -> Recompute:
-    """Reads from a policy how a stack's layers are computed again.
+    """Creates the transforms of a stack's layers from a config or a policy.
 
     Raises:
-      ConfigError: unknown policy or activation name.
+      ConfigError: the policy or the name of an activation is unknown.
     """
-    config = RematConfig(config) if isinstance(config, str) else config
-    own, full, others = (
-        partial(rematerialised, policy=policy)
-        for policy in (config.policy, "full", config.others)
+    if isinstance(config, str):
+        config = RematConfig(config)
+    return Recompute(
+        layer=partial(rematerialised, policy=config.policy),
+        group=partial(rematerialised, policy="full"),
+        every=config.every,
+        last=config.layers,
+        others=partial(rematerialised, policy=config.others),
     )
-    return Recompute(own, full, config.every, config.layers, others)
 
 
-def rematerialised(block: Callable, policy: str) -> Callable:
-    """Returns the block under the named policy (`jax.checkpoint`).
+def rematerialised(block: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """Applies a policy to a block (`jax.checkpoint`).
 
     Args:
-      block: called as `block(parameters, x, *more)`; x is its input in the sense of the
+      block: called as `block(parameters, x, *more)`. x is its input in the sense of the
         policies.
+      policy: any but `fit`.
 
     Raises:
-      ConfigError: unknown policy or activation name.
+      ConfigError: the policy or the name of an activation is unknown.
     """
     faults = RematConfig(policy).faults()
     if faults:
@@ -177,41 +206,45 @@ def rematerialised(block: Callable, policy: str) -> Callable:
     if policy == "none":
         return block
 
-    def named_block(parameters, x, *more):
-        return block(
-            parameters,
-            jax.tree.map(lambda leaf: checkpoint_name(leaf, INPUT), x),
-            *more,
-        )
-
+    named = named_in(policy)
+    if INPUT in named["offload"] + named["save"]:
+        block = _with_named_input(block)
     # Blocks run inside a scan, whose loop already keeps XLA from merging the two
     # computations.
-    named = named_in(policy)["offload"] + named_in(policy)["save"]
-    return jax.checkpoint(
-        named_block if INPUT in named else block,
-        policy=_saveable(policy),
-        prevent_cse=False,
-    )
+    return jax.checkpoint(block, policy=_saveable(policy), prevent_cse=False)
 
 
-def _saveable(policy: str) -> Callable | None:
-    """Returns the predicate that jax wants: which values are kept, and where."""
-    policies = jax.checkpoint_policies
+def _with_named_input(block: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a block so that policies can refer to its input by name."""
+
+    def name(leaf: jax.Array) -> jax.Array:
+        named: jax.Array = checkpoint_name(leaf, INPUT)  # type: ignore[no-untyped-call]  # jax is untyped
+        return named
+
+    def named_block(parameters: Any, x: Any, *more: Any) -> Any:
+        return block(parameters, jax.tree.map(name, x), *more)
+
+    return named_block
+
+
+def _saveable(policy: str) -> Predicate:
+    """Creates the predicate of `jax.checkpoint` for a policy."""
+    policies: Any = jax.checkpoint_policies
+    saveable: Predicate
     if policy == "full":
-        return policies.save_only_these_names(EXPERT_ORDER)
+        saveable = policies.save_only_these_names(EXPERT_ORDER)
+        return saveable
     if policy == "dots":
-        # With attention's own residuals its forward pass runs once: faster, and smaller
-        # than without, where the output projection's input is computed again (0.93 x
-        # the time on CPU).
+        # With attention's residuals its forward pass runs once. This is faster (0.93 x
+        # the time on CPU) and takes less memory than to recompute the input of the
+        # output projection.
         names = policies.save_only_these_names(
             RESIDUALS, EXPERT_ORDER, EXPERT_PRODUCTS, FP8_PRODUCTS
         )
-        return _keeps_fused_attention(
-            policies.save_from_both_policies(_is_wide_product, names)
-        )
+        saveable = policies.save_from_both_policies(_is_wide_matmul, names)
+        return _or_fused_attention(saveable)
     named = named_in(policy)
     saved = [*named["save"], EXPERT_ORDER]
-    saveable = policies.save_only_these_names(*saved)
     if named["offload"]:
         saveable = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=saved,
@@ -219,30 +252,33 @@ def _saveable(policy: str) -> Callable | None:
             offload_src="device",
             offload_dst="pinned_host",
         )
-    return _keeps_fused_attention(saveable) if RESIDUALS in named["save"] else saveable
+    else:
+        saveable = policies.save_only_these_names(*saved)
+    if RESIDUALS in named["save"]:
+        saveable = _or_fused_attention(saveable)
+    return saveable
 
 
-def _is_wide_product(primitive, *arguments, **parameters) -> bool:
-    """Checks whether this is a product without a batch; those of 8-bit floats are kept
-    with their scales.
+def _is_wide_matmul(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
+    """Checks whether a primitive is a matmul without batch dims.
+
+    8-bit matmuls do not count: their outputs are saved by name, after their scales.
     """
-    keeps = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(
+    is_matmul = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(
         primitive, *arguments, **parameters
     )
-    return keeps and arguments[0].dtype.itemsize > 1
+    return bool(is_matmul and arguments[0].dtype.itemsize > 1)
 
 
-def _keeps_fused_attention(saveable: Callable) -> Callable:
-    """Returns the predicate that also keeps what cuDNN's attention gives: its output
-    and statistics.
+def _or_fused_attention(saveable: Predicate) -> Predicate:
+    """Extends a predicate so that output and statistics of cuDNN's attention are kept.
 
-    They are made inside jax, which gives them no name, so they are known by their
-    primitive's.
+    jax computes them without a name, so the name of their primitive identifies them.
     """
 
-    def kept(primitive, *arguments, **parameters):
-        return "dot_product_attention_fwd" in primitive.name or saveable(
-            primitive, *arguments, **parameters
-        )
+    def predicate(primitive: Any, *arguments: Any, **parameters: Any) -> Any:
+        if "dot_product_attention_fwd" in primitive.name:
+            return True
+        return saveable(primitive, *arguments, **parameters)
 
-    return kept
+    return predicate

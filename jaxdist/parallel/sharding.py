@@ -1,11 +1,13 @@
-"""From logical names to shardings: one rule table, for parameters and for activations.
+"""Sharding rules: PartitionSpecs of parameters and activations from logical names.
 
-A model names its dims; `Rules` turns names into PartitionSpecs for a mesh of given
-sizes. Four uses of a parameter have a spec each: stored, computed with (fsdp gathered),
-its gradient, its optimizer state; `mesh.zero` says which of them the fsdp axis shards
-(ZeRO, arXiv:1910.02054). While a step is traced inside `activate(mesh, rules)`, `shard`
-constrains activations by name. Outside it does nothing, so a model stays single-device
-code.
+A model names its dims. `Rules` turns the names into PartitionSpecs for a mesh of given
+sizes. A parameter has four specs: as it is stored, as it is computed with (gathered
+over fsdp), of its gradient, and of its optimizer state. `mesh.zero` selects those that
+the fsdp axis shards (ZeRO, arXiv:1910.02054).
+
+While a step is traced inside `execution.activate(mesh, rules)`, `execution.shard`
+constrains activations by their names. Outside it does nothing, so a model stays
+single-device code.
 """
 
 from __future__ import annotations
@@ -27,61 +29,62 @@ from jaxdist.protocols.param_names import FSDP_NAME, PARAMETER_AXES, STACKS, Nam
 
 @dataclass(frozen=True)
 class Rules:
-    """The rule table for one mesh; all methods take logical names of the
-    trailing dims.
+    """The sharding rules of a mesh; methods take logical names of an array's dims.
+
+    Names of parameters may lack the leading stack dims.
     """
 
     shape: MeshShape
-    zero: int = 3
+    zero: int = 3  # what fsdp shards, see `MeshConfig`
     sequence_parallel: bool = False
-    vocab_over_stages: bool = True  # a pipeline's stages share out the vocabulary
-    attention: AttentionForm = "auto"  # over a split sequence
-    shards: tuple[str, ...] = PARAMETER_SHARDS  # axes that share out stored parameters
+    vocab_over_stages: bool = True  # the stages of a pipeline split the vocabulary
+    attention: AttentionForm = "auto"  # form of attention over a split sequence
+    shards: tuple[str, ...] = PARAMETER_SHARDS  # axes that split stored parameters
 
     def inside(self, axes: Sequence[str]) -> Rules:
-        """Returns the rules in a region manual over mesh axes, where every array is a
-        device's part.
+        """Returns the rules inside a region that is manual over mesh axes.
+
+        Every array is a device's part there, so these axes have size 1.
         """
         ones = dict.fromkeys(axes, 1)
-        return dataclasses.replace(
-            self,
-            shape=MeshShape({**self.shape.sizes, **ones}, {**self.shape.dcn, **ones}),
-        )
+        sizes = {**self.shape.sizes, **ones}
+        dcn = {**self.shape.dcn, **ones}
+        return dataclasses.replace(self, shape=MeshShape(sizes, dcn))
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """Returns the axes in use that split samples, and neither parameters nor
-        gradients.
+        """The axes in use that split samples, but neither parameters nor gradients.
 
-        They are `data`, and `fsdp` at ZeRO 0 and 1: what is summed over them can be
-        summed once a step.
+        They are `data`, and `fsdp` at ZeRO 0 and 1. Sums over them can wait for the end
+        of a step.
         """
-        whole = STEP_AXES
+        replicas = STEP_AXES
         if self.zero < 2:
-            whole = (*whole, "fsdp")
-        return tuple(
-            axis for axis in BATCH_AXES if axis in whole and self.shape.sizes[axis] > 1
-        )
+            replicas = (*replicas, "fsdp")
+        return self._in_use([axis for axis in BATCH_AXES if axis in replicas])
 
     def stored(self, names: Names, dims: Sequence[int]) -> P:
-        """Returns the spec of a parameter at rest."""
+        """Computes the spec of a stored parameter."""
         return self._parameter(names, dims, fsdp=self.zero >= 3)
 
     def computed(self, names: Names, dims: Sequence[int]) -> P:
-        """Returns the spec of a parameter in use: fsdp gathered, tensor still split."""
+        """Computes the spec of a parameter in use: gathered over fsdp, not tensor."""
         return self._parameter(names, dims, fsdp=False)
 
     def gradient(self, names: Names, dims: Sequence[int]) -> P:
-        """Returns the spec of a parameter's gradient."""
+        """Computes the spec of a parameter's gradient."""
         return self._parameter(names, dims, fsdp=self.zero >= 2)
 
     def state(self, names: Names, dims: Sequence[int]) -> P:
-        """Returns the spec of a parameter's optimizer state and moving average."""
+        """Computes the spec of a parameter's optimizer state and moving average."""
         return self._parameter(names, dims, fsdp=self.zero >= 1)
 
     def shard_dims(self, spec: P, dims: Sequence[int]) -> tuple[int, ...]:
-        """Returns the dims of one device's shard of an array; the spec may leave out
-        trailing ones.
+        """Computes the dims of a device's shard.
+
+        Args:
+          spec: of the array; entries of trailing dims may be missing.
+          dims: of the whole array.
         """
         sizes = [self._size(axes_in(entry)) for entry in spec]
         return tuple(
@@ -89,19 +92,20 @@ class Rules:
         )
 
     def activation(self, names: Names, dims: Sequence[int]) -> P:
-        """Returns the spec of an activation; axes that don't divide a dim are
-        left out.
+        """Computes the spec of an activation.
+
+        Axes that do not divide a dim are dropped, the last ones first.
         """
         axes: dict[str | None, tuple[str, ...]] = {
-            n: (a,) for n, a in PARAMETER_AXES.items()
+            name: (axis,) for name, axis in PARAMETER_AXES.items()
         }
         axes |= {
             "batch": BATCH_AXES,
             "sequence": SEQUENCE_AXES,
             "tokens": (*BATCH_AXES, *SEQUENCE_AXES),
         }
-        # Where a table is split by width, so are its rows: a part of all samples of an
-        # fsdp group.
+        # If a table is split by width, so are the rows that are looked up: a device
+        # holds a part of each row, for all samples of its fsdp group.
         axes["batch_of_group"] = tuple(a for a in BATCH_AXES if a not in self.shards)
         axes["width"] = self.shards
         axes["width_of_part"] = tuple(a for a in self.shards if a not in SEQUENCE_AXES)
@@ -109,50 +113,68 @@ class Rules:
         axes["residual"] = SEQUENCE_AXES
         if self.sequence_parallel:
             axes["residual"] = (*SEQUENCE_AXES, "tensor")
-        return P(
-            *(
-                self._entry(axes.get(n, ()), d, partly=True)
-                for n, d in zip(names, dims, strict=True)
-            )
-        )
+        entries = [
+            self._entry(axes.get(name, ()), dim, partly=True)
+            for name, dim in zip(names, dims, strict=True)
+        ]
+        return P(*entries)  # type: ignore[no-untyped-call]  # jax is untyped
 
     def _entry(
         self, axes: Sequence[str], dim: int, *, partly: bool = False
     ) -> str | tuple[str, ...] | None:
-        """Returns the axes that split a dim: all of them or none; partly: as many as
-        divide it.
+        """Selects the axes that split a dim: all, or none if they do not divide it.
+
+        Args:
+          axes: candidates, of any size.
+          dim: size of the dim.
+          partly: drop the last axes until the others divide the dim.
+
+        Returns:
+          An entry of a PartitionSpec.
         """
-        used = tuple(axis for axis in axes if self.shape.sizes[axis] > 1)
+        used = self._in_use(axes)
         while dim % self._size(used):
             used = used[:-1] if partly else ()
-        return used if len(used) > 1 else next(iter(used), None)
+        return as_entry(used)
+
+    def _in_use(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Selects the axes of more than one device."""
+        return tuple(axis for axis in axes if self.shape.sizes[axis] > 1)
 
     def _size(self, axes: Sequence[str]) -> int:
         return math.prod(self.shape.sizes[axis] for axis in axes)
 
     def _parameter(self, names: Names, dims: Sequence[int], *, fsdp: bool) -> P:
-        names = _padded(names, dims)
+        """Computes the spec of a parameter.
+
+        Args:
+          names: logical names.
+          dims: of the parameter.
+          fsdp: whether `shard_axes` split it, too.
+        """
+        names = _with_stack_names(names, dims)
         spec: list[Any] = [
-            self._entry(self._axes_of(n), d) for n, d in zip(names, dims, strict=True)
+            self._entry(self._axes_of(name), dim)
+            for name, dim in zip(names, dims, strict=True)
         ]
-        over = self.shard_axes(names)
-        if fsdp and over:
-            dim = self._fsdp_dim(names, dims, spec, self._size(over))
+        axes = self.shard_axes(names)
+        if fsdp and axes:
+            dim = self._fsdp_dim(names, dims, spec, self._size(axes))
             if dim is not None:
-                spec[dim] = over if len(over) > 1 else over[0]
-        return P(*spec)
+                spec[dim] = as_entry(axes)
+        return P(*spec)  # type: ignore[no-untyped-call]  # jax is untyped
 
     def shard_axes(self, names: Names) -> tuple[str, ...]:
-        """Returns the axes in use that share out a stored parameter; that of experts
-        fsdp alone.
+        """Lists the axes in use that split a stored parameter.
 
-        So what all devices of `expert` and `context` compute with is held once among
-        them, not once on each.
+        They are fsdp, expert and context, because devices of expert and context compute
+        with the same parameters. Kernels of experts are split by fsdp alone.
         """
         axes = ("fsdp",) if "experts" in names else self.shards
-        return tuple(axis for axis in axes if self.shape.sizes[axis] > 1)
+        return self._in_use(axes)
 
     def _axes_of(self, name: str | None) -> tuple[str, ...]:
+        """Lists the axes that split a dim of this name wherever a parameter is used."""
         axes = []
         if name == "stages" or (name == "vocab" and self.vocab_over_stages):
             axes.append("pipeline")
@@ -161,9 +183,11 @@ class Rules:
         return tuple(axes)
 
     def _fsdp_dim(
-        self, names: Names, dims: Sequence[int], spec: Sequence, shards: int
+        self, names: Names, dims: Sequence[int], spec: Sequence[Any], shards: int
     ) -> int | None:
-        """Returns the dim that is stored in shards: d_model, or else the largest that
+        """Selects the dim that is stored in shards.
+
+        It is d_model. Without that name it is the largest free dim that `shards`
         divides.
         """
         if is_vector(names, dims):  # gathering it costs more than keeping it
@@ -172,76 +196,88 @@ class Rules:
             dim = names.index(FSDP_NAME)
             return dim if dims[dim] % shards == 0 else None
         free = [
-            i
-            for i in _own_dims(names, dims)
-            if spec[i] is None and dims[i] % shards == 0
+            dim
+            for dim in _layer_dims(names, dims)
+            if spec[dim] is None and dims[dim] % shards == 0
         ]
-        return max(free, key=lambda i: dims[i], default=None)
+        return max(free, key=lambda dim: dims[dim], default=None)
 
     def faults(self, path: str, names: Names, dims: Sequence[int]) -> list[str]:
-        """Explains why this parameter can't be laid out, naming the dim, axis and legal
-        sizes.
+        """Lists the dims of a parameter that mesh axes do not divide.
+
+        Args:
+          path: of the parameter, for the messages.
+          names: logical names.
+          dims: of the parameter.
+
+        Returns:
+          Messages that name the dim, the axes and legal sizes.
         """
-        names = _padded(names, dims)
+        names = _with_stack_names(names, dims)
         faults = []
         for name, dim in zip(names, dims, strict=True):
-            axes = tuple(
-                axis for axis in self._axes_of(name) if self.shape.sizes[axis] > 1
-            )
+            axes = self._in_use(self._axes_of(name))
             size = self._size(axes)
-            if dim % size and not (name == "kv_heads" and size % dim == 0):
-                faults.append(
-                    _divisibility(path, str(name), dim, " x mesh.".join(axes), size)
-                )
-        over = self.shard_axes(names)
-        vector = is_vector(names, dims)
-        shards = self._size(over)
-        if (
-            self.zero
-            and FSDP_NAME in names
-            and not vector
-            and (dim := dims[names.index(FSDP_NAME)]) % shards
-        ):
-            faults.append(
-                _divisibility(path, FSDP_NAME, dim, " x mesh.".join(over), shards)
-            )
+            is_copied = name == "kv_heads" and size % dim == 0
+            if dim % size and not is_copied:
+                faults.append(_divisibility_fault(path, str(name), dim, axes, size))
+        if not self.zero or FSDP_NAME not in names or is_vector(names, dims):
+            return faults
+        axes = self.shard_axes(names)
+        shards = self._size(axes)
+        dim = dims[names.index(FSDP_NAME)]
+        if dim % shards:
+            faults.append(_divisibility_fault(path, FSDP_NAME, dim, axes, shards))
         return faults
 
     def why(self, names: Names, dims: Sequence[int]) -> str:
-        """Explains why a parameter is not split further ("" if it is split by all it
-        can).
-        """
+        """Explains why a parameter is not split further; "" if all axes split it."""
         sizes = self.shape.sizes
-        named = any(names)
-        names = _padded(names, dims)
-        over = self.shard_axes(names)
+        tensor = sizes["tensor"]
+        has_names = any(names)
+        names = _with_stack_names(names, dims)
+        axes = self.shard_axes(names)
+        vector = is_vector(names, dims)
         reasons = []
-        if (over or sizes["tensor"] > 1) and not is_vector(names, dims) and not named:
+        if (axes or tensor > 1) and not vector and not has_names:
             reasons.append(
                 "no names: fsdp takes the largest dim that divides, tensor none"
             )
         for name, dim in zip(names, dims, strict=True):
-            if name == "kv_heads" and sizes["tensor"] > 1 and dim % sizes["tensor"]:
-                reasons.append(f"{dim} kv heads < tensor {sizes['tensor']}: copied")
-        if over:
-            if is_vector(names, dims):
+            if name == "kv_heads" and tensor > 1 and dim % tensor:
+                reasons.append(f"{dim} kv heads < tensor {tensor}: copied")
+        if axes:
+            if vector:
                 reasons.append("a vector: gathering costs more than keeping")
             elif self.zero < 3:
                 reasons.append(f"zero {self.zero} keeps parameters whole")
-            elif not any(
-                set(over) <= {*axes_in(entry)} for entry in self.stored(names, dims)
-            ):
-                reasons.append(
-                    f"no dim divides by {' x '.join(f'{axis} {sizes[axis]}' for axis in over)}"
-                )
+            elif not self._is_split_by(axes, names, dims):
+                product = " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
+                reasons.append(f"no dim divides by {product}")
         if sizes["data"] > 1:
             reasons.append(f"data {sizes['data']} replicates")
         return "; ".join(reasons)
 
+    def _is_split_by(
+        self, axes: Sequence[str], names: Names, dims: Sequence[int]
+    ) -> bool:
+        """Checks whether all of these axes split one dim of a stored parameter."""
+        spec = self.stored(names, dims)
+        return any(set(axes) <= set(axes_in(entry)) for entry in spec)
 
-def _padded(names: Names, dims: Sequence[int]) -> Names:
-    """Returns names for all dims: missing leading ones are stack dims, none at all are
-    unknown.
+
+def as_entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    """Writes axes as an entry of a PartitionSpec: a single axis without a tuple."""
+    if not axes:
+        return None
+    return axes if len(axes) > 1 else axes[0]
+
+
+def _with_stack_names(names: Names, dims: Sequence[int]) -> Names:
+    """Names all dims: missing leading dims are stack dims; without names all are None.
+
+    Raises:
+      ValueError: there are more names than dims.
     """
     if not names:
         return (None,) * len(dims)
@@ -253,27 +289,29 @@ def _padded(names: Names, dims: Sequence[int]) -> Names:
 
 
 def is_vector(names: Names, dims: Sequence[int]) -> bool:
-    """Checks whether a parameter is a norm's scale, a bias or the like, each layer's
-    by itself.
-    """
-    return len(_own_dims(_padded(names, dims), dims)) < 2
+    """Checks whether each layer's part is a vector, as of a norm's scale or a bias."""
+    return len(_layer_dims(_with_stack_names(names, dims), dims)) < 2
 
 
-def _own_dims(names: Names, dims: Sequence[int]) -> list[int]:
-    """Returns the dims but stack dims; head_dim counts with its heads (their bias is a
-    vector).
+def _layer_dims(names: Names, dims: Sequence[int]) -> list[int]:
+    """Lists the dims that are no stack dims.
+
+    head_dim is left out: it counts with its heads, so that a bias of heads is a vector.
     """
     return [i for i in range(len(dims)) if names[i] not in (*STACKS, "head_dim")]
 
 
-def _divisibility(path: str, name: str | None, dim: int, axis: str, size: int) -> str:
+def _divisibility_fault(
+    path: str, name: str, dim: int, axes: Sequence[str], size: int
+) -> str:
     lower = dim // size * size
     upper = -(-dim // size) * size
     legal = f"{lower} or {upper}" if lower else f"{upper}"
-    divisors = [n for n in range(1, size + 1) if dim % n == 0]
+    largest = max(n for n in range(1, size + 1) if dim % n == 0)
+    key = "mesh." + " x mesh.".join(axes)
     return (
-        f"{path}: dim {name}={dim} is not divisible by mesh.{axis}={size}; "
-        f"nearest legal {name}: {legal}; or set mesh.{axis} to {divisors[-1]}"
+        f"{path}: dim {name}={dim} is not divisible by {key}={size}; "
+        f"nearest legal {name}: {legal}; or set {key} to {largest}"
     )
 
 
@@ -284,12 +322,23 @@ def build_rules(
     vocab_over_stages: bool = True,
     attention: AttentionForm = "auto",
 ) -> Rules:
-    """Returns the rule table for a resolved mesh."""
+    """Creates the rules of a resolved mesh.
+
+    Args:
+      config: options of the mesh.
+      shape: its resolved sizes.
+      vocab_over_stages: whether the stages of a pipeline split the vocabulary.
+      attention: form of attention over a split sequence.
+    """
     return Rules(
-        shape, config.zero, config.sequence_parallel, vocab_over_stages, attention
+        shape,
+        zero=config.zero,
+        sequence_parallel=config.sequence_parallel,
+        vocab_over_stages=vocab_over_stages,
+        attention=attention,
     )
 
 
 def axes_in(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Returns the axes of one entry of a PartitionSpec."""
+    """Lists the axes of an entry of a PartitionSpec."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())

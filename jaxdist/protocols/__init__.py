@@ -1,0 +1,1 @@
+"""Interfaces of models and objectives, and the names of parameter dims."""

@@ -1,4 +1,4 @@
-"""A scan over layers whose kinds repeat."""
+"""A scan over layers of several kinds."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def _in_groups(start: int, stop: int, size: int, x: jax.Array) -> jax.Array:
-    """Returns layers `start` to `stop` of [L, ...] as [groups, size, ...]."""
+    """Cuts layers `start` to `stop` of [L, ...] into [groups, size, ...]."""
     return x[start:stop].reshape(-1, size, *x.shape[1:])
 
 
@@ -23,50 +23,57 @@ def scan_layers(
     stride: int = 1,
     reverse: bool = False,
 ) -> tuple[Any, Any]:
-    """Returns the last carry and what the layers gave, stacked: `jax.lax.scan` where
-    layers differ.
+    """Scans over layers like `jax.lax.scan`; the kind of a layer is static in the body.
 
-    A layer's kind is static in the body. So a pattern of several kinds is a scan over
-    groups of layers, and one over the group of those beyond whole groups.
+    With a pattern of several kinds, a step of the scan is a group of layers, one of
+    each kind. Layers beyond whole groups are one group in a second scan.
 
     Args:
-      body: (carry, layer number, its parameters, its kind) -> (carry, what it gives).
-      state: parameters, and what else each layer has, [L, ...].
+      body: (carry, number of the layer, its item of `state`, its kind) -> (carry,
+        output).
+      carry: initial carry.
+      state: parameters of the layers, and further arrays, [L, ...].
+      pattern: kinds of layers, repeated over the depth.
       first: number of the first layer.
-      stride: layers of each item, where it is a group; the body gets the number of the
-        first of them.
+      stride: number of layers in an item, if that is a group. The body gets the number
+        of the group's first layer.
+      reverse: start with the last layer.
+
+    Returns:
+      The last carry, and the outputs of the layers, stacked in their order.
     """
     depth = jax.tree.leaves(state)[0].shape[0]
     period = len(pattern)
     items = (first + jnp.arange(0, depth * stride, stride), state)
     if period == 1:
-        return jax.lax.scan(
-            lambda carry, item: body(carry, *item, *pattern),
-            carry,
-            items,
-            reverse=reverse,
-        )
-    turn = -1 if reverse else 1
+        (kind,) = pattern
 
-    def one_group(carry, items):
+        def apply_layer(carry: Any, item: Any) -> tuple[Any, Any]:
+            return body(carry, *item, kind)
+
+        return jax.lax.scan(apply_layer, carry, items, reverse=reverse)
+    order = -1 if reverse else 1
+
+    def apply_group(carry: Any, items: Any) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten(items)
         layers = [
-            jax.tree.unflatten(structure, each)
-            for each in zip(*map(jnp.unstack, leaves), strict=True)
+            jax.tree.unflatten(structure, layer)
+            for layer in zip(*map(jnp.unstack, leaves), strict=True)
         ]
         outputs = []
-        for item, kind in list(zip(layers, pattern, strict=False))[::turn]:
-            carry, out = body(carry, *item, kind)
-            outputs.append(out)
-        return carry, jax.tree.map(lambda *layers: jnp.stack(layers), *outputs[::turn])
+        # the last group may have fewer layers than the pattern has kinds
+        for item, kind in list(zip(layers, pattern, strict=False))[::order]:
+            carry, output = body(carry, *item, kind)
+            outputs.append(output)
+        return carry, jax.tree.map(lambda *xs: jnp.stack(xs), *outputs[::order])
 
     whole = depth - depth % period
+    spans = [(0, whole, period), (whole, depth, depth - whole)]
     outputs = []
-    for start, stop, size in [(0, whole, period), (whole, depth, depth - whole)][
-        ::turn
-    ]:
-        if start < stop:
-            part = jax.tree.map(partial(_in_groups, start, stop, size), items)
-            carry, out = jax.lax.scan(one_group, carry, part, reverse=reverse)
-            outputs.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out))
-    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs[::turn])
+    for start, stop, size in spans[::order]:
+        if start == stop:
+            continue
+        groups = jax.tree.map(partial(_in_groups, start, stop, size), items)
+        carry, output = jax.lax.scan(apply_group, carry, groups, reverse=reverse)
+        outputs.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), output))
+    return carry, jax.tree.map(lambda *xs: jnp.concatenate(xs), *outputs[::order])

@@ -1,35 +1,46 @@
 """The staged form of a model: embed, a stack of equal blocks, head.
 
-A staged model has `embed(batch) -> x`, `blocks` (a module whose parameters are stacked,
-made by `stack`; called as `block(x, info) -> BlockOutput`) and `head(x, batch) ->
-Loss`. Optional are `prepare(batch) -> dict`, values that every block reads, computed
-once (rotary tables), and `blocks.layer_pattern`, names of kinds of layers that repeat
-over the depth, ("local", "global") say: all have the same parameters, and a block reads
-its own kind, a Python string, in `info.kind`. Layers of unequal parameters that repeat
-are a `stack` of `LayerGroup`s; those that come first are a stack `first_blocks`, which
-runs where the embedding does and returns neither aux terms nor stats. Written so, a
-model can be scanned, rematerialised block by block and pipelined without a change.
+A staged model can be scanned, rematerialised block by block and pipelined without a
+change. It has three parts:
 
-A model whose loss is a sum over samples, each term of `sum`, `count`, `aux` and `stats`
-made of one sample alone (and of random numbers of its own), says so by
-`sums_over_samples = True` in its class: devices may then add up whole steps on their
-own, and sum once (`mesh.reduce`). A loss that compares samples (contrastive), that is a
-mean, or weighted by a sum over the batch is none. A subclass that replaces some of the
-class does not inherit the word.
+- `embed(batch) -> x`;
+- `blocks`, a module whose parameters are stacked (see `stack`). A block is called as
+  `block(x, info) -> BlockOutput`;
+- `head(x, batch) -> Loss`.
 
-Any model may have `metrics(batch)`, named sums beside the loss for held-out data: see
-`as_metrics`. And a static `stats_metrics(stats)`, what rows of metrics say of a step's
-stats: name -> scalar or array.
+Optional parts:
 
-A model's `Config` may say what follows from its options alone: `faults()`, what is
-wrong with them; `flops_per_token(sequence_length, convention)`, forward and backward,
-"causal" or "full"; `costs(sequence_length)`, what its ops need (`ops.costs`), which
-`plan` reads; `max_length`, the most tokens of a sequence or None;
-`tiny(sequence_length)`, the values that change in a tiny variant;
-`tensor_parallel_dims`, the names of sizes that the mesh axis tensor must divide;
-`layers_on(places)`, the `num_layers` with which each place of a pipeline has one block;
-`choices()`, lines that a run begins with, called under its mesh. Without them FLOPs are
-counted in the program, no sequence is too long, and `verify` takes the model as it is.
+- `prepare(batch) -> dict` computes values once that every block reads (rotary tables).
+- `blocks.layer_pattern` names kinds of layers that repeat over the depth, such as
+  ("local", "global"). All kinds have the same parameters. A block reads its kind, a
+  Python string, in `info.kind`.
+- `LayerGroup`s, if layers of unequal parameters repeat: `blocks` is a stack of them.
+- `first_blocks` is a stack of layers that come first. It runs in the same place as the
+  embedding, and returns neither aux terms nor stats.
+
+A class sets `sums_over_samples = True` if its loss is a sum over samples: each term of
+`sum`, `count`, `aux` and `stats` depends on one sample only, and on its random numbers.
+Devices may then accumulate a whole step locally and sum once (`mesh.reduce`). Losses
+that compare samples (contrastive), means, and losses weighted by a sum over the batch
+are no such sums. A subclass that overrides parts of the class does not inherit the
+declaration.
+
+Any model may have `metrics(batch)`, named sums for held-out data (see `as_metrics`).
+It may have a static `stats_metrics(stats)`, which turns the stats of a step into
+metrics: name -> scalar or array.
+
+The class `Config` of a model may have these, which depend on the options only:
+
+- `faults()` yields messages about its options.
+- `flops_per_token(sequence_length, convention)` counts forward and backward FLOPs. The
+  convention is "causal" or "full". Without it FLOPs are counted in the program.
+- `costs(sequence_length)` lists the costs of its ops (`ops.costs`) for `plan`.
+- `max_length` is the largest number of tokens in a sequence; None for no limit.
+- `tiny(sequence_length)` lists the values that differ in a tiny variant. Without it
+  `verify` uses the model as it is.
+- `tensor_parallel_dims` names the sizes that the mesh axis `tensor` must divide.
+- `layers_on(places)` is the `num_layers` that gives each place of a pipeline one block.
+- `choices()` lists lines for the start of a run. It is called under the run's mesh.
 """
 
 import inspect
@@ -49,51 +60,48 @@ Batch = Mapping[str, jax.Array]
 
 
 class Loss(NamedTuple):
-    """Sums over the batch; the objective is (sum + all aux) / global count.
+    """Sums over the batch; the objective is (sum + all aux) / global count."""
 
-    sum: nats over weighted targets. count: their weight, from the batch alone. aux:
-    named sums under the same divisor. stats: named sums, handed once a step to the
-    model's `update(stats)`.
-    """
-
-    sum: jax.Array
+    sum: jax.Array  # nats over weighted targets
+    # weight of the targets, which depends on the batch only
     count: jax.Array  # type: ignore[assignment]  # hides tuple.count, which nobody calls
-    aux: dict[str, jax.Array] = {}
-    stats: dict[str, jax.Array] = {}
+    aux: dict[str, jax.Array] = {}  # further sums with the same divisor
+    stats: dict[
+        str, jax.Array
+    ] = {}  # sums for the model's `update(stats)`, once a step
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockInfo:
-    """What a block may read beside its input."""
+    """Values that a block may read in addition to its input."""
 
     key: jax.Array | None  # the step's key; None: deterministic
-    layer: jax.Array  # int32, global layer number
-    fields: dict[str, jax.Array]  # the batch's integer fields and what `prepare` made
-    # of the layer, from `blocks.layer_pattern`
+    layer: jax.Array  # int32, global number of the layer
+    fields: dict[str, jax.Array]  # integer fields of the batch and those of `prepare`
+    # kind of the layer, from `blocks.layer_pattern`
     kind: str = field(default="", metadata={"static": True})
 
 
 class BlockOutput(NamedTuple):
-    """What a block returns; x alone, (x, aux) and (x, aux, stats) mean the same.
+    """The output of a block; a block may also return x, (x, aux) or (x, aux, stats).
 
-    Of a stack of blocks, aux terms are added over the layers, and stats are stacked in
-    the layers' order, [L, ...], as the blocks' parameters and state are: so
-    `update(stats)` can change a state of each layer. Those of a stack of `LayerGroup`s
-    are [groups, layers of a group that give them, ...]. Both are added over
-    microbatches, accumulation, stages and devices, beside those of the head.
+    For a stack of blocks, aux terms are summed over the layers. Stats are stacked in the
+    order of the layers, [L, ...], like the parameters and the state of the blocks. So
+    `update(stats)` can change the state of each layer. Stats of a stack of
+    `LayerGroup`s are [groups, layers of a group that have the stat, ...]. Both are
+    summed over microbatches, accumulation, stages and devices, as those of the head
+    are.
     """
 
     x: jax.Array  # [B, S, D]
     aux: dict[str, jax.Array] = {}  # scalar sums, further terms of the objective
-    # sums over this layer's samples, of any shape, for `update(stats)`
+    # sums over the samples, of any shape, for `update(stats)`
     stats: dict[str, jax.Array] = {}
 
 
 def is_staged(model: nnx.Module) -> bool:
-    """Checks whether the model has a stack `blocks`, and methods (not layers) embed
-    and head.
-    """
+    """Checks whether a model has a stack `blocks`, and methods `embed` and `head`."""
     methods = all(
         inspect.isfunction(getattr(type(model), name, None))
         for name in ("embed", "head")
@@ -110,8 +118,15 @@ def _is_stack(blocks: Any) -> bool:
 def stack(
     build: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs
 ) -> nnx.Module:
-    """Returns `count` modules as one, every parameter [count, ...], each with its own
-    key.
+    """Builds modules with different keys and stacks their parameters.
+
+    Args:
+      build: builds one module.
+      count: number of modules.
+      rngs: random streams; `params` is used.
+
+    Returns:
+      A module whose parameters are [count, ...].
     """
     graph = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))[0]
     keys = jax.random.split(rngs.params(), count)
@@ -120,13 +135,14 @@ def stack(
 
 
 class LayerGroup(nnx.Module):
-    """Consecutive layers of unequal parameters as one block: a stack of groups is
-    scanned as any other.
+    """A block of consecutive layers with unequal parameters.
 
-    The layers, attributes `layer_0`, `layer_1`, ..., are rematerialised one by one.
+    A stack of groups is scanned like any other. The layers are the attributes
+    `layer_0`, `layer_1`, ... They are rematerialised one by one.
 
     Args:
-      kinds: what each of them reads in `info.kind`; () for no names.
+      layers: the layers in order.
+      kinds: `info.kind` of each layer; () for no kinds.
     """
 
     def __init__(self, layers: Sequence[nnx.Module], kinds: Sequence[str] = ()) -> None:
@@ -135,54 +151,49 @@ class LayerGroup(nnx.Module):
             setattr(self, f"layer_{number}", layer)
 
     def __call__(self, x: jax.Array, info: BlockInfo) -> BlockOutput:
-        return _in_order(
-            [partial(apply_block, layer) for layer in layers_of(self)],
-            x,
-            infos_of(self, info),
-        )
+        """Applies the layers one after another."""
+        layers = [partial(apply_block, layer) for layer in layers_of(self)]
+        return _apply_in_order(layers, x, infos_of(self, info))
 
 
 def layers_of(block: nnx.Module) -> list[Any]:
-    """Returns the layers of a group (or of a stack of groups); another block is one
-    layer.
-    """
+    """Lists the layers of a group, or of a stack of groups; else the block itself."""
     if not isinstance(block, LayerGroup):
         return [block]
     return [getattr(block, f"layer_{number}") for number in range(len(block.kinds))]
 
 
 def infos_of(block: nnx.Module, info: BlockInfo) -> list[BlockInfo]:
-    """Lists what each layer of a block reads, from what its first one does."""
+    """Lists the infos of a block's layers, from that of the first layer."""
     if not isinstance(block, LayerGroup):
         return [info]
     return [
-        replace(info, layer=info.layer + n, kind=kind)
-        for n, kind in enumerate(block.kinds)
+        replace(info, layer=info.layer + number, kind=kind)
+        for number, kind in enumerate(block.kinds)
     ]
 
 
-def _in_order(
-    layers: Sequence[Callable[..., BlockOutput]],
+def _apply_in_order(
+    layers: Sequence[Callable[[jax.Array, BlockInfo], BlockOutput]],
     x: jax.Array,
     infos: Sequence[BlockInfo],
-):
-    """Applies a block's layers one after another: aux terms added, stats of
-    several stacked.
+) -> BlockOutput:
+    """Applies layers one after another, sums aux terms and stacks stats.
+
+    The output of a single layer is returned as it is.
     """
     if len(layers) == 1:
-        return layers[0](x, *infos)
+        return layers[0](x, infos[0])
     aux: dict[str, jax.Array] = {}
     stats: dict[str, list[jax.Array]] = {}
     for layer, info in zip(layers, infos, strict=True):
-        x, own, sums = layer(x, info)
-        aux |= {
-            name: aux[name] + term if name in aux else term
-            for name, term in own.items()
-        }
-        stats |= {name: [*stats.get(name, ()), value] for name, value in sums.items()}
-    return BlockOutput(
-        x, aux, {name: jnp.stack(values) for name, values in stats.items()}
-    )
+        x, layer_aux, layer_stats = layer(x, info)
+        for name, term in layer_aux.items():
+            aux[name] = aux[name] + term if name in aux else term
+        for name, value in layer_stats.items():
+            stats.setdefault(name, []).append(value)
+    stacked = {name: jnp.stack(values) for name, values in stats.items()}
+    return BlockOutput(x, aux, stacked)
 
 
 Block = Callable[[Any, jax.Array, BlockInfo], BlockOutput]
@@ -190,31 +201,30 @@ Transform = Callable[[Block], Block]
 
 
 def unchanged(block: Block) -> Block:
-    """Wraps a block in nothing."""
+    """Returns a block as it is."""
     return block
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """What of a stack's layers is computed again, where that is more than one wrapper
-    of all.
-    """
+    """Transforms of a stack's layers for rematerialisation."""
 
-    layer: Transform  # wraps a layer
-    # wraps `run(parameters, x, first)` of a group
-    group: Callable[[Callable], Callable] = lambda run: run
-    every: int = 1  # layers of a group
-    last: int = 0  # layers at the end that are wrapped so; 0: all
-    # wraps those before them, and `first_blocks`
+    layer: Transform  # of a layer
+    # of a group, a function (parameters, x, number of the first layer)
+    group: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run
+    every: int = 1  # number of layers in a group
+    last: int = 0  # number of final layers that `layer` applies to; 0: all
+    # of earlier layers, and of `first_blocks`
     others: Transform = unchanged
 
     @classmethod
     def of(cls, transform: "Transform | Recompute") -> "Recompute":
+        """Makes a `Recompute` from a transform of all layers."""
         return transform if isinstance(transform, Recompute) else cls(transform)
 
     @property
     def before(self) -> Transform:
-        """Wraps layers that come before the stack."""
+        """The transform of layers that come before the stack."""
         return self.others if self.last else self.layer
 
 
@@ -228,85 +238,130 @@ def run_blocks(
     first: int | jax.Array = 0,
     pattern: tuple[str, ...] = (),
 ) -> BlockOutput:
-    """Returns the stack applied to x by a scan, the sums of the blocks' aux terms, and
-    stats [L, ...].
+    """Applies a stack of blocks to x by a scan.
 
     Args:
-      transform: wraps `block(parameters of one layer, x, info)`, for rematerialisation;
-        or says more.
-      first: global number of the first layer, where the stack is a part of the model's.
+      blocks: the stack.
+      x: [B, S, D].
+      key: of the step; None: deterministic.
+      fields: `BlockInfo.fields` of all blocks.
+      transform: of `block(parameters of one layer, x, info)`, for rematerialisation.
+      first: global number of the first layer, if the stack is a part of the model's.
       pattern: kinds of these layers, repeated; (): those of the blocks.
+
+    Returns:
+      x after the last block, sums of aux terms over the layers, and stats [L, ...].
     """
     graphs, states = zip(*map(nnx.split, layers_of(blocks)), strict=True)
-    how = Recompute.of(transform)
+    recompute = Recompute.of(transform)
     kinds = pattern or pattern_of(blocks)
     stride = len(graphs)
 
-    def run(wrap: Transform, states, x, first, kinds=kinds):
-        layers = [wrap(_applied(graph)) for graph in graphs]
+    def run(
+        transform: Transform,
+        kinds: tuple[str, ...],
+        states: Any,
+        x: jax.Array,
+        first: int | jax.Array,
+    ) -> tuple[jax.Array, list[Any]]:
+        """Scans over blocks; returns x, and aux terms and stats of each block."""
+        layers = [transform(_as_function(graph)) for graph in graphs]
 
-        def one_block(x, layer, parameters, kind):
+        def one_block(
+            x: jax.Array, number: jax.Array, parameters: Any, kind: str
+        ) -> tuple[jax.Array, list[Any]]:
             calls = [
-                partial(apply, own)
-                for apply, own in zip(layers, parameters, strict=True)
+                partial(layer, layer_parameters)
+                for layer, layer_parameters in zip(layers, parameters, strict=True)
             ]
-            x, *sums = _in_order(
-                calls, x, infos_of(blocks, BlockInfo(key, layer, fields, kind))
-            )
-            return x, sums
+            infos = infos_of(blocks, BlockInfo(key, number, fields, kind))
+            x, aux, stats = _apply_in_order(calls, x, infos)
+            return x, [aux, stats]
 
         return scan_layers(one_block, x, states, kinds, first=first, stride=stride)
 
     depth = jax.tree.leaves(states)[0].shape[0]
-    # of a stack of groups one of them, too, whose layers would keep an input each
-    if how.every > 1:
-        x, sums = _in_groups(
-            partial(run, how.layer), how, states, x, first, how.every // stride
+    last = recompute.last // stride
+    # A stack of `LayerGroup`s is grouped even if each group is one of them: otherwise
+    # each of its layers would keep an input.
+    if recompute.every > 1:
+        x, sums = _run_in_groups(
+            partial(run, recompute.layer, kinds),
+            recompute,
+            states,
+            x,
+            first=first,
+            size=recompute.every // stride,
         )
-    elif 0 < (last := how.last // stride) < depth:
+    elif 0 < last < depth:
         cut = depth - last
-        # whose gradients are joined
-        parts = [jnp.split(leaf, [cut]) for leaf in jax.tree.leaves(states)]
-        fore, rear = (
-            jax.tree.unflatten(jax.tree.structure(states), part)
-            for part in zip(*parts, strict=True)
-        )
+        early, late = _split_stack(states, cut)
         turn = cut % len(kinds)
-        x, sums = run(how.others, fore, x, first)
-        x, more = run(
-            how.layer, rear, x, first + cut * stride, (*kinds[turn:], *kinds[:turn])
-        )
-        sums = jax.tree.map(lambda *own: jnp.concatenate(own), sums, more)
+        late_kinds = (*kinds[turn:], *kinds[:turn])
+        x, early_sums = run(recompute.others, kinds, early, x, first)
+        x, late_sums = run(recompute.layer, late_kinds, late, x, first + cut * stride)
+        sums = jax.tree.map(lambda *xs: jnp.concatenate(xs), early_sums, late_sums)
     else:
-        x, sums = run(how.layer, states, x, first)
+        x, sums = run(recompute.layer, kinds, states, x, first)
     aux, stats = sums
     return BlockOutput(x, jax.tree.map(lambda terms: terms.sum(0), aux), stats)
 
 
-def _in_groups(
-    run: Callable, how: Recompute, states: Any, x: jax.Array, first, size: int
-) -> tuple[Any, Any]:
-    """Scans over groups of `size` of a stack's items, each wrapped
-    as one.
+def _split_stack(states: Any, cut: int) -> tuple[Any, Any]:
+    """Splits the parameters of a stack after the first `cut` blocks."""
+    leaves, structure = jax.tree.flatten(states)
+    # jnp.split, because its gradient is a concatenation
+    halves = [jnp.split(leaf, [cut]) for leaf in leaves]
+    early = jax.tree.unflatten(structure, [half[0] for half in halves])
+    late = jax.tree.unflatten(structure, [half[1] for half in halves])
+    return early, late
+
+
+def _run_in_groups(
+    run: Callable[..., Any],
+    recompute: Recompute,
+    states: Any,
+    x: jax.Array,
+    *,
+    first: int | jax.Array,
+    size: int,
+) -> tuple[jax.Array, list[Any]]:
+    """Scans over groups of blocks, which are recomputed together.
+
+    Args:
+      run: scans over the blocks of a group: (parameters, x, number of the first layer).
+      recompute: has the transform of a group.
+      states: parameters of all blocks.
+      x: [B, S, D].
+      first: global number of the first layer.
+      size: number of blocks in a group.
     """
     groups = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), states)
-    apply = how.group(run)
+    apply = recompute.group(run)
 
-    def one_group(x, layer, parameters, kind):
-        return apply(parameters, x, layer)
+    def one_group(
+        x: jax.Array, number: jax.Array, parameters: Any, kind: str
+    ) -> tuple[jax.Array, list[Any]]:
+        output: tuple[jax.Array, list[Any]] = apply(parameters, x, number)
+        return output
 
-    x, sums = scan_layers(one_group, x, groups, ("",), first=first, stride=how.every)
-    return x, jax.tree.map(lambda own: own.reshape(-1, *own.shape[2:]), sums)
+    x, sums = scan_layers(
+        one_group, x, groups, ("",), first=first, stride=recompute.every
+    )
+    return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), sums)
 
 
-def _applied(graph: Any) -> Block:
-    """Returns a layer of this graph as a function of its arrays, too."""
+def _as_function(graph: Any) -> Block:
+    """Makes a function of the parameters from a layer's graph.
 
-    def apply(parameters, x, info):
+    The function raises a ConfigError if the layer changes its state.
+    """
+
+    def apply(parameters: Any, x: jax.Array, info: BlockInfo) -> BlockOutput:
         block = nnx.merge(graph, parameters)
-        before = _own_state(parameters)
+        before = _model_state(parameters)
         output = apply_block(block, x, info)
-        after = _own_state(nnx.state(block)) if before else {}
+        after = _model_state(nnx.state(block)) if before else {}
         changed = [path for path, value in before.items() if after[path] is not value]
         if changed:
             raise ConfigError(
@@ -319,8 +374,9 @@ def _applied(graph: Any) -> Block:
 
 
 def apply_block(block: Any, x: jax.Array, info: BlockInfo) -> BlockOutput:
-    """Applies a block; its parts whose class has a `block_info` (adapters)
-    see that meanwhile.
+    """Applies a block.
+
+    Parts whose class has an attribute `block_info` (adapters) find the info there.
     """
     parts = [
         part for _, part in nnx.iter_modules(block) if hasattr(type(part), "block_info")
@@ -335,42 +391,37 @@ def apply_block(block: Any, x: jax.Array, info: BlockInfo) -> BlockOutput:
 
 
 def as_block_output(value: Any) -> BlockOutput:
-    """Makes a `BlockOutput` of what a block gave, its stats in float32.
+    """Converts the return value of a block to a `BlockOutput` with stats in float32.
 
     Raises:
       ConfigError: it is neither x, nor (x, aux), nor (x, aux, stats).
     """
     parts = value if isinstance(value, (tuple, list)) else (value,)
-    if not 1 <= len(parts) <= 3 or not all(
-        isinstance(part, Mapping) for part in parts[1:]
-    ):
+    has_dicts = all(isinstance(part, Mapping) for part in parts[1:])
+    if not 1 <= len(parts) <= 3 or not has_dicts:
         raise ConfigError(
             f"a block returned {_shapes(value)}; required: x, (x, aux) or (x, aux, stats), with dicts of "
             f"scalar sums for the objective, and of sums for update(self, stats)"
         )
     output = BlockOutput(*parts)
-    return output._replace(
-        stats={name: jnp.asarray(x, jnp.float32) for name, x in output.stats.items()}
-    )
+    stats = {name: jnp.asarray(x, jnp.float32) for name, x in output.stats.items()}
+    return output._replace(stats=stats)
 
 
-def _own_state(state: nnx.State) -> dict[str, jax.Array]:
-    """Returns path -> value of variables that are neither parameters nor random
-    streams.
-    """
+def _model_state(state: Any) -> dict[str, jax.Array]:
+    """Selects variables that are neither parameters nor random streams, by path."""
     others = (nnx.Param, nnx.RngState)
     return {
-        "/".join(map(str, path)): v.get_value()
-        for path, v in nnx.to_flat_state(state)
-        if isinstance(v, nnx.Variable) and not isinstance(v, others)
+        "/".join(map(str, path)): variable.get_value()
+        for path, variable in nnx.to_flat_state(state)
+        if isinstance(variable, nnx.Variable) and not isinstance(variable, others)
     }
 
 
 def pattern_of(blocks: Any) -> tuple[str, ...]:
-    """Returns the kinds of layers that repeat over a stack's depth; one without a name
-    by default.
-    """
-    return getattr(blocks, "layer_pattern", ("",))
+    """Returns the kinds that repeat over a stack's depth; by default one, ""."""
+    pattern: tuple[str, ...] = getattr(blocks, "layer_pattern", ("",))
+    return pattern
 
 
 def head_loss(model: Any, x: jax.Array, batch: Batch) -> Loss:
@@ -384,7 +435,14 @@ def staged_loss(
     key: jax.Array | None,
     transform: Transform | Recompute = unchanged,
 ) -> Loss:
-    """Returns the loss of a staged model by its own head."""
+    """Computes the loss of a staged model by its own head.
+
+    Args:
+      model: the staged model.
+      batch: its fields.
+      key: of the step; None: deterministic.
+      transform: of the blocks, for rematerialisation.
+    """
     output = staged_output(model, batch, key, transform)
     loss = head_loss(model, output.x, batch)
     return with_block_sums(loss, output.aux, output.stats)
@@ -396,7 +454,7 @@ def staged_output(
     key: jax.Array | None,
     transform: Transform | Recompute = unchanged,
 ) -> BlockOutput:
-    """Computes what enters the head of a staged model, and the sums of its blocks."""
+    """Computes the input of a staged model's head, and the sums of its blocks."""
     fields = shared_fields(model, batch)
     first = layers_before(model)
     x = embedded(model, batch, key, Recompute.of(transform).before)
@@ -409,13 +467,18 @@ def embedded(
     key: jax.Array | None,
     transform: Transform = unchanged,
 ) -> jax.Array:
-    """Computes what enters `blocks`: the embedding, and of a model with `first_blocks`
-    what these make of it.
+    """Computes the input of `blocks`: the embedding, followed by any `first_blocks`.
+
+    Args:
+      model: a staged model.
+      batch: its fields.
+      key: of the step; None: deterministic.
+      transform: of `first_blocks`, for rematerialisation.
 
     Raises:
-      ConfigError: they return aux terms or stats.
+      ConfigError: `first_blocks` return aux terms or stats.
     """
-    x = model.embed(batch)
+    x: jax.Array = model.embed(batch)
     if not layers_before(model):
         return x
     x, aux, stats = run_blocks(
@@ -430,17 +493,18 @@ def embedded(
 
 
 def layers_before(model: Any) -> int:
-    """Returns the number of layers in `first_blocks`; 0 for a model without them."""
+    """Counts the layers in `first_blocks`; 0 for a model without them."""
     first: Any = getattr(model, "first_blocks", None)
     if not _is_stack(first):
         return 0
-    return jax.tree.leaves(nnx.state(first))[0].shape[0] * len(layers_of(first))
+    depth: int = jax.tree.leaves(nnx.state(first))[0].shape[0]
+    return depth * len(layers_of(first))
 
 
 def with_block_sums(
     loss: Loss, aux: dict[str, jax.Array], stats: dict[str, jax.Array]
 ) -> Loss:
-    """Returns the head's loss with the aux terms and stats of the blocks.
+    """Adds the aux terms and stats of the blocks to the loss of the head.
 
     Raises:
       ConfigError: the head has one of the same name.
@@ -455,20 +519,20 @@ def with_block_sums(
 
 
 def as_loss(value: Any, batch: Batch) -> Loss:
-    """Makes a Loss of float32 sums of what a model's `loss` gave.
+    """Converts the return value of a model's `loss` to a Loss of float32 sums.
 
-    Accepted are a Loss, a plain tuple (sum, count[, aux[, stats]]), a dict with these
-    names, or a scalar mean over the batch's samples, whose count is then the number of
-    samples.
+    Args:
+      value: a Loss, a tuple (sum, count[, aux[, stats]]), or a dict with these names. A
+        scalar is a mean over the samples: its count is the number of samples.
+      batch: of which the loss is.
 
     Raises:
       ConfigError: it is none of them.
     """
     sums = None
-    if isinstance(value, Mapping) and {"sum", "count"} <= set(value) <= set(
-        Loss._fields
-    ):
-        sums = Loss(**value)
+    if isinstance(value, Mapping):
+        if {"sum", "count"} <= set(value) <= set(Loss._fields):
+            sums = Loss(**value)
     elif isinstance(value, (tuple, list)) and 2 <= len(value) <= 4:
         sums = Loss(*value)
     elif _is_scalar(value):
@@ -480,40 +544,36 @@ def as_loss(value: Any, batch: Batch) -> Loss:
             f"(sum, count[, aux[, stats]]): the scalar sum, how many it sums, a dict of further scalar sums "
             f"of the objective, and one of sums for update(self, stats)"
         )
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), sums)
+    loss: Loss = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), sums)
+    return loss
 
 
 def has_metrics(model_class: type) -> bool:
-    """Checks whether a model has a method `metrics` (an attribute of that name is its
-    own affair).
-    """
+    """Checks whether a model has a method `metrics`; other attributes do not count."""
     return inspect.isfunction(getattr(model_class, "metrics", None))
 
 
 def as_metrics(value: Any, count: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Makes of what a model's `metrics(batch)` gave name -> (sum, what to divide it
-    by), float32.
+    """Converts the return value of a model's `metrics(batch)` to float32 pairs.
 
     Args:
-      value: name -> scalar sum over the batch, divided by the loss's count; or -> (sum,
-        count).
+      value: name -> scalar sum over the batch, or (sum, count). A sum without a count
+        is divided by the count of the loss.
       count: of the loss.
 
+    Returns:
+      name -> (sum, count).
+
     Raises:
-      ConfigError: it is something else, or takes a name that an evaluation has already.
+      ConfigError: it is something else, or has a name that evaluations use.
     """
+    if not isinstance(value, Mapping):
+        raise _metrics_error(value)
     pairs: dict[str, tuple[jax.Array, jax.Array]] = {}
-    for name, given in value.items() if isinstance(value, Mapping) else [("", value)]:
-        pair = given if isinstance(given, (tuple, list)) else (given, count)
-        if (
-            not isinstance(value, Mapping)
-            or len(pair) != 2
-            or not all(map(_is_scalar, pair))
-        ):
-            raise ConfigError(
-                f"metrics(batch) returned {_shapes(value)}; required: a dict of scalar sums, or of pairs "
-                f"(sum, count)"
-            )
+    for name, metric in value.items():
+        pair = metric if isinstance(metric, (tuple, list)) else (metric, count)
+        if len(pair) != 2 or not all(map(_is_scalar, pair)):
+            raise _metrics_error(value)
         pairs[str(name)] = (
             jnp.asarray(pair[0], jnp.float32),
             jnp.asarray(pair[1], jnp.float32),
@@ -524,6 +584,13 @@ def as_metrics(value: Any, count: jax.Array) -> dict[str, tuple[jax.Array, jax.A
             f"metrics(batch) returned {', '.join(taken)}, which evaluations have; rename it"
         )
     return pairs
+
+
+def _metrics_error(value: Any) -> ConfigError:
+    return ConfigError(
+        f"metrics(batch) returned {_shapes(value)}; required: a dict of scalar sums, or of pairs "
+        f"(sum, count)"
+    )
 
 
 def _has_sums(loss: Loss) -> bool:
@@ -543,6 +610,12 @@ def _shapes(value: Any) -> str:
 
 
 def shared_fields(model: Any, batch: Batch) -> dict[str, jax.Array]:
-    """Returns the batch's integer fields and what the model prepares for all blocks."""
-    fields = {n: v for n, v in batch.items() if jnp.issubdtype(v.dtype, jnp.integer)}
-    return fields | (model.prepare(batch) if hasattr(model, "prepare") else {})
+    """Collects the batch's integer fields and those that the model prepares."""
+    fields = {
+        name: value
+        for name, value in batch.items()
+        if jnp.issubdtype(value.dtype, jnp.integer)
+    }
+    if hasattr(model, "prepare"):
+        fields |= model.prepare(batch)
+    return fields

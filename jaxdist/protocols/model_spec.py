@@ -1,6 +1,4 @@
-"""A model before its arrays exist: shapes, logical names, what is trained and what is
-frozen.
-"""
+"""Specs of models: shapes, logical names and roles of arrays that do not exist yet."""
 
 import dataclasses
 import functools
@@ -29,31 +27,29 @@ class ModelSpec:
     """A model without its arrays: its graph, their shapes, and their logical names."""
 
     build: Callable[[nnx.Rngs], nnx.Module]
-    graph: nnx.GraphDef
+    graph: nnx.GraphDef[Any]
     trainable: Tree  # of ShapeDtypeStruct
     model_state: Tree
-    # like trainable, of tuples of logical names; those of stack dims only if `stack`
-    # has them
+    # tuples of logical names, like `trainable`; stack dims are named only in `stack`
     names: Tree
     frozen: Tree = dataclasses.field(default_factory=dict)
     frozen_names: Tree = dataclasses.field(default_factory=dict)
-    # keys and counts of the model's own nnx.Rngs
+    # keys and counts of the model's nnx.Rngs
     streams: Tree = dataclasses.field(default_factory=dict)
     model_class: type = nnx.Module
-    patterns: tuple[str, ...] = ()  # of the paths of frozen parameters
-    staged: bool = False  # the model has embed, a stack of blocks, and head
-    # its ops cast kernels to the compute dtype, as those of `jaxdist.ops` do
+    patterns: tuple[str, ...] = ()  # regexes of the paths of frozen parameters
+    staged: bool = False  # whether it has embed, a stack of blocks, and head
+    # whether its ops cast kernels to the compute dtype, as those of `jaxdist.ops` do
     casts_itself: bool = False
-    # its loss is a sum over samples, as the model's class says
+    # whether its class declares that its loss is a sum over samples
     sums_over_samples: bool = False
-    # names of the blocks' stack dims, where a pipeline has cut them up
+    # names of the blocks' stack dims, if a pipeline has split them
     stack: Names = ()
-    objective: Objective = NextToken()  # what the model is trained for
+    objective: Objective = NextToken()  # the objective that the model is trained for
     # The frozen modules that the objective prepares batches with, by name. All their
-    # arrays are in `frozen`.
+    # arrays are in their `frozen`.
     modules: Mapping[str, "ModelSpec"] = dataclasses.field(default_factory=dict)
-    # The batches (shapes, parts) that the model was looked at with, and nothing found:
-    # each is traced once.
+    # Batches (shapes, parts) that checks of the model passed with: each is traced once.
     passed: set[Any] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     def assemble(
@@ -64,36 +60,47 @@ class ModelSpec:
         *,
         key: jax.Array | None = None,
     ) -> Any:
-        """Returns the model with these arrays in it: in training mode with a key, else
-        to evaluate.
+        """Assembles the model from its arrays.
 
         Args:
-          key: what the model's own random streams start from; None: a constant.
+          trainable: like `self.trainable`.
+          model_state: like `self.model_state`.
+          frozen: like `self.frozen`.
+          key: seed of the model's random streams. With a key the model is in training
+            mode. With None it is in evaluation mode, and the seed is a constant.
         """
         parts = [trainable, model_state, frozen or {}]
-        parts += [_reseeded(self.streams, key)] if self.streams else []
-        model = nnx.merge(self.graph, *map(nnx.State, parts))
-        (nnx.Module.eval if key is None else nnx.Module.train)(model)
+        if self.streams:
+            parts.append(_reseed(self.streams, key))
+        model: Any = nnx.merge(self.graph, *map(nnx.State, parts))
+        if key is None:
+            nnx.Module.eval(model)  # type: ignore[no-untyped-call]  # flax is untyped
+        else:
+            nnx.Module.train(model)  # type: ignore[no-untyped-call]  # flax is untyped
         return model
 
     def init_params(
         self, key: jax.Array, given: Mapping[str, jax.Array] | None = None
     ) -> tuple[Tree, Tree, Tree]:
-        """Returns (trainable, model state, frozen) of a newly initialised model.
+        """Initialises the arrays of the model.
 
         Args:
-          given: {path: value} of parameters that begin with these values; what stands
-            in the place of a parameter takes its value by a method `set_kernel`.
+          key: seed of the parameters.
+          given: {path: value} of parameters that start with these values. A module in
+            place of a parameter takes its value by a method `set_kernel`.
+
+        Returns:
+          (trainable, model state, frozen).
         """
-        with nnx.use_eager_sharding(False):
-            model = _built(self.build, nnx.Rngs(key))
+        with nnx.use_eager_sharding(False):  # type: ignore[no-untyped-call]  # flax is untyped
+            model = _build(self.build, nnx.Rngs(key))
             for path, value in (given or {}).items():
-                place: Any = functools.reduce(
-                    getattr, path.split(trees.SEPARATOR), model
-                )
-                place.set_kernel(value) if hasattr(
-                    place, "set_kernel"
-                ) else place.set_value(value)
+                names = path.split(trees.SEPARATOR)
+                target: Any = functools.reduce(getattr, names, model)
+                if hasattr(target, "set_kernel"):
+                    target.set_kernel(value)
+                else:
+                    target.set_value(value)
             parts = _split(model, self.patterns)
         return parts.trainable, parts.model_state, parts.frozen
 
@@ -103,18 +110,18 @@ class ModelSpec:
         """Returns the spec of this model as the policy of an objective.
 
         Args:
-          modules: the frozen modules by the names that the objective calls them.
+          objective: what the model is trained for.
+          modules: specs of the frozen modules, by the objective's names.
 
         Raises:
-          ConfigError: a module is missing, unknown, or gives no terms of tokens; the
-            objective cannot be compared.
+          ConfigError: a module is missing, unknown, or has no token terms; or the
+            objective is not hashable.
         """
         name = type(objective).__name__
-        faults = [
-            f"{name}: frozen module {module!r} is "
-            + ("missing" if module in objective.modules else "unknown")
-            for module in sorted({*objective.modules} ^ modules.keys())
-        ]
+        faults = []
+        for module in sorted({*objective.modules} ^ modules.keys()):
+            fault = "missing" if module in objective.modules else "unknown"
+            faults.append(f"{name}: frozen module {module!r} is {fault}")
         for module, spec in modules.items():
             user = f"frozen module {module!r}"
             faults += token_faults(user, spec.model_class, spec.staged)
@@ -135,20 +142,21 @@ class ModelSpec:
             self,
             trainable={},
             model_state={},
-            frozen=_merged(self.trainable, self.model_state, self.frozen),
+            frozen=_merge(self.trainable, self.model_state, self.frozen),
             names={},
-            frozen_names=_merged_names(
+            frozen_names=_merge_names(
                 self.names, self._state_as_parameters, self.frozen_names
             ),
         )
 
     @property
     def _state_as_parameters(self) -> Tree:
-        """The names of the model state as parameters have theirs: without stack dims."""
+        """The names of the model state in the form of parameters: no stack dims."""
 
-        def name(path, leaf) -> Names:
-            stacked = self.staged and path[0].key in param_names.STACKED
-            return (None,) * (leaf.ndim - stacked)
+        def name(path: Any, leaf: Any) -> Names:
+            is_stacked = self.staged and path[0].key in param_names.STACKED
+            dims: int = leaf.ndim - is_stacked
+            return (None,) * dims
 
         return jax.tree_util.tree_map_with_path(name, self.model_state)
 
@@ -159,71 +167,69 @@ class ModelSpec:
         *,
         params: str = "float32",
     ) -> Tree:
-        """Returns all arrays of a newly initialised model, see `init_params`.
+        """Initialises all arrays of the model as one tree.
 
         Args:
-          params: dtype that parameters are stored in; model state keeps its own.
+          key: see `init_params`.
+          given: see `init_params`.
+          params: dtype of stored parameters; model state keeps its dtype.
         """
         trainable, model_state, frozen = self.init_params(key, given)
         stored = jax.tree.map(
             lambda x: x.astype(stored_dtype(x, params)), (trainable, frozen)
         )
-        return _merged(*stored, model_state)
+        return _merge(*stored, model_state)
 
     def state_of(self, model: nnx.Module) -> Tree:
-        """Returns the model state that a model, assembled and then used, has come to.
+        """Reads the model state of an assembled model, after it was used.
 
         Raises:
-          ConfigError: it has another shape than before.
+          ConfigError: a state has another shape than in this spec.
         """
         by_path = trees.flatten_names(_split(model, self.patterns).model_state)
 
-        def kept(path, before):
+        def read(path: Any, before: jax.ShapeDtypeStruct) -> Any:
             name = trees.join(path)
             after = by_path.get(name)
             if after is None or after.shape != before.shape:
-                now = "nothing" if after is None else after.shape
+                shape = "nothing" if after is None else after.shape
                 raise ConfigError(
-                    f"{name}: the model changed this state from {before.shape} to {now}"
+                    f"{name}: the model changed this state from {before.shape} to {shape}"
                 )
             return after.astype(before.dtype)
 
-        return jax.tree_util.tree_map_with_path(kept, self.model_state)
+        return jax.tree_util.tree_map_with_path(read, self.model_state)
 
     def arrays_of(self, model: nnx.Module) -> tuple[Tree, Tree, Tree]:
-        """Returns (trainable, model state, frozen) as a model holds them."""
+        """Reads (trainable, model state, frozen) from an assembled model."""
         parts = _split(model, self.patterns)
         return parts.trainable, self.state_of(model), parts.frozen
 
     def named_parameters(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
-        """Returns path -> (abstract array, logical names), of what is trained and of
-        what is frozen.
-        """
+        """Returns path -> (abstract array, logical names) of all parameters."""
         return self.named_trainable() | self.named_frozen()
 
     def all_parameters(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
-        """Returns path -> (abstract array, logical names), of frozen modules too."""
-        found = self.named_parameters()
+        """Returns `named_parameters`, and those of frozen modules."""
+        parameters = self.named_parameters()
         for name, module in self.modules.items():
             for path, parameter in module.named_frozen().items():
-                found[f"modules/{name}/{path}"] = parameter
-        return found
+                parameters[f"modules/{name}/{path}"] = parameter
+        return parameters
 
     def named_trainable(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
-        """Returns path -> (abstract array, logical names) of what is trained."""
-        return _named(self.trainable, self.names)
+        """Returns path -> (abstract array, logical names) of trained parameters."""
+        return _with_names(self.trainable, self.names)
 
     def named_frozen(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
-        """Returns path -> (abstract array, logical names) of what is frozen."""
-        return _named(self.frozen, self.frozen_names)
+        """Returns path -> (abstract array, logical names) of frozen parameters."""
+        return _with_names(self.frozen, self.frozen_names)
 
     @property
     def state_names(self) -> Tree:
-        """Returns the names of the model state: of stack dims alone, where a pipeline
-        cuts them up.
-        """
+        """The names of the model state: only stack dims of a pipeline have names."""
 
-        def name(path, leaf) -> Names:
+        def name(path: Any, leaf: Any) -> Names:
             lead = self.stack if path[0].key == "blocks" else ()
             return (*lead, *(None,) * (leaf.ndim - len(lead)))
 
@@ -231,50 +237,51 @@ class ModelSpec:
 
     @property
     def depth(self) -> int:
-        """Returns the number of blocks of a staged model, flat; 0 for another."""
-        parts = [tree.get("blocks", {}) for tree in (self.trainable, self.frozen)]
-        return jax.tree.leaves(parts)[0].shape[0] if self.staged else 0
+        """The number of blocks of a staged model with flat blocks; 0 for others."""
+        if not self.staged:
+            return 0
+        blocks = [tree.get("blocks", {}) for tree in (self.trainable, self.frozen)]
+        depth: int = jax.tree.leaves(blocks)[0].shape[0]
+        return depth
 
     @property
     def abstract_model(self) -> Any:
-        """Returns the model with abstract arrays."""
+        """The model with abstract arrays."""
         return self.assemble(self.trainable, self.model_state, self.frozen)
 
     @property
     def period(self) -> int:
-        """Returns the number of blocks after which their kinds repeat (see
-        `protocols.model`).
-        """
+        """The number of blocks after which kinds repeat (see `protocols.model`)."""
         return len(pattern_of(getattr(self.abstract_model, "blocks", None)))
 
     @property
     def block_layers(self) -> int:
-        """Returns the number of layers in each block of a staged model, more than 1 in
-        a `LayerGroup`.
-        """
+        """The number of layers in a block; more than 1 in a `LayerGroup`."""
         return len(layers_of(self.abstract_model.blocks)) if self.staged else 1
 
     @property
     def parameter_count(self) -> int:
-        """Counts the parameters of the policy, trained or not."""
+        """The number of the policy's parameters, trained or frozen."""
         return self.trainable_count + self.frozen_count
 
     @property
     def trainable_count(self) -> int:
+        """The number of the policy's trained parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.trainable))
 
     @property
     def frozen_count(self) -> int:
+        """The number of the policy's frozen parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.frozen))
 
     @property
     def module_count(self) -> int:
-        """Counts the numbers that frozen modules hold, which are not the policy's."""
+        """The number of elements in frozen modules, which are not the policy's."""
         return sum(module.frozen_count for module in self.modules.values())
 
     @property
     def counts(self) -> str:
-        """Returns "1,000 parameters", or how many of them are trained."""
+        """A text such as "1,000 parameters", with those trained if some are frozen."""
         text = f"{self.parameter_count:,} parameters"
         if self.frozen_count:
             text += f", {self.trainable_count:,} trained"
@@ -288,19 +295,20 @@ def describe(
     frozen: Sequence[str] = (),
     rules: Sequence[tuple[str, str]] = (),
 ) -> ModelSpec:
-    """Returns the spec of the model that `build(rngs)` makes; nothing is allocated.
+    """Describes the model that `build(rngs)` builds, without allocating arrays.
 
-    Frozen are parameters whose path a regex of `frozen` finds, `nnx.Param(...,
-    trainable=False)`, and integers. Whatever is no `nnx.Param` is model state, but for
-    random streams.
+    Frozen parameters are those whose path matches a regex of `frozen`,
+    `nnx.Param(..., trainable=False)`, and integers. Variables other than `nnx.Param`
+    and random streams are model state.
 
     Args:
+      build: builds the model.
       frozen: regexes (`re.search`) of paths such as "blocks/attention/query".
-      rules: (path regex, names of the dims): see `param_names.name_parameters`.
+      rules: (path regex, names of the dims), see `param_names.name_parameters`.
 
     Raises:
-      ConfigError: it cannot be made of these options; a regex finds nothing, or all;
-        names don't fit.
+      ConfigError: the model cannot be built, a regex matches no parameter, no parameter
+        is left to train, or names do not fit.
     """
     model = _abstract_model(build)
     staged = is_staged(model)
@@ -336,12 +344,14 @@ def describe(
 
 
 def _abstract_model(build: Callable[[nnx.Rngs], nnx.Module]) -> nnx.Module:
-    """Returns the model with abstract arrays; raises ConfigError if it cannot
-    be built.
+    """Builds the model with abstract arrays.
+
+    Raises:
+      ConfigError: it cannot be built.
     """
-    with nnx.use_eager_sharding(False):
+    with nnx.use_eager_sharding(False):  # type: ignore[no-untyped-call]  # flax is untyped
         try:
-            return nnx.eval_shape(lambda: _built(build, nnx.Rngs(0)))
+            return nnx.eval_shape(lambda: _build(build, nnx.Rngs(0)))
         except ConfigError:
             raise
         except (TypeError, ValueError) as error:
@@ -351,55 +361,70 @@ def _abstract_model(build: Callable[[nnx.Rngs], nnx.Module]) -> nnx.Module:
 
 
 def stored_dtype(x: jax.ShapeDtypeStruct, params: str) -> jnp.dtype:
-    """Returns the dtype that a parameter is stored in: `params`, or its own if
-    quantised (or an integer).
+    """Computes the dtype that a parameter is stored in.
+
+    It is `params`; quantised parameters and integers keep their dtype.
     """
-    wide = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
-    return jnp.dtype(params) if wide else x.dtype
+    is_wide = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
+    return jnp.dtype(params) if is_wide else x.dtype
 
 
 class _Parts(NamedTuple):
-    graph: nnx.GraphDef
+    """A model's graph, and its arrays by their role in training."""
+
+    graph: nnx.GraphDef[Any]
     trainable: Tree
     frozen: Tree
     streams: Tree
     model_state: Tree
 
 
-def _built(build: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
-    # flax takes arrays that are made while it traces for static, unless their type is
-    # registered.
+def _build(build: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
+    # flax treats arrays that are created while it traces as static, unless their type
+    # is registered.
     nnx.register_data_type(type(jnp.zeros(())))
     return build(rngs)
 
 
 def _split(model: nnx.Module, frozen: Sequence[str]) -> _Parts:
-    """Returns a model's arrays by what training does with them."""
+    """Splits a model's arrays by their role in training.
 
-    def is_frozen(path, leaf) -> bool:
+    Args:
+      model: may be abstract.
+      frozen: regexes of the paths of frozen parameters.
+    """
+
+    def is_frozen(path: Any, leaf: Any) -> bool:
         if not isinstance(leaf, nnx.Param):
             return False
-        marked = leaf.get_metadata().get("trainable") is False
-        marked |= not jnp.issubdtype(leaf.get_value().dtype, jnp.floating)
-        return marked or any(
-            re.search(pattern, "/".join(map(str, path))) for pattern in frozen
-        )
+        if leaf.get_metadata().get("trainable") is False:
+            return True
+        if not jnp.issubdtype(leaf.get_value().dtype, jnp.floating):
+            return True
+        name = "/".join(map(str, path))
+        return any(re.search(pattern, name) for pattern in frozen)
 
     graph, *states = nnx.split(model, is_frozen, nnx.Param, nnx.RngState, ...)
-    held, trainable, streams, rest = map(nnx.to_pure_dict, states)
-    return _Parts(graph, trainable, held, streams, rest)
+    parts = [nnx.to_pure_dict(state) for state in states]
+    return _Parts(
+        graph,
+        frozen=parts[0],
+        trainable=parts[1],
+        streams=parts[2],
+        model_state=parts[3],
+    )
 
 
-def _merged(*parts: Tree) -> Tree:
-    """Returns trees without common leaves as one."""
+def _merge(*parts: Tree) -> Tree:
+    """Merges trees without common leaves."""
     leaves: dict[str, Any] = {}
     for part in parts:
         leaves |= trees.flatten_names(part)
     return trees.unflatten_names(leaves)
 
 
-def _merged_names(*parts: Tree) -> Tree:
-    """Returns trees of logical names as one."""
+def _merge_names(*parts: Tree) -> Tree:
+    """Merges trees of logical names without common leaves."""
     leaves: dict[str, Names] = {}
     for part in parts:
         named = jax.tree_util.tree_leaves_with_path(
@@ -409,24 +434,27 @@ def _merged_names(*parts: Tree) -> Tree:
     return trees.unflatten_names(leaves)
 
 
-def _reseeded(streams: Tree, key: jax.Array | None) -> Tree:
-    """Returns the model's random streams begun anew, each from the key and its own
-    path.
+def _reseed(streams: Tree, key: jax.Array | None) -> Tree:
+    """Restarts the model's random streams, each from the key and its path.
+
+    Args:
+      streams: keys and counts of the streams.
+      key: None for a constant.
     """
-    start = jax.random.key(0) if key is None else key
+    root = jax.random.key(0) if key is None else key
 
-    def begin(path, leaf):
+    def restart(path: Any, leaf: jax.Array) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jnp.zeros(leaf.shape, leaf.dtype)
-        own = jax.random.fold_in(start, zlib.crc32(trees.join(path).encode()))
-        return jax.random.split(own, leaf.shape) if leaf.shape else own
+            return jnp.zeros(leaf.shape, leaf.dtype)  # a count
+        stream = jax.random.fold_in(root, zlib.crc32(trees.join(path).encode()))
+        return jax.random.split(stream, leaf.shape) if leaf.shape else stream
 
-    return jax.tree_util.tree_map_with_path(begin, streams)
+    return jax.tree_util.tree_map_with_path(restart, streams)
 
 
-def _named(tree: Tree, names: Tree) -> dict[str, tuple[Any, Names]]:
-    known = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple))
-    return {
-        path: (x, own)
-        for (path, x), own in zip(trees.flatten_names(tree).items(), known, strict=True)
-    }
+def _with_names(tree: Tree, names: Tree) -> dict[str, tuple[Any, Names]]:
+    """Returns path -> (array, logical names)."""
+    leaves = trees.flatten_names(tree)
+    all_names = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple))
+    pairs = zip(leaves.values(), all_names, strict=True)
+    return dict(zip(leaves, pairs, strict=True))

@@ -1,14 +1,14 @@
-"""What a policy is trained for.
+"""Objectives: the losses that a policy is trained for.
 
-The policy is the model that a run trains. Its objective turns what the policy computes
-for a batch into sums (`Loss`). It has three parts, so that the head can score in
-chunks, a pipeline can cut up the policy, and gradients can cross devices once a step:
+The policy is the model that a run trains. Its objective computes sums (`Loss`) from the
+policy's outputs for a batch. It has three parts, so that the head can score in chunks,
+a pipeline can split the policy, and gradients can cross devices once a step:
 
-1. `prepare` adds float fields to a batch: what frozen modules say of its tokens. It is
-   a forward program of its own, which runs before the policy's.
-2. `token_terms`, a method of the policy, gives values for each target: its
-   log-probability, for example.
-3. `sample_loss` makes a loss of the terms of one row.
+1. `prepare` adds float fields to a batch, computed by frozen modules. It is a separate
+   forward program, which runs before the policy's.
+2. `token_terms`, a method of the policy, computes values for each target, such as its
+   log-probability.
+3. `sample_loss` computes a loss from the terms of one row.
 
 Letters: B samples, S sequence length, k values of a token, D model.
 """
@@ -38,28 +38,28 @@ from jaxdist.protocols.model import (
 REQUIRED = (
     "loss(self, batch, key) -> a scalar mean, (sum, count), or (sum, count, aux, stats)"
 )
-# A field [B] of a batch, the same for all rows: targets for each unit of the objective's
-# count in the whole batch. See `TokenObjective.row_losses`.
+# A field [B] of a batch, the same for all rows: number of targets in the whole batch,
+# divided by the objective's count. See `TokenObjective.row_losses`.
 TARGETS_PER_COUNT = "targets_per_count"
-Terms = dict[str, jax.Array]  # float32 [B, S] or [B, S, k] by name
-# A frozen module as `prepare` sees it: gives its `token_terms` for a batch.
+Terms = dict[str, jax.Array]  # name -> float32 [B, S] or [B, S, k]
+# A frozen module in `prepare`: computes its `token_terms` for a batch.
 FrozenModule = Callable[[Batch], Terms]
 
 
 class Objective(ABC):
-    """The base of all objectives.
+    """The base class of objectives.
 
-    Subclasses are frozen dataclasses: objectives of equal options are equal, and models
-    trained for them are checked once.
+    Subclasses are frozen dataclasses. So objectives with equal options are equal, and
+    models that are trained for them are checked once.
 
     Attributes:
       modules: names of the frozen modules that `prepare` calls.
-      sums_over_samples: whether the loss is a sum of terms of one sample each, if that
-        of the policy's own code is (see `jaxdist.protocols.model`). A subclass that
-        replaces how the loss of a batch is made says it again.
-      counts_targets: whether the count is the sum of the targets' weights, by which aux
-        terms of blocks (losses of routers) are divided: they are sums over tokens. A
-        subclass that counts otherwise says it again.
+      sums_over_samples: whether the loss is a sum over samples if the policy's code
+        computes such sums (see `jaxdist.protocols.model`). A subclass that overrides
+        `batch_loss` or `head_loss` must repeat it.
+      counts_targets: whether the count is the sum of the targets' weights. Aux terms of
+        blocks (losses of routers) are sums over tokens and need this divisor. A
+        subclass with another count must override it.
     """
 
     modules: ClassVar[tuple[str, ...]] = ()
@@ -68,7 +68,7 @@ class Objective(ABC):
 
     @classmethod
     def adds_up_samples(cls) -> bool:
-        """Checks whether a class says `sums_over_samples` of the code that it has."""
+        """Checks whether a declaration of `sums_over_samples` holds for this class."""
         for owner in cls.__mro__:
             if "sums_over_samples" in vars(owner):
                 return bool(vars(owner)["sums_over_samples"])
@@ -78,7 +78,7 @@ class Objective(ABC):
 
     @property
     def prepares(self) -> bool:
-        """Whether batches get further fields."""
+        """Whether the objective adds fields to batches."""
         return type(self).prepare is not Objective.prepare
 
     def prepare(self, modules: Mapping[str, FrozenModule], batch: Batch) -> Terms:
@@ -86,9 +86,10 @@ class Objective(ABC):
 
         Args:
           modules: the frozen modules by name.
+          batch: its fields.
 
         Returns:
-          float fields [B, S] or [B, S, k], by names that the batch does not have.
+          Float fields [B, S] or [B, S, k], with names that the batch does not have.
         """
         return {}
 
@@ -102,11 +103,13 @@ class Objective(ABC):
         """Computes the loss of a whole batch with all layers.
 
         Args:
-          key: the step's; None: deterministic.
-          transform: wraps the policy's blocks, for rematerialisation.
+          policy: the model.
+          batch: its fields, prepared ones too.
+          key: of the step; None: deterministic.
+          transform: of the policy's blocks, for rematerialisation.
 
         Raises:
-          ConfigError: blocks return aux terms, and targets cannot be counted.
+          ConfigError: blocks return aux terms, but targets cannot be counted.
         """
         output = staged_output(policy, batch, key, transform)
         if output.aux and not self.can_count_targets(batch):
@@ -131,37 +134,39 @@ class Objective(ABC):
 
     @abstractmethod
     def faults(self, policy: Any, staged: bool) -> Iterator[str]:
-        """Yields why a model cannot be the policy.
+        """Yields the reasons why a model cannot be the policy.
 
         Args:
           policy: the model with abstract arrays.
-          staged: it has embed, a stack of blocks, and head.
+          staged: whether it has embed, a stack of blocks, and head.
         """
 
 
 @dataclass(frozen=True)
 class NextToken(Objective):
-    """The loss of the policy's own `head`, which scores and differentiates at once.
+    """The loss of the policy's own `head`, which scores and differentiates in one pass.
 
-    For the transformer that is next-token cross-entropy.
+    For the transformer it is next-token cross-entropy.
     """
 
     sums_over_samples: ClassVar[bool] = True
-    counts_targets: ClassVar[bool] = True  # or what the model's head counts with them
+    counts_targets: ClassVar[bool] = True  # the divisor is the count of the head
 
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
+        """Computes the loss with the policy's head."""
         return head_loss(policy, x, batch)
 
     def faults(self, policy: Any, staged: bool) -> Iterator[str]:
+        """Yields nothing: every staged model has a head."""
         yield from ()
 
 
 class TokenObjective(Objective):
-    """An objective in three parts. Subclasses write `sample_loss`, and maybe `prepare`.
+    """An objective in three parts; subclasses define `sample_loss`, perhaps `prepare`.
 
-    The policy has a method `token_terms(x, batch) -> Terms`: what its head gives for
-    each target, from the last block's output. It may have `head_only()`, options of it
-    such as "model.z_loss=0.1" that only the loss of its `head` reads.
+    The policy has a method `token_terms(x, batch) -> Terms`, which computes the terms
+    of each target from the last block's output. It may have `head_only()`, which lists
+    options, such as "model.z_loss=0.1", that only the loss of its `head` reads.
     """
 
     sums_over_samples: ClassVar[bool] = True
@@ -170,49 +175,54 @@ class TokenObjective(Objective):
     def sample_loss(self, terms: Terms, sample: Batch) -> Loss:
         """Computes the loss of one sample.
 
-        Sum terms over the sequence before anything that is not linear: devices may
-        share out the sequence. Where held-out rows are no whole batch, the last is
-        filled up with rows whose weights are all 0: their sum and count must be 0.
+        Sum terms over the sequence before any op that is not linear, because devices
+        may split the sequence. The last batch of held-out data may be padded with rows
+        whose weights are all 0. Their sum and count must be 0.
 
         Args:
-          terms: of the policy, each [S] or [S, k].
-          sample: the row of each field of the batch, prepared ones too.
+          terms: of the policy, [S] or [S, k] each.
+          sample: the row of each field of the batch, prepared fields too.
 
         Returns:
           A Loss of sums; or a scalar, which counts the sample once.
         """
 
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
+        """Sums the losses of all rows."""
         terms = as_terms(policy.token_terms(x, batch), batch)
         losses = self.row_losses(terms, batch)
-        return jax.tree.map(lambda each: each.sum(0), losses)
+        total: Loss = jax.tree.map(lambda x: x.sum(0), losses)
+        return total
 
     def row_losses(self, terms: Terms, batch: Batch) -> Loss:
         """Computes the losses of all rows, each [B].
 
-        With the field `TARGETS_PER_COUNT` they count targets, and their sums are larger
-        by as much: the mean is the same, and aux terms of blocks are means over targets.
+        With the field `TARGETS_PER_COUNT` the rows count targets, and their sums are
+        multiplied by it. So the mean of the loss stays the same, and aux terms of
+        blocks become means over targets.
         """
-        sample = {name: x for name, x in batch.items() if name != TARGETS_PER_COUNT}
-        losses = jax.vmap(self._as_sums)(terms, sample)
+        samples = {name: x for name, x in batch.items() if name != TARGETS_PER_COUNT}
+        losses = jax.vmap(self._as_sums)(terms, samples)
         if TARGETS_PER_COUNT not in batch:
             return losses
         factor = batch[TARGETS_PER_COUNT]
         return losses._replace(
             sum=losses.sum * factor,
             count=batch["weights"].sum(1),
-            aux={name: own * factor for name, own in losses.aux.items()},
+            aux={name: term * factor for name, term in losses.aux.items()},
         )
 
     def can_count_targets(self, batch: Batch) -> bool:
+        """Checks whether the objective counts targets, or the batch has weights."""
         return self.counts_targets or "weights" in batch
 
     def _as_sums(self, terms: Terms, sample: Batch) -> Loss:
-        # Fields of a sample have no dim of samples: a scalar loss is that of one.
-        one_sample = {"sample": jnp.zeros(1)}
-        return as_loss(self.sample_loss(terms, sample), one_sample)
+        # Fields of a sample have no batch dim, and a scalar loss counts as one sample.
+        batch_of_one = {"sample": jnp.zeros(1)}
+        return as_loss(self.sample_loss(terms, sample), batch_of_one)
 
     def faults(self, policy: Any, staged: bool) -> Iterator[str]:
+        """Yields missing parts of the policy, and options without effect."""
         name = type(self).__name__
         yield from token_faults(name, type(policy), staged)
         options = policy.head_only() if hasattr(policy, "head_only") else []
@@ -225,7 +235,7 @@ class TokenObjective(Objective):
 
 @dataclass(frozen=True)
 class WholeModel(Objective):
-    """The loss that a model of a user computes by itself, `loss(batch, key)`."""
+    """The loss that a user's model computes itself, `loss(batch, key)`."""
 
     sums_over_samples: ClassVar[bool] = True
 
@@ -236,20 +246,25 @@ class WholeModel(Objective):
         key: jax.Array | None,
         transform: Transform | Recompute = unchanged,
     ) -> Loss:
+        """Calls the model's `loss`."""
         return as_loss(policy.loss(batch, key), batch)
 
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
+        """Raises a TypeError: the model has no head."""
         raise TypeError(f"{type(policy).__name__} has no head of its own")
 
     def faults(self, policy: Any, staged: bool) -> Iterator[str]:
+        """Yields a message if the model has no method `loss` of the right form."""
         yield from _loss_faults(type(policy))
 
 
 def token_faults(user: str, model_class: type, staged: bool) -> Iterator[str]:
-    """Yields why a model cannot give values for each target.
+    """Yields the reasons why a model cannot compute terms for each target.
 
     Args:
-      user: who asks for them.
+      user: the objective or module that needs the terms, for the messages.
+      model_class: class of the model.
+      staged: whether the model has embed, a stack of blocks, and head.
     """
     name = model_class.__name__
     if not staged:
@@ -262,16 +277,16 @@ def token_faults(user: str, model_class: type, staged: bool) -> Iterator[str]:
 
 
 def module_terms(module: Any, batch: Batch) -> Terms:
-    """Computes what the head of a frozen module gives for each target of a batch."""
+    """Computes the token terms of a frozen module for a batch."""
     x = staged_output(module, batch, None).x
     return as_terms(module.token_terms(x, batch), batch)
 
 
 def as_terms(terms: Mapping[str, Any], batch: Batch) -> Terms:
-    """Returns terms as float32.
+    """Casts token terms to float32.
 
     Raises:
-      ConfigError: one is not [B, S] or [B, S, k], or no float.
+      ConfigError: a term is not [B, S] or [B, S, k], or not a float.
     """
     known = token_dims(batch)
     allowed = [f"{[*dims]} or {[*dims, 'k']}" for dims in known]
@@ -289,18 +304,19 @@ def as_terms(terms: Mapping[str, Any], batch: Batch) -> Terms:
 
 
 def token_dims(batch: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """Lists the dims of a batch's fields [B, S], each once: there may be several S.
+    """Lists the different shapes of a batch's fields [B, S]; S may differ.
 
     Raises:
       ConfigError: no field is [B, S].
     """
-    found = dict.fromkeys(x.shape for x in batch.values() if x.ndim == 2)
-    if not found:
+    shapes = dict.fromkeys(x.shape for x in batch.values() if x.ndim == 2)
+    if not shapes:
         raise ConfigError("the batch has no field [B, S], which terms of tokens need")
-    return [*found]
+    return [*shapes]
 
 
 def _loss_faults(model_class: type) -> Iterator[str]:
+    """Yields a message if a model has no method `loss` of the right form."""
     name = model_class.__name__
     loss: Any = getattr(model_class, "loss", None)
     if not callable(loss):

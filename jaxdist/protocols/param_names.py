@@ -1,7 +1,7 @@
-"""Logical names of a model's parameters: its own, flax's, or by rules of the config."""
+"""Logical names of parameters, from the model, from flax, or from config rules."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
 from typing import Any
@@ -12,10 +12,9 @@ from jaxdist.config import suggest
 
 Names = tuple[str | None, ...]
 
-EXPERTS = "experts"  # a dim of kernels that experts have one each of
+EXPERTS = "experts"  # dim of kernels, one element per expert
 
-# Dims split by an axis that computes on its shard. d_model is what fsdp prefers to
-# store in shards.
+# name -> mesh axis that computes with shards of this dim
 PARAMETER_AXES = {
     "vocab": "tensor",
     "heads": "tensor",
@@ -24,13 +23,13 @@ PARAMETER_AXES = {
     EXPERTS: "expert",
 }
 
-# names of stack dims; "" where a model names none
+# names of stack dims; "" is one without a name
 STACKS = ("chunks", "stages", "layers", "")
 
 # modules of a staged model whose parameters have a stack dim
 STACKED = ("first_blocks", "blocks")
 
-FSDP_NAME = "d_model"
+FSDP_NAME = "d_model"  # the dim that fsdp prefers to shard
 
 DIM_NAMES = (*PARAMETER_AXES, FSDP_NAME, "head_dim", "layers", "positions")
 
@@ -42,66 +41,100 @@ def has_experts(names: Names) -> bool:
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """Names for the dims of parameters whose model names none."""
+    """Options that name the dims of parameters whose model has no names."""
 
-    # (path regex, "name of each dim, or None"); the first wins
+    # (path regex, "name or None for each dim"); the first match wins
     rules: tuple[tuple[str, str], ...] = ()
 
 
 def name_parameters(
     model: nnx.Module, rules: Sequence[tuple[str, str]], *, staged: bool
 ) -> tuple[dict[str, Names], list[str]]:
-    """Returns path -> logical names of every parameter, () for none, and the faults;
-    ops read them, too.
+    """Names the dims of all parameters, and writes the names to the parameters.
 
-    The names are those of the first rule (path regex, names) that finds the path, else
-    the model's own or flax's annotations. A rule names all dims, that of a stack too
-    ("layers"). Stack dims are left out of what is returned, as a layer that reads the
-    parameter sees its own dims. A staged model's unnamed blocks get a None a dim but
-    the first.
+    The names are those of the first rule that matches the path, otherwise those of the
+    model or of flax's annotations. A rule names all dims, also stack dims ("layers").
+    The result lacks stack dims, because a layer that reads its parameter sees only the
+    others. Parameters without names in stacks of a staged model get None for each dim
+    after the first.
+
+    Args:
+      model: may be abstract; ops read the names from its parameters.
+      rules: (path regex, names of all dims).
+      staged: whether the model is staged.
+
+    Returns:
+      path -> logical names, () for none; and the faults of rules and names.
     """
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     parameters = {"/".join(map(str, path)): variable for path, variable in flat}
-    parsed = [
-        (p, tuple(None if name == "None" else name for name in text.split()))
-        for p, text in rules
-    ]
-    names_of = {}
+    parsed = [(pattern, _parse_names(text)) for pattern, text in rules]
+    names_by_path = {}
     faults = list(_rule_faults(parsed, parameters))
     for path, variable in parameters.items():
         names = _model_names(path, variable, staged)
-        dims = variable.get_value().shape
-        number = _rule_of(path, parsed)
-        what = f"its {len(dims)} dims {tuple(dims)}"
+        dims = tuple(variable.get_value().shape)
+        number = _rule_number(path, parsed)
         if number is not None:
-            pattern, ruled = parsed[number]
+            pattern, rule_names = parsed[number]
             stack = max(0, len(dims) - len(names)) if names else 0
-            rule = f"sharding.rules: {pattern!r} gives"
-            if len(ruled) != len(dims):
-                faults.append(
-                    f"{rule} {path} {len(ruled)} names for {what}; give each one, or None"
-                )
-            elif split := set(ruled[:stack]) - {"layers", None}:
-                faults.append(
-                    f"{rule} a stack dim of {path} {what} the name {split.pop()}; call it layers"
-                )
+            fault = _misfit(pattern, rule_names, path, dims=dims, stack=stack)
+            if fault:
+                faults.append(fault)
             else:
-                names = _without_stack(ruled[stack:])
+                names = _without_stack(rule_names[stack:])
         elif len(names) > len(dims):
             faults.append(
-                f"{path}: {len(names)} logical names {names} for {what}; give at most one a dim"
+                f"{path}: {len(names)} logical names {names} for its {len(dims)} dims "
+                f"{dims}; give at most one a dim"
             )
-        names_of[path] = names
+        names_by_path[path] = names
         variable.set_metadata(logical=names)
-    return names_of, faults
+    return names_by_path, faults
+
+
+def _misfit(
+    pattern: str,
+    rule_names: Names,
+    path: str,
+    *,
+    dims: tuple[int, ...],
+    stack: int,
+) -> str:
+    """Explains why the names of a rule do not fit a parameter; "" if they do.
+
+    Args:
+      pattern: of the rule.
+      rule_names: names of all dims.
+      path: of the parameter.
+      dims: of the parameter.
+      stack: number of leading stack dims.
+    """
+    rule = f"sharding.rules: {pattern!r} gives"
+    what = f"its {len(dims)} dims {dims}"
+    if len(rule_names) != len(dims):
+        return (
+            f"{rule} {path} {len(rule_names)} names for {what}; give each one, or None"
+        )
+    for name in rule_names[:stack]:
+        if name not in ("layers", None):
+            return (
+                f"{rule} a stack dim of {path} {what} the name {name}; call it layers"
+            )
+    return ""
 
 
 def in_stack(path: str) -> bool:
-    """Checks whether a path, "blocks/mlp/up", is one of a staged model's stacks."""
+    """Checks whether a path, "blocks/mlp/up", is in a stack of a staged model."""
     return path.partition("/")[0] in STACKED
 
 
-def _model_names(path: str, variable: nnx.Variable, staged: bool) -> Names:
+def _parse_names(text: str) -> Names:
+    return tuple(None if name == "None" else name for name in text.split())
+
+
+def _model_names(path: str, variable: nnx.Variable[Any], staged: bool) -> Names:
+    """Reads the names that the model or flax gave, without those of stack dims."""
     metadata = variable.get_metadata()
     names = (
         metadata.get("logical")
@@ -110,7 +143,8 @@ def _model_names(path: str, variable: nnx.Variable, staged: bool) -> Names:
         or ()
     )
     if not names and staged and in_stack(path):
-        return (None,) * (variable.get_value().ndim - 1)
+        dims: int = variable.get_value().ndim
+        return (None,) * (dims - 1)
     return _without_stack(
         tuple(name if isinstance(name, str) else None for name in names)
     )
@@ -120,23 +154,23 @@ def _without_stack(names: Names) -> Names:
     return tuple(dropwhile(lambda name: name in STACKS, names))
 
 
-def _rule_of(path: str, rules: Sequence[tuple[str, Names]]) -> int | None:
-    return next(
-        (
-            number
-            for number, (pattern, _) in enumerate(rules)
-            if re.search(pattern, path)
-        ),
-        None,
-    )
+def _rule_number(path: str, rules: Sequence[tuple[str, Names]]) -> int | None:
+    """Finds the number of the first rule that matches a path, if any."""
+    for number, (pattern, _) in enumerate(rules):
+        if re.search(pattern, path):
+            return number
+    return None
 
 
-def _rule_faults(rules: Sequence[tuple[str, Names]], paths: Mapping[str, Any]):
-    used = {_rule_of(path, rules) for path in paths}
+def _rule_faults(
+    rules: Sequence[tuple[str, Names]], paths: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yields a message for each rule that is never used, and each unknown name."""
+    used = {_rule_number(path, rules) for path in paths}
     for number, (pattern, names) in enumerate(rules):
         if number not in used:
             some = ", ".join(list(paths)[:8])
-            yield f"sharding.rules: {pattern!r} finds no parameter not found before it; there are: {some}"
+            yield f"sharding.rules: {pattern!r} matches no parameter that earlier rules leave; there are: {some}"
         for name in set(names) - {*DIM_NAMES, None}:
             hint = suggest(str(name), DIM_NAMES)
             known = ", ".join(DIM_NAMES)

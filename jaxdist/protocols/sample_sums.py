@@ -1,57 +1,64 @@
-"""Whether a model's loss is a sum over samples, as its class says (`sums_over_samples`,
-see `model`).
+"""Checks of `sums_over_samples`: whether a model's loss is a sum over samples.
+
+See `model` for the declaration.
 """
 
 from collections.abc import Sequence
 
 from flax import nnx
 
-# What makes a loss even where a class has it first, and what a subclass may replace
-# without changing it.
+# Attributes that change the loss, even if no base class has them.
 _OF_THE_LOSS = ("__init__", "__call__", "loss", "embed", "prepare", "head")
+# Attributes that a subclass may override without changing the loss.
 _BESIDE_THE_LOSS = ("Config", "casts_itself", "metrics", "stats_metrics", "update")
 
 
 def who_sums_over_samples(model_class: type) -> type | None:
-    """Returns the class that says of a model that its loss is a sum over samples; None
-    if none does.
+    """Finds the class whose declaration holds for a model: its loss sums over samples.
 
-    The word of a class counts for what it is made of itself: a subclass that replaces a
-    method or another attribute, a helper of `head` or the class of its layers, may make
-    another loss, so it repeats the word.
+    The declaration of a class covers its own code only. A subclass may override a
+    method or another attribute, such as a helper of `head` or the class of its layers.
+    This can change the loss, so the subclass must repeat the declaration.
+
+    Returns:
+      The class; None if no declaration holds.
     """
     owners = model_class.__mro__
-    for place, owner in enumerate(owners):
+    for number, owner in enumerate(owners):
         if "sums_over_samples" in vars(owner):
             return owner if vars(owner)["sums_over_samples"] else None
-        if any(_may_change_loss(name, owners[place + 1 :]) for name in vars(owner)):
+        bases = owners[number + 1 :]
+        if any(_may_change_loss(name, bases) for name in vars(owner)):
             return None
     return None
 
 
 def sums_over_samples(model: nnx.Module) -> bool:
-    """Checks whether the loss of a model is a sum over samples, as a class of it says.
+    """Checks whether a model's loss is declared to be a sum over samples.
 
-    The word of one of ours counts for models of our layers: with others in their place,
-    which may mix samples, a subclass repeats it.
+    The declaration of a class of jaxdist holds only if all layers are from jaxdist,
+    too. Other layers may mix samples, so a subclass must repeat the declaration.
     """
     owner = who_sums_over_samples(type(model))
-    if owner is None or not _is_ours(owner):
-        return owner is not None
-    # A subclass of ours may be anybody's: what it replaces was looked at.
-    return all(x is model or _is_ours(type(x)) for _, x in nnx.iter_modules(model))
+    if owner is None:
+        return False
+    if not _is_from_jaxdist(owner):
+        return True
+    # The model's own class may be from elsewhere: its overrides are checked above.
+    parts = [part for _, part in nnx.iter_modules(model) if part is not model]
+    return all(_is_from_jaxdist(type(part)) for part in parts)
 
 
-def _is_ours(part: type) -> bool:
+def _is_from_jaxdist(part: type) -> bool:
     return part.__module__.startswith("jaxdist.")
 
 
 def _may_change_loss(name: str, bases: Sequence[type]) -> bool:
-    """Checks whether a class that has an attribute of its own may have another loss
-    than its bases.
-    """
-    if name in _OF_THE_LOSS or name in _BESIDE_THE_LOSS:
-        return name in _OF_THE_LOSS
+    """Checks whether a class with this attribute may change the loss of its bases."""
+    if name in _OF_THE_LOSS:
+        return True
+    if name in _BESIDE_THE_LOSS:
+        return False
     if name.startswith("__") or hasattr(nnx.Module, name):
         return False
     return any(name in vars(base) for base in bases)

@@ -173,7 +173,7 @@ def test_a_workdir_is_that_of_train(whole):
     )
     assert scored["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
     assert scored["eval_tokens"] == 16
-    with pytest.raises(ConfigError, match="was given to jaxdist.fit"):
+    with pytest.raises(ConfigError, match="was passed to jaxdist.fit"):
         jaxdist.load_run(whole.folder)
 
 

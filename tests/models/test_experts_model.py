@@ -648,11 +648,11 @@ def test_a_tiny_variant_keeps_every_choice(name):
         ),
         (
             {"balance_weight": 0.1},
-            "model.balance_weight=0.1 does nothing with model.balance=bias",
+            "model.balance_weight=0.1 has no effect with model.balance=bias",
         ),
         (
             {"balance": "none", "balance_rate": 0.1},
-            "model.balance_rate=0.1 does nothing with",
+            "model.balance_rate=0.1 has no effect with",
         ),
         ({"capacity_factor": -1.0}, "model.capacity_factor: got -1.0"),
     ],

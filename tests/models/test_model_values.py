@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from jaxdist.config.schema import faults
-from jaxdist.models.layers import _rotate_by_product, rotary_tables, rotate
+from jaxdist.models.layers import _rotate_by_matmul, rotary_tables, rotate
 from jaxdist.models.rotary import rotary_frequencies
 from jaxdist.models.transformer import TransformerConfig
 from jaxdist.parallel import execution
@@ -428,7 +428,7 @@ def test_the_product_form_turns_the_same_dims(turning):
     positions = jnp.arange(5, dtype=jnp.int32)[None].repeat(2, 0)
     cos, sin = rotary_tables(positions, *rotary_frequencies(turning, 50.0))
     plain, pull = jax.vjp(lambda x: rotate(x, cos, sin), x)
-    product, pull_product = jax.vjp(lambda x: _rotate_by_product(x, cos, sin), x)
+    product, pull_product = jax.vjp(lambda x: _rotate_by_matmul(x, cos, sin), x)
     assert worst(plain[..., :turning], x[..., :turning]) > 0.1
     np.testing.assert_array_equal(plain[..., turning:], x[..., turning:])
     np.testing.assert_allclose(product, plain, atol=1e-6)

@@ -634,7 +634,7 @@ def test_the_rules_of_the_docs_are_read():
 @pytest.mark.parametrize(
     ("rules", "expected"),
     [
-        ((("nowhere", "d_ff"),), "'nowhere' finds no parameter"),
+        ((("nowhere", "d_ff"),), "'nowhere' matches no parameter"),
         (
             (("up/kernel", "d_ff"),),
             "'up/kernel' gives up/kernel 1 names for its 2 dims (16, 32)",
@@ -645,7 +645,7 @@ def test_the_rules_of_the_docs_are_read():
         ),
         (
             (("kernel", "d_model d_ff"), ("up/kernel", "d_ff d_model")),
-            "'up/kernel' finds no parameter",
+            "'up/kernel' matches no parameter",
         ),
     ],
 )

@@ -87,7 +87,7 @@ class Mean(Mixer):
         (v,) = project(x_BTD, self.value)
         positions_BT = info.fields["positions"]
         cache = cache.with_tokens({"values": v[:, :, None]}, positions_BT)
-        values_BSD = cache.own()["values"][:, :, 0]
+        values_BSD = cache.read()["values"][:, :, 0]
         slots = jnp.arange(values_BSD.shape[1])
         seen_BTS = slots[None, None, :] <= positions_BT[:, :, None]
         total = jnp.einsum("bts,bsd->btd", seen_BTS.astype(v.dtype), values_BSD)

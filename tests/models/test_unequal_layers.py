@@ -254,7 +254,7 @@ DENSE = {"num_experts": 0, "expert_d_ff": 0, "router_z_loss": 0.0}
         ),
         (
             {"feed_forward_pattern": ("dense", "sparse"), "first_dense_layers": 1},
-            "repeats every 2 layers, which do not divide the 3 layers behind model.first_dense_layers=1; "
+            "repeats every 2 layers, which do not divide the 3 layers after model.first_dense_layers=1; "
             "set model.num_layers=5",
         ),
         (

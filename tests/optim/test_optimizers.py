@@ -108,7 +108,10 @@ def test_every_field_has_a_documented_range():
         ({"warmup_steps": 5, "decay_steps": 4}, "must be <= optimizer.decay_steps = 4"),
         ({"decay_steps": 0, "warmup_steps": 0}, "required int >= 1 or none"),
         ({"decay_fraction": 0.0}, "> 0 and <= 1"),
-        ({"final_learning_rate": 1.5}, ">= 0 and <= 1. Meaning: fraction of the peak"),
+        (
+            {"final_learning_rate": 1.5},
+            ">= 0 and <= 1. Meaning: final learning rate, as a fraction of the peak",
+        ),
         ({"b2": 1.0}, ">= 0 and < 1"),
         ({"reference_batch": 0}, "required int >= 1"),
     ],

@@ -1,10 +1,10 @@
-"""Number formats: an object for each says what it needs of hardware, of the step, and
-of the comparison of layouts.
+"""Interfaces of number formats.
 
 A `Format` is the dtype of activations and matmuls (`precision.compute`). A `Recipe`
-multiplies large kernels in other numbers (`precision.matmul`), on the `Units` of a chip
-that multiply these. `parallel.precision` has the table of each kind, and everything
-else asks these objects: no other module knows a format by name.
+multiplies large kernels in other numbers (`precision.matmul`). `Units` are the parts of
+a chip that multiply these numbers. Each object declares its requirements for hardware,
+for the step, and for the comparison of layouts. `parallel.precision` has the tables of
+all formats. No other module knows a format by its name.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,47 +19,48 @@ from jaxdist.protocols.param_names import Names
 
 @dataclass(frozen=True)
 class Band:
-    """The largest errors of a layout against one device that still count as equal."""
+    """Tolerances of a comparison: the largest errors of a layout against one device."""
 
     loss: float  # |d loss| / |loss|
-    gradient: float  # worst leaf's max |d| / max |reference|
-    parameter: float  # worst leaf's |d|_2 / |reference|_2 after one update
-    update: float  # worst leaf's |d|_2 / |reference - start|_2
+    gradient: float  # max |d| / max |reference| of the worst leaf
+    parameter: float  # |d|_2 / |reference|_2 of the worst leaf, after one update
+    update: float  # |d|_2 / |reference - start|_2 of the worst leaf
 
 
 @dataclass(frozen=True)
 class Format:
-    """Numbers that activations are kept in and matmuls computed in."""
+    """Numbers of activations and matmuls."""
 
     name: str  # in the config
     dtype: str  # of activations, and of gradients between matmuls
-    band: Band
-    scales_loss: bool = False  # gradients leave its range: `step.loss_scale`
+    band: Band  # tolerances of a comparison in this format
+    # gradients can leave its range, so the loss is scaled (`step.loss_scale`)
+    scales_loss: bool = False
 
     @property
     def peak(self) -> str:
-        """Names the dtype of `Chip.peak` that MFU is a share of."""
+        """The dtype of `Chip.peak` that MFU refers to."""
         return self.dtype
 
     def device_faults(self, device: jax.Device) -> Iterator[str]:
-        """Yields why a device is not to compute in this format, each with its fix."""
+        """Yields why a device must not compute in this format, each with its fix."""
         yield from ()
 
     def advice(self, device: jax.Device) -> Iterator[str]:
-        """Yields what to know before a device computes in this format."""
+        """Yields advice for a device that computes in this format."""
         yield from ()
 
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a chip that multiply numbers of one kind."""
+    """Units of chips that multiply numbers of one kind."""
 
     numbers: str  # in words, "8-bit floats"
     peak: str  # the dtype of `Chip.peak`
-    # share of their peak that matmuls reach, over the share of bfloat16's
+    # share of the peak that their matmuls reach, relative to that of bfloat16
     reached: float
-    counted_at: str  # how `plan` counts the time of their matmuls
-    # by chip: cycles of a matmul, both operands converted, over those of bfloat16
+    counted_at: str  # explanation of the time that `plan` assumes for their matmuls
+    # chip -> cycles of a matmul with conversion of both operands, relative to bfloat16
     cycles: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def gain(self, chip: Chip) -> bool:
@@ -67,11 +68,11 @@ class Units:
         raise NotImplementedError
 
     def why_not(self, platform: str, device_kind: str) -> str:
-        """Says why a device gains nothing; "" if it may gain.
+        """Explains why a device gains nothing; "" if it may gain.
 
         Args:
-          platform: as `jax.Device.platform`.
-          device_kind: as `jax.Device.device_kind`.
+          platform: see `jax.Device.platform`.
+          device_kind: see `jax.Device.device_kind`.
         """
         raise NotImplementedError
 
@@ -83,41 +84,42 @@ class Units:
         """Checks if an instruction of HLO multiplies these numbers.
 
         Args:
-          operand_dtypes: of both sides, in HLO's names.
-          attributes: the instruction's text after its operands.
+          operand_dtypes: of both operands, in HLO's names.
+          attributes: text of the instruction after its operands.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Format):
-    """How matmuls with large kernels convert their operands.
+    """A conversion of the operands of matmuls with large kernels.
 
-    The code of a recipe stands in `ops`, and `ops.matmul` has its function by the
-    recipe's class. `dtype` is the compute dtype that it needs.
+    The code of a recipe is in `ops`. `ops.matmul` finds it by the recipe's class.
+    `dtype` is the compute dtype that the recipe requires.
     """
 
     units: Units
-    gathered_bytes: int  # of a weight, as its fsdp shards are gathered
-    takes_small: bool = False  # kernels too small to gain, too
+    gathered_bytes: int  # bytes per weight when fsdp shards are gathered
+    takes_small: bool = False  # also multiplies kernels that are too small to gain
 
     @property
     def peak(self) -> str:
+        """The dtype of `Chip.peak` that MFU refers to."""
         return self.units.peak
 
     @property
     def matmuls(self) -> int:
-        """Counts a kernel's matmuls in these numbers, of three: y, and the gradients
-        of x and W.
+        """The number of a kernel's three matmuls that use these numbers.
+
+        The three compute y, the gradient of x and the gradient of W.
         """
         return 3
 
     def why_not(self, names: Names, dims: Sequence[int], contract: int) -> str:
-        """Says why a kernel is multiplied in the compute dtype; "" if the recipe
-        multiplies it.
+        """Explains why the recipe does not multiply a kernel; "" if it does.
 
         Args:
-          names: its logical names; () if it has none.
+          names: logical names of the kernel; () if it has none.
           dims: [*K, *N], the inputs and outputs of the kernel.
           contract: number of dims in K.
         """

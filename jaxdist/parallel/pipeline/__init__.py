@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages, the executor, and schedules."""

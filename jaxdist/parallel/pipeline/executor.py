@@ -1,25 +1,31 @@
-"""One executor for every schedule: tables in, loss and gradients out, in one SPMD
-program.
+"""The pipeline executor: one SPMD program for every schedule.
 
-It runs in a region that is manual over `pipeline`, and perhaps over axes whose sums the
-caller makes; the others stay with the partitioner, so a stage is the same code as the
-whole model. Every stage runs the same ops in a tick, predicates depend on the tick
-only, and what a stage computes for nobody is masked: no collective can wait for a stage
-that took another branch. A stage keeps the inputs of its live microbatches and computes
-the rest again. Embedding and head belong to all stages: their vocabulary is split over
-`pipeline` (the ops sum over it), so the head is balanced and tied embeddings need no
-synchronisation. With `edges_last` they are whole on each stage, and a tick sums nothing
-over stages: the first stage's embedding and the last one's head count, and their
-gradients are summed once a step. Gradients are those of the unpipelined model; sources:
-PipeDream-Flush (arXiv:2006.09503), Megatron-LM (arXiv:2104.04473).
+It runs in a region that is manual over `pipeline`, and perhaps over axes that the
+caller sums over. The other axes stay with the partitioner, so a stage runs the same
+code as the whole model.
 
-Letters: p stages, v chunks, L layers of a chunk (padded), m microbatches, T ticks.
+In a tick every stage runs the same ops. Predicates depend on the tick only, and results
+that no stage needs are masked. So no collective can wait for a stage that took another
+branch. A stage keeps the inputs of its live microbatches and recomputes everything
+else.
+
+Embedding and head belong to all stages: `pipeline` splits their vocabulary, and the ops
+sum over it. So the head is balanced, and tied embeddings need no synchronisation. With
+`edges_last` each stage has the whole embedding and head, and a tick sums nothing over
+stages. Only the embedding of the first stage and the head of the last stage count, and
+their gradients are summed once a step.
+
+Gradients are those of the unpipelined model. Sources: PipeDream-Flush
+(arXiv:2006.09503), Megatron-LM (arXiv:2104.04473).
+
+Letters: p stages, v chunks, L layers of a chunk (padded), m microbatches, T ticks. E, F,
+H, B and EB are the ops of a tick, see `schedules.program`.
 """
 
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,24 +33,35 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.parallel import execution
 from jaxdist.parallel.pipeline.schedules.program import TickRun
-from jaxdist.parallel.pipeline.stage import AXIS, Pipeline, Stage, Tree, where_real
-from jaxdist.parallel.pipeline.stage_params import StageParams, edges, own_names
-from jaxdist.protocols.model import Batch, Loss, with_block_sums
+from jaxdist.parallel.pipeline.stage import AXIS, Pipeline, Stage, where_real
+from jaxdist.parallel.pipeline.stage_params import (
+    StageParams,
+    layer_names,
+    without_blocks,
+)
+from jaxdist.protocols.model import Batch, BlockOutput, Loss, with_block_sums
+from jaxdist.protocols.model_spec import Tree
+from jaxdist.protocols.param_names import Names
+
+# A row of `ScheduleRows`, and an element of `Ticks`, as scalars on the device.
+Row = Any
+Tick = Any
+Value = TypeVar("Value")
 
 
 class Carry(NamedTuple):
-    """What lives from tick to tick on a stage."""
+    """The values of a stage that live from tick to tick."""
 
     inputs: jax.Array  # [slots + 1, B, S, D] stage inputs; the last slot is trash
     # [slots + 1, L - 1, B, S, D] inputs of a chunk's other layers or groups, if kept
     layers: jax.Array
     # [slots + 1, B, S, D] gradients with respect to stage outputs
     gradients_in: jax.Array
-    dx: jax.Array  # [B, S, D] gradient of the last tick's stage input, on its way back
+    dx: jax.Array  # [B, S, D] gradient of the previous tick's stage input
     sums: Tree  # float32 gradient sums, like the trainable tree
     loss: Loss
     block_aux: dict[str, jax.Array]  # sums over this stage's blocks
-    block_stats: dict[str, jax.Array]  # sums of each, [v, L, ...]
+    block_stats: dict[str, jax.Array]  # sums for each block, [v, L, ...]
 
 
 def pipeline_sums(
@@ -57,33 +74,45 @@ def pipeline_sums(
     *,
     backward: bool,
 ) -> tuple[Tree, Loss]:
-    """Returns (gradient sums, loss sums) over a batch whose entries are [m, B, ...].
+    """Computes gradient sums and loss sums over a batch.
 
-    Must be traced inside `execution.activate`; in a region over `pipeline`
-    (`execution.region`) all arrays are the stage's part, else it makes one.
+    It must be traced inside `execution.activate`. Inside a region over `pipeline`
+    (`execution.region`) all arrays are the stage's part; otherwise it creates a region.
 
     Args:
-      params: blocks [v, p, L, ...], the rest with its vocabulary split over pipeline.
+      pipeline: the pipelined computation.
+      params: blocks [v, p, L, ...]; the vocabulary of the edges is split over pipeline.
       names: logical names, like params.
-      scale: of the loss where its gradient begins; gradients come out multiplied by it.
-      backward: False leaves the backward pass out; the gradients are then None.
+      batch: fields [m, B, ...].
+      key: of the step; None: deterministic.
+      scale: factor of the loss where its gradient starts, and so of the gradients.
+      backward: whether to run the backward pass.
+
+    Returns:
+      (gradient sums, loss sums). Without the backward pass the former is a scalar 0.
     """
     run: Callable[..., tuple[Tree, Loss]] = partial(_run, pipeline, names, backward)
     if AXIS not in execution.current().manual:
         specs = jax.tree.map(
             partial(execution.region_spec, axes=(AXIS,)), params, names
         )
-        given = (specs, P(), P(), P())
-        summed = (specs.trained if backward else P(), P())
-        run = execution.region(run, (AXIS,), in_specs=given, out_specs=summed)
+        in_specs = (specs, P(), P(), P())  # type: ignore[no-untyped-call]  # jax is untyped
+        out_specs = (specs.trained if backward else P(), P())  # type: ignore[no-untyped-call]  # jax is untyped
+        run = execution.region(run, (AXIS,), in_specs=in_specs, out_specs=out_specs)
     return run(params, batch, key, scale)
 
 
 def _run(
-    pipeline: Pipeline, names: StageParams, backward: bool, params, batch, key, scale
-):
+    pipeline: Pipeline,
+    names: StageParams,
+    backward: bool,
+    params: StageParams,
+    batch: Batch,
+    key: jax.Array | None,
+    scale: jax.Array | None,
+) -> tuple[Tree, Loss]:
     """Runs all ticks on one stage; arrays are this stage's part."""
-    stage = _Ticks(pipeline, params, names, batch, key, backward, scale)
+    stage = _Ticks(pipeline, params, names, batch, key, backward=backward, scale=scale)
     carry = stage.start()
     rows, ticks = jax.tree.map(
         jnp.asarray, (pipeline.program.rows, pipeline.program.ticks)
@@ -105,295 +134,341 @@ class _Ticks(Stage):
 
     @property
     def edges_last(self) -> bool:
-        """Whether each stage embeds and scores for itself, and only the ends'
-        results count.
-        """
+        """Whether each stage has the whole edges, and only the end stages count."""
         return self.cut.config.edges == "last"
 
     def start(self) -> Carry:
-        """Returns the carry before the first tick."""
-        x = jax.eval_shape(lambda: self.embed(self.rest, 0))
+        """Creates the carry before the first tick."""
+        x = jax.eval_shape(lambda: self.embed(self.edges, 0))
         y = jax.eval_shape(
             lambda: self.forward(self.chunk(0), jnp.zeros(x.shape, x.dtype), 0, 0)
         )
         loss = jax.eval_shape(
-            lambda: self.head(self.rest, jnp.zeros(x.shape, x.dtype), 0)
+            lambda: self.head(self.edges, jnp.zeros(x.shape, x.dtype), jnp.int32(0))
         )
         names = self.names.trained
         blocks = {"blocks": self.blocks.trained} if "blocks" in names else {}
-        trainable = blocks | self.rest.trained
+        trainable = blocks | self.edges.trained
         sums = jax.tree.map(_zero_gradient, trainable, names) if self.backward else None
 
-        def slots(count: int, *each: int) -> jax.Array:
-            return self.residual(jnp.zeros((count + 1, *each, *x.shape), x.dtype))
+        def slots(count: int, *dims: int) -> jax.Array:
+            return self.residual(jnp.zeros((count + 1, *dims, *x.shape), x.dtype))
 
         inputs = self.program.num_inputs
         gradients = self.program.num_gradients
         kept = self.cut.kept_inputs
         return Carry(
-            slots(inputs),
-            slots(inputs, kept - 1) if self.keeps_layers else jnp.zeros(()),
-            slots(gradients) if self.backward else jnp.zeros(()),
-            jnp.zeros(x.shape, x.dtype) if self.backward else jnp.zeros(()),
-            sums,
-            jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), loss),
-            jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), y.aux),
-            jax.tree.map(
+            inputs=slots(inputs),
+            layers=slots(inputs, kept - 1) if self.keeps_layers else jnp.zeros(()),
+            gradients_in=slots(gradients) if self.backward else jnp.zeros(()),
+            dx=jnp.zeros(x.shape, x.dtype) if self.backward else jnp.zeros(()),
+            sums=sums,
+            loss=jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), loss),
+            block_aux=jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), y.aux),
+            block_stats=jax.tree.map(
                 lambda s: jnp.zeros((self.cut.config.chunks, *s.shape)), y.stats
             ),
         )
 
-    def tick(self, run: TickRun, carry: Carry, item) -> tuple[Carry, None]:
-        """Returns the carry after one tick, in the order that schedule.program lays
-        down.
-        """
+    def tick(
+        self, run: TickRun, carry: Carry, item: tuple[Row, Tick]
+    ) -> tuple[Carry, None]:
+        """Runs the ops of a tick, in the order that `schedules.program` defines."""
         row, at = item
-        carry, y = self._going_forward(run, carry, row, at)
+        carry, y = self._forward_ops(run, carry, row, at)
         if self.backward:
-            carry = self._going_back(run, carry, row, at)
+            carry = self._backward_ops(run, carry, row, at)
         if "hop" in run.some:
             arriving = self._hop(y, +1)
             carry = carry._replace(inputs=_put(carry.inputs, row.rx, arriving))
         return carry, None
 
-    def _going_forward(
-        self, run: TickRun, carry: Carry, row, at
+    def _forward_ops(
+        self, run: TickRun, carry: Carry, row: Row, at: Tick
     ) -> tuple[Carry, jax.Array]:
+        """Runs the gradient hop, E, F and H.
+
+        Returns:
+          The carry, and the output of F; zeros without F.
+        """
         if self.backward and "gradient_hop" in run.some:
             arriving = self._hop(carry.dx, -1)
         if "embed" in run.some:
-            x = _cond_if_needed(
-                self._prefer_mask("embed", "forward"),
-                at.any_embed,
-                lambda x: self.residual(self.embed(*self._in_tick(at.e_mb))).astype(
-                    x.dtype
-                ),
-                self._blank(carry),
-            )
-            carry = carry._replace(inputs=_put(carry.inputs, row.e_x, x))
+            carry = self._embed(carry, row, at)
         y = self._blank(carry)
         if "forward" in run.some:
-            chunk, number = _barrier_tick(self.chunk(row.f_chunk), row.f_mb)
-            x = carry.inputs[row.f_x]
-            if self.keeps_layers:
-                output, inputs = self.forward_keeping(chunk, x, number, row.f_chunk)
-                carry = carry._replace(layers=_put(carry.layers, row.f_x, inputs))
-            else:
-                output = self.forward(chunk, x, number, row.f_chunk)
-            y, aux, stats = output
-            aux, stats = where_real(row.f_mb >= 0, (aux, stats))
-            carry = carry._replace(
-                block_aux=jax.tree.map(jnp.add, carry.block_aux, aux),
-                block_stats=jax.tree.map(
-                    lambda t, s: t.at[row.f_chunk].add(s), carry.block_stats, stats
-                ),
-            )
+            carry, y = self._forward(carry, row)
         if self.backward and "gradient_hop" in run.some:
             carry = carry._replace(
                 gradients_in=_put(carry.gradients_in, row.rg, arriving)
             )
         if "head" in run.some:
-            carry = _cond_if_needed(
+            carry = _cond_unless(
                 "head" in run.every,
                 at.any_head,
-                lambda c: self._score(c, y, row, at),
+                lambda carry: self._score(carry, y, row, at),
                 carry,
             )
         return carry, y
 
-    def _score(self, carry: Carry, y: jax.Array, row, at) -> Carry:
+    def _embed(self, carry: Carry, row: Row, at: Tick) -> Carry:
+        """E: all stages embed a microbatch; the first one keeps it."""
+
+        def embed(x: jax.Array) -> jax.Array:
+            edges, number = self._edges_in_tick(at.e_mb)
+            return self.residual(self.embed(edges, number)).astype(x.dtype)
+
+        x = _cond_unless(
+            self._prefer_mask("embed", "forward"),
+            at.any_embed,
+            embed,
+            self._blank(carry),
+        )
+        return carry._replace(inputs=_put(carry.inputs, row.e_x, x))
+
+    def _forward(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
+        """F: applies a chunk to its input."""
+        chunk, number = _barrier_tick(self.chunk(row.f_chunk), row.f_mb)
+        x = carry.inputs[row.f_x]
+        output: BlockOutput
+        if self.keeps_layers:
+            output, inputs = self.forward_keeping(chunk, x, number, row.f_chunk)
+            carry = carry._replace(layers=_put(carry.layers, row.f_x, inputs))
+        else:
+            output = self.forward(chunk, x, number, row.f_chunk)
+        y, aux, stats = output
+        aux, stats = where_real(row.f_mb >= 0, (aux, stats))
+        carry = carry._replace(
+            block_aux=jax.tree.map(jnp.add, carry.block_aux, aux),
+            block_stats=jax.tree.map(
+                lambda total, new: total.at[row.f_chunk].add(new),
+                carry.block_stats,
+                stats,
+            ),
+        )
+        return carry, y
+
+    def _score(self, carry: Carry, y: jax.Array, row: Row, at: Tick) -> Carry:
         """H: all stages score the last stage's output on their part of the vocabulary.
 
-        With `edges_last` each scores its own output, on all of it, and only the last
-        one's counts: no stage gets there earlier if the others wait instead.
+        With `edges_last` each stage scores its output on the whole vocabulary, and only
+        that of the last stage counts. The tick would take as long if the other stages
+        waited.
         """
-        last = self.index == self.cut.stages - 1
+        is_last = self.index == self.cut.stages - 1
         if not self.edges_last:
             y = self.residual(
-                execution.sum_over(jnp.where(last, y, jnp.zeros_like(y)), AXIS)
+                execution.sum_over(jnp.where(is_last, y, jnp.zeros_like(y)), AXIS)
             )
-        rest, number = _barrier_tick(self.rest, at.h_mb)
+        edges, number = _barrier_tick(self.edges, at.h_mb)
         if not self.backward:
-            loss = self._mask_edge(last, self.head(rest, y, number))
-            return carry._replace(loss=_added(carry.loss, loss))
+            loss = self._mask_edge(is_last, self.head(edges, y, number))
+            return carry._replace(loss=_add_loss(carry.loss, loss))
 
-        def objective(trained, y):
-            loss = self.head(rest._replace(trained=trained), y, number)
+        def objective(trained: Tree, y: jax.Array) -> tuple[jax.Array, Loss]:
+            loss = self.head(edges._replace(trained=trained), y, number)
             total = loss.sum + sum(loss.aux.values())
-            return total if self.scale is None else total * self.scale, loss
+            if self.scale is not None:
+                total = total * self.scale
+            return total, loss
 
-        (drest, dh), loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(
-            rest.trained, y
-        )
+        gradient = jax.grad(objective, argnums=(0, 1), has_aux=True)
+        (dedges, dy), loss = gradient(edges.trained, y)
         return carry._replace(
-            loss=_added(carry.loss, self._mask_edge(last, loss)),
-            sums=self._add_rest(carry.sums, self._mask_edge(last, drest)),
-            gradients_in=_put(carry.gradients_in, row.h_g, self.residual(dh)),
+            loss=_add_loss(carry.loss, self._mask_edge(is_last, loss)),
+            sums=self._add_edges(carry.sums, self._mask_edge(is_last, dedges)),
+            gradients_in=_put(carry.gradients_in, row.h_g, self.residual(dy)),
         )
 
-    def _going_back(self, run: TickRun, carry: Carry, row, at) -> Carry:
+    def _backward_ops(self, run: TickRun, carry: Carry, row: Row, at: Tick) -> Carry:
+        """Runs B and EB."""
         if "backward" in run.some:
-            x = carry.inputs[row.b_x]
-            dy = carry.gradients_in[row.b_g]
-            chunk, number = _barrier_tick(self.chunk(row.b_chunk), row.b_mb)
-            if self.keeps_layers:
-                inputs = jnp.concatenate([x[None], carry.layers[row.b_x]])
-                dchunk, dx = self.pull_layers(chunk, inputs, dy, number, row.b_chunk)
-            else:
-                dchunk, dx = self.pull(chunk, x, dy, number, row.b_chunk)
-            carry = carry._replace(
-                dx=self.residual(dx), sums=self._add_chunk(carry.sums, dchunk, row)
-            )
+            carry = self._backward(carry, row)
         if "embed_backward" in run.some:
-            always = self._prefer_mask("embed_backward", "backward")
-            carry = _cond_if_needed(
-                always, at.any_embed_backward, lambda c: self._embed_back(c, at), carry
+            carry = _cond_unless(
+                self._prefer_mask("embed_backward", "backward"),
+                at.any_embed_backward,
+                lambda carry: self._embed_backward(carry, at),
+                carry,
             )
         return carry
 
-    def _embed_back(self, carry: Carry, at) -> Carry:
-        """EB: all stages take the first stage's dx into their part of the table."""
-        wanted = (self.index == 0) & (at.eb_mb >= 0)
-        dx = jnp.where(wanted, carry.dx, jnp.zeros_like(carry.dx))
+    def _backward(self, carry: Carry, row: Row) -> Carry:
+        """B: computes the gradients of a chunk and of its input."""
+        x = carry.inputs[row.b_x]
+        dy = carry.gradients_in[row.b_g]
+        chunk, number = _barrier_tick(self.chunk(row.b_chunk), row.b_mb)
+        if self.keeps_layers:
+            inputs = jnp.concatenate([x[None], carry.layers[row.b_x]])
+            dchunk, dx = self.pull_layers(chunk, inputs, dy, number, row.b_chunk)
+        else:
+            dchunk, dx = self.pull(chunk, x, dy, number, row.b_chunk)
+        return carry._replace(
+            dx=self.residual(dx), sums=self._add_chunk(carry.sums, dchunk, row)
+        )
+
+    def _embed_backward(self, carry: Carry, at: Tick) -> Carry:
+        """EB: all stages add the first stage's dx to their part of the table."""
+        is_wanted = (self.index == 0) & (at.eb_mb >= 0)
+        dx = jnp.where(is_wanted, carry.dx, jnp.zeros_like(carry.dx))
         if not self.edges_last:
             dx = execution.sum_over(dx, AXIS)
 
-        rest, number = self._in_tick(at.eb_mb)
+        edges, number = self._edges_in_tick(at.eb_mb)
 
-        def embed(trained):
-            return self.embed(rest._replace(trained=trained), number)
+        def embed(trained: Tree) -> jax.Array:
+            return self.embed(edges._replace(trained=trained), number)
 
-        (drest,) = jax.vjp(embed, rest.trained)[1](self.residual(dx))
+        (dedges,) = jax.vjp(embed, edges.trained)[1](self.residual(dx))
         return carry._replace(
-            sums=self._add_rest(carry.sums, self._mask_edge(wanted, drest))
+            sums=self._add_edges(carry.sums, self._mask_edge(is_wanted, dedges))
         )
 
-    def _mask_edge(self, here: jax.Array, tree: Tree) -> Tree:
-        """Masks what an edge gave; with `edges_last` zeros where the stage is not
-        `here`.
-        """
+    def _mask_edge(self, counts: jax.Array, tree: Tree) -> Tree:
+        """Masks the results of an edge; `edges_last` needs zeros if none `counts`."""
         if not self.edges_last:
             return tree
-        return jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros_like(x)), tree)
+        return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), tree)
 
-    def _prefer_mask(self, kind: str, pace: str) -> bool:
-        """Checks whether most ticks that do `pace` do this too: then no predicate, but
-        a mask.
+    def _prefer_mask(self, op: str, pace: str) -> bool:
+        """Checks whether to run E or EB in every tick and mask it, without predicate.
 
-        It is for E and EB, which cost little: a predicate would cost a copy of what it
-        may change. Layers behind the embedding cost more.
+        A predicate would copy the arrays that the op may change. E and EB are cheap, so
+        a mask is better if at least half of the ticks that run `pace` run them. Layers
+        of `first_blocks` are not cheap.
         """
         if self.has_first_blocks:
             return False
         ticks = self.program.ticks
-        return (
-            2 * getattr(ticks, f"any_{kind}").sum()
-            >= getattr(ticks, f"any_{pace}").sum()
-        )
+        count = getattr(ticks, f"any_{op}").sum()
+        return bool(2 * count >= getattr(ticks, f"any_{pace}").sum())
 
-    def _in_tick(self, microbatch: jax.Array) -> tuple[StageParams, jax.Array]:
-        """Takes what embeds a microbatch, and its number: see `_barrier_tick`."""
-        return (
-            _barrier_tick(self.rest, microbatch)
-            if self.has_first_blocks
-            else (self.rest, microbatch)
-        )
+    def _edges_in_tick(self, microbatch: jax.Array) -> tuple[StageParams, jax.Array]:
+        """Returns the edges and the number of a microbatch, for E and EB.
+
+        See `_barrier_tick`; only layers of `first_blocks` need it.
+        """
+        if self.has_first_blocks:
+            return _barrier_tick(self.edges, microbatch)
+        return self.edges, microbatch
 
     @staticmethod
     def _blank(carry: Carry) -> jax.Array:
         return jnp.zeros(carry.inputs.shape[1:], carry.inputs.dtype)
 
     def _hop(self, x: jax.Array, by: int) -> jax.Array:
+        """Sends x to the stage that is `by` places further on the ring."""
         stages = self.cut.stages
-        return self.residual(
-            jax.lax.ppermute(x, AXIS, [(s, (s + by) % stages) for s in range(stages)])
-        )
+        ring = [(stage, (stage + by) % stages) for stage in range(stages)]
+        return self.residual(jax.lax.ppermute(x, AXIS, ring))  # type: ignore[no-untyped-call]  # jax is untyped
 
-    def _add_chunk(self, sums: Tree, dchunk: Tree, row) -> Tree:
-        keep = row.b_mb >= 0
+    def _add_chunk(self, sums: Tree, dchunk: Tree, row: Row) -> Tree:
+        """Adds the gradients of a chunk to the sums."""
+        is_real = row.b_mb >= 0
 
-        def add(total, gradient, names):
-            gradient = jnp.where(keep, gradient.astype(jnp.float32), 0)[None]
+        def add(total: jax.Array, gradient: jax.Array, names: Names) -> jax.Array:
+            gradient = jnp.where(is_real, gradient.astype(jnp.float32), 0)[None]
             old = jax.lax.dynamic_index_in_dim(total, row.b_chunk, 0, False)
             new = jax.lax.dynamic_update_index_in_dim(
                 total, old + gradient, row.b_chunk, 0
             )
             return _scatter(new, names)
 
-        if "blocks" not in sums:  # frozen, all of them
+        if "blocks" not in sums:  # all blocks are frozen
             return sums
-        return sums | {
-            "blocks": jax.tree.map(
-                add, sums["blocks"], dchunk, self.names.trained["blocks"]
-            )
-        }
+        names = self.names.trained["blocks"]
+        return sums | {"blocks": jax.tree.map(add, sums["blocks"], dchunk, names)}
 
-    def _add_rest(self, sums: Tree, drest: Tree) -> Tree:
-        def add(total, gradient, names):
+    def _add_edges(self, sums: Tree, dedges: Tree) -> Tree:
+        """Adds the gradients of the edges to the sums."""
+
+        def add(total: jax.Array, gradient: jax.Array, names: Names) -> jax.Array:
             return _scatter(total + gradient.astype(jnp.float32), names)
 
-        return sums | jax.tree.map(add, edges(sums), drest, edges(self.names.trained))
+        names = without_blocks(self.names.trained)
+        return sums | jax.tree.map(add, without_blocks(sums), dedges, names)
 
     def finish(self, carry: Carry) -> tuple[Tree, Loss]:
-        """Returns (gradient sums, loss sums): the blocks' own terms added over
-        stages.
-        """
+        """Computes (gradient sums, loss sums) from the carry of the last tick."""
         loss = carry.loss
         sums = carry.sums if self.backward else jnp.zeros(())
         if self.edges_last:
-            loss = jax.lax.psum(loss, AXIS)
+            loss = _sum_over_stages(loss)
         if self.edges_last and self.backward:
             sums |= jax.tree.map(
-                lambda total, names: _scatter(jax.lax.psum(total, AXIS), names),
-                edges(sums),
-                edges(self.names.trained),
+                lambda total, names: _scatter(_sum_over_stages(total), names),
+                without_blocks(sums),
+                without_blocks(self.names.trained),
             )
-        aux = jax.lax.psum(carry.block_aux, AXIS)
-        return sums, with_block_sums(
-            loss, aux, jax.tree.map(self._in_layer_order, carry.block_stats)
-        )
+        aux = _sum_over_stages(carry.block_aux)
+        stats = jax.tree.map(self._in_layer_order, carry.block_stats)
+        return sums, with_block_sums(loss, aux, stats)
 
-    def _in_layer_order(self, own: jax.Array) -> jax.Array:
-        """Returns the stats of all layers, [num_layers, ...], from this stage's, [v, L,
-        ...].
+    def _in_layer_order(self, stats: jax.Array) -> jax.Array:
+        """Gathers stats [v, L, ...] of all stages in the order of layers.
+
+        Returns:
+          Stats [num_layers, ...] without padding.
         """
-        every = jnp.moveaxis(jax.lax.all_gather(own, AXIS), 0, 1)  # [v, p, L, ...]
-        return every.reshape(-1, *own.shape[2:])[: self.cut.num_layers]
+        # [v, p, L, ...]
+        gathered = jnp.moveaxis(jax.lax.all_gather(stats, AXIS), 0, 1)
+        return gathered.reshape(-1, *stats.shape[2:])[: self.cut.num_layers]
 
 
-def _zero_gradient(leaf: jax.Array, names) -> jax.Array:
+def _sum_over_stages(tree: Value) -> Value:
+    total: Value = jax.lax.psum(tree, AXIS)  # type: ignore[no-untyped-call]  # jax is untyped
+    return total
+
+
+def _zero_gradient(leaf: jax.Array, names: Names) -> jax.Array:
     return _scatter(jnp.zeros(leaf.shape, jnp.float32), names)
 
 
-def _scatter(gradient: jax.Array, names) -> jax.Array:
-    return execution.scatter(gradient, own_names(names))
+def _scatter(gradient: jax.Array, names: Names) -> jax.Array:
+    return execution.scatter(gradient, layer_names(names))
 
 
-def _added(total: Loss, new: Loss) -> Loss:
-    return jax.tree.map(lambda t, n: t + n.astype(jnp.float32), total, new)
+def _add_loss(total: Loss, new: Loss) -> Loss:
+    added: Loss = jax.tree.map(lambda t, n: t + n.astype(jnp.float32), total, new)
+    return added
 
 
 def _barrier_tick(parameters: Tree, microbatch: jax.Array) -> tuple[Tree, jax.Array]:
-    """Returns both; what is made of the parameters may not be taken out of the loop
-    over ticks.
+    """Returns both; XLA may not move ops on the parameters out of the loop over ticks.
 
-    Else XLA does so with the gathers of fsdp shards wherever a stage has one chunk. It
-    then holds all that is gathered, once a loop, and on CPU gathers beside the loop,
-    whose own collectives may find no thread left to meet on: a deadlock.
+    Without this, it moves the gathers of fsdp shards if a stage has one chunk. Then all
+    gathered parameters are in memory, once per loop. On CPU these gathers run at the
+    same time as the loop, whose collectives may find no free thread: a deadlock.
     """
-    return jax.lax.optimization_barrier((parameters, microbatch))
+    barred: tuple[Tree, jax.Array] = jax.lax.optimization_barrier(  # type: ignore[no-untyped-call]  # jax is untyped
+        (parameters, microbatch)
+    )
+    return barred
 
 
-def _put(buffer: jax.Array, slot, value: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(
+def _put(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
+    """Writes a value into a slot of a buffer."""
+    updated: jax.Array = jax.lax.dynamic_update_index_in_dim(
         buffer, value.astype(buffer.dtype), slot, 0
     )
+    return updated
 
 
-def _cond_if_needed(always: bool, wanted, function, carry):
-    """Returns function(carry), where `wanted`, which is the same on all stages."""
-    return (
-        function(carry)
-        if always
-        else jax.lax.cond(wanted, function, lambda c: c, carry)
-    )
+def _cond_unless(
+    always: bool,
+    predicate: jax.Array,
+    function: Callable[[Value], Value],
+    carry: Value,
+) -> Value:
+    """Returns function(carry) if the predicate holds, otherwise the carry.
+
+    Args:
+      always: run the function without a predicate.
+      predicate: the same on all stages.
+      function: runs an op.
+      carry: its argument.
+    """
+    if always:
+        return function(carry)
+    result: Value = jax.lax.cond(predicate, function, lambda carry: carry, carry)
+    return result

@@ -1,15 +1,14 @@
-"""The layer stack cut up for a pipeline: its config, its schedule, and views of the
-stack.
+"""The split of a layer stack for a pipeline: config, schedule, and views of the stack.
 
-Models and checkpoints have their blocks flat, [layers, ...]. A pipeline holds them as
-[chunks, stages, layers, ...]: place k = chunk * stages + stage has the layers from k *
-layers on, the last places filled up with layers of zeros. Row by row this is the flat
-order, so a view is a reshape.
+Models and checkpoints have flat blocks, [layers, ...]. A pipeline has them as [chunks,
+stages, layers, ...]. Place k = chunk * stages + stage has `layers` consecutive layers,
+the first of which is k * layers. The last places are padded with layers of zeros. Row
+by row this is the flat order, so a view is a reshape.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 import jax
@@ -27,23 +26,24 @@ NAMES = ("chunks", "stages", "layers")
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """How microbatches flow through the stages of mesh.pipeline."""
+    """Options of the pipeline over the stages of mesh.pipeline."""
 
     # gpipe, 1f1b, interleaved (with chunks), or the path of a .json table
     schedule: Annotated[str, Searched()] = "1f1b"
-    # parts of each accumulation step; 0 = 4 x mesh.pipeline
+    # microbatches of each accumulation step; 0 = 4 x mesh.pipeline
     microbatches: Annotated[NonNegativeInt, Searched()] = 0
     # groups of layers on a stage (virtual stages); > 1 with interleaved only
     chunks: Annotated[PositiveInt, Searched()] = 1
     # embedding and head: sharded = split over stages, last = whole on each
     edges: Literal["sharded", "last"] = "sharded"
-    # gather a stage's fsdp shards once a step, not in each tick (memory!)
+    # gather a stage's fsdp shards once a step, not in each tick; needs more memory
     gather_once: bool = False
-    # F keeps layer inputs; else that of the stage, and B's remat.policy
+    # layers: keep the inputs of all layers of a stage; none, full, dots, save:... or
+    # offload:...: keep its input, and recompute its layers under that policy
     remat: str = "layers"
 
     def microbatches_for(self, stages: int) -> int:
-        """Returns the microbatches of an accumulation step; 1 without a pipeline."""
+        """Computes the microbatches of an accumulation step; 1 without a pipeline."""
         if stages == 1:
             return 1
         return self.microbatches or 4 * stages
@@ -51,53 +51,52 @@ class PipelineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Staging:
-    """How a model's layers lie on stages, and what flows through them."""
+    """The split of a model's layers over stages, and the flow of microbatches."""
 
     config: PipelineConfig
-    num_layers: int  # blocks: layers, or groups of `block_layers` layers
+    num_layers: int  # number of blocks: layers, or groups of `block_layers` layers
     stages: int
-    period: int = 1  # layers after which their kinds repeat; a place holds a multiple
-    block_layers: int = 1
-    # `every`, and the policy within such a group
+    period: int = 1  # blocks after which kinds repeat; a place holds a multiple of it
+    block_layers: int = 1  # layers in a block
+    # `every` is the number of layers in a group, and `policy` applies within it
     recompute: remat.RematConfig = remat.RematConfig()
 
     @property
     def microbatches(self) -> int:
+        """The number of microbatches of an accumulation step."""
         return self.config.microbatches_for(self.stages)
 
     @property
     def dims(self) -> tuple[int, int, int]:
-        """[chunks, stages, layers of each]."""
-        groups = -(-self.num_layers // (self.stages * self.config.chunks * self.period))
-        return (self.config.chunks, self.stages, groups * self.period)
+        """The leading dims of blocks by stage: [chunks, stages, blocks of each]."""
+        chunks = self.config.chunks
+        periods = -(-self.num_layers // (self.stages * chunks * self.period))
+        return (chunks, self.stages, periods * self.period)
 
     @property
     def remat(self) -> str:
-        """What B recomputes from: "layers", or the policy inside a stage's
-        recomputation.
+        """The remat policy of a stage: "layers", or the policy in its recomputation.
 
-        With one layer a place `full` is `layers`: nothing is computed twice, and it
-        takes less.
+        With one layer at a place, `full` is the same as `layers`: both keep one input.
+        It needs less memory.
         """
         return "full" if self.dims[2] == 1 else self.config.remat
 
     @property
     def grouped(self) -> bool:
-        """Whether F keeps the inputs of groups of layers."""
+        """Whether the forward pass keeps the inputs of groups of layers."""
         return self.recompute.every > 1
 
     @property
     def kept_inputs(self) -> int:
-        """Returns the inputs that a chunk keeps of a microbatch where F keeps those of
-        layers.
-        """
+        """The inputs per microbatch that a chunk keeps with remat=layers."""
         return self.dims[2] // max(self.recompute.every // self.block_layers, 1)
 
     def program(self) -> Program:
-        """Returns the compiled schedule.
+        """Compiles the schedule.
 
         Raises:
-          ConfigError: the sizes or the table of a file are not legal.
+          ConfigError: the sizes, or the table of a file, are not legal.
         """
         config = self.config
         schedule = build_schedule(
@@ -106,29 +105,13 @@ class Staging:
         return compile_schedule(schedule, max_runs=3)
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with the config for this model and mesh, each with its
-        cure.
-        """
+        """Yields the faults of the config for this model and mesh, with fixes."""
         config = self.config
-        places = self.stages * self.config.chunks
-        if config.chunks < 1 or config.microbatches < 0:  # their ranges say so
+        if (
+            config.chunks < 1 or config.microbatches < 0
+        ):  # the check of ranges reports it
             return
-        if places > self.num_layers:
-            group = (
-                f"groups of {self.block_layers} layers that repeat"
-                if self.block_layers > 1
-                else "layers"
-            )
-            yield (
-                f"mesh.pipeline={self.stages} x pipeline.chunks={config.chunks} = {places} places for "
-                f"{self.num_layers} {group}; lower one of them to at most one place a {group[:5]}"
-            )
-        elif self.period > 1 and (places - 1) * self.dims[2] >= self.num_layers:
-            yield (
-                f"mesh.pipeline={self.stages} x pipeline.chunks={config.chunks} = {places} places for "
-                f"{self.num_layers} layers whose pattern repeats every {self.period}: a place holds "
-                f"whole patterns, here {self.dims[2]} layers, so the last would be empty; lower one of them"
-            )
+        yield from self._place_faults()
         plain = ("none", "full", "layers", "dots")
         yield from remat.policy_faults(config.remat, "pipeline.remat", plain)
         yield from self._group_faults()
@@ -137,32 +120,59 @@ class Staging:
         except ConfigError as error:
             yield from error.faults
 
+    def _place_faults(self) -> Iterator[str]:
+        """Yields a message if some place would have no layers."""
+        places = self.stages * self.config.chunks
+        sizes = (
+            f"mesh.pipeline={self.stages} x pipeline.chunks={self.config.chunks} = "
+            f"{places} places"
+        )
+        if places > self.num_layers:
+            unit = "layer"
+            units = "layers"
+            if self.block_layers > 1:
+                unit = "group"
+                units = f"groups of {self.block_layers} layers that repeat"
+            yield (
+                f"{sizes} for {self.num_layers} {units}; lower one of them to at most "
+                f"one place a {unit}"
+            )
+        elif self.period > 1 and (places - 1) * self.dims[2] >= self.num_layers:
+            yield (
+                f"{sizes} for {self.num_layers} layers whose pattern repeats every "
+                f"{self.period}: a place holds whole patterns, here {self.dims[2]} "
+                f"layers, so the last would be empty; lower one of them"
+            )
+
     def _group_faults(self) -> Iterator[str]:
-        own = self.recompute
+        """Yields the faults of options of `remat` under a pipeline."""
+        recompute = self.recompute
         group = self.period * self.block_layers
-        if own.layers:
-            yield f"remat.layers={own.layers}: stages recompute as pipeline.remat says; leave it at 0"
+        if recompute.layers:
+            yield f"remat.layers={recompute.layers}: stages recompute as pipeline.remat says; leave it at 0"
         if self.grouped and self.config.remat != "layers":
             yield (
-                f"remat.every={own.every}: pipeline.remat={self.config.remat} keeps a chunk's input alone; "
+                f"remat.every={recompute.every}: pipeline.remat={self.config.remat} keeps a chunk's input alone; "
                 f"set pipeline.remat=layers, or remat.every=1"
             )
-        yield from own.stack_faults(
+        yield from recompute.stack_faults(
             self.dims[2] * self.block_layers, "a stage's chunk", group
         )
 
     def staged(self, tree: Tree) -> Tree:
-        """Returns a tree with its flat block leaves by stage."""
-        extra = math.prod(self.dims) - self.num_layers
+        """Splits the flat blocks of a tree by stage."""
+        padding = math.prod(self.dims) - self.num_layers
 
         def cut(x: jax.Array) -> jax.Array:
-            padded = jnp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1)) if extra else x
+            padded = x
+            if padding:
+                padded = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
             return padded.reshape(*self.dims, *x.shape[1:])
 
         return _map_blocks(cut, tree, lambda dims: dims[:1] == (self.num_layers,))
 
     def flat(self, tree: Tree) -> Tree:
-        """Returns a tree with its staged block leaves flat, padding left out."""
+        """Joins the blocks of a tree by stage to flat blocks, and drops padding."""
 
         def join(x: jax.Array) -> jax.Array:
             return x.reshape(-1, *x.shape[3:])[: self.num_layers]
@@ -170,8 +180,10 @@ class Staging:
         return _map_blocks(join, tree, lambda dims: dims[:3] == self.dims)
 
     def staged_spec(self, spec: ModelSpec) -> ModelSpec:
-        """Returns the spec of the model, and of frozen modules, with blocks by
-        stage.
+        """Returns the spec of a model, and of its frozen modules, with blocks by stage.
+
+        Args:
+          spec: with flat blocks.
         """
         trees = ("trainable", "frozen", "model_state")
         cut = {tree: jax.eval_shape(self.staged, getattr(spec, tree)) for tree in trees}
@@ -190,7 +202,7 @@ class Staging:
         )
 
     def for_model(self, spec: ModelSpec) -> "Staging":
-        """Cuts up another model by the same pipeline.
+        """Returns the split of another model by the same pipeline.
 
         Args:
           spec: of the other model, with flat blocks.
@@ -204,24 +216,32 @@ class Staging:
 
 
 def _with_stack(names: Tree) -> Tree:
-    """Returns logical names with those of stack dims before a block's own."""
+    """Adds the names of stack dims to the logical names of blocks."""
     if "blocks" not in names:
         return names
     blocks = jax.tree.map(
-        lambda own: (*NAMES, *own),
+        lambda layer_names: (*NAMES, *layer_names),
         names["blocks"],
         is_leaf=lambda x: isinstance(x, tuple),
     )
     return names | {"blocks": blocks}
 
 
-def _map_blocks(function, tree: Tree, fits) -> Tree:
-    """Returns the tree with `function` applied to leaves below a key `blocks` whose
-    dims fit.
+def _map_blocks(
+    function: Callable[[jax.Array], jax.Array],
+    tree: Tree,
+    fits: Callable[[tuple[int, ...]], bool],
+) -> Tree:
+    """Applies a function to the leaves of blocks.
+
+    Args:
+      function: of a leaf.
+      tree: parameters, or state whose paths contain theirs.
+      fits: selects leaves by their shape.
     """
 
-    def leaf(path: tuple[Any, ...], x):
-        inside = any(getattr(entry, "key", None) == "blocks" for entry in path)
-        return function(x) if inside and fits(x.shape) else x
+    def apply(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        in_blocks = any(getattr(entry, "key", None) == "blocks" for entry in path)
+        return function(x) if in_blocks and fits(x.shape) else x
 
-    return jax.tree_util.tree_map_with_path(leaf, tree)
+    return jax.tree_util.tree_map_with_path(apply, tree)

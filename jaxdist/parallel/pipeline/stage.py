@@ -1,4 +1,4 @@
-"""A stage's part of the model: embedding, layers of a chunk, head, and their gradients.
+"""A stage's part of the model: edges, the layers of a chunk, and their gradients.
 
 Letters: p stages, v chunks, L layers of a chunk (padded), m microbatches.
 """
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxdist.parallel import execution
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.pipeline.schedules.program import Program
-from jaxdist.parallel.pipeline.stage_params import StageParams, Tree, gathered
+from jaxdist.parallel.pipeline.stage_params import StageParams, gathered
 from jaxdist.parallel.remat import rematerialised
 from jaxdist.protocols.layer_scan import scan_layers
 from jaxdist.protocols.model import (
@@ -30,34 +30,46 @@ from jaxdist.protocols.model import (
     run_blocks,
     shared_fields,
 )
+from jaxdist.protocols.model_spec import Tree
 
 AXIS = "pipeline"
+Number = jax.Array | int
 
 
 class Pipeline(NamedTuple):
-    """How layers lie on stages, the compiled schedule, what makes a stage's parameters
-    a model, and what scores the last stage's output.
-    """
+    """A pipelined computation: layers on stages, schedule, model and loss."""
 
-    cut: Staging
-    program: Program
-    assemble: Callable[[StageParams], Any]  # blocks are those of one chunk
-    # (model, x, microbatch, its number) -> sums
+    cut: Staging  # the layers of each stage
+    program: Program  # the compiled schedule
+    # builds the model from its arrays; blocks are those of one chunk
+    assemble: Callable[[StageParams], Any]
+    # (model, output of the last stage, microbatch, its number) -> sums
     score: Callable[[Any, jax.Array, Batch, jax.Array], Loss]
 
 
 class Stage:
-    """What a stage computes of the model, and its gradients."""
+    """The computations of a stage: parts of the model, and their gradients.
+
+    Args:
+      pipeline: the pipelined computation.
+      params: this stage's part of the arrays; blocks [v, 1, L, ...].
+      names: logical names, like params.
+      batch: fields [m, B, ...].
+      key: of the step; None: deterministic.
+      backward: whether gradients are computed.
+      scale: factor of the loss where its gradient starts; None: 1.
+    """
 
     def __init__(
         self,
         pipeline: Pipeline,
         params: StageParams,
         names: StageParams,
-        batch,
-        key,
-        backward,
-        scale=None,
+        batch: Batch,
+        key: jax.Array | None,
+        *,
+        backward: bool,
+        scale: jax.Array | None = None,
     ) -> None:
         self.cut, self.program, self.assemble, self.score = pipeline
         self.names = names
@@ -66,198 +78,291 @@ class Stage:
         self.backward = backward
         self.scale = scale
         self.blocks = params.blocks
-        self.rest = params.edges
+        self.edges = params.edges
         if self.cut.config.gather_once:
             self.blocks = jax.tree.map(gathered, self.blocks, names.blocks)
         self.index = jax.lax.axis_index(AXIS)
-        # F keeps the inputs of all layers, and B recomputes layer by layer.
+        # The forward pass keeps the inputs of all layers, and the backward pass
+        # recomputes layer by layer.
         self.keeps_layers = self.cut.remat == "layers" and backward
 
-    def model(self, rest: StageParams, blocks: StageParams | None = None):
-        """Returns the model with these parameters; blocks are those of one chunk, [L,
-        ...].
+    def model(self, edges: StageParams, blocks: StageParams | None = None) -> Any:
+        """Assembles the model from arrays.
+
+        Args:
+          edges: arrays outside the blocks.
+          blocks: of one chunk, [L, ...]; None: of the first chunk.
         """
-        return self.assemble(rest.with_blocks(blocks or self.chunk(0)))
+        return self.assemble(edges.with_blocks(blocks or self.chunk(0)))
 
-    def chunk(self, number) -> StageParams:
-        return jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, number, 0, False)[0], self.blocks
-        )
+    def chunk(self, number: Number) -> StageParams:
+        """Selects the blocks of a chunk, [L, ...]."""
 
-    def microbatch(self, number) -> Batch:
-        at = jnp.maximum(number, 0)
-        return {
-            n: jax.lax.dynamic_index_in_dim(x, at, 0, False)
-            for n, x in self.batch.items()
-        }
+        def select(x: jax.Array) -> jax.Array:
+            chunk: jax.Array = _select(x, number)[0]
+            return chunk
+
+        chunk: StageParams = jax.tree.map(select, self.blocks)
+        return chunk
+
+    def microbatch(self, number: Number) -> Batch:
+        """Selects a microbatch; the first one for a number below 0."""
+        index = jnp.maximum(number, 0)
+        return {name: _select(x, index) for name, x in self.batch.items()}
 
     @property
     def has_first_blocks(self) -> bool:
-        """Whether layers run where the embedding does, and so on every
-        stage.
-        """
-        return any("first_blocks" in tree for tree in self.rest)
+        """Whether layers run together with the embedding, and so on every stage."""
+        return any("first_blocks" in tree for tree in self.edges)
 
-    def embed(self, rest: StageParams, number) -> jax.Array:
-        """Computes what enters the stack; of layers before it, their inputs alone are
-        kept.
+    def embed(self, edges: StageParams, number: Number) -> jax.Array:
+        """Computes the input of the blocks for a microbatch.
+
+        Only the inputs of `first_blocks` are kept if B recomputes layer by layer.
         """
+        policy = "full" if self.cut.remat == "layers" else self.cut.remat
 
         def transform(block: Block) -> Block:
-            return rematerialised(
-                block, "full" if self.cut.remat == "layers" else self.cut.remat
-            )
+            return rematerialised(block, policy)
 
-        return embedded(self.model(rest), self.microbatch(number), self.key, transform)
+        model = self.model(edges)
+        return embedded(model, self.microbatch(number), self.key, transform)
 
-    def head(self, rest: StageParams, y: jax.Array, number) -> Loss:
-        return self.score(self.model(rest), y, self.microbatch(number), number)
+    def head(self, edges: StageParams, y: jax.Array, number: jax.Array) -> Loss:
+        """Computes the loss of a microbatch from the last stage's output."""
+        return self.score(self.model(edges), y, self.microbatch(number), number)
 
-    def forward(self, blocks: StageParams, x: jax.Array, number, chunk) -> BlockOutput:
-        """Returns the stage's chunk applied to x; layers of padding pass it on."""
-        return self.layers(blocks, (), x, *self.place(number, chunk))
+    def forward(
+        self, blocks: StageParams, x: jax.Array, number: Number, chunk: Number
+    ) -> BlockOutput:
+        """Applies a chunk to x; layers of padding pass x on.
 
-    def place(self, number, chunk) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Gathers what the blocks read of a microbatch, and the number of a chunk's
-        first layer.
+        Args:
+          blocks: of the chunk, [L, ...].
+          x: input of the chunk.
+          number: of the microbatch.
+          chunk: number of the chunk.
         """
-        model = self.model(self.rest)
+        fields, first = self.place(number, chunk)
+        return self.layers(blocks, (), x, fields, first)
+
+    def place(
+        self, number: Number, chunk: Number
+    ) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Computes the blocks' fields for a microbatch, and a chunk's first layer.
+
+        Returns:
+          `BlockInfo.fields`, and the global number of the layer.
+        """
+        model = self.model(self.edges)
         block = (chunk * self.cut.stages + self.index) * self.cut.dims[2]
         first = layers_before(model) + block * len(layers_of(model.blocks))
         return shared_fields(model, self.microbatch(number)), first
 
     def layers(
-        self, blocks: StageParams, pattern, x: jax.Array, fields, first
+        self,
+        blocks: StageParams,
+        pattern: tuple[str, ...],
+        x: jax.Array,
+        fields: dict[str, jax.Array],
+        first: jax.Array,
     ) -> BlockOutput:
-        """Returns consecutive layers applied to x; a chunk starts at the start of the
-        pattern.
+        """Applies consecutive layers to x.
+
+        Args:
+          blocks: of these layers, [layers, ...].
+          pattern: kinds of these layers; (): from the start of the model's pattern, as a
+            chunk has them.
+          x: input of the first layer.
+          fields: `BlockInfo.fields`.
+          first: global number of the first layer.
         """
-        model = self.model(self.rest, blocks)
+        model = self.model(self.edges, blocks)
         end = layers_before(model) + self.cut.num_layers * len(layers_of(model.blocks))
+        has_padding = self.cut.num_layers < math.prod(self.cut.dims)
 
         def transform(block: Block) -> Block:
-            if self.cut.remat != "layers" or self.cut.grouped:
-                inner = (
-                    self.cut.recompute.policy if self.cut.grouped else self.cut.remat
-                )
-                block = rematerialised(block, inner)
+            if self.cut.grouped:
+                block = rematerialised(block, self.cut.recompute.policy)
+            elif self.cut.remat != "layers":
+                block = rematerialised(block, self.cut.remat)
+            return partial(masked, block) if has_padding else block
 
-            def masked(parameters, x, info: BlockInfo):
-                y, *sums = block(parameters, x, info)
-                real = info.layer < end
-                return BlockOutput(jnp.where(real, y, x), *where_real(real, sums))
-
-            return masked if self.cut.num_layers < math.prod(self.cut.dims) else block
+        def masked(
+            block: Block, parameters: Any, x: jax.Array, info: BlockInfo
+        ) -> BlockOutput:
+            y, aux, stats = block(parameters, x, info)
+            is_real = info.layer < end
+            output = jnp.where(is_real, y, x)
+            return BlockOutput(output, *where_real(is_real, [aux, stats]))
 
         return run_blocks(
             model.blocks, x, self.key, fields, transform, first=first, pattern=pattern
         )
 
-    def forward_keeping(self, blocks: StageParams, x: jax.Array, number, chunk):
-        """Returns `forward` and the inputs of all layers (or groups) but the first, [L
-        - 1, B, S, D].
+    def forward_keeping(
+        self, blocks: StageParams, x: jax.Array, number: Number, chunk: Number
+    ) -> tuple[BlockOutput, jax.Array]:
+        """Computes `forward` and keeps the inputs of all layers, or groups of layers.
+
+        Returns:
+          The output, and the inputs of all layers (or groups) but the first, [L - 1, B,
+          S, D].
         """
         fields, first = self.place(number, chunk)
         items, kinds, stride = self.groups(blocks)
 
-        def one(x, layer, parameters, kind):
-            y, aux, stats = self.layers(*self.unit(parameters, kind), x, fields, layer)
+        def apply_item(
+            x: jax.Array, layer: jax.Array, parameters: StageParams, kind: str
+        ) -> tuple[jax.Array, Any]:
+            blocks, pattern = self.unit(parameters, kind)
+            y, aux, stats = self.layers(blocks, pattern, x, fields, layer)
             if not self.cut.grouped:
                 stats = {name: sums[0] for name, sums in stats.items()}
             return y, (x, aux, stats)
 
         y, (inputs, aux, stats) = scan_layers(
-            one, x, items, kinds, first=first, stride=stride
+            apply_item, x, items, kinds, first=first, stride=stride
         )
         if self.cut.grouped:
             stats = jax.tree.map(lambda sums: sums.reshape(-1, *sums.shape[2:]), stats)
-        return BlockOutput(
-            y, jax.tree.map(lambda terms: terms.sum(0), aux), stats
-        ), inputs[1:]
+        aux = jax.tree.map(lambda terms: terms.sum(0), aux)
+        return BlockOutput(y, aux, stats), inputs[1:]
 
     def groups(self, blocks: StageParams) -> tuple[StageParams, tuple[str, ...], int]:
-        """Stacks what is computed again at a time; also its kinds and how many
-        layers it has.
+        """Splits a chunk into the items that are recomputed at a time.
+
+        Returns:
+          The items: blocks, or groups of blocks; their kinds; and the number of layers
+          in an item.
         """
-        stack = self.model(self.rest, blocks).blocks
+        stack = self.model(self.edges, blocks).blocks
         if not self.cut.grouped:
             return blocks, pattern_of(stack), len(layers_of(stack))
-        groups = self.cut.kept_inputs
-        return (
-            jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:]), blocks),
-            ("",),
-            self.cut.recompute.every,
-        )
+        count = self.cut.kept_inputs
+        groups = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), blocks)
+        return groups, ("",), self.cut.recompute.every
 
     def unit(
         self, parameters: StageParams, kind: str
     ) -> tuple[StageParams, tuple[str, ...]]:
-        """Returns one of `groups` as a stack of blocks, and the kinds of its layers."""
-        return (parameters, ()) if self.cut.grouped else (_stacked(parameters), (kind,))
+        """Returns an item of `groups` as a stack of blocks, and its kinds of layers."""
+        if self.cut.grouped:
+            return parameters, ()
+        return jax.tree.map(lambda x: x[None], parameters), (kind,)
 
     def pull(
-        self, blocks: StageParams, x: jax.Array, dy: jax.Array, number, chunk
+        self,
+        blocks: StageParams,
+        x: jax.Array,
+        dy: jax.Array,
+        number: Number,
+        chunk: Number,
     ) -> tuple[Tree, jax.Array]:
-        """Returns the gradients of a chunk and of its input; all is computed again from
-        x.
+        """Computes the gradients of a chunk; recomputes its forward pass from x.
+
+        Args:
+          blocks: of the chunk, [L, ...].
+          x: input of the chunk.
+          dy: gradient of its output.
+          number: of the microbatch.
+          chunk: number of the chunk.
+
+        Returns:
+          Gradients of the trained blocks, and of x.
         """
 
-        def apply(trained, x):
-            return self.forward(blocks._replace(trained=trained), x, number, chunk)[:2]
+        def apply(
+            trained: Tree, x: jax.Array
+        ) -> tuple[jax.Array, dict[str, jax.Array]]:
+            output = self.forward(blocks._replace(trained=trained), x, number, chunk)
+            return output.x, output.aux
 
         return self._pull(apply, blocks.trained, x, dy)
 
     def pull_layers(
-        self, blocks: StageParams, inputs: jax.Array, dy: jax.Array, number, chunk
-    ):
-        """Computes what `pull` does, from the inputs of all layers.
+        self,
+        blocks: StageParams,
+        inputs: jax.Array,
+        dy: jax.Array,
+        number: Number,
+        chunk: Number,
+    ) -> tuple[Tree, jax.Array]:
+        """Computes the same as `pull`, from the inputs of all layers.
 
-        Nobody needs the layers' outputs again, so XLA leaves their last products out.
+        The layers' outputs are not needed again, so XLA drops their last matmuls.
+
+        Args:
+          blocks: of the chunk, [L, ...].
+          inputs: of its layers, or groups of layers.
+          dy: gradient of its output.
+          number: of the microbatch.
+          chunk: number of the chunk.
         """
         fields, first = self.place(number, chunk)
         items, kinds, stride = self.groups(blocks)
 
-        def one(dy, layer, item, kind):
+        def pull_item(
+            dy: jax.Array, layer: jax.Array, item: Any, kind: str
+        ) -> tuple[jax.Array, Tree]:
             parameters, x = item
 
-            def apply(trained, x):
-                part = self.unit(parameters._replace(trained=trained), kind)
-                return self.layers(*part, x, fields, layer)[:2]
+            def apply(
+                trained: Tree, x: jax.Array
+            ) -> tuple[jax.Array, dict[str, jax.Array]]:
+                part = parameters._replace(trained=trained)
+                blocks, pattern = self.unit(part, kind)
+                output = self.layers(blocks, pattern, x, fields, layer)
+                return output.x, output.aux
 
             dparameters, dx = self._pull(apply, parameters.trained, x, dy)
             return self.residual(dx), dparameters
 
         dx, dblocks = scan_layers(
-            one, dy, (items, inputs), kinds, first=first, stride=stride, reverse=True
+            pull_item,
+            dy,
+            (items, inputs),
+            kinds,
+            first=first,
+            stride=stride,
+            reverse=True,
         )
         if self.cut.grouped:
             dblocks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), dblocks)
         return dblocks, dx
 
     def _pull(
-        self, apply: Callable, trained: Tree, x: jax.Array, dy: jax.Array
+        self,
+        apply: Callable[[Tree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]],
+        trained: Tree,
+        x: jax.Array,
+        dy: jax.Array,
     ) -> tuple[Tree, jax.Array]:
-        """Returns the gradients of apply(trained, x) -> (y, aux) for dy, and for all of
-        aux.
+        """Computes the gradients of apply(trained, x) -> (y, aux).
+
+        They are those for dy, and for the sum of all aux terms times the scale.
         """
         (_, aux), pull = jax.vjp(apply, trained, x)
-        begin = (
-            jnp.ones_like
-            if self.scale is None
-            else partial(jnp.full_like, fill_value=self.scale)
-        )
-        return pull((dy, jax.tree.map(begin, aux)))
+        if self.scale is None:
+            daux = jax.tree.map(jnp.ones_like, aux)
+        else:
+            daux = jax.tree.map(partial(jnp.full_like, fill_value=self.scale), aux)
+        dtrained, dx = pull((dy, daux))
+        return dtrained, dx
 
     @staticmethod
     def residual(x: jax.Array) -> jax.Array:
+        """Constrains [..., B, S, D] to the sharding of the residual stream."""
         lead = (None,) * (x.ndim - 3)
         return execution.shard(x, *lead, "batch", "residual", None)
 
 
-def _stacked(layer: StageParams) -> StageParams:
-    """Returns a layer's arrays as a stack of one."""
-    return jax.tree.map(lambda x: x[None], layer)
+def _select(x: jax.Array, index: Number) -> jax.Array:
+    """Selects an element of the first dim."""
+    element: jax.Array = jax.lax.dynamic_index_in_dim(x, index, 0, False)
+    return element
 
 
-def where_real(real: jax.Array, tree: Tree) -> Tree:
-    return jax.tree.map(lambda x: jnp.where(real, x, 0), tree)
+def where_real(is_real: jax.Array, tree: Tree) -> Tree:
+    """Replaces a tree by zeros if it is not real, such as that of a padding layer."""
+    return jax.tree.map(lambda x: jnp.where(is_real, x, 0), tree)

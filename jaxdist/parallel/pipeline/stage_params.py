@@ -1,23 +1,22 @@
-"""What a stage holds of the model: arrays of its layers and arrays of all else, trained
-or not.
-"""
+"""The arrays of a model by their role and place: blocks and edges, trained or not."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxdist.parallel import execution
 from jaxdist.protocols import param_names
-
-Tree = Any
+from jaxdist.protocols.model_spec import Tree
+from jaxdist.protocols.param_names import Names
 
 
 class StageParams(NamedTuple):
-    """Arrays of the model, of its blocks or of all else (`edges`); or their logical
-    names.
+    """Arrays of the model, or of its blocks or edges only; or their logical names.
+
+    The edges are all arrays outside the blocks, such as embedding and head.
     """
 
     trained: Tree
@@ -26,38 +25,39 @@ class StageParams(NamedTuple):
 
     @property
     def blocks(self) -> StageParams:
-        """What is in the blocks."""
+        """The arrays of the blocks."""
         return StageParams(*(tree.get("blocks", {}) for tree in self))
 
     @property
     def edges(self) -> StageParams:
-        """What is not in the blocks."""
-        return StageParams(*map(edges, self))
+        """The arrays outside the blocks."""
+        return StageParams(*map(without_blocks, self))
 
     def with_blocks(self, blocks: StageParams) -> StageParams:
-        """Returns these edges and those blocks together."""
-        return StageParams(
-            *({"blocks": own, **rest} for own, rest in zip(blocks, self, strict=True))
-        )
+        """Adds blocks to these edges."""
+        pairs = zip(blocks, self, strict=True)
+        return StageParams(*({"blocks": inner, **edges} for inner, edges in pairs))
 
 
-def edges(tree: Tree) -> Tree:
-    """Selects the parameters outside of the blocks."""
+def without_blocks(tree: Tree) -> Tree:
+    """Selects the leaves outside the blocks."""
     return {name: value for name, value in tree.items() if name != "blocks"}
 
 
-def own_names(names):
-    """Returns a block parameter's names without those of its stack dims."""
+def layer_names(names: Names) -> Names:
+    """Selects the names of a layer's dims: those that are no stack dims."""
     return tuple(name for name in names if name not in param_names.STACKS)
 
 
-def gathered(leaf: jax.Array, names) -> jax.Array:
-    """Returns a stage's stack of kernels as ops use them; what fsdp does not split is
-    left alone.
+def gathered(leaf: jax.Array, names: Names) -> jax.Array:
+    """Gathers a stage's stack of kernels over fsdp, in the compute dtype of the ops.
+
+    Arrays that fsdp does not split stay as they are, and so do integers.
     """
-    own = own_names(names)
-    now = execution.current()
-    split = now.rules.stored(own, leaf.shape) != now.rules.computed(own, leaf.shape)
-    if not split or not jnp.issubdtype(leaf.dtype, jnp.floating):
+    layer = layer_names(names)
+    context = execution.current()
+    stored = context.rules.stored(layer, leaf.shape)
+    computed = context.rules.computed(layer, leaf.shape)
+    if stored == computed or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
-    return execution.gather(leaf, own, now.compute_dtype(leaf.dtype))
+    return execution.gather(leaf, layer, context.compute_dtype(leaf.dtype))

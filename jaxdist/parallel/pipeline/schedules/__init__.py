@@ -1,3 +1,1 @@
-"""Pipeline schedules as data (numpy only): made, read, checked, compiled, simulated and
-drawn.
-"""
+"""Pipeline schedules as tables: generators, files, checks, compiler and simulator."""

@@ -1,6 +1,4 @@
-"""Arithmetic for choosing: the bubble's closed form, microbatches and chunks, and the
-balance of stages.
-"""
+"""Arithmetic for choosing a schedule: the bubble, and the balance of stages."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -9,18 +7,24 @@ import numpy as np
 
 from jaxdist.parallel.axes import divisors
 
-WARN_ABOVE = 0.10  # of imbalance, and of bubble
+WARN_ABOVE = 0.10  # imbalance, and bubble, that is worth a warning
 
 
 def bubble_fraction(stages: int, microbatches: int, chunks: int = 1) -> float:
-    """Returns the idle share of a step: (p-1)/(vm+p-1), equal stages, gpipe as well as
-    1f1b.
+    """Computes the idle share of a step, (p - 1) / (v m + p - 1).
+
+    It holds for equal stages, with gpipe, 1f1b and interleaved.
+
+    Args:
+      stages: p.
+      microbatches: m.
+      chunks: v.
     """
     return (stages - 1) / (chunks * microbatches + stages - 1)
 
 
 class Option(NamedTuple):
-    """One change of the configuration and the bubble that it leads to."""
+    """A change of the configuration, and its bubble."""
 
     overrides: str  # as on a command line, without `--config.`
     bubble: float
@@ -34,12 +38,20 @@ def microbatch_options(
     choices: Iterable[int],
     layers: int,
 ) -> list[Option]:
-    """Returns changes that bring the bubble down to WARN_ABOVE, or as far as they go;
-    [] if it is.
+    """Lists changes that lower the bubble to WARN_ABOVE, or as far as possible.
 
-    At most two, each by itself: more microbatches, out of those that the batch allows
-    (`choices`), and more chunks, out of those that divide the layers evenly. More
-    microbatches make each one smaller; more chunks mean more hops and more live inputs.
+    There are at most two alternatives: more microbatches, which makes each of them
+    smaller; and more chunks, which means more hops and more live inputs.
+
+    Args:
+      stages: of the pipeline.
+      microbatches: in use.
+      chunks: in use.
+      choices: numbers of microbatches that the batch allows.
+      layers: number of layers, which places must divide evenly.
+
+    Returns:
+      The alternatives; [] if the bubble is small enough already.
     """
     if bubble_fraction(stages, microbatches, chunks) <= WARN_ABOVE:
         return []
@@ -56,31 +68,29 @@ def microbatch_options(
         for v in divisors(layers)
         if v > chunks and layers % (stages * v) == 0 and microbatches % stages == 0
     ]
-    return [
-        next((option for option in options if option.bubble <= WARN_ABOVE), options[-1])
-        for options in (more, finer)
-        if options
-    ]
+    best = []
+    for options in (more, finer):
+        small = [option for option in options if option.bubble <= WARN_ABOVE]
+        # the smallest change that suffices, or the largest one
+        best += small[:1] or options[-1:]
+    return best
 
 
 class Balance(NamedTuple):
-    """How evenly the stages are loaded; all go at the pace of the heaviest place."""
+    """The balance of the stages, which all run at the pace of the heaviest place."""
 
-    cut: tuple[int, ...]  # layers by place, in order of the chain
-    shares: tuple[float, ...]  # of the whole cost, by stage; they add up to 1
+    cut: tuple[int, ...]  # layers of each place, in order of the chain
+    shares: tuple[float, ...]  # each stage's share of the cost; their sum is 1
     imbalance: float  # heaviest place over the mean, minus 1
-    heaviest: int  # the stage that has that place
+    heaviest: int  # the stage of the heaviest place
 
     def warning(self) -> str | None:
-        """Returns a line if the imbalance is above WARN_ABOVE: which stage, and what to
-        change.
-        """
+        """Describes an imbalance above WARN_ABOVE, with its fix; otherwise None."""
         if self.imbalance <= WARN_ABOVE:
             return None
         layers = sum(self.cut)
-        cut, sizes = (
-            ", ".join(map(str, numbers)) for numbers in (self.cut, divisors(layers))
-        )
+        cut = ", ".join(map(str, self.cut))
+        sizes = ", ".join(map(str, divisors(layers)))
         return (
             f"stage {self.heaviest} sets the pace, {self.imbalance:.0%} above the mean of the cut {cut}: "
             f"{layers} layers divide by {sizes}"
@@ -90,11 +100,13 @@ class Balance(NamedTuple):
 def balance(
     cut: Sequence[int], stages: int, *, layer_cost: float = 1.0, edge_cost: float = 0.0
 ) -> Balance:
-    """Returns the load of each stage.
+    """Computes the load of each stage.
 
     Args:
-      cut: layers by place; the padding of places to equal length is not a load.
-      edge_cost: of what each stage does of embedding and head, over all of its places.
+      cut: layers of each place, without padding, which costs nothing here.
+      stages: of the pipeline.
+      layer_cost: of a layer.
+      edge_cost: of a stage's part of embedding and head, for all of its places.
     """
     chunks = len(cut) // stages
     loads = (layer_cost * np.asarray(cut) + edge_cost / chunks).reshape(chunks, stages)

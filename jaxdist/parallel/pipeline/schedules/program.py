@@ -1,22 +1,21 @@
-"""What the executor reads: buffer slots, rows and runs, compiled from a schedule's
-table.
+"""Compiled schedules, which the executor reads: buffer slots, rows and runs.
 
-The order of things in a tick, all stages in lockstep; a step is left out where nobody
-needs it:
+All stages run a tick in lockstep. Its ops have this order; an op that no stage needs is
+left out:
 
-  1. gradient hop   dx of the tick before goes to the stage before, into gradient slot
-     `rg`
-  2. E   embed microbatch `e_mb`; the first stage keeps it in input slot `e_x`
+  1. gradient hop   dx of the previous tick goes to the previous stage, into gradient
+     slot `rg`
+  2. E   embed microbatch `e_mb`; the first stage stores it in input slot `e_x`
   3. F   y = chunk `f_chunk` of the stage, on input slot `f_x`
-  4. H   score microbatch `h_mb` on the last stage's y; the last stage keeps dh in slot
-     `h_g`
-  5. hop y goes to the next stage, to be kept in input slot `rx` AFTER step 6
+  4. H   score microbatch `h_mb` on the last stage's y; the last stage stores the
+     gradient of y in gradient slot `h_g`
+  5. hop y goes to the next stage, which stores it in input slot `rx` AFTER op 6
   6. B   dx, dw = vjp of chunk `b_chunk` at input slot `b_x`, with gradient slot `b_g`
   7. EB  embedding gradient of microbatch `eb_mb` from the first stage's dx
 
-So y is used one tick later at the earliest, dx too, and dh in the same tick. What a
-tick does is uniform over stages: a stage without an op computes on the trash slot and
-the result is masked.
+So another stage can use y and dx in the next tick at the earliest. The last stage can
+use the gradient of y in the same tick. All stages run the same ops in a tick. A stage
+that needs no op computes on the trash slot, and its result is masked.
 """
 
 import dataclasses
@@ -27,32 +26,41 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdist.config import ConfigError
-from jaxdist.parallel.pipeline.schedules.table import Schedule, check, ticks_of
+from jaxdist.parallel.pipeline.schedules.table import (
+    BACKWARD,
+    FORWARD,
+    Schedule,
+    check,
+    ticks_of,
+)
 
 
 class ScheduleRows(NamedTuple):
-    """What a stage does in a tick: int32 [ticks, stages]; no op: `_mb` -1, chunk 0,
-    slot trash.
+    """The ops of each stage in each tick, int32 [ticks, stages].
+
+    Without an op, the microbatch (`_mb`) is -1, the chunk 0, and the slot trash.
     """
 
-    # gradient slot for dx of the next stage that arrives at the START of this tick
+    # gradient slot for dx of the next stage, which arrives at the START of this tick
     rg: np.ndarray
-    e_x: np.ndarray  # input slot for the embedding; not trash on the first stage only
+    e_x: np.ndarray  # input slot for the embedding; always trash but on the first stage
     f_mb: np.ndarray
     f_chunk: np.ndarray
-    f_x: np.ndarray  # input slot that F reads (= e_x where this tick embeds for it)
-    h_g: np.ndarray  # gradient slot for dh; not trash on the last stage only
+    f_x: np.ndarray  # input slot that F reads (= e_x if this tick embeds for it)
+    # gradient slot for the gradient of y; always trash but on the last stage
+    h_g: np.ndarray
     b_mb: np.ndarray
     b_chunk: np.ndarray
     b_x: np.ndarray  # input slot that B reads; free after B
     b_g: np.ndarray  # gradient slot that B reads; free after B
-    # input slot for y of the stage before that arrives at the END of this tick
+    # input slot for y of the previous stage, which arrives at the END of this tick
     rx: np.ndarray
 
 
 class Ticks(NamedTuple):
-    """What is the same on all stages in a tick: int32 or bool [ticks]; -1 for no
-    microbatch.
+    """The ops that are the same on all stages, int32 or bool [ticks].
+
+    Without an op, the microbatch (`_mb`) is -1.
     """
 
     e_mb: np.ndarray
@@ -67,72 +75,75 @@ class Ticks(NamedTuple):
     any_gradient_hop: np.ndarray  # some rg is not trash
 
 
+# Kinds of ops, and then of hops, in the order of their fields.
 KINDS = tuple(
     name.removeprefix("any_") for name in Ticks._fields if name.startswith("any_")
 )
+_OPS = KINDS[:5]
 
 
 class TickRun(NamedTuple):
-    """Ticks [start, start + length) of one kind: names of KINDS done in some, and in
-    all, ticks.
+    """Ticks [start, start + length) with the same code.
 
-    Not in `some`: leave the code out. In `every`: no predicate. Otherwise: a predicate
-    that depends on the tick alone (or for a hop none: what arrives for nobody goes to
-    trash).
+    An op in `every` needs no predicate. Other ops in `some` need a predicate that
+    depends only on the tick. Hops never need one: values that no stage needs go to the
+    trash slot. The code of all other ops is left out.
     """
 
     start: int
     length: int
-    some: frozenset[str]
-    every: frozenset[str]
+    some: frozenset[str]  # names of KINDS that run in at least one tick
+    every: frozenset[str]  # names of KINDS that run in all ticks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A compiled schedule; buffers have one slot more than `num_`, the last, which is
-    trash.
-    """
+    """A compiled schedule; each buffer has one more slot, the last one, for trash."""
 
     schedule: Schedule
     rows: ScheduleRows
     ticks: Ticks
     runs: tuple[TickRun, ...]
-    num_inputs: int
-    num_gradients: int
-    live_inputs: tuple[int, ...]  # input slots in use at the peak, by stage
+    num_inputs: int  # input slots without trash
+    num_gradients: int  # gradient slots without trash
+    live_inputs: tuple[int, ...]  # each stage's input slots in use at the peak
 
 
 def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
-    """Returns rows, slots and runs. Runs are split by all kinds if that gives
-    `max_runs` at most, else by forward and backward alone: each run is one more loop
-    body to compile.
+    """Compiles a schedule into rows, slots and runs.
+
+    Args:
+      schedule: its table is checked.
+      max_runs: runs are split wherever the set of ops changes, if that gives at most
+        this number. Otherwise they are split by forward and backward only, because
+        each run is a loop body to compile.
 
     Raises:
-      ConfigError: what `check` says.
+      ConfigError: the faults that `check` finds.
     """
     faults = check(schedule)
     if faults:
         raise ConfigError(faults)
-    p = schedule.stages
-    v = schedule.chunks
-    at = np.zeros((2, schedule.microbatches, p * v), np.int64)  # the tick of each op
-    for op, (tick,) in ticks_of(schedule).items():
-        at[op] = tick
-    f, b = at
-    # Inputs live from arrival to B. A hop arrives after B of the tick before: it counts
-    # from `f+1`.
-    x_from = np.concatenate([f[:, :1], f[:, :-1] + 1], axis=1)
-    g_from = np.concatenate([b[:, 1:] + 1, f[:, -1:]], axis=1)
-    x, live_x = _colour(x_from, b, p)
-    g, live_g = _colour(g_from, b, p)
-    nx = max(live_x)
-    ng = max(live_g)
-    i, k = (np.asarray(index) for index in np.indices(f.shape))
-    chunk_of, stage_of = np.divmod(k, p)
+    stages = schedule.stages
+    # the tick of each op, [microbatches, places]
+    forward, backward = _op_ticks(schedule)
+    # Inputs live from their arrival to B. A hop arrives after B of its tick, so it
+    # counts from the next tick.
+    x_from = np.concatenate([forward[:, :1], forward[:, :-1] + 1], axis=1)
+    g_from = np.concatenate([backward[:, 1:] + 1, forward[:, -1:]], axis=1)
+    x_slot, live_inputs = _assign_slots(x_from, backward, stages)
+    g_slot, live_gradients = _assign_slots(g_from, backward, stages)
+    num_inputs = max(live_inputs)
+    num_gradients = max(live_gradients)
+    indices = np.indices(forward.shape)
+    microbatch = np.asarray(indices[0])
+    place = np.asarray(indices[1])
+    chunk_of, stage_of = np.divmod(place, stages)
 
     def row(
         value: np.ndarray, empty: int, tick: np.ndarray, places: slice
     ) -> np.ndarray:
+        """Writes values of some places at their ticks and stages, `empty` elsewhere."""
         out = np.full(schedule.table.shape[:2], empty, np.int32)
         out[tick[:, places], stage_of[:, places]] = value[:, places]
         return out
@@ -141,35 +152,22 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
     first = slice(0, 1)
     last = slice(-1, None)
     rows = ScheduleRows(
-        rg=row(g, ng, g_from, slice(-1)),
-        e_x=row(x, nx, f, first),
-        f_mb=row(i, -1, f, every),
-        f_chunk=row(chunk_of, 0, f, every),
-        f_x=row(x, nx, f, every),
-        h_g=row(g, ng, f, last),
-        b_mb=row(i, -1, b, every),
-        b_chunk=row(chunk_of, 0, b, every),
-        b_x=row(x, nx, b, every),
-        b_g=row(g, ng, b, every),
-        rx=row(x, nx, x_from - 1, slice(1, None)),
+        rg=row(g_slot, num_gradients, g_from, slice(-1)),
+        e_x=row(x_slot, num_inputs, forward, first),
+        f_mb=row(microbatch, -1, forward, every),
+        f_chunk=row(chunk_of, 0, forward, every),
+        f_x=row(x_slot, num_inputs, forward, every),
+        h_g=row(g_slot, num_gradients, forward, last),
+        b_mb=row(microbatch, -1, backward, every),
+        b_chunk=row(chunk_of, 0, backward, every),
+        b_x=row(x_slot, num_inputs, backward, every),
+        b_g=row(g_slot, num_gradients, backward, every),
+        rx=row(x_slot, num_inputs, x_from - 1, slice(1, None)),
     )
-    edges = [row(i, -1, f, first), row(i, -1, f, last), row(i, -1, b, first)]
-    ticks = _ticks(rows, *(edge.max(axis=1) for edge in edges), trash=(nx, ng))
-    runs = _runs(ticks, KINDS[:5])
-    if len(runs) > max_runs:
-        runs = _runs(ticks, ("forward", "backward"))
-    return Program(schedule, rows, ticks, runs, nx, ng, live_x)
-
-
-def _ticks(
-    rows: ScheduleRows,
-    e_mb: np.ndarray,
-    h_mb: np.ndarray,
-    eb_mb: np.ndarray,
-    *,
-    trash: tuple[int, int],
-) -> Ticks:
-    return Ticks(
+    e_mb = row(microbatch, -1, forward, first).max(axis=1)
+    h_mb = row(microbatch, -1, forward, last).max(axis=1)
+    eb_mb = row(microbatch, -1, backward, first).max(axis=1)
+    ticks = Ticks(
         e_mb=e_mb,
         h_mb=h_mb,
         eb_mb=eb_mb,
@@ -178,26 +176,55 @@ def _ticks(
         any_head=h_mb >= 0,
         any_backward=np.any(rows.b_mb >= 0, axis=1),
         any_embed_backward=eb_mb >= 0,
-        any_hop=np.any(rows.rx != trash[0], axis=1),
-        any_gradient_hop=np.any(rows.rg != trash[1], axis=1),
+        any_hop=np.any(rows.rx != num_inputs, axis=1),
+        any_gradient_hop=np.any(rows.rg != num_gradients, axis=1),
+    )
+    runs = _split_runs(ticks, _OPS)
+    if len(runs) > max_runs:
+        runs = _split_runs(ticks, ("forward", "backward"))
+    return Program(
+        schedule=schedule,
+        rows=rows,
+        ticks=ticks,
+        runs=runs,
+        num_inputs=num_inputs,
+        num_gradients=num_gradients,
+        live_inputs=live_inputs,
     )
 
 
-def _colour(
+def _op_ticks(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """Looks up the ticks of forwards and of backwards, [microbatches, places] each."""
+    places = schedule.stages * schedule.chunks
+    ticks = np.zeros((2, schedule.microbatches, places), np.int64)
+    for op, (tick,) in ticks_of(schedule).items():
+        ticks[op] = tick
+    return ticks[FORWARD], ticks[BACKWARD]
+
+
+def _assign_slots(
     start: np.ndarray, end: np.ndarray, stages: int
 ) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Returns a slot for each interval [start, end] of ticks, [M, places], and slots by
-    stage.
+    """Assigns buffer slots to values, so that two live ones never share a slot.
 
-    Greedy by start, lowest free slot first, on each stage alone: optimal for intervals.
+    It is greedy on each stage: by start, the lowest free slot first. For intervals this
+    uses the fewest slots.
+
+    Args:
+      start: first tick of each value, [microbatches, places].
+      end: last tick of each value.
+      stages: of the pipeline.
+
+    Returns:
+      The slot of each value, and the number of slots on each stage.
     """
     slots = np.zeros(start.shape, np.int64)
     used = [0] * stages
     for stage in range(stages):
         free: list[int] = []
         busy: list[tuple[int, int]] = []  # (end, slot)
-        own = [(i, k) for i, k in np.ndindex(start.shape) if k % stages == stage]
-        for i, k in sorted(own, key=lambda at: start[at]):
+        on_stage = [(i, k) for i, k in np.ndindex(start.shape) if k % stages == stage]
+        for i, k in sorted(on_stage, key=lambda index: start[index]):
             while busy and busy[0][0] < start[i, k]:
                 heapq.heappush(free, heapq.heappop(busy)[1])
             slots[i, k] = heapq.heappop(free) if free else len(busy)
@@ -206,7 +233,8 @@ def _colour(
     return slots, tuple(used)
 
 
-def _runs(ticks: Ticks, split_by: Sequence[str]) -> tuple[TickRun, ...]:
+def _split_runs(ticks: Ticks, split_by: Sequence[str]) -> tuple[TickRun, ...]:
+    """Splits the ticks into runs in which these kinds of ops do not change."""
     flags = {kind: getattr(ticks, f"any_{kind}") for kind in KINDS}
     key = np.stack([flags[kind] for kind in split_by])
     starts = [0, *(np.flatnonzero((key[:, 1:] != key[:, :-1]).any(0)) + 1).tolist()]

@@ -1,8 +1,8 @@
-"""Simulates a schedule: its time, its bubble, the inputs it keeps; and draws it.
+"""Simulation of schedules: time, bubble and live inputs; and their drawing.
 
-Lockstep with uniform flags, as the executor runs: in a tick every stage does what any
-stage does, at the pace of the slowest, and a stage without an op computes chunk 0 for
-nothing.
+The simulation runs in lockstep like the executor. In a tick every stage runs the ops
+that any stage needs, at the pace of the slowest. A stage that needs no op computes chunk
+0, and its result is masked.
 """
 
 import dataclasses
@@ -15,47 +15,51 @@ from numpy.typing import ArrayLike
 from jaxdist.parallel.pipeline.schedules.program import Program, compile_schedule
 from jaxdist.parallel.pipeline.schedules.table import Schedule
 
-# in order, of a tick
+# phases of a tick, in order
 PHASES = ("embed", "forward", "head", "backward", "embed_backward", "hop")
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What one microbatch costs, in any one unit of time.
+    """The costs of a microbatch, in any unit of time.
 
-    `forward` and `backward` (with its recomputation): a number, for all chunks of a
-    stage together, or [stages, chunks] for each chunk. `embed`, `head`,
-    `embed_backward`: of the whole vocabulary on one stage; sharded edges divide it by
-    the stages, `last` makes every stage pay all of it, as all wait for the stage that
-    has it. `first`: of layers that every stage does where the embedding is, forward;
-    backward it is three times as much. `hop`: what of one hop is not hidden.
+    The costs of edges (`embed`, `head`, `embed_backward`) are those of the whole
+    vocabulary on one stage. Sharded edges divide them by the number of stages. With
+    `last` every stage takes the whole time, because all wait for the stage that counts.
     """
 
+    # of all chunks of a stage together, or of each chunk [stages, chunks]
     forward: ArrayLike = 1.0
-    backward: ArrayLike = 2.0
+    backward: ArrayLike = 2.0  # like `forward`, with recomputation
     embed: float = 0.0
     head: float = 0.0
     embed_backward: float = 0.0
+    # forward pass of `first_blocks`, which every stage runs; the backward pass costs
+    # three times as much
     first: float = 0.0
-    hop: float = 0.0
+    hop: float = 0.0  # part of a hop that compute does not hide
     edges: Literal["sharded", "last"] = "sharded"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Simulation:
-    """What `simulate` finds."""
+    """The result of `simulate`."""
 
     ticks: int
     time: float
     # 1 - work / (stages x time): idle, masked, uneven and repeated work, and hops
     bubble: float
-    # at the peak, by stage, in stage inputs (of one chunk each)
+    # inputs of chunks on each stage at the peak
     live_inputs: tuple[int, ...]
     phases: np.ndarray  # time, [ticks, PHASES]
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Returns time, bubble and peak live inputs of a schedule (forward 1, backward 2).
+    """Simulates a schedule.
+
+    Args:
+      schedule: its table is checked.
+      costs: None: forward 1, backward 2.
 
     Raises:
       ConfigError: the table is not valid.
@@ -73,14 +77,24 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
 
 def _by_chunk(cost: ArrayLike, schedule: Schedule) -> np.ndarray:
-    """Returns costs [stages, chunks] from one of the forms that Costs allows."""
-    each = np.asarray(cost, float) / (schedule.chunks if np.ndim(cost) == 0 else 1)
-    return np.broadcast_to(each, (schedule.stages, schedule.chunks))
+    """Converts costs to [stages, chunks] from one of the forms of `Costs`."""
+    costs = np.asarray(cost, float)
+    if costs.ndim == 0:
+        costs = costs / schedule.chunks
+    return np.broadcast_to(costs, (schedule.stages, schedule.chunks))
 
 
 def _phases(
     program: Program, costs: Costs, forward: np.ndarray, backward: np.ndarray
 ) -> np.ndarray:
+    """Computes the time of each phase in each tick, [ticks, PHASES].
+
+    Args:
+      program: the compiled schedule.
+      costs: of edges and hops.
+      forward: costs of chunks, [stages, chunks].
+      backward: like forward.
+    """
     rows = program.rows
     ticks = program.ticks
     stages = program.schedule.stages
@@ -88,7 +102,7 @@ def _phases(
     share = stages if costs.edges == "sharded" else 1
     slowest_f = forward[stage, rows.f_chunk].max(axis=1)
     slowest_b = backward[stage, rows.b_chunk].max(axis=1)
-    columns = (  # as PHASES
+    columns = (  # in the order of PHASES
         ticks.any_embed * (costs.embed / share + costs.first),
         ticks.any_forward * slowest_f,
         ticks.any_head * costs.head / share,
@@ -99,14 +113,13 @@ def _phases(
     return np.stack(columns, axis=1)
 
 
-# A picture
-# ----------------------------------------------------------------------------------------
+# --- Drawing --------------------------------------------------------------------------
 
 # pixels
 _ROW = 24
 _LEFT = 64
 _TOP = 30
-_STYLE = (  # below one class, as styles of an inline SVG hold for the whole page
+_STYLE = (  # scoped to one class, because styles of an inline SVG hold for the page
     ".timeline text{font:11px system-ui,sans-serif;fill:#222}"
     "@media(prefers-color-scheme:dark){.timeline text{fill:#ddd}}"
     ".timeline text.n{fill:#fff;text-anchor:middle}"
@@ -117,13 +130,18 @@ _STYLE = (  # below one class, as styles of an inline SVG hold for the whole pag
 def draw_svg(
     schedule: Schedule, costs: Costs | None = None, *, width: int = 960
 ) -> str:
-    """Returns the timeline as one SVG element without outside references.
+    """Draws the timeline as an SVG element without external references.
 
-    A row is a stage, x is time: forwards blue, backwards orange, later chunks paler,
-    idle grey.
+    A row is a stage, and x is time. Forwards are blue, backwards orange, later chunks
+    paler, and idle time grey.
+
+    Args:
+      schedule: its table is checked.
+      costs: see `simulate`.
+      width: in pixels.
 
     Raises:
-      ConfigError: an invalid table has no timeline.
+      ConfigError: the table is not valid.
     """
     result = simulate(schedule, costs)
     ends = result.phases.cumsum().reshape(result.phases.shape)
@@ -148,30 +166,27 @@ def draw_svg(
         )
     for tick, stage, slot in np.argwhere(schedule.table >= 0).tolist():
         phase = PHASES.index("backward" if slot else "forward")
-        long = result.phases[tick, phase] * scale
-        left = _LEFT + ends[tick, phase] * scale - long
-        label = schedule.labels(tick, stage)[slot]
+        bar_width = result.phases[tick, phase] * scale
         chunk = schedule.table[tick, stage, slot] % schedule.chunks
-        parts.append(
-            _box(
-                "fb"[slot],
-                left,
-                _TOP + _ROW * stage,
-                long,
-                label,
-                1 - 0.15 * (chunk % 5),
-            )
+        bar = _bar(
+            css_class="fb"[slot],
+            x=_LEFT + ends[tick, phase] * scale - bar_width,
+            y=_TOP + _ROW * stage,
+            width=bar_width,
+            label=schedule.labels(tick, stage)[slot],
+            opacity=1 - 0.15 * (chunk % 5),
         )
+        parts.append(bar)
     return "".join(parts) + "</svg>\n"
 
 
-def _box(
-    kind: str, x: float, y: float, width: float, label: str, opacity: float
+def _bar(
+    *, css_class: str, x: float, y: float, width: float, label: str, opacity: float
 ) -> str:
-    """Returns a bar, with its label where that fits."""
+    """Draws a bar, with its label if that fits."""
     faint = f' opacity="{opacity:.2f}"' if opacity < 1 else ""
     bar = (
-        f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{max(width - 0.6, 0.4):.1f}" '
+        f'<rect class="{css_class}" x="{x:.1f}" y="{y}" width="{max(width - 0.6, 0.4):.1f}" '
         f'height="{_ROW - 4}"{faint}/>'
     )
     if width < 7 * len(label):

@@ -1,10 +1,10 @@
-"""Schedules as tables: what they are, generators, files and the checker.
+"""Schedules as tables: their meaning, generators, files and the checker.
 
-`table[tick, stage, slot]` is `microbatch * chunks + chunk`, or -1 for none; slot 0 is a
-forward, slot 1 a backward, done after it in the same tick. Chunk c of stage s is
-*place* c * stages + s of the chain of layers, so that every hop goes to the next stage
-of a ring. What is read across stages arrives one tick later; the last place may do F
-and B of a microbatch in one tick.
+`table[tick, stage, slot]` is `microbatch * chunks + chunk`, or -1 for no op. Slot 0 is a
+forward. Slot 1 is a backward, which runs after the forward in the same tick. Chunk c of
+stage s is *place* c * stages + s of the chain of layers. So every hop goes to the next
+stage of a ring. Values from another stage arrive one tick later. The last place may run
+forward and backward of a microbatch in one tick.
 """
 
 import dataclasses
@@ -30,32 +30,35 @@ _WORDS = ("forward", "backward")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """When each stage does what: `table` is int32 [ticks, stages, 2], see the head of
-    this file.
-    """
+    """The ops of each stage in each tick."""
 
     stages: int
     microbatches: int
     chunks: int
-    table: np.ndarray
+    table: np.ndarray  # int32 [ticks, stages, 2], see the head of this file
     name: str = ""
 
     def labels(self, tick: int, stage: int) -> tuple[str, str]:
-        """Returns "microbatch" or "microbatch.chunk" of the forward and the backward,
-        or "".
+        """Labels the forward and the backward of a stage in a tick.
+
+        Returns:
+          "microbatch" or "microbatch.chunk" of each; "" for no op.
         """
-        ops = (divmod(int(entry), self.chunks) for entry in self.table[tick, stage])
-        texts = [f"{i}.{chunk}" if self.chunks > 1 else f"{i}" for i, chunk in ops]
-        forward, backward = np.where(self.table[tick, stage] >= 0, texts, "").tolist()
-        return forward, backward
+        forward, backward = self.table[tick, stage].tolist()
+        return self._label(forward), self._label(backward)
+
+    def _label(self, entry: int) -> str:
+        if entry < 0:
+            return ""
+        microbatch, chunk = divmod(entry, self.chunks)
+        return f"{microbatch}.{chunk}" if self.chunks > 1 else f"{microbatch}"
 
 
-# Generators: a row here is a schedule.
-# ------------------------------------------------------------
+# --- Generators -----------------------------------------------------------------------
 
 
 def _gpipe(stages: int, microbatches: int, chunks: int) -> np.ndarray:
-    """Returns all forwards, then all backwards; every input of a step lives at once."""
+    """Builds all forwards, then all backwards; all inputs of a step live at once."""
     index = np.arange(microbatches)
     half = microbatches + stages - 1
     table = np.full((2 * half, stages, 2), -1, np.int32)
@@ -66,31 +69,31 @@ def _gpipe(stages: int, microbatches: int, chunks: int) -> np.ndarray:
 
 
 def _interleaved(stages: int, microbatches: int, chunks: int) -> np.ndarray:
-    """Returns fused 1F1B over `chunks` places a stage; with one chunk it is plain fused
-    1F1B.
+    """Builds fused 1F1B with several chunks on a stage, or with one.
 
-    The order is Megatron's: groups of `stages` microbatches pass through chunk 0, 1,
-    ...; the last place does F and B of a microbatch in one tick, so a stage holds no input longer than needed.
+    The order is that of Megatron: groups of `stages` microbatches pass through chunk 0,
+    1, ... The last place runs forward and backward of a microbatch in one tick, so a
+    stage keeps no input longer than needed.
     """
     index = np.arange(microbatches * chunks)
     microbatch = index // (stages * chunks) * stages + index % stages
     chunk = index // stages % chunks
-    # the tick in which the last place meets the first microbatch
-    turn = chunks * stages - 1
-    table = np.full((len(index) + turn + stages - 1, stages, 2), -1, np.int32)
+    # the tick in which the first microbatch reaches the last place
+    first_backward = chunks * stages - 1
+    ticks = len(index) + first_backward + stages - 1
+    table = np.full((ticks, stages, 2), -1, np.int32)
     for stage in range(stages):
         table[stage + index, stage, FORWARD] = microbatch * chunks + chunk
-        start = turn + stages - 1 - stage
+        start = first_backward + stages - 1 - stage
         table[start + index, stage, BACKWARD] = microbatch * chunks + chunks - 1 - chunk
     return table
 
 
 class Generator(NamedTuple):
-    """How a named schedule is made, and whether it takes chunks (then in whole
-    groups).
-    """
+    """The generator of a named schedule."""
 
-    build: Callable[[int, int, int], np.ndarray]
+    build: Callable[[int, int, int], np.ndarray]  # (stages, microbatches, chunks)
+    # whether it takes chunks; it then needs whole groups of `stages` microbatches
     chunked: bool
 
 
@@ -104,12 +107,16 @@ SCHEDULES = {
 def build_schedule(
     name: str, stages: int, microbatches: int, chunks: int = 1
 ) -> Schedule:
-    """Returns a valid schedule: a name of `SCHEDULES`, or the path of a file
-    (`*.json`).
+    """Builds a valid schedule.
+
+    Args:
+      name: key of `SCHEDULES`, or path of a file (`*.json`).
+      stages: of the pipeline.
+      microbatches: of an accumulation step.
+      chunks: of each stage.
 
     Raises:
-      ConfigError: all that the numbers or the file violate, in the words of the config
-        keys.
+      ConfigError: all faults of the numbers, by their config keys, or of the file.
     """
     if name.endswith(".json"):
         sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
@@ -142,24 +149,30 @@ def build_schedule(
     return Schedule(stages, microbatches, chunks, table, name)
 
 
-# Files: {"format", "version": 1, "name", "stages", "microbatches", "chunks", "ticks"},
-# where ticks is a list of ticks, a tick a list of one cell a stage, and a cell "F3.1
-# B0.0" (microbatch.chunk), either half or both absent; ".chunk" may be left out where
-# there is one chunk. -------------------
+# --- Files ----------------------------------------------------------------------------
+# {"format", "version": 1, "name", "stages", "microbatches", "chunks", "ticks"}. "ticks"
+# is a list of ticks, and a tick is a list with a cell for each stage. A cell is "F3.1
+# B0.0" (microbatch.chunk); either half may be absent. ".chunk" may be absent in a
+# schedule of one chunk.
 
 _CELL = re.compile(r"(?:F(\d+)(?:\.(\d+))?)?\s*(?:B(\d+)(?:\.(\d+))?)?", re.ASCII)
 
 
 def _read_schedule(path: Path, sizes: dict[str, int]) -> Schedule:
-    """Returns the schedule of a file; `sizes` are the stages, microbatches and chunks
-    of the configuration.
+    """Reads a schedule from a file.
+
+    Args:
+      path: of the file.
+      sizes: stages, microbatches and chunks of the configuration.
 
     Raises:
-      ConfigError: the file cannot be read or is for other sizes, or what is wrong with
-        its cells.
+      ConfigError: the file cannot be read, is for other sizes, or has invalid cells.
     """
     data = _read_head(path, sizes)
-    stages, microbatches, chunks = sizes.values()
+    stages = sizes["stages"]
+    microbatches = sizes["microbatches"]
+    chunks = sizes["chunks"]
+    example = "F3.1 B0.0" if chunks > 1 else "F3 B0"
     entries = []
     faults = []
     if microbatches * chunks > len(data["ticks"]):
@@ -176,8 +189,7 @@ def _read_schedule(path: Path, sizes: dict[str, int]) -> Schedule:
         entries.append([cell or (-1, -1) for cell in parsed])
         faults += [
             f"{path}: tick {t}, stage {s}: {row[s]!r:.40} is no cell such as "
-            f"{'F3.1 B0.0' if chunks > 1 else 'F3 B0'!r}, microbatch < {microbatches}, "
-            f"chunk < {chunks}"
+            f"{example!r}, microbatch < {microbatches}, chunk < {chunks}"
             for s, cell in enumerate(parsed)
             if cell is None
         ]
@@ -194,7 +206,7 @@ def _read_schedule(path: Path, sizes: dict[str, int]) -> Schedule:
 
 
 def _read_head(path: Path, sizes: dict[str, int]) -> dict[str, Any]:
-    """Returns the file's object once it has these sizes, and its ticks are lists."""
+    """Reads the object of a file, and checks its format, its sizes and its ticks."""
     try:
         data = read_json(path, dict)
     except (FileNotFoundError, Malformed) as error:
@@ -217,47 +229,49 @@ def _read_head(path: Path, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def _parse_cell(cell: object, microbatches: int, chunks: int) -> tuple[int, int] | None:
-    """Returns the entries of both slots, or None if the cell is malformed or out of
-    range.
+    """Parses a cell into the entries of both slots.
+
+    Returns:
+      The entries; None if the cell is malformed or out of range.
     """
-    match = (
-        _CELL.fullmatch(cell.strip())
-        if isinstance(cell, str) and len(cell) < 64
-        else None
-    )
+    if not isinstance(cell, str) or len(cell) >= 64:
+        return None
+    match = _CELL.fullmatch(cell.strip())
     if match is None:
         return None
     entries = []
     for microbatch, chunk in (match.group(1, 2), match.group(3, 4)):
-        i = int(microbatch or 0)
-        c = int(chunk or 0)
-        if (
-            i >= microbatches
-            or c >= chunks
-            or (microbatch and not chunk and chunks > 1)
-        ):
+        if microbatch is None:
+            entries.append(-1)
+            continue
+        if chunk is None and chunks > 1:
             return None
-        entries.append(i * chunks + c if microbatch else -1)
+        i = int(microbatch)
+        c = int(chunk or 0)
+        if i >= microbatches or c >= chunks:
+            return None
+        entries.append(i * chunks + c)
     return entries[0], entries[1]
 
 
 def write_schedule(schedule: Schedule, path: Path) -> None:
-    """Writes the file that `build_schedule` reads; an existing file raises
-    FileExistsError.
+    """Writes a file that `build_schedule` reads.
+
+    Raises:
+      FileExistsError: the file exists.
     """
-    rows = [
-        json.dumps(
-            [_cell(*schedule.labels(tick, stage)) for stage in range(schedule.stages)]
-        )
-        for tick in range(len(schedule.table))
-    ]
+    rows = []
+    for tick in range(len(schedule.table)):
+        labels = [schedule.labels(tick, stage) for stage in range(schedule.stages)]
+        rows.append(json.dumps([_cell(*label) for label in labels]))
     head = {
         "format": FORMAT,
         "version": 1,
         "name": schedule.name,
         "stages": schedule.stages,
+        "microbatches": schedule.microbatches,
+        "chunks": schedule.chunks,
     }
-    head |= {"microbatches": schedule.microbatches, "chunks": schedule.chunks}
     body = json.dumps(head)[:-1] + ', "ticks": [\n' + ",\n".join(rows) + "\n]}\n"
     with path.open("x") as file:
         file.write(body)
@@ -272,17 +286,15 @@ def _cell(forward: str, backward: str) -> str:
     return " ".join(words)
 
 
-# The checker
-# --------------------------------------------------------------------------------------
+# --- The checker ----------------------------------------------------------------------
 
 
 def check(schedule: Schedule) -> list[str]:
-    """Returns all that makes a table invalid, one line each with tick and stage; [] if
-    it is valid.
+    """Lists the faults of a table, with their ticks and stages; [] if it is valid.
 
-    Valid: every forward and backward stands exactly once; each comes late enough for
-    what it reads (a hop takes one tick, dh none). So no stage waits for another: a
-    table cannot deadlock.
+    In a valid table every forward and backward occurs exactly once, and late enough for
+    its inputs: a hop takes one tick. So no stage waits for another, and a table cannot
+    deadlock.
     """
     p = schedule.stages
     m = schedule.microbatches
@@ -302,11 +314,9 @@ def check(schedule: Schedule) -> list[str]:
     for op in itertools.product((FORWARD, BACKWARD), range(m), range(p * v)):
         ticks = ops.get(op, [])
         if len(ticks) != 1:
-            where = (
-                f"stands in ticks {', '.join(map(str, ticks))}"
-                if ticks
-                else "is missing"
-            )
+            where = "is missing"
+            if ticks:
+                where = f"stands in ticks {', '.join(map(str, ticks))}"
             faults.append(f"{_describe(op, p)} {where}; exactly once is required")
     once = {op: ticks[0] for op, ticks in ops.items()}
     late = [
@@ -320,15 +330,14 @@ def check(schedule: Schedule) -> list[str]:
 
 
 def ticks_of(schedule: Schedule) -> dict[_Op, list[int]]:
-    """Returns the ticks in which each op stands; entries out of range are left out."""
+    """Lists the ticks of each op; entries out of range are ignored."""
     ticks: dict[_Op, list[int]] = {}
     table = schedule.table
     entries = schedule.microbatches * schedule.chunks
     for tick, stage, slot in np.argwhere((table >= 0) & (table < entries)).tolist():
         microbatch, chunk = divmod(int(table[tick, stage, slot]), schedule.chunks)
-        ticks.setdefault(
-            (slot, microbatch, chunk * schedule.stages + stage), []
-        ).append(tick)
+        op = (slot, microbatch, chunk * schedule.stages + stage)
+        ticks.setdefault(op, []).append(tick)
     return ticks
 
 
@@ -339,13 +348,14 @@ def _describe(op: _Op, stages: int) -> str:
 
 
 def _needs(op: _Op, places: int) -> list[tuple[_Op, int]]:
-    """Returns the ops that `op` reads from, each with the ticks that must lie
-    between.
-    """
+    """Lists the ops whose results `op` reads, each with its delay in ticks."""
     slot, microbatch, place = op
+    needs: list[tuple[_Op, int]] = []
     if slot == FORWARD:
-        return [((FORWARD, microbatch, place - 1), 1)] if place else []
-    forward: list[tuple[_Op, int]] = [((FORWARD, microbatch, place), 0)]
-    return forward + (
-        [((BACKWARD, microbatch, place + 1), 1)] if place < places - 1 else []
-    )
+        if place > 0:
+            needs.append(((FORWARD, microbatch, place - 1), 1))
+        return needs
+    needs.append(((FORWARD, microbatch, place), 0))
+    if place < places - 1:
+        needs.append(((BACKWARD, microbatch, place + 1), 1))
+    return needs
