@@ -896,7 +896,7 @@ jax.local_device_count()
         name="lost_steps_counted_twice",
         room="ledger",
         function="account",
-        old="buckets[STEP] -= wasted",
+        old="buckets[STEP] -= lost",
         new="pass",
         tests=("operations/test_ledger.py::test_the_line_says_where_the_time_went",),
     ),

@@ -169,7 +169,7 @@ def first_error(error: str) -> str:
     Returns:
       The error, with the process if it is not the first; "" if no process has one.
     """
-    errors = _exchange("error", error or None)
+    errors: dict[int, str] = _exchange("error", error or None)
     process = min(errors, default=0)
     if process:
         return f"process {process}: {errors[process]}"
