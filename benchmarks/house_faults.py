@@ -1379,8 +1379,8 @@ if normalise:
         name="progress_does_not_refill_the_budget",
         room="operations",
         function="Supervisor._after_loss",
-        old="[why] if moved else [*self._failures, why]",
-        new="[*self._failures, why]",
+        old="[cause] if progressed else [*self._failures, cause]",
+        new="[*self._failures, cause]",
         tests=("operations/test_supervisor.py::test_progress_refills_the_budget",),
     ),
     Fault(
@@ -1417,12 +1417,12 @@ if normalise:
         room="operations",
         function="Copier._expire",
         old=(
-            "folders.expired(good, newest=local[-1], "
+            "folders.expired(candidates, newest=local[-1], "
             "keep_last=self._store.config.keep_last, "
             "keep_every=self._store.config.keep_every, best=self._store.best)"
         ),
         new=(
-            "folders.expired(good, newest=local[-1], "
+            "folders.expired(candidates, newest=local[-1], "
             "keep_last=self._store.config.keep_last, "
             "keep_every=self._store.config.keep_every)"
         ),
