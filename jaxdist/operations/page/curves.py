@@ -1,4 +1,4 @@
-"""Cards with the curves of a page: the loss, and the other fields of metrics.jsonl."""
+"""Cards with curves: the loss, and other fields of metrics.jsonl."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,31 +10,32 @@ from jaxdist.operations.page.run_files import number
 from jaxdist.operations.page.summary import ALERTS, RunSummary
 from jaxdist.operations.page.tables import brief
 
-_COLOURS = 8  # in page.css; the ninth run has the first one's, dashed
+# colours in page.css; the ninth run has the colour of the first, with dashed lines
+_COLOURS = 8
 _DASHES = ("", " dashed", " dotted")
-_FIGURES = ("mean", "min", "max")  # of a field with several values
-_SMOOTHED_FROM = 40  # points of a curve
-_MARKED = ("restore", "resize", *ALERTS)  # events
+_FIGURES = ("mean", "min", "max")  # suffixes of a field with several values
+_SMOOTHED_FROM = 40  # points of the shortest curve that is smoothed
+_MARKED = ("restore", "resize", *ALERTS)  # events with a mark in the chart of the loss
 
 
 class Field(NamedTuple):
-    """A field of metrics.jsonl, as a chart shows it."""
+    """Field of metrics.jsonl with its presentation in a chart."""
 
     name: str
     title: str
     remark: str = ""
-    factor: float = 1.0  # from the file's unit to the shown one
-    unit: str = ""
+    factor: float = 1.0  # factor from the file's unit to the shown unit
+    unit: str = ""  # shown unit
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """A run among those of a page."""
+    """Run of a page with its colour."""
 
     run: RunSummary
-    style: str  # CSS classes: its colour, and how its lines are dashed
+    style: str  # CSS classes of the colour and the dashes
     key: str  # HTML that shows the colour; "" for a lone run
-    prefix: str  # of the names of its curves; "" for a lone run
+    prefix: str  # prefix of the names of its curves; "" for a lone run
 
     def named(self, figure: str) -> str:
         """Returns the name of a curve."""
@@ -42,8 +43,8 @@ class Overlay:
 
 
 def overlays(runs: Sequence[RunSummary]) -> list[Overlay]:
-    """Gives each run its colour."""
-    found = []
+    """Gives each run a colour."""
+    coloured = []
     for index, run in enumerate(runs):
         dash = _DASHES[index // _COLOURS % len(_DASHES)]
         style = f"run-{index % _COLOURS}{dash}"
@@ -51,8 +52,8 @@ def overlays(runs: Sequence[RunSummary]) -> list[Overlay]:
         if len(runs) > 1:
             key = f'<span class="key {style}"></span>'
             overlay = Overlay(run, style, key=key, prefix=f"{run.name} ")
-        found.append(overlay)
-    return found
+        coloured.append(overlay)
+    return coloured
 
 
 def card(
@@ -61,8 +62,11 @@ def card(
     """Draws a card.
 
     Args:
-      aside: HTML on the right of the title.
+      title: title of the card.
+      remark: text beside the title.
+      aside: HTML at the right of the title.
       drawing: HTML below the title.
+      is_wide: the card takes the full width.
     """
     style = "card wide" if is_wide else "card"
     return (
@@ -107,7 +111,7 @@ def loss_card(shown: Sequence[Overlay]) -> str:
 
 
 def _legend(shown: Sequence[Overlay], curves: Sequence[Curve]) -> str:
-    """Draws the names of curves; of more than two runs, those of the runs."""
+    """Draws the names of the curves; with more than two runs, those of the runs."""
     named = [(f"{curve.run} {curve.style}", curve.name) for curve in curves]
     if len(shown) > 2:
         named = [(f"{overlay.style} line", overlay.run.name) for overlay in shown]
@@ -162,7 +166,7 @@ def band_card(shown: Sequence[Overlay], field: Field) -> str:
 
 
 def other_cards(shown: Sequence[Overlay], names: set[str]) -> str:
-    """Draws fields of these names that have no place of their own."""
+    """Draws all fields of these names, in alphabetical order."""
     singles = set(names)
     several = []
     for base in sorted({name.removesuffix("/mean") for name in names}):
@@ -192,9 +196,7 @@ def _scaled(
 def _lines(
     overlay: Overlay, name: str, points: Sequence[tuple[float, float]]
 ) -> list[Curve]:
-    """Makes the curve of some points; of many points a faint one with a smoothed one on
-    it.
-    """
+    """Makes a curve; many points become a faint curve below a smoothed one."""
     if not points:
         return []
     curve = Curve(name, overlay.style, points)

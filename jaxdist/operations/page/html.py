@@ -1,9 +1,8 @@
-"""One self-contained HTML page of a run, or of several runs overlaid. No jax, no
-network, no files.
+"""Self-contained HTML page of a run, or of several runs overlaid.
 
-Everything read from a workdir is text of unknown origin: all of it is escaped. The
-page's own content security policy forbids every script but ours, and every outside
-resource.
+All text from a workdir is escaped, since anybody may have written it. The page's content
+security policy forbids outside resources and all scripts except the page's own. Needs no
+jax, and the page needs no network and no other files.
 """
 
 import base64
@@ -44,14 +43,14 @@ from jaxdist.operations.page.tables import (
 from jaxdist.telemetry.units import duration_text, percent_text
 from jaxdist.trainer import reproduce
 
-# in a <meta> of the page, so that a report may replace a report
+# stands in a <meta> of the page: a report may replace only a report
 GENERATOR = "jaxdist report"
 _FILES = resources.files("jaxdist.operations.page")
 _PAGE = Template(_FILES.joinpath("page.html").read_text(encoding="utf-8"))
 _STYLE = _FILES.joinpath("page.css").read_text(encoding="utf-8")
 _SCRIPT = _FILES.joinpath("page.js").read_text(encoding="utf-8")
-_MOST_NAMED = 4  # runs in the title
-_MOST_OPERATIONS = 15  # of a profile
+_MAX_NAMES = 4  # most runs that the title names
+_MAX_OPERATIONS = 15  # operations of a profile in the table
 
 # charts below the loss
 _FIELDS = (
@@ -63,15 +62,15 @@ _FIELDS = (
     Field("loss_scale", "Loss scale", "of float16"),
     Field("data_wait_s", "Data wait", "ms per step", 1e3, "ms"),
 )
-# fields of run.json that have sections of their own
+# fields of run.json with a section of their own
 _ELSEWHERE = ("sharding", "timeline_svg", "split_sequences", reproduce.COMMAND)
 
 
 def render(runs: Sequence[RunSummary]) -> str:
-    """Renders the page of any number of runs as a single HTML document."""
+    """Renders the page of one or more runs as an HTML document."""
     shown = overlays(runs)
     title = " vs ".join(run.name for run in runs)
-    if len(runs) > _MOST_NAMED:
+    if len(runs) > _MAX_NAMES:
         title = f"{runs[0].name} and {len(runs) - 1} more runs"
     sections = [
         _figures(shown),
@@ -105,14 +104,14 @@ def render(runs: Sequence[RunSummary]) -> str:
         time=_clock(datetime.now(UTC)),
         script=_SCRIPT,
     )
-    # JSON and names of files may hold what is no character
+    # JSON and names of files may have surrogates, which UTF-8 cannot encode
     return page.encode(errors="replace").decode()
 
 
 def _each(
     runs: Sequence[RunSummary], heading: str, body_of: Callable[[RunSummary], str]
 ) -> str:
-    """Draws a section for each run that has one; equal ones once, for the first run."""
+    """Draws a section for each run that has one; equal sections are drawn once."""
     names: dict[str, str] = {}
     for run in runs:
         names.setdefault(body_of(run), run.name)
@@ -138,7 +137,7 @@ def _headline(overlay: Overlay) -> str:
 
 
 def _figures(shown: Sequence[Overlay]) -> str:
-    """Draws the key figures: as tiles, of several runs as a table."""
+    """Draws the key figures: tiles for a lone run, a table for several runs."""
     columns = [figures(overlay.run) for overlay in shown]
     if len(shown) == 1:
         tiles = "".join(
@@ -182,7 +181,7 @@ def _charts(shown: Sequence[Overlay]) -> str:
 
 
 def _experts(shown: Sequence[Overlay]) -> str:
-    """Draws how even the load of experts is, over the layers."""
+    """Draws charts of the experts' load over the layers."""
     cards = "".join(band_card(shown, field) for field in experts.FIELDS)
     if not cards:
         return ""
@@ -218,7 +217,7 @@ def _events(runs: Sequence[RunSummary]) -> str:
 
 
 def _wall_time(run: RunSummary) -> str:
-    """Draws what the wall time of all starts was spent on; "" without a ledger."""
+    """Draws the wall time of all starts by bucket; "" without a ledger."""
     account = run_lives.account(run.lives)
     if not account.wall_s:
         return ""
@@ -231,7 +230,7 @@ def _wall_time(run: RunSummary) -> str:
 
 
 def _step(run: RunSummary) -> str:
-    """Draws the parts of a step, and names what to look at first."""
+    """Draws the parts of a step, with a verdict."""
     parts, plan = step_parts.of_run(run)
     if parts is None:
         return ""
@@ -255,7 +254,7 @@ def _sharding(run: RunSummary) -> str:
 
 
 def _pipeline(run: RunSummary) -> str:
-    """Draws run.json's timeline. It is an image, so no script in it can run."""
+    """Draws the timeline of run.json as an image, in which no script can run."""
     drawing = run.info.get("timeline_svg")
     if drawing is None:
         return ""
@@ -264,7 +263,7 @@ def _pipeline(run: RunSummary) -> str:
 
 
 def _split_sequences(run: RunSummary) -> str:
-    """Tells how attention over split sequences is computed, and why."""
+    """Draws the lines about attention over split sequences."""
     return text_card("\n".join(map(brief, run.info.get("split_sequences", []))))
 
 
@@ -276,14 +275,14 @@ def _operations(run: RunSummary) -> str:
             f"{1e3 * operation['seconds']:.3f}",
             brief(operation["count"]),
         ]
-        for operation in run.operations[:_MOST_OPERATIONS]
+        for operation in run.operations[:_MAX_OPERATIONS]
     ]
     return table(["op", "share", "ms", "count"], rows)
 
 
 def _repeat(run: RunSummary) -> str:
-    found = reproduce.repeat(run.folder, run.info, run.config)
-    return text_card("\n".join(reproduce.as_lines(found)))
+    document = reproduce.repeat(run.folder, run.info, run.config)
+    return text_card("\n".join(reproduce.as_lines(document)))
 
 
 def _config(runs: Sequence[RunSummary]) -> str:
