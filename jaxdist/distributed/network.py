@@ -55,7 +55,7 @@ class _Node(Machine):
 
     @property
     def is_one_of_several(self) -> bool:
-        """Tells if other machines have processes of the run."""
+        """Checks if other machines have processes of the run."""
         is_alone = (
             self.cluster.launcher == "Slurm"
             and self.environ.get("SLURM_STEP_NUM_NODES") == "1"
@@ -68,7 +68,7 @@ class _Node(Machine):
 
     @property
     def talks_to_hosts(self) -> bool:
-        """Tells if NCCL would send to other machines.
+        """Checks if NCCL would send to other machines.
 
         It would in a run of several machines. RDMA cards suggest such a run.
         """
@@ -175,7 +175,7 @@ def _clock(node: _Node) -> Found:
     else:
         state = "is kept by no time service"
     yield (
-        f"by the kernel's word this machine's clock {state}: times of events and leases are compared between "
+        f"the kernel says that this machine's clock {state}: times of events and leases are compared between "
         f"machines",
         "start chrony or systemd-timesyncd on the machine, not in a container; `launch --preflight` measures "
         "how far the clocks of a run are apart",

@@ -25,7 +25,7 @@ def stop_signals(environ: Mapping[str, str]) -> list[signal.Signals]:
     wrong = [name for name in names if signal.Signals.__members__.get(name) in unusable]
     if wrong:
         raise ConfigError(
-            f"{STOP_SIGNALS}: {', '.join(wrong)} is no signal that can ask; write e.g. SIGUSR1"
+            f"{STOP_SIGNALS}: {', '.join(wrong)} cannot ask a run to stop; name another signal, e.g. SIGUSR1"
         )
     signals = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:

@@ -843,7 +843,7 @@ def test_stop_signals_are_checked(monkeypatch):
     with pytest.raises(ValueError, match="SIGFOO is no signal"):
         stop_signals({"JAXDIST_STOP_SIGNALS": "SIGFOO"})
     for name in ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD"):
-        with pytest.raises(ConfigError, match=f"{name} is no signal that can ask"):
+        with pytest.raises(ConfigError, match=f"{name} cannot ask a run to stop"):
             stop_signals({"JAXDIST_STOP_SIGNALS": f"SIGUSR1 {name}"})
 
 

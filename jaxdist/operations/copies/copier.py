@@ -112,8 +112,8 @@ class Copier:
         step = max(self._store.held, default=self._store.newest)
         self._store.held = frozenset()
         error = (
-            f"the store has shown no sign for {silent_s:.0f} s (checkpoint.timeout_s); other steps are "
-            f"copied meanwhile, this one by the next start"
+            f"the store has made no progress for {silent_s:.0f} s (checkpoint.timeout_s); other steps are "
+            f"copied now, this one by the next start"
         )
         self._report(None, step, error, time.monotonic() - silent_s, 0)
         with self._state:

@@ -91,14 +91,14 @@ class Copies:
     def steps(self) -> dict[int, dict[str, int]]:
         """Lists all steps, whole or not, ascending: {step: {file: bytes}}."""
         folder = f"{self._root}/{_STEPS}"
-        found: dict[int, dict[str, int]] = {}
+        steps: dict[int, dict[str, int]] = {}
         self._fs.invalidate_cache()
         listed = self._call(lambda: self._fs.find(folder, detail=True))
         for path, info in listed.items():
             step, _, name = path.removeprefix(f"{folder}/").partition("/")
             if name and _is_step(step):
-                found.setdefault(int(step), {})[name] = info["size"]
-        return dict(sorted(found.items()))
+                steps.setdefault(int(step), {})[name] = info["size"]
+        return dict(sorted(steps.items()))
 
     def whole_steps(self) -> list[int]:
         """Lists the steps that have a manifest, newest first."""

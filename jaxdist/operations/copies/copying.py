@@ -88,7 +88,7 @@ class CheckpointCopies(Callback):
         if not ended:
             error = (
                 f"the run's end has waited {seconds:.0f} s (checkpoint.copy_wait_s); "
-                f"the next start goes on"
+                f"the next start continues"
             )
             self._report_missing(self._run.progress.step, error)
         self._copier = None

@@ -62,7 +62,7 @@ def fetch_missing(
         copies = Copies(config.copy_to)
         if copies.is_at(place):
             raise ConfigError(
-                f"checkpoint.copy_to={copies.url}: there are the run's own checkpoints; give another place"
+                f"checkpoint.copy_to={copies.url} holds the run's own checkpoints; give another place"
             )
         place.mkdir(parents=True, exist_ok=True)
         with _locked(place) as has_lock:
@@ -87,11 +87,11 @@ def fetch_missing(
     except CheckpointError as error:
         _write_events(folder, copies.url, _copy_reasons(copies.url, error.steps))
         raise ConfigError(
-            f"{error}; put a good one there, or begin anew with another copy_to"
+            f"{error}; put a good copy there, or start again with another checkpoint.copy_to"
         ) from error
     except OSError as error:
         raise ConfigError(
-            f"{place} cannot be written ({error}); give a folder that can"
+            f"{place} cannot be written ({error}); give a folder that can be written"
         ) from error
     _write_events(folder, copies.url, _copy_reasons(copies.url, bad), step, size)
     if step:

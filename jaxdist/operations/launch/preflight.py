@@ -275,17 +275,19 @@ def spans(devices: Sequence[Any], chip: Chip | None) -> list[Span]:
     groups = list(by_group.values())
     if len({len(group) for group in groups}) > 1:
         return [Span("of all devices", [list(devices)], None)]
-    found = []
+    to_measure = []
     if len(groups[0]) > 1:
         where = f"inside each {name}" if len(groups) > 1 else f"inside the {name}"
-        found.append(Span(where, groups, _link_row(chip, groups[0]) if chip else None))
+        to_measure.append(
+            Span(where, groups, _link_row(chip, groups[0]) if chip else None)
+        )
     if len(groups) > 1:
         where = f"between {len(groups)} {name}{'es' if name == 'process' else 's'}"
         across = [list(members) for members in zip(*groups, strict=True)]
         rate = chip.network_bytes_per_s if chip else None
         row = Row(chip.name, chip.network, rate) if chip and rate else None
-        found.append(Span(where, across, row))
-    return found
+        to_measure.append(Span(where, across, row))
+    return to_measure
 
 
 def _group_index(device: Any) -> int:

@@ -245,7 +245,7 @@ class Supervisor:
         cause = "not all ended in time"
         if number is not None:
             cause = f"process {number} {describe_exit(early[number])}"
-        self.say(f"asked to stop, but {cause}: what was not saved before is lost")
+        self.say(f"asked to stop, but {cause}: work since the last save is lost")
         return EXIT_PEER_LOST
 
     # --- after a loss -----------------------------------------------------------------
@@ -318,7 +318,7 @@ class Supervisor:
         if len(self.slots) > self._least:
             self.slots.remove(slot)
             self.say(
-                f"the process of slot {slot} was lost twice in a row: going on without it"
+                f"the process of slot {slot} was lost twice in a row: continuing without it"
             )
 
     def _last_report(self, workers: WorkerGroup, number: int, step: int) -> str:
@@ -355,7 +355,7 @@ class Supervisor:
         if not larger_size or self.progress.newest() <= newest_before:
             return False
         self.say(
-            f"{larger_size} processes can run: the {size} that run are asked to save, and start again as {larger_size}"
+            f"{larger_size} processes can run: the {size} that run are asked to save and to restart as {larger_size}"
         )
         self._growing_to = larger_size
         return True

@@ -50,7 +50,7 @@ class Life:
 
     @property
     def failed(self) -> bool:
-        """Tells if a life that is over failed: by a kill, a hang or an exception.
+        """Checks if a life that is over failed: by a kill, a hang or an exception.
 
         A config error is no failure: it says nothing about how often runs fail.
         """
@@ -58,7 +58,7 @@ class Life:
 
     @property
     def done(self) -> bool:
-        """Tells if a life that is over finished the run.
+        """Checks if a life that is over finished the run.
 
         A finished run is not down until somebody extends it.
         """
@@ -66,7 +66,7 @@ class Life:
 
     @property
     def has_trained(self) -> bool:
-        """Tells if the life finished a step."""
+        """Checks if the life finished a step."""
         return self.first is not None and self.step - self.first + self.undone > 0
 
 

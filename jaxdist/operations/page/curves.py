@@ -42,7 +42,7 @@ class Overlay:
         return f"{self.prefix}{figure}"
 
 
-def overlays(runs: Sequence[RunSummary]) -> list[Overlay]:
+def colour_runs(runs: Sequence[RunSummary]) -> list[Overlay]:
     """Gives each run a colour."""
     coloured = []
     for index, run in enumerate(runs):
@@ -75,11 +75,11 @@ def card(
     )
 
 
-def loss_card(shown: Sequence[Overlay]) -> str:
+def loss_card(overlays: Sequence[Overlay]) -> str:
     """Draws the losses in two views: all steps, and the last 80 % of them."""
     curves = []
     marks = []
-    for overlay in shown:
+    for overlay in overlays:
         curves += _lines(overlay, overlay.named("loss"), overlay.run.column("loss"))
         evaluated = overlay.run.column("eval_loss")
         if evaluated:
@@ -105,27 +105,27 @@ def loss_card(shown: Sequence[Overlay]) -> str:
         views += f'<div class="view view-{index}">{drawing}</div>'
     return (
         f'<div class="card wide">{picks}<div class="top"><h3>Loss</h3>'
-        f'<span class="soft">nats per target</span>{_legend(shown, curves)}'
+        f'<span class="soft">nats per target</span>{_legend(overlays, curves)}'
         f'<span class="push switch">{labels}</span></div>{views}</div>'
     )
 
 
-def _legend(shown: Sequence[Overlay], curves: Sequence[Curve]) -> str:
+def _legend(overlays: Sequence[Overlay], curves: Sequence[Curve]) -> str:
     """Draws the names of the curves; with more than two runs, those of the runs."""
     named = [(f"{curve.run} {curve.style}", curve.name) for curve in curves]
-    if len(shown) > 2:
-        named = [(f"{overlay.style} line", overlay.run.name) for overlay in shown]
+    if len(overlays) > 2:
+        named = [(f"{overlay.style} line", overlay.run.name) for overlay in overlays]
     return "".join(
         f'<span class="legend"><i class="{style}"></i>{escape(name)}</span>'
         for style, name in named
     )
 
 
-def field_card(shown: Sequence[Overlay], field: Field) -> str:
+def field_card(overlays: Sequence[Overlay], field: Field) -> str:
     """Draws a field of the rows; "" if no row has it."""
     curves = []
     last = ""
-    for overlay in shown:
+    for overlay in overlays:
         points = _scaled(overlay.run.column(field.name), field.factor)
         curves += _lines(overlay, overlay.run.name, points)
         if points:
@@ -141,12 +141,12 @@ def field_card(shown: Sequence[Overlay], field: Field) -> str:
     return card(field.title, field.remark, _lasts(last), drawing)
 
 
-def band_card(shown: Sequence[Overlay], field: Field) -> str:
+def band_card(overlays: Sequence[Overlay], field: Field) -> str:
     """Draws a field with /mean, /min and /max (of layers); "" if no run has it."""
     curves = []
     bands = []
     last = ""
-    for overlay in shown:
+    for overlay in overlays:
         columns = [overlay.run.column(f"{field.name}/{name}") for name in _FIGURES]
         if not all(columns):
             continue
@@ -165,7 +165,7 @@ def band_card(shown: Sequence[Overlay], field: Field) -> str:
     return card(field.title, field.remark, _lasts(last), drawing)
 
 
-def other_cards(shown: Sequence[Overlay], names: set[str]) -> str:
+def other_cards(overlays: Sequence[Overlay], names: set[str]) -> str:
     """Draws all fields of these names, in alphabetical order."""
     singles = set(names)
     several = []
@@ -174,8 +174,8 @@ def other_cards(shown: Sequence[Overlay], names: set[str]) -> str:
         if spread <= names:
             several.append(Field(base, base, "mean, least and most"))
             singles -= spread
-    cards = [field_card(shown, Field(name, name)) for name in sorted(singles)]
-    cards += [band_card(shown, field) for field in several]
+    cards = [field_card(overlays, Field(name, name)) for name in sorted(singles)]
+    cards += [band_card(overlays, field) for field in several]
     return "".join(cards)
 
 

@@ -39,7 +39,8 @@ FIELDS = (
         "1: no device waited for a fuller one",
     ),
 )
-_PLACED = (*(field.name for field in FIELDS), LOAD, "stats/fullest_layer")
+# prefixes of all fields about experts
+_PREFIXES = (*(field.name for field in FIELDS), LOAD, "stats/fullest_layer")
 _MAX_STEPS = 200  # most columns of a map; a run writes some 50 steps
 _MAX_CELLS = 1 << 16  # most cells of a map; a step writes fewer
 
@@ -47,9 +48,9 @@ _MAX_CELLS = 1 << 16  # most cells of a map; a step writes fewer
 Loads = list[list[float] | None]
 
 
-def has_place(field: str) -> bool:
-    """Checks if a field belongs to the charts of experts, so that no other shows it."""
-    return field.startswith(_PLACED)
+def is_about_experts(field: str) -> bool:
+    """Checks if a field of metrics.jsonl is about experts: other charts skip it."""
+    return field.startswith(_PREFIXES)
 
 
 def heat_maps(run: RunSummary) -> str:

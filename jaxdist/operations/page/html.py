@@ -20,10 +20,10 @@ from jaxdist.operations.page.curves import (
     Field,
     Overlay,
     band_card,
+    colour_runs,
     field_card,
     loss_card,
     other_cards,
-    overlays,
 )
 from jaxdist.operations.page.summary import (
     ALERTS,
@@ -68,14 +68,14 @@ _ELSEWHERE = ("sharding", "timeline_svg", "split_sequences", reproduce.COMMAND)
 
 def render(runs: Sequence[RunSummary]) -> str:
     """Renders the page of one or more runs as an HTML document."""
-    shown = overlays(runs)
+    overlays = colour_runs(runs)
     title = " vs ".join(run.name for run in runs)
     if len(runs) > _MAX_NAMES:
         title = f"{runs[0].name} and {len(runs) - 1} more runs"
     sections = [
-        _figures(shown),
-        _charts(shown),
-        _experts(shown),
+        _figures(overlays),
+        _charts(overlays),
+        _experts(overlays),
         _each(runs, "Load of experts", experts.heat_maps),
         _each(runs, "Wall time", _wall_time),
         _each(runs, "A step, estimated", _step),
@@ -99,7 +99,7 @@ def render(runs: Sequence[RunSummary]) -> str:
         generator=GENERATOR,
         title=escape(title),
         style=_STYLE,
-        headlines="".join(map(_headline, shown)),
+        headlines="".join(map(_headline, overlays)),
         sections="".join(sections),
         time=_clock(datetime.now(UTC)),
         script=_SCRIPT,
@@ -136,10 +136,10 @@ def _headline(overlay: Overlay) -> str:
     )
 
 
-def _figures(shown: Sequence[Overlay]) -> str:
+def _figures(overlays: Sequence[Overlay]) -> str:
     """Draws the key figures: tiles for a lone run, a table for several runs."""
-    columns = [figures(overlay.run) for overlay in shown]
-    if len(shown) == 1:
+    columns = [figures(overlay.run) for overlay in overlays]
+    if len(overlays) == 1:
         tiles = "".join(
             f'<div class="tile"><div class="name">{name}</div>'
             f'<div class="value">{value}</div></div>'
@@ -149,17 +149,17 @@ def _figures(shown: Sequence[Overlay]) -> str:
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows = [
         [overlay.run.name, *(column.get(name, ABSENT) for name in names)]
-        for overlay, column in zip(shown, columns, strict=True)
+        for overlay, column in zip(overlays, columns, strict=True)
     ]
-    keys = [overlay.key for overlay in shown]
+    keys = [overlay.key for overlay in overlays]
     return titled("Key figures", table(["run", *names], rows, keys=keys))
 
 
 # --- curves ---------------------------------------------------------------------------
 
 
-def _charts(shown: Sequence[Overlay]) -> str:
-    runs = [overlay.run for overlay in shown]
+def _charts(overlays: Sequence[Overlay]) -> str:
+    runs = [overlay.run for overlay in overlays]
     if not any(run.rows.train or run.rows.evaluation for run in runs):
         return '<p class="soft">No step was logged yet.</p>'
     unit = "Tokens"
@@ -167,10 +167,12 @@ def _charts(shown: Sequence[Overlay]) -> str:
         unit = "Samples"
     speed = Field("tokens_per_s", f"{unit} per second", "all devices")
     names = {name for run in runs for row in run.rows.train for name in row}
-    others = {name for name in names if "/" in name and not experts.has_place(name)}
-    cards = loss_card(shown)
-    cards += "".join(field_card(shown, field) for field in (speed, *_FIELDS))
-    cards += other_cards(shown, others)
+    others = {
+        name for name in names if "/" in name and not experts.is_about_experts(name)
+    }
+    cards = loss_card(overlays)
+    cards += "".join(field_card(overlays, field) for field in (speed, *_FIELDS))
+    cards += other_cards(overlays, others)
     section = f'<section class="charts" aria-label="Curves">{cards}</section>'
     if not any(run.column("mfu_causal") for run in runs):
         section += (
@@ -180,9 +182,9 @@ def _charts(shown: Sequence[Overlay]) -> str:
     return section
 
 
-def _experts(shown: Sequence[Overlay]) -> str:
+def _experts(overlays: Sequence[Overlay]) -> str:
     """Draws charts of the experts' load over the layers."""
-    cards = "".join(band_card(shown, field) for field in experts.FIELDS)
+    cards = "".join(band_card(overlays, field) for field in experts.FIELDS)
     if not cards:
         return ""
     section = f'<section class="charts" aria-label="Experts">{cards}</section>'

@@ -58,7 +58,7 @@ class RunStatus(RunFiles):
 
     @property
     def running(self) -> bool:
-        """Tells if a process trains the run.
+        """Checks if a process trains the run.
 
         Such a process holds the lock. If the file system has no locks, it has written
         the ledger recently.

@@ -203,7 +203,7 @@ class _Azure(_Cloud):
         return self._server.ask(f"/metadata/{path}", {"Metadata": "true"}) or ""
 
     def _is_meant(self, event: Mapping[str, Any]) -> bool:
-        """Tells if an event ends this machine."""
+        """Checks if an event ends this machine."""
         if event.get("EventType") not in self._ENDS:
             return False
         machines = event.get("Resources") or []

@@ -201,14 +201,14 @@ class StepAlarm:
             step_s=current.step,
             usual_step_s=usual.step,
         )
-        cause = "own work, beside data and devices" if phase == "host" else phase
+        cause = "other work on the host" if phase == "host" else phase
         if self._is_alone():
             cause = f"its {cause}"
         elif process is not None:
             cause = f"process {process}'s {cause}"
         self._note(
-            f"step {step}: steps take {1e3 * current.step:.0f} ms, usual are {1e3 * usual.step:.0f} ms; "
-            f"what takes longer: {cause}"
+            f"step {step}: steps take {1e3 * current.step:.0f} ms instead of {1e3 * usual.step:.0f} ms; "
+            f"cause: {cause}"
         )
 
 
