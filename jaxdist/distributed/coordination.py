@@ -124,8 +124,8 @@ class ClockOffset(NamedTuple):
 def clock_offsets(timeout_s: int = 600) -> dict[int, ClockOffset]:
     """Measures the offsets of the processes' wall clocks.
 
-    The first process asks the others one by one, and takes its own time before and after
-    each answer. The quickest of several answers counts.
+    The first process asks the others one by one, and takes its own time before and
+    after each answer. The quickest of several answers counts.
 
     Returns:
       {process: offset} of all other processes on the first one, {} on the others.
@@ -263,7 +263,10 @@ def raise_on_all() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    """Formats the first line of an error; its type and place unless the config is wrong."""
+    """Formats the first line of an error.
+
+    It has the type and place of the error, unless the config is wrong.
+    """
     try:
         first = str(error).partition("\n")[0]
     except Exception:

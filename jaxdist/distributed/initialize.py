@@ -84,7 +84,10 @@ def add_threads(environ: MutableMapping[str, str]) -> None:
 
 
 def compile_cache_folder(environ: Mapping[str, str]) -> Path | None:
-    """Chooses the folder of compiled programs; None if the user set one or has no home."""
+    """Chooses the folder of compiled programs.
+
+    It is None if the user has set one, or has no home.
+    """
     # raised without HOME, for a container's uid that passwd does not know
     with contextlib.suppress(RuntimeError):
         if "JAX_COMPILATION_CACHE_DIR" not in environ:
@@ -228,10 +231,11 @@ def _instruction_set() -> str:
 
 @contextlib.contextmanager
 def lead_first(program: str) -> Iterator[None]:
-    """Lets process 0 compile first if processes share a machine; the others read its cache.
+    """Lets process 0 compile first on a shared machine.
 
-    So the machine compiles a program once and not once per process. All processes enter
-    with the same name. Nobody waits for a name that was used already.
+    The other processes read its cache. So the machine compiles a program once and not
+    once per process. All processes enter with the same name. Nobody waits for a name
+    that was used already.
 
     Args:
       program: name of the program that the body compiles.

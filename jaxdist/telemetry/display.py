@@ -1,9 +1,9 @@
 """Display of a run: a live block on a terminal or in a notebook, plain lines elsewhere.
 
 Only this module imports rich. Off a terminal, rich's Live would print only its last
-frame, so this module prints plain lines there. The loop only stores numbers, which costs
-about a microsecond per step; a thread of rich redraws them `REFRESH_PER_S` times a
-second.
+frame, so this module prints plain lines there. The loop only stores numbers, which
+costs about a microsecond per step; a thread of rich redraws them `REFRESH_PER_S` times
+a second.
 """
 
 import contextlib

@@ -5,7 +5,8 @@ activations, rotary embeddings, gathers and the optimizer are not counted; nor a
 in the costs that ops declare (`ops.costs`).
 
 `jaxpr_flops` counts a traced function; the model FLOPs of any model are 3 x its forward
-pass. `hlo_flops` counts a compiled program with its recomputation: the numerator of HFU.
+pass. `hlo_flops` counts a compiled program with its recomputation: the numerator of
+HFU.
 """
 
 import functools
@@ -218,8 +219,8 @@ def hlo_flops(
     """Counts the FLOPs of an optimized HLO program; of ONE device if partitioned.
 
     Counted are dot, convolution, ragged-dot, matmul custom calls of oneDNN and cuBLAS,
-    and kernels with a cost estimate. Other custom calls count as zero. A loop counts its
-    trip count x body (once if unknown), a conditional its most expensive branch. In
+    and kernels with a cost estimate. Other custom calls count as zero. A loop counts
+    its trip count x body (once if unknown), a conditional its most expensive branch. In
     contrast, `compiled.cost_analysis()["flops"]` counts each loop once.
 
     Args:
@@ -321,7 +322,10 @@ def _contracted(attributes: str) -> list[int]:
 def _windowed(
     convolution: hlo.Instruction, lhs: hlo.Shape, rhs: hlo.Shape, out: hlo.Shape
 ) -> float:
-    """Counts the FLOPs of a convolution by its window and dim_labels (b01f_01io->b01f)."""
+    """Counts the FLOPs of a convolution by its window and dim_labels.
+
+    Labels look like b01f_01io->b01f.
+    """
     lhs_dims, rhs_dims, out_dims = re.split("_|->", convolution.value("dim_labels"))
     window = dict(part.split("=", 1) for part in convolution.value("window").split())
 

@@ -137,12 +137,15 @@ class Instruction:
 
     @property
     def shape(self) -> Shape:
-        """Returns the shape of the result; of the first part of a tuple; () for a token."""
+        """Returns the shape of the result; () for a token.
+
+        For a tuple it is the shape of the first part.
+        """
         return next((shape for _, shape in self.types), ())
 
     @property
     def dtype(self) -> str:
-        """Returns the dtype of the result; of the first part of a tuple."""
+        """Returns the dtype of the result; for a tuple that of the first part."""
         return next((dtype for dtype, _ in self.types), "")
 
     @property
@@ -265,8 +268,8 @@ class Module:
         """Yields the computations whose instructions the schedule runs one by one.
 
         They are the entry, loops (not their conditions), calls, and the branch of a
-        conditional with the most cycles. They are not fusions, whose cost is that of the
-        fusion instruction, and computations that other threads run.
+        conditional with the most cycles. They are not fusions, whose cost is that of
+        the fusion instruction, and computations that other threads run.
 
         Args:
           run: the first computation; None = the entry.
@@ -462,7 +465,7 @@ def _numbers(row: str) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _first_group(text: str) -> tuple[int, ...]:
-    """Reads the first group of replica_groups, in any of its forms; () = all devices."""
+    """Reads the first group of replica_groups in any form; () = all devices."""
     match = _GROUPS.match(text)
     assert match is not None, text
     if match["lists"]:

@@ -44,9 +44,9 @@ _END_OF_TIME_S = 253_402_300_800  # the year 10,000, which no calendar shows
 
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-# A row {"step": n, EXTENDED: m} says that the run went back to step n and continued with
-# a longer schedule, to step m. Rows that were written earlier for steps after n do not
-# count.
+# A row {"step": n, EXTENDED: m} says that the run went back to step n and continued
+# with a longer schedule, to step m. Rows that were written earlier for steps after n do
+# not count.
 EXTENDED = "schedule_extended_to"
 
 Row = dict[str, Any]
@@ -89,11 +89,11 @@ class MetricsWriter:
                 self._files[name] = _open_append(self._folder / name)
 
     def attach(self, view: Any) -> None:
-        """Adds a writer with this interface that gets every later row and event, too."""
+        """Adds a writer that gets all later rows and events, too."""
         self._views.append(view)
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
-        """Appends {"step": step, "time": seconds since 1970, **values} to metrics.jsonl.
+        """Appends {"step", "time", **values} to metrics.jsonl.
 
         Args:
           step: number of the step.
@@ -169,7 +169,7 @@ class MetricsWriter:
                 self._append_bytes(name, line.encode())
 
     def _append_bytes(self, name: str, data: bytes) -> None:
-        """Appends the bytes that wait in memory and `data`; keeps what is not written."""
+        """Appends waiting bytes and `data`; keeps in memory what is not written."""
         waiting = self._unwritten.pop(name, b"")
         data = waiting + data
         try:

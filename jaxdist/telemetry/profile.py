@@ -61,8 +61,8 @@ class ProfileWindow:
 
         Args:
           finished: number of finished updates.
-          outputs: any pytree of arrays of the last step. At the start and the end of the
-            trace the call waits for them, so that it has exactly the wanted steps.
+          outputs: any pytree of arrays of the last step. At the start and the end of
+            the trace the call waits for them, so that it has exactly the wanted steps.
 
         Returns:
           The table at the end of the trace, else None.
@@ -81,7 +81,11 @@ class ProfileWindow:
         return None
 
     def close(self) -> list[OpTime] | None:
-        """Stops a running trace, writes its table and returns it; None without a trace."""
+        """Stops a running trace and writes its table.
+
+        Returns:
+          The table; None if no trace was running.
+        """
         if not self._is_running:
             return None
         self._is_running = False
@@ -98,8 +102,8 @@ def _wait(outputs: object) -> None:
 def top_ops(folder: Path) -> list[OpTime]:
     """Lists the ops of the newest trace below `folder`, the longest first.
 
-    Ops that only contain others (while, conditional, call) are skipped: their time would
-    count twice.
+    Ops that only contain others (while, conditional, call) are skipped: their time
+    would count twice.
     """
     trace = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
     seconds: dict[str, list[float]] = defaultdict(list)  # of each execution, by op

@@ -261,7 +261,7 @@ class Copies:
         _remove_partial(source)
 
     def fetch_extra(self, files: Iterable[Path]) -> None:
-        """Downloads files of the workdir that are missing here, if the store has them."""
+        """Downloads missing files of the workdir, if the store has them."""
         for file in files:
             if file.exists():
                 continue

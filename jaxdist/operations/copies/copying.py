@@ -12,9 +12,10 @@ from jaxdist.trainer.callbacks import Callback, Run, RunEnd, StepView
 
 
 class CheckpointCopies(Callback):
-    """Callback that copies checkpoints to `checkpoint.copy_to`, and fetches missing ones.
+    """Callback that copies checkpoints to `checkpoint.copy_to`.
 
-    The first process copies, in a thread. The end of the run waits for it.
+    It also fetches checkpoints that are missing. The first process copies, in a thread.
+    The end of the run waits for it.
     """
 
     may_request = False
@@ -26,7 +27,7 @@ class CheckpointCopies(Callback):
         self._copier: Copier | None = None
 
     def on_open(self, run: Run) -> None:
-        """Fetches the store's newest sound step if the run's folder has only older ones."""
+        """Fetches the store's newest sound step if local steps are older."""
         if jax.process_index() == 0:
             step_copies.fetch_missing(
                 config=run.config.checkpoint,

@@ -36,8 +36,8 @@ def fetch_missing(
     """Fetches the newest sound step from `checkpoint.copy_to` if the run lacks it.
 
     A local step counts as sound if its manifest and the names and sizes of its files
-    are right; the restore hashes the files. If there is such a step, the run starts even
-    if the store does not answer or has no newer sound step.
+    are right; the restore hashes the files. If there is such a step, the run starts
+    even if the store does not answer or has no newer sound step.
 
     Args:
       config: its `copy_to` is the store.
@@ -173,7 +173,11 @@ class _Fetcher:
         self._tried: set[int] = set()
 
     def fetch_newer(self, newest: int) -> int:
-        """Fetches the newest sound copy after the newest local step; returns it, or 0."""
+        """Fetches the newest sound copy after the newest local step.
+
+        Returns:
+          The step; 0 = none was fetched.
+        """
         return self._fetch_first(
             lambda copies: [n for n in self._valid_steps(copies) if n > newest],
             why=f"those in {self._place} are older",
@@ -225,7 +229,7 @@ class _Fetcher:
         return 0
 
     def _fetch(self, step: int, why: str) -> bool:
-        """Fetches a step, or reports that it is damaged; returns True if it succeeds."""
+        """Fetches a step, or reports that it is damaged; True means success."""
         self._tried.add(step)
 
         def download(copies: Copies) -> tuple[Path, int]:
@@ -296,7 +300,11 @@ def fetcher(
 def copier(
     config: CheckpointConfig, folder: Path, store: CheckpointManager
 ) -> Copier | None:
-    """Starts to copy the steps of `store`, on process 0 only; None if nothing is copied."""
+    """Starts to copy the steps of `store` on process 0.
+
+    Returns:
+      The copier; None on other processes, and if nothing is to be copied.
+    """
     if not config.copy_to or jax.process_index():
         return None
     extra_files = [folder / name for name in _EXTRA_FILES]

@@ -304,7 +304,7 @@ def _group_index(device: Any) -> int:
 
 
 def _link_row(chip: Chip, devices: Sequence[Any]) -> Row | None:
-    """Looks up the links inside a slice or host in the table; None for a single chip."""
+    """Looks up the links inside a slice or host; None for a single chip."""
     links = float(chip.num_links)
     if chip.torus_dims:
         coords = np.array([device.coords for device in devices])

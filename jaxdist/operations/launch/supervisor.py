@@ -426,7 +426,7 @@ class Supervisor:
         return 0
 
     def _capacity(self) -> int:
-        """Counts the processes that can run now; all slots if the file is unreadable."""
+        """Counts the processes that can run now; all slots if that is unknown."""
         slots = len(self.slots)
         limit = self._max_size or slots
         try:

@@ -102,7 +102,7 @@ class WorkerGroup:
                 self._print_output(key.data, key.fd)
 
     def _print_output(self, number: int, descriptor: int) -> bool:
-        """Reads output and prints its whole lines; returns True if there may be more."""
+        """Reads output and prints its whole lines; True means that more may follow."""
         try:
             data = os.read(descriptor, 1 << 16)
         except BlockingIOError:

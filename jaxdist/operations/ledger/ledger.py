@@ -46,8 +46,8 @@ class Ledger(Clock, Callback):
     """Clock that books the time of this life, and a callback that writes the ledger.
 
     `enter` costs a microsecond, since a thread writes. `timed`, `compiled` and `move`
-    book time that has no phase of its own. `timed` and `compiled` have an effect only in
-    the thread that made the ledger. Only the first process writes the file.
+    book time that has no phase of its own. `timed` and `compiled` have an effect only
+    in the thread that made the ledger. Only the first process writes the file.
     """
 
     # goodput of all lives when they were last written; None: nothing was written yet
@@ -204,7 +204,7 @@ class Ledger(Clock, Callback):
                 life.step = done
 
     def _switch(self, bucket: str) -> str:
-        """Switches to a bucket ("" = that of the phase), and returns the previous one."""
+        """Switches to a bucket ("" = that of the phase); returns the previous one."""
         with self._lock:
             self._book()
             previous = self._bucket
@@ -255,7 +255,7 @@ class Ledger(Clock, Callback):
         self._entered = now
 
     def lives(self) -> list[Life]:
-        """Returns copies of all lives so far; the last one is this life as it is now."""
+        """Returns copies of all lives so far; the last one is this life."""
         with self._lock:
             self._book()
             self._life.written = self._wall_clock()

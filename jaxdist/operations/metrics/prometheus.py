@@ -1,7 +1,7 @@
 """Metrics of a run for Prometheus, at `/metrics` of process 0.
 
-They cost steps nothing. Rows and events arrive as they do for a logger; other values are
-read at a scrape.
+They cost steps nothing. Rows and events arrive as they do for a logger; other values
+are read at a scrape.
 """
 
 import contextlib
@@ -70,8 +70,8 @@ ChipMetrics = Callable[[], Iterable[tuple[str, str, list[float]]]]
 class RunMetrics(Collector):
     """Collector of a run's metrics.
 
-    It receives rows and events like a logger. At each scrape it reads the ledger and the
-    devices.
+    It receives rows and events like a logger. At each scrape it reads the ledger and
+    the devices.
     """
 
     def __init__(

@@ -27,7 +27,8 @@ class MetricsServer(Callback):
         be watching such a restart (`launch`).
 
         Raises:
-          ConfigError: at the first start of a run, the server cannot listen at the port.
+          ConfigError: at the first start of a run, the server cannot listen at the
+          port.
         """
         if not run.config.telemetry.port:
             return

@@ -1,8 +1,8 @@
 """Line charts as SVG text, with readable ticks and overlaid runs.
 
-Colours and strokes come from CSS classes of the page (`run-0`, `dashed`), so one drawing
-suits light and dark themes. Each curve has its points as JSON for the page's hover
-script. The drawing is complete without that script.
+Colours and strokes come from CSS classes of the page (`run-0`, `dashed`), so one
+drawing suits light and dark themes. Each curve has its points as JSON for the page's
+hover script. The drawing is complete without that script.
 """
 
 import json
@@ -56,8 +56,8 @@ def chart(
       title: text for screen readers.
       curves: the curves.
       unit: unit of the values, for the hover text.
-      from_zero: the y axis includes 0 and ignores the extreme 1 % of the values, such as
-        a slow first step. It is meant for speeds.
+      from_zero: the y axis includes 0 and ignores the extreme 1 % of the values, such
+        as a slow first step. It is meant for speeds.
       marks: (step, text) of vertical lines, such as events.
       bands: pairs of `curves` with a filled area between them.
       size: width and height in pixels.

@@ -22,7 +22,8 @@ def cost(
     """Computes the cost of a run in the currency of its price.
 
     The cost is that of the lives, each with its number of chips. The time between two
-    lives costs nothing. If a life has no number of chips, that of the last start counts.
+    lives costs nothing. If a life has no number of chips, that of the last start
+    counts.
 
     Args:
       config: values by dotted key.
@@ -32,8 +33,8 @@ def cost(
       tokens_seen: number of tokens or samples; None = unknown.
 
     Returns:
-      The document of `jaxdist status --json`. None without a price, a number of chips or
-      a ledger.
+      The document of `jaxdist status --json`. None without a price, a number of chips
+      or a ledger.
     """
     price = config.get(PRICE) or 0.0
     chips = info.get("num_chips") or 0

@@ -54,7 +54,7 @@ def is_about_experts(field: str) -> bool:
 
 
 def heat_maps(run: RunSummary) -> str:
-    """Draws the load of all experts at the last stored step, and of the fullest by step."""
+    """Draws the load of all experts at the last step, and of the fullest by step."""
     steps = []
     for row in run.arrays:
         loads = relative_load(row)

@@ -1,8 +1,8 @@
 """Self-contained HTML page of a run, or of several runs overlaid.
 
-All text from a workdir is escaped, since anybody may have written it. The page's content
-security policy forbids outside resources and all scripts except the page's own. Needs no
-jax, and the page needs no network and no other files.
+All text from a workdir is escaped, since anybody may have written it. The page's
+content security policy forbids outside resources and all scripts except the page's own.
+Needs no jax, and the page needs no network and no other files.
 """
 
 import base64

@@ -1,8 +1,8 @@
 """Plan in a run's folder, with its estimate of the step time.
 
-`jaxdist plan --workdir RUN` writes the plan. It is used only if it describes the run: its
-layout and code may differ, and anybody may have written the file. A plan that is not
-used has a reason. Needs no jax.
+`jaxdist plan --workdir RUN` writes the plan. It is used only if it describes the run:
+its layout and code may differ, and anybody may have written the file. A plan that is
+not used has a reason. Needs no jax.
 """
 
 import math

@@ -82,8 +82,8 @@ class RunStatus(RunFiles):
         life = self._last_life()
         if life is None or life.ended or not self.running:
             return None
-        # If the lock is newer than the last write, the last life was killed. The process
-        # that holds the lock has another life.
+        # If the lock is newer than the last write, the last life was killed. The
+        # process that holds the lock has another life.
         is_older_than_lock = (self._lock_time() or 0.0) > life.written
         if self._is_quiet(life) and is_older_than_lock:
             return None

@@ -108,8 +108,8 @@ def step_parts(
     The wait for data is measured. Exposed communication is the share of collectives
     among the device's operations; on GPUs it includes communication that compute hides.
     The bubble is the idle share of the schedule. Without a profile, both come from the
-    plan, as shares of the time without the wait for data. Recomputation is the excess of
-    the program's FLOPs over the model's, at the speed of all compute.
+    plan, as shares of the time without the wait for data. Recomputation is the excess
+    of the program's FLOPs over the model's, at the speed of all compute.
 
     Args:
       row: the last row of metrics.jsonl.

@@ -47,8 +47,8 @@ class Pace:
     """Comparison of the processes' paces at each row of metrics.
 
     A process that is late waits less for its devices than the processes that wait for
-    it. So its busy time counts, which is all time outside that wait: data, host work, an
-    interpreter that did not run. A slow chip does not show, since all devices end
+    it. So its busy time counts, which is all time outside that wait: data, host work,
+    an interpreter that did not run. A slow chip does not show, since all devices end
     together.
     """
 
@@ -84,7 +84,7 @@ class Pace:
         if self._board.client is None or not self._has_begun:
             self._has_begun = True
             return {}
-        # Rows come in bursts after a pause of the loop, so several are compared together.
+        # Rows come in bursts after a pause of the loop: several are compared at once.
         self._recent.append((steps, seconds, seconds - waited_s))
         columns = zip(*self._recent, strict=True)
         num_steps, time_s, busy_s = (sum(column) for column in columns)

@@ -54,7 +54,7 @@ class _NoRedirection(urllib.request.HTTPRedirectHandler):
 
 
 class _Server:
-    """Client of this machine's metadata server. It ignores the environment's proxies."""
+    """Client of this machine's metadata server; it ignores the user's proxies."""
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")

@@ -57,8 +57,8 @@ class Parts(NamedTuple):
 class StepAlarm:
     """Alarm that learns the usual time of a step and reports a lasting slowdown.
 
-    A slowdown makes an event `slow_steps`, which names its cause. The pace is the median
-    of 16 steps, so one slow step makes no event.
+    A slowdown makes an event `slow_steps`, which names its cause. The pace is the
+    median of 16 steps, so one slow step makes no event.
 
     Steps are timed twice: when they start and when they are recorded. The slower pace
     counts. After a pause of the loop several steps start at once, and before a pause
@@ -166,8 +166,8 @@ class StepAlarm:
     def _post(self, step: int, current: Parts, usual: Parts) -> None:
         """Posts how much each part has grown in this process.
 
-        The post is repeated while the slowdown lasts: at first, most steps of the window
-        are not slow.
+        The post is repeated while the slowdown lasts: at first, most steps of the
+        window are not slow.
         """
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if not self._is_alone():
@@ -179,8 +179,8 @@ class StepAlarm:
     def _report_cause(self, step: int, current: Parts, usual: Parts) -> None:
         """Writes the event as soon as the cause is known.
 
-        It is known if the work of a process explains the slowdown, or once all processes
-        had time to post.
+        It is known if the work of a process explains the slowdown, or once all
+        processes had time to post.
         """
         assert self._report_by is not None
         growth: dict[int, Mapping[str, float]] = {0: _growth(current, usual)}

@@ -1,9 +1,9 @@
 """Watchdog that ends a hanging process with exit code 76, so that the run can restart.
 
 The process beats at the start of each phase, and each phase has a time limit. A second
-process (`watchdog_process`) reads the beats. So it also detects an interpreter lock that
-is never released, a stopped process and a loop in C. A process that holds the lock for
-ever cannot set its exit code: `HANG_SIGNAL` kills it, and `launch` reports 76. Only
+process (`watchdog_process`) reads the beats. So it also detects an interpreter lock
+that is never released, a stopped process and a loop in C. A process that holds the lock
+for ever cannot set its exit code: `HANG_SIGNAL` kills it, and `launch` reports 76. Only
 processes of jaxdist's commands are watched, never a notebook.
 """
 
@@ -45,9 +45,9 @@ from jaxdist.trainer.callbacks import Callback, Run
 class Watchdog(Callback):
     """Callback that watches this process while it is entered.
 
-    A beat (`at`) costs some microseconds. A root enters the watchdog before it joins the
-    process group, with the limits of an unchecked config. `on_start` sets the limits of
-    the run.
+    A beat (`at`) costs some microseconds. A root enters the watchdog before it joins
+    the process group, with the limits of an unchecked config. `on_start` sets the
+    limits of the run.
     """
 
     keys = ("watchdog",)
@@ -174,8 +174,8 @@ class Watchdog(Callback):
           step: step of the phase; negative = other processes may not have begun.
           done: number of updates that are known to be finished.
           sample: first global sample index of the step's batch.
-          limit_s: seconds that the phase may take; 0 = no limit, None = the limit of the
-            config.
+          limit_s: seconds that the phase may take; 0 = no limit, None = the limit of
+            the config.
         """
         if self._memory is None:
             return
@@ -215,8 +215,8 @@ def _membership(environ: Mapping[str, str]) -> dict[str, Any]:
     """Reads the environment's group of processes.
 
     Returns:
-      Arguments of `WatchdogProcess`: the index of this process, the number of processes,
-      and a name of their start.
+      Arguments of `WatchdogProcess`: the index of this process, the number of
+      processes, and a name of their start.
     """
     group = environ.get("JAXDIST_COORDINATOR")
     if group:

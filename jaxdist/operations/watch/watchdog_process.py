@@ -1,7 +1,8 @@
 """Watcher process of each process of a run: it detects, reports and ends a hang.
 
-The watcher shares no interpreter lock with the process that it watches. It needs neither
-jax nor site-packages. Among several processes, only one that is behind the others can
+The watcher shares no interpreter lock with the process that it watches. It needs
+neither jax nor site-packages. Among several processes, only one that is behind the
+others can
 hang: those ahead wait for it in a collective, and its own limit counts. Watchers
 exchange beats in small files, `WORKDIR/.beats/PROCESS`.
 """
@@ -195,7 +196,7 @@ class WatchdogProcess:
         if not may_create and not self._beats.parent.is_dir():
             return
         self._beats.mkdir(parents=True, exist_ok=True)
-        # Written in place and closed, so that another node reads the new content on NFS.
+        # Written in place and closed: other nodes then read the new content on NFS.
         descriptor = os.open(
             self._beats / str(self.process), os.O_WRONLY | os.O_CREAT, 0o644
         )
@@ -206,8 +207,8 @@ class WatchdogProcess:
     def _others(self) -> dict[int, Beat]:
         """Reads the other processes' beats, with deadlines in seconds since 1970.
 
-        The result is empty while the workdir's file system does not answer. Each process
-        then has only its own limits.
+        The result is empty while the workdir's file system does not answer. Each
+        process then has only its own limits.
         """
         beats: dict[int, Beat] = {}
         if not self._try_on_disk(lambda: self._read_others(beats)):
@@ -239,7 +240,8 @@ class WatchdogProcess:
         if any(o.place <= beat.place and wall < o.deadline for o in others.values()):
             return {}
         behind = {n: o for n, o in others.items() if o.place < beat.place}
-        # No process advances before all have begun. One that is missing later has ended.
+        # No process advances before all have begun. A process that is missing later has
+        # ended.
         if PHASES[beat.phase] == "start":
             behind |= dict.fromkeys(self._peers - others.keys(), _ABSENT)
         if not behind:

@@ -12,8 +12,8 @@ from jaxdist.telemetry.loggers.logger import LoggedRun, event_text
 class TensorBoardLogger:
     """Logger that writes WORKDIR/tensorboard.
 
-    Rows become scalars, events and the config become text. The config is also written as
-    hyperparameters.
+    Rows become scalars, events and the config become text. The config is also written
+    as hyperparameters.
     """
 
     def __init__(self, run: LoggedRun) -> None:
