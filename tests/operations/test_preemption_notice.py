@@ -20,7 +20,7 @@ from jaxdist.operations.watch import preemption_notice
 from jaxdist.operations.watch.preemption_notice import (
     ADDRESS,
     detect_cloud,
-    heard,
+    listen_for_notices,
 )
 from jaxdist.telemetry.metrics import read_events
 from support.runs import command, environment, last_step, run_of
@@ -109,7 +109,7 @@ def cloud(monkeypatch):
 def listening(chosen, address):
     """Yields (notices, lines said) of a listener, which grow."""
     notices, said = [], []
-    with heard(
+    with listen_for_notices(
         ResilienceConfig(chosen),
         notices.append,
         say=said.append,

@@ -166,7 +166,7 @@ def band_card(overlays: Sequence[Overlay], field: Field) -> str:
 
 
 def other_cards(overlays: Sequence[Overlay], names: set[str]) -> str:
-    """Draws all fields of these names, in alphabetical order."""
+    """Draws all fields of these names; fields with several values come last."""
     singles = set(names)
     several = []
     for base in sorted({name.removesuffix("/mean") for name in names}):

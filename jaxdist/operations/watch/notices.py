@@ -26,8 +26,10 @@ class PreemptionNotices(Callback):
             run.event("preemption_notice", run.progress.step, notice=notice)
             run.preempt(notice)
 
-        listening = preemption_notice.heard(run.config.resilience, stop, say=print_safe)
-        self._listening.enter_context(listening)
+        context = preemption_notice.listen_for_notices(
+            run.config.resilience, stop, say=print_safe
+        )
+        self._listening.enter_context(context)
 
     def __exit__(self, *_: object) -> None:
         """Ends the thread."""

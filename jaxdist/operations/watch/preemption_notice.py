@@ -238,7 +238,7 @@ def detect_cloud(firmware: Path = Path("/sys/class/dmi/id")) -> Cloud | None:
 
 
 @contextlib.contextmanager
-def heard(
+def listen_for_notices(
     config: ResilienceConfig,
     stop: Callable[[str], None],
     *,
@@ -270,7 +270,7 @@ def heard(
     name = f"{cloud} ({server.address})"
     is_over = threading.Event()
 
-    def listen() -> None:
+    def poll() -> None:
         report_at = 0.0  # monotonic seconds from which on a fault is reported
         while not is_over.is_set():
             try:
@@ -288,7 +288,7 @@ def heard(
                     report_at = math.inf
             is_over.wait(_POLL_S)
 
-    threading.Thread(target=listen, name="preemption-notice", daemon=True).start()
+    threading.Thread(target=poll, name="preemption-notice", daemon=True).start()
     try:
         yield
     finally:

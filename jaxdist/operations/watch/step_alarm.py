@@ -189,7 +189,7 @@ class StepAlarm:
                 for other, post in self._board.values().items():
                     if other and post["step"] >= step - _RECENT:
                         growth[other] = post
-        process, phase = blamed(growth, alone=self._is_alone())
+        process, phase = find_cause(growth, alone=self._is_alone())
         if phase == "devices" and step < self._report_by:
             return
         self._report_by = None
@@ -216,7 +216,7 @@ def _growth(current: Parts, usual: Parts) -> dict[str, float]:
     return {name: getattr(current, name) - getattr(usual, name) for name in _PARTS}
 
 
-def blamed(
+def find_cause(
     growth: Mapping[int, Mapping[str, float]], *, alone: bool
 ) -> tuple[int | None, str]:
     """Finds the process that slows down the steps, and its slow part.
