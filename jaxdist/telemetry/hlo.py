@@ -432,11 +432,8 @@ def parse(text: str) -> Module:
     table = None  # the current table
     last = ""  # name of the last instruction; it may continue on the next line
     for line in text.splitlines():
-        if (
-            line[:1] == " "
-            and current is not None
-            and (match := _INSTRUCTION.match(line))
-        ):
+        is_indented = line[:1] == " "
+        if is_indented and current is not None and (match := _INSTRUCTION.match(line)):
             last = match.group(1)
             current[last] = Instruction(last, match.group(2))
         elif _END.match(line):

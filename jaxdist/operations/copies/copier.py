@@ -164,9 +164,7 @@ class Copier:
             for step in stored:  # partial copies, which may fill the store
                 if MANIFEST not in stored[step] and step not in local:
                     copies.remove(step, stored[step])
-            while missing := [
-                n for n in self._store.steps() if n not in failed and self._is_due(n)
-            ]:
+            while missing := self._missing_steps(failed):
                 self._copy(copies, missing[-1], failed)
                 # After each copy: if saves are faster than copies, the loop never ends.
                 if not failed:
@@ -190,7 +188,12 @@ class Copier:
         copies.is_claimed(self._store.folder)
         return stored
 
+    def _missing_steps(self, failed: set[int]) -> list[int]:
+        """Lists local steps that are to be copied, without those that have failed."""
+        return [n for n in self._store.steps() if n not in failed and self._is_due(n)]
+
     def _is_due(self, step: int) -> bool:
+        """Checks if a local step is neither copied, damaged nor given up."""
         assert self._known is not None
         self._seen.add(step)
         if step in self._store.bad_steps or step in self._stuck:

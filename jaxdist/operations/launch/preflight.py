@@ -350,7 +350,7 @@ def device_lines(
     most_are_slow = row is not None and row.is_slow(median)
     if row is None:
         table.append(
-            "  the hardware table has no row for it: devices are compared with each other alone"
+            "  the hardware table has no row for it: devices are only compared with each other"
         )
     elif most_are_slow:
         text = f"at least half of the devices: {median / 1e12:.3g} TFLOP/s"

@@ -82,21 +82,26 @@ def chart(
     shapes += [frame.band(_thinned(lower), _thinned(upper)) for lower, upper in bands]
     # raw curves lie below the others
     shapes += map(frame.curve, sorted(thin, key=lambda curve: curve.style != "raw"))
-    ends = []
-    for curve in thin:
-        if curve.points:
-            first = curve.points[0][1]
-            last = curve.points[-1][1]
-            ends.append(f"{curve.name}: from {first:.4g} to {last:.4g} {unit}".strip())
-    spoken = escape(f"{title}. {'; '.join(ends)}")
+    description = escape(f"{title}. {_ends(thin, unit)}")
     span = [frame.x0, frame.x1, frame.y0, frame.y1]
     box = [_LEFT, _TOP, frame.right, frame.bottom]
     return (
         f'<svg class="chart" viewBox="0 0 {size[0]} {size[1]}" role="img" tabindex="0" '
-        f'aria-label="{spoken}" data-unit="{escape(unit)}" '
+        f'aria-label="{description}" data-unit="{escape(unit)}" '
         f'data-span="{json.dumps(span)}" data-box="{json.dumps(box)}">'
         f'{"".join(shapes)}<line class="cross" y1="0" y2="0"/></svg>'
     )
+
+
+def _ends(curves: Sequence[Curve], unit: str) -> str:
+    """Describes the first and the last value of each curve."""
+    texts = []
+    for curve in curves:
+        if curve.points:
+            first = curve.points[0][1]
+            last = curve.points[-1][1]
+            texts.append(f"{curve.name}: from {first:.4g} to {last:.4g} {unit}".strip())
+    return "; ".join(texts)
 
 
 def smooth(values: Sequence[float], half_width: int) -> list[float]:

@@ -52,14 +52,8 @@ def heat_map(
         places = list(range(num_columns))
     cell_w = min(_MAX_CELL, (_WIDTH - _LEFT - _RIGHT) / num_columns)
     cell_h = min(_MAX_CELL, _MAX_HEIGHT / num_rows)
-    cells: dict[int, str] = defaultdict(str)
-    for y, row in enumerate(values):
-        for x, value in enumerate(row):
-            if value is not None:
-                cells[colour(value)] += f"M{x} {y}h1v1h-1z"
-    shapes = [f'<path class="heat-{n}" d="{cells[n]}"/>' for n in sorted(cells)]
     scale = f"translate({_LEFT} {_TOP}) scale({cell_w:.4g} {cell_h:.4g})"
-    shapes = [f'<g transform="{scale}">{"".join(shapes)}</g>']
+    shapes = [f'<g transform="{scale}">{_cells(values)}</g>']
     bottom = _TOP + num_rows * cell_h
     for y in _ticks(num_rows, most=bottom / 18):
         middle = _TOP + (y + 0.5) * cell_h
@@ -83,6 +77,16 @@ def heat_map(
         f'data-values="{compact_json(rounded)}">{"".join(shapes)}<rect class="cross" '
         f'width="{cell_w:.3g}" height="{cell_h:.3g}"/></svg>'
     )
+
+
+def _cells(values: Sequence[Sequence[float | None]]) -> str:
+    """Draws cells of size 1, with a path for each colour."""
+    paths: dict[int, str] = defaultdict(str)
+    for y, row in enumerate(values):
+        for x, value in enumerate(row):
+            if value is not None:
+                paths[colour(value)] += f"M{x} {y}h1v1h-1z"
+    return "".join(f'<path class="heat-{n}" d="{paths[n]}"/>' for n in sorted(paths))
 
 
 def legend() -> str:
