@@ -313,7 +313,7 @@ class Throughput:
     def fields(
         self, *, seconds: float, steps: int, tokens: float
     ) -> dict[str, float | None]:
-        """Computes the fields of a metrics row that tell the speed.
+        """Computes the fields of a metrics row about speed.
 
         Args:
           seconds: wall time of the window, > 0.

@@ -309,7 +309,7 @@ class Supervisor:
     def _give_up_slot(self, slot: int) -> None:
         """Gives up a slot whose process was lost twice in a row, until progress.
 
-        No slot is given up if all are needed, or if a file tells the capacity.
+        No slot is given up if all are needed, or if a file has the capacity.
         """
         is_second_loss = slot == self._last_slot
         self._last_slot = None if is_second_loss else slot
@@ -479,7 +479,7 @@ class Supervisor:
         """Records a size that ended with 78; returns True if a smaller one is tried.
 
         A smaller size is tried after a growth. It is also tried after a reduced start
-        without any step, since no file tells the legal sizes then.
+        without any step, since the legal sizes are unknown then.
         """
         self._refused.add(size)
         if self._grown_from:

@@ -39,7 +39,7 @@ ACTIVITIES = {
     "save": "saving",
     "end": "writing its last files",
 }
-# events of which the last one tells the end of a life
+# events that show the end of a life: the last of them counts
 ENDS = ("start", "stop", "preempted", "peer_lost", "hang")
 OTHER_VERSION = "other version"
 # seconds without a write after which a run on another machine counts as ended

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from jaxdist.telemetry.metrics import MetricsWriter
 
 DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 1) - 1  # no library uses it
-# kills a process that can no longer set its exit code; launch reports 76
+# kills a process that cannot set its exit code; launch reports 76
 HANG_SIGNAL = DUMP_SIGNAL - 1
 # in the order of a step
 PHASES = (
@@ -179,7 +179,8 @@ class WatchdogProcess:
             "process": self.process,
         }
         data = json.dumps(row).ljust(400).encode()
-        # A run whose config is refused makes no workdir, so an early beat makes none.
+        # A config error may still end the run. Then no workdir should be left, so early
+        # beats create none.
         is_early = beat.at_step < 0 and now < (beat.since + beat.deadline) / 2
         self._try_on_disk(lambda: self._write_beat(data, may_create=not is_early))
         self._published_s = now

@@ -85,8 +85,8 @@ def faults(names: Iterable[str]) -> Iterator[str]:
             module, _ = BUILT_IN[name]
             package = LATE_IMPORTS[module].package
             if find_spec(package) is None:
-                cure = extras.install_command(extras.EXTRAS[package])
-                yield f"train.loggers={name} needs {package}: {cure}"
+                command = extras.install_command(extras.EXTRAS[package])
+                yield f"train.loggers={name} needs {package}: {command}"
         elif ":" not in name and name not in _entry_points():
             known = [*BUILT_IN, *_entry_points()]
             yield (
