@@ -14,7 +14,7 @@ STEADY_S = 10.0
 
 
 class GrowthTimer:
-    """Timer that checks for room, and grows once there was room for long enough.
+    """Timer that checks for room, and gives the size to which a group grows.
 
     Growing costs a save and a start. So a group first runs for some time, which doubles
     with each growth that failed.
