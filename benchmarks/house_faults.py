@@ -496,7 +496,7 @@ FAULTS = (
         name="commit_barrier_dropped",
         room="checkpoint",
         function="FailableBarrier.wait",
-        old='self._wait_for(f"{place}/{number}", deadline)',
+        old='self._wait_for(f"{prefix}/{other}", deadline)',
         new="None",
         tests=("distributed/test_coordination.py::test_three_processes_agree",),
     ),
@@ -896,7 +896,7 @@ jax.local_device_count()
         name="lost_steps_counted_twice",
         room="ledger",
         function="account",
-        old="buckets[STEP] -= wasted",
+        old="buckets[STEP] -= lost",
         new="pass",
         tests=("operations/test_ledger.py::test_the_line_says_where_the_time_went",),
     ),
@@ -1277,8 +1277,8 @@ if normalise:
         name="first_row_of_a_step_wins",
         room="telemetry",
         function="_last_of_steps",
-        old="part.pop(step, None)\npart[step] = row",
-        new="part.setdefault(step, row)",
+        old="rows_by_step.pop(step, None)\nrows_by_step[step] = row",
+        new="rows_by_step.setdefault(step, row)",
         tests=(
             "telemetry/test_metrics.py::"
             "test_last_row_of_a_step_wins_and_evaluation_is_separate",
@@ -1350,7 +1350,7 @@ if normalise:
         name="error_of_another_process_unheard",
         room="distributed",
         function="raise_on_all",
-        old="raise _of_peer(min(errors), errors[min(errors)])",
+        old="raise _peer_error(first, errors[first])",
         new="pass",
         tests=("distributed/test_coordination.py::test_three_processes_agree",),
     ),
@@ -1359,7 +1359,7 @@ if normalise:
         room="distributed",
         function="broadcast",
         module="coordination",
-        old="return json.loads(client.blocking_key_value_get(key, 1000 * _FOREVER_S))",
+        old="return json.loads(client.blocking_key_value_get(key, 1000 * FOREVER_S))",
         new="return value",
         tests=("distributed/test_coordination.py::test_three_processes_agree",),
     ),
@@ -1379,8 +1379,8 @@ if normalise:
         name="progress_does_not_refill_the_budget",
         room="operations",
         function="Supervisor._after_loss",
-        old="[why] if moved else [*self._failures, why]",
-        new="[*self._failures, why]",
+        old="[cause] if progressed else [*self._failures, cause]",
+        new="[*self._failures, cause]",
         tests=("operations/test_supervisor.py::test_progress_refills_the_budget",),
     ),
     Fault(
@@ -1417,12 +1417,12 @@ if normalise:
         room="operations",
         function="Copier._expire",
         old=(
-            "folders.expired(good, newest=local[-1], "
+            "folders.expired(candidates, newest=local[-1], "
             "keep_last=self._store.config.keep_last, "
             "keep_every=self._store.config.keep_every, best=self._store.best)"
         ),
         new=(
-            "folders.expired(good, newest=local[-1], "
+            "folders.expired(candidates, newest=local[-1], "
             "keep_last=self._store.config.keep_last, "
             "keep_every=self._store.config.keep_every)"
         ),

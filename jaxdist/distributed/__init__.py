@@ -1,0 +1,1 @@
+"""Processes of a run: cluster, process group, devices, agreement, network."""

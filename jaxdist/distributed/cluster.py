@@ -1,5 +1,6 @@
-"""The agents of a run, one per node, as the scheduler's environment variables say. No
-jax, no network.
+"""The agents of a run, one per node, found in the scheduler's environment variables.
+
+Needs no jax and no network.
 """
 
 import re
@@ -18,27 +19,24 @@ _NUM_PORTS = 4096
 
 @dataclass(frozen=True)
 class ClusterInfo:
-    """This agent among those of the run. A lone one chooses a free port itself (port
-    0).
-    """
+    """Place of this agent among the agents of the run."""
 
-    launcher: str | None = None
-    number: int = 1
-    index: int = 0
-    host: str = LOOPBACK  # of agent 0
-    port: int = 0
+    launcher: str | None = None  # name of the scheduler; None: no scheduler was found
+    number: int = 1  # number of agents
+    index: int = 0  # index of this agent
+    host: str = LOOPBACK  # host of agent 0
+    port: int = 0  # port of agent 0; 0: a lone agent chooses a free one
 
     def __str__(self) -> str:
         return f"agent {self.index} of {self.number}, started by {self.launcher}"
 
 
 def find_cluster(environ: Mapping[str, str]) -> ClusterInfo:
-    """Finds this agent's place among those that a scheduler started; ClusterInfo() if
-    it is alone.
+    """Finds this agent's place among the agents; `ClusterInfo()` if it is alone.
 
     Raises:
-      ConfigError: there are several, but the address of the first is unknown; the
-        number is out of range.
+      ConfigError: there are several agents, but the address of the first is unknown; or
+        an index is out of range.
     """
     for find in (_from_variables, find_torchrun, *_SCHEDULERS):
         cluster = _in_range(find(environ) or ClusterInfo())
@@ -56,15 +54,17 @@ def _in_range(cluster: ClusterInfo) -> ClusterInfo:
 
 
 def _port(*names: str | None) -> int:
-    """Computes a port that is the same for all agents of one start, and hardly that
-    of the next.
+    """Computes a port from the names of a start.
+
+    All agents of a start get the same port. The next start most likely gets another.
     """
     return _FIRST_PORT + zlib.crc32("/".join(map(str, names)).encode()) % _NUM_PORTS
 
 
 def _from_variables(environ: Mapping[str, str]) -> ClusterInfo | None:
-    """JAXDIST_AGENTS, JAXDIST_AGENT and JAXDIST_AGENTS_AT (host:port of agent 0), for
-    any launcher.
+    """Reads the variables that any launcher may set.
+
+    They are JAXDIST_AGENTS, JAXDIST_AGENT and JAXDIST_AGENTS_AT (host:port of agent 0).
     """
     if "JAXDIST_AGENTS" not in environ:
         return None
@@ -72,10 +72,10 @@ def _from_variables(environ: Mapping[str, str]) -> ClusterInfo | None:
         host, _, port = environ["JAXDIST_AGENTS_AT"].rpartition(":")
         return ClusterInfo(
             "its environment",
-            int(environ["JAXDIST_AGENTS"]),
-            int(environ["JAXDIST_AGENT"]),
-            host,
-            int(port),
+            number=int(environ["JAXDIST_AGENTS"]),
+            index=int(environ["JAXDIST_AGENT"]),
+            host=host,
+            port=int(port),
         )
     except (KeyError, ValueError) as error:
         raise ConfigError(
@@ -84,12 +84,15 @@ def _from_variables(environ: Mapping[str, str]) -> ClusterInfo | None:
 
 
 def find_torchrun(environ: Mapping[str, str]) -> ClusterInfo | None:
-    """Finds the place that torchrun's variables give a process; None without them, or
-    by a scheduler's.
+    """Finds the place of a process in torchrun's variables.
 
-    They are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which others set for
-    PyTorch, too. On one machine the processes meet on loopback. torchrun itself listens
-    on MASTER_PORT, so there it is another port.
+    They are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; other launchers set them for
+    PyTorch, too. On one machine the processes meet on loopback. torchrun's agent store
+    listens on MASTER_PORT; if it does, the processes use a port of their own.
+
+    Returns:
+      The place. None if the variables are not set, or if a scheduler started the
+      process and its variables agree.
 
     Raises:
       ConfigError: a variable is missing or no number, or a scheduler has started
@@ -101,14 +104,14 @@ def find_torchrun(environ: Mapping[str, str]) -> ClusterInfo | None:
         return None
     index = _number(environ, "RANK")
     port = _number(environ, "MASTER_PORT")
-    elastic = environ.get("TORCHELASTIC_RUN_ID")
-    other = None if elastic else _scheduled(environ)
-    if other is not None:  # what has started it
-        if index is None or (other.number, other.index) == (number, index):
+    run_id = environ.get("TORCHELASTIC_RUN_ID")
+    scheduled = None if run_id else _scheduled(environ)
+    if scheduled is not None:
+        if index is None or (scheduled.number, scheduled.index) == (number, index):
             return None
         raise ConfigError(
-            f"WORLD_SIZE={number}, RANK={index}, but this is process {other.index} of "
-            f"{other.number} of {other.launcher}; unset RANK and WORLD_SIZE, or start "
+            f"WORLD_SIZE={number}, RANK={index}, but this is process {scheduled.index} of "
+            f"{scheduled.number} of {scheduled.launcher}; unset RANK and WORLD_SIZE, or start "
             f"the processes by torchrun alone"
         )
     missing = [
@@ -123,19 +126,22 @@ def find_torchrun(environ: Mapping[str, str]) -> ClusterInfo | None:
         host = LOOPBACK
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port = _port(
-            "torchrun", elastic, str(port), environ.get("TORCHELASTIC_RESTART_COUNT")
+            "torchrun", run_id, str(port), environ.get("TORCHELASTIC_RESTART_COUNT")
         )
-    return _in_range(ClusterInfo(TORCHRUN, number, index, host, port))
+    return _in_range(
+        ClusterInfo(TORCHRUN, number=number, index=index, host=host, port=port)
+    )
 
 
 def count_ray_workers() -> int:
-    """Counts the workers that Ray Train has started as this one; 1 outside of it.
-    Imports nothing.
+    """Counts the workers of this process's Ray Train group; 1 outside of Ray Train.
+
+    Imports nothing: a worker has loaded `ray.train` already.
     """
     try:
         return int(sys.modules["ray.train"].get_context().get_world_size())
     except Exception:
-        # no Ray, no worker of its Train: each version has another error for that
+        # No Ray, or no worker of Ray Train. Each version of Ray raises another error.
         return 1
 
 
@@ -149,29 +155,30 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def _scheduled(environ: Mapping[str, str]) -> ClusterInfo | None:
-    """Finds this process's place among those that a scheduler started, if there are
-    several.
-    """
-    found = (find(environ) for find in _SCHEDULERS)
-    return next((cluster for cluster in found if cluster and cluster.number > 1), None)
+    """Finds this process's place among several that a scheduler started, or None."""
+    for find in _SCHEDULERS:
+        cluster = find(environ)
+        if cluster and cluster.number > 1:
+            return cluster
+    return None
 
 
 def _slurm(environ: Mapping[str, str]) -> ClusterInfo | None:
-    # a batch script's own process is in no step
+    # the process of a batch script itself is in no step
     if "SLURM_STEP_NODELIST" not in environ:
         return None
     start = map(environ.get, ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
     return ClusterInfo(
         "Slurm",
-        int(environ["SLURM_NTASKS"]),
-        int(environ["SLURM_PROCID"]),
-        first_host(environ["SLURM_STEP_NODELIST"]),
-        _port(*start),
+        number=int(environ["SLURM_NTASKS"]),
+        index=int(environ["SLURM_PROCID"]),
+        host=first_host(environ["SLURM_STEP_NODELIST"]),
+        port=_port(*start),
     )
 
 
 def first_host(nodes: str) -> str:
-    """Finds the first host of a Slurm list: `gpu[017-020,33],login` is gpu017."""
+    """Finds the first host of a Slurm list: `gpu[017-020,33],login` gives gpu017."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
     return "".join(filter(None, match.groups())) if match else nodes
 
@@ -187,20 +194,26 @@ def _open_mpi(environ: Mapping[str, str]) -> ClusterInfo | None:
     )
     if number > int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0")):
         match = re.search(r"tcp://([^,:;]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
-        if number > 1 and not match:
+        if match:
+            host = match[1]
+        elif number > 1:
             raise ConfigError(
                 "mpirun does not tell where process 0 is (Open MPI 5): give each agent "
                 "-x JAXDIST_AGENTS_AT=HOST:PORT -x JAXDIST_AGENTS=N, and JAXDIST_AGENT=$OMPI_COMM_WORLD_RANK"
             )
-        host = match[1] if match else host
     return ClusterInfo(
-        "Open MPI", number, int(environ["OMPI_COMM_WORLD_RANK"]), host, _port(*start)
+        "Open MPI",
+        number=number,
+        index=int(environ["OMPI_COMM_WORLD_RANK"]),
+        host=host,
+        port=_port(*start),
     )
 
 
 def _kubernetes(environ: Mapping[str, str]) -> ClusterInfo | None:
-    """An Indexed Job of a JobSet; the names come through deploy/jobset.yaml's downward
-    API.
+    """Reads the variables of an Indexed Job of a JobSet.
+
+    deploy/jobset.yaml sets the names through the downward API.
     """
     jobset = environ.get("JOBSET_NAME")
     job = environ.get("REPLICATED_JOB_NAME")
@@ -212,25 +225,25 @@ def _kubernetes(environ: Mapping[str, str]) -> ClusterInfo | None:
         )
     return ClusterInfo(
         "Kubernetes",
-        int(environ["JAXDIST_NUM_PODS"]),
-        int(environ["JOB_COMPLETION_INDEX"]),
+        number=int(environ["JAXDIST_NUM_PODS"]),
+        index=int(environ["JOB_COMPLETION_INDEX"]),
         # job 0, pod 0, of the JobSet's headless service
-        f"{jobset}-{job}-0-0.{jobset}",
-        _port(jobset, job, environ.get("JOBSET_RESTART_ATTEMPT")),
+        host=f"{jobset}-{job}-0-0.{jobset}",
+        port=_port(jobset, job, environ.get("JOBSET_RESTART_ATTEMPT")),
     )
 
 
 def _tpu(environ: Mapping[str, str]) -> ClusterInfo | None:
-    """The hosts of one TPU slice."""
+    """Reads the variables that list the hosts of one TPU slice."""
     hosts = list(filter(None, environ.get("TPU_WORKER_HOSTNAMES", "").split(",")))
     if "TPU_WORKER_ID" not in environ or not hosts:
         return None
     return ClusterInfo(
         "a multi-host TPU",
-        len(hosts),
-        int(environ["TPU_WORKER_ID"]),
-        hosts[0],
-        _port(*hosts),
+        number=len(hosts),
+        index=int(environ["TPU_WORKER_ID"]),
+        host=hosts[0],
+        port=_port(*hosts),
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether all processes of a run run the same: code, versions, config, data."""
+"""Comparison of code, versions, config and data over all processes of a run."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -12,11 +12,13 @@ from jaxdist.storage.digest import digest, digest_file
 
 
 def code(model: type) -> dict[str, str]:
-    """Computes hashes of this package's and of the model's source, and lists the
-    versions that matter.
+    """Describes the code of this process: digests of sources, and versions.
+
+    Args:
+      model: the model's class; its module's source is one of the digests.
     """
     root = Path(jaxdist.__file__).parent
-    ours = (
+    package_files = (
         f"{path.relative_to(root)} {digest_file(path)}"
         for path in sorted(root.rglob("*.py"))
     )
@@ -27,17 +29,20 @@ def code(model: type) -> dict[str, str]:
     }
     model_digest = digest_file(Path(source))[:16] if source else "(none)"
     return versions | {
-        "source of jaxdist": digest(*ours)[:16],
+        "source of jaxdist": digest(*package_files)[:16],
         f"source of {model.__module__}": model_digest,
         "version of Python": ".".join(map(str, sys.version_info[:3])),
     }
 
 
 def agree(facts: Callable[[], Mapping[str, object]]) -> None:
-    """Compares facts over all processes; a lone one does not compute them.
+    """Checks that facts are the same on all processes.
+
+    Args:
+      facts: computes the facts by name. A lone process does not call it.
 
     Raises:
-      ConfigError: on all of them, naming the process and the fact that differ.
+      ConfigError: on all processes; it names each process and fact that differ.
     """
     if coordination.kv_client() is None:
         return

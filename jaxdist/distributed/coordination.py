@@ -1,11 +1,9 @@
-"""How the processes of a run agree, through the key-value store of jax's coordination
-service.
+"""Agreement of a run's processes by the key-value store of jax's coordination service.
 
-Nothing here is a collective: no device is needed, and none waits. All processes make
-the same calls of `broadcast`, `gather`, `votes`, `all_equal`, `first_error`,
-`raise_on_all` and `barrier` in the same order, from the main thread. A lone process never waits. If a
-process is lost, the others fail as soon as the service hears of it; what takes too long
-is for the watchdog to say.
+These calls are no collectives: they need no device, and no device waits for them. All
+processes make the same calls in the same order, from the main thread. A lone process
+never waits. If a process is lost, the others fail as soon as the service hears of it.
+The calls hardly limit how long they wait: the watchdog does.
 """
 
 import contextlib
@@ -32,18 +30,19 @@ from jaxdist.config import (
 )
 from jaxdist.telemetry import clock
 
-_FOREVER_S = 7 * 24 * 3_600  # the watchdog knows what is too long
-_SHOWN_CHARS = 60  # of a value that differs
-_LINE_CHARS = 500  # of an error
+FOREVER_S = 7 * 24 * 3_600  # the watchdog ends a wait that takes too long
+_SHOWN_CHARS = 60  # characters of a value that differs
+_LINE_CHARS = 500  # characters of an error
 _CLOCK_TRIES = 5
-_MOST_CALLS = 1_000  # of this module, in the body of `raise_on_all`
+# most calls of this module that the body of `raise_on_all` makes
+_MOST_CALLS = 1_000
 
-# the same on all processes: they make the same calls in order
+# Numbers of calls. All processes make the same calls in order, so the numbers agree.
 _numbers = itertools.count()
 
 
 class PeerFailed(RuntimeError):
-    """Another process has failed, and says why. Nothing is wrong with this one."""
+    """Error that another process reported. Nothing is wrong with this process."""
 
     def __init__(self, message: str, exit_code: int = EXIT_PEER_LOST) -> None:
         super().__init__(message)
@@ -51,15 +50,17 @@ class PeerFailed(RuntimeError):
 
 
 def kv_client() -> Any:
-    """Finds the client of the coordination service; None for a lone process. It needs
-    no device.
+    """Returns the client of the coordination service; None for a lone process.
+
+    The client needs no device.
     """
     return distributed.global_state.client
 
 
 def broadcast(value: Any) -> Any:
-    """Returns the first process's JSON value on all: its clock and files may differ
-    from the others'.
+    """Sends the first process's JSON value to all processes, and returns it.
+
+    It settles what may differ between processes, such as clocks and files.
     """
     client = kv_client()
     key = f"jaxdist/broadcast/{next(_numbers)}"
@@ -69,35 +70,38 @@ def broadcast(value: Any) -> Any:
         client.key_value_set(key, json.dumps(value))
         return value
     with clock.timed(clock.WAIT):
-        return json.loads(client.blocking_key_value_get(key, 1000 * _FOREVER_S))
+        return json.loads(client.blocking_key_value_get(key, 1000 * FOREVER_S))
 
 
-def barrier(timeout_s: int = _FOREVER_S) -> None:
-    """Waits until all processes have come here.
+def barrier(timeout_s: int = FOREVER_S) -> None:
+    """Waits until all processes have reached this call.
 
     Raises:
-      jax.errors.JaxRuntimeError: one was lost, or did not come in time.
+      jax.errors.JaxRuntimeError: a process was lost, or did not come in time.
     """
     _barrier(next(_numbers), timeout_s)
 
 
-def _barrier(number: int, timeout_s: int = _FOREVER_S) -> None:
-    if client := kv_client():
+def _barrier(number: int, timeout_s: int = FOREVER_S) -> None:
+    client = kv_client()
+    if client is not None:
         with clock.timed(clock.WAIT):
             client.wait_at_barrier(f"jaxdist/barrier/{number}", 1000 * timeout_s)
 
 
 def gather(value: Any, timeout_s: int = 1_800) -> dict[int, Any]:
-    """Collects {process: its JSON value} on the first process, {} on the others, once
-    all have given one.
+    """Waits for all processes, and collects their JSON values on the first one.
+
+    Returns:
+      {process: value} on the first process, {} on the others.
     """
     return _exchange("gather", value, timeout_s, only_first=True)
 
 
 def _exchange(
-    name: str, value: Any, timeout_s: int = _FOREVER_S, *, only_first: bool = False
+    name: str, value: Any, timeout_s: int = FOREVER_S, *, only_first: bool = False
 ) -> dict[int, Any]:
-    """Collects the values of all processes that have one; None is no value."""
+    """Waits for all processes, and collects {process: value}; None is no value."""
     board = Board(name)
     if board.client is None:
         return {} if value is None else {0: value}
@@ -110,9 +114,7 @@ def _exchange(
 
 
 class ClockOffset(NamedTuple):
-    """How far a process's wall clock is ahead of the first process's, and how exactly
-    that is known.
-    """
+    """Offset of a process's wall clock from the first process's, and its error."""
 
     ahead_s: float
     # half a round trip: the true offset is at most so far from `ahead_s`
@@ -120,24 +122,26 @@ class ClockOffset(NamedTuple):
 
 
 def clock_offsets(timeout_s: int = 600) -> dict[int, ClockOffset]:
-    """Measures {process: its clock's offset} of all but the first, for the first
-    process; {} on the others.
+    """Measures the offsets of the processes' wall clocks.
 
-    The first asks the others one by one and notes its own time before and after each
-    answer; of several answers the quickest counts.
+    The first process asks the others one by one, and takes its own time before and
+    after each answer. The quickest of several answers counts.
+
+    Returns:
+      {process: offset} of all other processes on the first one, {} on the others.
 
     Raises:
       jax.errors.JaxRuntimeError: a process was lost, or did not answer in time.
     """
     client = kv_client()
-    place = f"jaxdist/clocks/{next(_numbers)}"
+    prefix = f"jaxdist/clocks/{next(_numbers)}"
     timeout_ms = 1000 * timeout_s
     if client is None:
         return {}
     process = jax.process_index()
     if process:
-        for turn in range(_CLOCK_TRIES):
-            key = f"{place}/{process}/{turn}"
+        for attempt in range(_CLOCK_TRIES):
+            key = f"{prefix}/{process}/{attempt}"
             client.blocking_key_value_get(f"{key}/asked", timeout_ms)
             client.key_value_set(f"{key}/answer", repr(time.time()))
         return {}
@@ -151,14 +155,21 @@ def clock_offsets(timeout_s: int = 600) -> dict[int, ClockOffset]:
 
     offsets = {}
     for other in range(1, jax.process_count()):
-        answers = [ask(f"{place}/{other}/{turn}") for turn in range(_CLOCK_TRIES)]
+        answers = [ask(f"{prefix}/{other}/{n}") for n in range(_CLOCK_TRIES)]
         offsets[other] = min(answers, key=lambda offset: offset.within_s)
     return offsets
 
 
 def first_error(error: str) -> str:
-    """Tells all processes the error of the first that has one; "" if none has."""
-    errors = _exchange("error", error or None)
+    """Finds, on all processes, the error of the first process that has one.
+
+    Args:
+      error: this process's error; "" = it has none.
+
+    Returns:
+      The error, with the process if it is not the first; "" if no process has one.
+    """
+    errors: dict[int, str] = _exchange("error", error or None)
     process = min(errors, default=0)
     if process:
         return f"process {process}: {errors[process]}"
@@ -166,36 +177,40 @@ def first_error(error: str) -> str:
 
 
 def votes(vote: Any) -> list[Any]:
-    """Tells all processes the JSON values of those that have one.
+    """Collects, on all processes, the votes in the order of the processes.
 
     Args:
-      vote: this process's; None: it has none.
+      vote: this process's JSON value; None = it does not vote.
     """
     return [value for _, value in sorted(_exchange("vote", vote).items())]
 
 
 def all_equal(facts: Mapping[str, Any]) -> list[str]:
-    """Lists, on all processes, each fact in which one differs; [] if all say the
-    same.
-    """
+    """Lists, on all processes, the facts that differ; [] if all are equal."""
     texts = gather({key: str(value) for key, value in facts.items()})
-    lines = broadcast(disagreements(texts))
+    lines: list[str] = broadcast(disagreements(texts))
     if lines:
-        # the first process, which is the service, must not end before all have heard
+        # the first process hosts the service: it must not end before all have read it
         barrier()
     return lines
 
 
 def disagreements(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """Lists each process and fact that differs from what most processes say."""
+    """Describes each process and fact that differs from most processes.
+
+    Args:
+      facts: {process: {name: value}}.
+    """
     lines = []
-    for key in sorted({key for each in facts.values() for key in each}):
+    names = sorted({name for of_process in facts.values() for name in of_process})
+    for name in names:
         values = {
-            process: each.get(key, "(none)") for process, each in sorted(facts.items())
+            process: of_process.get(name, "(none)")
+            for process, of_process in sorted(facts.items())
         }
         usual, count = Counter(values.values()).most_common(1)[0]
         lines += [
-            f"process {process} differs from {count} of {len(facts)} processes: {key} is "
+            f"process {process} differs from {count} of {len(facts)} processes: {name} is "
             f"{value[:_SHOWN_CHARS]}, theirs is {usual[:_SHOWN_CHARS]}; start all with the same"
             for process, value in values.items()
             if value != usual
@@ -205,13 +220,14 @@ def disagreements(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
 
 @contextlib.contextmanager
 def raise_on_all() -> Iterator[None]:
-    """Raises on all processes where the body raises on any, so that none waits for one
-    that has gone.
+    """Raises on all processes if the body raises on any.
+
+    So no process waits for one that has left.
 
     Raises:
-      Exception, SystemExit: where the body raised it.
-      ConfigError, PeerFailed: elsewhere; they name the first such process and the first
-      line of its error.
+      Exception, SystemExit: on the processes whose body raised it.
+      ConfigError, PeerFailed: on the others. The message names the first process that
+        raised, and has the first line of its error.
     """
     global _numbers
     if kv_client() is None:
@@ -219,38 +235,42 @@ def raise_on_all() -> Iterator[None]:
         return
     board = Board("raised")
     number = next(_numbers)
-    own: Exception | SystemExit | None = None
+    local_error: Exception | SystemExit | None = None
     try:
         yield
     except (Exception, SystemExit) as error:
-        own = error
+        local_error = error
     errors: dict[int, Any] = {}
     try:
-        if own is not None:
-            board.put({"exit_code": exit_code_of(own), "line": _line(own)})
+        if local_error is not None:
+            line = _first_line(local_error)
+            board.put({"exit_code": exit_code_of(local_error), "line": line})
         _barrier(number)
-        if errors := board.values():
-            # Bodies that raised have made fewer calls; a script that goes on needs the
-            # same numbers again.
+        errors = board.values()
+        if errors:
+            # Bodies that raised have made fewer calls. A script that continues needs
+            # the same numbers on all processes again.
             _numbers = itertools.count(number + _MOST_CALLS)
             barrier()  # see all_equal
     except jax.errors.JaxRuntimeError:  # a process was lost meanwhile
-        if own is None and not errors:
+        if local_error is None and not errors:
             raise
-    if own is not None:
-        raise own
+    if local_error is not None:
+        raise local_error
     if errors:
-        raise _of_peer(min(errors), errors[min(errors)])
+        first = min(errors)
+        raise _peer_error(first, errors[first])
 
 
-def _line(error: BaseException) -> str:
-    """Takes the first line of an error, with its type and place, unless it is the
-    user's.
+def _first_line(error: BaseException) -> str:
+    """Formats the first line of an error.
+
+    It has the type and place of the error, unless the config is wrong.
     """
     try:
         first = str(error).partition("\n")[0]
     except Exception:
-        # of a user's class; those who wait are to hear of it all the same
+        # a user's class may fail at it; the waiting processes must still be told
         first = "(its text cannot be had)"
     if exit_code_of(error) != EXIT_CONFIG:
         frames = traceback.extract_tb(error.__traceback__)
@@ -260,7 +280,7 @@ def _line(error: BaseException) -> str:
     return first[:_LINE_CHARS]
 
 
-def _of_peer(process: int, error: Mapping[str, Any]) -> Exception:
+def _peer_error(process: int, error: Mapping[str, Any]) -> Exception:
     text = f"process {process}: {error['line']}"
     code = error["exit_code"]
     if code == EXIT_CONFIG:
@@ -271,8 +291,10 @@ def _of_peer(process: int, error: Mapping[str, Any]) -> Exception:
 
 
 class Board:
-    """One JSON value a process, to replace and to read at any time; nobody waits. Not
-    for a lone process.
+    """Board with one JSON value per process.
+
+    A process may replace its value and read all values at any time, without waiting. A
+    lone process must not call `put` or `values`.
     """
 
     def __init__(self, name: str) -> None:
@@ -286,16 +308,16 @@ class Board:
         )
 
     def values(self) -> dict[int, Any]:
-        """Collects {process: value} of those that have one."""
+        """Reads {process: value} of the processes that have one."""
         rows = self.client.key_value_dir_get(self._name)
         return {int(key.rpartition("/")[2]): json.loads(value) for key, value in rows}
 
 
 class FailableBarrier:
-    """Barriers of a thread in the background, in rounds; a process that fails ends the
-    wait of all.
+    """Barriers for background threads; a process that fails ends the waits of all.
 
-    Every process makes the same ones. Not for a lone process.
+    Barriers come in rounds. Every process begins the same rounds. A lone process must
+    not use this class.
     """
 
     def __init__(self, name: str) -> None:
@@ -304,13 +326,16 @@ class FailableBarrier:
         self._round = 0
 
     def begin(self) -> None:
-        """Starts a new round; the one before the last is over for all."""
+        """Starts a new round, and deletes the keys of the round before the last.
+
+        That round is over on all processes.
+        """
         self._round += 1
         if jax.process_index() == 0:
             self._client.key_value_delete(f"{self._name}/{self._round - 2}/")
 
     def fail(self, error: Exception) -> None:
-        """Ends the waits of this round with the error, in all processes."""
+        """Ends the waits of this round, on all processes, with the error."""
         process = jax.process_index()
         text = f"process {process}: {error}"[:500]
         self._client.key_value_set(
@@ -318,34 +343,41 @@ class FailableBarrier:
         )
 
     def wait(self, *, key: str, timeout_ms: int) -> None:
-        """Waits until all processes wait for the key: the first for each, the others
-        for it.
+        """Waits until all processes wait for the key.
+
+        The first process waits for each of the others; they wait for the first.
+
+        Args:
+          key: name of the barrier within the round.
+          timeout_ms: milliseconds to wait at most.
 
         Raises:
-          RuntimeError: another process has failed. TimeoutError: one did not come in
-            time.
+          RuntimeError: another process has failed.
+          TimeoutError: a process did not come in time.
         """
-        place = f"{self._name}/{self._round}/{key}"
+        prefix = f"{self._name}/{self._round}/{key}"
         deadline = time.monotonic() + timeout_ms / 1000
-        if process := jax.process_index():
-            self._client.key_value_set(f"{place}/{process}", "", True)
-            self._wait_for(f"{place}/all", deadline)
+        process = jax.process_index()
+        if process:
+            self._client.key_value_set(f"{prefix}/{process}", "", True)
+            self._wait_for(f"{prefix}/all", deadline)
             return
-        for number in range(1, jax.process_count()):
-            self._wait_for(f"{place}/{number}", deadline)
-        self._client.key_value_set(f"{place}/all", "", True)
+        for other in range(1, jax.process_count()):
+            self._wait_for(f"{prefix}/{other}", deadline)
+        self._client.key_value_set(f"{prefix}/all", "", True)
 
     def _wait_for(self, key: str, deadline: float) -> None:
         while time.monotonic() < deadline:
             try:
-                # ms; then a look whether one has failed
+                # 500 ms, then look for a failed process
                 self._client.blocking_key_value_get(key, 500)
                 return
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-            if failed := self._client.key_value_dir_get(
+            failed = self._client.key_value_dir_get(
                 f"{self._name}/{self._round}/failed/"
-            ):
+            )
+            if failed:
                 raise RuntimeError(failed[0][1])
         raise TimeoutError(f"{key}: not all processes came")

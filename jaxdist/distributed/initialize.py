@@ -1,6 +1,4 @@
-"""What is set up before the first device is touched: flags, compile cache, process
-group.
-"""
+"""Setup before a process touches its devices: flags, compile cache, process group."""
 
 import contextlib
 import functools
@@ -15,29 +13,29 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import cache_key  # neither has a public name; see where they are used
-from jax._src.lib import _jax
+from jax._src import lib as jax_lib
 
 from jaxdist.config import ConfigError
 from jaxdist.distributed.cluster import LOOPBACK, TORCHRUN, find_cluster, find_torchrun
-from jaxdist.distributed.coordination import _FOREVER_S, kv_client
+from jaxdist.distributed.coordination import FOREVER_S, kv_client
 from jaxdist.distributed.local_devices import visible_gpus
 from jaxdist.hardware import flags
 
 LAUNCH = "jaxdist launch"
-# A frozen machine is noticed after the first; the others wait that long for the lead's
-# last words.
 TIMEOUTS: dict[str, Any] = {
-    "heartbeat_timeout_seconds": 60,
-    "shutdown_timeout_seconds": 120,
+    "heartbeat_timeout_seconds": 60,  # a frozen machine is noticed after this time
+    "shutdown_timeout_seconds": 120,  # others wait this long for the first to report
 }
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> str | None:
-    """Sets the platform's flags, keeps compiled programs on disk, and joins a process
-    group.
+    """Sets the platform's flags and the compile cache, and joins a process group.
 
-    The user's own flags and cache settings win. Returns lines that say which flags were
-    set and which launcher was found; None if neither.
+    The user's own flags and cache settings win.
+
+    Returns:
+      Lines with the flags that were set and the launcher that was found; None if there
+      are neither.
     """
     add_threads(environ)
     platform = flags.detect_platform(environ)
@@ -48,8 +46,8 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> str | None:
     skip_absent_tpu(environ)
     folder = compile_cache_folder(environ)
     if folder:
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        _set_option("jax_compilation_cache_dir", str(folder))
+        _set_option("jax_persistent_cache_min_compile_time_secs", 0.2)
     lines = [f"flags: {name}={value}" for name, value in changed.items()] + lines
     joined = join_processes(environ)
     if joined:
@@ -57,22 +55,26 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> str | None:
     return "\n".join(lines) or None
 
 
+def _set_option(name: str, value: object) -> None:
+    jax.config.update(name, value)  # type: ignore[no-untyped-call]  # jax is untyped
+
+
 def skip_absent_tpu(environ: Mapping[str, str]) -> None:
-    """Keeps jax from a long, loud search for TPUs where libtpu is only here for its
-    compiler.
+    """Keeps jax from searching for TPUs on a machine without any.
+
+    The search is long and loud. It happens where libtpu is installed for its compiler.
     """
-    cpu = flags.detect_platform(environ) == "cpu"
-    if cpu and "JAX_PLATFORMS" not in environ and find_spec("libtpu"):
-        jax.config.update("jax_platforms", "cpu")
+    is_cpu = flags.detect_platform(environ) == "cpu"
+    if is_cpu and "JAX_PLATFORMS" not in environ and find_spec("libtpu"):
+        _set_option("jax_platforms", "cpu")
 
 
 def add_threads(environ: MutableMapping[str, str]) -> None:
-    """Gives emulated CPU devices threads to spare, unless the user has said how many
-    (NPROC).
+    """Gives emulated CPU devices four threads each, unless the user has set NPROC.
 
-    XLA's CPU collectives each hold a thread while they wait for the other devices. With
-    a thread a device, one that takes part in two at once can starve the others for
-    ever.
+    A collective of XLA's CPU backend holds a thread while it waits for other devices.
+    With one thread per device, a device in two collectives at once can starve the
+    others for ever.
     """
     match = re.search(
         r"--xla_force_host_platform_device_count=(\d+)", environ.get("XLA_FLAGS", "")
@@ -82,10 +84,11 @@ def add_threads(environ: MutableMapping[str, str]) -> None:
 
 
 def compile_cache_folder(environ: Mapping[str, str]) -> Path | None:
-    """Finds the folder of compiled programs; None if the user has named one, or has no
-    home.
+    """Chooses the folder of compiled programs.
+
+    It is None if the user has set one, or has no home.
     """
-    # no HOME, and a container's uid that passwd does not know
+    # raised without HOME, for a container's uid that passwd does not know
     with contextlib.suppress(RuntimeError):
         if "JAX_COMPILATION_CACHE_DIR" not in environ:
             return Path.home() / ".cache" / "jaxdist" / "xla"
@@ -93,24 +96,26 @@ def compile_cache_folder(environ: Mapping[str, str]) -> Path | None:
 
 
 def join_processes(environ: MutableMapping[str, str] = os.environ) -> str | None:
-    """Joins the process group if a launcher is detected; returns a line that says
-    which, or None.
+    """Joins the process group of the launcher, if there is one.
 
-    Detected are `jaxdist launch` (JAXDIST_COORDINATOR, JAXDIST_NUM_PROCESSES,
-    JAXDIST_PROCESS_ID), torchrun and what `jax.distributed` knows itself: Slurm, Open
-    MPI, Kubernetes, a multi-host TPU.
+    Launchers are `jaxdist launch` (JAXDIST_COORDINATOR, JAXDIST_NUM_PROCESSES,
+    JAXDIST_PROCESS_ID), torchrun, and those that `jax.distributed` knows: Slurm, Open
+    MPI, Kubernetes and a multi-host TPU.
+
+    Returns:
+      A line with the process and its launcher, or None.
 
     Raises:
-      ConfigError: a launcher was detected, but not its group; or two that differ.
+      ConfigError: a launcher was found, but its group was not; or two launchers differ.
     """
     launcher = detect_launcher(environ)
     if launcher is None:
         return None
-    # Ours (resilience.preemption) does more; jax's would take SIGTERM from every other
+    # `trainer.preemption` does more; jax's service would take SIGTERM from every other
     # handler.
-    jax.config.update("jax_enable_preemption_service", False)
-    _pass_proxies_by(environ)
-    group = _group(environ)
+    _set_option("jax_enable_preemption_service", False)
+    _bypass_proxies(environ)
+    group = _find_group(environ)
     if group:
         address, number, rank = group
         # launch has chosen the devices: under Slurm, jax would choose again among them.
@@ -120,7 +125,7 @@ def join_processes(environ: MutableMapping[str, str] = os.environ) -> str | None
             _listen_on_loopback()
             _share_compiled_programs()
         if launcher == TORCHRUN:
-            options["local_device_ids"] = _share_of_gpus(environ)
+            options["local_device_ids"] = _local_gpus(environ)
         jax.distributed.initialize(address, number, rank, **options)
         return f"process {rank} of {number}, joined through {launcher}"
     try:
@@ -133,9 +138,11 @@ def join_processes(environ: MutableMapping[str, str] = os.environ) -> str | None
     return f"process {jax.process_index()} of {jax.process_count()}, joined through {launcher}"
 
 
-def _group(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
-    """Finds (address of process 0, number of processes, this one's) that `launch` or
-    torchrun has set.
+def _find_group(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
+    """Reads the group that `launch` or torchrun has set.
+
+    Returns:
+      (address of process 0, number of processes, index of this one), or None.
     """
     address = environ.get("JAXDIST_COORDINATOR")
     if address:
@@ -147,26 +154,25 @@ def _group(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
     return None
 
 
-def _pass_proxies_by(environ: MutableMapping[str, str]) -> None:
-    """Has processes reach the first one's host directly, whatever proxies the
-    environment names.
+def _bypass_proxies(environ: MutableMapping[str, str]) -> None:
+    """Lets processes reach the first one's host without the environment's proxies.
 
-    They join by gRPC, which would ask the proxy, and wait. It reads names in lower
-    case, and no_grpc_proxy before no_proxy.
+    Processes join by gRPC, which would ask the proxy and wait. gRPC reads variables in
+    lower case, and no_grpc_proxy before no_proxy.
     """
     if not environ.keys() & {"grpc_proxy", "https_proxy", "http_proxy"}:
         return
-    group = _group(environ)
+    group = _find_group(environ)
     host = LOOPBACK
-    with contextlib.suppress(ConfigError, KeyError, ValueError):  # said by what joins
+    # joining the group reports these errors
+    with contextlib.suppress(ConfigError, KeyError, ValueError):
         host = group[0].rpartition(":")[0] if group else find_cluster(environ).host
     others = environ.get("no_grpc_proxy", environ.get("no_proxy", ""))
     environ["no_grpc_proxy"] = ",".join(filter(None, (others, host)))
 
 
-def _share_of_gpus(environ: Mapping[str, str]) -> list[int] | None:
-    """Lists which of the visible GPUs are a process's of torchrun; None: all that it
-    sees.
+def _local_gpus(environ: Mapping[str, str]) -> list[int] | None:
+    """Lists the visible GPUs that belong to this process of torchrun; None = all.
 
     Raises:
       ConfigError: several processes of a machine would share TPUs.
@@ -181,44 +187,41 @@ def _share_of_gpus(environ: Mapping[str, str]) -> list[int] | None:
         return None
     share = len(visible_gpus(environ)) // local
     first = share * int(environ.get("LOCAL_RANK", "0"))
-    return list(range(first, first + share)) or None  # none: each sees its own already
+    # fewer GPUs than processes: each process sees only its own already
+    return list(range(first, first + share)) or None
 
 
 def _listen_on_loopback() -> None:
-    """Makes CPU collectives listen on loopback; by default they take the host's own
-    address.
+    """Makes CPU collectives listen on loopback instead of the host's address.
 
-    jax 0.10 to 0.12 has no setting for that: its flag names gloo or mpi, but no
-    address.
+    jax 0.10 to 0.12 has no setting for the address: its flag only names gloo or mpi.
     """
-    make = getattr(_jax, "make_gloo_tcp_collectives", None)
+    extension: Any = jax_lib._jax  # type: ignore[attr-defined]  # without types
+    make = getattr(extension, "make_gloo_tcp_collectives", None)
     if make:
-        _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=LOOPBACK)
+        extension.make_gloo_tcp_collectives = functools.partial(make, hostname=LOOPBACK)
 
 
 def _share_compiled_programs() -> None:
-    """Gives a CPU program one key in the compile cache for all processes of this
-    machine.
+    """Gives a CPU program the same key in the compile cache on all local processes.
 
-    jax's key has each process's own devices in it, and only process 0 writes: no other
-    ever reads, and compiles the step again at each start (7 to 9 s of CPU for a small
-    model). jax has no setting for it.
+    jax puts each process's devices into the key, and only process 0 writes. All others
+    would compile the step at each start (7 to 9 s of CPU for a small model). jax has no
+    setting for it.
     """
     hash_devices = cache_key._hash_accelerator_config
 
-    def hashed(hash_obj: Any, accelerators: np.ndarray) -> Any:
+    def hash_shared(hash_obj: Any, accelerators: np.ndarray) -> Any:
         if accelerators.flat[0].platform != "cpu":
             return hash_devices(hash_obj, accelerators)
         return hash_obj.update(f"{accelerators.size} x {_instruction_set()}".encode())
 
-    cache_key._hash_accelerator_config = hashed
+    cache_key._hash_accelerator_config = hash_shared
 
 
 @functools.cache
 def _instruction_set() -> str:
-    """Names the instructions of this machine's processor: others may not run its
-    programs.
-    """
+    """Describes the instructions of this processor: others may not run its programs."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
@@ -227,33 +230,36 @@ def _instruction_set() -> str:
 
 
 @contextlib.contextmanager
-def lead_first(what: str) -> Iterator[None]:
-    """Lets process 0 compile first where processes share a machine's cores; the others
-    read its cache.
+def lead_first(program: str) -> Iterator[None]:
+    """Lets process 0 compile first on a shared machine.
 
-    So a program costs the machine one compilation and not one a process. Each process
-    enters with the same name; a second time nobody waits.
+    The other processes read its cache. So the machine compiles a program once and not
+    once per process. All processes enter with the same name. Nobody waits for a name
+    that was used already.
+
+    Args:
+      program: name of the program that the body compiles.
     """
     client = kv_client()
     settings: Any = jax.config
-    shared = (
+    is_shared = (
         client is not None
         and _is_one_machine(os.environ)
         and jax.default_backend() == "cpu"
         and settings.jax_enable_compilation_cache
         and settings.jax_compilation_cache_dir
     )
-    if shared and jax.process_index() > 0:
-        client.blocking_key_value_get(f"jaxdist/compiled/{what}", 1000 * _FOREVER_S)
+    if is_shared and jax.process_index() > 0:
+        client.blocking_key_value_get(f"jaxdist/compiled/{program}", 1000 * FOREVER_S)
     try:
         yield
     finally:
-        if shared and jax.process_index() == 0:
-            client.key_value_set(f"jaxdist/compiled/{what}", "", True)
+        if is_shared and jax.process_index() == 0:
+            client.key_value_set(f"jaxdist/compiled/{program}", "", True)
 
 
 def _is_one_machine(environ: Mapping[str, str]) -> bool:
-    group = _group(environ)
+    group = _find_group(environ)
     return group is not None and group[0].startswith(LOOPBACK)
 
 
@@ -261,7 +267,7 @@ def detect_launcher(environ: Mapping[str, str]) -> str | None:
     """Finds the launcher that started this process as one of several, or None.
 
     Raises:
-      ConfigError: torchrun's variables are not whole, or say something else than a
+      ConfigError: some of torchrun's variables are missing, or they contradict a
         scheduler's.
     """
     if "JAXDIST_COORDINATOR" in environ:  # whatever else the environment says

@@ -1,5 +1,6 @@
-"""The devices and ports of the machine that an agent shares out among its processes. No
-jax.
+"""Devices and ports of a machine, split among the processes of its agent.
+
+Needs no jax.
 """
 
 import re
@@ -16,17 +17,21 @@ def free_port() -> int:
     """Finds a port of loopback that nothing uses."""
     with socket.socket() as free:
         free.bind((LOOPBACK, 0))
-        return free.getsockname()[1]
+        port: int = free.getsockname()[1]
+    return port
 
 
 def device_environment(
     environ: Mapping[str, str], slot: int, slots: int, devices: int | None
 ) -> dict[str, str]:
-    """Makes the variables that give a process its part of the node's devices.
+    """Builds the variables that give a process its part of the node's devices.
 
-    CPUs are emulated, `devices` for each process (None: as the environment says). Of
-    the visible GPUs slot s has the s-th part: `devices` of them, or an equal share of
-    all.
+    Args:
+      environ: the agent's variables.
+      slot: index of the process on its node.
+      slots: number of processes on the node.
+      devices: devices for each process. With None, each process has an equal part of
+        the visible GPUs, or as many CPU devices as the environment says.
 
     Raises:
       ConfigError: there are too few GPUs, or several processes would share TPUs.
@@ -64,8 +69,11 @@ def device_environment(
 def visible_gpus(
     environ: Mapping[str, str], folder: Path = Path("/proc/driver/nvidia/gpus")
 ) -> list[str]:
-    """Lists the names of the GPUs that a process here would see: CUDA_VISIBLE_DEVICES,
-    or all.
+    """Lists the GPUs that a process would see: CUDA_VISIBLE_DEVICES, or all.
+
+    Args:
+      environ: the variables of the process.
+      folder: the driver's folder with an entry for each GPU.
     """
     if "CUDA_VISIBLE_DEVICES" in environ:
         names = map(str.strip, environ["CUDA_VISIBLE_DEVICES"].split(","))

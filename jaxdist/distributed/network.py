@@ -1,7 +1,7 @@
-"""Five documented reasons why runs of several processes are slow or fail on a machine.
+"""Checks for five documented reasons why runs of several processes are slow or fail.
 
-`doctor` prints each fault with its fix. Facts: NVIDIA's NCCL user guide and NCCL's
-sources of 2026.
+`doctor` prints each fault of the machine with its fix. Sources: NVIDIA's NCCL user
+guide and NCCL's source code, 2026.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ _DOCKER_SHM = 2**26  # docker's default, too little for programs that share memo
 # and peer. Some hundred of these use up 1,024, the default of most systems.
 _OPEN_FILES = 4096
 _OPEN_FILES_OF_FEW = 1024  # enough for a single machine, or processes without GPUs
-_FEW = 100  # processes without GPUs
+_FEW_PROCESSES = 100
 # NCCL registers far less of the host's memory. Defaults of the kernel and of docker are
 # far lower (64 MiB at most), limits that systemd or a site sets are far higher.
 _NCCL_LOCKED = 2**32
-_MAX_CLOCK_ERROR_S = 1.0  # as between machines, see `operations/launch/preflight.py`
+_MAX_CLOCK_ERROR_S = 1.0  # the limit of `operations/launch/preflight.py`, too
 _NOT_ZERO = re.compile(r"-?\d*[1-9]\d*")  # a setting that is on
 
 
@@ -37,12 +37,12 @@ class Fault(NamedTuple):
 
     check: str  # a key of CHECKS
     fault: str  # the finding and its effect
-    cure: str
+    cure: str  # the fix; the name is a field of doctor's JSON
 
 
 @dataclass(frozen=True)
 class _Node(Machine):
-    """A machine in a run."""
+    """A machine of a run."""
 
     limits: Limits
 
@@ -50,12 +50,12 @@ class _Node(Machine):
     def cluster(self) -> ClusterInfo:
         try:
             return find_cluster(self.environ)
-        except (ConfigError, KeyError, ValueError):  # reported by the run's start
+        except (ConfigError, KeyError, ValueError):  # the start of the run reports it
             return ClusterInfo()
 
     @property
     def is_one_of_several(self) -> bool:
-        """Whether other machines have processes of the run."""
+        """Checks if other machines have processes of the run."""
         is_alone = (
             self.cluster.launcher == "Slurm"
             and self.environ.get("SLURM_STEP_NUM_NODES") == "1"
@@ -68,8 +68,9 @@ class _Node(Machine):
 
     @property
     def talks_to_hosts(self) -> bool:
-        """Whether NCCL would send to other machines: the run has several, or this
-        machine has RDMA cards.
+        """Checks if NCCL would send to other machines.
+
+        It would in a run of several machines. RDMA cards suggest such a run.
         """
         return self.gpus > 0 and (self.is_one_of_several or bool(self.rdma))
 
@@ -79,20 +80,23 @@ def network_faults(
 ) -> list[Fault]:
     """Lists the faults of this machine for the run that this environment would start.
 
-    A check is silent where it does not apply: checks of NCCL without GPUs, and checks
-    of several machines on a single one. The clock is always checked, since a run may
-    continue on another machine. No tree of files and no environment raises.
+    A check is silent if it does not apply: checks of NCCL without GPUs, and checks of
+    several machines on a single one. The clock is always checked, since a run may
+    continue on another machine. Malformed files and variables never raise.
 
     Args:
       root: the folder that holds /sys, /proc, /etc and /dev.
+      environ: the variables of the run.
+      limits: the limits of the process.
     """
     node = _Node(root, environ, limits)
-    return [
-        Fault(check, *found) for check, find in CHECKS.items() for found in find(node)
-    ]
+    faults = []
+    for name, check in CHECKS.items():
+        faults += [Fault(name, fault, fix) for fault, fix in check(node)]
+    return faults
 
 
-# --- checks: each yields (fault, cure) ------------------------------------------------
+# --- checks: each yields (fault, fix) -------------------------------------------------
 
 Found = Iterator[tuple[str, str]]
 
@@ -101,11 +105,10 @@ def _nccl_socket(node: _Node) -> Found:
     network, network_file = node.nccl.get("NCCL_NET", ("", ""))
     disabled, disabled_file = node.nccl.get("NCCL_IB_DISABLE", ("", ""))
     if node.talks_to_hosts and network.lower() == "socket":
-        cards = f", though {', '.join(node.rdma)} are here" if node.rdma else ""
-        yield (
-            f"NCCL_NET={network}{network_file}: NCCL sends over TCP{cards}",
-            "unset NCCL_NET",
-        )
+        fault = f"NCCL_NET={network}{network_file}: NCCL sends over TCP"
+        if node.rdma:
+            fault += f", though {', '.join(node.rdma)} are here"
+        yield fault, "unset NCCL_NET"
     elif node.gpus and node.infiniband and _NOT_ZERO.fullmatch(disabled):
         yield (
             f"NCCL_IB_DISABLE={disabled}{disabled_file}: NCCL sends over TCP, "
@@ -137,17 +140,17 @@ def _shm(node: _Node) -> Found:
 def _open_files(node: _Node) -> Found:
     limit = node.limits.open_files
     hard = node.limits.open_files_hard
-    is_few = node.cluster.number <= _FEW and not node.talks_to_hosts
-    least = _OPEN_FILES_OF_FEW if is_few else _OPEN_FILES
-    if limit is None or limit >= least:
+    has_few = node.cluster.number <= _FEW_PROCESSES and not node.talks_to_hosts
+    needed = _OPEN_FILES_OF_FEW if has_few else _OPEN_FILES
+    if limit is None or limit >= needed:
         return
-    if hard is not None and hard < least:
-        here = f"ask root for more than the hard limit of {hard}"
+    if hard is not None and hard < needed:
+        shell_fix = f"ask root for more than the hard limit of {hard}"
     else:
-        here = f"`ulimit -n {min(65_536, hard or 65_536)}` before the run"
+        shell_fix = f"`ulimit -n {min(65_536, hard or 65_536)}` before the run"
     yield (
-        f"a process may open {limit} files and sockets; with connections to many processes it needs {least}",
-        f"{here}; docker: --ulimit nofile=65536; systemd: LimitNOFILE=65536",
+        f"a process may open {limit} files and sockets; with connections to many processes it needs {needed}",
+        f"{shell_fix}; docker: --ulimit nofile=65536; systemd: LimitNOFILE=65536",
     )
 
 
@@ -172,7 +175,7 @@ def _clock(node: _Node) -> Found:
     else:
         state = "is kept by no time service"
     yield (
-        f"by the kernel's word this machine's clock {state}: times of events and leases are compared between "
+        f"the kernel says that this machine's clock {state}: times of events and leases are compared between "
         f"machines",
         "start chrony or systemd-timesyncd on the machine, not in a container; `launch --preflight` measures "
         "how far the clocks of a run are apart",

@@ -5,29 +5,30 @@ from collections.abc import Mapping
 
 from jaxdist.config import ConfigError
 
-# no handler may take two; the agent has the third
-_DEAF = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)
-# variable: more signals that ask to stop, e.g. SIGUSR1,SIGUSR2
+# no handler may take the first two; the agent needs the third for its processes
+_RESERVED = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)
+# variable that names more signals, e.g. SIGUSR1,SIGUSR2
 STOP_SIGNALS = "JAXDIST_STOP_SIGNALS"
 
 
 def stop_signals(environ: Mapping[str, str]) -> list[signal.Signals]:
-    """Lists the signals that ask a run to stop: SIGINT, SIGTERM, SIGHUP and those of
-    JAXDIST_STOP_SIGNALS.
+    """Lists the signals that ask a run to stop.
 
-    SIGHUP (a closed terminal) only where it is not ignored, as `nohup` has it.
+    They are SIGINT, SIGTERM, SIGHUP (a closed terminal) and the signals of
+    JAXDIST_STOP_SIGNALS. SIGHUP is not among them if it is ignored, as under `nohup`.
 
     Raises:
-      ConfigError: a name is no signal's, or that of one which cannot ask.
+      ConfigError: a name is not that of a signal, or that of a reserved one.
     """
     names = environ.get(STOP_SIGNALS, "").replace(",", " ").split()
-    wrong = [
-        name for name in names if signal.Signals.__members__.get(name) in (None, *_DEAF)
-    ]
+    unusable = (None, *_RESERVED)
+    wrong = [name for name in names if signal.Signals.__members__.get(name) in unusable]
     if wrong:
         raise ConfigError(
-            f"{STOP_SIGNALS}: {', '.join(wrong)} is no signal that can ask; write e.g. SIGUSR1"
+            f"{STOP_SIGNALS}: {', '.join(wrong)} cannot ask a run to stop; name another signal, e.g. SIGUSR1"
         )
-    deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    usual = [signal.SIGINT, signal.SIGTERM, *([] if deaf else [signal.SIGHUP])]
-    return list(dict.fromkeys([*usual, *(signal.Signals[name] for name in names)]))
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
+    signals += [signal.Signals[name] for name in names]
+    return list(dict.fromkeys(signals))

@@ -1,1 +1,1 @@
-"""What keeps and shows a run: supervision, watching, ledger, copies, pages."""
+"""Parts that keep and show a run: supervision, watching, ledger, copies, pages."""

@@ -1,4 +1,4 @@
-"""The callbacks of operations, in one place for the roots."""
+"""Callbacks of operations, imported by the roots from here."""
 
 from jaxdist.operations.copies.copying import CheckpointCopies
 from jaxdist.operations.ledger.ledger import Ledger, command_age_s

@@ -1,0 +1,1 @@
+"""Metrics files, clock, loggers, FLOPs, HLO, profiles, terminal display."""

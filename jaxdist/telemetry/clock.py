@@ -1,6 +1,6 @@
-"""The clock of a run: code of the core says what its time goes to.
+"""The clock of a run, by which the core books wall time to buckets.
 
-The clock of the core books nothing. `operations.ledger.Ledger` is a clock that does.
+`Clock` books nothing. `operations.ledger.Ledger` is a clock that keeps the books.
 """
 
 from __future__ import annotations
@@ -10,46 +10,46 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 STEP = "step"  # bucket of the phase in which a run trains
-# buckets within a phase
-JOIN = "join"  # joining the process group, and finding devices
+# buckets of work within a phase
+JOIN = "join"  # joining the process group and finding devices
 COMPILE = "compile"
-WAIT = "wait"  # for other processes
-HOOKS = "hooks"  # callbacks that the loop pauses for
+WAIT = "wait"  # waiting for other processes
+HOOKS = "hooks"  # callbacks that the loop waits for
 
 
 class Clock:
-    """Books the time of this process to buckets. This one books nothing."""
+    """Clock that books the time of this process to buckets. The base books nothing."""
 
     def timed(self, bucket: str) -> AbstractContextManager[None]:
-        """Books the time that the body takes to a bucket of its own.
+        """Books the time of the body to a bucket.
 
         Args:
-          bucket: one of this module's; "" books it to the phase under way.
+          bucket: a bucket of this module; "" = the bucket of the current phase.
         """
         return contextlib.nullcontext()
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Moves seconds from one bucket to another that they turned out to belong to."""
+        """Moves seconds that were booked to the wrong bucket."""
 
     def failures(self) -> tuple[int, float]:
         """Counts the failed starts of this run, and the seconds of all its starts.
 
-        Starts that ended before their first step count for neither.
+        Starts that ended before their first step are not counted.
         """
         return 0, 0.0
 
 
-_clocks = [Clock()]  # the last is that of the run this process is in
+_clocks = [Clock()]  # the last one is the current clock
 
 
 def current() -> Clock:
-    """Returns the clock of the run that this process is in."""
+    """Returns the clock of the run in this process."""
     return _clocks[-1]
 
 
 @contextlib.contextmanager
 def installed(clock: Clock) -> Iterator[None]:
-    """Makes `clock` the current one until the body ends."""
+    """Makes `clock` the current clock until the body ends."""
     _clocks.append(clock)
     try:
         yield
@@ -58,5 +58,5 @@ def installed(clock: Clock) -> Iterator[None]:
 
 
 def timed(bucket: str) -> AbstractContextManager[None]:
-    """Books the time that the body takes to a bucket of the current clock."""
+    """Books the time of the body to a bucket of the current clock."""
     return current().timed(bucket)

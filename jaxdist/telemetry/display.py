@@ -1,10 +1,9 @@
-"""What a run shows while it runs: a live block on a terminal or in a notebook, steady
-plain lines elsewhere.
+"""Display of a run: a live block on a terminal or in a notebook, plain lines elsewhere.
 
-Only this module imports rich. Off a terminal rich's Live prints nothing but its last
-frame, so plain lines are printed there instead. The loop only stores numbers here; a
-thread of rich redraws `REFRESH_PER_S` times a second, so a step costs about a
-microsecond.
+Only this module imports rich. Off a terminal, rich's Live would print only its last
+frame, so this module prints plain lines there. The loop only stores numbers, which
+costs about a microsecond per step; a thread of rich redraws them `REFRESH_PER_S` times
+a second.
 """
 
 import contextlib
@@ -26,15 +25,16 @@ from jaxdist.telemetry.units import duration_text, field_text
 
 REFRESH_PER_S = 2  # a redraw takes 1-2 ms: under 0.5 % of a core
 _GAP = 3  # characters between two numbers of the live block
-_BAR = 16
-_WIDE = 80  # terminals that have room for the bar
-# off a terminal, at least this long between two lines, but for first and last
+_BAR = 16  # characters of the progress bar
+_WIDE = 80  # characters of the narrowest terminal that shows the bar
+# least seconds between two lines off a terminal; the first and last are always printed
 LINE_EVERY_S = 1.0
 
 
 def print_safe(text: str) -> None:
-    """Prints a line; a full disk, a closed terminal, or a name that is no text does not
-    stop the run.
+    """Prints a line, without an error if standard output does not take it.
+
+    Reasons are a full disk, a closed terminal, or characters that it cannot encode.
     """
     with contextlib.suppress(OSError):
         try:
@@ -46,26 +46,25 @@ def print_safe(text: str) -> None:
 def lively(
     say: Callable[[str], None], progress: Callable[[str], None]
 ) -> Callable[[str], None]:
-    """Makes a `say` whose lines also show that work of many seconds goes on.
+    """Makes a `say` whose lines also count as progress of long work.
 
     Args:
       say: prints a line.
-      progress: is told of each line before it is printed.
+      progress: is called with each line before it is printed.
     """
 
-    def speak(text: str) -> None:
+    def say_with_progress(text: str) -> None:
         progress(text)
         say(text)
 
-    return speak
+    return say_with_progress
 
 
 class Display:
-    """Progress, ETA, loss, tokens/s, MFU, step time and data wait of one run; process 0
-    shows it.
+    """Display of a run's progress, ETA and metrics, on process 0.
 
-    Use as a context manager; `step` after every update, `row` with every metrics row,
-    `evaluation` with every evaluation row, `note` for events and messages.
+    It is a context manager. The loop calls `step` after each update, `row` with each
+    metrics row, `evaluation` with each evaluation row, and `note` for messages.
     """
 
     def __init__(
@@ -84,21 +83,23 @@ class Display:
 
         Args:
           total_steps: the step at which the run ends.
-          first_step: updates finished before this run (the restored step).
-          max_seconds: wall-clock limit of this run (train.max_minutes), None = none.
-          unit: what a run counts: tokens, or samples.
+          first_step: the restored step; 0 for a new run.
+          max_seconds: wall-clock limit of this start (train.max_minutes), None = none.
+          unit: unit that the run counts: "tokens" or "samples".
           enabled: True on process 0 only; False shows nothing.
           console: rich console, default standard output.
-          clock: monotonic seconds.
-          wall_clock: seconds since 1970; each line begins with it, in local time.
+          clock: gives monotonic seconds.
+          wall_clock: gives seconds since 1970, for the local time of each line.
         """
         self._total = total_steps
         self._unit = unit
         self._step = first_step
         self._max_seconds = max_seconds
         self._block: NotebookBlock | None = None
-        if console is None and enabled and (cell := output_of_cell()):
-            self._block = NotebookBlock(cell, clock)
+        if console is None and enabled:
+            cell = output_of_cell()
+            if cell:
+                self._block = NotebookBlock(cell, clock)
         self._console = console or Console(highlight=False, force_jupyter=False)
         self._console.quiet = not enabled
         self._clock = clock
@@ -107,8 +108,8 @@ class Display:
         self._status = "starting"
         self._row: Mapping[str, object] = {}
         self._evaluation: list[tuple[str, str]] = []
-        self._held_back = ""  # the newest line if it was not printed
-        self._line_due = -math.inf  # when a line may be printed again
+        self._held_back = ""  # the newest line, if it was not printed
+        self._line_due = -math.inf  # time from which a line may be printed again
         self._spinner = Spinner("dots", style="cyan")
         self._live: Live | None = None
 
@@ -138,18 +139,16 @@ class Display:
             self.note(self._held_back)
 
     def status(self, text: str) -> None:
-        """Shows what the run waits for, until the next step: restoring, evaluating."""
+        """Shows a status such as "restoring" until the next step."""
         self._status = text
 
     def step(self, step: int) -> None:
-        """Says that `step` updates are finished. Costs about a microsecond."""
+        """Sets the number of finished updates. It costs about a microsecond."""
         self._step = step
         self._status = ""
 
     def row(self, step: int, values: Mapping[str, object]) -> None:
-        """Shows a metrics row (fields of metrics.jsonl; missing or None ones are left
-        out).
-        """
+        """Shows a row of metrics.jsonl; fields that are missing or None are skipped."""
         self.step(step)
         self._row = values
         if self._block is not None:
@@ -166,20 +165,18 @@ class Display:
             self._line_due = self._clock() + LINE_EVERY_S
 
     def evaluation(self, step: int, values: Mapping[str, object]) -> None:
-        """Shows an evaluation row; always prints a line, so that it stays on the
-        screen.
-        """
-        shown = self._metrics_text(values)
+        """Shows an evaluation row; outside of notebooks it always prints a line."""
+        texts = self._metrics_text(values)
         self._evaluation = [
             (name, f"{text} @ {step}")
-            for name, text in shown
+            for name, text in texts
             if name != f"eval {self._unit}"
         ]
         if self._block is not None:
             self._block.add(step, values.get("eval_loss"), evaluation=True)
             self._draw()
         else:
-            parts = [f"{name} {text}" for name, text in shown]
+            parts = [f"{name} {text}" for name, text in texts]
             self.note("  ".join([f"step {step}", *parts]))
 
     def _draw(self, *, last: bool = False) -> None:
@@ -191,8 +188,9 @@ class Display:
         self._block.draw(head, self._shown(), last=last)
 
     def note(self, text: str) -> None:
-        """Prints one line (above the live block); a log's full disk does not stop the
-        run.
+        """Prints one line, above the live block if there is one.
+
+        A full disk does not stop the run.
         """
         now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._wall_clock()))
         with contextlib.suppress(OSError):
@@ -201,34 +199,28 @@ class Display:
             )
 
     def _eta_text(self) -> str:
-        """Formats when the run ends: by the speed of the last row, or by the time
-        limit.
-        """
-        ends_in_s = []
+        """Formats the time left, by the speed of the last row and the time limit."""
+        times_left_s = []
         step_s = self._row.get("step_time_s")
         if isinstance(step_s, float):
-            ends_in_s.append((self._total - self._step) * step_s)
+            times_left_s.append((self._total - self._step) * step_s)
         if self._max_seconds is not None:
-            ends_in_s.append(max(0.0, self._max_seconds - self._elapsed_s()))
-        left_s = min(ends_in_s, default=math.inf)
+            times_left_s.append(max(0.0, self._max_seconds - self._elapsed_s()))
+        left_s = min(times_left_s, default=math.inf)
         return f"ETA {duration_text(left_s)}" if left_s < math.inf else "ETA -"
 
     def _elapsed_s(self) -> float:
         return self._clock() - self._begin
 
     def _fraction(self) -> float:
-        """Computes how much of the run is done: by steps or by the time limit, the
-        larger.
-        """
+        """Computes the finished share of the run, by steps or by its time limit."""
         done = self._step / self._total
         if self._max_seconds:
             done = max(done, self._elapsed_s() / self._max_seconds)
         return min(1.0, done)
 
     def _render(self) -> Group:
-        """Draws the live block, a progress line and the numbers; rich's thread calls
-        it.
-        """
+        """Draws the live block: a progress line and numbers. Rich's thread calls it."""
         done = self._fraction()
         times = f"{duration_text(self._elapsed_s())} elapsed · {self._eta_text()}"
         cells = [
@@ -252,26 +244,24 @@ class Display:
         return self._metrics_text(self._row) + self._evaluation
 
     def _metrics_text(self, values: Mapping[str, object]) -> list[tuple[str, str]]:
-        """Formats the fields that a reader follows as (label, text with unit), in
-        reading order.
-        """
-        of_model = {
+        """Formats the shown fields as (label, text with unit), in reading order."""
+        model_labels = {
             name: name.replace("eval_", "eval ", 1)
             for name in values
-            if name.startswith(_OWN) and name not in _SHOWN
+            if name.startswith(_MODEL_PREFIXES) and name not in _LABELS
         }
-        labels = list(_SHOWN.items())
-        labels[2:2] = of_model.items()
-        shown = []
+        labels = list(_LABELS.items())
+        labels[2:2] = model_labels.items()  # after the losses
+        texts = []
         for field, label in labels:
             value = values.get(field)
             if isinstance(value, SupportsFloat):  # None: unknown
                 text = field_text(field, float(value))
-                shown.append((label.replace("tokens", self._unit), text))
-        return shown
+                texts.append((label.replace("tokens", self._unit), text))
+        return texts
 
 
-_SHOWN = {  # field of a row: label
+_LABELS = {  # labels of fields of a row
     "loss": "loss",
     "eval_loss": "eval loss",
     "learning_rate": "lr",
@@ -284,5 +274,5 @@ _SHOWN = {  # field of a row: label
     "tokens_seen": "tokens",
     "eval_tokens": "eval tokens",
 }
-# how the names begin of what a model itself says, beside its loss
-_OWN = ("aux/", "eval_")
+# prefixes of fields that a model adds to its loss
+_MODEL_PREFIXES = ("aux/", "eval_")

@@ -1,10 +1,12 @@
 """FLOPs of any jaxpr, and of a compiled program.
 
-A multiply-add is 2 FLOPs. Only matrix products and convolutions are counted, so norms,
-softmax, activations, rotary embeddings, gathers and the optimizer are left out in both
-counts, as in what ops declare (`ops.costs`): `jaxpr_flops` (what a traced function asks
-for; model FLOPs of any model = 3 x its forward) and `hlo_flops` (what the compiled
-program does, recomputation included: the numerator of HFU).
+A multiply-add is 2 FLOPs. Only matmuls and convolutions are counted. Norms, softmax,
+activations, rotary embeddings, gathers and the optimizer are not counted; nor are they
+in the costs that ops declare (`ops.costs`).
+
+`jaxpr_flops` counts a traced function; the model FLOPs of any model are 3 x its forward
+pass. `hlo_flops` counts a compiled program with its recomputation: the numerator of
+HFU.
 """
 
 import functools
@@ -18,7 +20,7 @@ import numpy as np
 
 from jaxdist.telemetry import hlo
 
-# whether attention counts what a causal mask leaves, or all
+# "causal" counts the part of attention that a causal mask leaves, "full" counts all
 Convention = Literal["causal", "full"]
 
 
@@ -26,32 +28,34 @@ Convention = Literal["causal", "full"]
 
 
 class Call(Protocol):
-    """What a call of a function needs that its program does not show."""
+    """Declared costs of a call, which its jaxpr does not show."""
 
     @property
     def flops(self) -> float:
-        """FLOPs of the call, forward."""
+        """Returns the FLOPs of the forward pass."""
 
     def kept(
         self, rules: Any, tokens: int, itemsize: int, platform: str
     ) -> Mapping[str, int]:
-        """Counts bytes that remat policies keep of a device's tokens, by name."""
+        """Counts the bytes that remat policies keep for a device's tokens, by name."""
 
     def moments(
         self, rules: Any, tokens: int, itemsize: int, platform: str
     ) -> Iterator[Any]:
-        """Yields what its backward pass holds from moment to moment: bytes of gathered
-        kernels, of whole gradients of kernels, and of rows.
+        """Yields the memory of its backward pass over time.
+
+        Each item has the bytes of gathered kernels, of whole gradients of kernels, and
+        of rows.
         """
 
 
-# By name, functions with a gradient of their own whose loops follow the data: what a
-# call with such abstract arguments needs.
+# Functions with a custom VJP whose loops depend on the data. For each name: makes the
+# declared costs of a call from its abstract arguments.
 CALLS: dict[str, Callable[[Sequence[Any]], Call]] = {}
 
 
 def declared_call(equation: Any) -> Call | None:
-    """Makes the call that a jaxpr's equation declares; None: it shows all it does."""
+    """Makes the declared costs of a jaxpr's equation; None if it declares none."""
     if equation.primitive.name != "custom_vjp_call":
         return None
     name = equation.params["call_jaxpr"].jaxpr.debug_info.func_name
@@ -61,16 +65,16 @@ def declared_call(equation: Any) -> Call | None:
 
 
 def jaxpr_flops(jaxpr: Any, *, only: Callable[[Any], bool] | None = None) -> float:
-    """Counts the FLOPs of a jaxpr (closed or open), all devices together, loops
-    multiplied out.
+    """Counts the FLOPs of a jaxpr (closed or open) on all devices together.
 
-    scan counts length x body; while once (functions in `CALLS` have their own count);
-    cond its dearest branch; shard_map its body x the manual axes; pallas_call its
-    kernel x the grid (blocks that the kernel skips count as done). Attention counts in
-    full, as written.
+    A scan counts length x body; a while loop counts once, except for functions in
+    `CALLS`. A cond counts its most expensive branch, a shard_map its body x the manual
+    axes. A pallas_call counts its kernel x the grid, also blocks that the kernel skips.
+    Attention counts in full.
 
     Args:
-      only: counts just the products whose equations it accepts.
+      jaxpr: the jaxpr.
+      only: accepts the equations of the matmuls to count; None = all.
     """
     return sum((_equation_flops(equation, only) for equation in _open(jaxpr).eqns), 0.0)
 
@@ -93,22 +97,26 @@ def _equation_flops(equation: Any, only: Callable[[Any], bool] | None) -> float:
     # their parameters
     inner = (value for value in params.values() if hasattr(_open(value), "eqns"))
     flops = sum(jaxpr_flops(value, only=only) for value in inner)
+    return flops * _num_runs(name, params)
+
+
+def _num_runs(name: str, params: Any) -> int:
+    """Counts the runs of the jaxpr that an equation holds."""
     if name == "scan":
-        return flops * params["length"]
+        return int(params["length"])
     if name == "shard_map":
-        return flops * math.prod(
-            params["mesh"].shape[axis] for axis in params["newly_manual_axes"]
-        )
+        shape = params["mesh"].shape
+        return math.prod(shape[axis] for axis in params["newly_manual_axes"])
     if name == "pallas_call":
-        return flops * math.prod(
-            n for n in params["grid_mapping"].grid if isinstance(n, int)
-        )
-    return flops
+        grid = params["grid_mapping"].grid
+        return math.prod(size for size in grid if isinstance(size, int))
+    return 1
 
 
 def is_uncounted(jaxpr: Any) -> bool:
-    """Checks whether `jaxpr_flops` misses work: products in loops that follow data,
-    cuDNN's attention.
+    """Checks if `jaxpr_flops` misses work of a jaxpr.
+
+    It misses matmuls in loops that depend on data, and cuDNN's attention.
     """
     return any(map(_is_uncounted, _open(jaxpr).eqns))
 
@@ -137,18 +145,22 @@ def _dot(lhs: hlo.Shape, rhs: hlo.Shape, out: hlo.Shape, params: Any) -> float:
     (contracting, _), _ = (
         ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
     )
-    weight_gradient = ragged is not None and not ragged.rhs_group_dimensions
-    return _product(lhs, out, contracting, groups=out[0] if weight_gradient else 1)
+    is_weight_gradient = ragged is not None and not ragged.rhs_group_dimensions
+    return _matmul(lhs, out, contracting, groups=out[0] if is_weight_gradient else 1)
 
 
-def _product(
+def _matmul(
     lhs: hlo.Shape, out: hlo.Shape, contracting: Sequence[int], groups: int = 1
 ) -> float:
-    """Counts the FLOPs of a product: 2 x result x contracted dims of the left side.
+    """Counts the FLOPs of a matmul: 2 x result x contracted dims of the left side.
 
-    `groups` > 1 is a product ragged over its contracted dim, as a weight gradient is:
-    the result has one slice per group, and each row of the operands goes into one of
-    them only.
+    Args:
+      lhs: shape of the left side.
+      out: shape of the result.
+      contracting: contracted dims of the left side.
+      groups: groups of a matmul that is ragged over its contracted dim, such as a
+        weight gradient. The result has a slice per group, and each row of the operands
+        contributes to one slice only.
     """
     return 2 * math.prod(out) // groups * math.prod(lhs[dim] for dim in contracting)
 
@@ -168,7 +180,8 @@ def _convolution(lhs: hlo.Shape, rhs: hlo.Shape, out: hlo.Shape, params: Any) ->
     )
     batch, features = numbers.out_spec[:2]
     channels = out[batch] * out[features] * rhs[numbers.rhs_spec[1]]
-    return 2 * channels * math.prod(starmap(_window_pairs, windows))
+    flops: int = 2 * channels * math.prod(starmap(_window_pairs, windows))
+    return flops
 
 
 def _window_pairs(
@@ -180,39 +193,40 @@ def _window_pairs(
     dilation: int,
     kernel_dilation: int,
 ) -> int:
-    """Counts the (output, kernel) positions of one spatial dim that meet a real input
-    element.
+    """Counts the (output, kernel) positions of a spatial dim that read the input.
 
-    Padding and the holes of a dilated input are no work: XLA's own convention, and
-    without it the gradient of a strided convolution would count stride times too much.
+    Padding and the holes of a dilated input are no work. This is XLA's convention;
+    without it, the gradient of a strided convolution would count `stride` times.
     """
     outputs = np.arange(out) * stride - pad
-    places = (outputs + tap * kernel_dilation for tap in range(kernel))
-    inside = (
-        (p % dilation == 0) & (p >= 0) & (p <= (size - 1) * dilation) for p in places
-    )
-    return sum(map(np.count_nonzero, inside))
+    count = 0
+    for tap in range(kernel):
+        places = outputs + tap * kernel_dilation
+        is_inside = (places >= 0) & (places <= (size - 1) * dilation)
+        count += int(np.count_nonzero(is_inside & (places % dilation == 0)))
+    return count
 
 
 # --- compiled programs ----------------------------------------------------------------
 
-# Accepts a product by the dtypes of both operands and the instruction's attributes.
+# Accepts a matmul by the dtypes of both operands and the instruction's attributes.
 HloFilter = Callable[[Sequence[str], str], bool]
 
 
 def hlo_flops(
     program: str | hlo.Module, computation: str = "", *, only: HloFilter | None = None
 ) -> float:
-    """Counts the FLOPs of optimized HLO text, `compiled.as_text()`; of ONE device if
-    partitioned.
+    """Counts the FLOPs of an optimized HLO program; of ONE device if partitioned.
 
-    Of its entry, or of the named computation; `only` counts just the products that it
-    accepts.
+    Counted are dot, convolution, ragged-dot, matmul custom calls of oneDNN and cuBLAS,
+    and kernels with a cost estimate. Other custom calls count as zero. A loop counts
+    its trip count x body (once if unknown), a conditional its most expensive branch. In
+    contrast, `compiled.cost_analysis()["flops"]` counts each loop once.
 
-    Differs from `compiled.cost_analysis()["flops"]`, which counts a loop once. Counted:
-    dot, convolution, ragged-dot, matmul custom calls of oneDNN and cuBLAS, and kernels
-    that carry a cost estimate; in fusions, calls, loops (x trip count, once if it is
-    unknown) and conditionals (the dearest branch). Other custom calls count as nothing.
+    Args:
+      program: the text `compiled.as_text()`, or its parsed module.
+      computation: name of the computation to count; "" = the entry.
+      only: accepts the matmuls to count; None = all.
 
     Raises:
       ValueError: the text is no HLO module.
@@ -221,25 +235,26 @@ def hlo_flops(
 
     @functools.cache
     def computation_flops(name: str) -> float:
-        inside = module.computations[name]
-        return sum((flops(inside, step) for step in inside.values()), 0.0)
+        instructions = module.computations[name]
+        return sum((flops(instructions, step) for step in instructions.values()), 0.0)
 
-    def flops(inside: dict[str, hlo.Instruction], step: hlo.Instruction) -> float:
-        called = [
-            computation_flops(name)
-            for name in step.called(*_CALLS.get(step.opcode, ()))
-        ]
-        if step.opcode == "while":
-            trips = module.trip_count(step)
+    def flops(
+        instructions: dict[str, hlo.Instruction], instruction: hlo.Instruction
+    ) -> float:
+        attributes = _CALLED_BY.get(instruction.opcode, ())
+        called = [computation_flops(name) for name in instruction.called(*attributes)]
+        if instruction.opcode == "while":
+            trips = module.trip_count(instruction)
             return sum(called) * (1 if trips is None else trips)
-        if step.opcode == "conditional":
+        if instruction.opcode == "conditional":
             return max(called)
-        return sum(called, instruction_flops(inside, step, only=only))
+        return sum(called, instruction_flops(instructions, instruction, only=only))
 
     return computation_flops(computation or module.entry)
 
 
-_CALLS = {  # what holds computations that run, and in which attributes
+# attributes with the computations that an instruction runs, by its opcode
+_CALLED_BY = {
     "while": ("body", "condition"),
     "conditional": hlo.BRANCHES,
     "fusion": ("calls",),
@@ -249,49 +264,55 @@ _CALLS = {  # what holds computations that run, and in which attributes
 }
 
 
+_COUNTED = ("dot", "scaled-dot", "ragged-dot", "convolution", "custom-call")
+
+
 def instruction_flops(
-    inside: Mapping[str, hlo.Instruction],
-    step: hlo.Instruction,
+    instructions: Mapping[str, hlo.Instruction],
+    instruction: hlo.Instruction,
     *,
     only: HloFilter | None = None,
 ) -> float:
-    """Counts the FLOPs of an instruction itself, without the computations it calls."""
-    if step.opcode not in (
-        "dot",
-        "scaled-dot",
-        "ragged-dot",
-        "convolution",
-        "custom-call",
-    ):
+    """Counts the FLOPs of an instruction, without the computations that it calls.
+
+    Args:
+      instructions: the instructions of its computation, by name.
+      instruction: the instruction.
+      only: accepts the matmuls to count; None = all.
+    """
+    opcode = instruction.opcode
+    if opcode not in _COUNTED:
         return 0.0
+    operands = [instructions[name] for name in instruction.operands]
     if only is not None:
-        operand_dtypes = [inside[name].dtype for name in step.operands[:2]]
-        if not only(operand_dtypes, step.attributes):
+        dtypes = [operand.dtype for operand in operands[:2]]
+        if not only(dtypes, instruction.attributes):
             return 0.0
-    operands = [inside[name].shape for name in step.operands]
-    if step.opcode.endswith("dot"):
-        weight_gradient = step.opcode == "ragged-dot" and not step.dims(
+    out = instruction.shape
+    if opcode.endswith("dot"):
+        contracting = instruction.dims("lhs_contracting_dims")
+        is_weight_gradient = opcode == "ragged-dot" and not instruction.dims(
             "rhs_group_dims"
         )
-        groups = step.shape[0] if weight_gradient else 1
-        return _product(
-            operands[0], step.shape, step.dims("lhs_contracting_dims"), groups
-        )
-    if step.opcode == "convolution":
-        return _windowed(step, operands[0], operands[1], step.shape)
-    if step.value("custom_call_target").startswith(("__onednn$matmul", "__cublas$")):
-        return _product(operands[0], step.shape, _contracted(step.attributes))
+        groups = out[0] if is_weight_gradient else 1
+        return _matmul(operands[0].shape, out, contracting, groups)
+    if opcode == "convolution":
+        return _windowed(instruction, operands[0].shape, operands[1].shape, out)
+    target = instruction.value("custom_call_target")
+    if target.startswith(("__onednn$matmul", "__cublas$")):
+        contracting = _contracted(instruction.attributes)
+        return _matmul(operands[0].shape, out, contracting)
     estimate = re.search(
-        r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', step.attributes
+        r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', instruction.attributes
     )
-    # In which numbers a kernel multiplies, nobody knows.
+    # The dtype of a kernel's matmuls is unknown, so a filter accepts none of them.
     if estimate is None or only is not None:
         return 0.0
     return float(estimate.group(1))
 
 
 def _contracted(attributes: str) -> list[int]:
-    """Reads the contracted dims of the left side of a oneDNN or cuBLAS product."""
+    """Reads the contracted dims of the left side of a oneDNN or cuBLAS matmul."""
     dims = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', attributes)
     if dims:
         return [int(dim) for dim in re.findall(r"\d+", dims.group(1))]
@@ -299,29 +320,31 @@ def _contracted(attributes: str) -> list[int]:
 
 
 def _windowed(
-    step: hlo.Instruction, lhs: hlo.Shape, rhs: hlo.Shape, out: hlo.Shape
+    convolution: hlo.Instruction, lhs: hlo.Shape, rhs: hlo.Shape, out: hlo.Shape
 ) -> float:
-    """Counts the FLOPs of a convolution from its dim_labels (b01f_01io->b01f) and
-    window.
+    """Counts the FLOPs of a convolution by its window and dim_labels.
+
+    Labels look like b01f_01io->b01f.
     """
-    of_lhs, of_rhs, of_out = re.split("_|->", step.value("dim_labels"))
-    window = dict(part.split("=", 1) for part in step.value("window").split())
+    lhs_dims, rhs_dims, out_dims = re.split("_|->", convolution.value("dim_labels"))
+    window = dict(part.split("=", 1) for part in convolution.value("window").split())
 
     def along(key: str, default: int, position: int) -> int:
+        """Reads the window's value of a spatial dim."""
         if key not in window:
             return default
         return int(window[key].split("x")[position].split("_")[0])
 
     pairs = 1
-    for position, dim in enumerate(sorted(filter(str.isdigit, of_rhs))):
+    for position, dim in enumerate(sorted(filter(str.isdigit, rhs_dims))):
         pairs *= _window_pairs(
-            lhs[of_lhs.index(dim)],
-            rhs[of_rhs.index(dim)],
-            out[of_out.index(dim)],
-            along("pad", 0, position),
-            along("stride", 1, position),
-            along("lhs_dilate", 1, position),
-            along("rhs_dilate", 1, position),
+            size=lhs[lhs_dims.index(dim)],
+            kernel=rhs[rhs_dims.index(dim)],
+            out=out[out_dims.index(dim)],
+            pad=along("pad", 0, position),
+            stride=along("stride", 1, position),
+            dilation=along("lhs_dilate", 1, position),
+            kernel_dilation=along("rhs_dilate", 1, position),
         )
-    channels = out[of_out.index("b")] * out[of_out.index("f")] * rhs[of_rhs.index("i")]
-    return 2 * channels * pairs
+    outputs = out[out_dims.index("b")] * out[out_dims.index("f")]
+    return 2 * outputs * rhs[rhs_dims.index("i")] * pairs

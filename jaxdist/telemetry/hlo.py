@@ -1,9 +1,9 @@
-"""Reads HLO text (`compiled.as_text()`): computations, instructions, shapes, calls,
-trip counts.
+"""Parser of HLO text (`compiled.as_text()`).
 
-Also what the compiler writes beside an instruction: the TPU's estimate of its cycles,
-the Python stack that asked for it, a collective's devices. A line is split only when it
-is asked for: the text of a large program has 10^5 lines.
+It reads computations, instructions, shapes, calls and trip counts. It also reads the
+compiler's notes on an instruction: the TPU's estimate of its cycles, the Python stack
+that traced it, and the devices of a collective. A line is split only when its parts are
+read: the text of a large program has 10^5 lines.
 """
 
 import math
@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
-# libtpu 0.0.50.1 names the thread
+# libtpu 0.0.50.1 adds the name of the thread
 _END = re.compile(r'^\}(, execution_thread="[^"]*")?$')
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*)$")
 # The first word before "(" that follows a space: types hold "(" only after ":" or ")",
@@ -27,7 +27,7 @@ _OP_NAME = re.compile(r'\bop_name="([^"]*)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _ROW = re.compile(r"^(\d+) (.*)$")
-# more is a mark, not an estimate: ops of the SparseCore carry 9.2e18
+# a larger number is no estimate: ops of the SparseCore have 9.2e18
 _NOT_CYCLES = 10**14
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 BRANCHES = ("branch_computations", "true_computation", "false_computation")
@@ -38,7 +38,7 @@ _GROUPS = re.compile(
     r"mesh\[(?P<mesh>[^\]]*)\](?:, device_ids=\((?P<order>[^{]*)\))? \{(?P<axes>[^}]*)\})"
 )
 _PAIRS = re.compile(r"source_target_pairs=\{([\d,{}]*)\}")
-_MOVES = (  # what hands on an array as it is, or part of it
+_MOVES = (  # opcodes whose result is their operand, or a part of it
     "copy",
     "copy-start",
     "copy-done",
@@ -63,13 +63,13 @@ def num_bytes(types: Iterable[tuple[str, Shape]]) -> int:
     """Counts the bytes of arrays of these dtypes and shapes, unpadded."""
     bits = 0
     for dtype, shape in types:
-        width = _integers("u8" if dtype == "pred" else dtype) or [0]  # tokens have none
+        width = _integers("u8" if dtype == "pred" else dtype) or [0]  # token: 0 bits
         bits += math.prod(shape) * width[0]
     return -(-bits // 8)
 
 
-def _first(pattern: re.Pattern, text: str) -> str:
-    """Finds the first group of a pattern where it is first found, or ""."""
+def _first(pattern: re.Pattern[str], text: str) -> str:
+    """Finds the first group of a pattern's first match, or ""."""
     match = pattern.search(text)
     return match.group(1) if match else ""
 
@@ -80,39 +80,39 @@ def _integers(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of the Python stack that traced an instruction."""
+    """Line of the Python stack that traced an instruction."""
 
-    function: str  # qualified: "Attention.heads"
+    function: str  # qualified name: "Attention.heads"
     file: str
     line: int
 
 
 @dataclass(frozen=True)
 class LoopRun:
-    """A computation that the schedule runs, by itself or for a loop or branch."""
+    """Computation that the schedule runs: the entry, a loop's body or a branch."""
 
     computation: str
-    times: int = 1  # per run of the program; loops of unknown length count once
-    loops: tuple[str, ...] = ()  # the names of the `while`s around it, outermost first
+    times: int = 1  # runs per run of the program; a loop of unknown length counts once
+    loops: tuple[str, ...] = ()  # names of the loops around it, outermost first
     certain: bool = True  # False inside a loop of unknown length
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation, split lazily."""
+    """Line of a computation, split lazily."""
 
     name: str
-    text: str  # what follows "name = "
+    text: str  # text after "name = "
 
     @cached_property
     def _split(self) -> tuple[str, str, str, str]:
-        """The result's type, the opcode, the operands, and what follows them."""
+        """Splits the text into the result's type, opcode, operands and attributes."""
         match = _OPCODE.search(self.text)
         if not match:
             return self.text, "", "", ""
         depth = 1
         end = match.end()
-        while depth:  # up to the parenthesis that closes the operands
+        while depth:  # until the parenthesis that closes the operands
             depth += {"(": 1, ")": -1}.get(self.text[end], 0)
             end += 1
         return (
@@ -124,12 +124,12 @@ class Instruction:
 
     @property
     def opcode(self) -> str:
-        """ "dot", "fusion", "while", ..."""
+        """Returns the opcode, such as "dot", "fusion" or "while"."""
         return self._split[1]
 
     @property
     def types(self) -> list[tuple[str, Shape]]:
-        """The dtype and shape of the result; several for a tuple."""
+        """Returns the dtype and shape of the result; several for a tuple."""
         return [
             (dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim))
             for dtype, dims in _SHAPE.findall(self._split[0])
@@ -137,77 +137,77 @@ class Instruction:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the result, of its first part if it is a tuple; () for
-        a token.
+        """Returns the shape of the result; () for a token.
+
+        For a tuple it is the shape of the first part.
         """
         return next((shape for _, shape in self.types), ())
 
     @property
     def dtype(self) -> str:
-        """The dtype of the result, of its first part if it is a tuple."""
+        """Returns the dtype of the result; for a tuple that of the first part."""
         return next((dtype for dtype, _ in self.types), "")
 
     @property
     def operands(self) -> list[str]:
-        """Names of the operands, in order."""
+        """Returns the names of the operands in order."""
         return re.findall(r"%([\w.\-]+)", self._split[2])
 
     @property
     def parameter_number(self) -> int:
-        """Which parameter of its computation a parameter is."""
+        """Returns the index of a parameter in its computation."""
         return int(self._split[2].strip(")"))
 
     @property
     def attributes(self) -> str:
-        """Everything after the operands: dimension numbers, calls, metadata,
-        backend_config.
+        """Returns the text after the operands.
+
+        It holds dimension numbers, calls, metadata and backend_config.
         """
         return self._split[3]
 
     @property
     def cycles(self) -> int:
-        """What the TPU compiler thinks it takes; 0 on kernels, collectives and other
-        platforms.
+        """Returns the TPU compiler's estimate of the cycles.
+
+        It is 0 for kernels and collectives, and on other platforms.
         """
         cycles = int(_first(_CYCLES, self.text) or 0)
         return cycles if cycles < _NOT_CYCLES else 0
 
     @property
     def op_name(self) -> str:
-        """The path of JAX transformations and primitives that it came from, or ""."""
+        """Returns the path of JAX transformations and primitives, or ""."""
         return _first(_OP_NAME, self.text)
 
     @property
     def group(self) -> tuple[int, ...]:
-        """The first group of devices that a collective spans, as ids of the executable;
-        () is all.
+        """Returns the first group of devices that a collective spans; () = all.
 
-        Of a permute a sender and its receiver.
+        Devices are ids of the executable. For a permute, they are a sender and its
+        receiver.
         """
-        if pairs := _first(_PAIRS, self.attributes):
+        pairs = _first(_PAIRS, self.attributes)
+        if pairs:
             return _first_route(pairs)
         match = _GROUPS.search(self.attributes)
         return _first_group(match.group()) if match else ()
 
     def value(self, name: str) -> str:
-        """Reads the text of an attribute such as dim_labels=bf_io->bf, or "" if
-        absent.
-        """
+        """Reads the text of an attribute such as dim_labels=bf_io->bf; "" if absent."""
         match = re.search(
             rf'\b{name}=(?:"([^"]*)"|\{{([^{{}}]*)\}}|([^\s,]+))', self.attributes
         )
-        return next((group for group in match.groups() if group), "") if match else ""
+        if match is None:
+            return ""
+        return next((group for group in match.groups() if group), "")
 
     def dims(self, name: str) -> list[int]:
-        """Reads the integers of an attribute such as lhs_contracting_dims={1}; [] if
-        absent.
-        """
+        """Reads the integers of an attribute such as lhs_contracting_dims={1}."""
         return [int(dim) for dim in self.value(name).split(",") if dim]
 
     def called(self, *names: str) -> list[str]:
-        """Lists the computations named by the given attributes (calls=%f,
-        branches={%a, %b}).
-        """
+        """Lists the computations in attributes such as calls=%f, branches={%a, %b}."""
         return [
             part.strip(" %")
             for name in names
@@ -218,23 +218,22 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Module:
-    """A parsed HLO module: instructions of each computation by name, and the entry's
-    name.
-    """
+    """Parsed HLO module."""
 
-    computations: dict[str, dict[str, Instruction]]
-    entry: str
-    # by name, of stack frames
+    computations: dict[str, dict[str, Instruction]]  # instructions by name
+    entry: str  # name of the entry computation
+    # rows of the tables of stack frames, by name and id
     tables: dict[str, dict[int, str]] = field(default_factory=dict)
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """Counts the iterations of a `while`; None if that is unknown.
+        """Counts the iterations of a `while`; None = unknown.
 
-        Source: known_trip_count of its backend_config; TPU programs have none, there
-        the largest integer constant of the condition is the limit of the loop that jax
-        made of a scan. One whose first iteration was peeled off starts at 1.
+        The count is known_trip_count of its backend_config. TPU programs have none: the
+        limit of a loop that jax made of a scan is the largest integer constant of its
+        condition. A loop whose first iteration was peeled off starts at 1.
         """
-        if trips := _first(_TRIPS, loop.attributes):
+        trips = _first(_TRIPS, loop.attributes)
+        if trips:
             return int(trips)
         (condition,) = loop.called("condition")
         numbers = (
@@ -242,138 +241,155 @@ class Module:
             for instruction in self._reachable(condition)
         )
         limits = [int(number) for number in numbers if number]
-        return max(0, max(limits) - self._start(loop, condition)) if limits else None
+        if not limits:
+            return None
+        return max(0, max(limits) - self._start(loop, condition))
 
     def _start(self, loop: Instruction, condition: str) -> int:
-        """Finds the number that a loop counts from; 0 if that cannot be seen."""
-        around = self.computations[self._callers[loop.called("body")[0]][0]]
+        """Finds the first value of a loop's counter; 0 if it is unknown."""
+        caller, _ = self._callers[loop.called("body")[0]]
+        instructions = self.computations[caller]
         counters = [
-            s
-            for s in self.computations[condition].values()
-            if s.opcode == "get-tuple-element"
+            instruction
+            for instruction in self.computations[condition].values()
+            if instruction.opcode == "get-tuple-element"
         ]
-        step = around.get(loop.operands[0])
-        if len(counters) == 1 and step is not None and step.opcode == "tuple":
-            step = around.get(step.operands[int(counters[0].value("index"))])
-            while step is not None and step.opcode in _MOVES:
-                step = around.get(step.operands[0])
-            if step is not None:
-                return int(_first(_INTEGER, step.text) or 0)
-        return 0
+        carry = instructions.get(loop.operands[0])
+        if len(counters) != 1 or carry is None or carry.opcode != "tuple":
+            return 0
+        source = instructions.get(carry.operands[int(counters[0].value("index"))])
+        while source is not None and source.opcode in _MOVES:
+            source = instructions.get(source.operands[0])
+        if source is None:
+            return 0
+        return int(_first(_INTEGER, source.text) or 0)
 
     def runs(self, run: LoopRun | None = None) -> Iterator[LoopRun]:
-        """Yields the computations whose instructions the schedule runs one by one,
-        entry (or `run`) first.
+        """Yields the computations whose instructions the schedule runs one by one.
 
-        Into loops (not their conditions), calls and the branch of a conditional that
-        has the most cycles; not into fusions, whose cost stands at the fusion, and what
-        other threads run.
+        They are the entry, loops (not their conditions), calls, and the branch of a
+        conditional with the most cycles. They are not fusions, whose cost is that of
+        the fusion instruction, and computations that other threads run.
+
+        Args:
+          run: the first computation; None = the entry.
         """
         run = run or LoopRun(self.entry)
         yield run
-        for step in self.computations[run.computation].values():
-            if step.opcode == "while":
-                yield from self.runs(self._body_run(step, run))
-            elif step.opcode == "conditional":
-                branch = max(step.called(*BRANCHES), key=self.cycles)
+        for instruction in self.computations[run.computation].values():
+            if instruction.opcode == "while":
+                yield from self.runs(self._body_run(instruction, run))
+            elif instruction.opcode == "conditional":
+                branch = max(instruction.called(*BRANCHES), key=self.cycles)
                 yield from self.runs(replace(run, computation=branch))
-            elif step.opcode == "call":
-                target = step.called("to_apply")[0]
+            elif instruction.opcode == "call":
+                target = instruction.called("to_apply")[0]
                 yield from self.runs(replace(run, computation=target))
 
-    def _body_run(self, loop: Instruction, around: LoopRun) -> LoopRun:
+    def _body_run(self, loop: Instruction, outer: LoopRun) -> LoopRun:
         trips = self.trip_count(loop)
         return LoopRun(
             loop.called("body")[0],
-            times=around.times * (trips or 1),
-            loops=(*around.loops, loop.name),
-            certain=around.certain and trips is not None,
+            times=outer.times * (trips or 1),
+            loops=(*outer.loops, loop.name),
+            certain=outer.certain and trips is not None,
         )
 
     def cycles(self, computation: str) -> int:
-        """Adds up the estimated cycles of a computation, loops and the dearest branches
-        included.
-        """
+        """Adds up the estimated cycles of a computation and of what it runs."""
         return sum(
-            run.times * step.cycles
+            run.times * instruction.cycles
             for run in self.runs(LoopRun(computation))
-            for step in self.computations[run.computation].values()
+            for instruction in self.computations[run.computation].values()
         )
 
     def stack(self, instruction: Instruction) -> list[Frame]:
-        """Reads the Python stack that traced it, innermost first; [] if none is
-        recorded.
-        """
+        """Reads the Python stack that traced an instruction, innermost frame first."""
         frames: list[Frame] = []
         frame = int(_first(_FRAME, instruction.text) or 0)
         while row := self.tables.get("StackFrames", {}).get(frame):
-            place, parent = _numbers(row)
-            file, function, line = _numbers(self.tables["FileLocations"][place])[:3]
+            location, parent = _numbers(row)
+            file, function, line = _numbers(self.tables["FileLocations"][location])[:3]
             function_name = self.tables["FunctionNames"][function].strip('"')
             file_name = self.tables["FileNames"][file].strip('"')
             frames.append(Frame(function_name, file_name, line))
-            frame = parent - 1  # 1 is "none"
+            frame = parent - 1  # a parent of 1 means none
         return frames
 
     @cached_property
     def _callers(self) -> dict[str, tuple[str, Instruction]]:
-        """Of each loop's body: the computation around it and the loop."""
+        """Finds for each loop's body the computation around the loop, and the loop."""
         return {
-            step.called("body")[0]: (name, step)
-            for name, steps in self.computations.items()
-            for step in steps.values()
-            if " while(" in step.text
+            instruction.called("body")[0]: (name, instruction)
+            for name, instructions in self.computations.items()
+            for instruction in instructions.values()
+            if " while(" in instruction.text
         }
 
     def origin(
         self, computation: str, name: str, depth: int = 64
     ) -> Instruction | None:
-        """Finds the parameter of the program that an array is, slices and casts
-        apart, or None.
-        """
-        steps = self.computations[computation]
-        step = steps.get(name)
-        index = None
-        if step is None or depth == 0:
-            return None
-        if step.opcode == "parameter":
-            return step if computation == self.entry else None
-        if step.opcode == "get-tuple-element":
-            index = int(step.value("index"))
-            step = steps[step.operands[0]]
-            if step.opcode == "parameter" and computation in self._callers:
-                computation, loop = self._callers[computation]
-                step = self.computations[computation][loop.operands[0]]
-            elif step.opcode == "while":  # what goes round unchanged
-                step = steps[step.operands[0]]
-            if step.opcode == "tuple":
-                return self.origin(computation, step.operands[index], depth - 1)
-        return self.origin(computation, self._handed_on(step, index), depth - 1)
+        """Finds the parameter of the program that an array comes from, or None.
 
-    def _handed_on(self, step: Instruction, index: int | None) -> str:
-        """Finds the operand that (the index-th part of) a result is, or ""."""
-        if step.opcode in _MOVES or 'custom_call_target="ConcatBitcast"' in step.text:
-            return next(iter(step.operands), "")
-        # a shard into zeros: so all-reduce can gather
-        if step.opcode == "dynamic-update-slice":
-            return step.operands[1]
-        if step.opcode != "fusion":
+        The array may be the parameter itself, or a slice or cast of it.
+
+        Args:
+          computation: name of the array's computation.
+          name: name of the array.
+          depth: number of instructions to follow at most.
+        """
+        instructions = self.computations[computation]
+        source = instructions.get(name)
+        index = None
+        if source is None or depth == 0:
+            return None
+        if source.opcode == "parameter":
+            return source if computation == self.entry else None
+        if source.opcode == "get-tuple-element":
+            index = int(source.value("index"))
+            source = instructions[source.operands[0]]
+            if source.opcode == "parameter" and computation in self._callers:
+                computation, loop = self._callers[computation]
+                source = self.computations[computation][loop.operands[0]]
+            elif source.opcode == "while":  # a part of the carry that does not change
+                source = instructions[source.operands[0]]
+            if source.opcode == "tuple":
+                return self.origin(computation, source.operands[index], depth - 1)
+        return self.origin(computation, self._moved(source, index), depth - 1)
+
+    def _moved(self, instruction: Instruction, index: int | None) -> str:
+        """Finds the operand that an instruction only moves, slices or casts.
+
+        Args:
+          instruction: the instruction.
+          index: index in its result, if that is a tuple.
+
+        Returns:
+          Name of the operand, or "".
+        """
+        is_concat = 'custom_call_target="ConcatBitcast"' in instruction.text
+        if instruction.opcode in _MOVES or is_concat:
+            return next(iter(instruction.operands), "")
+        # writes a shard into zeros, so that an all-reduce gathers
+        if instruction.opcode == "dynamic-update-slice":
+            return instruction.operands[1]
+        if instruction.opcode != "fusion":
             return ""
-        inside = self.computations[step.called("calls")[0]]
+        inside = self.computations[instruction.called("calls")[0]]
         inner = list(inside.values())[-1]  # the root
         if inner.opcode == "tuple" and index is not None:
             inner = inside[inner.operands[index]]
-        coded = inner.dtype.startswith("f8")
+        is_fp8 = inner.dtype.startswith("f8")
         while inner.opcode != "parameter":
-            source = self._handed_on(inner, None)
-            # by scales, which are spread over it
-            if coded and inner.opcode == "multiply":
+            source = self._moved(inner, None)
+            # a cast to fp8 multiplies by scales, which are broadcast
+            if is_fp8 and inner.opcode == "multiply":
                 factors = [x for x in inner.operands if inside[x].opcode != "broadcast"]
                 source = factors[0] if factors else ""
             if source not in inside:
                 return ""
             inner = inside[source]
-        return step.operands[inner.parameter_number]
+        return instruction.operands[inner.parameter_number]
 
     def _reachable(self, computation: str) -> Iterator[Instruction]:
         for instruction in self.computations[computation].values():
@@ -385,20 +401,26 @@ class Module:
 def uses(
     computation: Mapping[str, Instruction], name: str
 ) -> Iterator[tuple[str, Instruction]]:
-    """Yields what reads an array of a computation, or a bitcast of it, each after the
-    name that it reads.
+    """Yields the readers of an array, or of a bitcast of it.
+
+    Args:
+      computation: the instructions of the array's computation, by name.
+      name: name of the array.
+
+    Yields:
+      (name of the array or bitcast, the instruction that reads it).
     """
-    for step in computation.values():
-        if name not in step.operands:
+    for instruction in computation.values():
+        if name not in instruction.operands:
             continue
-        if step.opcode == "bitcast":
-            yield from uses(computation, step.name)
+        if instruction.opcode == "bitcast":
+            yield from uses(computation, instruction.name)
         else:
-            yield name, step
+            yield name, instruction
 
 
 def parse(text: str) -> Module:
-    """Reads the module of an HLO text.
+    """Parses the text of an HLO module.
 
     Raises:
       ValueError: the text has no ENTRY computation.
@@ -406,15 +428,12 @@ def parse(text: str) -> Module:
     computations: dict[str, dict[str, Instruction]] = {}
     tables: dict[str, dict[int, str]] = {}
     entry = ""
-    current = None
-    table = None
-    last = ""  # the instruction that a line which is none goes on with
+    current = None  # instructions of the current computation
+    table = None  # the current table
+    last = ""  # name of the last instruction; it may continue on the next line
     for line in text.splitlines():
-        if (
-            line[:1] == " "
-            and current is not None
-            and (match := _INSTRUCTION.match(line))
-        ):
+        is_indented = line[:1] == " "
+        if is_indented and current is not None and (match := _INSTRUCTION.match(line)):
             last = match.group(1)
             current[last] = Instruction(last, match.group(2))
         elif _END.match(line):
@@ -443,9 +462,7 @@ def _numbers(row: str) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _first_group(text: str) -> tuple[int, ...]:
-    """Reads the first of the groups that replica_groups lists in one of its forms; ()
-    for all.
-    """
+    """Reads the first group of replica_groups in any form; () = all devices."""
     match = _GROUPS.match(text)
     assert match is not None, text
     if match["lists"]:
@@ -459,17 +476,19 @@ def _first_group(text: str) -> tuple[int, ...]:
     order = np.arange(math.prod(sizes.values()))
     if match["order"]:
         order = _order(match["order"])
-    # "axis":(before)size is a part of an axis: that many are before it, the rest behind
+    # "axis":(outer)size is a part of an axis, with so many outer parts before it
     chosen = {
-        axis: part
-        for axis, *part in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", match["axes"])
+        axis: (outer_text, part_text)
+        for axis, outer_text, part_text in re.findall(
+            r"'([^']*)'(?::\((\d+)\)(\d+))?", match["axes"]
+        )
     }
     dims: list[int] = []
     for axis, size in sizes.items():
-        before, part = chosen.get(axis, (1, 1))
-        outer = int(before or 1)
-        inner = int(part or size)
-        dims += [outer, inner, size // outer // inner]
+        outer_text, part_text = chosen.get(axis, (1, 1))
+        outer = int(outer_text or 1)
+        part = int(part_text or size)
+        dims += [outer, part, size // outer // part]
     grid = order.reshape(dims)[(0, slice(None), 0) * len(sizes)]
     return tuple(map(int, grid.ravel()))
 
@@ -486,9 +505,7 @@ def _order(text: str) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def _first_route(text: str) -> tuple[int, ...]:
-    """Finds a device and where it sends to, of {0,4},{4,8}; one pair of different
-    devices.
-    """
+    """Finds the first pair of different devices in {0,4},{4,8}: sender and receiver."""
     numbers = _integers(text)
     pairs = zip(numbers[::2], numbers[1::2], strict=True)
     return next((pair for pair in pairs if pair[0] != pair[1]), tuple(numbers[:1]))

@@ -1,18 +1,18 @@
-"""metrics.jsonl, events.jsonl, arrays.jsonl of a workdir: append-only writers, tolerant
-readers, throughput.
+"""Writers and readers of metrics.jsonl, events.jsonl and arrays.jsonl; throughput.
 
-One JSON object per line. Floats keep full precision (repr), so that equality of two
-runs can be tested. JSON has no NaN: non-finite floats are written as the strings "NaN",
-"Infinity" and "-Infinity", and the readers turn exactly these back into floats. A
-missing value is null.
+Each line of these files is one JSON object. Floats keep full precision (repr), so that
+two runs can be tested for equality. JSON has no NaN: non-finite floats are written as
+the strings "NaN", "Infinity" and "-Infinity". Readers turn exactly these strings back
+into floats. A missing value is null.
 
-Every line is one `os.write` on a descriptor opened with O_APPEND: a kill between two
-writes leaves whole lines, and other threads or processes may append to the same file.
-Should the last line be torn all the same (power loss, a full disk, a kill within the
-write, which Linux may end at a page's end), the next writer starts on a new line, and
-readers skip what is no JSON object. Lines that a disk refuses are kept in memory and
-written once it takes them: training goes on. Standard error says so, and what was lost
-if it never did.
+Each line is appended by one `os.write` with O_APPEND. A kill between two writes leaves
+whole lines, and other threads or processes may append to the same file. The last line
+may still be torn: by a power loss, a full disk, or a kill within the write (Linux may
+end it at a page boundary). The next writer then starts on a new line, and readers skip
+lines that are no JSON object.
+
+If the disk refuses lines, they wait in memory until it takes them, and training
+continues. Standard error reports this, and how many lines were lost at the end.
 """
 
 import contextlib
@@ -33,27 +33,29 @@ from jaxdist.storage import untrusted
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
-# of some steps of a run, what rows have only the mean, least and largest of
+# whole arrays at some steps; metrics.jsonl has only their mean, minimum and maximum
 ARRAYS_FILE = "arrays.jsonl"
 
-_MAX_UNWRITTEN = 1 << 26  # bytes kept while they cannot be written; of more the last
-_LAST_BYTES = 1 << 18  # of a file that is read from its end: some hundred rows
-_MAX_FILE_BYTES = 1 << 32  # of a file that is read: ten million rows
+# bytes that wait in memory while a file cannot be written; older ones are dropped
+_MAX_UNWRITTEN = 1 << 26
+_LAST_BYTES = 1 << 18  # bytes that `read_last_rows` reads: some hundred rows
+_MAX_FILE_BYTES = 1 << 32  # bytes of the largest file that is read: ten million rows
 _END_OF_TIME_S = 253_402_300_800  # the year 10,000, which no calendar shows
 
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-# A row {"step": n, EXTENDED: m}: from n on the run has another schedule, to m; rows
-# after n no longer count.
+# A row {"step": n, EXTENDED: m} says that the run went back to step n and continued
+# with a longer schedule, to step m. Rows that were written earlier for steps after n do
+# not count.
 EXTENDED = "schedule_extended_to"
 
 Row = dict[str, Any]
 
 
 class MetricsWriter:
-    """Appends rows to metrics.jsonl and events.jsonl of one workdir.
+    """Writer that appends rows to metrics.jsonl and events.jsonl of one workdir.
 
-    Differs from a logger (same `write`, `event`, `close`) in that its files are the
+    A logger has the same `write`, `event` and `close`. The files of this writer are the
     record of the run: resume and `report` read them.
     """
 
@@ -64,39 +66,39 @@ class MetricsWriter:
         enabled: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Creates the workdir and opens both files; with enabled=False (process > 0)
-        does nothing.
+        """Creates the workdir and opens both files.
 
-        `clock` gives seconds since 1970, for the `time` of rows and events.
+        Args:
+          workdir: the folder of the files.
+          enabled: False on processes other than the first; all methods then do nothing.
+          clock: gives seconds since 1970, for the `time` of rows and events.
 
         Raises:
-          ConfigError: they cannot be opened.
+          ConfigError: a file cannot be opened.
         """
         self._clock = clock
         self._folder = Path(workdir)
         self._views: list[Any] = []
-        self._lock = threading.RLock()  # of the files
-        self._files: dict[str, int] = {}
+        self._lock = threading.RLock()  # guards the two dicts below
+        self._files: dict[str, int] = {}  # name -> file descriptor
         self._unwritten: dict[str, bytes] = {}
-        self._refused = False  # arrays.jsonl cannot be opened
+        self._arrays_failed = False  # arrays.jsonl cannot be opened
         if enabled:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._files = {
-                n: _open_append(self._folder / n) for n in (METRICS_FILE, EVENTS_FILE)
-            }
+            for name in (METRICS_FILE, EVENTS_FILE):
+                self._files[name] = _open_append(self._folder / name)
 
     def attach(self, view: Any) -> None:
-        """Hands every row and event from here on to another writer with this interface,
-        too.
-        """
+        """Adds a writer that gets all later rows and events, too."""
         self._views.append(view)
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
-        """Appends {"step": step, "time": seconds since 1970, **values} to
-        metrics.jsonl.
+        """Appends {"step", "time", **values} to metrics.jsonl.
 
-        Values are what JSON holds, or numpy and jax scalars (these wait for the device,
-        so hand over values that are ready).
+        Args:
+          step: number of the step.
+          values: JSON values, or numpy and jax scalars. A jax scalar that is not ready
+            makes the call wait for the device.
         """
         self._append(METRICS_FILE, {"step": step, "time": self._clock(), **values})
         if self._views:
@@ -108,23 +110,26 @@ class MetricsWriter:
             view.write(step, values)
 
     def write_arrays(self, step: int, arrays: Mapping[str, Any]) -> None:
-        """Appends {"step", "time", **arrays} to arrays.jsonl, numpy arrays as nested
-        lists of six digits.
+        """Appends {"step", "time", **arrays} to arrays.jsonl.
 
-        The file is opened by the first call: most models have none. Views are told
-        nothing.
+        Arrays become nested lists of numbers with six digits. The first call opens the
+        file, since most models have no such arrays. Attached writers do not get them.
+
+        Args:
+          step: number of the step.
+          arrays: numpy arrays by name.
         """
-        if not self._files or not arrays or self._refused:
-            return None
+        if not self._files or not arrays or self._arrays_failed:
+            return
         if ARRAYS_FILE not in self._files:
             try:
                 self._files[ARRAYS_FILE] = _open_append(self._folder / ARRAYS_FILE)
-            except ConfigError as error:  # the run is under way, and needs it not
-                self._refused = True
-                return print(error, file=sys.stderr)
-        lists = {name: _rounded(x.tolist()) for name, x in arrays.items()}
+            except ConfigError as error:  # the run is under way, and does not need it
+                self._arrays_failed = True
+                print(error, file=sys.stderr)
+                return
+        lists = {name: _rounded(array.tolist()) for name, array in arrays.items()}
         self._append(ARRAYS_FILE, {"step": step, "time": self._clock(), **lists})
-        return None
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
         """Appends {"time", "event", "step", **fields} to events.jsonl."""
@@ -135,7 +140,7 @@ class MetricsWriter:
             view.event(name, step, **fields)
 
     def close(self) -> None:
-        """Closes the views and both files; later writes do nothing."""
+        """Closes the attached writers and all files; later writes do nothing."""
         for view in self._views:
             view.close()
         self._views = []
@@ -147,13 +152,13 @@ class MetricsWriter:
     def _close(self, name: str, descriptor: int) -> None:
         if name in self._unwritten:
             self._append_bytes(name, b"")
-        lines = self._unwritten.pop(name, b"").count(b"\n")
-        if lines:
-            self._say(name, f"its last {lines} lines are lost")
+        num_lost = self._unwritten.pop(name, b"").count(b"\n")
+        if num_lost:
+            self._warn(name, f"its last {num_lost} lines are lost")
         try:
             os.close(descriptor)
-        except OSError as error:  # of a network file system, which writes only now
-            self._say(name, f"may lack lines ({error.strerror})")
+        except OSError as error:  # a network file system may write only now
+            self._warn(name, f"may lack lines ({error.strerror})")
 
     def _append(self, name: str, row: Mapping[str, object]) -> None:
         if not self._files:
@@ -164,73 +169,77 @@ class MetricsWriter:
                 self._append_bytes(name, line.encode())
 
     def _append_bytes(self, name: str, data: bytes) -> None:
-        """Appends what could not be written before, and `data`; what of it cannot be
-        written is kept.
-        """
-        before = self._unwritten.pop(name, b"")
-        data = before + data
+        """Appends waiting bytes and `data`; keeps in memory what is not written."""
+        waiting = self._unwritten.pop(name, b"")
+        data = waiting + data
         try:
             # one write in practice; a short write only on a full disk or a signal
             while data:
-                data = data[os.write(self._files[name], data) :]
+                num_written = os.write(self._files[name], data)
+                data = data[num_written:]
         except OSError as error:
-            if not before:
-                self._say(
+            if not waiting:
+                self._warn(
                     name,
                     f"cannot be written ({error.strerror}); its lines wait in memory",
                 )
             self._unwritten[name] = data[-_MAX_UNWRITTEN:]
 
-    def _say(self, name: str, what: str) -> None:
-        with contextlib.suppress(OSError):  # of a terminal that was closed
-            print(f"{self._folder / name}: {what}", file=sys.stderr)
+    def _warn(self, name: str, problem: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            print(f"{self._folder / name}: {problem}", file=sys.stderr)
 
 
 @dataclass(frozen=True)
 class MetricRows:
-    """The rows of a metrics.jsonl, each sorted by step, the last row of each
-    step only.
-    """
+    """Rows of a metrics.jsonl: the last row of each step."""
 
     train: list[Row]
     evaluation: list[Row]  # rows with `eval_loss`
-    unreadable: int = 0  # lines that are no such row
+    unreadable: int = 0  # number of lines that are no row
 
 
 def read_rows(path: str | os.PathLike[str]) -> MetricRows:
-    """Reads the rows of a metrics.jsonl (or of the one in a workdir); empty if there
-    is none.
+    """Reads the rows of a metrics.jsonl, sorted by step.
 
-    Lines that hold no JSON object with an integer `step` are skipped (a torn line) and
-    counted. After a resume steps repeat: the last row of a step wins, separately for
-    training and evaluation rows. Rows after a step that the run went back to for
-    another schedule (`EXTENDED`) are left out.
+    Lines without a JSON object that has an integer `step` are counted and skipped, such
+    as a torn line. After a resume steps repeat: the last row of a step wins, separately
+    for training and evaluation rows. If the run went back to a step for a longer
+    schedule (`EXTENDED`), older rows after that step are skipped.
+
+    Args:
+      path: the file, or the workdir that holds it. No file means no rows.
     """
     rows, unreadable = _read_lines(Path(path), METRICS_FILE, _is_metrics)
     train, evaluation = _last_of_steps(rows)
     return MetricRows(
-        [row for _, row in sorted(train.items())],
-        [row for _, row in sorted(evaluation.items())],
-        unreadable,
+        train=[row for _, row in sorted(train.items())],
+        evaluation=[row for _, row in sorted(evaluation.items())],
+        unreadable=unreadable,
     )
 
 
 def read_last_rows(path: str | os.PathLike[str]) -> MetricRows:
-    """Reads the end of a metrics.jsonl alone, in milliseconds however long it is.
+    """Reads only the end of a metrics.jsonl: milliseconds, however long the file is.
 
-    The rows are in the order in which they were written, so that the last tells of now.
+    The rows are in the order in which they were written: the last one is the newest.
     """
-    rows, _ = _read_lines(Path(path), METRICS_FILE, _is_metrics, last=_LAST_BYTES)
+    rows, _ = _read_lines(Path(path), METRICS_FILE, _is_metrics, max_bytes=_LAST_BYTES)
     train, evaluation = _last_of_steps(rows)
     return MetricRows(list(train.values()), list(evaluation.values()))
 
 
 def read_arrays(path: str | os.PathLike[str]) -> tuple[list[Row], int]:
-    """Reads the rows of an arrays.jsonl (or of the one in a workdir) by step, and how
-    many cannot be read.
+    """Reads the rows of an arrays.jsonl, sorted by step.
 
-    A run that goes back writes its steps again: of the rows before, those from that
-    step on are dropped.
+    A run that goes back writes its steps again. A row therefore replaces all earlier
+    rows from its step on.
+
+    Args:
+      path: the file, or the workdir that holds it.
+
+    Returns:
+      The rows, and the number of lines that are no row.
     """
     rows, unreadable = _read_lines(Path(path), ARRAYS_FILE, _is_metrics)
     kept: list[Row] = []
@@ -242,21 +251,19 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[list[Row], int]:
 
 
 def _last_of_steps(rows: list[Row]) -> tuple[dict[int, Row], dict[int, Row]]:
-    """Keeps the last row of each step that counts, in file order: those of training,
-    of evaluations.
-    """
+    """Finds the last row of each step, in file order: (training, evaluation) rows."""
     train: dict[int, Row] = {}
     evaluation: dict[int, Row] = {}
     for row in rows:
         step = row["step"]
         if EXTENDED in row:
-            for part in (train, evaluation):
-                for later in [n for n in part if n > step]:
-                    del part[later]
+            for rows_by_step in (train, evaluation):
+                for later in [n for n in rows_by_step if n > step]:
+                    del rows_by_step[later]
             continue
-        part = evaluation if "eval_loss" in row else train
-        part.pop(step, None)
-        part[step] = row
+        rows_by_step = evaluation if "eval_loss" in row else train
+        rows_by_step.pop(step, None)
+        rows_by_step[step] = row
     return train, evaluation
 
 
@@ -265,15 +272,14 @@ def _is_metrics(row: Row) -> bool:
 
 
 def read_events(path: str | os.PathLike[str]) -> list[Row]:
-    """Reads the events of an events.jsonl (or of the one in a workdir), in file
-    order.
-    """
+    """Reads the events of an events.jsonl (or of a workdir's), in file order."""
     return scan_events(path)[0]
 
 
 def scan_events(path: str | os.PathLike[str]) -> tuple[list[Row], int]:
-    """Reads as `read_events`, and counts the lines that are no event with `time`,
-    `event` and `step`.
+    """Reads events like `read_events`, and counts the lines that are no event.
+
+    An event has `time`, `event` and `step`.
     """
     return _read_lines(Path(path), EVENTS_FILE, _is_event)
 
@@ -289,35 +295,36 @@ def _is_event(row: Row) -> bool:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Speed of a run, from a window of steps: turns (seconds, steps, tokens) into
-    metrics fields.
+    """Speed of a run over a window of steps.
 
-    MFU = model FLOPs / (time x peak), without recomputation; attention counted causally
-    (`mfu_causal`, also `mfu`) and in full (`mfu_full`). HFU counts the matrix products
-    of the step's program, what it computes again and attention in full. None where the
-    peak is unknown.
+    MFU = model FLOPs / (time x peak), without recomputation. `mfu_causal` (also `mfu`)
+    counts attention causally, `mfu_full` counts it in full. HFU counts all matmuls of
+    the step's program: recomputation, too, and attention in full.
     """
 
     num_devices: int
-    # of one device, of `PrecisionConfig.peak`; None: unknown
+    # peak of one device at `PrecisionConfig.peak`; None: unknown, no MFU and no HFU
     peak_flops_per_s: float | None
     causal_flops_per_token: float  # forward and backward
     full_flops_per_token: float  # forward and backward
-    # of the program of a step, all devices together; None: unknown
+    # FLOPs of a step's program on all devices together; None: unknown, no HFU
     step_flops: float | None = None
 
     def fields(
         self, *, seconds: float, steps: int, tokens: float
     ) -> dict[str, float | None]:
-        """Computes step_time_s, tokens_per_s, tokens_per_s_per_device, mfu_causal,
-        mfu_full, mfu, hfu.
+        """Computes the fields of a metrics row about speed.
 
         Args:
           seconds: wall time of the window, > 0.
           steps: updates in the window, >= 1.
           tokens: tokens of the window, all devices together. The caller chooses the
-            convention; with padded batches, counting weighted tokens gives the lower,
+            convention. With padded batches, counting weighted tokens gives the lower,
             honest MFU.
+
+        Returns:
+          step_time_s, tokens_per_s, tokens_per_s_per_device, mfu_causal, mfu_full, mfu
+          and hfu. A utilization is None if it is unknown.
         """
         rate = tokens / seconds / self.num_devices
         causal = full = hfu = None
@@ -339,9 +346,7 @@ class Throughput:
 
 
 def _to_json(value: object) -> object:
-    """Converts a value to what JSON can hold: see the module's head for floats; tuples
-    are lists.
-    """
+    """Converts a value to JSON's types; non-finite floats become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return json.dumps(value)
     if value is None or isinstance(value, bool | int | str | float):
@@ -350,7 +355,7 @@ def _to_json(value: object) -> object:
         return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_to_json(item) for item in value]
-    if hasattr(value, "tolist"):  # of numpy and jax, without importing either
+    if hasattr(value, "tolist"):  # an array of numpy or jax; imports neither
         return _to_json(value.tolist())
     return str(value)
 
@@ -367,16 +372,18 @@ def _rounded(values: Any) -> Any:
 
 
 def _open_append(path: Path) -> int:
-    """Opens a descriptor at the end of `path`; a torn last line gets its newline
-    first.
+    """Opens a file for appending and returns its descriptor.
+
+    A torn last line is ended by a newline.
 
     Raises:
-      ConfigError: it cannot be opened; or it is a link, to what may be no file of this
-        run, or a pipe.
+      ConfigError: the file cannot be opened, or it is a link or a pipe. A link may lead
+        to a file of another run.
     """
+    safe_flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    open_flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | safe_flags
     try:
-        safe = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | safe, 0o644)
+        descriptor = os.open(path, open_flags, 0o644)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written ({error.strerror}); remove it, or free the disk"
@@ -391,19 +398,21 @@ def _open_append(path: Path) -> int:
 
 
 def _read_lines(
-    path: Path, name: str, is_row: Callable[[Row], bool], *, last: int = 0
+    path: Path, name: str, is_row: Callable[[Row], bool], *, max_bytes: int = 0
 ) -> tuple[list[Row], int]:
-    """Reads the objects of a file's lines that are such rows, and the number of other
-    lines.
+    """Reads the rows of a file, and counts the lines that are no row.
 
     Args:
-      last: read only so many bytes, from the end.
+      path: the file, or the folder that holds it.
+      name: name of the file in a folder.
+      is_row: accepts the JSON object of a line.
+      max_bytes: number of bytes to read from the file's end; 0 = the whole file.
     """
     if path.is_dir():
         path = path / name
     try:
-        if last:
-            content = _end_of(path, last)
+        if max_bytes:
+            content = _read_end(path, max_bytes)
         else:
             content = untrusted.read_bytes(path, max_bytes=_MAX_FILE_BYTES)
     except FileNotFoundError:
@@ -413,23 +422,24 @@ def _read_lines(
     lines = [line for line in content.splitlines() if line.strip()]
     rows: list[Row] = []
     for line in lines:
-        # a torn line, also undecodable bytes
-        with contextlib.suppress(untrusted.Malformed):
-            row = untrusted.parse_json(line, dict)
-            for key, value in row.items():
-                if isinstance(value, str):
-                    row[key] = _NONFINITE.get(value, value)
-            if is_row(row):
-                rows.append(row)
+        try:
+            row: Row = untrusted.parse_json(line, dict)
+        except untrusted.Malformed:  # a torn line, or bytes that are no text
+            continue
+        for key, value in row.items():
+            if isinstance(value, str):
+                row[key] = _NONFINITE.get(value, value)
+        if is_row(row):
+            rows.append(row)
     return rows, len(lines) - len(rows)
 
 
-def _end_of(path: Path, most: int) -> bytes:
-    """Reads the last lines of a file, of at most so many bytes."""
+def _read_end(path: Path, max_bytes: int) -> bytes:
+    """Reads the whole lines within the last `max_bytes` of a file."""
     with untrusted.open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - most))
-        content = file.read(most)
-    if size > most:
+        file.seek(max(0, size - max_bytes))
+        content = file.read(max_bytes)
+    if size > max_bytes:
         _, _, content = content.partition(b"\n")
     return content

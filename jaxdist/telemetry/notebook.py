@@ -1,4 +1,4 @@
-"""What a run shows in a notebook: one table and one curve, redrawn in place."""
+"""Display of a run in a notebook: a table and a curve, redrawn in place."""
 
 import html
 import math
@@ -8,41 +8,49 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 REDRAW_EVERY_S = 1.0
-_MAX_POINTS = 300  # of a curve; beyond, every second one is left out
+_MAX_POINTS = 300  # at twice as many points, every second one is dropped
 _WIDTH = 560  # pixels
-_HEIGHT = 150
-_ROOM = 6  # around the curve
+_HEIGHT = 150  # pixels
+_MARGIN = 6  # pixels around the curve
 
 Pairs = Sequence[tuple[str, str]]
 
 
 def output_of_cell() -> Any:
     """Finds IPython's `display` function; None outside of a notebook's kernel."""
-    ipython = sys.modules.get("IPython")  # whoever runs a kernel has imported it
+    ipython = sys.modules.get("IPython")  # a kernel has imported it
     if ipython and getattr(ipython.get_ipython(), "kernel", None):
         return ipython.display.display
     return None
 
 
 class NotebookBlock:
-    """A table of the newest values and the loss so far, in the output of one cell."""
+    """Table of the newest values and curve of the loss, in the output of a cell."""
 
     def __init__(
         self, display: Callable[..., Any], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Args:
-        display: IPython's.
-        clock: monotonic seconds.
+        """Shows nothing yet.
+
+        Args:
+          display: IPython's `display` function.
+          clock: gives monotonic seconds.
         """
         self._display = display
         self._clock = clock
         self._handle: Any = None
         self._curve: list[tuple[int, float]] = []
         self._evaluations: list[tuple[int, float]] = []
-        self._drawn_s = -math.inf
+        self._drawn_s = -math.inf  # time of the last drawing
 
     def add(self, step: int, loss: object, *, evaluation: bool = False) -> None:
-        """Notes a loss; what is no finite number leaves a gap."""
+        """Adds a point of the curve, unless the loss is no finite number.
+
+        Args:
+          step: number of the step.
+          loss: its loss.
+          evaluation: the loss is one on held-out data.
+        """
         if isinstance(loss, int | float) and math.isfinite(loss):
             points = self._evaluations if evaluation else self._curve
             points.append((step, float(loss)))
@@ -50,10 +58,12 @@ class NotebookBlock:
                 del points[1:-1:2]
 
     def draw(self, head: str, pairs: Pairs, *, last: bool = False) -> None:
-        """Redraws, once in REDRAW_EVERY_S at most.
+        """Redraws the block, at most once in REDRAW_EVERY_S.
 
         Args:
-          last: whether nothing follows; then always.
+          head: first line.
+          pairs: (name, value) of the table's columns.
+          last: it is the last drawing, which is never skipped.
         """
         if not last and self._clock() < self._drawn_s + REDRAW_EVERY_S:
             return
@@ -69,20 +79,21 @@ class NotebookBlock:
         names = "".join(f"<th>{html.escape(name)}</th>" for name, _ in pairs)
         values = "".join(f"<td>{html.escape(value)}</td>" for _, value in pairs)
         table = f"<table><tr>{names}</tr><tr>{values}</tr></table>"
-        return f"<div><b>{html.escape(head)}</b>{table}{self._drawing()}</div>"
+        return f"<div><b>{html.escape(head)}</b>{table}{self._svg()}</div>"
 
-    def _drawing(self) -> str:
-        """Draws the losses so far as a curve, and those on held-out data as dots."""
-        if len(self._curve) < 2:
+    def _svg(self) -> str:
+        """Draws the training losses as a curve, and those on held-out data as dots."""
+        num_training = len(self._curve)
+        if num_training < 2:
             return ""
         steps, losses = zip(*self._curve, *self._evaluations, strict=True)
-        across = _pixels(steps, _WIDTH)
-        down = _pixels([-loss for loss in losses], _HEIGHT)
-        places = list(zip(across, down, strict=True))
-        line = " ".join(f"{x},{y}" for x, y in places[: len(self._curve)])
+        xs = _pixels(steps, _WIDTH)
+        ys = _pixels([-loss for loss in losses], _HEIGHT)
+        points = list(zip(xs, ys, strict=True))
+        line = " ".join(f"{x},{y}" for x, y in points[:num_training])
         dots = "".join(
             f'<circle cx="{x}" cy="{y}" r="3" fill="#d62728"/>'
-            for x, y in places[len(self._curve) :]
+            for x, y in points[num_training:]
         )
         label = (
             f"loss {max(losses):.4g} to {min(losses):.4g}, "
@@ -98,7 +109,7 @@ class NotebookBlock:
 
 
 def _pixels(values: Sequence[float], size: int) -> list[float]:
-    """Spreads values over a side of the drawing, the lowest first."""
+    """Scales values to the pixels of a side; the lowest is at the margin."""
     low = min(values)
-    scale = (size - 2 * _ROOM) / (max(values) - low or 1)
-    return [round(_ROOM + scale * (value - low), 1) for value in values]
+    scale = (size - 2 * _MARGIN) / (max(values) - low or 1)
+    return [round(_MARGIN + scale * (value - low), 1) for value in values]

@@ -19,19 +19,19 @@ def gib_text(num_bytes: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Formats the time of one thing: "3.21 s" or "152 ms"."""
+    """Formats a short time: "3.21 s" or "152 ms"."""
     if abs(seconds) < 1:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds:.3g} s"
 
 
 def percent_text(share: float) -> str:
-    """Formats a share of 1 in percent: "41.2 %"."""
+    """Formats a share (0 to 1) in percent: "41.2 %"."""
     return f"{100 * share:.1f} %"
 
 
 def duration_text(seconds: float) -> str:
-    """Formats a span of time: "2h 05m", "3m 07s" or "12s"."""
+    """Formats a long time: "2h 05m", "3m 07s" or "12s"."""
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
@@ -41,7 +41,7 @@ def duration_text(seconds: float) -> str:
 
 
 def field_text(field: str, value: float) -> str:
-    """Formats a field of a metrics row."""
+    """Formats the value of a field of a metrics row."""
     return _FIELDS.get(field, _number)(value)
 
 

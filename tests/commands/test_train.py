@@ -66,7 +66,7 @@ def test_a_signal_that_nobody_can_hear_is_refused_in_one_line():
     done = subprocess.run(command, env=odd, capture_output=True, text=True)
     (fault,) = done.stderr.splitlines()
     assert done.returncode == 78
-    assert "SIGKILL is no signal that can ask" in fault
+    assert "SIGKILL cannot ask a run to stop" in fault
 
 
 def test_a_workdir_is_a_local_folder(capsys):

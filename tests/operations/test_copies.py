@@ -366,7 +366,7 @@ def test_a_put_that_never_returns_costs_its_step_alone_and_is_told(
         # The thread that takes over may have copied step 1 already.
         result, *others = results
         assert result.step == 2
-        assert "the store has shown no sign for 1 s" in result.error
+        assert "the store has made no progress for 1 s" in result.error
         copied = [(other.step, other.error) for other in others]
         assert copied + ended(copier) == [(1, "")]
         write_step(here, 3)
@@ -409,7 +409,7 @@ def test_the_end_copies_the_last_step_though_the_one_before_is_stuck(
         assert copier.finish(30)
         (stuck, last) = copier.poll()
         assert stuck.step == 1
-        assert "has shown no sign for" in stuck.error
+        assert "has made no progress for" in stuck.error
         assert (last.step, last.error) == (2, "")
         over.set()
         copier._threads[0].join(10)
@@ -433,7 +433,7 @@ def test_threads_in_calls_that_never_return_are_few_and_told(here, url, monkeypa
             assert len(errors) == 4
             assert len(copier._threads) == 3
             assert not copier.finish(30)
-            assert all("has shown no sign for" in error for error in errors[:3])
+            assert all("has made no progress for" in error for error in errors[:3])
             assert errors[3] == "3 calls of the store have not returned"
     over.set()
     for thread in copier._threads:
@@ -837,7 +837,7 @@ def test_a_folder_is_no_store_of_its_own_copies(tmp_path, saved):
     would be deleted.
     """
     (link := tmp_path / "link").symlink_to(saved.parent)
-    with pytest.raises(ConfigError, match="there are the run's own checkpoints"):
+    with pytest.raises(ConfigError, match="holds the run's own checkpoints"):
         run(saved.parent, **{"checkpoint.copy_to": f"file://{link}"})
     assert Copies(f"file://{link}").copy(saved, 3) > 0
     assert integrity.check(saved, 3)

@@ -20,7 +20,7 @@ from jaxdist.operations.watch import preemption_notice
 from jaxdist.operations.watch.preemption_notice import (
     ADDRESS,
     detect_cloud,
-    heard,
+    listen_for_notices,
 )
 from jaxdist.telemetry.metrics import read_events
 from support.runs import command, environment, last_step, run_of
@@ -98,7 +98,7 @@ class MetadataServer:
 
 @pytest.fixture
 def cloud(monkeypatch):
-    monkeypatch.setattr(preemption_notice, "_ASK_S", 0.02)
+    monkeypatch.setattr(preemption_notice, "_POLL_S", 0.02)
     server = MetadataServer()
     yield server
     server.server.shutdown()
@@ -109,7 +109,7 @@ def cloud(monkeypatch):
 def listening(chosen, address):
     """Yields (notices, lines said) of a listener, which grow."""
     notices, said = [], []
-    with heard(
+    with listen_for_notices(
         ResilienceConfig(chosen),
         notices.append,
         say=said.append,
@@ -382,7 +382,7 @@ def fail(handler):
 def test_after_an_answer_that_never_ends_or_is_none_the_server_is_asked_again(
     cloud, monkeypatch, answer
 ):
-    monkeypatch.setattr(preemption_notice, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(preemption_notice, "_TIMEOUT_S", 0.3)
     cloud.answers[PREEMPTED] = answer
     with listening("gcp", cloud.address) as (notices, said):
         wait_for(lambda: cloud.asked.count(PREEMPTED) >= 2)
@@ -394,7 +394,7 @@ def test_after_an_answer_that_never_ends_or_is_none_the_server_is_asked_again(
 
 
 def test_a_server_that_has_answered_and_is_gone_is_told_of_again(cloud, monkeypatch):
-    monkeypatch.setattr(preemption_notice, "_TELL_S", 0.0)
+    monkeypatch.setattr(preemption_notice, "_REPORT_S", 0.0)
     with listening("gcp", cloud.address) as (_, said):
         for times in (1, 2):
             asked = cloud.asked.count(MAINTENANCE)
@@ -408,7 +408,7 @@ def test_a_server_that_has_answered_and_is_gone_is_told_of_again(cloud, monkeypa
 
 
 def test_a_server_that_is_not_there_is_told_of_once(monkeypatch):
-    monkeypatch.setattr(preemption_notice, "_ASK_S", 0.02)
+    monkeypatch.setattr(preemption_notice, "_POLL_S", 0.02)
     address = f"http://127.0.0.1:{free_port()}"
     with listening("aws", address) as (notices, said):
         wait_for(lambda: said)

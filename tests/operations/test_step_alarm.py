@@ -6,7 +6,7 @@ import pytest
 
 from jaxdist.operations.watch import pace as paces
 from jaxdist.operations.watch import step_alarm
-from jaxdist.operations.watch.step_alarm import StepAlarm, blamed
+from jaxdist.operations.watch.step_alarm import StepAlarm, find_cause
 from jaxdist.telemetry.metrics import read_events, read_rows
 from support.runs import command, start_group
 
@@ -128,7 +128,7 @@ def test_who_is_to_blame(grown, process, phase):
         n: dict(zip(("data", "host", "devices"), each, strict=True))
         for n, each in grown.items()
     }
-    assert blamed(parts, alone=len(parts) == 1) == (process, phase)
+    assert find_cause(parts, alone=len(parts) == 1) == (process, phase)
 
 
 def test_the_others_say_what_they_see(monkeypatch):
@@ -190,7 +190,7 @@ def test_a_process_says_anew_what_it_sees_while_steps_are_slow(monkeypatch):
     loop.run(100)
     loop.run(1, devices=4.0)
     loop.run(20, data=0.2)
-    causes = [blamed({0: quiet, 1: grown}, alone=False) for grown in said]
+    causes = [find_cause({0: quiet, 1: grown}, alone=False) for grown in said]
     assert causes[0] == (None, "devices")
     assert causes[-1] == (1, "data")
     assert said[-1]["step"] > 116, "a window behind the stall"

@@ -840,10 +840,10 @@ def test_stop_signals_are_checked(monkeypatch):
         assert stop_signals({}) == [signal.SIGINT, signal.SIGTERM]
     finally:
         signal.signal(closed, before)
-    with pytest.raises(ValueError, match="SIGFOO is no signal"):
+    with pytest.raises(ValueError, match="SIGFOO cannot ask a run to stop"):
         stop_signals({"JAXDIST_STOP_SIGNALS": "SIGFOO"})
     for name in ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD"):
-        with pytest.raises(ConfigError, match=f"{name} is no signal that can ask"):
+        with pytest.raises(ConfigError, match=f"{name} cannot ask a run to stop"):
             stop_signals({"JAXDIST_STOP_SIGNALS": f"SIGUSR1 {name}"})
 
 

@@ -1,12 +1,12 @@
-"""A one-way copy of finished steps to any store that fsspec knows, and the way back.
+"""Copies of finished steps in any store that fsspec knows, and their download.
 
-    <copy_to>/config.json, run.json      the workdir's, as they were at the last copy
-    <copy_to>/checkpoints/identity       the run whose steps these are
-    <copy_to>/checkpoints/<step>/...     a step's files as in `files`, manifest.json
-    last
+    <copy_to>/config.json, run.json      the workdir's files at the last copy
+    <copy_to>/checkpoints/identity       the run of these steps
+    <copy_to>/checkpoints/<step>/...     a step's files; manifest.json comes last
 
-The layout is that of a workdir, so that a copy of it is one. Stores need no rename and
-no lock: a step counts from its manifest on, here as there. Without jax or a device.
+The layout is that of a workdir: a download of the store is a workdir. Stores need no
+rename and no lock, since a step counts only once its manifest is there. Needs no jax
+and no device.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from jaxdist.checkpoint.files import MANIFEST, CheckpointError, error_text
 from jaxdist.config import ConfigError, extras
 from jaxdist.storage import atomic, untrusted
 
-DELAYS_S = (1.0, 4.0, 16.0)  # before a call of the store is tried again
+DELAYS_S = (1.0, 4.0, 16.0)  # seconds before the retries of a call of the store
 _STEPS = "checkpoints"
 _FETCHING = ".fetching"
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
@@ -37,23 +37,23 @@ _NO_FILE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectory
 
 
 class Abandoned(Exception):
-    """The work took too long; nothing waits for it any more."""
+    """Error of work that was given up, since it took too long."""
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# trying again would not help
+# errors after which a retry would fail, too
 _LASTING = (*_NO_FILE, PermissionError, CheckpointError, Abandoned)
 
 
 class Copies:
-    """The copies of one run's steps in a store."""
+    """Copies of one run's steps in a store."""
 
     def __init__(self, url: str) -> None:
-        """Opens nothing yet, so that a store that does not answer holds nobody here.
+        """Makes the store's client, without any request to the store.
 
         Raises:
           ConfigError: fsspec does not know such a store.
-          extras.MissingExtra: what reads it is not installed.
+          extras.MissingExtra: the package of the store is not installed.
         """
         self.url = url
         protocol = url.partition("://")[0]
@@ -69,23 +69,21 @@ class Copies:
                 f"checkpoint.copy_to={url}: {error}; give e.g. s3://bucket/run"
             ) from error
         self._root = root.rstrip("/")
-        # set when nothing waits any more; the next call of the store then fails
+        # set when the work is given up; the next call of the store then fails
         self.abandoned = False
-        # the last sign of the call under way, monotonic seconds
-        self._called_at: float | None = None
+        # monotonic seconds of the current call's last progress; None: there is no call
+        self._progress_at: float | None = None
 
     def is_at(self, place: Path) -> bool:
-        """Checks whether the store's steps would be those in a folder themselves."""
+        """Checks if the store's folder of steps is the folder `place` itself."""
         if not isinstance(self._fs, LocalFileSystem):
             return False
         steps = os.path.realpath(f"{self._root}/{_STEPS}")
         return steps == os.path.realpath(place)
 
     def silent_s(self) -> float:
-        """Measures the seconds for which the call under way has shown no sign; 0
-        between calls.
-        """
-        since = self._called_at  # another thread may set it to None meanwhile
+        """Measures the seconds since the last progress of a call; 0 between calls."""
+        since = self._progress_at  # another thread may set it to None meanwhile
         if since is None:
             return 0.0
         return time.monotonic() - since
@@ -93,14 +91,14 @@ class Copies:
     def steps(self) -> dict[int, dict[str, int]]:
         """Lists all steps, whole or not, ascending: {step: {file: bytes}}."""
         folder = f"{self._root}/{_STEPS}"
-        found: dict[int, dict[str, int]] = {}
+        steps: dict[int, dict[str, int]] = {}
         self._fs.invalidate_cache()
         listed = self._call(lambda: self._fs.find(folder, detail=True))
         for path, info in listed.items():
             step, _, name = path.removeprefix(f"{folder}/").partition("/")
             if name and _is_step(step):
-                found.setdefault(int(step), {})[name] = info["size"]
-        return dict(sorted(found.items()))
+                steps.setdefault(int(step), {})[name] = info["size"]
+        return dict(sorted(steps.items()))
 
     def whole_steps(self) -> list[int]:
         """Lists the steps that have a manifest, newest first."""
@@ -108,50 +106,60 @@ class Copies:
         return steps[::-1]
 
     def holds(self, folder: Path, step: int) -> bool:
-        """Checks whether the store's manifest of a step is the one in `folder`."""
+        """Checks if the store has the step of `folder`, with the same manifest."""
         with contextlib.suppress(FileNotFoundError):
             return self.manifest(step) == (folder / str(step) / MANIFEST).read_bytes()
         return False
 
     def manifest(self, step: int) -> bytes:
-        """Reads the manifest of a step, unchecked.
+        """Reads the manifest of a step without checks.
 
         Raises:
-          FileNotFoundError: there is none.
+          FileNotFoundError: the store has no such manifest.
         """
-        return self._call(lambda: self._fs.cat_file(self._path(step, MANIFEST)))
+        content: bytes = self._call(
+            lambda: self._fs.cat_file(self._path(step, MANIFEST))
+        )
+        return content
 
     def is_undone(self, folder: Path, step: int) -> bool:
-        """Checks whether the run in `folder` has gone back behind a step."""
+        """Checks if the run in `folder` has rolled back a step of the store."""
         undone = folders.undone_manifests(folder, step)
         with contextlib.suppress(FileNotFoundError):
             return bool(undone) and self.manifest(step) in undone
         return False
 
-    def copy(self, folder: Path, step: int, beside: Iterable[Path] = ()) -> int:
-        """Copies a step, its manifest last, and the files beside it; returns the step's
-        bytes.
+    def copy(self, folder: Path, step: int, extra_files: Iterable[Path] = ()) -> int:
+        """Copies a step to the store, its manifest last.
 
-        Another step in its place in the store is deleted first.
+        A different step of the same number in the store is deleted first.
+
+        Args:
+          folder: folder of the run's steps.
+          step: number of the step.
+          extra_files: files of the workdir, copied to the store's root if they exist.
+
+        Returns:
+          The bytes of the step.
 
         Raises:
-          CheckpointError: its manifest is damaged; the store has another run's; a file
-            did not arrive.
-          Exception: any of the store's client.
+          CheckpointError: the manifest is damaged, the store belongs to another run, or
+            a file did not arrive.
+          Exception: an error of the store's client.
         """
         if not self.is_claimed(folder):
             identity = (folder / integrity.IDENTITY).read_bytes()
             self._call(lambda: self._fs.pipe_file(self._identity, identity))
         manifest = integrity.read_manifest(folder / str(step))
-        there = self.steps().get(step, {})
-        # it may even be this one, by another path
-        if MANIFEST in there and self.holds(folder, step):
+        stored = self.steps().get(step, {})
+        # the store may even be the folder itself, by another path
+        if MANIFEST in stored and self.holds(folder, step):
             return _size(manifest)
-        if there:
-            self.remove(step, there)
+        if stored:
+            self.remove(step, stored)
         for name in sorted(manifest.files):
             self._put(folder / str(step) / name, self._path(step, name))
-        for file in beside:
+        for file in extra_files:
             if file.is_file():
                 self._put(file, f"{self._root}/{file.name}")
         self._check_files(manifest, self.steps().get(step, {}))
@@ -159,35 +167,42 @@ class Copies:
         return _size(manifest)
 
     def remove(self, step: int, names: Iterable[str]) -> None:
-        """Deletes a step, its manifest first."""
-        with contextlib.suppress(FileNotFoundError):  # by an earlier try
+        """Deletes a step of the store, its manifest first.
+
+        Args:
+          step: number of the step.
+          names: names of its files in the store.
+        """
+        with contextlib.suppress(FileNotFoundError):  # a failed try deleted it
             if MANIFEST in names:
                 self._call(lambda: self._fs.rm_file(self._path(step, MANIFEST)))
         self._fs.invalidate_cache()
-        with contextlib.suppress(FileNotFoundError):  # it had nothing else
+        with contextlib.suppress(FileNotFoundError):  # it had no other file
             self._call(lambda: self._fs.rm(self._path(step), recursive=True))
 
     def download(
         self, step: int, folder: Path, *, run: str | None, say: Callable[[str], object]
     ) -> tuple[Path, int]:
-        """Downloads a step's files, and compares them with what was sealed.
+        """Downloads a step's files and checks them against its manifest.
 
         Args:
-          run: the identity that the step must have; None: any.
-          say: takes a line for every file.
+          step: number of the step.
+          folder: folder of the run's steps; files go to a temporary folder in it.
+          run: identity that the step must have; None = any.
+          say: prints a line for each file.
 
         Returns:
           The folder with the files, and their bytes.
 
         Raises:
-          CheckpointError: the step is not what was sealed, or another run's.
+          CheckpointError: the step is damaged, or belongs to another run.
           ConfigError: the disk has no room for it.
-          Exception: any of the store's client, or of the disk.
+          Exception: an error of the store's client or of the disk.
         """
-        # of a start that was killed
+        # a start that was killed may have left files
         shutil.rmtree(folder / _FETCHING, ignore_errors=True)
-        # A name of its own: a download that was given up may end later, and deletes
-        # what it has.
+        # The folder has a random name: a download that was given up may still run, and
+        # deletes its own files at its end.
         target = folder / _FETCHING / secrets.token_hex(8) / str(step)
         target.mkdir(parents=True)
         try:
@@ -208,16 +223,16 @@ class Copies:
         run: str | None,
         say: Callable[[str], object],
     ) -> int:
-        there = self.steps().get(step, {})
-        if there.get(MANIFEST, 0) > untrusted.MAX_BYTES:
-            raise CheckpointError(f"{MANIFEST} has {there[MANIFEST]:,} bytes")
+        stored = self.steps().get(step, {})
+        if stored.get(MANIFEST, 0) > untrusted.MAX_BYTES:
+            raise CheckpointError(f"{MANIFEST} has {stored[MANIFEST]:,} bytes")
         self._get(self._path(step, MANIFEST), target / MANIFEST)
         manifest = integrity.read_manifest(target, place=f"{self.url}, step {step},")
         if run is not None and manifest.run != run:
             raise CheckpointError(
                 f"it belongs to another run ({manifest.run}; this one is {run})"
             )
-        self._check_files(manifest, there)
+        self._check_files(manifest, stored)
         size = _size(manifest)
         free = shutil.disk_usage(folder).free
         if free < size:
@@ -225,7 +240,7 @@ class Copies:
                 f"{folder}: step {step} of {self.url} has {size:,} bytes, {free:,} are free"
             )
         for name in manifest.files:
-            if self.abandoned:  # what it says would count as progress
+            if self.abandoned:  # a line would count as progress of the run
                 raise Abandoned(self.url)
             say(f"fetching {self.url} step {step}: {name}")
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -234,8 +249,9 @@ class Copies:
         return size
 
     def place(self, source: Path, folder: Path) -> None:
-        """Puts the step that was downloaded to `source` among those of `folder`; one in
-        its place goes to quarantine.
+        """Moves a downloaded step from `source` to the steps of `folder`.
+
+        A step of the same number in `folder` goes to quarantine.
         """
         target = folder / source.name
         if target.exists():
@@ -244,31 +260,30 @@ class Copies:
         os.replace(source, target)
         _remove_partial(source)
 
-    def fetch_beside(self, files: Iterable[Path]) -> None:
-        """Downloads the files beside the steps that are not here and that the store
-        has.
-        """
+    def fetch_extra(self, files: Iterable[Path]) -> None:
+        """Downloads missing files of the workdir, if the store has them."""
         for file in files:
-            if not file.exists():
-                with (
-                    contextlib.suppress(FileNotFoundError),
-                    atomic.replacing(file) as partial,
-                ):
-                    self._get(f"{self._root}/{file.name}", partial)
+            if file.exists():
+                continue
+            with (
+                contextlib.suppress(FileNotFoundError),
+                atomic.replacing(file) as partial,
+            ):
+                self._get(f"{self._root}/{file.name}", partial)
 
     def is_claimed(self, folder: Path) -> bool:
-        """Checks whether the store names the run in `folder`; False if it names none.
+        """Checks if the store belongs to the run in `folder`; False = to no run yet.
 
         Raises:
-          CheckpointError: it names another run.
+          CheckpointError: the store belongs to another run.
         """
         try:
-            there = self._call(lambda: self._fs.cat_file(self._identity))
+            identity = self._call(lambda: self._fs.cat_file(self._identity))
         except FileNotFoundError:
             return False
-        if there != (folder / integrity.IDENTITY).read_bytes():
+        if identity != (folder / integrity.IDENTITY).read_bytes():
             raise CheckpointError(
-                f"{self.url} has the copies of another run ({there[:40]!r}); give this run a "
+                f"{self.url} has the copies of another run ({identity[:40]!r}); give this run a "
                 f"checkpoint.copy_to of its own"
             )
         return True
@@ -277,9 +292,17 @@ class Copies:
     def _identity(self) -> str:
         return f"{self._root}/{_STEPS}/{integrity.IDENTITY}"
 
-    def _check_files(self, manifest: integrity.Manifest, there: dict[str, int]) -> None:
-        """Raises CheckpointError if a file of a step has another size in the store, or
-        no good name.
+    def _check_files(
+        self, manifest: integrity.Manifest, stored: dict[str, int]
+    ) -> None:
+        """Checks the names and sizes of a step's files in the store.
+
+        Args:
+          manifest: the manifest of the step.
+          stored: {file: bytes} in the store.
+
+        Raises:
+          CheckpointError: a name leads out of the step, or a size differs.
         """
         for name, (size, _) in manifest.files.items():
             parts = PurePosixPath(name)
@@ -287,51 +310,50 @@ class Copies:
                 raise CheckpointError(
                     f"{name!r} in its manifest is no name of a file in a step"
                 )
-            if there.get(name) != size:
+            if stored.get(name) != size:
                 raise CheckpointError(
-                    f"{name} has {there.get(name, 'no')} bytes in the store, {size} when sealed"
+                    f"{name} has {stored.get(name, 'no')} bytes in the store, {size} when sealed"
                 )
 
     def _path(self, step: int, name: str = "") -> str:
         return f"{self._root}/{_STEPS}/{step}/{name}".rstrip("/")
 
     def _put(self, file: Path, path: str) -> None:
-        self._call(
-            lambda: self._fs.put_file(str(file), path, callback=_Signs(self._heard))
-        )
+        progress = _TransferProgress(self._note_progress)
+        self._call(lambda: self._fs.put_file(str(file), path, callback=progress))
 
     def _get(self, path: str, file: Path) -> None:
-        self._call(
-            lambda: self._fs.get_file(path, str(file), callback=_Signs(self._heard))
-        )
+        progress = _TransferProgress(self._note_progress)
+        self._call(lambda: self._fs.get_file(path, str(file), callback=progress))
 
-    def _heard(self) -> None:
-        self._called_at = time.monotonic()
+    def _note_progress(self) -> None:
+        self._progress_at = time.monotonic()
 
     def _call(self, call: Callable[[], Any]) -> Any:
-        """Calls the store's client; if that fails, up to three more times.
+        """Calls the store's client, with up to three retries.
 
         Raises:
-          Abandoned: nothing waits for this work any more.
+          Abandoned: the work was given up.
+          Exception: an error of the client that a retry does not solve.
         """
         for delay_s in (*DELAYS_S, math.inf):
             if self.abandoned:
                 raise Abandoned(self.url)
-            self._heard()
+            self._note_progress()
             try:
                 return call()
-            except Exception as error:  # each client has types of its own
-                full = isinstance(error, OSError) and error.errno in _FULL
-                if delay_s == math.inf or full or isinstance(error, _LASTING):
+            except Exception as error:  # each client has its own types of errors
+                is_full = isinstance(error, OSError) and error.errno in _FULL
+                if delay_s == math.inf or is_full or isinstance(error, _LASTING):
                     raise
             finally:
-                self._called_at = None
+                self._progress_at = None
             time.sleep(delay_s)
         return None
 
 
 def _is_step(name: str) -> bool:
-    """Checks whether a folder's name is that of a step."""
+    """Checks if a folder's name is a step's number."""
     if not name.isdecimal() or str(int(name)) != name:
         return False
     return int(name) <= folders.LAST_STEP
@@ -344,26 +366,26 @@ def _size(manifest: integrity.Manifest) -> int:
 
 def _remove_partial(step: Path) -> None:
     shutil.rmtree(step.parent, ignore_errors=True)
-    with contextlib.suppress(OSError):  # another download is there
+    with contextlib.suppress(OSError):  # it holds another download
         step.parent.parent.rmdir()
 
 
-class _Signs(fsspec.Callback):
-    """Hears of every part of a file that a client has transferred."""
+class _TransferProgress(fsspec.Callback):  # type: ignore[misc]  # fsspec is untyped
+    """Callback of fsspec for each part of a file that was transferred."""
 
-    def __init__(self, heard: Callable[[], None]) -> None:
+    def __init__(self, note: Callable[[], None]) -> None:
         super().__init__()
-        self._heard = heard
+        self._note = note
 
     def call(self, *_: Any, **__: Any) -> None:
-        """Is called by fsspec."""
-        self._heard()
+        """Notes progress."""
+        self._note()
 
 
 def fetch_newest(
     copies: Copies,
     folder: Path,
-    beside: Sequence[Path] = (),
+    extra_files: Sequence[Path] = (),
     *,
     run: str | None = None,
     wanted: Callable[[int], bool] = lambda step: True,
@@ -372,16 +394,19 @@ def fetch_newest(
     """Fetches the newest step that is whole, wanted and sound.
 
     Args:
-      beside: files that are fetched too if they are not here.
-      wanted: tells whether a step may be fetched.
-      run, say: as `Copies.download`.
+      copies: the store.
+      folder: folder of the run's steps.
+      extra_files: files of the workdir that are fetched, too, if they are missing.
+      run: identity that the step must have; None = any.
+      wanted: accepts a step's number.
+      say: prints a line for each file.
 
     Returns:
-      The step, 0 if there is none; its bytes; {step: reason} of newer ones that are not
-      sound.
+      The step (0 = there is none), its bytes, and {step: reason} of newer steps that
+      are not sound.
 
     Raises:
-      OtherVersion: another version has written the store.
+      OtherVersion: another version of jaxdist has written the store.
       CheckpointError: the store has steps, and none is sound.
       ConfigError: the store does not answer, or the disk has no room.
     """
@@ -391,10 +416,10 @@ def fetch_newest(
             try:
                 source, size = copies.download(step, folder, run=run, say=say)
                 copies.place(source, folder)
-                copies.fetch_beside(beside)
+                copies.fetch_extra(extra_files)
                 return step, size, bad
             except integrity.OtherVersion:
-                raise  # older steps of the run would not be this version's either
+                raise  # older steps of the run have another version, too
             except CheckpointError as error:
                 bad[step] = str(error)
     except (ConfigError, CheckpointError):

@@ -1,4 +1,4 @@
-"""Copies the checkpoints of a run while it trains."""
+"""Callback that copies the checkpoints of a run to a store while it trains."""
 
 from typing import Any
 
@@ -12,9 +12,10 @@ from jaxdist.trainer.callbacks import Callback, Run, RunEnd, StepView
 
 
 class CheckpointCopies(Callback):
-    """Copies checkpoints to `checkpoint.copy_to`, and fetches those that are missing.
+    """Callback that copies checkpoints to `checkpoint.copy_to`.
 
-    The first process copies, in a thread; the end of the run waits for it.
+    It also fetches checkpoints that are missing. The first process copies, in a thread.
+    The end of the run waits for it.
     """
 
     may_request = False
@@ -26,7 +27,7 @@ class CheckpointCopies(Callback):
         self._copier: Copier | None = None
 
     def on_open(self, run: Run) -> None:
-        """Fetches the newest sound step if the run's folder has none as new."""
+        """Fetches the store's newest sound step if local steps are older."""
         if jax.process_index() == 0:
             step_copies.fetch_missing(
                 config=run.config.checkpoint,
@@ -36,7 +37,7 @@ class CheckpointCopies(Callback):
             )
 
     def on_start(self, run: Run) -> None:
-        """Lets a restore fetch a copy of a damaged step."""
+        """Lets a restore fetch the copy of a damaged step."""
         self._run = run
         if jax.process_index() == 0:
             run.store.fetch = step_copies.fetcher(
@@ -44,7 +45,7 @@ class CheckpointCopies(Callback):
             )
 
     def load(self, state: Any) -> None:
-        """Begins to copy; from now on it is known which steps are kept."""
+        """Starts to copy: after the restore it is known which steps are kept."""
         run = self._run
         assert run is not None
         if self._copier is None:
@@ -53,29 +54,29 @@ class CheckpointCopies(Callback):
             )
 
     def on_step(self, view: StepView) -> None:
-        """Reports the copies that have ended."""
+        """Reports copies that have ended."""
         self._report()
 
     def on_save(self, step: int) -> None:
-        """Begins to copy a checkpoint."""
+        """Requests a copy of the new checkpoint."""
         if self._copier is not None:
             self._copier.wake()
 
     def on_end(self, end: RunEnd) -> None:
-        """Waits for the copies; on all processes, as jax waits two minutes only."""
+        """Waits for the copies on all processes, since jax waits only two minutes."""
         self._finish(hurry=bool(end.stopped))
         if self._run is not None and self._run.config.checkpoint.copy_to:
             coordination.barrier()
 
     def __exit__(self, *_: object) -> None:
-        """Waits for a short time where an error has ended the run."""
+        """Waits for a short time if an error has ended the run."""
         self._finish(hurry=True)
 
     def _finish(self, *, hurry: bool) -> None:
-        """Waits for copies under way and due, and reports those that are missing then.
+        """Waits until all steps are copied, and reports if the time was too short.
 
         Args:
-          hurry: whether to wait for a short time only: the run was stopped.
+          hurry: waits only for a short time, since the run was stopped.
         """
         if self._copier is None or self._run is None:
             return
@@ -88,7 +89,7 @@ class CheckpointCopies(Callback):
         if not ended:
             error = (
                 f"the run's end has waited {seconds:.0f} s (checkpoint.copy_wait_s); "
-                f"the next start goes on"
+                f"the next start continues"
             )
             self._report_missing(self._run.progress.step, error)
         self._copier = None
@@ -108,7 +109,8 @@ class CheckpointCopies(Callback):
             )
 
     def _report_missing(self, step: int, error: str) -> None:
-        assert self._run is not None and self._copier is not None
+        assert self._run is not None
+        assert self._copier is not None
         url = self._copier.url
         self._run.event("checkpoint_copy_failed", step, error=error, store=url)
         self._run.note(f"checkpoint {step} is not copied to {url}: {error}")

@@ -1,4 +1,4 @@
-"""The copies of a run's checkpoints in a store: fetches them where they are needed."""
+"""Download of a run's checkpoints from its store of copies, when they are needed."""
 
 import contextlib
 import threading
@@ -23,8 +23,8 @@ from jaxdist.telemetry.metrics import MetricsWriter
 from jaxdist.telemetry.units import gib_text
 from jaxdist.trainer import workdir
 
-_BESIDE = (workdir.CONFIG, workdir.RUN)
-_LOOK_S = 0.1  # between looks whether a call of the store shows a sign
+_EXTRA_FILES = (workdir.CONFIG, workdir.RUN)  # copied with each step
+_POLL_S = 0.1  # seconds between two checks of a call's progress
 
 
 def fetch_missing(
@@ -33,22 +33,22 @@ def fetch_missing(
     place: Path,
     say: Callable[[str], object],
 ) -> None:
-    """Fetches the newest sound step from `checkpoint.copy_to` if the run in `folder`
-    has none as new.
+    """Fetches the newest sound step from `checkpoint.copy_to` if the run lacks it.
 
-    A step here is sound by its manifest and the names and sizes of its files; the
-    restore hashes them. If there is one, the run starts even if the store does not
-    answer, or has nothing sound that is newer.
+    A local step counts as sound if its manifest and the names and sizes of its files
+    are right; the restore hashes the files. If there is such a step, the run starts
+    even if the store does not answer or has no newer sound step.
 
     Args:
-      config: says where the copies are.
-      folder: of the run.
-      place: of its checkpoints.
-      say: takes lines of progress.
+      config: its `copy_to` is the store.
+      folder: folder of the run.
+      place: folder of the run's checkpoints.
+      say: prints a line of progress.
 
     Raises:
-      ConfigError: no such store, or it is the folder itself; with no step here, it does
-        not answer or has only damaged steps; the disk cannot be written.
+      ConfigError: the store is unknown, or is `place` itself; the disk cannot be
+        written; or, without a local step, the store does not answer or has only damaged
+        steps.
     """
     if not config.copy_to:
         return
@@ -57,43 +57,43 @@ def fetch_missing(
             run = manifest.identity(
                 place, create=False, own=workdir.own_identity(folder)
             )
-        except CheckpointError:  # another run's folder: opening it says so
+        except CheckpointError:  # another run's folder: its opening reports that
             return
         copies = Copies(config.copy_to)
         if copies.is_at(place):
             raise ConfigError(
-                f"checkpoint.copy_to={copies.url}: there are the run's own checkpoints; give another place"
+                f"checkpoint.copy_to={copies.url} holds the run's own checkpoints; give another place"
             )
         place.mkdir(parents=True, exist_ok=True)
-        with _locked(place) as is_ours:
-            here = _newest_sound(place, run)
-            if here and is_ours:
-                _Fetcher(config, folder, place, here.run, say).fetch_newer(here.step)
-            if here:
+        with _locked(place) as has_lock:
+            newest = _newest_sound(place, run)
+            if newest and has_lock:
+                fetcher = _Fetcher(config, folder, place, newest.run, say)
+                fetcher.fetch_newer(newest.step)
+            if newest:
                 return
-            beside = [folder / name for name in _BESIDE]
             step, size, bad = fetch_newest(
                 copies,
                 place,
-                beside,
+                [folder / name for name in _EXTRA_FILES],
                 run=run,
                 wanted=lambda step: not copies.is_undone(place, step),
                 say=say,
             )
-    except lock.Locked:  # opening it says by whom
+    except lock.Locked:  # the opening of the folder reports who holds it
         return
     except (extras.MissingExtra, manifest.OtherVersion) as error:
         raise ConfigError(f"checkpoint.copy_to={config.copy_to}: {error}") from error
     except CheckpointError as error:
-        _write_events(folder, copies.url, _of_copies(copies.url, error.steps))
+        _write_events(folder, copies.url, _copy_reasons(copies.url, error.steps))
         raise ConfigError(
-            f"{error}; put a good one there, or begin anew with another copy_to"
+            f"{error}; put a good copy there, or start again with another checkpoint.copy_to"
         ) from error
     except OSError as error:
         raise ConfigError(
-            f"{place} cannot be written ({error}); give a folder that can"
+            f"{place} cannot be written ({error}); give a folder that can be written"
         ) from error
-    _write_events(folder, copies.url, _of_copies(copies.url, bad), step, size)
+    _write_events(folder, copies.url, _copy_reasons(copies.url, bad), step, size)
     if step:
         say(
             f"fetched step {step} from {copies.url} ({gib_text(size)}): there was none in {place}"
@@ -102,22 +102,33 @@ def fetch_missing(
 
 @contextlib.contextmanager
 def _locked(place: Path) -> Iterator[bool]:
-    """Holds the lock of a folder of checkpoints; yields False where its file system has
-    no locks.
+    """Holds the lock of a folder of checkpoints.
+
+    Yields:
+      False if the file system has no locks.
     """
     with contextlib.ExitStack() as stack:
         try:
-            is_ours = bool(stack.enter_context(lock.exclusive(place / folders.LOCK)))
+            has_lock = bool(stack.enter_context(lock.exclusive(place / folders.LOCK)))
         except OSError as error:
             if error.errno not in lock.UNSUPPORTED:
                 raise
-            is_ours = False
-        yield is_ours
+            has_lock = False
+        yield has_lock
 
 
 def _write_events(
     folder: Path, url: str, bad: Mapping[int, str], step: int = 0, size: int = 0
 ) -> None:
+    """Writes the events of a download.
+
+    Args:
+      folder: folder of the run.
+      url: the store.
+      bad: {step: reason} of damaged steps.
+      step: the step that was fetched; 0 = none.
+      size: its bytes.
+    """
     with contextlib.closing(MetricsWriter(folder)) as writer:
         for damaged, reason in bad.items():
             writer.event("bad_checkpoint", damaged, reason=reason)
@@ -125,7 +136,8 @@ def _write_events(
             writer.event("checkpoint_fetched", step, source=url, bytes=size)
 
 
-def _of_copies(url: str, bad: Mapping[int, str]) -> dict[int, str]:
+def _copy_reasons(url: str, bad: Mapping[int, str]) -> dict[int, str]:
+    """Adds to each reason that the damaged step is a copy in the store."""
     return {step: f"its copy in {url}: {reason}" for step, reason in bad.items()}
 
 
@@ -137,10 +149,9 @@ def _newest_sound(place: Path, run: str | None) -> manifest.Manifest | None:
 
 
 class _Fetcher:
-    """Fetches copies for a run that has steps here. It reports what fails, and raises
-    nothing.
+    """Fetcher of copies for a run with local steps. It reports errors and raises none.
 
-    A store that does not answer is asked no more. The steps here may suffice; else the
+    After an error the store is not used again. The local steps may suffice; if not, the
     restore fails with its own message.
     """
 
@@ -158,26 +169,28 @@ class _Fetcher:
         self._run = run
         self._say = say
         self._url = config.copy_to
-        self._silent = False
+        self._has_failed = False
         self._tried: set[int] = set()
 
-    def fetch_newer(self, here: int) -> int:
-        """Fetches the newest sound copy after a step, unless the run has gone back
-        behind it.
+    def fetch_newer(self, newest: int) -> int:
+        """Fetches the newest sound copy after the newest local step.
+
+        Returns:
+          The step; 0 = none was fetched.
         """
         return self._fetch_first(
-            lambda copies: [n for n in self._led_here(copies) if n > here],
+            lambda copies: [n for n in self._valid_steps(copies) if n > newest],
             why=f"those in {self._place} are older",
         )
 
     def __call__(self, step: int | None, reason: str) -> int:
         """Fetches a step, or the newest: see `CheckpointManager.fetch`."""
         if step is None:
-            # The steps here show how far the run has come: it may have gone back from
-            # newer ones.
+            # Local steps, even damaged ones, show how far the run has come. It may have
+            # rolled back newer ones.
             last = max(folders.all_steps(self._place), default=folders.LAST_STEP)
             return self._fetch_first(
-                lambda copies: [n for n in self._led_here(copies) if n <= last],
+                lambda copies: [n for n in self._valid_steps(copies) if n <= last],
                 why=f"none in {self._place} is sound",
             )
         fetched = self._fetch_first(
@@ -188,38 +201,44 @@ class _Fetcher:
             _write_events(self._folder, self._url, {step: reason})
         return fetched
 
-    def _led_here(self, copies: Copies) -> list[int]:
-        """Lists a store's whole steps, newest first, without those that the run has
-        gone back behind.
-        """
+    def _valid_steps(self, copies: Copies) -> list[int]:
+        """Lists the store's whole steps that were not rolled back, newest first."""
         whole = copies.whole_steps()
         return [step for step in whole if not copies.is_undone(self._place, step)]
 
     def _fetch_first(self, choose: Callable[[Copies], list[int]], *, why: str) -> int:
-        """Fetches the first of the chosen steps that is sound, and returns it; 0 if
-        none is.
+        """Fetches the first sound step.
+
+        Args:
+          choose: lists the steps to try, in order.
+          why: reason of the download, for its message.
+
+        Returns:
+          The step; 0 = none was fetched.
         """
-        if self._silent:
+        if self._has_failed:
             return 0
         try:
-            for step in self._answer(choose, patience_s=self._config.patience_s):
+            steps: list[int] = self._call(choose, patience_s=self._config.patience_s)
+            for step in steps:
                 if step not in self._tried and self._fetch(step, why):
                     return step
-        except Exception as error:  # of the store's client, or of the disk
-            self._silent = True
+        except Exception as error:  # an error of the store's client, or of the disk
+            self._has_failed = True
             self._say(f"nothing is fetched from {self._url}: {error_text(error)}")
         return 0
 
     def _fetch(self, step: int, why: str) -> bool:
+        """Fetches a step, or reports that it is damaged; True means success."""
         self._tried.add(step)
 
         def download(copies: Copies) -> tuple[Path, int]:
             return copies.download(step, self._place, run=self._run, say=self._say)
 
         try:
-            source, size = self._answer(download)
+            source, size = self._call(download)
         except CheckpointError as error:
-            bad = _of_copies(self._url, {step: str(error)})
+            bad = _copy_reasons(self._url, {step: str(error)})
             _write_events(self._folder, self._url, bad)
             self._say(f"checkpoint {step} cannot be used: {bad[step]}")
             return False
@@ -228,18 +247,20 @@ class _Fetcher:
         self._say(f"fetched step {step} from {self._url} ({gib_text(size)}): {why}")
         return True
 
-    def _answer(
+    def _call(
         self, call: Callable[[Copies], Any], patience_s: float | None = None
     ) -> Any:
         """Calls the store in a thread, and waits for the result.
 
         Args:
-          patience_s: seconds that the call may take; None: any, as long as it shows
-            signs.
+          call: uses the store's client.
+          patience_s: seconds that the call may take; None = no limit while it makes
+            progress.
 
         Raises:
-          TimeoutError: it took longer, or has shown no sign for `checkpoint.timeout_s`.
-          Exception: the call's.
+          TimeoutError: the call took longer, or made no progress for
+            `checkpoint.timeout_s`.
+          Exception: an error of the call.
         """
         copies = Copies(self._url)
         outcome: futures.Future[Any] = futures.Future()
@@ -252,7 +273,7 @@ class _Fetcher:
 
         threading.Thread(target=work, name="fetch of a checkpoint", daemon=True).start()
         began = time.monotonic()
-        while not futures.wait([outcome], timeout=_LOOK_S).done:
+        while not futures.wait([outcome], timeout=_POLL_S).done:
             limit_s: float = self._config.timeout_s
             waited_s = copies.silent_s()
             if patience_s is not None:
@@ -270,7 +291,7 @@ def fetcher(
     store: CheckpointManager,
     say: Callable[[str], object],
 ) -> Fetch:
-    """Makes the function that fetches a copy when a restore finds a step damaged."""
+    """Makes the function that fetches a copy if a restore finds a step damaged."""
     if not config.copy_to:
         return store.fetch
     return _Fetcher(config, folder, store.folder, store.run, say)
@@ -279,9 +300,12 @@ def fetcher(
 def copier(
     config: CheckpointConfig, folder: Path, store: CheckpointManager
 ) -> Copier | None:
-    """Starts to copy the steps of `store`, on process 0 alone; None if nothing is
-    copied.
+    """Starts to copy the steps of `store` on process 0.
+
+    Returns:
+      The copier; None on other processes, and if nothing is to be copied.
     """
     if not config.copy_to or jax.process_index():
         return None
-    return Copier(Copies(config.copy_to), store, [folder / name for name in _BESIDE])
+    extra_files = [folder / name for name in _EXTRA_FILES]
+    return Copier(Copies(config.copy_to), store, extra_files)

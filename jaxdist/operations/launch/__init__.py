@@ -1,0 +1,1 @@
+"""Supervision of processes, preflight measurements, growth."""

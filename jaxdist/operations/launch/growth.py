@@ -1,31 +1,33 @@
-"""Decides when a group of processes that is smaller than it could be stops, to restart
-with more. No jax.
+"""Timer that decides when a reduced group of processes restarts with more.
+
+Needs no jax.
 """
 
 import math
 import time
 from collections.abc import Callable
 
-LOOK_S = 2.0  # between looks at the capacity
-# for which all looks must find room, so that a capacity that is back for a moment costs
-# nothing
+LOOK_S = 2.0  # seconds between two checks of the capacity
+# Seconds for which all checks must find room. Capacity that returns only for a moment
+# then costs nothing.
 STEADY_S = 10.0
 
 
 class GrowthTimer:
-    """Decides when to look for room, and when there has been room for long enough.
+    """Timer that checks for room, and gives the size to which a group grows.
 
-    Growing costs a save and a start. So a group runs for a wait first, which doubles
+    Growing costs a save and a start. So a group first runs for some time, which doubles
     with each growth that failed.
     """
 
     def __init__(
         self, wait_s: float, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begins as `begin` does.
+        """Begins the wait of the first group.
 
         Args:
-          wait_s: seconds that a group runs before it may grow; 0: none grows.
+          wait_s: seconds that a group runs before it may grow; 0 = it never grows.
+          clock: gives the seconds of a steady clock.
         """
         self.wait_s = wait_s
         self._first_wait_s = wait_s
@@ -33,18 +35,19 @@ class GrowthTimer:
         self.begin()
 
     def begin(self) -> None:
-        """Begins the wait: a group starts."""
+        """Begins the wait of a group that starts."""
         self._next_look = math.inf
         if self.wait_s:
             self._next_look = self._clock() + self.wait_s
         self._room_since: float | None = None
 
     def due(self, larger: Callable[[], int]) -> int:
-        """Returns the size to grow to now, or 0. Calls cost nothing but for a look
-        every few seconds.
+        """Decides the size to grow to now; 0 = none.
+
+        Calls cost almost nothing: the capacity is checked once in `LOOK_S`.
 
         Args:
-          larger: looks for room; returns a larger size that can run, or 0.
+          larger: finds a larger size that can run, or 0.
         """
         now = self._clock()
         if now < self._next_look:
@@ -61,9 +64,9 @@ class GrowthTimer:
         return 0
 
     def failed(self) -> None:
-        """Doubles the wait: the last growth made no progress."""
+        """Doubles the wait after a growth without progress."""
         self.wait_s *= 2
 
     def succeeded(self) -> None:
-        """Resets the wait: the last growth made progress."""
+        """Resets the wait after a growth with progress."""
         self.wait_s = self._first_wait_s

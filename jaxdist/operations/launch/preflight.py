@@ -1,9 +1,8 @@
-"""Measures before a long run: each device's matmul rate, the all-reduces inside and
-between hosts, the clocks.
+"""Measurements before a long run: matmuls, all-reduces and clocks.
 
-Each rate is compared with the hardware table and with the other devices. What is slow
-is printed, with what to check. `python -m jaxdist.operations.launch.preflight`, on the
-processes of a run; `launch --preflight` starts it.
+Each rate is compared with the hardware table and with the other devices. The report
+names slow devices and links, and what to check. `launch --preflight` runs this module
+on the processes of a run.
 """
 
 import contextlib
@@ -29,27 +28,28 @@ from jaxdist.distributed.coordination import ClockOffset
 from jaxdist.hardware import chips
 from jaxdist.hardware.chips import NETWORKS, Chip
 
-_TRIES = 5  # measurements, of which the best counts
-_MATMULS = 16  # in each
-_REDUCES = 4
-_TIMEOUT_S = 600  # of a measurement, with its compilation
+_TRIES = 5  # repetitions of a measurement; the best one counts
+_MATMULS = 16  # matmuls in a measurement
+_REDUCES = 4  # all-reduces in a measurement
+_TIMEOUT_S = 600  # most seconds of a measurement, with its compilation
 
 # Share of the table's rate below which a rate is slow. A healthy 8192^3 matmul reaches
-# 65 to 85 % of the peak, less on cards with a low power limit, and a ring all-reduce of
-# 256 MiB 70 to 90 % of its links. What is broken is far below: NCCL over TCP reaches a
-# tenth of InfiniBand, a throttled chip a third of its peak.
+# 65 to 85 % of the peak, less on cards with a low power limit. A ring all-reduce of
+# 256 MiB reaches 70 to 90 % of its links. Broken parts are far below: NCCL over TCP
+# reaches a tenth of InfiniBand, a throttled chip a third of its peak.
 OF_TABLE = 0.5
-# Share of the devices' median. No healthy chip is a fifth slower than its neighbours.
+# Share of the devices' median below which a device is slow. No healthy chip is a fifth
+# slower than its neighbours.
 OF_DEVICES = 0.8
-# The same for all-reduces, whose times include how late the processes were.
+# The same for all-reduces: their times include the delays of late processes.
 OF_REDUCES = 0.5
-# The watchdog gives others 3 s to speak for a process that hangs, by their clocks;
-# `down` of the ledger and the order of events are read in seconds.
+# The watchdog gives others 3 s, by their clocks, to report a process that hangs. The
+# ledger's `down` and the order of events are read in seconds.
 MAX_CLOCK_OFFSET_S = 1.0
 
 _UNSET = "NCCL_P2P_DISABLE and NCCL_SHM_DISABLE unset"
 _DOCTOR = "what `jaxdist doctor` says there under network"
-_CHECKS = {  # by what joins the devices
+_CHECKS = {  # by link
     "ICI": "the slice's health in the cloud's console; restart or replace it: no program can mend its links",
     "NVLink": f"`nvidia-smi nvlink --status` and `nvidia-smi topo -m` (NV in all places), {_UNSET}",
     "PCIe": f"`nvidia-smi topo -m` (PHB, NODE, SYS go through the CPU, as do all without P2P), {_UNSET}",
@@ -67,26 +67,27 @@ _CHECK_CLOCK = (
 
 
 class Row(NamedTuple):
-    """A rate of one device, by the hardware table."""
+    """Rate of one device in the hardware table."""
 
     chip: str
-    # ICI, NVLink, PCIe, DCN or a network, while all devices send; "": of matmuls
+    # ICI, NVLink, PCIe, DCN or a network; "": the rate is that of matmuls
     link: str
-    rate: float  # bytes/s, or FLOP/s of matmuls
+    rate: float  # bytes/s while all devices send, or FLOP/s of matmuls
 
     def share(self, rate: float) -> str:
         """Formats a rate as a share of the row."""
-        return f"{rate / self.rate:.0%} of the {self._table()}"
+        return f"{rate / self.rate:.0%} of the {self._rate_text()}"
 
     def is_slow(self, rate: float) -> bool:
-        """Checks whether a rate is far below the row."""
+        """Checks if a rate is far below the row."""
         return rate < OF_TABLE * self.rate
 
     def below(self, rate: float) -> str:
-        """Formats how far a rate is below the row."""
-        return f"{self.rate / rate:.1f} x below the {self._table()} row ({self.chip})"
+        """Formats the factor between the row and a lower rate."""
+        factor = self.rate / rate
+        return f"{factor:.1f} x below the {self._rate_text()} row ({self.chip})"
 
-    def _table(self) -> str:
+    def _rate_text(self) -> str:
         if self.link:
             return f"{self.rate / 1e9:.3g} GB/s of the table's {self.link}"
         return f"{self.rate / 1e12:.3g} TFLOP/s of the table's matmul"
@@ -95,13 +96,13 @@ class Row(NamedTuple):
 class Span(NamedTuple):
     """Groups of devices that reduce at the same time."""
 
-    where: str
-    groups: list[list[Any]]  # of jax.Device, all of one length
-    row: Row | None  # None: the table has none
+    where: str  # describes the groups
+    groups: list[list[Any]]  # groups of jax.Device, all of the same length
+    row: Row | None  # None: the table has no such row
 
 
 class Reduced(NamedTuple):
-    """An all-reduce that was measured."""
+    """Measured rates of an all-reduce."""
 
     where: str
     rates: Mapping[int, float]  # bytes/s of each device's links, by process
@@ -109,9 +110,10 @@ class Reduced(NamedTuple):
 
 
 def main() -> int:
-    """Measures, and prints the rates on process 0.
+    """Measures, and prints the report on process 0.
 
-    Returns 0, also if something is slow. A hang ends the process with 76.
+    Returns:
+      0, also if something is slow. A hang ends the process with 76.
     """
     initialize.prepare()
     kind = jax.devices()[0].device_kind
@@ -130,7 +132,7 @@ def main() -> int:
             str(device.id): matmul_rate(device, size, jnp.dtype(dtype))
             for device in jax.local_devices()
         }
-    patience_s = 2 * _TIMEOUT_S  # a process that hangs is to say so first
+    patience_s = 2 * _TIMEOUT_S  # a process that hangs reports it before this time
     rates = coordination.gather(local_rates, patience_s)
     reduced = []
     for where, groups, row in spans(jax.devices(), chip):
@@ -145,7 +147,9 @@ def main() -> int:
         reports.append(clock_lines(clocks, hosts))
         table = [line for lines, _ in reports for line in lines]
         faults = [line for _, lines in reports for line in lines]
-        print("\n".join([*table, *(faults or ["  nothing is slow"])]), flush=True)
+        if not faults:
+            faults = ["  nothing is slow"]
+        print("\n".join(table + faults), flush=True)
     return 0
 
 
@@ -153,20 +157,21 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def hang_limit(what: str, link: str = "") -> Iterator[None]:
-    """Ends the process with 76 if the body does not end in time: a device that hangs
-    never returns.
+def hang_limit(measurement: str, link: str = "") -> Iterator[None]:
+    """Ends the process with 76 if the body does not end in time.
+
+    A call to a device that hangs never returns.
 
     Args:
-      what: names the measurement.
-      link: what joins the devices; "": none, or unknown.
+      measurement: name of the measurement.
+      link: link between the devices; "" = none, or unknown.
     """
 
     def give_up() -> None:
         place = f"process {jax.process_index()} on {socket.gethostname()}"
         check = _CHECKS.get(link, _CHECK_NETWORK if link else _DOCTOR)
         print(
-            f"hang: {what} has not ended after {_TIMEOUT_S} s, {place}: check {check}",
+            f"hang: {measurement} has not ended after {_TIMEOUT_S} s, {place}: check {check}",
             file=sys.stderr,
         )
         sys.stderr.flush()
@@ -189,43 +194,53 @@ def matmul_rate(device: jax.Device, size: int, dtype: jnp.dtype) -> float:
 
 
 def all_reduce_rate(groups: Sequence[Sequence[jax.Device]], num_bytes: int) -> float:
-    """Measures the bytes/s that each device of this process sends in all-reduces of its
-    group, as a ring.
+    """Measures the bytes/s that a device sends in ring all-reduces of its group.
 
     Args:
-      groups: of equal length, all devices in one of them; they reduce at the same time.
-      num_bytes: of each device's array.
+      groups: groups of equal length that contain all devices. They reduce at the same
+        time.
+      num_bytes: bytes of each device's array.
     """
     reduces, array = reduces_of(groups, num_bytes)
     ones = jax.jit(
         lambda: jnp.ones(array.shape, array.dtype), out_shardings=array.sharding
     )()
     n = len(groups[0])
-    return 2 * (n - 1) / n * num_bytes * _REDUCES / _best_s(lambda: reduces(ones))
+    bytes_sent = 2 * (n - 1) / n * num_bytes * _REDUCES
+    return bytes_sent / _best_s(lambda: reduces(ones))
 
 
 def reduces_of(
     groups: Sequence[Sequence[jax.Device]], num_bytes: int
 ) -> tuple[jax.stages.Wrapped, jax.ShapeDtypeStruct]:
-    """Builds a program of all-reduces, each of the last one's result.
+    """Builds a program of all-reduces, each of the previous one's result.
+
+    Args:
+      groups: groups of equal length that contain all devices.
+      num_bytes: bytes of each device's array.
 
     Returns:
       The program, and the shape and sharding of its argument.
     """
     mesh = Mesh(np.asarray(groups), ("group", "member"))
     n = len(groups[0])
-    each = P(("group", "member"))
-    array = jax.ShapeDtypeStruct(
+    spec = P(("group", "member"))  # type: ignore[no-untyped-call]  # jax is untyped
+    array = jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]  # jax is untyped
         (len(groups) * n, num_bytes // 4),
         jnp.float32,
-        sharding=NamedSharding(mesh, each),
+        sharding=NamedSharding(mesh, spec),
     )
 
+    def reduce_once(_: int, x: jax.Array) -> jax.Array:
+        total: jax.Array = lax.psum(x, "member")  # type: ignore[no-untyped-call]  # jax is untyped
+        return total / n
+
     def mean(x: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, _REDUCES, lambda _, y: lax.psum(y, "member") / n, x)
+        result: jax.Array = lax.fori_loop(0, _REDUCES, reduce_once, x)
+        return result
 
     program = jax.shard_map(
-        mean, mesh=mesh, in_specs=each, out_specs=each, check_vma=False
+        mean, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
     )
     return jax.jit(program), array
 
@@ -239,61 +254,64 @@ def _best_s(run: Callable[[], jax.Array]) -> float:
     return min(seconds[1:])
 
 
-# --- which devices reduce together, and over what -------------------------------------
+# --- groups of devices that reduce together, and their links --------------------------
 
 
 def spans(devices: Sequence[Any], chip: Chip | None) -> list[Span]:
-    """Lists the all-reduces to measure: inside slices (TPU), hosts (GPU) or processes,
-    and between them.
+    """Lists the all-reduces to measure: inside and between groups of devices.
 
-    Between them the first devices of all places reduce, the second ones, and so on.
-    Places of different sizes reduce all at once, which no row of the table describes.
+    A group is a slice (TPU), a host (GPU) or a process. Between groups, the first
+    devices of all groups reduce, the second ones, and so on. If the groups differ in
+    size, all devices reduce at once. No row of the table describes that.
+
+    Args:
+      devices: all devices of the run.
+      chip: row of the hardware table; None = unknown.
     """
     name = {"tpu": "slice", "gpu": "host"}.get(devices[0].platform, "process")
-    places: dict[int, list[Any]] = {}
-    for device in sorted(devices, key=lambda d: d.id):
-        places.setdefault(_place(device), []).append(device)
-    groups = list(places.values())
-    size = len(groups[0])
+    by_group: dict[int, list[Any]] = {}
+    for device in sorted(devices, key=lambda device: device.id):
+        by_group.setdefault(_group_index(device), []).append(device)
+    groups = list(by_group.values())
     if len({len(group) for group in groups}) > 1:
         return [Span("of all devices", [list(devices)], None)]
-    found = []
-    if size > 1:
+    to_measure = []
+    if len(groups[0]) > 1:
         where = f"inside each {name}" if len(groups) > 1 else f"inside the {name}"
-        found.append(Span(where, groups, _inside(chip, groups[0]) if chip else None))
+        to_measure.append(
+            Span(where, groups, _link_row(chip, groups[0]) if chip else None)
+        )
     if len(groups) > 1:
         where = f"between {len(groups)} {name}{'es' if name == 'process' else 's'}"
+        across = [list(members) for members in zip(*groups, strict=True)]
         rate = chip.network_bytes_per_s if chip else None
         row = Row(chip.name, chip.network, rate) if chip and rate else None
-        found.append(
-            Span(where, [list(members) for members in zip(*groups, strict=True)], row)
-        )
-    return found
+        to_measure.append(Span(where, across, row))
+    return to_measure
 
 
-def _place(device: Any) -> int:
-    """Finds the number of a device's slice (TPU; 0 of a lone one), host (GPU) or
-    process.
-    """
+def _group_index(device: Any) -> int:
+    """Finds the index of a device's slice (TPU), host (GPU) or process."""
     if device.platform in ("tpu", "gpu"):
-        # jax counts the hosts of GPUs so, too
-        index = getattr(device, "slice_index", None)
-        if index is not None:
-            return index
+        # jax gives hosts of GPUs a slice index, too
+        slice_index: int | None = getattr(device, "slice_index", None)
+        if slice_index is not None:
+            return slice_index
     if device.platform == "tpu":
-        return 0
-    return device.process_index
+        return 0  # a single slice
+    process_index: int = device.process_index
+    return process_index
 
 
-def _inside(chip: Chip, devices: Sequence[Any]) -> Row | None:
-    """Looks up the links inside a slice or host in the table; None for a single chip."""
+def _link_row(chip: Chip, devices: Sequence[Any]) -> Row | None:
+    """Looks up the links inside a slice or host; None for a single chip."""
     links = float(chip.num_links)
     if chip.torus_dims:
         coords = np.array([device.coords for device in devices])
         shape = tuple(int(n) for n in np.ptp(coords, axis=0) + 1)[: chip.torus_dims]
         rings = zip(shape, chip.wraps(shape), strict=True)
-        of_chip = sum(2 if is_ring else 1 for n, is_ring in rings if n > 1)
-        links = of_chip / chip.devices_per_chip
+        links_per_chip = sum(2 if is_ring else 1 for n, is_ring in rings if n > 1)
+        links = links_per_chip / chip.devices_per_chip
     if not links:
         return None
     return Row(chip.name, chip.link, links * chip.link_bytes_per_s)
@@ -301,22 +319,27 @@ def _inside(chip: Chip, devices: Sequence[Any]) -> Row | None:
 
 # --- reports --------------------------------------------------------------------------
 
-Lines = tuple[list[str], list[str]]  # the table's, and those of faults
+Lines = tuple[list[str], list[str]]  # (lines of the table, lines of faults)
 
 
 def device_lines(
-    rates: Mapping[int, Mapping[str, float]], what: str, chip: Chip | None, dtype: str
+    rates: Mapping[int, Mapping[str, float]],
+    measurement: str,
+    chip: Chip | None,
+    dtype: str,
 ) -> Lines:
-    """Lists a line for each device, and one for each that is slow.
+    """Formats a line for each device, and one for each that is slow.
 
     Args:
       rates: FLOP/s by process and device.
-      what: names the measurement, in `dtype`.
+      measurement: name of the measurement.
+      chip: row of the hardware table; None = unknown.
+      dtype: dtype of the matmuls.
     """
     median = statistics.median(
         rate for devices in rates.values() for rate in devices.values()
     )
-    table = [f"preflight: {what}, median {median / 1e12:.3g} TFLOP/s"]
+    table = [f"preflight: {measurement}, median {median / 1e12:.3g} TFLOP/s"]
     slow = []
     fix = ""
     peak = None
@@ -327,7 +350,7 @@ def device_lines(
     most_are_slow = row is not None and row.is_slow(median)
     if row is None:
         table.append(
-            "  the hardware table has no row for it: devices are compared with each other alone"
+            "  the hardware table has no row for it: devices are only compared with each other"
         )
     elif most_are_slow:
         text = f"at least half of the devices: {median / 1e12:.3g} TFLOP/s"
@@ -335,21 +358,24 @@ def device_lines(
     for process, devices in sorted(rates.items()):
         for device, rate in devices.items():
             text = f"process {process} device {device}: {rate / 1e12:.3g} TFLOP/s"
-            beside = ""
+            comparison = ""
             is_below = False
-            if row is not None:
+            if row is None:
+                table.append(f"  {text}")
+            else:
+                table.append(f"  {text}, {row.share(rate)}")
                 is_below = row.is_slow(rate)
-                beside = f", {row.below(rate) if is_below else row.share(rate)}"
-            table.append(f"  {text}{f', {row.share(rate)}' if row else ''}")
+                comparison = f", {row.below(rate) if is_below else row.share(rate)}"
             if rate < OF_DEVICES * median or (is_below and not most_are_slow):
                 share = f"{rate / median:.0%} of the median"
-                slow.append(f"slow: {text}{beside}, {share}{fix}")
+                slow.append(f"slow: {text}{comparison}, {share}{fix}")
     return table, slow
 
 
 def reduce_lines(reduced: Reduced) -> Lines:
-    """Lists the line of an all-reduce, and one if it is slow; without a row of the
-    table none is.
+    """Formats the line of an all-reduce, and a second one if it is slow.
+
+    Without a row of the table, no all-reduce is slow.
     """
     where, rates, row = reduced
     process = min(rates, key=rates.__getitem__)
@@ -358,22 +384,23 @@ def reduce_lines(reduced: Reduced) -> Lines:
     text = f"all-reduce {where}: {rate / 1e9:.3g} GB/s a device"
     if row is None:
         return [f"  {text}"], []
-    # All GPUs of a host together are bound by its CPUs over PCIe, often below half of
-    # their links.
+    table = [f"  {text}, {row.share(rate)}"]
+    # Over PCIe, the CPUs of a host limit all its GPUs together, often to less than half
+    # of their links.
     is_below = row.link != "PCIe" and row.is_slow(rate)
     is_behind = rate < OF_REDUCES * median
     if not is_below and not is_behind:
-        return [f"  {text}, {row.share(rate)}"], []
+        return table, []
     report = f"slow: {text}, {row.below(rate) if is_below else row.share(rate)}"
     if is_behind:
         report += f", {rate / median:.0%} of the median, in process {process}"
-    slow = [f"{report}: check {_check(row.link, rate)}"]
-    return [f"  {text}, {row.share(rate)}"], slow
+    return table, [f"{report}: check {_check(row.link, rate)}"]
 
 
 def _check(link: str, rate: float) -> str:
-    """Names what to check if a link is slow; between hosts, also the networks for which
-    its rate is healthy.
+    """Describes what to check if a link is slow.
+
+    Between hosts, the text also names networks for which the rate would be healthy.
     """
     if link in _CHECKS:
         return _CHECKS[link]
@@ -389,23 +416,26 @@ def _check(link: str, rate: float) -> str:
 
 
 def clock_lines(clocks: Mapping[int, ClockOffset], hosts: Mapping[int, str]) -> Lines:
-    """Lists the line of the clocks, and one for each that is certainly too far from
-    process 0's.
+    """Formats the line of the clocks, and one for each clock that is certainly wrong.
 
     Args:
-      clocks: of the other processes; a lone process has none, and no lines.
+      clocks: offsets of the other processes from process 0. There are none, and no
+        lines, for a lone process.
       hosts: names of machines, by process.
     """
     if not clocks:
         return [], []
     worst = max(clocks.values(), key=lambda clock: abs(clock.ahead_s))
     line = f"  clocks: at most {abs(worst.ahead_s):.3g} s from process 0's (known to {worst.within_s:.2g} s)"
-    wrong = [
-        f"clock: process {process} on {hosts[process]} is {abs(ahead_s):.3g} s "
-        f"{'ahead of' if ahead_s > 0 else 'behind'} process 0 on {hosts[0]}: {_CHECK_CLOCK}"
-        for process, (ahead_s, within_s) in sorted(clocks.items())
-        if abs(ahead_s) - within_s > MAX_CLOCK_OFFSET_S
-    ]
+    wrong = []
+    for process, (ahead_s, within_s) in sorted(clocks.items()):
+        if abs(ahead_s) - within_s <= MAX_CLOCK_OFFSET_S:
+            continue
+        side = "ahead of" if ahead_s > 0 else "behind"
+        wrong.append(
+            f"clock: process {process} on {hosts[process]} is {abs(ahead_s):.3g} s "
+            f"{side} process 0 on {hosts[0]}: {_CHECK_CLOCK}"
+        )
     return [line], wrong
 
 

@@ -1,6 +1,4 @@
-"""The workdir of a run for its supervisor: where it is, and how far the run has come.
-No jax.
-"""
+"""Workdir and progress of a run, read for its supervisor. Needs no jax."""
 
 import contextlib
 import re
@@ -13,16 +11,16 @@ from jaxdist.storage.untrusted import Malformed, is_count, open_regular, read_js
 from jaxdist.telemetry import metrics
 from jaxdist.trainer.default_workdir import default_workdir
 
-_STEP = re.compile("[0-9]{1,9}")  # a folder of a checkpoint: longer names are not ours
+_STEP = re.compile("[0-9]{1,9}")  # the name of a checkpoint's folder
 
 
 def run_folder(command: Sequence[str]) -> Path | None:
-    """Finds the workdir that a train command names; None if it names none."""
+    """Finds the local workdir that a train command names, or None."""
     flags: dict[str, str] = {}
-    for item, after in zip(command, [*command[1:], ""], strict=True):
+    for item, following in zip(command, [*command[1:], ""], strict=True):
         name, equals, value = item.partition("=")
         if name in ("--workdir", "--config"):
-            flags[name] = value if equals else after
+            flags[name] = value if equals else following
     folder = flags.get("--workdir")
     if not folder and "--config" in flags:
         folder = default_workdir(flags["--config"])
@@ -32,16 +30,14 @@ def run_folder(command: Sequence[str]) -> Path | None:
 
 
 class ProgressReader:
-    """Reads from a workdir's files how far its run has come."""
+    """Reader of a run's progress in the files of its workdir."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self._newest = 0
 
     def newest(self) -> int:
-        """Finds the newest step ever seen, logged or saved; steps done again do not
-        count.
-        """
+        """Finds the highest step that was ever seen, logged or saved."""
         if self.folder is None:
             return 0
         rows = metrics.read_last_rows(self.folder)
@@ -64,11 +60,13 @@ class ProgressReader:
         return 0
 
     def event(self, name: str, step: int, **fields: object) -> None:
-        """Appends an event; creates the workdir if the run had no time to."""
+        """Appends an event; creates the workdir if the run has not done so."""
         if self.folder is not None:
-            with contextlib.suppress(OSError, ConfigError):
-                with contextlib.closing(metrics.MetricsWriter(self.folder)) as writer:
-                    writer.event(name, step, **fields)
+            with (
+                contextlib.suppress(OSError, ConfigError),
+                contextlib.closing(metrics.MetricsWriter(self.folder)) as writer,
+            ):
+                writer.event(name, step, **fields)
 
     def devices_per_process(self) -> int | None:
         """Counts the devices of each process of the last start; None if unknown."""
@@ -80,7 +78,7 @@ class ProgressReader:
         return devices // processes or None
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Reads the object in a file of the workdir; None if it cannot be read."""
+        """Reads the JSON object in a file of the workdir; None if it is unreadable."""
         if self.folder is not None:
             with contextlib.suppress(FileNotFoundError, Malformed):
                 return read_json(self.folder / name, dict)

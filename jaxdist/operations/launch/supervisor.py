@@ -1,11 +1,10 @@
-"""The agent of a node: starts a run's processes, and restarts all of them when one is
-lost.
+"""Agent of a node: it starts a run's processes, and restarts all if one is lost.
 
-The others cannot continue without the lost one: they wait in a collective for ever, and
-cannot save. So they are killed at once, and all restart from the newest good
-checkpoint, on the slots that are left. A group that could be larger is asked to save
-and stop, and restarts larger. With several agents the scheduler restarts; an agent then
-only ends its own processes.
+The other processes cannot continue without the lost one: they wait in a collective for
+ever, and cannot save. So they are killed at once. All restart from the newest good
+checkpoint, on the slots that are left. If a larger group can run, the agent asks the
+processes to save and stop, and restarts more. With several agents, the scheduler
+restarts the run; an agent then only ends its own processes.
 """
 
 import contextlib
@@ -35,36 +34,36 @@ from jaxdist.storage import untrusted
 from jaxdist.trainer import elastic
 
 _FINAL = {EXIT_NO_CHECKPOINT, EXIT_CONFIG}  # a new start would end in the same way
-# Exit codes of processes that may have ended, and that did end, because another was
-# lost.
+# Exit codes of processes that end because another was lost, and their rank: a process
+# with rank 1 may have been lost itself, one with rank 2 was not.
 _NOT_AT_FAULT = {-signal.SIGABRT: 1, EXIT_PEER_LOST: 2}
-# after the end of such a process, for the one at fault to say why it ends
+# seconds after the end of such a process in which the lost one reports its error
 _CAUSE_S = 5.0
-_UNSTARTED = -signal.SIGTERM  # asked to stop before it could listen
+_UNSTARTED = -signal.SIGTERM  # ended by SIGTERM before its handler was set
 _BACKOFF_S = 0.5
-_MOST_BACKOFF_S = 30.0
-_WAIT_S = 600.0  # for enough capacity
-_MOST_BYTES = 4096  # of a capacity file
+_MAX_BACKOFF_S = 30.0
+_WAIT_S = 600.0  # most seconds to wait for capacity
+_MAX_BYTES = 4096  # bytes of the largest capacity file
 
 
 @dataclasses.dataclass(frozen=True)
 class SupervisorOptions:
-    """The options of `launch`."""
+    """Options of `launch`."""
 
     command: Sequence[str]
-    processes: int  # of this agent
-    devices_per_process: int | None = None  # CPU: emulated; GPU: of the visible ones
-    min_processes: int | None = None  # None: all or none
-    max_restarts: int = 3  # in a row without progress
-    capacity_file: Path | None = None
-    # that a group runs before it stops to grow; 0: it does not
-    grow_minutes: float = 10.0
-    grace_s: float = 120.0  # between a signal and the end of all that still runs
-    preflight: bool = False  # whether to measure devices first
+    processes: int  # number of processes of this agent
+    # number of emulated CPU devices or of visible GPUs; None: see `device_environment`
+    devices_per_process: int | None = None
+    min_processes: int | None = None  # fewest processes; None: all are needed
+    max_restarts: int = 3  # most restarts in a row without progress
+    capacity_file: Path | None = None  # file with the number of processes that can run
+    grow_minutes: float = 10.0  # minutes that a group runs before it grows; 0: never
+    grace_s: float = 120.0  # seconds between a signal to stop and the kill
+    preflight: bool = False  # measure devices first
 
 
 class Supervisor:
-    """One `launch`, until its command has ended for good."""
+    """Supervisor of one `launch`, until its command has ended for good."""
 
     def __init__(
         self,
@@ -78,69 +77,71 @@ class Supervisor:
         self.say = say
         self._least = options.min_processes or options.processes
         self.progress = ProgressReader(run_folder(options.command))
-        # those not given up, e.g. for a broken GPU
+        # slots in use; one may be given up, e.g. for a broken GPU
         self.slots = list(range(options.processes))
-        # sizes of which the command itself said that they cannot be
+        # sizes that the command itself refused
         self._refused: set[int] = set()
-        # signals so far; SIGINTs among them: the second ends all
-        self.stop_requests = 0
-        self._interrupts = 0
+        self.stop_requests = 0  # number of signals that asked to stop
+        self._interrupts = 0  # SIGINTs among them; the second one ends all at once
         self._failures: list[str] = []  # since the last progress
-        self._last_slot: int | None = None  # which was lost last
+        self._last_slot: int | None = None  # slot of the last lost process
         may_grow = options.capacity_file is not None and agents.number == 1
         self._growth = GrowthTimer(60 * options.grow_minutes if may_grow else 0.0)
-        # the size for which the group that runs was asked to stop; 0: it was not
+        # size for which the running group was asked to stop; 0: it was not
         self._growing_to = 0
-        # the size before a growth that has made no progress yet; 0: there is none
+        # size before a growth that has made no progress yet; 0: there is none
         self._grown_from = 0
-        # size of the next start, where a larger one has just failed
-        self._most: int | None = None
+        # largest size of the next start, after a larger one failed; None: all slots
+        self._max_size: int | None = None
 
     def run(self) -> int:
         """Runs the command until it ends for good; returns the exit code of the run."""
         with self._listening():
             while (size := self._await_size()) is not None:
-                began = time.monotonic()
-                before = self.progress.newest()
-                starts = self.progress.starts()
-                workers = self._start(size)
-                try:
-                    self._attend(workers, before)
-                    early = workers.codes()
-                finally:
-                    workers.kill()
-                if self.progress.folder is None:
-                    # no workdir can tell: ten minutes count as progress
-                    moved = time.monotonic() - began > 600
-                    stepped = True
-                else:
-                    moved = self.progress.newest() > before
-                    stepped = moved or self.progress.starts() > starts
-                code = self._verdict(early, size, stepped)
-                if moved and self._grown_from:
-                    self._grown_from = 0
-                    self._growth.succeeded()
-                if code is None:
-                    code = self._after_loss(workers, early, moved)
-                elif (
-                    code == EXIT_PREEMPTED
-                    and self._growing_to
-                    and not self.stop_requests
-                ):
-                    self._after_growth(size)
-                    continue
-                if code == EXIT_CONFIG and self._fewer_may_do(size):
-                    continue
+                code = self._run_once(size)
                 if code is not None:
                     return code
             return EXIT_PREEMPTED if self.stop_requests else EXIT_PEER_LOST
 
     # --- one start --------------------------------------------------------------------
 
-    def _start(self, size: int) -> WorkerGroup:
-        """Starts the processes of the first `size` slots, with a port that no start had
-        before.
+    def _run_once(self, size: int) -> int | None:
+        """Starts the processes and waits for their end.
+
+        Returns:
+          The exit code of the run; None = start again.
         """
+        began = time.monotonic()
+        newest_before = self.progress.newest()
+        starts_before = self.progress.starts()
+        workers = self._start(size)
+        try:
+            self._attend(workers, newest_before)
+            early = workers.codes()
+        finally:
+            workers.kill()
+        if self.progress.folder is None:
+            # without a workdir, ten minutes count as progress
+            progressed = time.monotonic() - began > 600
+            may_have_stepped = True
+        else:
+            progressed = self.progress.newest() > newest_before
+            may_have_stepped = progressed or self.progress.starts() > starts_before
+        code = self._verdict(early, size, may_have_stepped)
+        if progressed and self._grown_from:
+            self._grown_from = 0
+            self._growth.succeeded()
+        if code is None:
+            code = self._after_loss(workers, early, progressed)
+        elif code == EXIT_PREEMPTED and self._growing_to and not self.stop_requests:
+            self._after_growth(size)
+            return None
+        if code == EXIT_CONFIG and self._fewer_may_do(size):
+            return None
+        return code
+
+    def _start(self, size: int) -> WorkerGroup:
+        """Starts the processes of the first `size` slots, with a new port."""
         options = self.options
         total = size * self.agents.number
         first = size * self.agents.index
@@ -167,7 +168,7 @@ class Supervisor:
             text += f" of {total}"
         self.say(text)
         self._growing_to = 0
-        self._most = None
+        self._max_size = None
         if size <= self._grown_from:
             self._grown_from = 0
         self._growth.begin()
@@ -175,48 +176,54 @@ class Supervisor:
             options.command, environments, first=first, wakeup=self._wakeup
         )
 
-    def _attend(self, workers: WorkerGroup, before: int) -> None:
-        """Waits until the processes have ended, have lost a process, or have had their
-        time to stop.
+    def _attend(self, workers: WorkerGroup, newest_before: int) -> None:
+        """Waits for the end of the processes.
+
+        It returns when all have ended, when one is lost, or when their time to stop is
+        over.
 
         Args:
-          before: the newest step when they started.
+          workers: the processes.
+          newest_before: the newest step when they started.
         """
         size = len(workers.processes)
-        fine = {0, EXIT_PREEMPTED}
-        deadline = math.inf
-        until = math.inf
-        while time.monotonic() <= deadline and self._interrupts <= 1:
+        good_codes = {0, EXIT_PREEMPTED}
+        stop_deadline = math.inf
+        cause_deadline = math.inf
+        while time.monotonic() <= stop_deadline and self._interrupts <= 1:
             codes = workers.codes()
-            # who asks from outside gives a time of his own
             if self.stop_requests and self._growing_to:
+                # A signal replaces the agent's own request to stop, and its deadline.
                 self._growing_to = 0
-                deadline = math.inf
+                stop_deadline = math.inf
             is_stopping = self.stop_requests or EXIT_PREEMPTED in codes.values()
-            if deadline == math.inf and (
-                is_stopping or (not codes and self._should_grow(size, before))
+            if stop_deadline == math.inf and (
+                is_stopping or (not codes and self._should_grow(size, newest_before))
             ):
-                deadline = time.monotonic() + self.options.grace_s
-                fine.add(_UNSTARTED)
+                stop_deadline = time.monotonic() + self.options.grace_s
+                good_codes.add(_UNSTARTED)
                 workers.signal(signal.SIGTERM)
-            bad = set(codes.values()) - fine
-            if bad and until == math.inf:
-                until = time.monotonic() + _CAUSE_S
-            at_fault = bad - _NOT_AT_FAULT.keys() or (
-                bad and EXIT_PREEMPTED in codes.values()
+            bad_codes = set(codes.values()) - good_codes
+            if bad_codes and cause_deadline == math.inf:
+                cause_deadline = time.monotonic() + _CAUSE_S
+            is_cause_known = bad_codes - _NOT_AT_FAULT.keys() or (
+                bad_codes and EXIT_PREEMPTED in codes.values()
             )
-            if len(codes) == size or at_fault or time.monotonic() >= until:
+            if len(codes) == size or is_cause_known:
                 return
-            workers.listen(0.5 if deadline == math.inf else 0.05)
+            if time.monotonic() >= cause_deadline:
+                return
+            workers.listen(0.5 if stop_deadline == math.inf else 0.05)
 
     def _verdict(
-        self, early: Mapping[int, int], size: int, stepped: bool
+        self, early: Mapping[int, int], size: int, may_have_stepped: bool
     ) -> int | None:
         """Decides the exit code of the run, or None if it has lost a process.
 
         Args:
-          early: codes of those of the `size` processes that ended by themselves.
-          stepped: whether there may be steps since this start.
+          early: exit codes of the processes that ended by themselves.
+          size: number of all processes.
+          may_have_stepped: this start may have finished steps.
         """
         endings = set(early.values())
         final = endings & _FINAL
@@ -224,91 +231,99 @@ class Supervisor:
             return min(final)
         if endings == {0} and len(early) == size:
             return 0
-        # One that ends with 75 says that all is saved; those that it leaves may hear of
-        # its end first.
-        preempted = EXIT_PREEMPTED in endings
-        left = endings & _NOT_AT_FAULT.keys()
-        orderly = endings - left <= {0, EXIT_PREEMPTED, _UNSTARTED}
-        saved = orderly and (preempted if left else len(early) == size)
-        if (preempted or self.stop_requests) and (saved or not stepped):
+        # A process that ends with 75 knows that all is saved. Processes that still run
+        # may then fail because it has left.
+        is_preempted = EXIT_PREEMPTED in endings
+        collateral = endings & _NOT_AT_FAULT.keys()
+        is_orderly = endings - collateral <= {0, EXIT_PREEMPTED, _UNSTARTED}
+        is_saved = is_orderly and (is_preempted if collateral else len(early) == size)
+        if (is_preempted or self.stop_requests) and (is_saved or not may_have_stepped):
             return EXIT_PREEMPTED
         if not self.stop_requests:
             return None
         number = lost_process(early)
-        why = "not all ended in time"
+        cause = "not all ended in time"
         if number is not None:
-            why = f"process {number} {describe_exit(early[number])}"
-        self.say(f"asked to stop, but {why}: what was not saved before is lost")
+            cause = f"process {number} {describe_exit(early[number])}"
+        self.say(f"asked to stop, but {cause}: work since the last save is lost")
         return EXIT_PEER_LOST
 
     # --- after a loss -----------------------------------------------------------------
 
     def _after_loss(
-        self, workers: WorkerGroup, early: Mapping[int, int], moved: bool
+        self, workers: WorkerGroup, early: Mapping[int, int], progressed: bool
     ) -> int | None:
-        """Records a lost process; returns the exit code of the run if it ends here,
-        else waits a little.
+        """Records a lost process, and waits before the next start.
+
+        Args:
+          workers: the processes, which have all ended.
+          early: exit codes of the processes that ended by themselves.
+          progressed: this start made progress.
+
+        Returns:
+          The exit code of the run if it ends now, else None.
         """
         number = lost_process(early)
-        codes = workers.codes()  # those that were killed, too
+        codes = workers.codes()  # with those that were killed
         if number is not None:
-            why = f"process {number} {describe_exit(early[number])}"
+            cause = f"process {number} {describe_exit(early[number])}"
         elif self._growing_to:
             number = min(codes.keys() - early.keys())
-            why = f"process {number} did not stop in time to grow"
-        else:  # 75 from one, and no end of the others
+            cause = f"process {number} did not stop in time to grow"
+        else:  # one process ended with 75, and others did not end
             self.say("not all processes stopped in time")
             return EXIT_PEER_LOST
         step = self.progress.newest()
-        self.say(f"lost {why} at step {step}; the others are stopped")
+        self.say(f"lost {cause} at step {step}; the others are stopped")
         self.progress.event(
-            "peer_lost", step, process=number, exit_code=codes[number], why=why
+            "peer_lost", step, process=number, exit_code=codes[number], why=cause
         )
         if self.agents.number > 1:
             return EXIT_PEER_LOST
-        # the agent's own doing: it does not count
-        if self._grown_from or self._growing_to:
-            if self._grown_from:
-                self._undo_growth()
-            else:
-                self._after_growth(len(codes), saved=False)
+        # a loss by growth is the agent's own fault: it counts as no failure
+        if self._grown_from:
+            self._undo_growth()
             return None
-        self._failures = [why] if moved else [*self._failures, why]
-        failures = len(self._failures)
-        lost = self.slots[number]
-        if moved:
-            # what failed then may be well by now
+        if self._growing_to:
+            self._after_growth(len(codes), saved=False)
+            return None
+        self._failures = [cause] if progressed else [*self._failures, cause]
+        num_failures = len(self._failures)
+        lost_slot = self.slots[number]
+        if progressed:
+            # a slot that was given up may work again
             self.slots = list(range(self.options.processes))
-        self._give_up_slot(lost)
-        if failures > self.options.max_restarts:
+        self._give_up_slot(lost_slot)
+        if num_failures > self.options.max_restarts:
             self.say(self._last_report(workers, number, step))
             return early[number] if early[number] > 0 else EXIT_PEER_LOST
-        delay = 0.0 if moved else min(_BACKOFF_S * 2 ** (failures - 1), _MOST_BACKOFF_S)
+        delay = 0.0
+        if not progressed:
+            delay = min(_BACKOFF_S * 2 ** (num_failures - 1), _MAX_BACKOFF_S)
         self.say(
-            f"restart {failures} of {self.options.max_restarts} without progress, in {delay:g} s"
+            f"restart {num_failures} of {self.options.max_restarts} without progress, in {delay:g} s"
         )
         self._sleep(delay)
         return None
 
     def _give_up_slot(self, slot: int) -> None:
-        """Leaves out a slot whose process was lost twice in a row, where fewer will do,
-        until progress.
+        """Gives up a slot whose process was lost twice in a row, until progress.
+
+        No slot is given up if all are needed, or if a file has the capacity.
         """
-        twice = slot == self._last_slot
-        self._last_slot = None if twice else slot
-        if (
-            twice
-            and self.options.capacity_file is None
-            and len(self.slots) > self._least
-        ):
+        is_second_loss = slot == self._last_slot
+        self._last_slot = None if is_second_loss else slot
+        if not is_second_loss or self.options.capacity_file is not None:
+            return
+        if len(self.slots) > self._least:
             self.slots.remove(slot)
             self.say(
-                f"the process of slot {slot} was lost twice in a row: going on without it"
+                f"the process of slot {slot} was lost twice in a row: continuing without it"
             )
 
     def _last_report(self, workers: WorkerGroup, number: int, step: int) -> str:
         failures = "; ".join(
-            f"{count} x {why}" for why, count in Counter(self._failures).items()
+            f"{count} x {cause}" for cause, count in Counter(self._failures).items()
         )
         lines = workers.last_lines[number] or ["(nothing)"]
         output = "\n".join(f"    {line}" for line in lines)
@@ -319,33 +334,38 @@ class Supervisor:
 
     # --- growth -----------------------------------------------------------------------
 
-    def _should_grow(self, size: int, before: int) -> bool:
-        """Decides whether the group that runs stops because a larger one can run; says
-        so.
+    def _should_grow(self, size: int, newest_before: int) -> bool:
+        """Decides if the running group stops because a larger one can run.
+
+        Args:
+          size: size of the running group.
+          newest_before: the newest step when it started.
         """
 
         def larger() -> int:
-            # gone, or being written: no room that is known of
+            # the capacity file may be missing, or being written
             with contextlib.suppress(OSError, ValueError):
-                found = self._largest_legal(self._read_capacity())
-                if found > size:
-                    return found
+                legal = self._largest_legal(self._read_capacity())
+                if legal > size:
+                    return legal
             return 0
 
-        found = self._growth.due(larger)
-        # Without progress the start would have been for nothing; were all starts, the
-        # run would never advance.
-        if not found or self.progress.newest() <= before:
+        larger_size = self._growth.due(larger)
+        # A group must make progress before it stops, or the run might never advance.
+        if not larger_size or self.progress.newest() <= newest_before:
             return False
         self.say(
-            f"{found} processes can run: the {size} that run are asked to save, and start again as {found}"
+            f"{larger_size} processes can run: the {size} that run are asked to save and to restart as {larger_size}"
         )
-        self._growing_to = found
+        self._growing_to = larger_size
         return True
 
     def _after_growth(self, size: int, *, saved: bool = True) -> None:
-        """Records that a group of that size has stopped, to grow; without an event
-        where it has not saved.
+        """Records that a group of `size` processes has stopped to grow.
+
+        Args:
+          size: number of processes that have stopped.
+          saved: they have saved; if not, no event is written.
         """
         if saved:
             step = self.progress.newest()
@@ -356,38 +376,40 @@ class Supervisor:
         self._failures = []
 
     def _undo_growth(self) -> None:
-        """Has the size that ran before start next: a larger one was lost before it made
-        progress.
-        """
+        """Goes back to the size before a growth that was lost without progress."""
         self._growth.failed()
-        self._most = self._grown_from
+        self._max_size = self._grown_from
         self._grown_from = 0
         wait = f"the next growth is tried after {self._growth.wait_s / 60:g} minutes"
         self.say(
-            f"no progress since the growth: back to {self._most} processes; {wait}"
+            f"no progress since the growth: back to {self._max_size} processes; {wait}"
         )
 
     # --- how many ---------------------------------------------------------------------
 
     def _await_size(self) -> int | None:
-        """Waits for enough capacity; returns the number of processes to start. None if
-        there are too few, or a signal came first.
+        """Waits for enough capacity.
+
+        Returns:
+          The number of processes to start; None if there are too few, or if a signal
+          came first.
         """
-        until = time.monotonic() + _WAIT_S
+        deadline = time.monotonic() + _WAIT_S
+        least = 1 if self.agents.number > 1 else self._least
         reported = None
         while not self.stop_requests:
             capacity = self._capacity()
             size = self._largest_legal(capacity)
-            if size >= (1 if self.agents.number > 1 else self._least):
+            if size >= least:
                 if size < capacity:
-                    why = "no legal mesh has them"
+                    reason = "no legal mesh has them"
                     if capacity in self._refused:
-                        why = "ended with 78"
+                        reason = "ended with 78"
                     self.say(
-                        f"{capacity} processes could run, but {why}; taking {size}"
+                        f"{capacity} processes could run, but {reason}; taking {size}"
                     )
                 return size
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 self.say(f"stopping: no {self._least} processes for {_WAIT_S:.0f} s")
                 return None
             if reported != capacity:
@@ -404,20 +426,21 @@ class Supervisor:
         return 0
 
     def _capacity(self) -> int:
+        """Counts the processes that can run now; all slots if that is unknown."""
         slots = len(self.slots)
-        most = self._most or slots
+        limit = self._max_size or slots
         try:
             try:
-                return min(self._read_capacity(), most)
-            except ValueError:  # a moment later one that was being written is whole
+                return min(self._read_capacity(), limit)
+            except ValueError:  # a file that is being written is whole a moment later
                 self._sleep(1.0)
-                return min(self._read_capacity(), most)
+                return min(self._read_capacity(), limit)
         except (OSError, ValueError) as error:
             file = self.options.capacity_file
             self.say(
-                f"--capacity-file {file}: no whole number there ({error}); taking {min(slots, most)}"
+                f"--capacity-file {file}: no whole number there ({error}); taking {min(slots, limit)}"
             )
-            return min(slots, most)
+            return min(slots, limit)
 
     def _read_capacity(self) -> int:
         """Counts the processes that can run now.
@@ -429,31 +452,34 @@ class Supervisor:
         slots = len(self.slots)
         if file is None:
             return slots
-        capacity = int(untrusted.read_bytes(file, max_bytes=_MOST_BYTES))
+        capacity = int(untrusted.read_bytes(file, max_bytes=_MAX_BYTES))
         return max(0, min(capacity, slots))
 
     def _is_legal(self, size: int) -> bool:
-        """Checks whether the run's batch and mesh can be laid out on `size` processes.
+        """Checks if the run's batch and mesh fit on `size` processes.
 
-        True if unknown: before the first start, or for a command that is not ours.
+        The answer is True if it is unknown: before the first start, and for a command
+        that is not jaxdist's.
         """
         processes = self.options.processes
         config = self.progress.read_json("config.json")
         if size == processes or self.agents.number > 1 or config is None:
             return True
-        each = self.options.devices_per_process or self.progress.devices_per_process()
-        if each is None:
+        per_process = (
+            self.options.devices_per_process or self.progress.devices_per_process()
+        )
+        if per_process is None:
             return True
         fitted = elastic.fit_config(
-            config, devices=size * each, full_devices=processes * each
+            config, devices=size * per_process, full_devices=processes * per_process
         )
         return fitted is not None
 
     def _fewer_may_do(self, size: int) -> bool:
         """Records a size that ended with 78; returns True if a smaller one is tried.
 
-        A smaller one is tried after a growth, and after a reduced start before the
-        first step, when no file tells yet which sizes are legal.
+        A smaller size is tried after a growth. It is also tried after a reduced start
+        without any step, since the legal sizes are unknown then.
         """
         self._refused.add(size)
         if self._grown_from:
@@ -467,41 +493,45 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """Handles the signals that ask to stop; they, and the end of a child, wake
-        `listen`.
+        """Handles signals until the body ends.
+
+        Signals that ask to stop, and the end of a child, wake `WorkerGroup.listen`.
         """
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
-        before = {
-            number: signal.signal(number, self._ask)
+        old_handlers = {
+            number: signal.signal(number, self._on_signal)
             for number in stop_signals(os.environ)
         }
-        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
-        old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        old_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+        old_descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         self._wakeup = reader
         try:
             yield
         finally:
-            signal.set_wakeup_fd(old)
-            for number, handler in before.items():
+            signal.set_wakeup_fd(old_descriptor)
+            for number, handler in old_handlers.items():
                 signal.signal(number, handler)
             os.close(reader)
             os.close(writer)
 
-    def _ask(self, number: int, _: Any) -> None:
+    def _on_signal(self, number: int, _: Any) -> None:
         self.stop_requests += 1
-        self._interrupts += number == signal.SIGINT
+        if number == signal.SIGINT:
+            self._interrupts += 1
 
     def _sleep(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while not self.stop_requests and time.monotonic() < until:
+        """Sleeps until the time is over or a signal asks to stop."""
+        deadline = time.monotonic() + seconds
+        while not self.stop_requests and time.monotonic() < deadline:
             time.sleep(min(0.1, seconds))
 
 
 def lost_process(codes: Mapping[int, int]) -> int | None:
-    """Finds the process that was lost: if possible one that did not end because of
-    another.
+    """Finds the process that was lost, or None.
+
+    A process that may have failed because of another is chosen last.
     """
     lost = {n: code for n, code in codes.items() if code not in (0, EXIT_PREEMPTED)}
     return min(lost, key=lambda n: (_NOT_AT_FAULT.get(lost[n], 0), n), default=None)

@@ -1,6 +1,4 @@
-"""The processes of one start: begun together, heard together, ended together. No
-thread, no jax.
-"""
+"""Processes of one start, which begin and end together. Needs no thread and no jax."""
 
 import contextlib
 import ctypes
@@ -18,14 +16,15 @@ from jaxdist.operations.watch.watchdog_process import HANG_SIGNAL
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-# Kills the process groups it is told of, should the agent's end of the pipe close
-# first.
+# A shell that reads process groups from a pipe, and kills them when the pipe closes. It
+# closes when the agent dies.
 _GUARD = 'p=; while read g; do p="$p -$g"; done; [ -z "$p" ] || kill -9 $p'
 
 
 def _die_with_parent(parent: int) -> None:
-    """Makes the kernel kill the child when the agent is gone, even by kill -9. Runs in
-    the child.
+    """Makes the kernel kill this child when the agent dies, even by kill -9.
+
+    It runs in the child.
     """
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -34,9 +33,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 class WorkerGroup:
-    """The processes of one start, each in a process group of its own, numbered from
-    `first`.
-    """
+    """Processes of one start, each in a process group of its own."""
 
     def __init__(
         self,
@@ -46,15 +43,18 @@ class WorkerGroup:
         first: int,
         wakeup: int,
     ) -> None:
-        """Starts them.
+        """Starts the processes.
 
         Args:
-          wakeup: a descriptor that ends `listen` when there is something to read.
+          command: command of each process.
+          environments: variables of each process.
+          first: number of the first process.
+          wakeup: a descriptor; `listen` returns once it can be read.
 
         Raises:
-          OSError: the command cannot be started; nothing runs.
+          OSError: the command cannot be started. No process runs then.
         """
-        self.processes: dict[int, subprocess.Popen] = {}
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.last_lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=15))
         self._partial: dict[int, bytes] = defaultdict(bytes)
         self._selector = selectors.DefaultSelector()
@@ -84,26 +84,25 @@ class WorkerGroup:
             start_new_session=True,
             preexec_fn=functools.partial(_die_with_parent, os.getpid()),
         )
-        assert process.stdout is not None and self._guard.stdin is not None
+        assert process.stdout is not None
+        assert self._guard.stdin is not None
         self.processes[number] = process
-        # the guard is gone: the kernel still guards
+        # without the guard, the kernel still kills the process
         with contextlib.suppress(BrokenPipeError):
             self._guard.stdin.write(b"%d\n" % process.pid)
         os.set_blocking(process.stdout.fileno(), False)
         self._selector.register(process.stdout, selectors.EVENT_READ, number)
 
     def listen(self, timeout_s: float) -> None:
-        """Prints the output of the processes; returns after the first lines, a wake-up
-        or the time.
-        """
+        """Prints output of the processes, until some came, a wake-up or the timeout."""
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 os.read(key.fd, 4096)
             else:
-                self._hear(key.data, key.fd)
+                self._print_output(key.data, key.fd)
 
-    def _hear(self, number: int, descriptor: int) -> bool:
-        """Prints whole lines; returns True if there may be more to read."""
+    def _print_output(self, number: int, descriptor: int) -> bool:
+        """Reads output and prints its whole lines; True means that more may follow."""
         try:
             data = os.read(descriptor, 1 << 16)
         except BlockingIOError:
@@ -112,19 +111,20 @@ class WorkerGroup:
         if not data:
             self._selector.unregister(descriptor)
         for line in lines:
-            self._say(number, line)
+            self._print_line(number, line)
         return bool(data)
 
-    def _say(self, number: int, line: bytes) -> None:
+    def _print_line(self, number: int, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\r")
         self.last_lines[number].append(text)
-        # a full disk, a closed terminal: the run goes on
+        # a full disk or a closed terminal must not end the run
         with contextlib.suppress(OSError):
             print(f"[{number}] {text}", flush=True)
 
     def codes(self) -> dict[int, int]:
-        """Collects the exit codes of the processes that have ended: -N for signal N, 76
-        for a hang.
+        """Collects {process: exit code} of the processes that have ended.
+
+        A code is -N for signal N, and 76 for a hang.
         """
         codes = {}
         for number, process in self.processes.items():
@@ -136,14 +136,12 @@ class WorkerGroup:
         return codes
 
     def signal(self, number: int) -> None:
-        """Signals the processes that still run, but not those that they started."""
+        """Sends a signal to the processes that still run, but not to their children."""
         for process in self.processes.values():
             process.send_signal(number)
 
     def kill(self) -> None:
-        """Kills the processes and all that they started, at once; prints the rest of
-        their output.
-        """
+        """Kills the processes and their children, and prints their remaining output."""
         for process in self.processes.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -151,11 +149,11 @@ class WorkerGroup:
             process.wait()
         self._guard.kill()
         for key in list(self._selector.get_map().values()):
-            while key.data is not None and self._hear(key.data, key.fd):
+            while key.data is not None and self._print_output(key.data, key.fd):
                 pass
-        for number, rest in self._partial.items():
-            if rest:
-                self._say(number, rest)
+        for number, partial in self._partial.items():
+            if partial:
+                self._print_line(number, partial)
         self._selector.close()
         for process in (self._guard, *self.processes.values()):
             with process:  # closes its pipe, and waits for it

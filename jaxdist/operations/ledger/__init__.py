@@ -1,0 +1,1 @@
+"""Ledger of a run: its wall time, and its lives."""

@@ -1,7 +1,7 @@
-"""The ledger of a run: books where the wall time of this start goes, in `ledger.json`.
+"""Ledger of a run: it books the wall time of this start in `ledger.json`.
 
-Buckets are the phases of `operations.watch.watchdog`, and what within a phase is
-another thing: joining the others, compiling, waiting for them, callbacks.
+Each phase of `operations.watch.watchdog` has a bucket. So has some work within phases:
+joining other processes, compiling, waiting for them, callbacks.
 """
 
 import contextlib
@@ -32,24 +32,26 @@ from jaxdist.trainer import preemption
 from jaxdist.trainer.callbacks import Callback, RowView, Run, RunEnd
 from jaxdist.trainer.health import Diverged
 
-PUBLISH_S = 1.0  # between two writes of what has changed
-CLOSE_S = 5.0  # that the end of a run waits for the last write
+PUBLISH_S = 1.0  # seconds between two writes of a changed ledger
+CLOSE_S = 5.0  # seconds that the end of a run waits for the last write
 
-_IN_LOOP = ("data", STEP)  # phases that take turns while a run trains
-_MOST_LIVES = 10_000
-_MOST_COMPILED = 10_000  # compilations that a later one may turn out to contain
-# events of jax that say how long tracing, lowering and compiling took
+_IN_LOOP = ("data", STEP)  # phases that alternate while a run trains
+_MAX_LIVES = 10_000
+_MAX_COMPILED = 10_000  # compilations that a later one may turn out to contain
+# prefix of jax's events for the times of tracing, lowering and compiling
 _COMPILE_EVENTS = "/jax/core/compile/"
 
 
 class Ledger(Clock, Callback):
-    """Books the time of this life. `enter` costs a microsecond; a thread writes.
+    """Clock that books the time of this life, and a callback that writes the ledger.
 
-    `timed`, `compiled` and `move` book time that has no phase of its own. They count
-    in the thread that made the ledger only. The first process alone writes the file.
+    `enter` costs a microsecond, since a thread writes. `timed`, `compiled` and `move`
+    book time that has no phase of its own. `timed` and `compiled` have an effect only
+    in the thread that made the ledger. Only the first process writes the file.
     """
 
-    goodput: float | None = None  # of all lives, when they were last written
+    # goodput of all lives when they were last written; None: nothing was written yet
+    goodput: float | None = None
 
     def __init__(
         self,
@@ -58,38 +60,38 @@ class Ledger(Clock, Callback):
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Begins the life, in the phase `start`; nothing is written yet.
+        """Begins the life in the phase `start`; writes nothing yet.
 
         Args:
-          age_s: seconds ago that it began.
-          clock: steady seconds.
-          wall_clock: seconds since 1970.
+          age_s: seconds since the life began.
+          clock: gives the seconds of a steady clock.
+          wall_clock: gives seconds since 1970.
         """
         self._clock = clock
         self._wall_clock = wall_clock
         began = wall_clock() - age_s
         self._life = Life(began, since=began)
         self._entered = clock() - age_s
-        self._lock = threading.Lock()  # of the life
-        self._over = threading.Event()  # ends the thread
-        self._writing = threading.Lock()
-        self._before: list[Life] = []
-        self._withdrawn = False
+        self._lock = threading.Lock()  # guards the life
+        self._is_over = threading.Event()  # ends the writer
+        self._write_lock = threading.Lock()
+        self._earlier: list[Life] = []
+        self._is_withdrawn = False
         self._file: Path | None = None
         self._run: Run | None = None
         self._writer: threading.Thread | None = None
         self._thread = threading.get_ident()
-        self._aside = ""  # the bucket, where it is not the phase's
-        # (begin, end) of compilations, none in another
+        self._bucket = ""  # the current bucket; "": that of the phase
+        # (begin, end) of compilations; none lies within another
         self._compiled: list[tuple[float, float]] = []
-        self._process = contextlib.ExitStack()
+        self._resources = contextlib.ExitStack()
 
     # --- as a callback ----------------------------------------------------------------
 
     def __enter__(self) -> "Ledger":
         """Becomes the clock of this process, and books what jax compiles."""
-        self._process.enter_context(installed(self))
-        self._process.enter_context(self._listening_to_compilers())
+        self._resources.enter_context(installed(self))
+        self._resources.enter_context(self._listening_to_compilers())
         return self
 
     def __exit__(
@@ -98,22 +100,22 @@ class Ledger(Clock, Callback):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Writes how the life has ended."""
-        self._process.close()
+        """Writes the end of the life."""
+        self._resources.close()
         self._close(error)
 
     def on_start(self, run: Run) -> None:
-        """Writes the life to the ledger of the run, beside those before."""
+        """Opens the ledger of the run, and adds this life to the earlier ones."""
         self._run = run
         if jax.process_index() == 0:
             self._life.chips = run.num_chips
             self._open(run.folder)
 
     def on_phase(self, phase: str, step: int) -> None:
-        """Closes the bucket of the phase before.
+        """Begins the bucket of the phase.
 
-        A vote is no phase here: the time that a process waits for others is booked to
-        a bucket of its own (`clock.WAIT`).
+        A vote has no bucket here: the time that a process waits for others is booked to
+        `clock.WAIT`.
         """
         if phase == "vote":
             return
@@ -125,7 +127,7 @@ class Ledger(Clock, Callback):
             row.values["goodput"] = self.goodput
 
     def on_end(self, end: RunEnd) -> None:
-        """Says how the life ends, and prints the goodput."""
+        """Sets how the life ends, prints the goodput, and closes the ledger."""
         if end.stopped:
             self.end_with(EXIT_PREEMPTED)
         if not end.has_trained and end.error is None:
@@ -136,7 +138,7 @@ class Ledger(Clock, Callback):
         self._close(end.error)
 
     def on_fault(self, error: Exception) -> None:
-        """Writes how the life has ended, unless the run goes back."""
+        """Writes the end of the life, unless the run rolls back."""
         if not isinstance(error, Diverged):
             self._close(error)
 
@@ -144,15 +146,15 @@ class Ledger(Clock, Callback):
 
     @contextlib.contextmanager
     def timed(self, bucket: str) -> Iterator[None]:
-        """Books the time of the body to a bucket of its own."""
+        """Books the time of the body to a bucket."""
         if threading.get_ident() != self._thread:
             yield
             return
-        before = self._turn(bucket)
+        previous = self._switch(bucket)
         try:
             yield
         finally:
-            self._turn(before)
+            self._switch(previous)
 
     def failures(self) -> tuple[int, float]:
         """Counts the failed lives before this one, and the seconds of all lives."""
@@ -160,7 +162,7 @@ class Ledger(Clock, Callback):
 
     @contextlib.contextmanager
     def _listening_to_compilers(self) -> Iterator[None]:
-        """Books the compilations of this thread; costs steps nothing."""
+        """Books the compilations of this thread. It costs steps nothing."""
 
         def listen(event: str, duration_secs: float, **_: str | int) -> None:
             if event.startswith(_COMPILE_EVENTS):
@@ -176,14 +178,15 @@ class Ledger(Clock, Callback):
 
     @property
     def step(self) -> int:
-        """Updates finished."""
+        """Returns the number of finished updates."""
         return self._life.step
 
     def enter(self, phase: str, done: int = 0) -> None:
-        """Closes the bucket of the phase before.
+        """Ends the current phase and begins the next one.
 
         Args:
-          done: updates finished; 0 means nothing but in the phases of the loop.
+          phase: the next phase.
+          done: number of finished updates; 0 = unknown, except in the loop's phases.
         """
         with self._lock:
             self._book()
@@ -194,49 +197,44 @@ class Ledger(Clock, Callback):
             if phase in _IN_LOOP and life.first is None:
                 life.first = life.step = done
             if life.first is not None and (done or phase in _IN_LOOP):
-                # A rollback may go behind this life's first step: what lies before was
-                # another life's.
+                # A rollback may go behind this life's first step. The steps before it
+                # belong to another life.
                 life.undone += max(0, life.step - max(done, life.first))
                 life.first = min(life.first, done)
                 life.step = done
 
-    def _turn(self, bucket: str) -> str:
-        """Books the time so far; what follows goes to the bucket, or with "" to the
-        phase's.
-        """
+    def _switch(self, bucket: str) -> str:
+        """Switches to a bucket ("" = that of the phase); returns the previous one."""
         with self._lock:
             self._book()
-            before = self._aside
-            self._aside = bucket
-        return before
+            previous = self._bucket
+            self._bucket = bucket
+        return previous
 
     def compiled(self, seconds: float) -> None:
-        """Books the last seconds to `compile`: they were spent on tracing, lowering or
-        compiling.
+        """Moves the last seconds to `compile`.
 
-        One compilation may contain others that were told before; their time counts
-        once.
+        They were spent on tracing, lowering or compiling. A compilation may contain
+        others that were booked already. Their time counts once.
         """
         if threading.get_ident() != self._thread:
-            # beside the work of this thread, which may wait for it in the phase
-            # `compile`
+            # Another thread compiles beside this one. If this thread waits for it, the
+            # phase is `compile` already.
             return
         now = self._clock()
         known = self._compiled
         begin = now - seconds
         while known and known[-1][0] >= begin:
-            first, last = known.pop()
-            seconds -= last - first
+            inner_begin, inner_end = known.pop()
+            seconds -= inner_end - inner_begin
         known.append((begin, now))
-        del known[:-_MOST_COMPILED]
+        del known[:-_MAX_COMPILED]
         with self._lock:
             self._book()
-            self._move(self._aside or self._life.phase, COMPILE, seconds)
+            self._move(self._bucket or self._life.phase, COMPILE, seconds)
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Books so many seconds of a bucket, or all that it has, to another: it turned
-        out what they were.
-        """
+        """Moves seconds from one bucket to another, at most all that it has."""
         with self._lock:
             self._book()
             self._move(source, target, seconds)
@@ -249,41 +247,44 @@ class Ledger(Clock, Callback):
             buckets[target] = buckets.get(target, 0.0) + seconds
 
     def _book(self) -> None:
+        """Books the time since the last call to the current bucket."""
         now = self._clock()
         buckets = self._life.buckets
-        bucket = self._aside or self._life.phase
+        bucket = self._bucket or self._life.phase
         buckets[bucket] = buckets.get(bucket, 0.0) + now - self._entered
         self._entered = now
 
     def lives(self) -> list[Life]:
-        """Returns the lives so far, this one as it is now."""
+        """Returns copies of all lives so far; the last one is this life."""
         with self._lock:
             self._book()
             self._life.written = self._wall_clock()
-            return [*self._before, Life(**asdict(self._life))]
+            return [*self._earlier, Life(**asdict(self._life))]
 
     def _open(self, folder: Path) -> None:
-        """Begins to write the life, from a thread."""
+        """Reads the earlier lives, and starts the thread that writes this one."""
         self._file = folder / LEDGER_FILE
-        self._before = read_lives(folder)
-        if not self._before:
-            # what is there and cannot be read may be months: it is not overwritten
+        self._earlier = read_lives(folder)
+        if not self._earlier:
+            # an unreadable ledger may hold months: it is not overwritten
             with contextlib.suppress(OSError):
                 os.replace(self._file, f"{self._file}.unreadable")
-        self._writer = threading.Thread(target=self._keep, name="ledger", daemon=True)
+        self._writer = threading.Thread(
+            target=self._keep_writing, name="ledger", daemon=True
+        )
         self._writer.start()
 
     def _close(self, error: BaseException | None) -> None:
-        """Writes the life for the last time, once."""
+        """Writes the life for the last time; later calls do nothing."""
         if self._writer is None:
             return
         if error is not None:
             code = exit_code_of(error)
-            # a class of others has any
+            # a user's class may have any value as its code
             self._life.exit_code = code if type(code) is int and code > 0 else 1
         self._life.ended = True
-        self._over.set()
-        self._writer.join(CLOSE_S)  # a disk that hangs holds nobody up
+        self._is_over.set()
+        self._writer.join(CLOSE_S)  # a disk that hangs must not delay the end for ever
         self._writer = None
 
     def end_with(self, exit_code: int) -> None:
@@ -291,52 +292,52 @@ class Ledger(Clock, Callback):
         self._life.exit_code = exit_code
 
     def summary(self) -> str:
-        """Formats the goodput of all lives; "" if this one is not written, or
-        withdrawn.
-        """
-        if self._file is None or self._withdrawn:
+        """Formats the goodput of all lives; "" if this one is not in the ledger."""
+        if self._file is None or self._is_withdrawn:
             return ""
         return goodput_line(self.lives())
 
     def withdraw(self) -> None:
-        """Removes the life from the ledger as it ends: the run had been finished
-        before, and nothing was done.
-        """
-        self._withdrawn = True
+        """Removes the life from the ledger at its end.
 
-    def _keep(self) -> None:
-        shown: tuple = ()
-        while not self._over.is_set():
+        A life is withdrawn if the run was finished already, so that it did nothing.
+        """
+        self._is_withdrawn = True
+
+    def _keep_writing(self) -> None:
+        """Writes the ledger until the life is over."""
+        written: tuple[str, int, float] | None = None
+        while not self._is_over.is_set():
             life = self._life
             state = (life.phase, life.step, self._wall_clock() // BEAT_S)
-            if state != shown:
+            if state != written:
                 self._write()
-                shown = state
-            self._over.wait(PUBLISH_S)
-        if not self._withdrawn:
+                written = state
+            self._is_over.wait(PUBLISH_S)
+        if not self._is_withdrawn:
             self._write()
-        elif self._before:
-            self._put(self._before)
+        elif self._earlier:
+            self._write_lives(self._earlier)
         elif self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.unlink()
 
     def _write(self) -> None:
-        with self._writing:
+        with self._write_lock:
             lives = self.lives()
             self.goodput = account(lives).goodput
-            self._put(lives)
+            self._write_lives(lives)
 
-    def _put(self, lives: Sequence[Life]) -> None:
-        stored = [asdict(life) for life in lives[-_MOST_LIVES:]]
+    def _write_lives(self, lives: Sequence[Life]) -> None:
+        stored = [asdict(life) for life in lives[-_MAX_LIVES:]]
         document = run_format.marked({"lives": stored})
         if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk: the run goes on
+            with contextlib.suppress(OSError):  # a full disk must not end the run
                 atomic.write_text(self._file, json.dumps(document) + "\n")
 
 
 def command_age_s() -> float:
-    """Measures the seconds since this process began; 0 if it is no command's own."""
+    """Measures the seconds since a command's process began; 0 in a user's process."""
     process = preemption.PROCESS
     if not process.is_ours or process.is_script:
         return 0.0
@@ -344,10 +345,10 @@ def command_age_s() -> float:
 
 
 def process_age_s() -> float:
-    """Measures the seconds since this process began, to a hundredth; 0 if unknown."""
+    """Measures the seconds since this process began, to 0.01 s; 0 if unknown."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # starttime
+        began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field `starttime`
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - began_s
     except (OSError, ValueError, IndexError, AttributeError):  # no Linux
         return 0.0

@@ -1,9 +1,9 @@
-"""The lives of a run in `ledger.json` of its workdir, and how they add up.
+"""Lives of a run, read from `ledger.json` of its workdir, and their sum.
 
-A life is one start of the run. It books every moment to the bucket of the phase that it
-is in, by one steady clock, so that buckets add up to the life; between two lives the
-run was `down`, unless the first of them had `done` all that there was to do. Steps that
-a later life did again were `lost`. Needs no jax.
+A life is one start of the run. It books each moment to one bucket, by a steady clock,
+so that the buckets add up to the life. Between two lives the run was `down`, unless the
+first of them had finished the run. Steps that a later life repeated were `lost`. Needs
+no jax.
 """
 
 import math
@@ -11,60 +11,62 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jaxdist.config import EXIT_CONFIG, EXIT_PREEMPTED
 from jaxdist.storage import run_format, untrusted
 from jaxdist.telemetry.clock import STEP, WAIT
 
 LEDGER_FILE = "ledger.json"
-BEAT_S = 10.0  # between two writes of what has not changed
+BEAT_S = 10.0  # seconds between two writes of an unchanged ledger
 DOWN = "down"
 LOST = "lost"
 
 
 @dataclass
 class Life:
-    """One start of a run. Times are seconds since 1970, the rest is seconds of a steady
-    clock.
-    """
+    """One start of a run."""
 
-    began: float
-    written: float = 0.0  # when this was written
-    ended: bool = False  # and could say so
-    # then: 0 done, 75 saved at a signal, else that of the exception that ended it
+    began: float  # seconds since 1970
+    written: float = 0.0  # seconds since 1970 of the last write
+    ended: bool = False  # its process wrote its end
+    # of an ended life: 0 = run done, 75 = saved at a signal, else that of an exception
     exit_code: int = 0
-    phase: str = "start"  # what it does then
-    since: float = 0.0
-    # updates finished before its first step, or as many as it went back to
+    phase: str = "start"  # the current phase
+    since: float = 0.0  # seconds since 1970 when the phase began
+    # updates finished before its first step, or the fewest that it rolled back to; None
+    # = it has not reached the loop
     first: int | None = None
     step: int = 0  # updates finished
-    undone: int = 0  # steps that it did, and went back behind
+    undone: int = 0  # steps that it finished and rolled back
+    # seconds of a steady clock by bucket
     buckets: dict[str, float] = field(default_factory=dict)
-    chips: int | None = None  # it ran on; None: not known
+    chips: int | None = None  # number of its chips; None: unknown
 
     @property
     def seconds(self) -> float:
+        """Returns the length of the life."""
         return sum(self.buckets.values())
 
     @property
     def failed(self) -> bool:
-        """Whether a life that is over lost what it had not saved: by a kill, a hang, an
-        exception.
+        """Checks if a life that is over failed: by a kill, a hang or an exception.
 
-        A fault of the config is none: it says nothing of how often runs fail.
+        A config error is no failure: it says nothing about how often runs fail.
         """
         return not self.ended or self.exit_code not in (0, EXIT_PREEMPTED, EXIT_CONFIG)
 
     @property
     def done(self) -> bool:
-        """Whether a life that is over left nothing to do: until somebody extends the
-        run it is not down.
+        """Checks if a life that is over finished the run.
+
+        A finished run is not down until somebody extends it.
         """
         return self.ended and self.exit_code == 0
 
     @property
     def has_trained(self) -> bool:
-        """Whether it has finished a step."""
+        """Checks if the life finished a step."""
         return self.first is not None and self.step - self.first + self.undone > 0
 
 
@@ -79,8 +81,12 @@ def read_lives(folder: Path | str) -> list[Life]:
         return []
 
 
-def _life(entry: dict) -> Life:
-    """Reads a life. If it is malformed, it raises an error that `read_lives` catches."""
+def _life(entry: dict[str, Any]) -> Life:
+    """Checks an entry of the ledger and makes its life.
+
+    Raises:
+      ValueError, TypeError, KeyError, AttributeError: the entry is malformed.
+    """
     life = Life(**{name: entry[name] for name in Life.__dataclass_fields__})
     times = (life.began, life.written, life.since, *life.buckets.values())
     if not all(untrusted.is_amount(time, below=1e12) for time in times):
@@ -98,27 +104,28 @@ def _life(entry: dict) -> Life:
 
 @dataclass(frozen=True)
 class Account:
-    """All lives of a run together: {bucket: seconds}, which add up to `wall_s`.
+    """Sum of all lives of a run."""
 
-    `wall_s` is the time since the first start. The time between a run's end and its
-    extension is not in it.
-    """
-
-    buckets: dict[str, float]
+    buckets: dict[str, float]  # seconds by bucket
 
     @property
     def wall_s(self) -> float:
+        """Returns the seconds since the first start.
+
+        The time between a run's end and its extension is not included.
+        """
         return sum(self.buckets.values())
 
     def largest(self) -> list[tuple[str, float]]:
-        """Lists the buckets that have any time, the largest first."""
+        """Lists the buckets that are not empty, the largest first."""
         spent = [item for item in self.buckets.items() if item[1] > 0]
         return sorted(spent, key=lambda item: -item[1])
 
     @property
     def goodput(self) -> float | None:
-        """The share of the wall time in steps that counted; None before any time has
-        passed.
+        """Returns the share of the wall time in steps that counted.
+
+        None before any time has passed.
         """
         if not self.wall_s:
             return None
@@ -129,17 +136,18 @@ def account(lives: Sequence[Life], now: float | None = None) -> Account:
     """Adds up the lives of a run, to the end of the last one.
 
     Args:
-      now: seconds since 1970 if the last life goes on; the time since it was written is
-        added to its phase.
+      lives: all lives in order.
+      now: seconds since 1970 if the last life continues. The time since it was written
+        is added to its phase.
     """
-    lost = lost_s(lives)
+    lost_by_life = lost_s(lives)
     down_s = sum(map(_gap_s, lives, lives[1:]))
-    buckets = {DOWN: down_s, LOST: sum(lost)}
-    for life, wasted in zip(lives, lost, strict=True):
+    buckets = {DOWN: down_s, LOST: sum(lost_by_life)}
+    for life, lost in zip(lives, lost_by_life, strict=True):
         for name, seconds in life.buckets.items():
             buckets[name] = buckets.get(name, 0.0) + seconds
-        if wasted:
-            buckets[STEP] -= wasted
+        if lost:
+            buckets[STEP] -= lost
     if lives and now is not None:
         last = lives[-1]
         since_s = max(0.0, now - last.written)
@@ -150,17 +158,17 @@ def account(lives: Sequence[Life], now: float | None = None) -> Account:
 def count_failures(lives: Sequence[Life]) -> tuple[int, float]:
     """Counts the failed lives before the last one, and the seconds of all lives.
 
-    Lives that ended before their first step count for neither: no save could have
-    helped them, and a start that always fails says nothing of how often a run does.
+    Lives that ended before their first step are not counted. No save could have helped
+    them, and a start that always fails does not show how often a run fails.
     """
-    before = [life for life in lives[:-1] if life.has_trained]
-    failed = sum(life.failed for life in before)
-    seconds = sum(life.seconds for life in [*before, lives[-1]])
+    earlier = [life for life in lives[:-1] if life.has_trained]
+    failed = sum(life.failed for life in earlier)
+    seconds = sum(life.seconds for life in [*earlier, lives[-1]])
     return failed, seconds
 
 
 def lost_s(lives: Sequence[Life]) -> list[float]:
-    """Computes the seconds of each life's steps that were done again."""
+    """Computes for each life the seconds of steps that were repeated."""
     return [
         life.buckets.get(STEP, 0.0) * _lost_share(life, later_first)
         for life, later_first in zip(lives, _later_firsts(lives), strict=True)
@@ -168,25 +176,21 @@ def lost_s(lives: Sequence[Life]) -> list[float]:
 
 
 def _later_firsts(lives: Sequence[Life]) -> list[float]:
-    """Finds for each life the lowest step from which a later one resumed; infinite if
-    none did.
-    """
+    """Finds for each life the lowest first step of later lives; infinity if none."""
     lowest = math.inf
-    found = []
+    firsts = []
     for life in reversed(lives):
-        found.append(lowest)
+        firsts.append(lowest)
         if life.first is not None:
             lowest = min(lowest, life.first)
-    return found[::-1]
+    return firsts[::-1]
 
 
 def _gap_s(life: Life, following: Life) -> float:
-    """Computes the seconds that a run was down between two lives; 0 once it was
-    done.
-    """
+    """Computes the seconds that a run was down between two lives; 0 if it was done."""
     if life.done:
         return 0.0
-    # If the wall clock was set back during the life, its last time counts.
+    # If the wall clock was set back during the life, its last written time counts.
     return max(
         0.0,
         following.began - life.began - life.seconds,
@@ -195,38 +199,39 @@ def _gap_s(life: Life, following: Life) -> float:
 
 
 def goodput_line(lives: Sequence[Life]) -> str:
-    """Formats goodput, and where the rest of the time went; "" before any time has
-    passed.
+    """Formats the goodput and the largest other buckets.
 
-    "goodput 93 %: 3 % compile, 2 % lost to a restart at step 600"
+    Returns:
+      Such as "goodput 93 %: 3 % compile, 2 % lost to a restart at step 600"; "" before
+      any time has passed.
     """
-    found = account(lives)
-    if found.goodput is None:
+    total = account(lives)
+    if total.goodput is None:
         return ""
-    rest = [(s, name) for name, s in found.buckets.items() if name != STEP]
+    others = [(s, name) for name, s in total.buckets.items() if name != STEP]
     parts = []
-    for seconds, name in sorted(rest, reverse=True)[:_SPOKEN]:
-        percent = _whole_percent(seconds / found.wall_s)
+    for seconds, name in sorted(others, reverse=True)[:_MAX_BUCKETS]:
+        percent = _whole_percent(seconds / total.wall_s)
         if not percent.startswith("0 "):
-            parts.append(f"{percent} {_spoken(name, lives)}")
-    line = f"goodput {_whole_percent(found.goodput)}"
+            parts.append(f"{percent} {_describe(name, lives)}")
+    line = f"goodput {_whole_percent(total.goodput)}"
     if parts:
         line += f": {', '.join(parts)}"
     return line
 
 
-_SPOKEN = 5  # buckets in a line
+_MAX_BUCKETS = 5  # buckets in a line
 
 
 def _whole_percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def _spoken(name: str, lives: Sequence[Life]) -> str:
-    if name == WAIT:
+def _describe(bucket: str, lives: Sequence[Life]) -> str:
+    if bucket == WAIT:
         return "waiting for other processes"
-    if name != LOST:
-        return name
+    if bucket != LOST:
+        return bucket
     restarted_at = [
         first
         for life, first in zip(lives, _later_firsts(lives), strict=True)
@@ -244,15 +249,16 @@ def _spoken(name: str, lives: Sequence[Life]) -> str:
 
 
 def _lost_share(life: Life, later_first: float) -> float:
-    """Computes the share of a life's steps that were done again.
+    """Computes the share of a life's steps that were repeated.
 
     Args:
+      life: the life.
       later_first: the lowest step from which a later life resumed.
     """
     if life.first is None:
         return 0.0
-    done = life.step - life.first + life.undone
-    kept = max(life.first, min(life.step, later_first))
-    if not done:
+    num_finished = life.step - life.first + life.undone
+    if not num_finished:
         return 0.0
-    return (life.step - kept + life.undone) / done
+    last_kept = max(life.first, min(life.step, later_first))
+    return (life.step - last_kept + life.undone) / num_finished

@@ -1,7 +1,7 @@
-"""A run's metrics for Prometheus: `/metrics` of process 0.
+"""Metrics of a run for Prometheus, at `/metrics` of process 0.
 
-Steps cost nothing more. Rows and events come as to a logger, and the rest is read at a
-scrape.
+They cost steps nothing. Rows and events arrive as they do for a logger; other values
+are read at a scrape.
 """
 
 import contextlib
@@ -68,8 +68,10 @@ ChipMetrics = Callable[[], Iterable[tuple[str, str, list[float]]]]
 
 
 class RunMetrics(Collector):
-    """The metrics of a run. It takes rows and events as a logger, and reads the ledger
-    and the devices at each scrape.
+    """Collector of a run's metrics.
+
+    It receives rows and events like a logger. At each scrape it reads the ledger and
+    the devices.
     """
 
     def __init__(
@@ -79,20 +81,23 @@ class RunMetrics(Collector):
         *,
         chips: ChipMetrics = lambda: (),
     ) -> None:
-        """Args:
-        devices: jax's, of this process.
-        chips: reads further metrics of its chips.
+        """Collects nothing yet.
+
+        Args:
+          ledger: ledger of the run.
+          devices: jax devices of this process.
+          chips: reads more metrics of its chips.
         """
         self._ledger = ledger
         self._devices = devices
         self._chips = chips
         self._row: dict[str, float] = {}
         self._events: Counter[str] = Counter()
-        self._saved_s: float | None = None  # seconds since 1970
-        self._lock = threading.Lock()  # of what steps and scrapes share
+        self._saved_s: float | None = None  # seconds since 1970 of the last good save
+        self._lock = threading.Lock()  # guards the three fields above
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
-        """Takes a row of metrics.jsonl."""
+        """Stores the numbers of a row of metrics.jsonl."""
         numbers = {
             name: float(x) for name, x in values.items() if isinstance(x, int | float)
         }
@@ -100,7 +105,7 @@ class RunMetrics(Collector):
             self._row |= numbers
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
-        """Takes an event of events.jsonl."""
+        """Counts an event of events.jsonl."""
         with self._lock:
             self._events[name] += 1
             if name == "save" and fields.get("ok"):
@@ -110,7 +115,7 @@ class RunMetrics(Collector):
         """Does nothing: the last numbers stay until the run ends."""
 
     def collect(self) -> Iterator[Metric]:
-        """Yields all metrics as they are now."""
+        """Yields all metrics with their current values."""
         with self._lock:
             row = dict(self._row)
             events = dict(self._events)
@@ -143,8 +148,8 @@ class RunMetrics(Collector):
 
     def _time(self) -> Iterator[Metric]:
         spent = account(self._ledger.lives())
-        # A gauge: time that turns out to belong to another bucket leaves this one, and
-        # no counter may fall.
+        # These are gauges: time may move from one bucket to another, and a counter must
+        # not fall.
         text = "Wall time since the first start of the run, by what it was spent on."
         yield _labelled("jaxdist_wall_seconds", text, "bucket", spent.buckets)
         if spent.goodput is not None:
@@ -154,10 +159,14 @@ class RunMetrics(Collector):
     def _memory(self) -> Iterator[Metric]:
         stats: dict[int, Mapping[str, int]] = {}
         for device in self._devices:
-            with contextlib.suppress(RuntimeError):  # a plugin without them
+            with contextlib.suppress(RuntimeError):  # a backend without statistics
                 stats[device.id] = device.memory_stats() or {}
         for key, (name, text) in _MEMORY.items():
-            values = {id_: found[key] for id_, found in stats.items() if key in found}
+            values = {
+                device: of_device[key]
+                for device, of_device in stats.items()
+                if key in of_device
+            }
             if values:
                 yield _labelled(name, text, "device", values)
 
@@ -165,10 +174,10 @@ class RunMetrics(Collector):
 def _labelled(
     name: str, text: str, label: str, values: Mapping[Any, float]
 ) -> GaugeMetricFamily:
-    """Makes a gauge with a value for each value of its label."""
+    """Makes a gauge from {value of its label: value}."""
     family = GaugeMetricFamily(name, text, labels=[label])
-    for key, value in values.items():
-        family.add_metric([str(key)], value)
+    for label_value, value in values.items():
+        family.add_metric([str(label_value)], value)
     return family
 
 
@@ -177,7 +186,7 @@ def served(config: TelemetryConfig, metrics: RunMetrics) -> Iterator[int]:
     """Serves the metrics until the body ends; yields the port.
 
     Raises:
-      ConfigError: nothing can listen there.
+      ConfigError: the server cannot listen at the port.
     """
     registry = CollectorRegistry()
     registry.register(metrics)

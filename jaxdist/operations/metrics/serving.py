@@ -1,4 +1,4 @@
-"""Serves the metrics of a run to Prometheus while it trains."""
+"""Callback that serves the metrics of a run to Prometheus."""
 
 import contextlib
 
@@ -11,34 +11,32 @@ from jaxdist.trainer.callbacks import Callback, Run
 
 
 class MetricsServer(Callback):
-    """Serves `/metrics` at `telemetry.port` of the first process, if it is set."""
+    """Callback that serves `/metrics` at `telemetry.port` of the first process."""
 
     lead_only = True
     keys = ("telemetry.port", "telemetry.address")
 
     def __init__(self, ledger: Ledger) -> None:
-        """Args:
-        ledger: of the run; its times are metrics.
-        """
         self._ledger = ledger
         self._serving = contextlib.ExitStack()
 
     def on_start(self, run: Run) -> None:
-        """Begins to listen.
+        """Starts the server, if a port is set.
 
-        A run that goes on without anybody looking (`launch`) is not lost for a port
-        that another has taken.
+        If the port is taken at a later start, the run only prints a warning. Nobody may
+        be watching such a restart (`launch`).
 
         Raises:
-          ConfigError: at a run's first start: nothing can listen there.
+          ConfigError: at the first start of a run, the server cannot listen at the
+          port.
         """
         if not run.config.telemetry.port:
             return
         process = jax.process_index()
-        devices = [item for item in run.devices if item.process_index == process]
-        chips: prometheus.ChipMetrics = tuple  # none
+        devices = [device for device in run.devices if device.process_index == process]
+        chips: prometheus.ChipMetrics = tuple  # yields no metrics
         if devices[0].platform == "tpu":
-            with contextlib.suppress(ImportError):  # a libtpu without that module
+            with contextlib.suppress(ImportError):  # this libtpu has no metrics
                 chips = extras.load("jaxdist.operations.metrics.tpu_metrics").read
         view = prometheus.RunMetrics(self._ledger, devices, chips=chips)
         config = run.config.telemetry
@@ -46,7 +44,7 @@ class MetricsServer(Callback):
             port = self._serving.enter_context(prometheus.served(config, view))
         except ConfigError as error:
             if len(self._ledger.lives()) == 1:
-                self._ledger.withdraw()  # or the next start would not be the first
+                self._ledger.withdraw()  # so that the next start is the first one again
                 raise
             run.note(f"warning: no metrics: {error}")
             return
@@ -57,5 +55,5 @@ class MetricsServer(Callback):
         run.writer.attach(view)
 
     def __exit__(self, *_: object) -> None:
-        """Stops listening."""
+        """Stops the server."""
         self._serving.close()

@@ -1,11 +1,11 @@
-"""What libtpu says of the chips of this machine, for Prometheus."""
+"""Metrics of libtpu about this machine's chips, for Prometheus."""
 
 import contextlib
 from collections.abc import Iterator
 
 from libtpu.sdk import tpumonitoring
 
-# libtpu's name -> ours, what it is, and the factor between the units.
+# name in libtpu -> name in Prometheus, help text, factor between the units
 _METRICS = {
     "duty_cycle_pct": (
         "jaxdist_tpu_duty_cycle_ratio",
@@ -36,15 +36,13 @@ _METRICS = {
 
 
 def read() -> Iterator[tuple[str, str, list[float]]]:
-    """Yields (name, what it is, a value for each chip) of the metrics that libtpu has
-    now.
-    """
-    known = set(tpumonitoring.list_supported_metrics())
+    """Yields (name, help text, a value for each chip) of the available metrics."""
+    supported = set(tpumonitoring.list_supported_metrics())
     for metric, (name, text, factor) in _METRICS.items():
-        if metric not in known:
+        if metric not in supported:
             continue
         values: list[float] = []
-        # not yet, or text that is no number
+        # a metric may have no value yet, or text that is no number
         with contextlib.suppress(RuntimeError, ValueError):
             values = [
                 factor * float(value)

@@ -1,0 +1,1 @@
+"""Pages and tables that show runs; they need no jax."""

@@ -1,8 +1,8 @@
-"""Line charts as SVG text: readable ticks, runs overlaid. No dependency.
+"""Line charts as SVG text, with readable ticks and overlaid runs.
 
-Colours and strokes come from CSS classes of the page (`run-0`, `dashed`), so that one
-drawing suits light and dark. Each curve carries its points as JSON for the page's hover
-script. The drawing is complete without that script.
+Colours and strokes come from CSS classes of the page (`run-0`, `dashed`), so one
+drawing suits light and dark themes. Each curve has its points as JSON for the page's
+hover script. The drawing is complete without that script.
 """
 
 import json
@@ -16,10 +16,11 @@ from typing import Literal
 
 from jaxdist.telemetry.units import count_text
 
-# per curve; no eye tells more apart in the width of a chart
+# points of a drawn curve; nobody can see more in the width of a chart
 MAX_POINTS = 500
 
-_LEFT = 58  # margins, in pixels
+# margins in pixels
+_LEFT = 58
 _RIGHT = 14
 _TOP = 12
 _BOTTOM = 30
@@ -27,14 +28,15 @@ _BOTTOM = 30
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of one curve, by ascending x. A y that is not finite leaves a gap, and a
-    red tick on the x axis.
+    """Curve of a chart.
+
+    A y that is not finite leaves a gap, and a red tick on the x axis.
     """
 
-    name: str  # legend and hover text
+    name: str  # name in the legend and the hover text
     run: str  # CSS classes: run-0 to run-7, dashed, dotted
-    points: Sequence[tuple[float, float]]
-    # raw: thin and faint, below the others
+    points: Sequence[tuple[float, float]]  # (x, y) with ascending x
+    # "raw" is a thin, faint line below the others
     style: Literal["raw", "line", "points"] = "line"
 
 
@@ -51,12 +53,13 @@ def chart(
     """Draws curves as one <svg>.
 
     Args:
-      title: what a screen reader says.
-      unit: of the values, for the hover text.
-      from_zero: whether the y axis includes 0 and ignores the farthest 1 % of the
-        values (a slow first step). For speeds, whose height has a meaning.
-      marks: (step, text) of vertical lines: events.
-      bands: (lower, upper) of `curves`; the area between them is filled.
+      title: text for screen readers.
+      curves: the curves.
+      unit: unit of the values, for the hover text.
+      from_zero: the y axis includes 0 and ignores the extreme 1 % of the values, such
+        as a slow first step. It is meant for speeds.
+      marks: (step, text) of vertical lines, such as events.
+      bands: pairs of `curves` with a filled area between them.
       size: width and height in pixels.
     """
     thin = [_thinned(curve) for curve in curves]
@@ -79,28 +82,33 @@ def chart(
     shapes += [frame.band(_thinned(lower), _thinned(upper)) for lower, upper in bands]
     # raw curves lie below the others
     shapes += map(frame.curve, sorted(thin, key=lambda curve: curve.style != "raw"))
-    ends = []
-    for curve in thin:
-        if curve.points:
-            first = curve.points[0][1]
-            last = curve.points[-1][1]
-            ends.append(f"{curve.name}: from {first:.4g} to {last:.4g} {unit}".strip())
-    spoken = escape(f"{title}. {'; '.join(ends)}")
+    description = escape(f"{title}. {_ends(thin, unit)}")
     span = [frame.x0, frame.x1, frame.y0, frame.y1]
     box = [_LEFT, _TOP, frame.right, frame.bottom]
     return (
         f'<svg class="chart" viewBox="0 0 {size[0]} {size[1]}" role="img" tabindex="0" '
-        f'aria-label="{spoken}" data-unit="{escape(unit)}" '
+        f'aria-label="{description}" data-unit="{escape(unit)}" '
         f'data-span="{json.dumps(span)}" data-box="{json.dumps(box)}">'
         f'{"".join(shapes)}<line class="cross" y1="0" y2="0"/></svg>'
     )
+
+
+def _ends(curves: Sequence[Curve], unit: str) -> str:
+    """Describes the first and the last value of each curve."""
+    texts = []
+    for curve in curves:
+        if curve.points:
+            first = curve.points[0][1]
+            last = curve.points[-1][1]
+            texts.append(f"{curve.name}: from {first:.4g} to {last:.4g} {unit}".strip())
+    return "; ".join(texts)
 
 
 def smooth(values: Sequence[float], half_width: int) -> list[float]:
     """Averages the finite values within `half_width` rows of each row.
 
     Near the start the window narrows to a tenth of the row's index. A loss falls fast
-    there, and a wide mean would lie above the curve.
+    there, and a wide mean would be above the curve.
     """
     finite = [value if math.isfinite(value) else 0.0 for value in values]
     totals = [0.0, *accumulate(finite)]
@@ -129,10 +137,11 @@ def linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def tick_text(value: float, step: float) -> str:
-    """Labels a tick briefly.
+    """Formats the label of a tick.
 
     Args:
-      step: the distance of the ticks, which sets the digits.
+      value: value of the tick.
+      step: distance of the ticks, which sets the number of digits.
     """
     if value == 0:
         return "0"
@@ -145,7 +154,7 @@ def tick_text(value: float, step: float) -> str:
 
 
 def label(anchor: str, x: float, y: float, text: object) -> str:
-    """Draws a text whose middle or end is at x."""
+    """Draws a text with its middle or end (`anchor`) at x."""
     return f'<text class="{anchor}" x="{x:.1f}" y="{y:.1f}">{escape(str(text))}</text>'
 
 
@@ -156,11 +165,11 @@ def compact_json(value: object) -> str:
 
 @dataclass(frozen=True)
 class _Frame:
-    """The plot area. It maps values to pixels, and draws axes, marks and curves."""
+    """Plot area, which maps values to pixels and draws axes, marks and curves."""
 
-    right: int  # edges, in pixels
-    bottom: int
-    x0: float
+    right: int  # right edge in pixels
+    bottom: int  # bottom edge in pixels
+    x0: float  # range of the values
     x1: float
     y0: float
     y1: float
@@ -170,9 +179,7 @@ class _Frame:
         return _LEFT + (self.right - _LEFT) * (x - self.x0) / (self.x1 - self.x0)
 
     def py(self, y: float) -> float:
-        """Computes the vertical pixel of a value; values beyond the range stay just
-        outside it.
-        """
+        """Computes the vertical pixel of a value, at most just outside of the area."""
         share = min(1.02, max(-0.02, (y - self.y0) / (self.y1 - self.y0)))
         return _TOP + (self.bottom - _TOP) * (1 - share)
 
@@ -197,9 +204,7 @@ class _Frame:
         return f'<line class="{style}" {place}/>'
 
     def mark(self, step: float, text: str, style: str = "mark", top: int = _TOP) -> str:
-        """Draws a vertical line with a tooltip, from the bottom of the plot up to
-        `top`.
-        """
+        """Draws a vertical line with a tooltip, from the bottom up to `top`."""
         x = f"{self.px(step):.1f}"
         return (
             f'<line class="{style}" x1="{x}" x2="{x}" y1="{top}" y2="{self.bottom}">'
@@ -224,7 +229,7 @@ class _Frame:
         bad = ""
         values = []
         has_dots = curve.style == "points" or len(curve.points) == 1
-        pen = "M"  # lifted at the start and behind a gap
+        pen = "M"  # M moves the pen, at the start and after a gap; L draws
         for x, y in curve.points:
             if not math.isfinite(y):
                 pen = "M"
@@ -244,7 +249,7 @@ class _Frame:
 
 
 def _y_range(values: Sequence[float], from_zero: bool) -> tuple[float, float]:
-    """Computes the range of the y axis, with a little room; never empty."""
+    """Computes the range of the y axis, with a small margin. It is never empty."""
     ordered = sorted(values)
     low = ordered[0]
     high = ordered[-1]
@@ -256,30 +261,32 @@ def _y_range(values: Sequence[float], from_zero: bool) -> tuple[float, float]:
         return min(0.0, low), max(0.0, high * 1.08) or 1.0
     if low == high == 0:
         return 0.0, 1.0
-    room = 0.04 * (high - low)
-    if room < 1e-9 * abs(high):
-        room = 0.1 * abs(high)
-    room = room or 1.0
-    return low - room, high + room
+    margin = 0.04 * (high - low)
+    if margin < 1e-9 * abs(high):
+        margin = 0.1 * abs(high)
+    margin = margin or 1.0
+    return low - margin, high + margin
 
 
 def _thinned(curve: Curve) -> Curve:
-    """Thins a curve to about MAX_POINTS points: the lowest and highest of each bucket,
-    and all that are not finite.
+    """Thins a curve to about MAX_POINTS points.
 
-    Peaks stay visible, unlike with every n-th point.
+    The lowest and highest point of each bucket stay, so peaks remain visible. Points
+    that are not finite stay, too, up to MAX_POINTS.
     """
     points = curve.points
     if len(points) <= MAX_POINTS:
         return curve
-    bad = [point for point in points if not math.isfinite(point[1])]
-    keep = {points[0], points[-1], *bad[:MAX_POINTS]}
+    nonfinite = [point for point in points if not math.isfinite(point[1])]
+    kept = {points[0], points[-1], *nonfinite[:MAX_POINTS]}
     size = math.ceil(2 * len(points) / MAX_POINTS)
     for start in range(0, len(points), size):
-        bucket = [x for x in points[start : start + size] if math.isfinite(x[1])]
+        bucket = [
+            point for point in points[start : start + size] if math.isfinite(point[1])
+        ]
         if bucket:
-            keep |= {min(bucket, key=_value), max(bucket, key=_value)}
-    return replace(curve, points=sorted(keep))
+            kept |= {min(bucket, key=_value), max(bucket, key=_value)}
+    return replace(curve, points=sorted(kept))
 
 
 _value = itemgetter(1)

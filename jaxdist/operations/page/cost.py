@@ -1,4 +1,4 @@
-"""What a run has cost so far, from its ledger and the price of a chip. No jax."""
+"""Cost of a run, from its ledger and the price of a chip. Needs no jax."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from jaxdist.operations.ledger import run_lives
 from jaxdist.storage import untrusted
 
 PRICE = "telemetry.price_per_chip_hour"
-# buckets that a restart adds to
+# buckets of the work at a start
 _RESTART = ("start", "join", "restore", "compile")
 
 
@@ -19,19 +19,22 @@ def cost(
     spent: run_lives.Account,
     tokens_seen: float | None,
 ) -> dict[str, float] | None:
-    """Computes what a run has cost, in the currency of its price.
+    """Computes the cost of a run in the currency of its price.
 
-    The hours in which the run was alive count, each life's with its chips. A machine
-    that waits for a restart does not count. A life whose ledger has no chips had those
-    of the last start.
+    The cost is that of the lives, each with its number of chips. The time between two
+    lives costs nothing. If a life has no number of chips, that of the last start
+    counts.
 
     Args:
-      config: flat.
-      info: run.json.
-      tokens_seen: or samples; None: unknown.
+      config: values by dotted key.
+      info: content of run.json.
+      lives: lives of the run.
+      spent: sum of the lives.
+      tokens_seen: number of tokens or samples; None = unknown.
 
     Returns:
-      None without a price, a number of chips or a ledger.
+      The document of `jaxdist status --json`. None without a price, a number of chips
+      or a ledger.
     """
     price = config.get(PRICE) or 0.0
     chips = info.get("num_chips") or 0
@@ -47,42 +50,43 @@ def cost(
         chip_s += life_chips * alive
         wasted_chip_s += life_chips * wasted
     so_far = price / 3600 * chip_s
-    found = {
+    document = {
         "chips": chips,
         "price_per_chip_hour": price,
         "so_far": so_far,
         "lost_to_restarts": price / 3600 * wasted_chip_s,
     }
     if tokens_seen and tokens_seen >= 1:
-        found["per_token"] = so_far / tokens_seen
-    return found
+        document["per_token"] = so_far / tokens_seen
+    return document
 
 
 def _alive_s(lives: Sequence[run_lives.Life], spent: run_lives.Account) -> list[float]:
     """Computes the seconds of each life; the last one may still be alive."""
     seconds = [life.seconds for life in lives]
-    in_all = spent.wall_s - spent.buckets.get(run_lives.DOWN, 0.0)
-    seconds[-1] = max(seconds[-1], in_all - sum(seconds[:-1]))
+    total_s = spent.wall_s - spent.buckets.get(run_lives.DOWN, 0.0)
+    seconds[-1] = max(seconds[-1], total_s - sum(seconds[:-1]))
     return seconds
 
 
 def _wasted_s(lives: Sequence[run_lives.Life]) -> list[float]:
-    """Computes the seconds that each life lost: steps done again, and its start.
+    """Computes the seconds that each life wasted: repeated steps, and its start.
 
-    The first start is not lost, nor one that extends a finished run.
+    The first start is not wasted, nor is a start that extends a finished run.
     """
     wasted = run_lives.lost_s(lives)
-    for index, (before, life) in enumerate(itertools.pairwise(lives), 1):
-        if not before.done:
+    for index, (previous, life) in enumerate(itertools.pairwise(lives), 1):
+        if not previous.done:
             wasted[index] += sum(life.buckets.get(name, 0.0) for name in _RESTART)
     return wasted
 
 
 def as_texts(cost: Mapping[str, float] | None, unit: str) -> dict[str, str]:
-    """Formats a cost for people, by name; {} if it is unknown.
+    """Formats the figures of a cost by their names; {} if the cost is unknown.
 
     Args:
-      unit: what the run counts, "tokens" or "samples".
+      cost: document of the cost.
+      unit: unit of the run, "tokens" or "samples".
     """
     if cost is None:
         return {}

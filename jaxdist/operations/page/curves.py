@@ -1,4 +1,4 @@
-"""Cards with the curves of a page: the loss, and the other fields of metrics.jsonl."""
+"""Cards with curves: the loss, and other fields of metrics.jsonl."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,40 +10,41 @@ from jaxdist.operations.page.run_files import number
 from jaxdist.operations.page.summary import ALERTS, RunSummary
 from jaxdist.operations.page.tables import brief
 
-_COLOURS = 8  # in page.css; the ninth run has the first one's, dashed
+# colours in page.css; the ninth run has the colour of the first, with dashed lines
+_COLOURS = 8
 _DASHES = ("", " dashed", " dotted")
-_FIGURES = ("mean", "min", "max")  # of a field with several values
-_SMOOTHED_FROM = 40  # points of a curve
-_MARKED = ("restore", "resize", *ALERTS)  # events
+_FIGURES = ("mean", "min", "max")  # suffixes of a field with several values
+_SMOOTHED_FROM = 40  # points of the shortest curve that is smoothed
+_MARKED = ("restore", "resize", *ALERTS)  # events with a mark in the chart of the loss
 
 
 class Field(NamedTuple):
-    """A field of metrics.jsonl, as a chart shows it."""
+    """Field of metrics.jsonl with its presentation in a chart."""
 
     name: str
     title: str
     remark: str = ""
-    factor: float = 1.0  # from the file's unit to the shown one
-    unit: str = ""
+    factor: float = 1.0  # factor from the file's unit to the shown unit
+    unit: str = ""  # shown unit
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """A run among those of a page."""
+    """Run of a page with its colour."""
 
     run: RunSummary
-    style: str  # CSS classes: its colour, and how its lines are dashed
+    style: str  # CSS classes of the colour and the dashes
     key: str  # HTML that shows the colour; "" for a lone run
-    prefix: str  # of the names of its curves; "" for a lone run
+    prefix: str  # prefix of the names of its curves; "" for a lone run
 
     def named(self, figure: str) -> str:
         """Returns the name of a curve."""
         return f"{self.prefix}{figure}"
 
 
-def overlays(runs: Sequence[RunSummary]) -> list[Overlay]:
-    """Gives each run its colour."""
-    found = []
+def colour_runs(runs: Sequence[RunSummary]) -> list[Overlay]:
+    """Gives each run a colour."""
+    coloured = []
     for index, run in enumerate(runs):
         dash = _DASHES[index // _COLOURS % len(_DASHES)]
         style = f"run-{index % _COLOURS}{dash}"
@@ -51,8 +52,8 @@ def overlays(runs: Sequence[RunSummary]) -> list[Overlay]:
         if len(runs) > 1:
             key = f'<span class="key {style}"></span>'
             overlay = Overlay(run, style, key=key, prefix=f"{run.name} ")
-        found.append(overlay)
-    return found
+        coloured.append(overlay)
+    return coloured
 
 
 def card(
@@ -61,8 +62,11 @@ def card(
     """Draws a card.
 
     Args:
-      aside: HTML on the right of the title.
+      title: title of the card.
+      remark: text beside the title.
+      aside: HTML at the right of the title.
       drawing: HTML below the title.
+      is_wide: the card takes the full width.
     """
     style = "card wide" if is_wide else "card"
     return (
@@ -71,11 +75,11 @@ def card(
     )
 
 
-def loss_card(shown: Sequence[Overlay]) -> str:
+def loss_card(overlays: Sequence[Overlay]) -> str:
     """Draws the losses in two views: all steps, and the last 80 % of them."""
     curves = []
     marks = []
-    for overlay in shown:
+    for overlay in overlays:
         curves += _lines(overlay, overlay.named("loss"), overlay.run.column("loss"))
         evaluated = overlay.run.column("eval_loss")
         if evaluated:
@@ -101,27 +105,27 @@ def loss_card(shown: Sequence[Overlay]) -> str:
         views += f'<div class="view view-{index}">{drawing}</div>'
     return (
         f'<div class="card wide">{picks}<div class="top"><h3>Loss</h3>'
-        f'<span class="soft">nats per target</span>{_legend(shown, curves)}'
+        f'<span class="soft">nats per target</span>{_legend(overlays, curves)}'
         f'<span class="push switch">{labels}</span></div>{views}</div>'
     )
 
 
-def _legend(shown: Sequence[Overlay], curves: Sequence[Curve]) -> str:
-    """Draws the names of curves; of more than two runs, those of the runs."""
+def _legend(overlays: Sequence[Overlay], curves: Sequence[Curve]) -> str:
+    """Draws the names of the curves; with more than two runs, those of the runs."""
     named = [(f"{curve.run} {curve.style}", curve.name) for curve in curves]
-    if len(shown) > 2:
-        named = [(f"{overlay.style} line", overlay.run.name) for overlay in shown]
+    if len(overlays) > 2:
+        named = [(f"{overlay.style} line", overlay.run.name) for overlay in overlays]
     return "".join(
         f'<span class="legend"><i class="{style}"></i>{escape(name)}</span>'
         for style, name in named
     )
 
 
-def field_card(shown: Sequence[Overlay], field: Field) -> str:
+def field_card(overlays: Sequence[Overlay], field: Field) -> str:
     """Draws a field of the rows; "" if no row has it."""
     curves = []
     last = ""
-    for overlay in shown:
+    for overlay in overlays:
         points = _scaled(overlay.run.column(field.name), field.factor)
         curves += _lines(overlay, overlay.run.name, points)
         if points:
@@ -137,12 +141,12 @@ def field_card(shown: Sequence[Overlay], field: Field) -> str:
     return card(field.title, field.remark, _lasts(last), drawing)
 
 
-def band_card(shown: Sequence[Overlay], field: Field) -> str:
+def band_card(overlays: Sequence[Overlay], field: Field) -> str:
     """Draws a field with /mean, /min and /max (of layers); "" if no run has it."""
     curves = []
     bands = []
     last = ""
-    for overlay in shown:
+    for overlay in overlays:
         columns = [overlay.run.column(f"{field.name}/{name}") for name in _FIGURES]
         if not all(columns):
             continue
@@ -161,8 +165,8 @@ def band_card(shown: Sequence[Overlay], field: Field) -> str:
     return card(field.title, field.remark, _lasts(last), drawing)
 
 
-def other_cards(shown: Sequence[Overlay], names: set[str]) -> str:
-    """Draws fields of these names that have no place of their own."""
+def other_cards(overlays: Sequence[Overlay], names: set[str]) -> str:
+    """Draws all fields of these names; fields with several values come last."""
     singles = set(names)
     several = []
     for base in sorted({name.removesuffix("/mean") for name in names}):
@@ -170,8 +174,8 @@ def other_cards(shown: Sequence[Overlay], names: set[str]) -> str:
         if spread <= names:
             several.append(Field(base, base, "mean, least and most"))
             singles -= spread
-    cards = [field_card(shown, Field(name, name)) for name in sorted(singles)]
-    cards += [band_card(shown, field) for field in several]
+    cards = [field_card(overlays, Field(name, name)) for name in sorted(singles)]
+    cards += [band_card(overlays, field) for field in several]
     return "".join(cards)
 
 
@@ -192,9 +196,7 @@ def _scaled(
 def _lines(
     overlay: Overlay, name: str, points: Sequence[tuple[float, float]]
 ) -> list[Curve]:
-    """Makes the curve of some points; of many points a faint one with a smoothed one on
-    it.
-    """
+    """Makes a curve; many points become a faint curve below a smoothed one."""
     if not points:
         return []
     curve = Curve(name, overlay.style, points)

@@ -1,6 +1,4 @@
-"""How even the load of a run's experts is, layer by layer: for the page, the status and
-the end of a run.
-"""
+"""Load of a run's experts by layer, for the page, the status and the end of a run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +11,8 @@ from jaxdist.storage import untrusted
 from jaxdist.telemetry.metrics import Row
 from jaxdist.telemetry.units import count_text
 
-LOAD = "stats/expert_load"  # of rows of arrays.jsonl, [L, E]
-# fields with /mean, /min and /max of the layers
+LOAD = "stats/expert_load"  # field of arrays.jsonl, [layers, experts]
+# fields with /mean, /min and /max over the layers
 FIELDS = (
     Field(
         "stats/load_max_over_mean",
@@ -41,25 +39,22 @@ FIELDS = (
         "1: no device waited for a fuller one",
     ),
 )
-_PLACED = (*(field.name for field in FIELDS), LOAD, "stats/fullest_layer")
-_MOST_STEPS = 200  # of a map; a run writes some 50
-_MOST_CELLS = 1 << 16  # more than a step writes
+# prefixes of all fields about experts
+_PREFIXES = (*(field.name for field in FIELDS), LOAD, "stats/fullest_layer")
+_MAX_STEPS = 200  # most columns of a map; a run writes some 50 steps
+_MAX_CELLS = 1 << 16  # most cells of a map; a step writes fewer
 
-# Each layer's load relative to its mean; a dense layer has None.
+# Load of each expert relative to its layer's mean, by layer; a dense layer has None.
 Loads = list[list[float] | None]
 
 
-def has_place(field: str) -> bool:
-    """Checks whether a field of metrics.jsonl is among the charts of experts, or is
-    never charted.
-    """
-    return field.startswith(_PLACED)
+def is_about_experts(field: str) -> bool:
+    """Checks if a field of metrics.jsonl is about experts: other charts skip it."""
+    return field.startswith(_PREFIXES)
 
 
 def heat_maps(run: RunSummary) -> str:
-    """Draws the load of all experts in the last step that was kept, and of the fullest
-    ones over time.
-    """
+    """Draws the load of all experts at the last step, and of the fullest by step."""
     steps = []
     for row in run.arrays:
         loads = relative_load(row)
@@ -71,7 +66,7 @@ def heat_maps(run: RunSummary) -> str:
     cards = _last_map(step, loads)
     steps = [item for item in steps if len(item[1]) == len(loads)]
     if len(steps) > 1:
-        stride = -(-len(steps) // _MOST_STEPS)
+        stride = -(-len(steps) // _MAX_STEPS)
         cards += _map_over_time(steps[::stride])
     return f'<section class="charts" aria-label="Load of experts">{cards}</section>'
 
@@ -82,15 +77,15 @@ def _last_map(step: int, loads: Loads) -> str:
         for layer, row in enumerate(loads)
         for expert, load in enumerate(row or ())
     ]
-    most, layer, expert = max(cells)
-    wide = next(len(row) for row in loads if row is not None)
+    highest, layer, expert = max(cells)
+    num_experts = next(len(row) for row in loads if row is not None)
     label = (
-        f"Load of {wide} experts in {len(loads)} layers at step {step}, relative to "
-        f"the mean. The fullest: expert {expert} of layer {layer}, {most:.3g} times "
+        f"Load of {num_experts} experts in {len(loads)} layers at step {step}, relative to "
+        f"the mean. The fullest: expert {expert} of layer {layer}, {highest:.3g} times "
         f"the mean"
     )
-    absent: list[float | None] = [None] * wide
-    values = [row or absent for row in loads]
+    dense: list[float | None] = [None] * num_experts
+    values = [row or dense for row in loads]
     drawing = heat_map(label, values, rows="layer", columns="expert")
     remark = f"at step {step:,}, relative to the mean of the layer"
     return _card("Load of each expert", remark, drawing)
@@ -116,8 +111,13 @@ def _card(title: str, remark: str, drawing: str) -> str:
 
 
 def relative_load(row: Row) -> Loads | None:
-    """Computes each layer's load relative to its mean, from a row of arrays.jsonl; None
-    if the row has none.
+    """Computes the loads relative to the mean of each layer.
+
+    Args:
+      row: a row of arrays.jsonl.
+
+    Returns:
+      The loads; None if the row has none.
     """
     layers = row.get(LOAD)
     if not isinstance(layers, list):
@@ -127,7 +127,7 @@ def relative_load(row: Row) -> Loads | None:
     ):
         return None
     loads = [load for layer in layers for load in layer]
-    if not 0 < len(loads) <= _MOST_CELLS or not any(loads):
+    if not 0 < len(loads) <= _MAX_CELLS or not any(loads):
         return None
     if not all(untrusted.is_amount(load, 2**53) for load in loads):
         return None
@@ -138,8 +138,12 @@ def relative_load(row: Row) -> Loads | None:
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, float] | None:
-    """Reads how even the load is from a row of metrics.jsonl; None without experts."""
-    known = {
+    """Reads the figures of the load from a row of metrics.jsonl.
+
+    Returns:
+      The figures; None if the model has no experts.
+    """
+    values = {
         "max_over_mean": finite(row.get("stats/load_max_over_mean/max")),
         "layer": finite(row.get("stats/fullest_layer")),
         "dead": finite(row.get("stats/dead_experts/max")),
@@ -147,28 +151,28 @@ def figures(row: Mapping[str, Any]) -> dict[str, float] | None:
         "dropped": finite(row.get("stats/dropped/mean")),
         "rounds": finite(row.get("stats/exchange_rounds/mean")),
     }
-    found = {name: x for name, x in known.items() if x is not None}
-    if len(found) < len(known):
+    known = {name: value for name, value in values.items() if value is not None}
+    if len(known) < len(values):
         return None
     for name in ("layer", "dead"):
-        found[name] = int(found[name])
-    return found
+        known[name] = int(known[name])
+    return known
 
 
 def closing_lines(run: RunSummary) -> list[str]:
-    """Lists what a run prints of its experts at its end."""
+    """Formats the lines about experts that a run prints at its end."""
     lines = []
-    found = figures(run.last_row)
-    if found:
-        lines.append(f"experts: {as_line(found)}")
+    load = figures(run.last_row)
+    if load:
+        lines.append(f"experts: {as_line(load)}")
     return lines + [f"model: {text}" for text in size_text(sizes(run.info))]
 
 
 def size_text(sizes: Mapping[str, Any]) -> list[str]:
-    """Tells how much of a model a token uses; [] if that is all of it.
+    """Formats the part of a model that a token uses, as a line; [] if it is the whole.
 
     Args:
-      sizes: with the keys of `summary.sizes`.
+      sizes: sizes with the keys of `summary.sizes`.
     """
     total = sizes["parameters"]
     active = sizes["active_parameters"]
@@ -182,7 +186,7 @@ def size_text(sizes: Mapping[str, Any]) -> list[str]:
 
 
 def as_line(figures: Mapping[str, float]) -> str:
-    """Formats the figures for people."""
+    """Formats the figures of the load as a line."""
     dropped = "0"
     if figures["dropped"]:
         dropped = f"{100 * figures['dropped']:.2g} %"

@@ -1,10 +1,9 @@
-"""Heat maps as SVG text: a cell for each row and column, coloured by its relation to
-the mean.
+"""Heat maps as SVG text, with cells coloured by their relation to a mean.
 
-Cells of one colour are one path, and colours are CSS classes of the page (`heat-0` and
-on). So maps of thousands of cells stay small, and one drawing suits light and dark. The
-values are there as JSON for the page's hover script. The drawing and its legend are
-complete without that script.
+All cells of one colour are one path, so maps of thousands of cells stay small. Colours
+are CSS classes of the page (`heat-0` and so on), so one drawing suits light and dark
+themes. The values are included as JSON for the page's hover script. The drawing and its
+legend are complete without that script.
 """
 
 import bisect
@@ -15,17 +14,18 @@ from html import escape
 
 from jaxdist.operations.page.charts import compact_json, label, linear_ticks, tick_text
 
-# of the colours from 1 on; 0 is that of the value 0
+# values between the colours 1, 2, ...; colour 0 is for the value 0
 EDGES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)
 NAMES = ("none", "< 0.25", "0.25", "0.5", "0.75", "1", "1.25", "1.5", "2", "≥ 4")
 
-_WIDTH = 1160  # in pixels
+# sizes in pixels
+_WIDTH = 1160
 _LEFT = 58
 _RIGHT = 10
 _TOP = 6
 _BOTTOM = 34
-_LARGEST = 26.0  # of a cell
-_HEIGHT = 520.0  # at most, of all rows together
+_MAX_CELL = 26.0
+_MAX_HEIGHT = 520.0  # all rows together
 
 
 def heat_map(
@@ -39,37 +39,32 @@ def heat_map(
     """Draws a heat map as one <svg>.
 
     Args:
-      title: what a screen reader says.
-      values: rows of equal length, each value relative to a mean, 0 or more; None:
-        without a cell.
-      rows, columns: what one is called: "layer", "expert".
-      places: the labels of the columns; by default their numbers, from 0 on.
+      title: text for screen readers.
+      values: rows of equal length. Values are relative to a mean and not negative; None
+        = no cell.
+      rows: name of a row, such as "layer".
+      columns: name of a column, such as "expert".
+      places: labels of the columns; None = their indices.
     """
-    wide = len(values[0])
-    high = len(values)
+    num_columns = len(values[0])
+    num_rows = len(values)
     if places is None:
-        places = list(range(wide))
-    cell_w = min(_LARGEST, (_WIDTH - _LEFT - _RIGHT) / wide)
-    cell_h = min(_LARGEST, _HEIGHT / high)
-    cells: dict[int, str] = defaultdict(str)
-    for y, row in enumerate(values):
-        for x, value in enumerate(row):
-            if value is not None:
-                cells[colour(value)] += f"M{x} {y}h1v1h-1z"
-    shapes = [f'<path class="heat-{n}" d="{cells[n]}"/>' for n in sorted(cells)]
+        places = list(range(num_columns))
+    cell_w = min(_MAX_CELL, (_WIDTH - _LEFT - _RIGHT) / num_columns)
+    cell_h = min(_MAX_CELL, _MAX_HEIGHT / num_rows)
     scale = f"translate({_LEFT} {_TOP}) scale({cell_w:.4g} {cell_h:.4g})"
-    shapes = [f'<g transform="{scale}">{"".join(shapes)}</g>']
-    bottom = _TOP + high * cell_h
-    for y in _ticks(high, most=bottom / 18):
+    shapes = [f'<g transform="{scale}">{_cells(values)}</g>']
+    bottom = _TOP + num_rows * cell_h
+    for y in _ticks(num_rows, most=bottom / 18):
         middle = _TOP + (y + 0.5) * cell_h
         shapes.append(label("end", _LEFT - 8, middle + 4, y or f"{rows} 0"))
     below = bottom + 16
     shapes.append(label("end", _LEFT - 8, below, columns))
     longest = max(len(tick_text(place, 1)) for place in places)
-    for x in _ticks(wide, most=wide * cell_w / (8 * longest + 14)):
+    for x in _ticks(num_columns, most=num_columns * cell_w / (8 * longest + 14)):
         middle = _LEFT + (x + 0.5) * cell_w
         shapes.append(label("middle", middle, below, tick_text(places[x], 1)))
-    shown = [
+    rounded = [
         [None if value is None else float(f"{value:.3g}") for value in row]
         for row in values
     ]
@@ -79,13 +74,23 @@ def heat_map(
         f'<svg class="heat" viewBox="0 0 {_WIDTH} {bottom + _BOTTOM:.0f}" role="img" tabindex="0" '
         f'aria-label="{escape(title)}" data-names="{names}" '
         f'data-box="{box}" data-places="{compact_json(places)}" '
-        f'data-values="{compact_json(shown)}">{"".join(shapes)}<rect class="cross" '
+        f'data-values="{compact_json(rounded)}">{"".join(shapes)}<rect class="cross" '
         f'width="{cell_w:.3g}" height="{cell_h:.3g}"/></svg>'
     )
 
 
+def _cells(values: Sequence[Sequence[float | None]]) -> str:
+    """Draws cells of size 1, with a path for each colour."""
+    paths: dict[int, str] = defaultdict(str)
+    for y, row in enumerate(values):
+        for x, value in enumerate(row):
+            if value is not None:
+                paths[colour(value)] += f"M{x} {y}h1v1h-1z"
+    return "".join(f'<path class="heat-{n}" d="{paths[n]}"/>' for n in sorted(paths))
+
+
 def legend() -> str:
-    """Draws the colours with the values from which on they are used."""
+    """Draws the colours, each with its lowest value."""
     swatches = [
         f'<span class="heat-{n}">{escape(name)}</span>' for n, name in enumerate(NAMES)
     ]
@@ -93,7 +98,7 @@ def legend() -> str:
 
 
 def colour(value: float) -> int:
-    """Finds the number of a value's colour: 0 for 0, else from 1 on."""
+    """Finds the number of a value's colour: 0 for the value 0, else 1 or more."""
     if value <= 0:
         return 0
     return 1 + bisect.bisect_right(EDGES, value)

@@ -1,9 +1,8 @@
-"""One self-contained HTML page of a run, or of several runs overlaid. No jax, no
-network, no files.
+"""Self-contained HTML page of a run, or of several runs overlaid.
 
-Everything read from a workdir is text of unknown origin: all of it is escaped. The
-page's own content security policy forbids every script but ours, and every outside
-resource.
+All text from a workdir is escaped, since anybody may have written it. The page's
+content security policy forbids outside resources and all scripts except the page's own.
+Needs no jax, and the page needs no network and no other files.
 """
 
 import base64
@@ -21,10 +20,10 @@ from jaxdist.operations.page.curves import (
     Field,
     Overlay,
     band_card,
+    colour_runs,
     field_card,
     loss_card,
     other_cards,
-    overlays,
 )
 from jaxdist.operations.page.summary import (
     ALERTS,
@@ -44,14 +43,14 @@ from jaxdist.operations.page.tables import (
 from jaxdist.telemetry.units import duration_text, percent_text
 from jaxdist.trainer import reproduce
 
-# in a <meta> of the page, so that a report may replace a report
+# stands in a <meta> of the page: a report may replace only a report
 GENERATOR = "jaxdist report"
 _FILES = resources.files("jaxdist.operations.page")
 _PAGE = Template(_FILES.joinpath("page.html").read_text(encoding="utf-8"))
 _STYLE = _FILES.joinpath("page.css").read_text(encoding="utf-8")
 _SCRIPT = _FILES.joinpath("page.js").read_text(encoding="utf-8")
-_MOST_NAMED = 4  # runs in the title
-_MOST_OPERATIONS = 15  # of a profile
+_MAX_NAMES = 4  # most runs that the title names
+_MAX_OPERATIONS = 15  # operations of a profile in the table
 
 # charts below the loss
 _FIELDS = (
@@ -63,20 +62,20 @@ _FIELDS = (
     Field("loss_scale", "Loss scale", "of float16"),
     Field("data_wait_s", "Data wait", "ms per step", 1e3, "ms"),
 )
-# fields of run.json that have sections of their own
+# fields of run.json with a section of their own
 _ELSEWHERE = ("sharding", "timeline_svg", "split_sequences", reproduce.COMMAND)
 
 
 def render(runs: Sequence[RunSummary]) -> str:
-    """Renders the page of any number of runs as a single HTML document."""
-    shown = overlays(runs)
+    """Renders the page of one or more runs as an HTML document."""
+    overlays = colour_runs(runs)
     title = " vs ".join(run.name for run in runs)
-    if len(runs) > _MOST_NAMED:
+    if len(runs) > _MAX_NAMES:
         title = f"{runs[0].name} and {len(runs) - 1} more runs"
     sections = [
-        _figures(shown),
-        _charts(shown),
-        _experts(shown),
+        _figures(overlays),
+        _charts(overlays),
+        _experts(overlays),
         _each(runs, "Load of experts", experts.heat_maps),
         _each(runs, "Wall time", _wall_time),
         _each(runs, "A step, estimated", _step),
@@ -100,19 +99,19 @@ def render(runs: Sequence[RunSummary]) -> str:
         generator=GENERATOR,
         title=escape(title),
         style=_STYLE,
-        headlines="".join(map(_headline, shown)),
+        headlines="".join(map(_headline, overlays)),
         sections="".join(sections),
         time=_clock(datetime.now(UTC)),
         script=_SCRIPT,
     )
-    # JSON and names of files may hold what is no character
+    # JSON and names of files may have surrogates, which UTF-8 cannot encode
     return page.encode(errors="replace").decode()
 
 
 def _each(
     runs: Sequence[RunSummary], heading: str, body_of: Callable[[RunSummary], str]
 ) -> str:
-    """Draws a section for each run that has one; equal ones once, for the first run."""
+    """Draws a section for each run that has one; equal sections are drawn once."""
     names: dict[str, str] = {}
     for run in runs:
         names.setdefault(body_of(run), run.name)
@@ -137,10 +136,10 @@ def _headline(overlay: Overlay) -> str:
     )
 
 
-def _figures(shown: Sequence[Overlay]) -> str:
-    """Draws the key figures: as tiles, of several runs as a table."""
-    columns = [figures(overlay.run) for overlay in shown]
-    if len(shown) == 1:
+def _figures(overlays: Sequence[Overlay]) -> str:
+    """Draws the key figures: tiles for a lone run, a table for several runs."""
+    columns = [figures(overlay.run) for overlay in overlays]
+    if len(overlays) == 1:
         tiles = "".join(
             f'<div class="tile"><div class="name">{name}</div>'
             f'<div class="value">{value}</div></div>'
@@ -150,17 +149,17 @@ def _figures(shown: Sequence[Overlay]) -> str:
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows = [
         [overlay.run.name, *(column.get(name, ABSENT) for name in names)]
-        for overlay, column in zip(shown, columns, strict=True)
+        for overlay, column in zip(overlays, columns, strict=True)
     ]
-    keys = [overlay.key for overlay in shown]
+    keys = [overlay.key for overlay in overlays]
     return titled("Key figures", table(["run", *names], rows, keys=keys))
 
 
 # --- curves ---------------------------------------------------------------------------
 
 
-def _charts(shown: Sequence[Overlay]) -> str:
-    runs = [overlay.run for overlay in shown]
+def _charts(overlays: Sequence[Overlay]) -> str:
+    runs = [overlay.run for overlay in overlays]
     if not any(run.rows.train or run.rows.evaluation for run in runs):
         return '<p class="soft">No step was logged yet.</p>'
     unit = "Tokens"
@@ -168,10 +167,12 @@ def _charts(shown: Sequence[Overlay]) -> str:
         unit = "Samples"
     speed = Field("tokens_per_s", f"{unit} per second", "all devices")
     names = {name for run in runs for row in run.rows.train for name in row}
-    others = {name for name in names if "/" in name and not experts.has_place(name)}
-    cards = loss_card(shown)
-    cards += "".join(field_card(shown, field) for field in (speed, *_FIELDS))
-    cards += other_cards(shown, others)
+    others = {
+        name for name in names if "/" in name and not experts.is_about_experts(name)
+    }
+    cards = loss_card(overlays)
+    cards += "".join(field_card(overlays, field) for field in (speed, *_FIELDS))
+    cards += other_cards(overlays, others)
     section = f'<section class="charts" aria-label="Curves">{cards}</section>'
     if not any(run.column("mfu_causal") for run in runs):
         section += (
@@ -181,9 +182,9 @@ def _charts(shown: Sequence[Overlay]) -> str:
     return section
 
 
-def _experts(shown: Sequence[Overlay]) -> str:
-    """Draws how even the load of experts is, over the layers."""
-    cards = "".join(band_card(shown, field) for field in experts.FIELDS)
+def _experts(overlays: Sequence[Overlay]) -> str:
+    """Draws charts of the experts' load over the layers."""
+    cards = "".join(band_card(overlays, field) for field in experts.FIELDS)
     if not cards:
         return ""
     section = f'<section class="charts" aria-label="Experts">{cards}</section>'
@@ -218,7 +219,7 @@ def _events(runs: Sequence[RunSummary]) -> str:
 
 
 def _wall_time(run: RunSummary) -> str:
-    """Draws what the wall time of all starts was spent on; "" without a ledger."""
+    """Draws the wall time of all starts by bucket; "" without a ledger."""
     account = run_lives.account(run.lives)
     if not account.wall_s:
         return ""
@@ -231,7 +232,7 @@ def _wall_time(run: RunSummary) -> str:
 
 
 def _step(run: RunSummary) -> str:
-    """Draws the parts of a step, and names what to look at first."""
+    """Draws the parts of a step, with a verdict."""
     parts, plan = step_parts.of_run(run)
     if parts is None:
         return ""
@@ -255,7 +256,7 @@ def _sharding(run: RunSummary) -> str:
 
 
 def _pipeline(run: RunSummary) -> str:
-    """Draws run.json's timeline. It is an image, so no script in it can run."""
+    """Draws the timeline of run.json as an image, in which no script can run."""
     drawing = run.info.get("timeline_svg")
     if drawing is None:
         return ""
@@ -264,7 +265,7 @@ def _pipeline(run: RunSummary) -> str:
 
 
 def _split_sequences(run: RunSummary) -> str:
-    """Tells how attention over split sequences is computed, and why."""
+    """Draws the lines about attention over split sequences."""
     return text_card("\n".join(map(brief, run.info.get("split_sequences", []))))
 
 
@@ -276,14 +277,14 @@ def _operations(run: RunSummary) -> str:
             f"{1e3 * operation['seconds']:.3f}",
             brief(operation["count"]),
         ]
-        for operation in run.operations[:_MOST_OPERATIONS]
+        for operation in run.operations[:_MAX_OPERATIONS]
     ]
     return table(["op", "share", "ms", "count"], rows)
 
 
 def _repeat(run: RunSummary) -> str:
-    found = reproduce.repeat(run.folder, run.info, run.config)
-    return text_card("\n".join(reproduce.as_lines(found)))
+    document = reproduce.repeat(run.folder, run.info, run.config)
+    return text_card("\n".join(reproduce.as_lines(document)))
 
 
 def _config(runs: Sequence[RunSummary]) -> str:

@@ -1,9 +1,8 @@
-"""The plan in a run's folder: the step time that it estimates, if it is of the run as it
-is now.
+"""Plan in a run's folder, with its estimate of the step time.
 
-`jaxdist plan --workdir RUN` writes it. Anybody may have written it, and it may be of
-another layout or of other code than what runs. It is then not used, and says why. No
-jax.
+`jaxdist plan --workdir RUN` writes the plan. It is used only if it describes the run:
+its layout and code may differ, and anybody may have written the file. A plan that is
+not used has a reason. Needs no jax.
 """
 
 import math
@@ -24,9 +23,10 @@ from jaxdist.trainer import reproduce
 from jaxdist.trainer.run_layout import layout_of_run
 
 PLAN_FILE = "plan.json"
-DATE = "date"  # in it: when it was made, as ISO 8601
+DATE = "date"  # its field with the time when it was made, as ISO 8601
 
-_NOT_OF_THE_STEP = (  # patterns of keys that change neither its program nor its speed
+# patterns of keys that change neither a step's program nor its speed
+_NOT_OF_THE_STEP = (
     "seed",
     "train.steps",
     "train.max_minutes",
@@ -47,22 +47,24 @@ _NOT_OF_THE_STEP = (  # patterns of keys that change neither its program nor its
     "data.prefetch",
     "data.validation_*",
 )
-_MOST_FAULTS = 3  # that are told
-_ROUNDING = 1e-3  # of a step, by which the sum of its parts may be off
+_MAX_FAULTS = 3  # faults that are reported
+_ROUNDING = 1e-3  # largest error of the sum of a step's parts, as share of the step
 _MIN_STEP_S = 1e-9
-_MAX_BYTES = 4 << 20  # of plan.json; `status` is to answer at once
+_MAX_BYTES = 4 << 20  # bytes of the largest plan.json: `status` must answer at once
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The step that plan.json describes; times are in seconds."""
+    """Step that plan.json describes."""
 
-    target: str = ""
+    target: str = ""  # hardware, such as v5p:4x4x4
     date: str = ""
-    fault: str = ""  # why it is not used; the fields below then have no meaning
+    # reason for which the plan is not used, "": it is used; with a reason, the fields
+    # below are meaningless
+    fault: str = ""
     step_s: float = math.nan
-    band_s: tuple[float, float] = (math.nan, math.nan)
-    waterfall: Mapping[str, float] = field(default_factory=dict)  # parts of step_s
+    band_s: tuple[float, float] = (math.nan, math.nan)  # lowest and highest step_s
+    waterfall: Mapping[str, float] = field(default_factory=dict)  # seconds of parts
 
     def share(self, part: str) -> float:
         """Computes the share of a part in the planned step."""
@@ -70,14 +72,14 @@ class Planned:
 
     @property
     def source(self) -> str:
-        """Who estimated it: "estimated by plan for v5p:4x4x4 on 2026-11-23"."""
+        """Returns such as "estimated by plan for v5p:4x4x4 on 2026-11-23"."""
         return f"estimated by plan for {self.target} on {self.date}"
 
     def document(self, measured_to_planned: float | None) -> dict[str, Any]:
-        """Collects what `jaxdist status --json` prints of it.
+        """Builds its document in `jaxdist status --json`.
 
         Args:
-          measured_to_planned: step times; None before there is one to compare.
+          measured_to_planned: ratio of step times; None = nothing was measured yet.
         """
         document: dict[str, Any] = {
             "target": self.target,
@@ -93,7 +95,7 @@ class Planned:
 
 
 def as_line(document: Mapping[str, Any]) -> str:
-    """Formats a `Planned.document` for people."""
+    """Formats a `Planned.document` as a line."""
     if document["reason"] is not None:
         return f"{PLAN_FILE} is not used: {document['reason']}"
     low = time_text(document["low_s"])
@@ -109,11 +111,11 @@ def as_line(document: Mapping[str, Any]) -> str:
 
 
 def command(folder: Path, info: Mapping[str, Any]) -> str:
-    """Makes the command that makes the plan of a run; "" where a plan says nothing of
-    the time.
+    """Formats the command that plans a run; "" if a plan would have no step time.
 
     Args:
-      info: run.json.
+      folder: folder of the run.
+      info: content of run.json.
     """
     chip = _chip_of(info)
     if chip is None or not chip.family:
@@ -135,9 +137,9 @@ def read_plan(run: RunFiles) -> Planned | None:
     target = f"{plan.get('target')!s:.60}"
     date = _date(plan.get(DATE))
     faults = list(_faults(plan, run))
-    fault = "; ".join(faults[:_MOST_FAULTS])
-    if len(faults) > _MOST_FAULTS:
-        fault += f"; and {len(faults) - _MOST_FAULTS} more"
+    fault = "; ".join(faults[:_MAX_FAULTS])
+    if len(faults) > _MAX_FAULTS:
+        fault += f"; and {len(faults) - _MAX_FAULTS} more"
     fault = fault or _time_fault(plan)
     if fault:
         return Planned(target, date, fault)
@@ -153,7 +155,7 @@ def read_plan(run: RunFiles) -> Planned | None:
 
 
 def _date(value: object) -> str:
-    """Reads the day of a plan; "" if the value is no time."""
+    """Formats the day of a time in ISO 8601; "" if the value is no time."""
     try:
         return f"{datetime.fromisoformat(str(value)):%Y-%m-%d}"
     except ValueError:
@@ -161,8 +163,9 @@ def _date(value: object) -> str:
 
 
 def _faults(plan: Mapping[str, Any], run: RunFiles) -> Iterator[str]:
-    """Yields why a plan is not of a run: machine, code, layout, config, start."""
-    for name, planned, actual in (*_of_machine(plan, run.info), *_of_step(plan, run)):
+    """Yields the differences of a plan from its run."""
+    facts = (*_machine_facts(plan, run.info), *_step_facts(plan, run))
+    for name, planned, actual in facts:
         if planned != actual:
             yield (
                 f"{name:.60}: planned with {_shown(planned)}, "
@@ -172,11 +175,11 @@ def _faults(plan: Mapping[str, Any], run: RunFiles) -> Iterator[str]:
         yield "the last row is of an earlier start"
 
 
-Facts = Iterator[tuple[str, object, object]]  # name, planned, of the run
+Facts = Iterator[tuple[str, object, object]]  # (name, value in plan, value in run)
 
 
-def _of_machine(plan: Mapping[str, Any], info: Mapping[str, Any]) -> Facts:
-    """Yields what a plan and a run say of their devices."""
+def _machine_facts(plan: Mapping[str, Any], info: Mapping[str, Any]) -> Facts:
+    """Yields facts about the devices of a plan and of its run."""
     hardware = fields(plan, "hardware")
     chip = _chip_of(info)
     platform = chips.platform_of(str(info.get("platform")))
@@ -197,10 +200,10 @@ def _of_machine(plan: Mapping[str, Any], info: Mapping[str, Any]) -> Facts:
         yield "the number of machines", hardware.get("hosts"), machines
 
 
-def _of_step(plan: Mapping[str, Any], run: RunFiles) -> Facts:
-    """Yields what a plan and a run say of the code, the layout and the config."""
+def _step_facts(plan: Mapping[str, Any], run: RunFiles) -> Facts:
+    """Yields facts about the code, the layout and the config of a plan and its run."""
     source = fields(plan, reproduce.SOURCE).get("hash")
-    # two that are unknown are not equal
+    # two unknown hashes must differ
     run_source = fields(run.info, reproduce.SOURCE).get("hash") or schema.MISSING
     yield "the source of jaxdist and the model", source, run_source
     layout = layout_of_run(run.config, run.info)
@@ -208,10 +211,10 @@ def _of_step(plan: Mapping[str, Any], run: RunFiles) -> Facts:
     yield "the mesh", _mesh_text(planned.get("mesh")), _mesh_text(layout.mesh)
     yield "mesh.zero", planned.get("zero"), layout.zero
     yield "batch.accumulation", planned.get("accumulation"), layout.accumulation
-    others = [*_NOT_OF_THE_STEP, "mesh.zero", "batch.accumulation"]
-    others += [f"mesh.{axis}" for axis in layout.mesh]
+    ignored = [*_NOT_OF_THE_STEP, "mesh.zero", "batch.accumulation"]
+    ignored += [f"mesh.{axis}" for axis in layout.mesh]
     for change in schema.diff(fields(plan, "config"), run.config):
-        if not any(fnmatch(change.path, key) for key in others):
+        if not any(fnmatch(change.path, pattern) for pattern in ignored):
             yield change.path, change.old, change.new
 
 
@@ -220,7 +223,7 @@ def _chip_of(info: Mapping[str, Any]) -> chips.Chip | None:
 
 
 def _is_of_earlier_start(run: RunFiles) -> bool:
-    """Checks whether the last row is older than the last start."""
+    """Checks if the last row is older than the last start."""
     written = number(run.last_row.get("time"))
     for event in reversed(run.events):
         if event["event"] == "start":
@@ -229,12 +232,12 @@ def _is_of_earlier_start(run: RunFiles) -> bool:
 
 
 def _time_fault(plan: Mapping[str, Any]) -> str:
-    """Names why a plan has no times that can be used; "" if it has."""
+    """Finds the reason why a plan has no usable times; "" if they are usable."""
     time = fields(plan, "time")
     step_s = time.get("step_s")
     if step_s is None:
-        why = time.get("sure") if plan.get("fits") else plan.get("exit_reason")
-        return f"it says nothing of the time ({why!s:.200})"
+        reason = time.get("sure") if plan.get("fits") else plan.get("exit_reason")
+        return f"it says nothing of the time ({reason!s:.200})"
     unsound = "its times are no parts of a step"
     band_s = time.get("band_s")
     if not isinstance(band_s, list) or len(band_s) != 2:
@@ -252,7 +255,7 @@ def _time_fault(plan: Mapping[str, Any]) -> str:
 
 
 def _mesh_text(mesh: object) -> str:
-    """Names the mesh axes larger than 1."""
+    """Formats the mesh axes larger than 1."""
     if not isinstance(mesh, Mapping):
         mesh = {}
     sizes = sorted(f"{axis} {size}" for axis, size in mesh.items() if size != 1)

@@ -1,5 +1,6 @@
-"""The files of a run's workdir. Anybody may have written them, so what cannot be read
-is skipped. No jax.
+"""Contents of a run's workdir.
+
+Anybody may have written the files, so unreadable parts are skipped. Needs no jax.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from jaxdist.storage import run_format, untrusted
 from jaxdist.telemetry import metrics
 
 _PROFILE = "profile/top_ops.json"
-# Fields that are read of a file, with their types.
+# types of fields of run.json
 _INFO_TYPES: Mapping[str, type] = {
     "mesh": dict,
     "pipeline": dict,
@@ -24,44 +25,45 @@ _INFO_TYPES: Mapping[str, type] = {
     "timeline_svg": str,
     "split_sequences": list,
 }
+# types of fields of an operation in a profile
 _OPERATION_TYPES: Mapping[str, Any] = {
     "op": str,
     "share": int | float,
     "seconds": int | float,
     "count": int,
 }
-_LARGEST = 1e250  # its product with a unit's factor is finite
+_MAX_NUMBER = 1e250  # multiplied by the factor of a unit it is still finite
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """Contents of a workdir; those of absent files are empty."""
+    """Contents of a workdir. The content of an absent file is empty."""
 
     folder: Path
-    config: Mapping[str, Any] = field(default_factory=dict)  # dotted path -> value
-    info: Mapping[str, Any] = field(default_factory=dict)  # run.json
+    config: Mapping[str, Any] = field(default_factory=dict)  # values by dotted key
+    info: Mapping[str, Any] = field(default_factory=dict)  # content of run.json
     rows: metrics.MetricRows = metrics.MetricRows([], [])
     events: Sequence[metrics.Row] = ()
-    lives: Sequence[run_lives.Life] = ()  # ledger.json
-    operations: Sequence[Mapping[str, Any]] = ()  # of a profile
+    lives: Sequence[run_lives.Life] = ()  # content of ledger.json
+    operations: Sequence[Mapping[str, Any]] = ()  # rows of a profile
 
     @property
     def unit(self) -> str:
-        """What the run counts: "tokens", or "samples" of a model without tokens."""
+        """Returns "tokens", or "samples" if the model has no tokens."""
         if self.info.get("unit") == "samples":
             return "samples"
         return "tokens"
 
     @property
     def last_row(self) -> metrics.Row:
-        """The newest training row; {} before the first."""
+        """Returns the newest training row; {} if there is none."""
         if not self.rows.train:
             return {}
         return self.rows.train[-1]
 
 
 class WorkdirReader:
-    """Reads the small files of a workdir, and notes in `faults` what it cannot read."""
+    """Reader of the small files of a workdir. It lists unreadable parts in `faults`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,7 +73,7 @@ class WorkdirReader:
         """Reads the fields of `RunFiles`.
 
         Args:
-          rows: of metrics.jsonl.
+          rows: the rows of metrics.jsonl.
         """
         self.note_lines(metrics.METRICS_FILE, rows.unreadable)
         events, unreadable = metrics.scan_events(self.folder)
@@ -87,7 +89,7 @@ class WorkdirReader:
         }
 
     def info(self) -> dict[str, Any]:
-        """Reads run.json, without fields of a wrong type."""
+        """Reads run.json; fields of a wrong type are dropped."""
         info = self.document(run_format.RUN)
         for name, kind in _INFO_TYPES.items():
             if name in info and not isinstance(info[name], kind):
@@ -102,35 +104,35 @@ class WorkdirReader:
             self.faults.append(f"{_PROFILE}: ops is {_type_of(stored)}")
             return []
         operations = [row for row in stored if _is_operation(row)]
-        bad = len(stored) - len(operations)
-        if bad:
+        num_bad = len(stored) - len(operations)
+        if num_bad:
             self.faults.append(
-                f"{_PROFILE}: {bad} of {len(stored)} rows could not be read"
+                f"{_PROFILE}: {num_bad} of {len(stored)} rows could not be read"
             )
         return operations
 
     def text(self, name: str) -> str:
-        """Reads a text file; "" if it is absent."""
-        with self._noting(name):
+        """Reads a text file; "" if it is absent or unreadable."""
+        with self._collecting_faults(name):
             return untrusted.read_bytes(self.folder / name).decode(errors="replace")
         return ""
 
     def document(self, name: str) -> dict[str, Any]:
-        """Reads a JSON object of this version; {} if it is absent."""
-        with self._noting(name):
+        """Reads a JSON object of this version; {} if it is absent or unreadable."""
+        with self._collecting_faults(name):
             stored = untrusted.read_json(self.folder / name, dict)
             return run_format.unmarked(stored, name)
         return {}
 
     def note_lines(self, name: str, count: int) -> None:
-        """Notes how many lines of a file could not be read."""
+        """Adds a fault for the number of unreadable lines of a file, unless it is 0."""
         if count == 1:
             self.faults.append(f"{name}: 1 line could not be read")
         elif count:
             self.faults.append(f"{name}: {count} lines could not be read")
 
     @contextlib.contextmanager
-    def _noting(self, name: str) -> Iterator[None]:
+    def _collecting_faults(self, name: str) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError:
@@ -144,17 +146,17 @@ class WorkdirReader:
 def number(value: object) -> float | None:
     """Converts a value of a file to a float; None if it is no number.
 
-    A number that no chart could show becomes infinite.
+    A number that is too large for a chart becomes infinite.
     """
     if not isinstance(value, int | float):
         return None
-    if abs(value) > _LARGEST:
+    if abs(value) > _MAX_NUMBER:
         return math.copysign(math.inf, value)
     return float(value)
 
 
 def finite(value: object) -> float | None:
-    """Converts a value of a file to a finite float; None if it is none."""
+    """Converts a value of a file to a float; None if it is no finite number."""
     converted = number(value)
     if converted is None or not math.isfinite(converted):
         return None
@@ -162,7 +164,7 @@ def finite(value: object) -> float | None:
 
 
 def fields(document: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Reads an object inside another; {} if it is absent or no object."""
+    """Reads a JSON object within another; {} if it is absent or no object."""
     value = document.get(name)
     if not isinstance(value, dict):
         return {}

@@ -1,5 +1,6 @@
-"""The runs below a folder, side by side: how each stands, and in which keys their
-configs differ. No jax.
+"""Table of the runs below a folder: their states, and the config keys that differ.
+
+Needs no jax.
 """
 
 import os
@@ -15,40 +16,42 @@ from jaxdist.operations.page.status import RunStatus
 from jaxdist.storage import untrusted
 from jaxdist.telemetry.units import field_text
 
-_DEPTH = 6  # folders below the given one
-_SHOWN = 8  # of a run's keys that differ
-# folders of a run that hold no other run
+_MAX_DEPTH = 6  # levels of folders that are searched
+_MAX_KEYS = 8  # differing keys that are printed for a run
+# folders of a workdir, which hold no other run
 _INSIDE = ("checkpoints", "quarantine", "profile", "tensorboard", "wandb")
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Finds the workdirs at and below a folder, sorted; follows no links.
+    """Finds the workdirs at and below a folder, sorted. It follows no links.
 
     Raises:
-      ConfigError: there is no such folder.
+      ConfigError: the folder does not exist.
     """
     if not folder.is_dir():
         raise ConfigError(
             f"{folder}: no such folder; give one with runs in it, or start a run"
         )
-    found = []
-    for name, inside, _ in os.walk(folder):
-        place = Path(name)
+    workdirs = []
+    for name, subfolders, _ in os.walk(folder):
+        path = Path(name)
         skipped: tuple[str, ...] = ()
-        if status.is_run(place):
-            found.append(place)
+        if status.is_run(path):
+            workdirs.append(path)
             skipped = _INSIDE
-        inside[:] = sorted(
-            name for name in inside if name[0] != "." and name not in skipped
+        # os.walk visits the names that are left in its list
+        subfolders[:] = sorted(
+            name for name in subfolders if name[0] != "." and name not in skipped
         )
-        if len(place.relative_to(folder).parts) >= _DEPTH:
-            inside.clear()
-    return found
+        if len(path.relative_to(folder).parts) >= _MAX_DEPTH:
+            subfolders.clear()
+    return workdirs
 
 
 def table(folder: Path) -> dict[str, Any]:
-    """Collects what `jaxdist runs --json` prints: the status of each run, and in which
-    keys they differ.
+    """Builds the document of `jaxdist runs --json`.
+
+    It has the status of each run, and the keys in which configs differ.
     """
     runs = [status.read_any_status(workdir) for workdir in find_runs(folder)]
     keys = differing_keys(runs)
@@ -63,19 +66,19 @@ def table(folder: Path) -> dict[str, Any]:
 
 
 def differing_keys(runs: Sequence[RunStatus]) -> list[str]:
-    """Lists the keys that differ between configs; those that some lack come last."""
+    """Lists the keys that differ between configs; keys that some lack come last."""
     configs = [run.config for run in runs if run.config]
     keys = {
         change.path
         for config in configs[1:]
         for change in schema.diff(configs[0], config)
     }
-    everywhere = [key for key in keys if all(key in config for config in configs)]
-    return sorted(everywhere) + sorted(keys.difference(everywhere))
+    in_all = [key for key in keys if all(key in config for config in configs)]
+    return sorted(in_all) + sorted(keys.difference(in_all))
 
 
 def as_text(document: Mapping[str, Any]) -> str:
-    """Formats the table for people; below each run are its keys that differ."""
+    """Formats the table as text; below each run are its differing keys."""
     runs = document["runs"]
     if not runs:
         return f"no runs below {document['folder']}"
@@ -90,10 +93,10 @@ def as_text(document: Mapping[str, Any]) -> str:
         if run["state"] == status.OTHER_VERSION:
             lines.append(f"    {run['reason']}")
         changes = [f"    {key}={value}" for key, value in run["differs"].items()]
-        lines += changes[:_SHOWN]
-        if len(changes) > _SHOWN:
-            lines.append(f"    and {len(changes) - _SHOWN} more")
-    # values are text of the runs' folders
+        lines += changes[:_MAX_KEYS]
+        if len(changes) > _MAX_KEYS:
+            lines.append(f"    and {len(changes) - _MAX_KEYS} more")
+    # values come from files that anybody may have written
     return "\n".join(map(untrusted.printable, lines))
 
 
@@ -112,7 +115,7 @@ def _cells(run: Mapping[str, Any]) -> list[str]:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Sets a line of the table: two columns of text, then numbers."""
+    """Aligns a line of the table: two columns of text, then numbers."""
     padded = [text.ljust(width) for text, width in zip(cells, widths, strict=True)]
     for index in range(2, len(cells)):
         padded[index] = cells[index].rjust(widths[index])

@@ -1,5 +1,6 @@
-"""What a run is doing, from the files of its workdir. Reading takes milliseconds, also
-while the run trains. No jax.
+"""Status of a run, from the files of its workdir.
+
+Reading takes milliseconds, also while the run trains. Needs no jax.
 """
 
 import math
@@ -21,7 +22,7 @@ from jaxdist.telemetry import metrics
 from jaxdist.telemetry.units import duration_text, field_text, percent_text
 from jaxdist.trainer import reproduce
 
-# one of them is in the folder of any run
+# each workdir has at least one of these files
 RUN_FILES = (
     metrics.METRICS_FILE,
     metrics.EVENTS_FILE,
@@ -38,28 +39,33 @@ ACTIVITIES = {
     "save": "saving",
     "end": "writing its last files",
 }
-# events; the last of them says how a life went
+# events that show the end of a life: the last of them counts
 ENDS = ("start", "stop", "preempted", "peer_lost", "hang")
 OTHER_VERSION = "other version"
-_QUIET_S = 3 * run_lives.BEAT_S  # after which a run on another machine counts as ended
-_FROM_ROW = ("loss", "tokens_per_s", "mfu", "hfu", "tokens_seen", "step_time_s")
+# seconds without a write after which a run on another machine counts as ended
+_QUIET_S = 3 * run_lives.BEAT_S
+_ROW_FIELDS = ("loss", "tokens_per_s", "mfu", "hfu", "tokens_seen", "step_time_s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus(RunFiles):
-    """The files of a workdir as they are now; of its rows the last ones."""
+    """Current contents of a workdir, with the last rows only."""
 
     now: float  # seconds since 1970
-    other_version: str = ""  # why nothing else is read; "": this version's run
+    # message if another version wrote the run, of which nothing else is read; "": this
+    # version did
+    other_version: str = ""
 
     @property
     def running(self) -> bool:
-        """Whether a process trains it: one holds the lock, or has just written the
-        ledger.
+        """Checks if a process trains the run.
+
+        Such a process holds the lock. If the file system has no locks, it has written
+        the ledger recently.
         """
-        held = lock.is_held(self.folder / ".lock")
-        if held is not None:
-            return held
+        is_held = lock.is_held(self.folder / ".lock")
+        if is_held is not None:
+            return is_held
         life = self._last_life()
         return life is not None and not life.ended and not self._is_quiet(life)
 
@@ -72,33 +78,31 @@ class RunStatus(RunFiles):
         return self.now - life.written >= _QUIET_S
 
     def _current_life(self) -> run_lives.Life | None:
-        """Finds the life that goes on; None if there is none, or it has not written
-        yet.
-
-        A process takes the lock after the last word of a life that was killed.
-        """
+        """Finds the life of the running process; None if it has not written one yet."""
         life = self._last_life()
         if life is None or life.ended or not self.running:
             return None
+        # If the lock is newer than the last write, the last life was killed. The
+        # process that holds the lock has another life.
         is_older_than_lock = (self._lock_time() or 0.0) > life.written
         if self._is_quiet(life) and is_older_than_lock:
             return None
         return life
 
     def _lock_time(self) -> float | None:
-        """Tells when the lock was taken, in seconds since 1970; None if unknown."""
+        """Finds the time when the lock was taken, in seconds since 1970, or None."""
         try:
             return os.stat(self.folder / ".lock").st_mtime
         except OSError:
             return None
 
     def document(self) -> dict[str, Any]:
-        """Collects what `jaxdist status --json` prints."""
+        """Builds the document of `jaxdist status --json`."""
         row = self.last_row
         state, reason = self._state()
-        running = state == "running"
+        is_running = state == "running"
         step = self._step()
-        steps = _whole(self.config.get("train.steps"))
+        steps = _count_or_0(self.config.get("train.steps"))
         step_s = number(row.get("step_time_s"))
         account = run_lives.account(
             self.lives, self.now if self._current_life() else None
@@ -107,17 +111,17 @@ class RunStatus(RunFiles):
             "workdir": str(self.folder),
             "state": state,
             "reason": reason,
-            "doing": self._activity() if running else None,
-            "since": self._since(running),
+            "doing": self._activity() if is_running else None,
+            "since": self._since(is_running),
             "step": step,
             "steps": steps,
             "eta_s": None,
-            "next_save": self._next_save(step, steps, step_s) if running else None,
+            "next_save": self._next_save(step, steps, step_s) if is_running else None,
         }
-        if running and steps and step_s is not None:
+        if is_running and steps and step_s is not None:
             document["eta_s"] = step_s * (steps - step)
-        document |= {name: row.get(name) for name in _FROM_ROW}
-        document["unit"] = self.unit  # of tokens_per_s and tokens_seen
+        document |= {name: row.get(name) for name in _ROW_FIELDS}
+        document["unit"] = self.unit  # unit of tokens_per_s and tokens_seen
         document["eval_loss"] = None
         if self.rows.evaluation:
             document["eval_loss"] = self.rows.evaluation[-1].get("eval_loss")
@@ -141,7 +145,7 @@ class RunStatus(RunFiles):
 
     def _step_parts(self) -> dict[str, Any]:
         parts, plan = step_parts.of_run(self)
-        shown: dict[str, Any] = {
+        document: dict[str, Any] = {
             "step_parts": None,
             "verdict": None,
             "step_parts_source": None,
@@ -151,24 +155,24 @@ class RunStatus(RunFiles):
         if parts is not None:
             ratio = parts.measured_to_planned
             command = planned.command(self.folder, self.info)
-            shown["step_parts"] = dict(parts.shares)  # of a step, estimated
-            shown["verdict"] = parts.verdict(command)
-            shown["step_parts_source"] = parts.source
+            document["step_parts"] = dict(parts.shares)  # estimated shares of a step
+            document["verdict"] = parts.verdict(command)
+            document["step_parts_source"] = parts.source
         if plan is not None:
-            shown["plan"] = plan.document(ratio)
-        return shown
+            document["plan"] = plan.document(ratio)
+        return document
 
     def _activity(self) -> str | None:
-        """Names what a running run does; None without a ledger."""
+        """Describes the phase of a running run; None without a ledger."""
         if not self.lives:
             return None
         life = self._current_life()
         phase = life.phase if life else "start"
         return ACTIVITIES.get(phase, phase)
 
-    def _since(self, running: bool) -> float | None:
-        """Tells since when the state lasts, in seconds since 1970."""
-        if running and self.lives:
+    def _since(self, is_running: bool) -> float | None:
+        """Finds the time when the state began, in seconds since 1970."""
+        if is_running and self.lives:
             life = self._current_life()
             if life is not None:
                 return life.since
@@ -182,8 +186,10 @@ class RunStatus(RunFiles):
         return max(times, default=None)
 
     def _state(self) -> tuple[str, str | None]:
-        """Tells the state, and why: running, finished, stopped, failed, preempted,
-        died, not started, or another version's.
+        """Finds the state of the run, and its reason.
+
+        States are "running", "finished", "stopped", "failed", "preempted", "died",
+        "not started" and `OTHER_VERSION`.
         """
         if self.other_version:
             return OTHER_VERSION, self.other_version
@@ -204,56 +210,68 @@ class RunStatus(RunFiles):
         return "failed", name
 
     def _step(self) -> int:
-        """Tells the updates finished: of the last life, as its ledger or, once it is
-        over, its rows say.
+        """Finds the number of finished updates.
+
+        It is that of the ledger. Once the run has ended, its last row may be newer.
         """
         row = self.last_row
+        row_step: int = row.get("step", 0)
         life = self._last_life()
         if life is None or life.first is None:
-            return row.get("step", 0)
+            return row_step
         row_time = number(row.get("time")) or 0.0
         if self.running or row_time < life.began:
             return life.step
-        return max(life.step, row.get("step", 0))
+        return max(life.step, row_step)
 
     def _next_save(
         self, step: int, steps: int, step_s: float | None
     ) -> dict[str, Any] | None:
-        """Predicts the next save, its step or the seconds to it, from `checkpoint.*`;
-        None if no save comes.
+        """Predicts the next save from `checkpoint.*`.
+
+        Args:
+          step: number of finished updates.
+          steps: number of all updates.
+          step_s: seconds of a step; None = unknown.
+
+        Returns:
+          Its step and the seconds until it; None if no save comes.
         """
         is_auto = self.config.get("checkpoint.interval") == "auto"
         next_step = None
         if self.config.get("checkpoint.save_at_end") and steps > step:
             next_step = steps
-        every = _whole(self.config.get("checkpoint.every_steps"))
+        every = _count_or_0(self.config.get("checkpoint.every_steps"))
         if every and not is_auto:
             regular = (step // every + 1) * every
             next_step = min(regular, next_step or regular)
-        in_s = []
+        times_s = []
         if next_step is not None and step_s is not None:
-            in_s.append(step_s * (next_step - step))
+            times_s.append(step_s * (next_step - step))
         if is_auto:
             interval_s = self._chosen_interval_s()
         else:
             minutes = number(self.config.get("checkpoint.every_minutes"))
             interval_s = 60 * (minutes or 0.0)
         if interval_s:
-            in_s.append(self._until_save_s(interval_s))
-        if next_step is None and not in_s:
+            times_s.append(self._until_save_s(interval_s))
+        if next_step is None and not times_s:
             return None
-        return {"step": next_step, "in_s": min(in_s, default=None)}
+        return {"step": next_step, "in_s": min(times_s, default=None)}
 
     def _until_save_s(self, interval_s: float) -> float:
-        """Computes the seconds to a save that comes so long after the last one."""
+        """Computes the seconds until a save that comes `interval_s` after the last."""
         for event in reversed(self.events):
             if event["event"] in ("save", "start"):
-                return max(0.0, event["time"] + interval_s - self.now)
+                save_time: float = event["time"] + interval_s
+                return max(0.0, save_time - self.now)
         return interval_s
 
     def _chosen_interval_s(self) -> float:
-        """Finds the seconds between saves that interval=auto chose since the start; 0:
-        none yet.
+        """Finds the interval that `checkpoint.interval=auto` chose since the start.
+
+        Returns:
+          Seconds between saves; 0 = none was chosen yet.
         """
         for event in reversed(self.events):
             if event["event"] == "save_interval":
@@ -264,7 +282,7 @@ class RunStatus(RunFiles):
 
 
 def _stopped(stop: metrics.Row) -> tuple[str, str]:
-    """Tells the state after an event `stop`, and its reason."""
+    """Finds the state after the event `stop`, and its reason."""
     reason = str(stop.get("reason"))
     if is_failure(stop):
         return "failed", reason
@@ -277,11 +295,12 @@ def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
     """Reads the status of the run in a folder.
 
     Args:
-      now: seconds since 1970; by default the clock's.
+      workdir: the folder.
+      now: seconds since 1970; None = the current time.
 
     Raises:
       ConfigError: the folder holds no run.
-      run_format.OtherVersion: another version has written it.
+      run_format.OtherVersion: another version of jaxdist has written the run.
     """
     folder = Path(workdir)
     if not is_run(folder):
@@ -290,12 +309,14 @@ def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
             f"{folder}: holds no run (none of {known}); give the --workdir of train"
         )
     run_format.check_folder(folder)
-    found = WorkdirReader(folder).read(metrics.read_last_rows(folder))
-    return RunStatus(now=time.time() if now is None else now, **found)
+    if now is None:
+        now = time.time()
+    files = WorkdirReader(folder).read(metrics.read_last_rows(folder))
+    return RunStatus(now=now, **files)
 
 
 def read_any_status(workdir: Path) -> RunStatus:
-    """Reads the status of the run in a folder, which may be another version's.
+    """Reads the status of the run in a folder, also if another version wrote it.
 
     Raises:
       ConfigError: the folder holds no run.
@@ -307,7 +328,7 @@ def read_any_status(workdir: Path) -> RunStatus:
 
 
 def is_run(folder: Path) -> bool:
-    """Checks whether a folder is the workdir of a run."""
+    """Checks if a folder is the workdir of a run."""
     return any((folder / file).is_file() for file in RUN_FILES)
 
 
@@ -315,7 +336,7 @@ _NUMBERS = ("loss", "eval_loss", "tokens_per_s", "mfu", "hfu", "step_time_s")
 
 
 def as_text(document: Mapping[str, Any]) -> str:
-    """Formats a status for people, a line for each fact."""
+    """Formats a status as text, with a line for each fact."""
     lines = [
         document["workdir"],
         f"state     {_state_text(document)}",
@@ -339,13 +360,13 @@ def as_text(document: Mapping[str, Any]) -> str:
         text = ", ".join(f"{name} {value}" for name, value in costs.items())
         lines.append(f"cost      {text}")
     lines += _headed("repeat", reproduce.as_lines(document["repeat"]))
-    # reasons and names are text of the run's folder
+    # reasons and names come from files that anybody may have written
     return "\n".join(map(untrusted.printable, lines))
 
 
 def _state_text(document: Mapping[str, Any]) -> str:
     doing = document["doing"]
-    text = document["state"]
+    text: str = document["state"]
     if doing or document["reason"]:
         text += f": {doing or document['reason']}"
     if not document["since"]:
@@ -390,7 +411,7 @@ def _wrapped(name: str, text: str) -> list[str]:
 
 
 def _headed(name: str, lines: list[str]) -> list[str]:
-    """Sets a name before the first line, and indents the others as far."""
+    """Puts a name before the first line, and indents the others."""
     heads = [name, *[""] * len(lines)]
     return [f"{head:<10}{line}" for head, line in zip(heads, lines, strict=False)]
 
@@ -412,9 +433,12 @@ def _ledger_lines(document: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _whole(value: Any) -> int:
-    """Converts a value of a file to a positive integer; 0 if it is none."""
-    return value if untrusted.is_count(value) else 0
+def _count_or_0(value: Any) -> int:
+    """Reads a count of a file; 0 if the value is no count."""
+    if not untrusted.is_count(value):
+        return 0
+    count: int = value
+    return count
 
 
 def _json_value(value: Any) -> Any:

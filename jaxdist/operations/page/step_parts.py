@@ -1,6 +1,4 @@
-"""Parts of a step's time, estimated from a row and from the profile's operations or the
-plan.
-"""
+"""Parts of a step's time, estimated from a row and from the profile or the plan."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ DATA = "waiting for data"
 COMMUNICATION = "exposed communication"
 BUBBLE = "bubble"
 AGAIN = "recomputation"
-_WHOLE = "compute"  # where the peak is not known
+_WHOLE = "compute"  # stands for AT_PEAK and COMPUTE if the peak is unknown
 _COLLECTIVES = (
     "all-reduce",
     "all-gather",
@@ -28,7 +26,7 @@ _COLLECTIVES = (
     "send",
     "recv",
 )
-_CURES = {
+_ADVICE = {
     DATA: "more data.prefetch, or data.cache_dir on a disk of the machine",
     COMMUNICATION: "more sequences a device (batch.global_size), or another mesh: jaxdist plan --search",
     BUBBLE: "more pipeline.microbatches, or another pipeline.schedule",
@@ -41,22 +39,23 @@ _CURES = {
 
 @dataclass(frozen=True)
 class StepParts:
-    """Shares of a step's time, which add up to 1."""
+    """Parts of a step's time."""
 
-    shares: Mapping[str, float]
+    shares: Mapping[str, float]  # share of each part; they add up to 1
     mfu: float | None
     has_profile: bool
-    is_mixed: bool  # compute and communication are not told apart
-    planned: Planned | None = None  # of the run as it is
-    measured_to_planned: float | None = None  # step times
+    is_mixed: bool  # shares of compute contain communication
+    planned: Planned | None = None  # the plan, if it is one of this run
+    measured_to_planned: float | None = None  # ratio of step times
 
     def verdict(self, plan_command: str = "") -> str:
-        """Names the largest part and its fix: "MFU 22 %; the largest part is bubble, 31
-        % of a step; try ...".
+        """Describes the largest part and its fix.
 
         Args:
-          plan_command: tells communication from compute where nothing else does; "":
-            there is none.
+          plan_command: command that separates communication from compute; "" = none.
+
+        Returns:
+          Such as "MFU 22 %; the largest part is bubble, 31 % of a step; try ...".
         """
         share, part = max(
             (share, part) for part, share in self.shares.items() if part != AT_PEAK
@@ -64,7 +63,7 @@ class StepParts:
         mfu = "unknown (this device's peak is)"
         if self.mfu is not None:
             mfu = percent_text(self.mfu)
-        advice = _CURES[part]
+        advice = _ADVICE[part]
         if self.is_mixed and part in (COMPUTE, _WHOLE):
             part += ", with communication"
             if plan_command:
@@ -80,17 +79,16 @@ class StepParts:
 
     @property
     def source(self) -> str:
-        """Where the shares come from."""
-        if self.has_profile:
-            found = "operations of the profiled steps"
-        elif self.planned:
+        """Returns a text about the source of the shares."""
+        if self.planned and not self.has_profile:
             return (
                 f"an estimate from the last row; {COMMUNICATION} and {BUBBLE} "
                 f"{self.planned.source}"
             )
-        else:
-            found = "no profile"
-        return f"an estimate from the last row, {found} and the pipeline's schedule"
+        profile = "no profile"
+        if self.has_profile:
+            profile = "operations of the profiled steps"
+        return f"an estimate from the last row, {profile} and the pipeline's schedule"
 
 
 def of_run(run: RunFiles) -> tuple[StepParts | None, Planned | None]:
@@ -105,48 +103,52 @@ def step_parts(
     operations: Sequence[Mapping[str, Any]],
     planned: Planned | None = None,
 ) -> StepParts | None:
-    """Estimates the parts of a step; None before the first row.
+    """Estimates the parts of a step.
 
     The wait for data is measured. Exposed communication is the share of collectives
-    among the device's operations; on GPUs this includes what compute hides. The bubble
-    is the idle share of the schedule. Without a profile, both come from the plan, as
-    shares of the time that is no wait for data. Recomputation is what the program
-    computes beyond the model's FLOPs, at the speed of the rest.
+    among the device's operations; on GPUs it includes communication that compute hides.
+    The bubble is the idle share of the schedule. Without a profile, both come from the
+    plan, as shares of the time without the wait for data. Recomputation is the excess
+    of the program's FLOPs over the model's, at the speed of all compute.
 
     Args:
-      row: the last of metrics.jsonl.
-      info: run.json.
-      operations: of profile/top_ops.json; [] without a profile.
-      planned: plan.json; used only if it has no fault.
+      row: the last row of metrics.jsonl.
+      info: content of run.json.
+      operations: rows of profile/top_ops.json; [] without a profile.
+      planned: content of plan.json; ignored if it has a fault.
+
+    Returns:
+      The parts; None if there is no row yet.
     """
     if planned is not None and planned.fault:
         planned = None
     step_s = finite(row.get("step_time_s"))
     if step_s is None or step_s <= 0:
         return None
-    left = 1.0
+    remaining = 1.0
     shares: dict[str, float] = {}
-    for part, share_of_rest in _portions(row, info, operations, planned):
-        if share_of_rest and share_of_rest > 0:
+    for part, share_of_remaining in _portions(row, info, operations, planned):
+        if share_of_remaining and share_of_remaining > 0:
             # sums of rounded shares may exceed 1
-            shares[part] = left * min(1.0, share_of_rest)
-            left -= shares[part]
+            shares[part] = remaining * min(1.0, share_of_remaining)
+            remaining -= shares[part]
     mfu = _share(row.get("mfu"))
     if mfu is None:
-        shares[_WHOLE] = left
+        shares[_WHOLE] = remaining
     else:
-        shares[AT_PEAK] = min(mfu, left)
-        shares[COMPUTE] = left - shares[AT_PEAK]
+        shares[AT_PEAK] = min(mfu, remaining)
+        shares[COMPUTE] = remaining - shares[AT_PEAK]
     ratio = None
-    if planned is not None and row.get("step") != 1:  # the first has what a start does
+    # the first step includes the work of a start
+    if planned is not None and row.get("step") != 1:
         ratio = step_s / planned.step_s
-    is_told_apart = bool(operations) or planned is not None
+    is_separated = bool(operations) or planned is not None
     has_several_devices = (number(info.get("num_devices")) or 1) > 1
     return StepParts(
         shares=shares,
         mfu=mfu,
         has_profile=bool(operations),
-        is_mixed=has_several_devices and not is_told_apart,
+        is_mixed=has_several_devices and not is_separated,
         planned=planned,
         measured_to_planned=ratio,
     )
@@ -158,12 +160,18 @@ def _portions(
     operations: Sequence[Mapping[str, Any]],
     planned: Planned | None,
 ) -> Iterator[tuple[str, float | None]]:
-    """Yields parts of a step with their shares of what the parts before leave."""
-    # may exceed the step: batches that lead the row's steps are waited for, too
+    """Yields (part, its share of the time that the previous parts leave)."""
+    # may exceed 1: the wait includes batches for steps after the row's
     yield DATA, (number(row.get("data_wait_s")) or 0.0) / row["step_time_s"]
     if operations or planned is None:
-        collectives = [x for x in operations if is_collective(str(x.get("kind")))]
-        yield COMMUNICATION, sum(number(x["share"]) or 0.0 for x in collectives)
+        yield (
+            COMMUNICATION,
+            sum(
+                number(operation["share"]) or 0.0
+                for operation in operations
+                if is_collective(str(operation.get("kind")))
+            ),
+        )
         yield BUBBLE, number(fields(info, "pipeline").get("bubble"))
     else:
         exposed = planned.share(COMMUNICATION)
@@ -177,7 +185,7 @@ def _portions(
 
 
 def is_collective(kind: str) -> bool:
-    """Checks whether operations of this kind move data between devices."""
+    """Checks if operations of this kind move data between devices."""
     return kind.removesuffix("-start").removesuffix("-done") in _COLLECTIVES
 
 

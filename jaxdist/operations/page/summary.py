@@ -1,4 +1,4 @@
-"""All that a workdir says of its run, with the run's state and key figures."""
+"""Summary of a run from all files of its workdir: state and key figures."""
 
 import os
 import statistics
@@ -26,16 +26,16 @@ ALERTS = ("preempted", "peer_lost", "hang", "bad_checkpoint", "nonfinite")
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary(RunFiles):
-    """All files of a workdir."""
+    """Contents of all files of a workdir."""
 
     name: str
-    sample: str
-    plan: str  # plan.txt
-    arrays: Sequence[metrics.Row]  # arrays.jsonl
-    unreadable: Sequence[str]  # a line for each file that could not be read
+    sample: str  # content of sample.txt
+    plan: str  # content of plan.txt
+    arrays: Sequence[metrics.Row]  # rows of arrays.jsonl
+    unreadable: Sequence[str]  # a line for each unreadable part of a file
 
     def column(self, field: str) -> list[tuple[float, float]]:
-        """Collects (step, value) of the rows whose field is a number, NaN included."""
+        """Collects (step, value) of the rows whose field is a number or NaN."""
         rows = self.rows.train
         if field == "eval_loss":
             rows = self.rows.evaluation
@@ -56,7 +56,8 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
     """Reads the run of a workdir.
 
     Args:
-      name: of the run; by default the folder's.
+      workdir: the folder.
+      name: name of the run; "" = the name of the folder.
 
     Raises:
       ConfigError: the folder does not exist, holds no run, or holds another version's.
@@ -72,25 +73,25 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
             f"{folder}: holds no run (none of {', '.join(known)}); give the --workdir of train or plan"
         )
     run_format.check_folder(folder)
-    files = WorkdirReader(folder)
-    found = files.read(metrics.read_rows(folder))
+    reader = WorkdirReader(folder)
+    files = reader.read(metrics.read_rows(folder))
     arrays, unreadable = metrics.read_arrays(folder)
-    files.note_lines(metrics.ARRAYS_FILE, unreadable)
+    reader.note_lines(metrics.ARRAYS_FILE, unreadable)
     return RunSummary(
         name=name or folder.resolve().name,
-        sample=files.text("sample.txt"),
-        plan=files.text("plan.txt"),
+        sample=reader.text("sample.txt"),
+        plan=reader.text("plan.txt"),
         arrays=arrays,
-        unreadable=files.faults,
-        **found,
+        unreadable=reader.faults,
+        **files,
     )
 
 
 def mfu_peak(info: Mapping[str, Any]) -> str:
-    """Names the peak that MFU is a share of: "989.4 TFLOP/s in bfloat16".
+    """Formats the peak of MFU: "989.4 TFLOP/s in bfloat16"; "" if it is unknown.
 
     Args:
-      info: run.json; "" is returned if it has no peak.
+      info: content of run.json.
     """
     peak = fields(info, "mfu_peak")
     rate = finite(peak.get("flops_per_s"))
@@ -100,11 +101,11 @@ def mfu_peak(info: Mapping[str, Any]) -> str:
 
 
 def sizes(info: Mapping[str, Any]) -> dict[str, float | None]:
-    """Reads a model's sizes from run.json; None where they are unknown.
+    """Reads a model's sizes from run.json.
 
     Returns:
-      "parameters"; "active_parameters", which a token uses; "flops_per_token", by which
-      MFU is computed.
+      "parameters", "active_parameters" (those that a token uses) and "flops_per_token"
+      (as in MFU). An unknown size is None.
     """
     return {
         "parameters": finite(info.get("parameters")),
@@ -114,7 +115,7 @@ def sizes(info: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def state(run: RunSummary) -> tuple[str, str]:
-    """Tells what became of the run, and how to show it: "good", "bad" or ""."""
+    """Finds the state of a run, and its tone on the page: "good", "bad" or ""."""
     for event in reversed(run.events):
         name = event["event"]
         if name == "stop":
@@ -128,12 +129,12 @@ def state(run: RunSummary) -> tuple[str, str]:
 
 
 def is_failure(stop: metrics.Row) -> bool:
-    """Checks whether an event `stop` is of a run that failed."""
+    """Checks if the event `stop` belongs to a failed run."""
     return "error" in stop or stop.get("reason") == "nonfinite"
 
 
 def mesh_text(run: RunFiles) -> str:
-    """Names the mesh axes larger than 1: "data 2 × tensor 4"; "" if unknown."""
+    """Formats the mesh axes larger than 1: "data 2 × tensor 4"; "" if unknown."""
     if "mesh" not in run.info:
         return ""
     sizes = [f"{axis} {size}" for axis, size in run.info["mesh"].items() if size != 1]
@@ -141,10 +142,8 @@ def mesh_text(run: RunFiles) -> str:
 
 
 def figures(run: RunSummary) -> dict[str, str]:
-    """Formats the key figures of a run, by name, in reading order; without unknown
-    ones.
-    """
-    found = {
+    """Formats the known key figures of a run by their names, in reading order."""
+    texts = {
         "last loss": _last(run, "loss"),
         "best evaluation loss": _best_evaluation(run),
         "steps": _last(run, "step"),
@@ -160,7 +159,7 @@ def figures(run: RunSummary) -> dict[str, str]:
         "time since start": _age(run),
         **_cost_texts(run),
     }
-    return {name: text for name, text in found.items() if text}
+    return {name: text for name, text in texts.items() if text}
 
 
 def _last(run: RunSummary, field: str) -> str:
@@ -174,7 +173,7 @@ def _median(run: RunSummary, field: str) -> str:
 
 
 def _best_evaluation(run: RunSummary) -> str:
-    losses = [x for x in run.values("eval_loss") if finite(x) is not None]
+    losses = [loss for loss in run.values("eval_loss") if finite(loss) is not None]
     return field_text("eval_loss", min(losses)) if losses else ""
 
 
@@ -200,11 +199,11 @@ def _size_texts(info: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _cost_texts(run: RunSummary) -> dict[str, str]:
-    found = cost.cost(
+    document = cost.cost(
         run.config,
         run.info,
         run.lives,
         run_lives.account(run.lives),
         max(run.values("tokens_seen"), default=None),
     )
-    return cost.as_texts(found, run.unit)
+    return cost.as_texts(document, run.unit)

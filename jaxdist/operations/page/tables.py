@@ -10,14 +10,14 @@ ABSENT = "–"
 
 
 def titled(title: str, body: str) -> str:
-    """Sets a heading above a body; "" without a body."""
+    """Puts a heading above a body; "" without a body."""
     if not body:
         return ""
     return f"<h2>{escape(title)}</h2>{body}"
 
 
 def text_card(text: str) -> str:
-    """Draws a card with text as it is; "" without text."""
+    """Draws a card with preformatted text; "" without text."""
     if not text:
         return ""
     return f'<div class="card scroll"><pre>{escape(text)}</pre></div>'
@@ -32,11 +32,13 @@ def table(
 ) -> str:
     """Draws a scrolling card with a table; "" without rows.
 
-    Columns of numbers are aligned right.
+    Columns of numbers are aligned to the right.
 
     Args:
-      keys: HTML before the first cell of each row; by default none.
-      row_styles: a CSS class for each row, "" for none; by default none.
+      head: names of the columns.
+      rows: texts of the cells.
+      keys: HTML before the first cell of each row; () = none.
+      row_styles: CSS class of each row, "" = none; () = none for all rows.
     """
     if not rows:
         return ""
@@ -49,10 +51,10 @@ def table(
         cells = [escape(text) for text in row]
         if keys:
             cells[0] = f"{keys[index]} {cells[0]}"
-        row_style = ""
+        row_class = ""
         if row_styles and row_styles[index]:
-            row_style = f" class={row_styles[index]}"
-        body += f"<tr{row_style}>{_cells('td', cells, styles)}</tr>"
+            row_class = f" class={row_styles[index]}"
+        body += f"<tr{row_class}>{_cells('td', cells, styles)}</tr>"
     names = _cells("th", [escape(name) for name in head], styles)
     return (
         '<div class="card scroll" tabindex="0"><table><thead><tr>'
@@ -68,20 +70,20 @@ def _cells(tag: str, contents: Sequence[str], styles: Sequence[str]) -> str:
 
 
 def side_by_side(tables: Sequence[Mapping[str, object]]) -> list[list[str]]:
-    """Lists rows of (key, its value in each table), by key."""
+    """Lists rows of (key, value in each table), sorted by key."""
     keys = sorted({key for table in tables for key in table})
     return [[key, *(exact(table.get(key, ABSENT)) for table in tables)] for key in keys]
 
 
 def exact(value: object) -> str:
-    """Formats a value without loss: text as it is, the rest as JSON."""
+    """Formats a value without loss: text unchanged, other values as JSON."""
     if isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False)
 
 
 def brief(value: object) -> str:
-    """Formats a value for people: floats with six digits, integers grouped."""
+    """Formats a value briefly: floats with six digits, integers with separators."""
     if isinstance(value, float):
         return f"{value:.6g}" if abs(value) < 1e6 else f"{value:,.0f}"
     if type(value) is int:

@@ -1,0 +1,1 @@
+"""Watching a run: hangs, slow steps, stragglers, replicas, preemption notices."""

@@ -1,4 +1,4 @@
-"""Hears when a cloud takes this machine back, and has the run saved."""
+"""Callback that saves and stops the run when the cloud takes this machine back."""
 
 import contextlib
 
@@ -8,9 +8,9 @@ from jaxdist.trainer.callbacks import Callback, Run
 
 
 class PreemptionNotices(Callback):
-    """Stops the run, saved, once the cloud announces the end of this machine.
+    """Callback that saves and stops the run at a preemption notice of the cloud.
 
-    Each process listens for its own machine.
+    Each process asks for notices of its own machine.
     """
 
     keys = ("resilience",)
@@ -19,15 +19,17 @@ class PreemptionNotices(Callback):
         self._listening = contextlib.ExitStack()
 
     def on_start(self, run: Run) -> None:
-        """Begins to listen, in a thread."""
+        """Starts a thread that asks for notices."""
 
         def stop(notice: str) -> None:
             print_safe(notice)
             run.event("preemption_notice", run.progress.step, notice=notice)
             run.preempt(notice)
 
-        heard = preemption_notice.heard(run.config.resilience, stop, say=print_safe)
-        self._listening.enter_context(heard)
+        context = preemption_notice.listen_for_notices(
+            run.config.resilience, stop, say=print_safe
+        )
+        self._listening.enter_context(context)
 
     def __exit__(self, *_: object) -> None:
         """Ends the thread."""

@@ -1,8 +1,7 @@
-"""Listens for a cloud's notice that this machine will be taken back, and has the run
-saved before.
+"""Notices of a cloud that it will take this machine back.
 
-A thread asks the machine's metadata server every two seconds; the standard library's
-HTTP is enough. A notice does what a signal does: see `preemption`.
+A thread asks the machine's metadata server every two seconds, by the standard library's
+HTTP client. A notice stops the run like a signal does (`trainer.preemption`).
 
 Sources: Amazon EC2 User Guide, "Spot Instance interruption notices" (two minutes
 before) and IMDSv2; Google Cloud, "Preemptible VM instances" and "Host maintenance
@@ -31,21 +30,23 @@ from jaxdist.storage import untrusted
 
 # environment variable with the metadata server's address, if it is not the usual one
 ADDRESS = "JAXDIST_METADATA_AT"
-_USUAL = "http://169.254.169.254"  # of all three clouds
-_ASK_S = 2.0  # between two questions
-_ANSWER_S = 2.0  # at most, for an answer
-_MOST_BYTES = 1 << 20  # of an answer
-_TOKEN_S = 21_600  # for which a token of EC2 is valid
-_TELL_S = 3_600.0  # between two reports of a fault, with an answer between them
-_TOKEN = re.compile("[!-~]{1,4096}")  # what can stand in a header
-_NAME = re.compile(r"[\w.-]{1,256}")  # of a machine of Azure
+_DEFAULT_ADDRESS = "http://169.254.169.254"  # the same for all three clouds
+_POLL_S = 2.0  # seconds between two requests
+_TIMEOUT_S = 2.0  # most seconds that an answer may take
+_MAX_BYTES = 1 << 20  # most bytes of an answer
+_TOKEN_S = 21_600  # seconds for which a token of EC2 is valid
+# least seconds between two reports of a fault; the server must have answered between
+_REPORT_S = 3_600.0
+_TOKEN = re.compile("[!-~]{1,4096}")  # a value that may stand in a header
+_NAME = re.compile(r"[\w.-]{1,256}")  # the name of a machine of Azure
 
 Cloud = Literal["aws", "gcp", "azure"]
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):
-    """Turns a redirection into an error. A metadata server sends none, and a token must
-    go nowhere else.
+    """Handler that turns a redirection into an error.
+
+    A metadata server sends none, and a token must go to no other server.
     """
 
     def redirect_request(self, *_: object, **__: object) -> None:
@@ -53,7 +54,7 @@ class _NoRedirection(urllib.request.HTTPRedirectHandler):
 
 
 class _Server:
-    """The metadata server of this machine, asked without the environment's proxies."""
+    """Client of this machine's metadata server; it ignores the user's proxies."""
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
@@ -63,17 +64,22 @@ class _Server:
     def ask(
         self, path: str, headers: Mapping[str, str], method: str = "GET"
     ) -> str | None:
-        """Asks, and returns the answer; None for 404, which means that there is
-        nothing.
+        """Sends a request and returns the answer; None for the status 404.
+
+        Args:
+          path: path of the URL.
+          headers: HTTP headers.
+          method: HTTP method.
 
         Raises:
-          OSError: no answer, or an error; the answer is too long, or takes too long.
+          OSError: there is no answer, or an error; or the answer is too long or too
+            slow.
         """
         request = urllib.request.Request(
             self.address + path, headers=dict(headers), method=method
         )
         try:
-            with self._open(request, timeout=_ANSWER_S) as answer:
+            with self._open(request, timeout=_TIMEOUT_S) as answer:
                 return self._read(answer).decode(errors="replace")
         except urllib.error.HTTPError as error:
             error.close()
@@ -85,21 +91,21 @@ class _Server:
 
     def _read(self, answer: http.client.HTTPResponse) -> bytes:
         body = b""
-        # the connection's timeout is for each part alone
-        until = time.monotonic() + _ANSWER_S
+        # the connection's own timeout holds for each part of the answer
+        deadline = time.monotonic() + _TIMEOUT_S
         while True:
-            part = answer.read1(_MOST_BYTES)
+            part = answer.read1(_MAX_BYTES)
             if not part:
                 return body
             body += part
-            if len(body) > _MOST_BYTES:
-                raise OSError(f"an answer of more than {_MOST_BYTES:,} bytes")
-            if time.monotonic() > until:
+            if len(body) > _MAX_BYTES:
+                raise OSError(f"an answer of more than {_MAX_BYTES:,} bytes")
+            if time.monotonic() > deadline:
                 raise TimeoutError("the answer does not end")
 
 
 class _Cloud:
-    """Asks a cloud's metadata server for notices."""
+    """Source of a cloud's notices for this machine."""
 
     def __init__(self, server: _Server) -> None:
         self._server = server
@@ -108,14 +114,15 @@ class _Cloud:
         """Asks for a notice; None if there is none.
 
         Raises:
-          Exception: no answer, or none that can be read.
+          Exception: there is no answer, or it cannot be parsed.
         """
         raise NotImplementedError
 
 
 class _Aws(_Cloud):
-    """EC2's spot/instance-action, which does not exist until there is a notice. Asked
-    with a token (IMDSv2).
+    """Notices of EC2: spot/instance-action, which exists only once there is a notice.
+
+    It is asked for with a token (IMDSv2).
     """
 
     _token = ""
@@ -131,28 +138,29 @@ class _Aws(_Cloud):
             answer = self._action()  # the token had expired
         if answer is None:
             return None
-        action = untrusted.parse_json(answer, dict)
-        what = untrusted.of_kind(action.get("action"), str, "action")
-        return f"{what} at {action.get('time', 'an unknown time')}"
+        notice = untrusted.parse_json(answer, dict)
+        action = untrusted.of_kind(notice.get("action"), str, "action")
+        return f"{action} at {notice.get('time', 'an unknown time')}"
 
     def _action(self) -> str | None:
         if not self._token:
-            lasts = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
-            token = self._server.ask("/latest/api/token", lasts, "PUT")
+            lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
+            token = self._server.ask("/latest/api/token", lifetime, "PUT")
             if token is not None:
                 token = token.strip()
                 if not _TOKEN.fullmatch(token):
                     raise OSError(f"no token: {token[:80]!r}")
                 self._token = token
-        proof = {}  # none for a server that has no IMDSv2
+        headers = {}  # a server without IMDSv2 needs none
         if self._token:
-            proof["X-aws-ec2-metadata-token"] = self._token
-        return self._server.ask("/latest/meta-data/spot/instance-action", proof)
+            headers["X-aws-ec2-metadata-token"] = self._token
+        return self._server.ask("/latest/meta-data/spot/instance-action", headers)
 
 
 class _Gcp(_Cloud):
-    """Compute Engine's and TPU VMs' `preempted` and `maintenance-event`; a live
-    migration is no notice.
+    """Notices of Compute Engine and TPU VMs: `preempted` and `maintenance-event`.
+
+    A live migration is no notice.
     """
 
     def notice(self) -> str | None:
@@ -169,13 +177,13 @@ class _Gcp(_Cloud):
 
 
 class _Azure(_Cloud):
-    """Azure's Scheduled Events that end this machine, or start it anew."""
+    """Notices of Azure: Scheduled Events that end or restart this machine."""
 
     _ENDS = ("Preempt", "Terminate", "Reboot", "Redeploy")
     _name = ""
 
     def notice(self) -> str | None:
-        if not self._name:  # events go to all machines of a set
+        if not self._name:  # all machines of a set get the events of each
             name = self._ask("instance/compute/name?api-version=2021-02-01&format=text")
             name = name.strip()
             if not _NAME.fullmatch(name):
@@ -195,20 +203,21 @@ class _Azure(_Cloud):
         return self._server.ask(f"/metadata/{path}", {"Metadata": "true"}) or ""
 
     def _is_meant(self, event: Mapping[str, Any]) -> bool:
-        """Checks whether an event ends this machine."""
+        """Checks if an event ends this machine."""
         if event.get("EventType") not in self._ENDS:
             return False
         machines = event.get("Resources") or []
         if not isinstance(machines, list):
             return False
-        return not machines or self._name in {str(x).casefold() for x in machines}
+        names = {str(machine).casefold() for machine in machines}
+        return not names or self._name in names
 
 
 _CLOUDS: Mapping[str, type[_Cloud]] = {"aws": _Aws, "gcp": _Gcp, "azure": _Azure}
 
 
 def detect_cloud(firmware: Path = Path("/sys/class/dmi/id")) -> Cloud | None:
-    """Reads from the firmware whose machine this is; None: no known cloud's."""
+    """Finds the cloud that this machine's firmware names; None = no known cloud."""
 
     def read(name: str) -> str:
         try:
@@ -218,33 +227,37 @@ def detect_cloud(firmware: Path = Path("/sys/class/dmi/id")) -> Cloud | None:
 
     if "Amazon EC2" in (read("sys_vendor"), read("board_vendor"), read("bios_vendor")):
         return "aws"
-    if (
-        read("sys_vendor") == "Google"
-        or read("product_name") == "Google Compute Engine"
-    ):
+    if read("sys_vendor") == "Google":
         return "gcp"
-    # of every machine of Azure
+    if read("product_name") == "Google Compute Engine":
+        return "gcp"
+    # every machine of Azure has this tag
     if read("chassis_asset_tag") == "7783-7084-3265-9085-8269-3286-77":
         return "azure"
     return None
 
 
 @contextlib.contextmanager
-def heard(
+def listen_for_notices(
     config: ResilienceConfig,
     stop: Callable[[str], None],
     *,
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
     environ: Mapping[str, str] = os.environ,
 ) -> Iterator[None]:
-    """Listens while entered. At a notice it calls `stop` once, from a thread, with the
-    notice's text.
+    """Asks for notices until the body ends.
 
-    Each process asks for its own machine. A server that does not answer is asked again,
-    and reported once; if it has answered since, again an hour later.
+    A server that does not answer is asked again. The fault is reported once. It is
+    reported again after an hour if the server has answered meanwhile.
+
+    Args:
+      config: its `preemption_notice` names the cloud.
+      stop: is called once, in a thread, with the text of a notice.
+      say: prints a line.
+      environ: JAXDIST_METADATA_AT is the address of the metadata server.
     """
-    chosen = config.preemption_notice
-    cloud = detect_cloud() if chosen == "auto" else chosen
+    setting = config.preemption_notice
+    cloud = detect_cloud() if setting == "auto" else setting
     if cloud is None:
         say(
             "resilience.preemption_notice=auto: this machine's firmware names no cloud; nothing is asked"
@@ -252,32 +265,31 @@ def heard(
     if cloud in (None, "none"):
         yield
         return
-    server = _Server(environ.get(ADDRESS, _USUAL))
+    server = _Server(environ.get(ADDRESS, _DEFAULT_ADDRESS))
     source = _CLOUDS[cloud](server)
     name = f"{cloud} ({server.address})"
-    over = threading.Event()
+    is_over = threading.Event()
 
-    def listen() -> None:
-        tell_at = 0.0  # monotonic seconds; from then on a fault is reported
-        while not over.is_set():
+    def poll() -> None:
+        report_at = 0.0  # monotonic seconds from which on a fault is reported
+        while not is_over.is_set():
             try:
                 notice = source.notice()
-                if notice and not over.is_set():  # an answer may come after the run
-                    text = untrusted.printable(f"notice of {name}: {notice[:200]}")
-                    return stop(text)
-                tell_at = min(tell_at, time.monotonic() + _TELL_S)
-            except Exception as error:  # what a server may send has no end
-                if time.monotonic() >= tell_at:
+                if notice and not is_over.is_set():  # the run may end during a request
+                    stop(untrusted.printable(f"notice of {name}: {notice[:200]}"))
+                    return
+                report_at = min(report_at, time.monotonic() + _REPORT_S)
+            except Exception as error:  # a server may send anything
+                if time.monotonic() >= report_at:
                     text = untrusted.printable(str(error))[:300]
                     say(
                         f"resilience.preemption_notice: no answer from {name}: {text}; it is asked again"
                     )
-                    tell_at = math.inf
-            over.wait(_ASK_S)
-        return None
+                    report_at = math.inf
+            is_over.wait(_POLL_S)
 
-    threading.Thread(target=listen, name="preemption-notice", daemon=True).start()
+    threading.Thread(target=poll, name="preemption-notice", daemon=True).start()
     try:
         yield
     finally:
-        over.set()
+        is_over.set()

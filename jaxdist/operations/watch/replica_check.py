@@ -1,7 +1,7 @@
-"""Checks that devices which should hold the same values do, by checksums.
+"""Check by checksums that replicated arrays are the same on all devices.
 
-Data parallelism keeps copies of the parameters and adds up gradients once for all of
-them. A chip that computes wrongly lets its copy drift, and nothing else would show it.
+In data parallelism, devices hold copies of the parameters and apply the same gradients.
+If a chip computes wrongly, its copy drifts. Nothing else would show it.
 """
 
 import functools
@@ -21,27 +21,27 @@ from jaxdist.trainer.health import Diverged
 
 
 class ReplicaCheck(Callback):
-    """Compares the copies on devices, each `health.compare_every` steps."""
+    """Callback that compares replicas every `health.compare_every` steps."""
 
     keys = ("health.compare_every",)
-    bucket = ""  # a part of the step
+    bucket = ""  # its time counts as part of the step
 
     def on_start(self, run: Run) -> None:
-        """Takes how often to compare."""
+        """Reads the settings of the run."""
         self._run = run
         self.steps = run.config.health.compare_every
         self._policy = run.config.health.nonfinite
-        self._equal_at = 0  # the last step whose copies were equal
+        self._equal_at = 0  # the last step whose replicas were equal
 
     def on_step(self, view: StepView) -> None:
-        """Compares the copies of a step's state.
+        """Compares the replicas of the step's state.
 
         Raises:
-          Diverged: they differ.
+          Diverged: the replicas differ.
         """
         if view.step % self.steps:
             return
-        # a rollback may have gone behind it
+        # a rollback may have gone behind that step
         self._equal_at = min(self._equal_at, view.step - 1)
         comparison = compare_replicas(view.state)
         devices = comparison.differing() if comparison else []
@@ -64,29 +64,27 @@ class ReplicaCheck(Callback):
 
 
 class Comparison(NamedTuple):
-    """Checksums, under way, of arrays that several devices hold copies of."""
+    """Checksums of replicated arrays, which the devices may still be computing."""
 
-    sums: jax.Array  # uint32 [devices, arrays], whole on every process
-    shardings: dict[str, NamedSharding]  # by the array's name, in order
+    sums: jax.Array  # uint32 [devices, arrays], fully replicated
+    shardings: dict[str, NamedSharding]  # by array name, in the order of `sums`
 
     def differing(self) -> list[str]:
-        """Names each device whose copy is not that of most; waits for the devices."""
+        """Waits for the checksums, and describes each device that differs from most.
+
+        If two values of an array are equally frequent, all its devices are described.
+        """
         mesh = next(iter(self.shardings.values())).mesh
         sums = np.asarray(self.sums).reshape(*mesh.devices.shape, -1)
         differing: dict[Any, list[str]] = {}
-        for number, (name, sharding) in enumerate(self.shardings.items()):
-            free = _free_axes(sharding)
-            copies = math.prod(mesh.devices.shape[dim] for dim in free)
-            tables = sums[..., number], mesh.devices
-            columns = (
-                np.moveaxis(table, free, range(len(free))).reshape(copies, -1).T
-                for table in tables
-            )
-            for column, holders in zip(*columns, strict=True):
-                kinds, counts = np.unique(column, return_counts=True)
-                most = kinds[counts == counts.max()]
-                # a tie names all
-                for device in holders[(column != most[0]) | (len(most) > 1)]:
+        for index, (name, sharding) in enumerate(self.shardings.items()):
+            sums_PR = _by_part(sums[..., index], sharding)
+            devices_PR = _by_part(mesh.devices, sharding)
+            for replicas, holders in zip(sums_PR, devices_PR, strict=True):
+                values, counts = np.unique(replicas, return_counts=True)
+                usual = values[counts == counts.max()]
+                is_tie = len(usual) > 1
+                for device in holders[(replicas != usual[0]) | is_tie]:
                     differing.setdefault(device, []).append(name)
         texts = []
         for device, names in differing.items():
@@ -97,24 +95,34 @@ class Comparison(NamedTuple):
         return texts
 
 
-def compare_replicas(state: Any) -> Comparison | None:
-    """Computes checksums of each device's part of a state; None if nothing is
-    replicated.
+def _by_part(values: np.ndarray, sharding: NamedSharding) -> np.ndarray:
+    """Arranges an array of the mesh's shape as [parts of the array, replicas]."""
+    axes = _replica_axes(sharding)
+    num_replicas = math.prod(values.shape[axis] for axis in axes)
+    return np.moveaxis(values, axes, range(len(axes))).reshape(num_replicas, -1).T
 
-    Every process makes the call. It does not wait for the devices.
+
+def compare_replicas(state: Any) -> Comparison | None:
+    """Starts to compute the checksums of a state's replicated arrays.
+
+    All processes make this call. It does not wait for the devices.
+
+    Returns:
+      The checksums; None if no array is replicated.
     """
-    copied = {
+    replicated = {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree.leaves_with_path(state)
-        if _free_axes(leaf.sharding)
+        if _replica_axes(leaf.sharding)
     }
-    if not copied:
+    if not replicated:
         return None
-    shardings = {name: leaf.sharding for name, leaf in copied.items()}
-    return Comparison(_summing(*shardings.values())(*copied.values()), shardings)
+    shardings = {name: leaf.sharding for name, leaf in replicated.items()}
+    program = _sum_program(*shardings.values())
+    return Comparison(program(*replicated.values()), shardings)
 
 
-def _free_axes(sharding: NamedSharding) -> list[int]:
+def _replica_axes(sharding: NamedSharding) -> list[int]:
     """Lists the dims of the mesh along which devices hold the same values."""
     used: set[Any] = set()
     for entry in sharding.spec:
@@ -124,13 +132,19 @@ def _free_axes(sharding: NamedSharding) -> list[int]:
 
 
 @functools.lru_cache(maxsize=2)
-def _summing(*shardings: NamedSharding) -> Callable[..., jax.Array]:
+def _sum_program(*shardings: NamedSharding) -> Callable[..., jax.Array]:
+    """Builds the program that computes the checksums of each device's parts."""
     mesh = shardings[0].mesh
-    local = jax.shard_map(
-        lambda *parts: jnp.stack([fingerprint.array_sum(part) for part in parts])[None],
+
+    def local_sums(*parts: jax.Array) -> jax.Array:
+        return jnp.stack([fingerprint.array_sum(part) for part in parts])[None]
+
+    by_device = jax.shard_map(
+        local_sums,
         mesh=mesh,
-        in_specs=tuple(s.spec for s in shardings),
-        out_specs=P(mesh.axis_names),
+        in_specs=tuple(sharding.spec for sharding in shardings),
+        out_specs=P(mesh.axis_names),  # type: ignore[no-untyped-call]  # jax is untyped
         check_vma=False,
     )
-    return jax.jit(local, out_shardings=NamedSharding(mesh, P()))
+    whole = NamedSharding(mesh, P())  # type: ignore[no-untyped-call]  # jax is untyped
+    return jax.jit(by_device, out_shardings=whole)

@@ -1,4 +1,4 @@
-"""Finds when steps have become slow, and why."""
+"""Alarm for steps that become slow, with the process and the cause."""
 
 import contextlib
 import statistics
@@ -13,23 +13,24 @@ import jax
 from jaxdist.distributed import coordination
 from jaxdist.trainer.callbacks import Callback, Run, StepView
 
-_WINDOW = 16  # steps whose median is the pace
-_EVERY = 4  # steps between two looks at the pace
-_LOOKS = 64  # at paces, whose median is the usual one
-_LEARNT = 4  # looks before a pace is usual
-_SLOW = 1.5  # times the usual pace: an event
-_USUAL = 1.25  # times the usual pace: the end of a slowdown
-_LONG_S = 0.5  # the least length of a window: shorter pauses are the machine's
-# steps in which other processes report, if nothing explains a slowdown
+_WINDOW = 16  # steps whose median time is the pace
+_EVERY = 4  # steps between two samples of the pace
+_MAX_SAMPLES = 64  # samples whose median is the usual pace
+_MIN_SAMPLES = 4  # fewest samples that make a usual pace
+_SLOW = 1.5  # times the usual pace: a slowdown begins
+_USUAL = 1.25  # times the usual pace: a slowdown ends
+# least seconds of a window with a slowdown: shorter ones are noise of the machine
+_MIN_WINDOW_S = 0.5
+# steps in which other processes report, if this process cannot explain a slowdown
 _ANSWER = 8
-# steps for which a report holds: the slow process sees the slowdown first, by its queues
+# steps for which a report counts: because of queues, the slow process sees it earlier
 _RECENT = 48
-_KEPT = 512  # slow steps after which their pace is the usual one
+_KEPT = 512  # slow steps after which their pace becomes the usual one
 
 
 @dataclass
 class _Laps:
-    """The last times between two calls."""
+    """Times between two calls: the last ones."""
 
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     last: float | None = None
@@ -44,24 +45,27 @@ _PARTS = ("data", "host", "devices")
 
 
 class Parts(NamedTuple):
-    """Seconds of a step: the median, and means of what this process did in them."""
+    """Seconds of a step, and its parts in this process."""
 
-    step: float
-    data: float  # waited for its batch
-    host: float  # other work of its own
-    # waited for devices: its own, or those that wait for another process
+    step: float  # median
+    data: float  # mean wait for a batch
+    host: float  # mean of other work of the process
+    # mean wait for devices: slow ones, or ones that wait for another process
     devices: float
 
 
 class StepAlarm:
-    """Learns how long a step takes. A lasting slowdown makes an event `slow_steps` that
-    names its cause.
+    """Alarm that learns the usual time of a step and reports a lasting slowdown.
 
-    The pace is a median of 16 steps, so one slow step makes no event. Steps are timed
-    twice, as they are started and as they are recorded, and the slower pace counts:
-    after a pause of the loop several start at once, before one several are recorded at
-    once. Each process reports what it sees. The first blames the process whose own work
-    grew most, or the devices if no process's did.
+    A slowdown makes an event `slow_steps`, which names its cause. The pace is the
+    median of 16 steps, so one slow step makes no event.
+
+    Steps are timed twice: when they start and when they are recorded. The slower pace
+    counts. After a pause of the loop several steps start at once, and before a pause
+    several are recorded at once.
+
+    Each process reports its parts of a step. The first process blames the process whose
+    own work grew most, or the devices if no process's work grew.
     """
 
     def __init__(
@@ -71,22 +75,26 @@ class StepAlarm:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-        event: takes an event's name, step and fields.
-        note: takes a line for people.
+        """Begins to learn.
+
+        Args:
+          event: writes an event, given its name, step and fields.
+          note: prints a line.
+          clock: gives the seconds of a steady clock.
         """
         self._event = event
         self._note = note
         self._clock = clock
         self._board = coordination.Board("slow steps")
-        self._looks: deque[Parts] = deque(maxlen=_LOOKS)  # of paces that were usual
-        self._slow_since: int | None = None
-        self._report_by: int | None = None  # step
-        self._count = 0
+        # samples at times without a slowdown
+        self._samples: deque[Parts] = deque(maxlen=_MAX_SAMPLES)
+        self._slow_since: int | None = None  # first step of the current slowdown
+        self._report_by: int | None = None  # step at which the cause is reported
+        self._count = 0  # steps started
         self.begin()
 
     def begin(self) -> None:
-        """Begins the loop, or begins it anew; the usual pace stays."""
+        """Begins a loop; the usual pace stays."""
         self._started = _Laps()
         self._recorded = _Laps()
         self._waits: deque[tuple[float, float]] = deque(maxlen=_WINDOW + 1)
@@ -98,42 +106,44 @@ class StepAlarm:
                 laps.last += seconds
 
     def record(self) -> None:
-        """Times a step that was seen to be done."""
+        """Times a recorded step, which is known to be done."""
         self._recorded.lap(self._clock())
 
     def start(self, step: int, *, data_s: float, devices_s: float) -> None:
         """Times a step that has just been started. All processes make the same calls.
 
         Args:
-          data_s, devices_s: that this process has waited for batches and for devices,
-          in all.
+          step: number of the step.
+          data_s: seconds that this process has waited for batches since its start.
+          devices_s: seconds that this process has waited for devices since its start.
         """
         self._started.lap(self._clock())
         self._waits.append((data_s, devices_s))
         self._count += 1
         if self._count % _EVERY == 0 and len(self._waits) > _WINDOW:
-            self._look(step)
+            self._sample(step)
 
-    def _look(self, step: int) -> None:
-        now = self._parts()
+    def _sample(self, step: int) -> None:
+        """Compares the pace with the usual one; reports or ends a slowdown."""
+        current = self._parts()
         usual = self._usual()
         if self._slow_since is None:
-            lasted = sum(self._started.recent) >= _LONG_S
-            if usual and lasted and now.step > _SLOW * usual.step:
+            is_long = sum(self._started.recent) >= _MIN_WINDOW_S
+            if usual and is_long and current.step > _SLOW * usual.step:
                 self._slow_since = step
                 if jax.process_index() == 0:
                     self._report_by = step if self._is_alone() else step + _ANSWER
             else:
-                self._looks.append(now)
-        elif usual and now.step < _USUAL * usual.step:
+                self._samples.append(current)
+        elif usual and current.step < _USUAL * usual.step:
             self._slow_since = None
         elif step - self._slow_since >= _KEPT:
-            self._looks.clear()
+            self._samples.clear()
             self._slow_since = None
         if self._slow_since is not None and usual:
-            self._share(step, now, usual)
+            self._post(step, current, usual)
         if self._report_by is not None and usual:
-            self._name_cause(step, now, usual)
+            self._report_cause(step, current, usual)
 
     def _parts(self) -> Parts:
         paces = [
@@ -141,44 +151,45 @@ class StepAlarm:
             for laps in (self._started, self._recorded)
             if laps.recent
         ]
-        data_then, devices_then = self._waits[0]
-        data_now, devices_now = self._waits[-1]
-        data = (data_now - data_then) / _WINDOW
-        devices = (devices_now - devices_then) / _WINDOW
+        data_begin, devices_begin = self._waits[0]
+        data_end, devices_end = self._waits[-1]
+        data = (data_end - data_begin) / _WINDOW
+        devices = (devices_end - devices_begin) / _WINDOW
         host = statistics.fmean(self._started.recent) - (data + devices)
         return Parts(step=max(paces), data=data, host=max(0.0, host), devices=devices)
 
     def _usual(self) -> Parts | None:
-        if len(self._looks) < _LEARNT:
+        if len(self._samples) < _MIN_SAMPLES:
             return None
-        return Parts(*map(statistics.median, zip(*self._looks, strict=True)))
+        return Parts(*map(statistics.median, zip(*self._samples, strict=True)))
 
-    def _share(self, step: int, now: Parts, usual: Parts) -> None:
-        """Tells the first process which parts have grown in this one, and again while
-        the slowdown lasts.
+    def _post(self, step: int, current: Parts, usual: Parts) -> None:
+        """Posts how much each part has grown in this process.
 
-        The first slow steps are few of a window. The steps before them may have grown
-        as much.
+        The post is repeated while the slowdown lasts: at first, most steps of the
+        window are not slow.
         """
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if not self._is_alone():
-                self._board.put({"step": step, **_grown(now, usual)})
+                self._board.put({"step": step, **_growth(current, usual)})
 
     def _is_alone(self) -> bool:
         return self._board.client is None
 
-    def _name_cause(self, step: int, now: Parts, usual: Parts) -> None:
-        """Writes the event once a process's own work explains the slowdown, or all had
-        time to report.
+    def _report_cause(self, step: int, current: Parts, usual: Parts) -> None:
+        """Writes the event as soon as the cause is known.
+
+        It is known if the work of a process explains the slowdown, or once all
+        processes had time to post.
         """
         assert self._report_by is not None
-        grown: dict[int, Mapping[str, float]] = {0: _grown(now, usual)}
+        growth: dict[int, Mapping[str, float]] = {0: _growth(current, usual)}
         if not self._is_alone():
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                for number, report in self._board.values().items():
-                    if number and report["step"] >= step - _RECENT:
-                        grown[number] = report
-        process, phase = blamed(grown, alone=self._is_alone())
+                for other, post in self._board.values().items():
+                    if other and post["step"] >= step - _RECENT:
+                        growth[other] = post
+        process, phase = find_cause(growth, alone=self._is_alone())
         if phase == "devices" and step < self._report_by:
             return
         self._report_by = None
@@ -187,60 +198,62 @@ class StepAlarm:
             step,
             process=process,
             phase=phase,
-            step_s=now.step,
+            step_s=current.step,
             usual_step_s=usual.step,
         )
-        cause = "own work, beside data and devices" if phase == "host" else phase
+        cause = "other work on the host" if phase == "host" else phase
         if self._is_alone():
             cause = f"its {cause}"
         elif process is not None:
             cause = f"process {process}'s {cause}"
         self._note(
-            f"step {step}: steps take {1e3 * now.step:.0f} ms, usual are {1e3 * usual.step:.0f} ms; "
-            f"what takes longer: {cause}"
+            f"step {step}: steps take {1e3 * current.step:.0f} ms instead of {1e3 * usual.step:.0f} ms; "
+            f"cause: {cause}"
         )
 
 
-def _grown(now: Parts, usual: Parts) -> dict[str, float]:
-    return {name: getattr(now, name) - getattr(usual, name) for name in _PARTS}
+def _growth(current: Parts, usual: Parts) -> dict[str, float]:
+    return {name: getattr(current, name) - getattr(usual, name) for name in _PARTS}
 
 
-def blamed(
-    grown: Mapping[int, Mapping[str, float]], *, alone: bool
+def find_cause(
+    growth: Mapping[int, Mapping[str, float]], *, alone: bool
 ) -> tuple[int | None, str]:
-    """Finds the process that holds up a step, and its slow part: "data", "host" or
-    "devices".
+    """Finds the process that slows down the steps, and its slow part.
 
-    If no process's own work is most of the slowdown, devices are slow. Of several
-    processes nobody knows whose; the process is then None.
+    If no process's own work is most of the slowdown, devices are slow. With several
+    processes, nobody knows which device it is.
 
     Args:
-      grown: by process, the seconds of a step that each of `_PARTS` takes longer than
-        usual.
-      alone: whether there is one process only.
+      growth: for each process, the seconds of a step that each of `_PARTS` takes longer
+        than usual.
+      alone: True if there is only one process.
+
+    Returns:
+      The process (None = unknown), and "data", "host" or "devices".
     """
 
     def own_work(process: int) -> float:
-        return grown[process]["data"] + grown[process]["host"]
+        return growth[process]["data"] + growth[process]["host"]
 
-    process = max(grown, key=own_work)
-    if own_work(process) <= max(0.0, grown[process]["devices"]):
+    process = max(growth, key=own_work)
+    if own_work(process) <= max(0.0, growth[process]["devices"]):
         return (process if alone else None), "devices"
-    return process, max(("data", "host"), key=lambda name: grown[process][name])
+    return process, max(("data", "host"), key=lambda part: growth[process][part])
 
 
 class SlowSteps(Callback):
-    """Sounds the alarm where steps become slow, and names the process and the cause."""
+    """Callback that reports slow steps, with the process and the cause."""
 
     may_request = False
 
     def on_start(self, run: Run) -> None:
-        """Begins to learn what is usual."""
+        """Begins to learn the usual pace."""
         self._alarm = StepAlarm(run.event, run.note)
         self._paused_s = 0.0
 
     def on_step(self, view: StepView) -> None:
-        """Times the step, without pauses of the loop before it."""
+        """Times the start of the step, without the pauses of the loop before it."""
         if view.paused_s > self._paused_s:
             self._alarm.skip(view.paused_s - self._paused_s)
             self._paused_s = view.paused_s
@@ -249,9 +262,9 @@ class SlowSteps(Callback):
         )
 
     def on_record(self, step: int) -> None:
-        """Times the step a second time, now that it is done."""
+        """Times the step again, now that it is done."""
         self._alarm.record()
 
     def on_fault(self, error: Exception) -> None:
-        """Begins anew: the loop does so after a rollback."""
+        """Begins the windows again, as the loop does after a rollback."""
         self._alarm.begin()

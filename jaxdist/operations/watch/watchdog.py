@@ -1,10 +1,10 @@
-"""Ends a process that hangs, with exit code 76, so that the run can restart.
+"""Watchdog that ends a hanging process with exit code 76, so that the run can restart.
 
-The process beats: it writes which phase it begins, and each phase has a limit. A
-process beside it (`watchdog_process`) reads the beats. So an interpreter lock that is
-never released, a stopped process and a loop in C are detected too. A process that holds
-the lock for ever can set no exit code: a signal kills it (`HANG_SIGNAL`), which
-`launch` reports as 76. Only a process of ours (a command) is watched, never a notebook.
+The process beats at the start of each phase, and each phase has a time limit. A second
+process (`watchdog_process`) reads the beats. So it also detects an interpreter lock
+that is never released, a stopped process and a loop in C. A process that holds the lock
+for ever cannot set its exit code: `HANG_SIGNAL` kills it, and `launch` reports 76. Only
+processes of jaxdist's commands are watched, never a notebook.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ from jaxdist.trainer.callbacks import Callback, Run
 
 
 class Watchdog(Callback):
-    """Watches this process while entered. `at` costs some microseconds.
+    """Callback that watches this process while it is entered.
 
-    A root enters it before it joins the process group, with the limits of a config that
-    nobody has checked yet; `on_start` brings those of the run.
+    A beat (`at`) costs some microseconds. A root enters the watchdog before it joins
+    the process group, with the limits of an unchecked config. `on_start` sets the
+    limits of the run.
     """
 
     keys = ("watchdog",)
@@ -54,25 +55,29 @@ class Watchdog(Callback):
     def __init__(
         self, config: WatchdogConfig, folder: Path, *, enabled: bool | None = None
     ) -> None:
-        """Args:
-        folder: the workdir, for events and for what watchers tell each other.
-        enabled: by default whether the process is a command's.
+        """Takes the limits; watches nothing yet.
+
+        Args:
+          config: limits of the phases.
+          folder: the workdir, for events and for the files of the watchers.
+          enabled: False = nothing is watched; None = a command's process is watched.
         """
         self._config = config
         self._folder = folder
         if enabled is None:
             enabled = preemption.PROCESS.is_ours
-        # a config's faults are reported with those of the whole run
+        # the run reports the faults of its config, all together
         self._enabled = enabled and not faults(config)
         self._run: Run | None = None
         self._place = ("start", -1)  # phase and step of the last beat
-        self._times: deque[float] = deque(maxlen=31)  # seconds between the last steps
-        self._last_step = 0.0
+        # seconds of the last steps
+        self._step_times: deque[float] = deque(maxlen=31)
+        self._last_step = 0.0  # monotonic seconds of its beat; 0: no step yet
         self._memory: Any = None
-        self._watcher: subprocess.Popen | None = None
+        self._watcher: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Watchdog:
-        """Starts the watcher, a process of its own."""
+        """Starts the watcher in a process of its own."""
         if not self._enabled:
             return self
         if os.getpid() == 1:
@@ -87,9 +92,9 @@ class Watchdog(Callback):
         self._memory = mmap.mmap(memory.fileno(), mmap.PAGESIZE)
         self.at("start", -1)
         faulthandler.register(DUMP_SIGNAL, file=dump, all_threads=True)
-        self._files = memory, dump  # open as long as this
+        self._files = memory, dump  # keeps both open
         life, self._life = os.pipe()
-        files = {
+        descriptors = {
             "life": life,
             "memory": memory.fileno(),
             "dump": dump.fileno(),
@@ -98,7 +103,7 @@ class Watchdog(Callback):
         arguments = {
             "pid": os.getpid(),
             "folder": str(self._folder.absolute()),
-            **files,
+            **descriptors,
             **_membership(os.environ),
         }
         command = [sys.executable, "-S", "-s", watchdog_process.__file__]
@@ -106,7 +111,7 @@ class Watchdog(Callback):
             [*command, json.dumps(arguments)],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": str(Path(jaxdist.__file__).parent.parent)},
-            pass_fds=list(files.values()),
+            pass_fds=list(descriptors.values()),
         )
         os.close(life)
         return self
@@ -117,20 +122,23 @@ class Watchdog(Callback):
             os.close(self._life)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._watcher.wait(timeout=5)
-            self._watcher.kill()  # where it has not ended by itself
+            self._watcher.kill()  # in case it has not ended by itself
             self._watcher.wait()
             faulthandler.unregister(DUMP_SIGNAL)
 
     def on_start(self, run: Run) -> None:
-        """Takes the limits of the run's config."""
+        """Sets the limits of the run's config."""
         self._run = run
         self._config = run.config.watchdog
 
     def on_phase(self, phase: str, step: int) -> None:
-        """Beats: a phase begins. Each batch of an evaluation is a phase of its own."""
+        """Beats at the start of a phase.
+
+        An evaluation begins a phase for each of its batches.
+        """
         limit_s = None
         if phase == "evaluate" and self._place == (phase, step):
-            # the first batch may compile, each other one is data and a step
+            # only the first batch may compile; another one takes data and a step
             config = self._config
             limit_s = 0.0
             if config.data_s > 0 and config.step_s > 0:
@@ -138,7 +146,7 @@ class Watchdog(Callback):
         self._beat(phase, step, limit_s)
 
     def on_progress(self, text: str) -> None:
-        """Beats again: work that shows its progress may take its time."""
+        """Beats again, so that work with visible progress may take longer."""
         phase, step = self._place
         self._beat(phase, max(step, 0))
 
@@ -159,14 +167,15 @@ class Watchdog(Callback):
         sample: int = 0,
         limit_s: float | None = None,
     ) -> None:
-        """Beats: a phase begins; `PHASES` has the names.
+        """Beats at the start of a phase.
 
         Args:
-          step: that the phase is for; below 0: before this process has all that it
-            needs to begin.
-          done: updates known to be finished.
+          phase: one of `PHASES`.
+          step: step of the phase; negative = other processes may not have begun.
+          done: number of updates that are known to be finished.
           sample: first global sample index of the step's batch.
-          limit_s: seconds that the phase may take, instead of its own limit; 0: none.
+          limit_s: seconds that the phase may take; 0 = no limit, None = the limit of
+            the config.
         """
         if self._memory is None:
             return
@@ -174,7 +183,7 @@ class Watchdog(Callback):
         now = time.monotonic()
         if phase == "step":
             if self._last_step:
-                self._times.append(now - self._last_step)
+                self._step_times.append(now - self._last_step)
             self._last_step = now
         if limit_s is None:
             limit_s = self._limit_s(phase)
@@ -182,28 +191,32 @@ class Watchdog(Callback):
         beat = BEAT.pack(PHASES.index(phase), step, done, sample, now, deadline)
         self._memory[BEAT_AT : BEAT_AT + BEAT.size] = beat
         if self._memory[ENDING_AT]:
-            # the watchdog is about to end this process, once it has reported why
+            # The watcher ends this process as soon as it has reported the hang.
             time.sleep(10)
             os._exit(EXIT_HANG)
 
     def _limit_s(self, phase: str) -> float:
+        """Computes the seconds that a phase may take; 0 = no limit."""
         config = self._config
         if phase in ("evaluate", "end"):
             return config.compile_s
-        if phase == "vote":  # as if the others were waited for in the next step
+        if phase == "vote":  # waits for other processes like a step
             phase = "step"
-        limit = getattr(config, f"{phase}_s")
-        if limit and phase in ("data", "step"):
-            if not self._times:  # the first step may compile
-                return limit + config.compile_s if config.compile_s else 0
-            median = sorted(self._times)[len(self._times) // 2]
-            limit = max(limit, config.slow_steps * median)
-        return limit
+        limit: float = getattr(config, f"{phase}_s")
+        if not limit or phase not in ("data", "step"):
+            return limit
+        if not self._step_times:  # the first step may compile
+            return limit + config.compile_s if config.compile_s else 0
+        median = sorted(self._step_times)[len(self._step_times) // 2]
+        return max(limit, config.slow_steps * median)
 
 
 def _membership(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Reads this process's number, how many there are, and a name of their start, from
-    the environment.
+    """Reads the environment's group of processes.
+
+    Returns:
+      Arguments of `WatchdogProcess`: the index of this process, the number of
+      processes, and a name of their start.
     """
     group = environ.get("JAXDIST_COORDINATOR")
     if group:
@@ -212,7 +225,8 @@ def _membership(environ: Mapping[str, str]) -> dict[str, Any]:
             "processes": int(environ["JAXDIST_NUM_PROCESSES"]),
             "group": group,
         }
-    agents = ClusterInfo()  # if unknown: each process has only its own limits
+    # if the group is unknown, each process has only its own limits
+    agents = ClusterInfo()
     with contextlib.suppress(ConfigError):
         agents = find_cluster(environ)
     return {
@@ -223,8 +237,9 @@ def _membership(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _memory_file() -> IO[bytes]:
-    """Opens a file that another process can share. It is in memory, so that a full disk
-    does not matter.
+    """Opens a file that another process can share.
+
+    It is in memory where the system can do so: a full disk then does no harm.
     """
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("jaxdist-watchdog"), "r+b")
@@ -232,10 +247,11 @@ def _memory_file() -> IO[bytes]:
 
 
 def _exit_pipe() -> int:
-    """Opens a pipe; a byte in it ends this process with 76, while its interpreter lock
-    is free.
+    """Opens a pipe whose first byte ends this process with 76.
+
+    A thread reads it, which needs the interpreter lock.
     """
-    # both stay open: its end of file would be read as a byte
+    # both ends stay open: the thread would read a closed pipe at once
     reader, writer = os.pipe()
 
     def leave() -> None:

@@ -1,10 +1,10 @@
-"""The process beside each process of a run. It sees when the process hangs, reports
-where, and ends it.
+"""Watcher process of each process of a run: it detects, reports and ends a hang.
 
-It shares no interpreter lock with the process it watches, and needs neither jax nor
-site-packages. Among several processes, only one that is behind the others can hang:
-those ahead wait for it in a collective, and its own limit counts. The watchers know of
-each other through small files, `WORKDIR/.beats/PROCESS`.
+The watcher shares no interpreter lock with the process that it watches. It needs
+neither jax nor site-packages. Among several processes, only one that is behind the
+others can
+hang: those ahead wait for it in a collective, and its own limit counts. Watchers
+exchange beats in small files, `WORKDIR/.beats/PROCESS`.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 from jaxdist.telemetry.metrics import MetricsWriter
 
 DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 1) - 1  # no library uses it
-# kills a process that can no longer set its exit code; launch reports 76
+# kills a process that cannot set its exit code; launch reports 76
 HANG_SIGNAL = DUMP_SIGNAL - 1
-# as they come in a step
+# in the order of a step
 PHASES = (
     "start",
     "restore",
@@ -39,15 +39,17 @@ PHASES = (
     "save",
     "end",
 )
-ENDING_AT = 0  # offsets in the memory shared with the process
+# offsets in the memory that the process shares with its watcher
+ENDING_AT = 0  # one byte: 1 = the watcher is ending the process
 BEAT_AT = 8
-BEAT = struct.Struct("=qqqqdd")  # a Beat
+BEAT = struct.Struct("=qqqqdd")  # the fields of a Beat
 
 _POLL_S = 0.25
-_PUBLISH_S = 1.0  # between writes of a beat file, at least; more with many processes
-_GRACE_S = 3.0  # for the watcher of a process that is behind to speak for it
-# In the stack of a process that waits for others outside a step: a collective, joining,
-# their devices.
+# least seconds between two writes of a beat file; more with many processes
+_PUBLISH_S = 1.0
+_GRACE_S = 3.0  # seconds in which the watcher of a process behind reports it
+# Names in the stack of a process that waits for others outside a step: in a collective,
+# while it joins, or for their devices.
 _WAITS = (
     "multihost",
     "/distributed.py",
@@ -55,36 +57,39 @@ _WAITS = (
     "consistency.py",
     "coordination.py",
 )
-# of a process that waits for a step's result: its own devices, or the others
+# file in the stack of a process that waits for a step's result, from its own devices or
+# from other processes
 _RESULT = "jax/_src/array.py"
-# for those that are level to speak, before the end of this one ends them
+# seconds in which processes at the same place report, before one's end ends the others
 _LEVEL_S = 1.0
-_DUMP_S = 1.5  # at most, for the stacks
-_PART_S = 1.0  # at most, for work on the disk or a terminal
-_LEAVE_S = 1.0  # at most, for the process to leave by itself
-_ASLEEP_S = 2.0  # a look so late says that this watcher, or the machine, was suspended
+_DUMP_S = 1.5  # most seconds that the dump of the stacks may take
+_WORK_S = 1.0  # most seconds to wait for work on the disk or a terminal
+_LEAVE_S = 1.0  # most seconds in which the process ends by itself
+# seconds between two polls that show that the watcher, or the machine, was suspended
+_ASLEEP_S = 2.0
 
 
 class Beat(NamedTuple):
-    """Where a process is, and how long it may stay there. Seconds are of the monotonic
-    clock.
+    """Place of a process in the run, and the time that it may stay there.
+
+    Times are seconds of the monotonic clock.
     """
 
-    phase: int  # of PHASES
-    at_step: int  # the step it works on; below 0: others may not have begun
-    done: int  # updates known to be finished
+    phase: int  # index in PHASES
+    at_step: int  # its step; negative: other processes may not have begun
+    done: int  # number of updates that are known to be finished
     sample: int  # first global sample index of the step's batch
     since: float
     deadline: float
 
     @property
     def place(self) -> tuple[int, int]:
-        """How far it is, to compare processes."""
+        """Returns a key that orders processes by their progress."""
         return self.at_step, self.phase
 
 
-# of a process that has not come so far as to beat
-_ABSENT = Beat(0, -2, 0, 0, 0.0, 0.0)
+# stands for a process that has not sent a beat
+_ABSENT = Beat(phase=0, at_step=-2, done=0, sample=0, since=0.0, deadline=0.0)
 
 
 def _read(memory: int) -> Beat:
@@ -93,24 +98,24 @@ def _read(memory: int) -> Beat:
 
 @dataclass
 class WatchdogProcess:
-    """Watches one process until that ends or is ended."""
+    """Watcher of one process, until that process ends or is ended."""
 
-    pid: int  # of the process, which has this one as its child
-    process: int  # its number in the run
-    processes: int
+    pid: int  # pid of the process; it is the parent of the watcher
+    process: int  # its index in the run
+    processes: int  # number of processes of the run
     folder: str  # the workdir
-    group: str  # the same for all processes that run together, and no others
-    life: int  # a pipe that closes when the process ends
-    memory: int  # a file: its beat
-    dump: int  # a file: its stacks, after DUMP_SIGNAL
-    # a pipe; a byte in it ends the process with 76, unless it holds the interpreter
-    # lock
+    group: str  # name that only the processes of this start share
+    life: int  # descriptor of a pipe that closes when the process ends
+    memory: int  # descriptor of the file with its beat
+    dump: int  # descriptor of the file that gets its stacks at DUMP_SIGNAL
+    # descriptor of a pipe: a byte ends the process with 76, unless it holds the
+    # interpreter lock
     leave: int
 
-    _published_s = 0.0  # when its beat was last written for the others
+    _published_s = 0.0  # monotonic seconds of the last write for the other watchers
     _published_row = b""
-    _allowance_s = 0.0  # in which nobody could look
-    _disk: threading.Thread | None = None  # the last work on the workdir
+    _allowance_s = 0.0  # seconds since the last beat in which the watcher was suspended
+    _disk: threading.Thread | None = None  # thread of the last work on the workdir
 
     @property
     def _beats(self) -> Path:
@@ -122,28 +127,31 @@ class WatchdogProcess:
 
     def run(self) -> None:
         """Watches until the process has ended."""
-        looked = time.monotonic()
+        last_poll = time.monotonic()
         guilty: dict[int, Beat] = {}
         while not self._ended(_POLL_S):
             now = time.monotonic()
-            if now - looked > _ASLEEP_S:
-                self._allowance_s += now - looked
-            looked = now
+            if now - last_poll > _ASLEEP_S:
+                self._allowance_s += now - last_poll
+            last_poll = now
             beat = _read(self.memory)
             if beat.since > now - _POLL_S:
                 self._allowance_s = 0.0
             self._publish(beat, now)
             if now < beat.deadline + self._allowance_s:
                 continue
-            before = guilty
+            previous = guilty
             guilty = self._guilty(beat, now)
-            # Seen twice, as what is read of others while they write it may be nothing.
-            if guilty and guilty.keys() == before.keys() and _read(self.memory) == beat:
+            # A hang counts if two polls agree: a beat file that is read while its owner
+            # writes it may be empty.
+            is_confirmed = guilty and guilty.keys() == previous.keys()
+            if is_confirmed and _read(self.memory) == beat:
                 self._end(beat, now, guilty)
                 return
         self._tidy()
 
     def _ended(self, seconds: float) -> bool:
+        """Waits until the process has ended, or for some seconds."""
         readable, _, _ = select.select([self.life], [], [], seconds)
         return bool(readable) or os.getppid() != self.pid
 
@@ -153,14 +161,12 @@ class WatchdogProcess:
             for path in self._beats.iterdir():
                 if int(path.name) not in self._peers:
                     path.unlink()
-            self._beats.rmdir()  # by the last
+            self._beats.rmdir()  # succeeds for the last process
 
-    # --- the others -------------------------------------------------------------------
+    # --- the other processes ----------------------------------------------------------
 
     def _publish(self, beat: Beat, now: float) -> None:
-        """Writes where this process is for the other watchers, once a second if it has
-        moved.
-        """
+        """Writes the beat for the other watchers, once a second if it has changed."""
         if self.processes == 1:
             return
         if now - self._published_s < _PUBLISH_S + self.processes / 64:
@@ -173,32 +179,40 @@ class WatchdogProcess:
             "process": self.process,
         }
         data = json.dumps(row).ljust(400).encode()
-        # Early on the config may be refused yet, which leaves no folder.
-        early = beat.at_step < 0 and now < (beat.since + beat.deadline) / 2
-        self._ask_disk(lambda: self._write_beat(data, make=not early))
+        # A config error may still end the run. Then no workdir should be left, so early
+        # beats create none.
+        is_early = beat.at_step < 0 and now < (beat.since + beat.deadline) / 2
+        self._try_on_disk(lambda: self._write_beat(data, may_create=not is_early))
         self._published_s = now
 
-    def _write_beat(self, data: bytes, make: bool) -> None:
-        """Args: make: whether to make the workdir, where there is none."""
-        if data == self._published_row or not (make or self._beats.parent.is_dir()):
+    def _write_beat(self, data: bytes, may_create: bool) -> None:
+        """Writes this process's beat file.
+
+        Args:
+          data: content of the file.
+          may_create: creates the workdir if there is none.
+        """
+        if data == self._published_row:
+            return
+        if not may_create and not self._beats.parent.is_dir():
             return
         self._beats.mkdir(parents=True, exist_ok=True)
-        # In place, and closed: what another node then opens is new even on NFS.
-        file_number = os.open(
+        # Written in place and closed: other nodes then read the new content on NFS.
+        descriptor = os.open(
             self._beats / str(self.process), os.O_WRONLY | os.O_CREAT, 0o644
         )
-        with open(file_number, "wb") as file:
+        with open(descriptor, "wb") as file:
             file.write(data)
         self._published_row = data
 
     def _others(self) -> dict[int, Beat]:
-        """Reads the other processes' beats; a deadline is in seconds since 1970.
+        """Reads the other processes' beats, with deadlines in seconds since 1970.
 
-        None are known while the workdir's file system does not answer. Each process
-        then has only its own limits.
+        The result is empty while the workdir's file system does not answer. Each
+        process then has only its own limits.
         """
         beats: dict[int, Beat] = {}
-        if not self._ask_disk(lambda: self._read_others(beats)):
+        if not self._try_on_disk(lambda: self._read_others(beats)):
             return {}
         return dict(beats)
 
@@ -210,92 +224,104 @@ class WatchdogProcess:
                     beats[number] = Beat(*(row[field] for field in Beat._fields))
 
     def _guilty(self, beat: Beat, now: float) -> dict[int, Beat]:
-        """Finds who hangs, this process or those that it waits for; {} while there is
-        still hope.
+        """Finds the processes that hang: this one, or those that it waits for.
+
+        Args:
+          beat: beat of this process, which is past its deadline.
+          now: monotonic seconds.
+
+        Returns:
+          {process: beat}; empty while the processes may still go on.
         """
         if self._is_stopped():
-            # Others may be behind for its sake: the first process serves their votes.
+            # Others may be behind because of it: the first process serves their votes.
             return {self.process: beat}
         others = self._others()
         wall = time.time()
         if any(o.place <= beat.place and wall < o.deadline for o in others.values()):
             return {}
         behind = {n: o for n, o in others.items() if o.place < beat.place}
-        # none advances before all have begun; who is gone later has ended
+        # No process advances before all have begun. A process that is missing later has
+        # ended.
         if PHASES[beat.phase] == "start":
             behind |= dict.fromkeys(self._peers - others.keys(), _ABSENT)
         if not behind:
             return {self.process: beat}
-        late = max(o.deadline for o in behind.values()) + _GRACE_S
-        if wall > late and now > beat.deadline + _GRACE_S:
+        wall_limit = max(o.deadline for o in behind.values()) + _GRACE_S
+        if wall > wall_limit and now > beat.deadline + _GRACE_S:
             return behind
         return {}
 
     # --- the end ----------------------------------------------------------------------
 
     def _end(self, beat: Beat, now: float, guilty: dict[int, Beat]) -> None:
-        os.pwrite(self.memory, b"\1", ENDING_AT)  # should it wake up: it is too late
-        stopped = self._is_stopped()
-        if stopped:
+        """Reports the hang, and ends the process."""
+        # a process that wakes up now must not continue
+        os.pwrite(self.memory, b"\1", ENDING_AT)
+        is_stopped = self._is_stopped()
+        if is_stopped:
             os.kill(self.pid, signal.SIGCONT)  # so that it writes its stacks
         stacks = self._stacks()
-        main = stacks.rpartition("\n\n")[2]  # thread: written last
-        waits = self.processes > 1 and any(name in main for name in _WAITS)
-        level = any(other.place == beat.place for other in self._others().values())
-        patient = not stopped and (waits or (level and _RESULT in main))
-        if patient:
-            # The guilty process reports, and ends, first; _LEAVE_S later if it holds
-            # the interpreter lock.
+        main_stack = stacks.rpartition("\n\n")[2]  # the main thread's comes last
+        waits = self.processes > 1 and any(name in main_stack for name in _WAITS)
+        is_level = any(other.place == beat.place for other in self._others().values())
+        waits_for_result = is_level and _RESULT in main_stack
+        if not is_stopped and (waits or waits_for_result):
+            # Lets the guilty process report and end first. It takes _LEAVE_S longer if
+            # it holds the interpreter lock.
             time.sleep(3 * _LEVEL_S + _LEAVE_S)
-        own = {
+        details = {
             "waited_s": round(now - beat.since, 1),
-            "stopped_by_signal": stopped,
+            "stopped_by_signal": is_stopped,
             "waits_for_others": waits,
             "stacks": stacks,
         }
-        self._report(guilty, own)
-        if level:
+        self._report(guilty, details)
+        if is_level:
             time.sleep(_LEVEL_S)
-        with contextlib.suppress(BrokenPipeError):  # it has ended since
+        with contextlib.suppress(BrokenPipeError):  # it has ended meanwhile
             os.write(self.leave, b"\1")
-        # the interpreter lock is held, or it leaves in vain
+        # It may not end by itself: it holds the interpreter lock, or hangs in its exit.
         for number in (HANG_SIGNAL, signal.SIGKILL):
             if self._ended(_LEAVE_S):
                 return
             os.kill(self.pid, number)
 
-    def _report(self, guilty: dict[int, Beat], own: dict[str, Any]) -> None:
+    def _report(self, guilty: dict[int, Beat], details: dict[str, Any]) -> None:
         """Writes an event and a text for each process that hangs.
 
         Args:
-          own: further fields of this one.
+          guilty: {process: beat}.
+          details: more fields of this process.
         """
         reports: list[tuple[int, dict[str, Any]]] = []
-        for number, where in sorted(guilty.items()):
+        for process, beat in sorted(guilty.items()):
             fields: dict[str, Any] = {
-                "phase": PHASES[where.phase],
-                "at_step": max(where.at_step, 0),
-                "sample": where.sample,
-                "process": number,
+                "phase": PHASES[beat.phase],
+                "at_step": max(beat.at_step, 0),
+                "sample": beat.sample,
+                "process": process,
                 "reported_by": self.process,
             }
-            if number == self.process:
-                fields |= own
-            reports.append((where.done, fields))
-        self._ask_disk(lambda: self._write_events(reports))
+            if process == self.process:
+                fields |= details
+            reports.append((beat.done, fields))
+        self._try_on_disk(lambda: self._write_events(reports))
         for done, fields in reports:
             text = _text(fields["process"], self.processes, fields, done)
             line = f"{text.rstrip()}\n".encode(errors="backslashreplace")
-            _started(functools.partial(os.write, 2, line)).join(_PART_S)
+            _start_thread(functools.partial(os.write, 2, line)).join(_WORK_S)
 
-    def _ask_disk(self, work: Callable[[], object]) -> bool:
-        """Does work on the workdir, unless its file system is stuck; returns True if
-        the work has ended.
+    def _try_on_disk(self, work: Callable[[], object]) -> bool:
+        """Does work on the workdir in a thread, unless the file system is stuck.
+
+        Returns:
+          True if the work has ended.
         """
         if self._disk is not None and self._disk.is_alive():
             return False
-        self._disk = _started(work)
-        self._disk.join(_PART_S)
+        self._disk = _start_thread(work)
+        self._disk.join(_WORK_S)
         return not self._disk.is_alive()
 
     def _write_events(self, reports: list[tuple[int, dict[str, Any]]]) -> None:
@@ -304,7 +330,7 @@ class WatchdogProcess:
                 events.event("hang", done, **fields)
 
     def _is_stopped(self) -> bool:
-        """Checks whether a signal has stopped the process."""
+        """Checks if a signal has stopped the process."""
         try:
             status = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -316,12 +342,12 @@ class WatchdogProcess:
         """Dumps the stacks of all threads of the process."""
         os.kill(self.pid, DUMP_SIGNAL)
         size = 0
-        until = time.monotonic() + _DUMP_S
-        while time.monotonic() < until:
+        deadline = time.monotonic() + _DUMP_S
+        while time.monotonic() < deadline:
             time.sleep(0.1)
-            before = size
+            previous_size = size
             size = os.fstat(self.dump).st_size
-            if size and size == before:
+            if size and size == previous_size:
                 break
         return os.pread(self.dump, size, 0).decode(errors="replace")
 
@@ -342,16 +368,16 @@ def _text(process: int, processes: int, fields: dict[str, Any], done: int) -> st
     )
 
 
-def _started(work: Callable[[], object]) -> threading.Thread:
-    """Starts work that a terminal or a file system may keep waiting."""
+def _start_thread(work: Callable[[], object]) -> threading.Thread:
+    """Starts work that may wait for a terminal or a file system."""
 
-    def try_it() -> None:
-        with contextlib.suppress(Exception):  # none ends this process
+    def try_work() -> None:
+        with contextlib.suppress(Exception):  # no error may end the watcher
             work()
 
-    worker = threading.Thread(target=try_it, daemon=True)
-    worker.start()
-    return worker
+    thread = threading.Thread(target=try_work, daemon=True)
+    thread.start()
+    return thread
 
 
 if __name__ == "__main__":
@@ -362,6 +388,6 @@ if __name__ == "__main__":
         signal.SIGUSR1,
         signal.SIGUSR2,
     ):
-        # such are for the process, whose end ends this one
+        # these are meant for the process; the watcher ends with it
         signal.signal(number, signal.SIG_IGN)
     WatchdogProcess(**json.loads(sys.argv[1])).run()

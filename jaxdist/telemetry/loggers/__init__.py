@@ -1,0 +1,1 @@
+"""Loggers of external trackers, and the protocol that they share."""

@@ -1,6 +1,4 @@
-"""A logger in a thread of its own: whether it raises, sleeps or hangs, the run
-goes on.
-"""
+"""Logger in a background thread: if it raises or hangs, the run continues."""
 
 import contextlib
 import queue
@@ -11,15 +9,17 @@ from typing import Any
 
 from jaxdist.telemetry.loggers.logger import Logger
 
-# calls that wait; of a logger that is slower for long, the newest are dropped
+# most calls that wait; if a logger stays slower than the run, new calls are dropped
 ROOM = 10_000
 
-_Call = tuple[str, tuple, dict[str, Any]]  # method, its arguments
+# (method, positional arguments, keyword arguments)
+_Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class BackgroundLogger:
-    """Hands the calls of a run to a logger over a bounded queue; reports its first
-    fault, by an event.
+    """Logger that passes its calls to another one over a bounded queue.
+
+    It reports the first fault by an event.
     """
 
     def __init__(
@@ -34,9 +34,11 @@ class BackgroundLogger:
         """Starts the thread, which makes the logger.
 
         Args:
-          report: called once at most, with the name of the event, its step and fields,
-            from any thread.
-          room: calls that may wait.
+          name: name of the logger, for the event.
+          make: makes the logger.
+          report: writes an event, given its name, step and fields. It is called at most
+            once, from any thread.
+          room: number of calls that may wait.
           close_s: seconds that `close` waits.
         """
         self._name = name
@@ -44,7 +46,7 @@ class BackgroundLogger:
         self._close_s = close_s
         self._calls: queue.Queue[_Call | None] = queue.Queue(room)
         self._step: int | None = None
-        # taken by the first who reports, and never released
+        # acquired by the first report, and never released
         self._reported = threading.Lock()
         self._thread = threading.Thread(
             target=self._work, args=(make,), name=f"logger-{name}", daemon=True
@@ -52,18 +54,16 @@ class BackgroundLogger:
         self._thread.start()
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
-        """Hands over a row; the values are on the host."""
+        """Queues a row, whose values are on the host."""
         self._step = step
         self._put(("write", (step, dict(values)), {}))
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
-        """Hands over an event."""
+        """Queues an event."""
         self._put(("event", (name, step), fields))
 
     def close(self) -> None:
-        """Waits, for a limited time, until the logger has had all calls and is
-        closed.
-        """
+        """Waits, for `close_s` at most, until the logger is closed after all calls."""
         deadline = time.monotonic() + self._close_s
         with contextlib.suppress(queue.Full):
             self._calls.put(None, timeout=self._close_s)
@@ -99,7 +99,7 @@ class BackgroundLogger:
         try:
             return function()
         except BaseException as error:
-            # also what would end a process: this thread is not the run
-            words = " ".join(str(error).split())
-            self._fail(f"{type(error).__name__}: {words[:300]}")
+            # SystemExit and KeyboardInterrupt, too: they must not end the thread
+            one_line = " ".join(str(error).split())
+            self._fail(f"{type(error).__name__}: {one_line[:300]}")
             return None

@@ -1,8 +1,7 @@
-"""What a logger is: the protocol, the loggers that come with jaxdist, and how a name
-becomes a class.
+"""Protocol of loggers, and the lookup of a logger by its name.
 
-A logger is a view of a run: nothing reads it back, and whatever it does, the run does
-not notice (`background.BackgroundLogger`).
+A logger is a view of a run: the run reads nothing back. No fault of a logger disturbs
+the run (`background.BackgroundLogger`).
 """
 
 import functools
@@ -17,15 +16,11 @@ from typing import Any, Protocol
 from jaxdist.config import extras, suggest
 from jaxdist.config.late_imports import LATE_IMPORTS
 
-GROUP = (
-    # of the entry points by which a package adds a logger: NAME =
-    # "package.module:Class"
-    "jaxdist.loggers"
-)
-CLOSE_S = 10.0  # that the end of a run waits for a logger
+# group of entry points: a package adds a logger by NAME = "package.module:Class"
+GROUP = "jaxdist.loggers"
+CLOSE_S = 10.0  # seconds that the end of a run waits for a logger
 
-# Name -> its module and its class.
-BUILT_IN = {
+BUILT_IN = {  # (module, class) by name
     "tensorboard": ("jaxdist.telemetry.loggers.tensorboard", "TensorBoardLogger"),
     "trackio": ("jaxdist.telemetry.loggers.trackio", "TrackioLogger"),
     "wandb": ("jaxdist.telemetry.loggers.wandb", "WandbLogger"),
@@ -34,20 +29,21 @@ BUILT_IN = {
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """What a logger is told about its run as it is made."""
+    """Description of a run for the constructor of a logger."""
 
     workdir: Path
-    config: Mapping[str, Any]  # all keys, "train.steps" and so on
-    info: Mapping[str, Any]  # what run.json says: versions, devices, mesh, sizes
-    first_step: int  # updates finished before: the restored step, 0 for a new run
+    config: Mapping[str, Any]  # values by key, such as "train.steps"
+    info: Mapping[str, Any]  # content of run.json: versions, devices, mesh, sizes
+    first_step: int  # the restored step; 0 for a new run
 
     @property
     def name(self) -> str:
+        """Returns the name of the workdir."""
         return self.workdir.resolve().name
 
     @property
     def identity(self) -> str | None:
-        """What the run has kept since its first start, of letters and digits."""
+        """Returns the run's identity of letters and digits, the same at each start."""
         identity = self.info.get("run")
         if isinstance(identity, str) and re.fullmatch(r"\w{1,64}", identity):
             return identity
@@ -55,22 +51,26 @@ class LoggedRun:
 
 
 class Logger(Protocol):
-    """A view of a run. Its calls come in order, from one thread, which it may block or
-    raise in.
+    """View of a run.
+
+    Calls come in order from one thread. They may block or raise.
     """
 
     def __init__(self, run: LoggedRun) -> None: ...
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
-        """Takes a row of metrics.jsonl: numbers (NaN and infinities, too), None and
-        text by name.
+        """Logs a row of metrics.jsonl.
+
+        Args:
+          step: number of the step.
+          values: numbers (also NaN and infinities), None or text, by name.
         """
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
-        """Takes an event of events.jsonl."""
+        """Logs an event of events.jsonl."""
 
     def close(self) -> None:
-        """Writes what is left: the run has ended."""
+        """Flushes everything at the end of the run."""
 
 
 def event_text(name: str, fields: Mapping[str, object]) -> str:
@@ -79,14 +79,14 @@ def event_text(name: str, fields: Mapping[str, object]) -> str:
 
 
 def faults(names: Iterable[str]) -> Iterator[str]:
-    """Yields the faults of names that can be found without executing any code."""
+    """Yields faults of loggers' names, without loading any logger."""
     for name in names:
         if name in BUILT_IN:
             module, _ = BUILT_IN[name]
             package = LATE_IMPORTS[module].package
             if find_spec(package) is None:
-                cure = extras.install_command(extras.EXTRAS[package])
-                yield f"train.loggers={name} needs {package}: {cure}"
+                command = extras.install_command(extras.EXTRAS[package])
+                yield f"train.loggers={name} needs {package}: {command}"
         elif ":" not in name and name not in _entry_points():
             known = [*BUILT_IN, *_entry_points()]
             yield (
@@ -96,11 +96,10 @@ def faults(names: Iterable[str]) -> Iterator[str]:
 
 
 def find_known(name: str) -> Any:
-    """Loads the class of a logger that jaxdist or an installed package has by this
-    name.
+    """Loads the class of a logger of jaxdist, or of an installed package.
 
     Raises:
-      MissingExtra, ImportError, AttributeError: it cannot be loaded.
+      MissingExtra, ImportError, AttributeError: the class cannot be loaded.
     """
     if name in BUILT_IN:
         module, cls = BUILT_IN[name]

@@ -1,6 +1,4 @@
-"""TensorBoard event files of a run; wraps tensorboardX (extra `tensorboard`), loaded by
-extras.
-"""
+"""Logger that writes TensorBoard event files by tensorboardX (extra `tensorboard`)."""
 
 import json
 from collections.abc import Mapping
@@ -12,13 +10,16 @@ from jaxdist.telemetry.loggers.logger import LoggedRun, event_text
 
 
 class TensorBoardLogger:
-    """Writes WORKDIR/tensorboard: rows as scalars, events and the config as text, and
-    the hyperparameters.
+    """Logger that writes WORKDIR/tensorboard.
+
+    Rows become scalars, events and the config become text. The config is also written
+    as hyperparameters.
     """
 
     def __init__(self, run: LoggedRun) -> None:
-        """Opens a new event file. Points after the restored step are hidden, since the
-        run repeats them.
+        """Opens a new event file.
+
+        Points after the restored step are hidden, since the run repeats them.
         """
         folder = str(run.workdir / "tensorboard")
         self._writer = tensorboardX.SummaryWriter(folder, purge_step=run.first_step + 1)
@@ -29,14 +30,16 @@ class TensorBoardLogger:
             "config", f"| key | value |\n|---|---|\n{rows}", run.first_step
         )
         values = {
-            k: v if isinstance(v, bool | int | float | str) else json.dumps(v)
-            for k, v in run.config.items()
+            key: value
+            if isinstance(value, bool | int | float | str)
+            else json.dumps(value)
+            for key, value in run.config.items()
         }
         for summary in hparams(values, {"loss": None, "eval_loss": None}):
             self._writer.file_writer.add_summary(summary)
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
-        """Adds every number of `values` as a scalar; None and text are left out."""
+        """Adds each number as a scalar; None and text are skipped."""
         for name, value in values.items():
             if isinstance(value, int | float):
                 self._writer.add_scalar(name, value, step)
@@ -46,5 +49,5 @@ class TensorBoardLogger:
         self._writer.add_text(f"events/{name}", event_text(name, fields), step)
 
     def close(self) -> None:
-        """Flushes and closes."""
+        """Flushes and closes the event file."""
         self._writer.close()

@@ -1,7 +1,7 @@
-"""Trackio; wraps trackio (extra `trackio`), loaded by extras.
+"""Logger for Trackio (extra `trackio`).
 
-Runs lie in a local database (TRACKIO_DIR), which `trackio show` draws; TRACKIO_PROJECT
-names the project.
+Runs are stored in a local database (TRACKIO_DIR), which `trackio show` draws.
+TRACKIO_PROJECT names the project.
 """
 
 import os
@@ -13,12 +13,10 @@ from jaxdist.telemetry.loggers.logger import LoggedRun, event_text
 
 
 class TrackioLogger:
-    """A run of Trackio; a resumed run goes on as the same one."""
+    """Logger of a run of Trackio; a resumed run of jaxdist resumes the same run."""
 
     def __init__(self, run: LoggedRun) -> None:
-        """Begins, or goes on with, the run that has the name and the identity
-        of ours.
-        """
+        """Starts or resumes the run of Trackio by the name and identity of `run`."""
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", "jaxdist"),
             name="-".join(filter(None, (run.name, run.identity))),
@@ -30,15 +28,14 @@ class TrackioLogger:
         )
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
-        """Adds the values; None is left out."""
-        self._run.log(
-            {name: x for name, x in values.items() if x is not None}, step=step
-        )
+        """Adds the values; None is skipped."""
+        known = {name: value for name, value in values.items() if value is not None}
+        self._run.log(known, step=step)
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
         """Adds the event as text."""
         self._run.log({f"event/{name}": event_text(name, fields)}, step=step or 0)
 
     def close(self) -> None:
-        """Writes what is left, and ends the run."""
+        """Flushes, and ends the run of Trackio."""
         self._run.finish()
