@@ -89,7 +89,7 @@ def attention(
     run: Callable[[Request], jax.Array] = partial(form.run, backend)
     if backend.is_kernel or form.splits_sequence:
         run = _per_device(run, form, request)
-    out: jax.Array = checkpoint_name(run(request), OUT)
+    out: jax.Array = checkpoint_name(run(request), OUT)  # type: ignore[no-untyped-call]  # jax is untyped
     return out
 
 
@@ -145,6 +145,6 @@ def _per_device(
     kv_spec: Any = rules.activation(
         ("batch", sequence, "kv_heads", None), request.k.shape
     )
-    ids_spec: Any = P(q_spec[0], None)
+    ids_spec: Any = P(q_spec[0], None)  # type: ignore[no-untyped-call]  # jax is untyped
     specs = Request(q_spec, kv_spec, kv_spec, ids_spec, request.options)
     return execution.per_device(run, (specs,), q_spec)

@@ -366,7 +366,7 @@ def hidden_gradients(
         )
 
     block = pl.BlockSpec((rows, width), lambda i, j: (i, j))
-    like = jax.ShapeDtypeStruct(dh.shape, dh.dtype)
+    like = jax.ShapeDtypeStruct(dh.shape, dh.dtype)  # type: ignore[no-untyped-call]  # jax is untyped
     *dproducts, weighted, dweights = pl.pallas_call(
         kernel,
         grid=(R // rows, F // width),
@@ -377,7 +377,7 @@ def hidden_gradients(
             block,
             pl.BlockSpec((rows, LANES), lambda i, j: (i, 0)),
         ],
-        out_shape=[like, like, like, jax.ShapeDtypeStruct((R, LANES), jnp.float32)],
+        out_shape=[like, like, like, jax.ShapeDtypeStruct((R, LANES), jnp.float32)],  # type: ignore[no-untyped-call]  # jax is untyped
         input_output_aliases={1: 0, 2: 1, 3: 2},
         name=NAME,
         interpret=interpret,
