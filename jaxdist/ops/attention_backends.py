@@ -89,8 +89,8 @@ def choose(request: Request, *, parts: int = 1, pieces: bool = False) -> Backend
             return backend
         if execution.current().platform in backend.platforms:
             warnings.warn(
-                f"attention: {reason}, so no {name} kernel: XLA computes it, more slowly and with a "
-                f"[B, H, S / 4, S] buffer of float32 logits",
+                f"attention: {reason}, so the {name} kernel is not used. XLA computes "
+                f"attention more slowly, with a [B, H, S / 4, S] buffer of float32 logits.",
                 stacklevel=3,
             )
     return BACKENDS["reference"]

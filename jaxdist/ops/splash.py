@@ -10,7 +10,7 @@ Letters: `B` batch, `S` sequence, `H` query heads, `K` kv heads, `N` head size.
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -223,8 +223,37 @@ def _long_backward(
     pull_back = functools.partial(
         _pair_gradients, arrays, segments, size, options, interpret
     )
+    count = q.shape[2] // size
+    dq = jnp.zeros_like(q)
+    totals = [jnp.zeros(x.shape, jnp.float32) for x in (k, v)]
+    if options.causal:
+        dq, totals = _add_diagonal(pull_back, q.shape, totals, size)
+    pairs = [
+        (n, m) for n in range(count) for m in range(n if options.causal else count)
+    ]
+    dq, (dk, dv) = _add_pairs(pull_back, dq, totals, pairs, shared, size)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
 
-    def add_diagonal(
+
+_PullBack = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+
+
+def _add_diagonal(
+    pull_back: _PullBack, dims: Sequence[int], totals: list[jax.Array], size: int
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Computes the gradients of the pairs of a chunk of queries and the same keys.
+
+    Args:
+      pull_back: function of the first query, the first key and `causal`.
+      dims: shape of the queries [B, H, S, N].
+      totals: zeros for the gradients of keys and values.
+      size: tokens of a chunk.
+
+    Returns:
+      The gradient of the queries, and the totals.
+    """
+
+    def add(
         totals: list[jax.Array], pair: jax.Array
     ) -> tuple[list[jax.Array], jax.Array]:
         rows, columns = pair * size
@@ -235,11 +264,38 @@ def _long_backward(
         ]
         return updated, dq
 
+    diagonal = jnp.asarray([(n, n) for n in range(dims[2] // size)])
+    totals, dqs = jax.lax.scan(add, totals, diagonal)
+    return jnp.moveaxis(dqs, 0, 2).reshape(dims), totals
+
+
+def _add_pairs(
+    pull_back: _PullBack,
+    dq: jax.Array,
+    totals: list[jax.Array],
+    pairs: list[tuple[int, int]],
+    shared: jax.Array | None,
+    size: int,
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Adds the gradients of pairs of a chunk of queries and a chunk of other keys.
+
+    Args:
+      pull_back: function of the first query, the first key and `causal`.
+      dq: gradient of the queries.
+      totals: gradients of keys and values.
+      pairs: chunks of queries and of keys; the chunks of queries follow one another.
+      shared: result of `_shared_chunks`; other pairs are skipped.
+      size: tokens of a chunk.
+
+    Returns:
+      The gradient of the queries, and the totals.
+    """
+
     def add_pair(carry: _Carry, pair: jax.Array) -> tuple[_Carry, None]:
         dq, dq_of_rows, totals = carry
         rows, columns = pair * size
-        # The chunks of queries follow one another. The sum over a chunk's keys is in
-        # float32; it starts with the gradient of the diagonal pair.
+        # The sum over a chunk's keys is in float32. It starts with the gradient that the
+        # chunk has already.
         start = _cut(dq, rows, size, 2).astype(jnp.float32)
         dq_of_rows = jnp.where(pair[1] == 0, start, dq_of_rows)
 
@@ -270,19 +326,9 @@ def _long_backward(
             )
         return (_put(dq, dq_of_rows, rows), dq_of_rows, totals), None
 
-    count = q.shape[2] // size
-    dq = jnp.zeros_like(q)
-    totals = [jnp.zeros(x.shape, jnp.float32) for x in (k, v)]
-    pairs = [
-        (n, m) for n in range(count) for m in range(n if options.causal else count)
-    ]
-    if options.causal:
-        diagonal = jnp.asarray([(n, n) for n in range(count)])
-        totals, dqs = jax.lax.scan(add_diagonal, totals, diagonal)
-        dq = jnp.moveaxis(dqs, 0, 2).reshape(q.shape)
     carry = (dq, jnp.zeros_like(dq[:, :, :size], jnp.float32), totals)
-    (dq, _, (dk, dv)), _ = jax.lax.scan(add_pair, carry, jnp.asarray(pairs))
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
+    (dq, _, totals), _ = jax.lax.scan(add_pair, carry, jnp.asarray(pairs))
+    return dq, totals
 
 
 _long.defvjp(_long_forward, _long_backward)

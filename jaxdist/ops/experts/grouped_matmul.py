@@ -292,7 +292,7 @@ BACKENDS = {
     "cpu": Backend(
         name="blocks",
         reason=f"blocks of up to {MAX_BLOCK} rows of one expert; XLA's own grouped "
-        "product is dense on CPU",
+        "matmul is dense on CPU",
         allocated=_blocked_allocated,
         matmul=_blocked_matmul,
         kernel_gradient=_blocked_gradient,
@@ -300,15 +300,15 @@ BACKENDS = {
     ),
     "gpu": Backend(
         name="shares",
-        reason=f"batched products of {SHARE_SLACK} x the even share of every expert, "
-        "then of what is left; XLA's own grouped product is dense on GPU",
+        reason=f"batched matmuls of {SHARE_SLACK} x the even share of every expert, "
+        "then of the remaining rows; XLA's own grouped matmul is dense on GPU",
         allocated=_padded_allocated,
         matmul=_padded_matmul,
         kernel_gradient=_padded_gradient,
     ),
     "tpu": Backend(
         name="megablox",
-        reason="jax's megablox kernels; the gradient of XLA's own grouped product is "
+        reason="jax's megablox kernels; the gradient of XLA's own grouped matmul is "
         "dense on TPU",
         allocated=lambda rows, groups: _tpu().allocated(rows, groups),
         matmul=lambda *args, **options: _tpu().matmul(*args, **options),

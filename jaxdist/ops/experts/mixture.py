@@ -143,7 +143,7 @@ def explain(
     """Explains the backend of the matmuls and the form of the exchange, in lines."""
     backend = grouped_matmul.choose()
     parts = execution.current().axis_size("expert")
-    lines = [f"experts: products by {backend.name}: {backend.reason}"]
+    lines = [f"experts: matmuls by {backend.name}: {backend.reason}"]
     if parts == 1 or num_experts % parts:
         lines.append("experts: no exchange: each device has the kernels of all experts")
         return lines
@@ -167,11 +167,16 @@ def choose_exchange(
     # scatter into an all-reduce (libtpu). So gather is cheaper below k slack / 2
     # devices.
     if parts <= k * slack / 2:
-        return (
-            "gather",
-            f"to {parts} devices a token goes more cheaply than to {k} experts",
+        reason = (
+            f"a copy of a token for each of {parts} devices takes fewer bytes than rows "
+            f"for {k} experts"
         )
-    return "rounds", f"to {k} experts a token goes more cheaply than to {parts} devices"
+        return "gather", reason
+    reason = (
+        f"rows for {k} experts take fewer bytes than a copy of a token for each of "
+        f"{parts} devices"
+    )
+    return "rounds", reason
 
 
 def _logical_names(parameter: Any, default: Names) -> Names:
@@ -201,7 +206,7 @@ def _check_options(kind: str, slack: float, capacity_factor: float | None) -> No
         raise ValueError(f"experts: exchange={kind!r}; choose auto, rounds or gather")
     if slack < 1 or (capacity_factor is not None and capacity_factor <= 0):
         raise ValueError(
-            f"experts: slack={slack}, capacity_factor={capacity_factor}; required: >= 1, > 0 or None"
+            f"experts: slack={slack}, capacity_factor={capacity_factor}; required: slack >= 1, capacity_factor > 0 or None"
         )
 
 
@@ -267,7 +272,6 @@ class _Placement:
 
 def _place(x: jax.Array, k: int, kernels: Kernels, options: _Options) -> _Placement:
     now = execution.current()
-    E = kernels.down.shape[0]
     tokens = now.rules.activation(("batch", "sequence"), x.shape[:2])
     computed = _specs(kernels, options.names, Rules.computed)
     expert_axes = axes_in(computed.down[0])
@@ -275,7 +279,8 @@ def _place(x: jax.Array, k: int, kernels: Kernels, options: _Options) -> _Placem
         len(expert_axes) > 1
     ):
         raise ValueError(
-            f"experts: kernels are split as {computed}; their dim of experts must be split alike"
+            f"experts: kernels are split as {computed}; all must split their dim of "
+            "experts over the same mesh axis, or not at all"
         )
     token_axes = {axis for entry in tokens for axis in axes_in(entry)}
     gradients = _specs(kernels, options.names, Rules.gradient)
@@ -283,8 +288,38 @@ def _place(x: jax.Array, k: int, kernels: Kernels, options: _Options) -> _Placem
         # The devices of the axis have the same tokens, and so the same gradients.
         gradients = computed
     shards = math.prod(now.axis_size(axis) for axis in token_axes)
-    rows = x.shape[0] * x.shape[1] * k // shards
     axis = expert_axes[0] if expert_axes else ""
+    static = _exchange(
+        rows=x.shape[0] * x.shape[1] * k // shards,
+        num_experts=kernels.down.shape[0],
+        k=k,
+        axis=axis,
+        splits_tokens=not axis or axis in token_axes,
+        options=options,
+    )
+    return _Placement(tokens, computed, gradients, static)
+
+
+def _exchange(
+    *,
+    rows: int,
+    num_experts: int,
+    k: int,
+    axis: str,
+    splits_tokens: bool,
+    options: _Options,
+) -> Exchange:
+    """Chooses the form of the exchange and its sizes.
+
+    Args:
+      rows: rows of a device's own tokens.
+      num_experts: experts of all devices.
+      k: experts of a token.
+      axis: mesh axis that splits the experts; "": none.
+      splits_tokens: whether this axis splits the tokens, too.
+      options: static arguments of the call.
+    """
+    now = execution.current()
     kind = "local"
     chunk = rows
     parts = 1
@@ -292,29 +327,28 @@ def _place(x: jax.Array, k: int, kernels: Kernels, options: _Options) -> _Placem
     if axis:
         parts = now.axis_size(axis)
         kind, _ = choose_exchange(options.kind, parts, k, options.slack)
-        if axis not in token_axes:
+        if not splits_tokens:
             kind = "gather"  # the devices have the same tokens
-        trips = even_trips(options.slack * rows, E // parts)
+        trips = even_trips(options.slack * rows, num_experts // parts)
         pairs = parts if kind == "rounds" else 1
         # A gather takes the tokens of all devices of the axis.
-        groups = parts if kind == "gather" and axis in token_axes else 1
+        groups = parts if kind == "gather" and splits_tokens else 1
         chunk = min(
             _round_up(options.slack * rows / trips / pairs), _round_up(rows * groups)
         )
-    static = Exchange(
+    return Exchange(
         kind=kind,
-        experts=E,
+        experts=num_experts,
         chunk=chunk,
         activation=options.activation,
         backend=grouped_matmul.choose(options.slack if chunk != rows else 1.0),
         dtype=jnp.dtype(now.reduce),
         axis=axis,
         parts=parts,
-        split_tokens=not axis or axis in token_axes,
+        split_tokens=splits_tokens,
         mesh_axes=now.mesh.axis_names if now.mesh is not None else (),
         trips=trips,
     )
-    return _Placement(tokens, computed, gradients, static)
 
 
 def _specs(
