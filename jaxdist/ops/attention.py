@@ -78,7 +78,9 @@ def attention(
         softcap=softcap,
         window=window,
     )
-    request = Request(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options)
+    request = Request(
+        q=q_BSHN, k=k_BSKN, v=v_BSKN, segment_ids=segment_ids_BS, options=options
+    )
     form = context_attention.choose_form(q_BSHN.shape, window=window is not None)
     backend = BACKENDS.get(implementation)
     if backend is None:
@@ -146,5 +148,7 @@ def _per_device(
         ("batch", sequence, "kv_heads", None), request.k.shape
     )
     ids_spec: Any = P(q_spec[0], None)  # type: ignore[no-untyped-call]  # jax is untyped
-    specs = Request(q_spec, kv_spec, kv_spec, ids_spec, request.options)
+    specs = Request(
+        q=q_spec, k=kv_spec, v=kv_spec, segment_ids=ids_spec, options=request.options
+    )
     return execution.per_device(run, (specs,), q_spec)

@@ -114,10 +114,10 @@ class AttentionCost(Cost):
         if form.name == "ring":
             wide = _GRADIENT / itemsize
             inner = 4 * self.heads / shards * part  # a float32 of each query and head
-            # Forward: queries and results are exchanged for equal work, and keys and
-            # values, which then travel around. Backward: keys and values travel again,
-            # with their gradients. Queries, keys and values have been exchanged by the
-            # recomputed forward pass.
+            # Forward: queries, keys, values and results are exchanged for equal work, and
+            # keys and values travel around. Backward: the gradients of all four are
+            # exchanged, and keys and values travel again, with their gradients. Queries,
+            # keys and values have been exchanged by the recomputed forward pass.
             return Traffic(
                 kind="collective-permute",
                 forward=2 * queries + kv * c,

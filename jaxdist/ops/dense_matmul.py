@@ -132,8 +132,9 @@ def _gradients(
         gradient = kernel_gradient(x, dy, kernel, kernel_names, contract)
         if waits_for_sums() and execution.current().axis_size("tensor") == 1:
             # The barrier orders the gradients. Without it the compiler multiplies first
-            # and reduces later, and holds GiBs of gradients. With tensor shards they
-            # are small, and without the barrier the compiler recomputes less.
+            # and reduces later, and holds GiBs of gradients. Tensor shards get no
+            # barrier: their gradients are small, and in a fixed order the compiler
+            # recomputes less.
             gradient, cotangents = jax.lax.optimization_barrier(  # type: ignore[no-untyped-call]  # jax is untyped
                 (gradient, tuple(cotangents))
             )

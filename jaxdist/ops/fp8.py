@@ -235,7 +235,9 @@ def _backward(
         rows_of(dy, kernel.ndim - contract)
         for dy, kernel in zip(cotangents, plain, strict=True)
     ]
-    dx = _input_gradient(columns, plain, names, contract, x.dtype, recipe)
+    dx = _input_gradient(
+        columns, plain, names=names, contract=contract, dtype=x.dtype, recipe=recipe
+    )
     dx = dx.reshape(x.shape)
     gradients: list[jax.Array | None] = []
     for i, kernel in enumerate(kernels):
@@ -244,7 +246,14 @@ def _backward(
         elif recipe.has_kernel_gradients:
             rows = rows_of(x, contract)
             gradients.append(
-                _kernel_gradient(rows, columns[i], kernel, names[i], contract, recipe)
+                _kernel_gradient(
+                    rows,
+                    columns[i],
+                    kernel,
+                    names=names[i],
+                    contract=contract,
+                    recipe=recipe,
+                )
             )
         else:
             gradients.append(

@@ -221,7 +221,12 @@ def _long_backward(
     shared = _shared_chunks(segments, size)
     arrays = [q, k, v, lse, inner_products(out, grad), grad]
     pull_back = functools.partial(
-        _pair_gradients, arrays, segments, size, options, interpret
+        _pair_gradients,
+        arrays=arrays,
+        segments=segments,
+        size=size,
+        options=options,
+        interpret=interpret,
     )
     count = q.shape[2] // size
     dq = jnp.zeros_like(q)
@@ -231,7 +236,9 @@ def _long_backward(
     pairs = [
         (n, m) for n in range(count) for m in range(n if options.causal else count)
     ]
-    dq, (dk, dv) = _add_pairs(pull_back, dq, totals, pairs, shared, size)
+    dq, (dk, dv) = _add_pairs(
+        pull_back, dq, totals, pairs=pairs, shared=shared, size=size
+    )
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
@@ -335,27 +342,27 @@ _long.defvjp(_long_forward, _long_backward)
 
 
 def _pair_gradients(
+    rows: jax.Array,
+    columns: jax.Array,
+    *,
+    causal: bool,
     arrays: list[jax.Array],
     segments: pallas_splash.SegmentIds | None,
     size: int,
     options: Options,
     interpret: bool,
-    rows: jax.Array,
-    columns: jax.Array,
-    *,
-    causal: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the gradients of a chunk of queries and a chunk of keys and values.
 
     Args:
+      rows: position of the first query of the chunk.
+      columns: position of the first key of the chunk.
+      causal: whether the two chunks are the same.
       arrays: arrays of whole sequences; see `_gradients`.
       segments: segment ids of whole sequences.
       size: tokens of a chunk.
       options: options of attention.
       interpret: whether the kernel is emulated.
-      rows: position of the first query of the chunk.
-      columns: position of the first key of the chunk.
-      causal: whether the two chunks are the same.
     """
     q, k, v, *result_arrays = arrays
     q_chunk, *result_chunks = (_cut(x, rows, size, 2) for x in (q, *result_arrays))
@@ -402,9 +409,9 @@ def _gradients(
 
     jax defines no gradient of kernels that return their logsumexp. The kernel that
     computes it is private. It sums the parts of dq in a separate instruction, which
-    libtpu rates at ten times the cycles of reading the parts. So if queries see all
-    keys, the kernel is called for each block of keys, as if it belonged to another
-    sample, and the parts are summed here, in float32.
+    libtpu rates at ten times the cycles of reading the parts. If queries see all keys,
+    the kernel is called for each block of keys, as if the block were a sample. The
+    parts are then summed here, in float32.
 
     Args:
       arrays: q [B, H, S, N], k and v [B, K, S, N], logsumexp and inner products
@@ -415,7 +422,14 @@ def _gradients(
     """
     H, S = arrays[0].shape[1:3]
     keys = _largest_divisor(S, _FUSED_KEYS * LANES // max(arrays[0].shape[3], LANES))
-    kernel = _backward_kernel(S, H, keys, segments, options, interpret)
+    kernel = _backward_kernel(
+        length=S,
+        num_heads=H,
+        keys=keys,
+        segments=segments,
+        options=options,
+        interpret=interpret,
+    )
 
     def pull_back(
         arrays: list[jax.Array], segments: pallas_splash.SegmentIds | None

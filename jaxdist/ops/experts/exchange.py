@@ -287,13 +287,13 @@ def _chunks_backward(
     def add(total: Gradients, chunk: _Chunk) -> Gradients:
         token = chunk.assignments // k
         rows = feed_forward.backward(
-            x[token],
-            dout[token],
-            weights.reshape(-1)[chunk.assignments],
-            chunk.sizes,
-            kernels,
-            total.kernels,
-            products,
+            x_RD=x[token],
+            dout_RD=dout[token],
+            weights_R=weights.reshape(-1)[chunk.assignments],
+            sizes_E=chunk.sizes,
+            kernels=kernels,
+            totals=total.kernels,
+            products=products,
             activation=exchange.activation,
             backend=exchange.backend,
             dtype=jnp.float32 if total.kernels else exchange.dtype,
@@ -457,12 +457,12 @@ def _rounds_backward(
             _swap(a, exchange, TO_EXPERTS)[this.grouped] for a in sent
         )
         rows = feed_forward.backward(
-            x_rows,
-            dout_rows,
-            weight_rows,
-            this.sizes,
-            kernels,
-            total.kernels,
+            x_RD=x_rows,
+            dout_RD=dout_rows,
+            weights_R=weight_rows,
+            sizes_E=this.sizes,
+            kernels=kernels,
+            totals=total.kernels,
             activation=exchange.activation,
             backend=exchange.backend,
             dtype=jnp.float32,

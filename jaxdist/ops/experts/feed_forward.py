@@ -112,6 +112,7 @@ def forward(
 
 
 def backward(
+    *,
     x_RD: jax.Array,
     dout_RD: jax.Array,
     weights_R: jax.Array,
@@ -119,7 +120,6 @@ def backward(
     kernels: Kernels,
     totals: Kernels | None,
     products: Products = (),
-    *,
     activation: Activation,
     backend: Backend,
     dtype: DTypeLike,

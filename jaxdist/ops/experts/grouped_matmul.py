@@ -175,9 +175,9 @@ def _over_shares(
 ) -> Carry:
     """Folds add(carry, shares) over the first share of every group, then the others.
 
-    The number of the others depends on the rows, not on their groups. It is at most
-    E / slack, so no load makes more than about twice the work of an even load. E / 4 of
-    them are computed at a time.
+    There are as many others as the remaining rows need, whatever their groups: at most
+    E / slack. So no load makes more than about twice the work of an even load. E / 4 of
+    the others are computed at a time.
     """
     E = sizes.shape[0]
     starts = jnp.cumsum(sizes) - sizes

@@ -42,7 +42,7 @@ MOST_TRIPS = 4
 
 
 class Stats(NamedTuple):
-    """Statistics of the tokens: float32 sums over layers, microbatches and devices."""
+    """Statistics of the tokens: float32 sums, which may be added over layers."""
 
     load: jax.Array  # [E] choices of each expert by counted tokens, dropped ones too
     dropped: jax.Array  # choices dropped because their expert was full
@@ -127,12 +127,19 @@ def experts(
     kernels = Kernels(tuple(p[...] for p in parameters.inputs), down[...])
     _check_shapes(x_BSD, ids_BSk, weights_BSk, kernels)
     _check_options(exchange, slack, capacity_factor)
-    options = _Options(names, activation, exchange, slack, capacity_factor)
-    masks = [
+    options = _Options(
+        names=names,
+        activation=activation,
+        kind=exchange,
+        slack=slack,
+        capacity_factor=capacity_factor,
+    )
+    valid, counted = (
         None if mask is None else mask.astype(bool) for mask in (valid_BS, counted_BS)
-    ]
+    )
+    weights = weights_BSk.astype(jnp.float32)
     out, stats = jaxdist_experts(
-        x_BSD, ids_BSk, weights_BSk.astype(jnp.float32), *masks, kernels, options
+        x_BSD, ids_BSk, weights, valid, counted, kernels, options
     )
     return Output(out, stats)
 

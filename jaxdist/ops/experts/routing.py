@@ -58,7 +58,7 @@ def route(
       ValueError: the numbers do not fit, or the kind of scores is unknown.
     """
     E = logits.shape[-1]
-    _check(E, k, scores, groups, top_groups)
+    _check(experts=E, k=k, scores=scores, groups=groups, top_groups=top_groups)
     logits = logits.astype(jnp.float32)
     if scores == "softmax":
         all_scores = jax.nn.softmax(logits, -1)
@@ -85,7 +85,7 @@ def route(
     return Routing(weights * scale, ids, all_scores)
 
 
-def _check(experts: int, k: int, scores: str, groups: int, top_groups: int) -> None:
+def _check(*, experts: int, k: int, scores: str, groups: int, top_groups: int) -> None:
     if scores not in ("softmax", "sigmoid"):
         raise ValueError(f"route: scores={scores!r}; choose softmax or sigmoid")
     if not 1 <= k <= experts:

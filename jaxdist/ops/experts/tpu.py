@@ -191,13 +191,21 @@ def matmul(
     E, K, N = kernels.shape
     if transposed:
         K, N = N, K
+    tiling = forward_tiling(
+        R=x.shape[0],
+        K=K,
+        N=N,
+        E=E,
+        itemsize=x.dtype.itemsize,
+        vmem=_vmem_bytes(),
+    )
     with _scope(spare):
         y: jax.Array = _kernels.gmm(
             x,
             kernels,
             sizes.astype(jnp.int32),
             preferred_element_type=x.dtype,
-            tiling=forward_tiling(x.shape[0], K, N, E, x.dtype.itemsize, _vmem_bytes()),
+            tiling=tiling,
             transpose_rhs=transposed,
             interpret=interpret,
         )
@@ -231,7 +239,13 @@ def kernel_gradient(
     R, K = x.shape
     (E,) = sizes.shape
     tiling = gradient_tiling(
-        R, K, dy.shape[1], E, x.dtype.itemsize, _vmem_bytes(), total is not None
+        R=R,
+        K=K,
+        N=dy.shape[1],
+        E=E,
+        itemsize=x.dtype.itemsize,
+        vmem=_vmem_bytes(),
+        adds=total is not None,
     )
     with _scope(spare):
         gradient: jax.Array = _kernels.tgmm(
