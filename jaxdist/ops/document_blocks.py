@@ -17,7 +17,7 @@ Tables = splash_attention_mask_info.MaskInfo
 _WHOLE = 2  # entry of a block mask: no element of the block is masked
 
 
-def skipping(
+def skip_unshared_blocks(
     tables: Tables,
     ids_of_queries: jax.Array,
     ids_of_keys: jax.Array,

@@ -86,8 +86,8 @@ def quantise(
     for other in others:
         amax = jnp.maximum(amax, other)
     scale, inverse = _powers_of_two(amax, dtype)
-    scaled = (x.astype(jnp.float32) * jnp.expand_dims(scale, dims) for x, dims in pairs)
-    return Codes(tuple(x.astype(dtype) for x in scaled), inverse)
+    values = (x.astype(jnp.float32) * jnp.expand_dims(scale, dims) for x, dims in pairs)
+    return Codes(tuple(x.astype(dtype) for x in values), inverse)
 
 
 def _powers_of_two(amax: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -160,7 +160,7 @@ def product(
     return jax.lax.dot_general(x, y, (dims, ((), ())), preferred_element_type=dtype)
 
 
-def scaled(codes: jax.Array, *inverses: jax.Array) -> jax.Array:
+def apply_scales(codes: jax.Array, *inverses: jax.Array) -> jax.Array:
     """Applies the inverse scales of both operands to a product of codes, in its dtype.
 
     An inverse has as many dims as the product, or none. It is a power of two, so
@@ -214,7 +214,9 @@ def _forward(
         )
         y = product(codes, matrix_of(kernel_codes, contract), ([last], [0]), x.dtype)
         inverse_N = inverse_N.ravel()
-        y = scaled(y, _expand(inverse, y.ndim, 0), _expand(inverse_N, y.ndim, last))
+        y = apply_scales(
+            y, _expand(inverse, y.ndim, 0), _expand(inverse_N, y.ndim, last)
+        )
         y = checkpoint_name(y, FP8_PRODUCTS)  # type: ignore[no-untyped-call]  # jax is untyped
         outputs.append(
             y.reshape(*x.shape[: x.ndim - contract], *kernel.shape[contract:])
@@ -312,7 +314,7 @@ def _input_gradient(
         ([last, last + 1], [1, 2]),
         dtype,
     )
-    return scaled(
+    return apply_scales(
         dx, _expand(inverse, dx.ndim, 0), _expand(inverse_K.ravel(), dx.ndim, last)
     )
 
@@ -352,7 +354,7 @@ def _kernel_gradient(
         if not tensorwise:
             inverse = inverse.reshape(dims)
         inverses.append(_expand(inverse, gradient.ndim, at))
-    return scaled(gradient, *inverses).astype(kernel.dtype)
+    return apply_scales(gradient, *inverses).astype(kernel.dtype)
 
 
 def _plain(kernels: Sequence[Kernel]) -> list[jax.Array]:

@@ -23,7 +23,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as pallas_splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
 from jaxdist.ops.attention_request import Options, Request, Result, inner_products
-from jaxdist.ops.document_blocks import Tables, shared_blocks, skipping
+from jaxdist.ops.document_blocks import Tables, shared_blocks, skip_unshared_blocks
 from jaxdist.parallel.remat import RESIDUALS
 
 LANES = 128  # the kernel's sequence blocks are multiples of a vector register's width
@@ -543,12 +543,12 @@ def _skip_between_documents(
     sizes = kernel.kwargs["block_sizes"]
     ids = (segments.q[0], segments.kv[0])
     (forward, dq, dkv), kwargs = kernel.tree_flatten()
-    forward = skipping(forward, *ids, (sizes.block_q, sizes.block_kv))
+    forward = skip_unshared_blocks(forward, *ids, (sizes.block_q, sizes.block_kv))
     if dq is not None:
-        dq = skipping(dq, *ids, (sizes.block_q_dq, sizes.block_kv_dq))
+        dq = skip_unshared_blocks(dq, *ids, (sizes.block_q_dq, sizes.block_kv_dq))
     if dkv is not None:
         dkv_sizes = (sizes.block_q_dkv, sizes.block_kv_dkv)
-        dkv = skipping(dkv, *ids, dkv_sizes, by_keys=True)
+        dkv = skip_unshared_blocks(dkv, *ids, dkv_sizes, by_keys=True)
     return type(kernel)(forward, dq, dkv, **kwargs)
 
 

@@ -91,7 +91,7 @@ def over_capacity(
     return ((rank - start >= limit) & (ids < num_experts)).reshape(B, S, k)
 
 
-def steps(ends: jax.Array, values: jax.Array, at: jax.Array) -> jax.Array:
+def evaluate_steps(ends: jax.Array, values: jax.Array, at: jax.Array) -> jax.Array:
     """Evaluates a step function: values[i] where ends[i - 1] <= at < ends[i].
 
     From the last end on it is values[-1]. It is computed as a sum of steps, because

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxdist.ops.experts import feed_forward
-from jaxdist.ops.experts.dispatch import Order, sort_by_expert, steps
+from jaxdist.ops.experts.dispatch import Order, evaluate_steps, sort_by_expert
 from jaxdist.ops.experts.feed_forward import Activation, Backend, Kernels, Products
 from jaxdist.parallel import execution
 
@@ -394,10 +394,14 @@ def _round(
     )
     R = exchange.backend.allocated(n * C, e)
     grouped_rows = jnp.arange(R)
-    grouped = grouped_rows + steps(group_ends, jnp.append(shift, 0), grouped_rows)
+    grouped = grouped_rows + evaluate_steps(
+        group_ends, jnp.append(shift, 0), grouped_rows
+    )
     back = jnp.concatenate([-shift.reshape(e, n).T, jnp.zeros((n, 1), shift.dtype)], 1)
     received = jnp.arange(n * C).reshape(n, C)
-    ungrouped = received + steps(ends, back, received - jnp.arange(n)[:, None] * C)
+    ungrouped = received + evaluate_steps(
+        ends, back, received - jnp.arange(n)[:, None] * C
+    )
     present = (routes.row >= start) & (routes.row < start + C)
     rows = jnp.where(present, routes.owner * C + routes.row - start, 0)
     return _Round(
@@ -426,13 +430,14 @@ def _rounds_forward(
     routes = _routes(tokens, exchange)
 
     def add_round(number: jax.Array, out: jax.Array) -> jax.Array:
-        this = _round(number, routes, tokens.order, exchange)
-        rows = _swap(x[this.assignments // k], exchange, TO_EXPERTS)[this.grouped]
+        this_round = _round(number, routes, tokens.order, exchange)
+        received = _swap(x[this_round.assignments // k], exchange, TO_EXPERTS)
+        rows = received[this_round.grouped]
         y, _ = feed_forward.forward(
-            rows, this.sizes, kernels, exchange.activation, exchange.backend
+            rows, this_round.sizes, kernels, exchange.activation, exchange.backend
         )
-        y = _swap(y[this.ungrouped], exchange, FROM_EXPERTS)
-        return _add_rows(out, y, this.rows, this.present, weights)
+        y = _swap(y[this_round.ungrouped], exchange, FROM_EXPERTS)
+        return _add_rows(out, y, this_round.rows, this_round.present, weights)
 
     with jax.named_scope(exchange.scope):
         out = jax.lax.fori_loop(
@@ -450,17 +455,17 @@ def _rounds_backward(
     routes = _routes(tokens, exchange)
 
     def add_round(number: jax.Array, total: Gradients) -> Gradients:
-        this = _round(number, routes, tokens.order, exchange)
-        token = this.assignments // k
-        sent = (x[token], dout_TD[token], weights.reshape(-1)[this.assignments])
+        this_round = _round(number, routes, tokens.order, exchange)
+        token = this_round.assignments // k
+        sent = (x[token], dout_TD[token], weights.reshape(-1)[this_round.assignments])
         x_rows, dout_rows, weight_rows = (
-            _swap(a, exchange, TO_EXPERTS)[this.grouped] for a in sent
+            _swap(a, exchange, TO_EXPERTS)[this_round.grouped] for a in sent
         )
         rows = feed_forward.backward(
             x_RD=x_rows,
             dout_RD=dout_rows,
             weights_R=weight_rows,
-            sizes_E=this.sizes,
+            sizes_E=this_round.sizes,
             kernels=kernels,
             totals=total.kernels,
             activation=exchange.activation,
@@ -469,10 +474,10 @@ def _rounds_backward(
         )
         returned = (rows.x, rows.weights)
         dx, dweights = (
-            _swap(a[this.ungrouped], exchange, FROM_EXPERTS) for a in returned
+            _swap(a[this_round.ungrouped], exchange, FROM_EXPERTS) for a in returned
         )
-        dweights = jnp.where(this.present, dweights[this.rows], 0)
-        dx = _add_rows(total.x_TD, dx, this.rows, this.present)
+        dweights = jnp.where(this_round.present, dweights[this_round.rows], 0)
+        dx = _add_rows(total.x_TD, dx, this_round.rows, this_round.present)
         return Gradients(dx, total.weights_Tk + dweights, rows.kernels)
 
     zeros = Gradients(
