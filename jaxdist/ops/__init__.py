@@ -1,0 +1,1 @@
+"""Ops: attention, matmuls, experts, the loss, and their costs."""

@@ -1,7 +1,7 @@
-"""Attention over whole sequences; for new tokens and a cache see `cached_attention`.
+"""Attention over whole sequences; `cached_attention` attends to a cache.
 
-Shapes: `B` batch, `S` sequence, `H` query heads, `K` kv heads, `G` = H / K,
-`N` head size. `attention_backends` chooses what computes it.
+Letters: `B` batch, `S` sequence, `H` query heads, `K` kv heads, `G` = H / K, `N` head
+size. `attention_backends` chooses the implementation.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from jaxdist.ops.attention_request import Options, Request
 from jaxdist.ops.context_attention import Form
 from jaxdist.parallel import execution
 
-OUT = "attention_out"  # name of the result
+OUT = "attention_out"  # name of the result in remat policies
 
 
 def attention(
@@ -35,48 +35,64 @@ def attention(
     window: int | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Returns softmax(scale * q k^T) v over the keys a token may see, [B, S, H, N] in
-    q's dtype.
+    """Computes softmax(scale * q k^T) v over the keys that a token sees.
 
-    Where devices share out the sequence, `context_attention` chooses how they compute
-    it together. Logits and softmax are float32. Query head h reads kv head h // (H / K)
+    If devices split the sequence, `context_attention` chooses how they compute it
+    together. Logits and softmax are float32. Query head h reads kv head h // (H / K)
     (arXiv:2305.13245). Nothing of size S^2 is kept for the backward pass, which
     computes the probabilities again from the logsumexp (arXiv:2205.14135). A remat
-    policy that saves "attention_residuals" spares the second forward pass; saving
+    policy that saves "attention_residuals" avoids a second forward pass. Saving
     "attention_out" does not.
 
     Args:
-      segment_ids_BS: tokens see equal ids only (packed documents); None: one segment.
-      scale: of the logits; None: N ** -0.5.
-      softcap: logits become softcap * tanh(logits / softcap); None: off.
-      window: a token sees itself and the window - 1 tokens before it; None: all. Needs
-        causal.
-      implementation: "auto" asks the platform; others force one (tests, measurements).
+      q_BSHN: queries.
+      k_BSKN: keys.
+      v_BSKN: values.
+      causal: whether a token sees only itself and earlier tokens.
+      segment_ids_BS: documents of packed sequences; a token sees equal ids only. None:
+        each sequence is one document.
+      scale: factor of the logits; None: N ** -0.5.
+      softcap: logits become softcap * tanh(logits / softcap); None: no cap.
+      window: a token sees itself and the window - 1 tokens before it; None: all. A
+        window needs causal.
+      implementation: "auto" chooses by platform; a name of `BACKENDS` forces that one
+        (for tests and measurements).
+
+    Returns:
+      [B, S, H, N] in the dtype of q.
 
     Raises:
-      AssertionError: arrays of another rank.
+      AssertionError: an array has the wrong rank.
       ConfigError: see `context_attention.choose_form`.
-      ValueError: shapes that do not fit, heads that don't group, an unknown
-        implementation, a window without causal.
+      ValueError: shapes do not fit, heads do not group, the implementation is unknown,
+        or a window is not causal.
     """
     chex.assert_rank([q_BSHN, k_BSKN, v_BSKN], 4)
     _check_shapes(q_BSHN, k_BSKN, v_BSKN)
     _check_options(causal, window, implementation)
-    # kernels without a window do less
-    window = window if window and window < q_BSHN.shape[1] else None
-    options = Options(scale or q_BSHN.shape[3] ** -0.5, causal, softcap, window)
-    request = Request(q_BSHN, k_BSKN, v_BSKN, segment_ids_BS, options)
+    if window and window >= q_BSHN.shape[1]:
+        window = None  # kernels without a window do less work
+    options = Options(
+        scale=scale or q_BSHN.shape[3] ** -0.5,
+        causal=causal,
+        softcap=softcap,
+        window=window,
+    )
+    request = Request(
+        q=q_BSHN, k=k_BSKN, v=v_BSKN, segment_ids=segment_ids_BS, options=options
+    )
     form = context_attention.choose_form(q_BSHN.shape, window=window is not None)
     backend = BACKENDS.get(implementation)
     if backend is None:
         backend = choose(request, parts=form.parts, pieces=form.name == "ring")
-    k_BSKN = _spread(k_BSKN, q_BSHN, form.head_shards)
-    v_BSKN = _spread(v_BSKN, q_BSHN, form.head_shards)
+    k_BSKN = _repeat_heads(k_BSKN, q_BSHN, form.head_shards)
+    v_BSKN = _repeat_heads(v_BSKN, q_BSHN, form.head_shards)
     request = request.with_heads(q_BSHN, k_BSKN, v_BSKN)
     run: Callable[[Request], jax.Array] = partial(form.run, backend)
     if backend.is_kernel or form.splits_sequence:
         run = _per_device(run, form, request)
-    return checkpoint_name(run(request), OUT)
+    out: jax.Array = checkpoint_name(run(request), OUT)  # type: ignore[no-untyped-call]  # jax is untyped
+    return out
 
 
 def _check_shapes(q_BSHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> None:
@@ -99,7 +115,8 @@ def _check_options(causal: bool, window: int | None, implementation: str) -> Non
         raise ValueError(
             f"attention: window={window}, causal={causal}; a window is >= 1 token and needs causal=True"
         )
-    if implementation not in (choices := ("auto", *BACKENDS)):
+    choices = ("auto", *BACKENDS)
+    if implementation not in choices:
         raise ValueError(
             f"attention: implementation={implementation!r}; choose one of {choices}"
         )
@@ -108,8 +125,8 @@ def _check_options(causal: bool, window: int | None, implementation: str) -> Non
 # --- placement ------------------------------------------------------------------------
 
 
-def _spread(k_BSKN: jax.Array, q_BSHN: jax.Array, shards: int) -> jax.Array:
-    """Returns k with heads repeated just enough to be split like the query heads."""
+def _repeat_heads(k_BSKN: jax.Array, q_BSHN: jax.Array, shards: int) -> jax.Array:
+    """Repeats kv heads just enough to be split like the query heads."""
     H = q_BSHN.shape[2]
     K = k_BSKN.shape[2]
     copies = context_attention.copied_heads(K, H, shards) // K
@@ -123,15 +140,15 @@ def _spread(k_BSKN: jax.Array, q_BSHN: jax.Array, shards: int) -> jax.Array:
 def _per_device(
     run: Callable[[Request], jax.Array], form: Form, request: Request
 ) -> Callable[[Request], jax.Array]:
-    """Makes each device attend with its own batch rows, heads and part of the
-    sequence.
-    """
+    """Makes each device attend with its own batch rows, heads and sequence part."""
     rules = execution.current().rules
     sequence = "sequence" if form.splits_sequence else None
     q_spec: Any = rules.activation(("batch", sequence, "heads", None), request.q.shape)
     kv_spec: Any = rules.activation(
         ("batch", sequence, "kv_heads", None), request.k.shape
     )
-    ids_spec: Any = P(q_spec[0], None)
-    specs = Request(q_spec, kv_spec, kv_spec, ids_spec, request.options)
+    ids_spec: Any = P(q_spec[0], None)  # type: ignore[no-untyped-call]  # jax is untyped
+    specs = Request(
+        q=q_spec, k=kv_spec, v=kv_spec, segment_ids=ids_spec, options=request.options
+    )
     return execution.per_device(run, (specs,), q_spec)

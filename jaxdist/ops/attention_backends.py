@@ -1,9 +1,9 @@
-"""The backends of attention: what each supports, and the one place that chooses.
+"""Backends of attention: the limits of each, and the choice between them.
 
-A new backend is a function request -> out over whole sequences of one device's batch
-rows and heads, and a row of `BACKENDS`, which lists the preferred ones first. Where it
-can, it takes a part of the queries and all keys, too, and `Pieces` are for parts of
-both.
+A backend is a function request -> out over whole sequences of a device's batch rows and
+heads. To add one, add a row to `BACKENDS`, which lists preferred backends first. A
+backend may also support a part of the queries with all keys (`takes_parts`), and parts
+of both (`Pieces`).
 """
 
 import math
@@ -24,30 +24,31 @@ from jaxdist.parallel.formats.floats import lacks_bfloat16
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to compute attention, and what it supports."""
+    """Implementation of attention, and its limits."""
 
     run: Callable[[Request], jax.Array]
-    takes_parts: bool = False  # of the queries, with all keys
-    pieces: Pieces | None = None
+    takes_parts: bool = False  # whether it computes a part of the queries with all keys
+    pieces: Pieces | None = None  # functions for parts of queries and keys; None: none
     platforms: tuple[str, ...] = ("tpu", "gpu", "cpu")
-    dtypes: tuple[str, ...] = ()  # of q, k and v; (): any
+    dtypes: tuple[str, ...] = ()  # dtypes of q, k and v; () = any
     head_size_multiple: int = 1
     max_head_size: float = math.inf
-    length_multiple: int = 1
-    part_multiple: int = 1  # of the queries of a part, and the keys of a piece
-    softcap: bool = True
-    before_ampere: bool = True  # on NVIDIA's GPUs without bfloat16
-    # the partitioner cannot look into it: it is called device by device
+    length_multiple: int = 1  # of the sequence length
+    part_multiple: int = 1  # of the queries of a part, and of the keys of a piece
+    softcap: bool = True  # whether it supports a softcap
+    before_ampere: bool = True  # whether it runs on NVIDIA GPUs without bfloat16
+    # whether the partitioner cannot split it, so that it is called device by device
     is_kernel: bool = True
 
     def refusal(
         self, request: Request, *, parts: int = 1, pieces: bool = False
     ) -> str | None:
-        """Says why it cannot compute a request in the execution in force; None: it can.
+        """Explains why the backend cannot compute a request; None: it can.
 
         Args:
-          parts: of the queries, of which a call has one.
-          pieces: of the keys, too.
+          request: the whole request.
+          parts: number of parts that the queries are computed in.
+          pieces: whether the keys are computed in parts, too.
         """
         now = execution.current()
         options = request.options
@@ -78,8 +79,9 @@ class Backend:
 
 
 def choose(request: Request, *, parts: int = 1, pieces: bool = False) -> Backend:
-    """Chooses the first backend that supports a request; warns why one for this
-    platform does not.
+    """Chooses the first backend that supports a request.
+
+    It warns if a preferred backend of this platform does not.
     """
     for name, backend in BACKENDS.items():
         reason = backend.refusal(request, parts=parts, pieces=pieces)
@@ -87,23 +89,23 @@ def choose(request: Request, *, parts: int = 1, pieces: bool = False) -> Backend
             return backend
         if execution.current().platform in backend.platforms:
             warnings.warn(
-                f"attention: {reason}, so no {name} kernel: XLA computes it, more slowly and with a "
-                f"[B, H, S / 4, S] buffer of float32 logits",
+                f"attention: {reason}, so the {name} kernel is not used. XLA computes "
+                f"attention more slowly, with a [B, H, S / 4, S] buffer of float32 logits.",
                 stacklevel=3,
             )
     return BACKENDS["reference"]
 
 
 def _splash() -> Any:
-    """Imports the splash kernels, which only TPUs need."""
+    """Imports the module of splash kernels; other platforms do not need it."""
     return extras.load("jaxdist.ops.splash")
 
 
 def _cudnn(request: Request) -> jax.Array:
-    # cuDNN's own packing wants document offsets; equal ids become a [B, 1, S, S] bias,
-    # H times less than logits. The causal flag still skips the blocks above the
-    # diagonal. Before 9.10.2 a window and a bias exclude each other (cudnn_frontend's
-    # checks), so the bias then has the window too.
+    # cuDNN packs documents by offsets, which we do not have. So the segment ids become a
+    # [B, 1, S, S] bias, H times smaller than the logits. The causal flag still skips the
+    # blocks above the diagonal. Before 9.10.2, cudnn_frontend rejects a window together
+    # with a bias, so the bias then contains the window.
     options = request.options
     ids = request.segment_ids
     mask = None
@@ -113,9 +115,9 @@ def _cudnn(request: Request) -> jax.Array:
     if ids is not None:
         mask = (ids[:, :, None] == ids[:, None, :])[:, None]
         if options.window is not None:
-            place = jnp.arange(request.q.shape[1])
-            near = place[:, None] - place[None, :] < options.window
-            mask = mask & near[None, None]
+            position = jnp.arange(request.q.shape[1])
+            in_window = position[:, None] - position[None, :] < options.window
+            mask = mask & in_window[None, None]
             window = None
     return jax.nn.dot_product_attention(
         *request.heads,
@@ -129,19 +131,19 @@ def _cudnn(request: Request) -> jax.Array:
 
 BACKENDS = {
     "splash": Backend(
-        lambda request: _splash().splash_attention(request),
+        run=lambda request: _splash().splash_attention(request),
         takes_parts=True,
         pieces=Pieces(
-            lambda request: _splash().piece(request),
-            lambda request, result: _splash().piece_gradients(request, result),
+            forward=lambda request: _splash().piece(request),
+            backward=lambda request, result: _splash().piece_gradients(request, result),
         ),
         platforms=("tpu",),
         part_multiple=128,
     ),
-    # Limits: jax._src.cudnn.fused_attention; the GPU's are in cuDNN's table
-    # (docs.nvidia.com, Attention).
+    # Limits from jax._src.cudnn.fused_attention, and for GPUs from the table in NVIDIA's
+    # documentation of cuDNN's attention.
     "cudnn": Backend(
-        _cudnn,
+        run=_cudnn,
         platforms=("gpu",),
         dtypes=("bfloat16", "float16"),
         head_size_multiple=8,
@@ -151,6 +153,6 @@ BACKENDS = {
         before_ampere=False,
     ),
     "reference": Backend(
-        reference, takes_parts=True, pieces=reference_pieces, is_kernel=False
+        run=reference, takes_parts=True, pieces=reference_pieces, is_kernel=False
     ),
 }

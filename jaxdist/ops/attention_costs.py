@@ -1,6 +1,7 @@
-"""What attention costs: FLOPs, and what each form over a split sequence sends and holds.
+"""Costs of attention: FLOPs, and the traffic and memory of each form.
 
-`context_attention` has the forms. Bytes are of one layer, one sequence and one device.
+`context_attention` describes the forms, which split the sequence. Bytes are per layer,
+per sequence and per device.
 """
 
 import math
@@ -23,44 +24,48 @@ from jaxdist.parallel.remat import PROJECTED
 from jaxdist.parallel.sharding import Rules
 from jaxdist.telemetry.flops import Convention
 
-_GRADIENT = 4  # bytes of an element of a key's gradient while it travels around a ring
+# bytes of an element of a key's gradient that travels around a ring
+_GRADIENT = 4
 
 
 class Traffic(NamedTuple):
-    """What a form asks of a device."""
+    """Traffic and memory of a form on a device."""
 
-    kind: str  # of collective
-    forward: float  # bytes sent
-    backward: float  # the forward pass is not computed again in it
-    # bytes of keys and values, and with heads of queries and results, in the forward
-    # pass
+    kind: str  # collective
+    forward: float  # bytes sent in the forward pass
+    backward: (
+        float  # bytes sent in the backward pass, without a recomputed forward pass
+    )
+    # bytes held in the forward pass: keys and values; with heads, queries and results too
     holds: float
-    # bytes of keys and values alone that it holds beyond a device's own part of them
+    # bytes of keys and values that the device holds besides its own part of them
     keys: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCost(Cost):
-    """Causal attention over whole sequences, with its projections."""
+    """Cost of causal attention over whole sequences, with its projections."""
 
-    length: int  # S, tokens of a sequence
-    heads: int  # of queries
-    kv_heads: int
-    head_size: int  # elements
-    window: int = 0  # tokens that one sees; 0: all
+    length: int  # S: tokens of a sequence
+    heads: int  # H: query heads
+    kv_heads: int  # K
+    head_size: int  # N
+    window: int = 0  # tokens that a token sees, itself included; 0 = all
 
     section = "context"
     moves = MOVED
 
     @property
     def sees_all(self) -> bool:
+        """Whether the window leaves no token out."""
         return not 0 < self.window < self.length
 
     def fused_flops(self, convention: Convention) -> float:
         """Returns the FLOPs of scores and weighted values.
 
-        12 H N span: the span is S ("full", masked or not), or what a causal mask
-        leaves: S / 2, and W - W^2 / 2S with a window of W tokens.
+        They are 12 H N span per token and layer. The span is the mean number of keys:
+        S by the convention "full". By "causal" it is S / 2, or W - W^2 / 2S with a
+        window of W tokens.
         """
         span = float(self.length)
         if convention == "causal":
@@ -70,58 +75,80 @@ class AttentionCost(Cost):
 
     @property
     def fused_width(self) -> int:
+        """Elements of a head."""
         return self.head_size
 
     def form(self, rules: Rules) -> Form:
-        """Chooses how devices compute it together where arrays lie as rules say."""
+        """Chooses the form for a layout."""
         dims = (1, self.length, self.heads, self.head_size)
         return form_under(rules, dims, window=not self.sees_all)
 
     def form_name(self, rules: Rules) -> str:
+        """Names the form for a layout."""
         return self.form(rules).name
 
     def faults(self, rules: Rules) -> Iterator[str]:
+        """Yields the errors of context.attention, as texts for users."""
         yield from context_attention.faults(rules, self.length, self.heads)
 
     def traffic(self, form: Form, itemsize: int) -> Traffic:
-        """Computes the bytes that a form that splits the sequence sends and holds."""
+        """Computes the bytes that a form sends and holds, if it splits the sequence."""
         c = form.context
         part = self.length // c
         element = part * self.head_size * itemsize
         shards = shards_of(self.heads, form.head_shards)
-        # A device's own part of them; with `heads` of the heads that it will have,
-        # which may be copies.
+        # A device's own part of keys and values. The kv heads may be repeated, to split
+        # like the query heads.
         kv = 2 * self._kv_heads(shards) / shards * element
         queries = self.heads / shards * element
         if form.name == "heads":
             sent = (2 * queries + kv) * (c - 1)
-            before = 2 * self._kv_heads(shards // c) * c / shards * element
-            holds = (2 * queries + kv) * c
-            return Traffic("all-to-all", sent, sent, holds, kv * c - before)
+            kv_before = 2 * self._kv_heads(shards // c) * c / shards * element
+            return Traffic(
+                kind="all-to-all",
+                forward=sent,
+                backward=sent,
+                holds=(2 * queries + kv) * c,
+                keys=kv * c - kv_before,
+            )
         if form.name == "ring":
             wide = _GRADIENT / itemsize
-            # To where all have equal work, and around; back with gradients and a number
-            # of each query and head, and where the forward pass was computed again
-            # queries, keys and values are still there.
-            inner = 4 * self.heads / shards * part
-            forward = 2 * queries + kv * c
-            backward = (2 * queries + inner + kv) + kv * (c - 1) + wide * kv * c
-            return Traffic("collective-permute", forward, backward, 2 * kv, kv)
+            inner = 4 * self.heads / shards * part  # a float32 of each query and head
+            # Forward: queries, keys, values and results are exchanged for equal work, and
+            # keys and values travel around. Backward: the gradients of all four are
+            # exchanged, and keys and values travel again, with their gradients. Queries,
+            # keys and values have been exchanged by the recomputed forward pass.
+            return Traffic(
+                kind="collective-permute",
+                forward=2 * queries + kv * c,
+                backward=(2 * queries + inner + kv) + kv * (c - 1) + wide * kv * c,
+                holds=2 * kv,
+                keys=kv,
+            )
         hops = form.hops(part, None if self.sees_all else self.window)
-        kind = "all-gather" if hops == c - 1 else "collective-permute"
-        return Traffic(kind, kv * hops, kv * hops, kv * (hops + 1), kv * hops)
+        return Traffic(
+            kind="all-gather" if hops == c - 1 else "collective-permute",
+            forward=kv * hops,
+            backward=kv * hops,
+            holds=kv * (hops + 1),
+            keys=kv * hops,
+        )
 
     def _kv_heads(self, shards: int) -> int:
         return copied_heads(self.kv_heads, self.heads, shards)
 
     def share(self, rules: Rules, itemsize: int) -> Share:
+        """Returns a device's share of attention."""
         form = self.form(rules)
         if not form.splits_sequence:
             return Share()
         traffic = self.traffic(form, itemsize)
         part = self.length // form.context
         crossing = Crossing(
-            AXIS, traffic.kind, traffic.forward / part, traffic.backward / part
+            axis=AXIS,
+            kind=traffic.kind,
+            forward=traffic.forward / part,
+            backward=traffic.backward / part,
         )
         return Share(
             crossings=(crossing,),
@@ -131,39 +158,40 @@ class AttentionCost(Cost):
         )
 
     def explain(self, rules: Rules, itemsize: int) -> list[str]:
-        """Returns, in lines for users, which form is taken and why.
+        """Explains to users which form is chosen, next to an alternative.
 
-        The bytes are those of the forward pass, in a layer without a window; the
-        backward pass sends about as much again, and what remat computes twice is sent
-        twice.
+        The bytes are those of the forward pass, in a layer without a window. The
+        backward pass sends about as many again. A recomputed forward pass sends its
+        bytes twice.
         """
-        own = replace(self, window=0)
+        whole = replace(self, window=0)
         context = rules.shape.sizes[AXIS]
         tensor = rules.shape.sizes["tensor"]
-        form = own.form(rules)
+        form = whole.form(rules)
         if context == 1 or not form.splits_sequence:
             return []
-        gather = own.traffic(Form("gather", context, tensor), itemsize)
-        ring = own.traffic(Form("ring", context, tensor), itemsize)
-        said = {
+        gather = whole.traffic(Form("gather", context, tensor), itemsize)
+        ring = whole.traffic(Form("ring", context, tensor), itemsize)
+        texts = {
             "gather": f"gather sends {_mb(gather.forward)}, "
             f"holds all of {_mb(gather.holds)}",
             "ring": f"ring sends {_mb(ring.forward)}, holds parts of {_mb(ring.holds)}",
         }
-        other = "gather"
-        if heads_divide(rules, own.heads):
-            heads = Form("heads", context, context * shards_of(own.heads, tensor))
-            whole = own.traffic(heads, itemsize)
-            said["heads"] = (
-                f"heads sends {_mb(whole.forward)}, holds parts of {_mb(whole.holds)}"
+        alternative = "gather"
+        if heads_divide(rules, whole.heads):
+            head_shards = context * shards_of(whole.heads, tensor)
+            heads = whole.traffic(Form("heads", context, head_shards), itemsize)
+            texts["heads"] = (
+                f"heads sends {_mb(heads.forward)}, holds parts of {_mb(heads.holds)}"
             )
             if form.name == "gather":
-                other = "heads"
-        rest = [said[name] for name in dict.fromkeys((form.name, other))]
-        first = f"context {context}: attention by {form.name}: {own._why(rules, form)}"
-        return ["; ".join([first, *rest])]
+                alternative = "heads"
+        names = dict.fromkeys((form.name, alternative))
+        reason = whole._reason(rules, form)
+        first = f"context {context}: attention by {form.name}: {reason}"
+        return ["; ".join([first, *(texts[name] for name in names)])]
 
-    def _why(self, rules: Rules, form: Form) -> str:
+    def _reason(self, rules: Rules, form: Form) -> str:
         if rules.attention == form.name:
             return "set by context.attention"
         if rules.attention == "ring":
@@ -176,6 +204,7 @@ class AttentionCost(Cost):
     def report(
         cls, costs: Sequence[Any], rules: Rules, itemsize: int, load: float
     ) -> dict[str, Any]:
+        """Returns the section "context" of a plan, as JSON; see `Cost.report`."""
         parts = rules.shape.sizes[AXIS]
         if parts == 1:
             return {}
@@ -203,7 +232,18 @@ def attention_cost(
     layers: int = 1,
     in_blocks: bool = True,
 ) -> AttentionCost:
-    """Returns the cost of attention whose projections read rows of `width` elements."""
+    """Returns the cost of attention with its projections.
+
+    Args:
+      width: width of the model.
+      heads: query heads.
+      kv_heads: heads of keys and values.
+      head_size: elements of a head.
+      length: tokens of a sequence.
+      window: tokens that a token sees, itself included; 0: all.
+      layers: number of layers.
+      in_blocks: whether it is in the blocks that are scanned and pipelined.
+    """
     inner = heads * head_size
     kv_inner = kv_heads * head_size
     products = (
@@ -226,14 +266,14 @@ def attention_cost(
 
 
 def busiest(costs: Sequence[Cost], rules: Rules, itemsize: int) -> float:
-    """Returns the work in fused kernels of the device with most of it, over the mean."""
+    """Computes the busiest device's work in fused kernels, relative to the mean."""
     work = [cost.fused_flops("causal") for cost in costs]
-    most = [
+    busiest_work = [
         flops * cost.share(rules, itemsize).busiest
         for cost, flops in zip(costs, work, strict=True)
     ]
     total = math.fsum(work)
-    return math.fsum(most) / total if total else 1.0
+    return math.fsum(busiest_work) / total if total else 1.0
 
 
 def _mb(size: float) -> str:

@@ -1,10 +1,11 @@
-"""Attention as XLA computes it, everywhere: blocks of queries, with a backward pass of
-its own.
+"""Reference backend of attention: XLA matmuls, block by block, on every platform.
 
-Head-major batched products: a block of queries sees only the keys before its end, so
-causal attention skips nearly half of the work and no [S, S] array exists. On CPU a
-layer with its projections takes 0.55 x the time and 0.4 x the memory of einsum, softmax
-and autodiff. Letters: see `attention`.
+Arrays are head-major and matmuls are batched. A block of queries sees only the keys up
+to its end. So causal attention skips nearly half of the work, and no [S, S] array
+exists. The backward pass is written by hand. On CPU a layer with its projections takes
+0.55 x the time and 0.4 x the memory of einsum, softmax and autodiff.
+
+Letters: see `attention`.
 """
 
 import functools
@@ -24,22 +25,24 @@ from jaxdist.ops.attention_request import (
 )
 from jaxdist.parallel.remat import RESIDUALS
 
-MASKED = -1e30  # finite: a difference of two is 0, not NaN; far below any real logit
+# Logit of a masked key, far below any real logit. It is finite, so that a difference of
+# two is 0 instead of NaN.
+MASKED = -1e30
 
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def soft_capped(logits: jax.Array, cap: float | None) -> jax.Array:
-    """Returns cap * tanh(logits / cap); the logits without a cap (None or 0)."""
+    """Caps logits: cap * tanh(logits / cap). A cap of None or 0 leaves them."""
     return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 def _blocks(length: int, keys: int, options: Options) -> Iterator[tuple[slice, slice]]:
-    """Yields blocks: rows of queries, and the columns of keys that they see, all of
-    them if not causal.
+    """Yields blocks: rows of queries, and the columns of the keys that they may see.
 
-    At most 8, of at least 64 rows, so that products stay large. A part of the queries,
-    whose place is known at run time only, gets all columns.
+    There are at most 8 blocks, of at least 64 rows, so that matmuls stay large. Without
+    a causal mask a block has all columns. A part of the queries has all columns, too:
+    its position is known only at run time.
     """
     count = max(1, min(8 if length >= 2048 else 4, length // 64))
     bounds = [length * i // count for i in range(count + 1)]
@@ -70,21 +73,21 @@ def _logits(
         seen = row >= column
         if options.window is not None:
             seen &= row - column < options.window
-        # Added, not selected: XLA's CPU backend would spread a predicate over batch and
-        # heads.
+        # The mask is added: for a select, XLA's CPU backend would broadcast the
+        # predicate over batch and heads.
         s = s + jnp.where(seen, 0.0, MASKED)[None, None, None]
     if request.segments is not None:
-        of_queries, of_keys = (ids[:, None, None] for ids in request.segments)
-        same = of_queries[..., rows, None] == of_keys[..., None, columns]
+        query_ids, key_ids = (ids[:, None, None] for ids in request.segments)
+        same = query_ids[..., rows, None] == key_ids[..., None, columns]
         s = jnp.where(same, s, MASKED)
     return s
 
 
 def _head_major(request: Request) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Lays out scaled q as [B, K, G, S, N] and k, v as [B, K, T, N], in their own dtype.
+    """Scales q and lays out q as [B, K, G, S, N], and k, v as [B, K, T, N].
 
-    Products of bfloat16 accumulate in float32; widening the operands first was slower
-    on CPU too.
+    They keep their dtype: matmuls of bfloat16 accumulate in float32. Casting the
+    operands to float32 first is slower, on CPU, too.
     """
     q, k, v = request.heads
     B, S, H, N = q.shape
@@ -105,16 +108,21 @@ def reference(request: Request) -> jax.Array:
     return _forward(request)[0]
 
 
-def _forward(request: Request):
+_Residuals = tuple[Request, jax.Array, jax.Array]  # request, result, logsumexp
+
+
+def _forward(request: Request) -> tuple[jax.Array, _Residuals]:
     out, logsumexp = _attend(request)
     out_BSHN = _sequence_major(out, request.q.dtype)
-    out_BSHN = checkpoint_name(out_BSHN, RESIDUALS)
-    return out_BSHN, (request, out_BSHN, checkpoint_name(logsumexp, RESIDUALS))
+    out_BSHN = checkpoint_name(out_BSHN, RESIDUALS)  # type: ignore[no-untyped-call]  # jax is untyped
+    return out_BSHN, (request, out_BSHN, checkpoint_name(logsumexp, RESIDUALS))  # type: ignore[no-untyped-call]  # jax is untyped
 
 
 def _attend(request: Request) -> tuple[jax.Array, jax.Array]:
-    """Computes the result [B, K, G, S, N] and the logsumexp of the logits [B, K, G, S,
-    1], float32.
+    """Attends block by block, in float32.
+
+    Returns:
+      The result [B, K, G, S, N], and the logsumexp of the logits [B, K, G, S, 1].
     """
     q, k, v = _head_major(request)
     outs = []
@@ -124,7 +132,7 @@ def _attend(request: Request) -> tuple[jax.Array, jax.Array]:
         peak = s.max(-1, keepdims=True)
         p = jnp.exp(s - peak)
         total = p.sum(-1, keepdims=True)
-        # Dividing the output, not the probabilities, is S / N times less work.
+        # Dividing the output is S / N times less work than dividing the probabilities.
         outs.append(
             einsum("bkgst,bktn->bkgsn", p.astype(v.dtype), v[:, :, columns]) / total
         )
@@ -132,7 +140,7 @@ def _attend(request: Request) -> tuple[jax.Array, jax.Array]:
     return jnp.concatenate(outs, 3), jnp.concatenate(logsumexps, 3)
 
 
-def _backward(residuals, grad_BSHN: jax.Array):
+def _backward(residuals: _Residuals, grad_BSHN: jax.Array) -> tuple[Request]:
     request, out_BSHN, logsumexp = residuals
     inner_BSH = inner_products(out_BSHN, grad_BSHN)
     gradients = _gradients(
@@ -149,12 +157,14 @@ def _gradients(
     *,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes the gradients of q, in a dtype, and of k and v in float32.
+    """Computes the gradients of q, k and v.
 
     Args:
-      grad_BSHN: of the result.
-      inner_BSH: sum over the head of the result times its gradient.
-      logsumexp: of the logits, [B, K, G, S, 1].
+      request: queries, keys, values and options.
+      grad_BSHN: gradient of the result.
+      inner_BSH: result of `inner_products`.
+      logsumexp: logsumexp of the logits, [B, K, G, S, 1].
+      dtype: dtype of the gradient of q. Those of k and v are float32.
     """
     options = request.options
     q, k, v = _head_major(request)
@@ -170,12 +180,13 @@ def _gradients(
         p = jnp.exp(s - logsumexp[:, :, :, rows])
         dp = einsum("bkgsn,bktn->bkgst", grad[:, :, :, rows], v[:, :, columns])
         ds = p * (dp - inner[:, :, :, rows])
-        # where masked, p and so ds are 0 whatever this factor
         if options.softcap is not None:
+            # Masked keys have p = 0 and ds = 0, so their factor does not matter.
             ds *= 1 - jnp.square(jnp.where(s == MASKED, 0.0, s) / options.softcap)
         ds = ds.astype(q.dtype)
         dqs.append(einsum("bkgst,bktn->bkgsn", ds, k[:, :, columns]))
-        # [N, keys], not [keys, N]: the product then need not transpose its S^2 operand.
+        # The gradient is [N, keys]: for [keys, N] the matmul would have to transpose its
+        # S^2 operand.
         dk_block = einsum("bkgsn,bkgst->bknt", q[:, :, :, rows], ds)
         dv_block = einsum("bkgsn,bkgst->bknt", grad[:, :, :, rows], p.astype(v.dtype))
         dk = _add(dk, dk_block, columns)
@@ -187,13 +198,13 @@ def _gradients(
 
 
 def _by_kv_head(x_BSH: jax.Array, kv_heads: int) -> jax.Array:
-    """Returns [B, K, G, S, 1]."""
+    """Reshapes an array by head to [B, K, G, S, 1]."""
     B, S, H = x_BSH.shape
     return x_BSH.reshape(B, S, kv_heads, H // kv_heads).transpose(0, 2, 3, 1)[..., None]
 
 
 def _add(total_BKNS: jax.Array, part: jax.Array, columns: slice) -> jax.Array:
-    """Returns the total with a block's part added to its columns."""
+    """Adds a block's part to the columns of a total."""
     after = total_BKNS.shape[-1] - columns.stop
     return total_BKNS + jnp.pad(part, ((0, 0), (0, 0), (0, 0), (columns.start, after)))
 

@@ -1,6 +1,6 @@
-"""One call of attention, as every backend and every form over several devices takes it.
+"""Requests: the arguments of attention, for all backends and forms.
 
-Letters: `T` keys, else see `attention`.
+Letters: `T` keys; see `attention` for the others.
 """
 
 from collections.abc import Callable
@@ -12,46 +12,47 @@ import jax.numpy as jnp
 
 
 class Options(NamedTuple):
-    """What shapes attention besides arrays; hashable, so a static argument."""
+    """Options of attention; hashable, so they can be a static argument."""
 
-    scale: float
+    scale: float  # factor of the logits
     causal: bool
-    softcap: float | None
-    window: int | None
+    softcap: float | None  # None: no cap
+    window: int | None  # tokens that a token sees, itself included; None: all
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Request:
-    """Queries, the keys and values that they attend to, and what shapes it."""
+    """Queries, keys, values and options of one call."""
 
     q: jax.Array  # [B, S, H, N]
     k: jax.Array  # [B, T, K, N]
     v: jax.Array  # [B, T, K, N]
-    # [B, T] of the keys: tokens see equal ids only; None: one segment
+    # [B, T] documents of the keys; a token sees equal ids only. None: one document
     segment_ids: jax.Array | None
     options: Options = field(metadata={"static": True})
-    # [B, S] of the queries; None: they have the keys' places, and so their ids
+    # [B, S] documents of the queries; None: those of the keys
     query_ids: jax.Array | None = None
-    # int32: the queries have this one of the T / S equal parts of the keys' places;
-    # None: they have the places of the keys given
+    # int32: which of T / S equal parts of the keys' positions the queries have; None:
+    # the queries have the positions of the keys
     part: jax.Array | None = None
 
     @property
     def heads(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The queries, keys and values."""
+        """Queries, keys and values."""
         return self.q, self.k, self.v
 
     @property
     def segments(self) -> tuple[jax.Array, jax.Array] | None:
-        """The segment ids of queries and keys; None: one segment."""
+        """Segment ids of the queries and of the keys; None: one document."""
         if self.segment_ids is None:
             return None
-        of_queries = self.segment_ids if self.query_ids is None else self.query_ids
-        return of_queries, self.segment_ids
+        if self.query_ids is None:
+            return self.segment_ids, self.segment_ids
+        return self.query_ids, self.segment_ids
 
     def with_heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> "Request":
-        """Gives it other queries, keys and values."""
+        """Replaces the queries, keys and values."""
         return replace(self, q=q, k=k, v=v)
 
     def of_part(
@@ -61,10 +62,13 @@ class Request:
         v: jax.Array,
         segment_ids: jax.Array | None,
     ) -> "Request":
-        """Gives it keys of more places, of which its queries have a part.
+        """Replaces the keys by keys of more positions than the queries have.
 
         Args:
-          segment_ids: of the keys.
+          part: number of the part of these positions that the queries have.
+          k: keys [B, T, K, N].
+          v: values [B, T, K, N].
+          segment_ids: documents of the keys [B, T]; None: one document.
         """
         query_ids = None
         if segment_ids is not None:
@@ -75,34 +79,34 @@ class Request:
         )
 
     def gradients(self, dq: jax.Array, dk: jax.Array, dv: jax.Array) -> "Request":
-        """Makes the gradient of a request, in the dtypes of its arrays."""
+        """Builds the gradient of this request, in the dtypes of its arrays."""
         return Request(
-            dq.astype(self.q.dtype),
-            dk.astype(self.k.dtype),
-            dv.astype(self.v.dtype),
-            None,
-            self.options,
+            q=dq.astype(self.q.dtype),
+            k=dk.astype(self.k.dtype),
+            v=dv.astype(self.v.dtype),
+            segment_ids=None,
+            options=self.options,
         )
 
 
 def inner_products(out_BSHN: jax.Array, grad_BSHN: jax.Array) -> jax.Array:
-    """Sums result times gradient over each head, [B, S, H] float32.
+    """Multiplies result and gradient and sums over each head, [B, S, H] float32.
 
-    It equals the sum of p * dp over all keys, and is S / N times less work.
+    This equals the sum of p * dp over all keys, with S / N times less work.
     """
     return jnp.sum(out_BSHN.astype(jnp.float32) * grad_BSHN.astype(jnp.float32), -1)
 
 
 class Result(NamedTuple):
-    """What the backward pass knows of the attention of some queries to all keys."""
+    """Attention of some queries to all keys, as the backward pass needs it."""
 
-    grad: jax.Array  # [B, S, H, N]
-    inner: jax.Array  # [B, S, H] sum over the head of result times gradient
+    grad: jax.Array  # [B, S, H, N] gradient of the result
+    inner: jax.Array  # [B, S, H] result of `inner_products`
     lse: jax.Array  # [B, S, H] logsumexp of the logits
 
 
 class Pieces(NamedTuple):
-    """Attention of some queries to some keys, as parts of a softmax. No window."""
+    """Functions for some queries and some keys: parts of a softmax, without a window."""
 
     # request -> (out [B, S, H, N], logsumexp [B, S, H]), float32
     forward: Callable[[Request], tuple[jax.Array, jax.Array]]

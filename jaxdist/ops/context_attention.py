@@ -1,14 +1,18 @@
-"""Attention over a sequence that devices share out over the mesh axis `context`: three
-forms of it.
+"""Attention over sequences that devices split over the mesh axis `context`.
 
-heads: an all-to-all gives every device whole sequences of a part of the heads, another
-gives the results back (DeepSpeed-Ulysses, arXiv:2309.14509). Any backend computes it,
-masks are those of whole sequences, and all devices have equal work. gather: every
-device gets all keys and values, or those that its window reaches, and attends with its
-own part of the queries (as in Llama 3, arXiv:2407.21783, section 3.3.2); without a
-window the last part sees the most keys. ring: see `ring_attention`.
+It has three forms.
 
-Letters: c size of the axis, else see `attention`.
+heads: an all-to-all gives every device whole sequences for a part of the heads, and a
+second one returns the results (DeepSpeed-Ulysses, arXiv:2309.14509). It supports all
+backends and masks, and all devices have equal work.
+
+gather: every device gets all keys and values, or those in reach of its window. It
+attends with its own part of the queries (as in Llama 3, arXiv:2407.21783, section
+3.3.2). Without a window, the last part has the most work.
+
+ring: see `ring_attention`.
+
+Letters: c size of the axis; see `attention` for the others.
 """
 
 import math
@@ -29,50 +33,63 @@ from jaxdist.parallel.sharding import Rules
 
 @dataclass(frozen=True)
 class Form:
-    """How devices compute attention together."""
+    """Form in which devices compute attention together."""
 
-    # "whole": no device has a part of the sequence; else "heads", "gather" or "ring"
+    # "heads", "gather", "ring", or "whole": the sequence is not split
     name: str
-    context: int  # devices that share out the sequence
-    head_shards: int  # devices that share out the heads
+    context: int  # devices that split the sequence
+    head_shards: int  # devices that split the heads
 
     @property
     def splits_sequence(self) -> bool:
+        """Whether devices split the sequence."""
         return self.context > 1
 
     @property
     def parts(self) -> int:
-        """Returns the parts of the queries, of which a backend sees one at a time."""
-        return {"gather": self.context, "ring": 2 * self.context}.get(self.name, 1)
+        """Number of parts of the queries; a backend computes one at a time."""
+        if self.name == "gather":
+            return self.context
+        if self.name == "ring":
+            return 2 * self.context
+        return 1
 
     @property
     def busiest(self) -> float:
-        """Returns the work of the device that has most, relative to the mean, with a
-        causal mask.
-        """
+        """Work of the busiest device, relative to the mean, with a causal mask."""
         return 2 - 1 / self.context if self.name == "gather" else 1.0
 
     def hops(self, part: int, window: int | None) -> int:
-        """Returns from how many devices before a window reaches keys, if each has a
-        part of the sequence.
+        """Counts the preceding devices whose keys a device needs.
+
+        Args:
+          part: tokens of a device's part of the sequence.
+          window: tokens that a token sees; None or 0: all.
         """
         most = self.context - 1
-        return min(-(-(window - 1) // part), most) if window else most
+        if not window:
+            return most
+        return min(-(-(window - 1) // part), most)
 
     def run(self, backend: Backend, request: Request) -> jax.Array:
-        """Computes attention as a device has it: called with its own part of the
-        arrays, ids excepted.
+        """Computes attention on a device.
+
+        Args:
+          backend: implementation to call.
+          request: the device's part of the arrays, but all segment ids.
         """
         if self.name == "whole":
             return backend.run(request)
         if self.name == "heads":
             with jax.named_scope(TO_HEADS):
                 q, k, v = (
-                    jax.lax.all_to_all(x, AXIS, 2, 1, tiled=True) for x in request.heads
+                    jax.lax.all_to_all(x, AXIS, 2, 1, tiled=True)  # type: ignore[no-untyped-call]  # jax is untyped
+                    for x in request.heads
                 )
             out = backend.run(request.with_heads(q, k, v))
             with jax.named_scope(FROM_HEADS):
-                return jax.lax.all_to_all(out, AXIS, 1, 2, tiled=True)
+                result: jax.Array = jax.lax.all_to_all(out, AXIS, 1, 2, tiled=True)  # type: ignore[no-untyped-call]  # jax is untyped
+                return result
         if self.name == "ring":
             assert backend.pieces is not None
             ring = Ring(backend.pieces, request.options.causal, self.context)
@@ -81,61 +98,67 @@ class Form:
         hops = self.hops(k.shape[1], request.options.window)
         if hops < self.context - 1:
             with jax.named_scope(KEYS):
-                k, v = (_with_those_before(x, hops, self.context) for x in (k, v))
-            ids = _ids_before(request, hops, self.context)
+                k, v = (_with_previous(x, hops, self.context) for x in (k, v))
+            ids = _previous_ids(request, hops, self.context)
             return backend.run(request.of_part(jnp.int32(hops), k, v, ids))
         part = jax.lax.axis_index(AXIS)
         with jax.named_scope(KEYS):
-            k = _gathered(k)
-            v = _gathered(v)
+            k = _gather_keys(k)
+            v = _gather_keys(v)
         return backend.run(request.of_part(part, k, v, request.segment_ids))
 
 
-def _with_those_before(k_BSKN: jax.Array, hops: int, size: int) -> jax.Array:
-    """Returns the keys of so many devices before this one, and its own: all that a
-    window reaches.
-    """
-    before = [
-        jax.lax.ppermute(k_BSKN, AXIS, [(i, (i + hop) % size) for i in range(size)])
+def _with_previous(k_BSKN: jax.Array, hops: int, size: int) -> jax.Array:
+    """Joins the keys of the `hops` preceding devices with this device's own."""
+    previous = [
+        jax.lax.ppermute(k_BSKN, AXIS, [(i, (i + hop) % size) for i in range(size)])  # type: ignore[no-untyped-call]  # jax is untyped
         for hop in range(hops, 0, -1)
     ]
-    return jnp.concatenate([*before, k_BSKN], axis=1)
+    return jnp.concatenate([*previous, k_BSKN], axis=1)
 
 
-def _ids_before(request: Request, hops: int, size: int) -> jax.Array:
-    """Cuts out the segment ids of those keys; what comes round from the sequence's end
-    is nobody's.
+def _previous_ids(request: Request, hops: int, size: int) -> jax.Array:
+    """Slices the segment ids of the keys of `_with_previous`.
+
+    Keys that wrap around from the end of the sequence get an id that no token has.
     """
     rows, length = request.q.shape[:2]
     segment_ids_BS = request.segment_ids
     if segment_ids_BS is None:
         segment_ids_BS = jnp.zeros((rows, length * size), jnp.int32)
-    nobody = jnp.iinfo(jnp.int32).min
+    no_document = jnp.iinfo(jnp.int32).min  # type: ignore[no-untyped-call]  # jax is untyped
     padded = jnp.pad(
-        segment_ids_BS, [(0, 0), (hops * length, 0)], constant_values=nobody
+        segment_ids_BS, [(0, 0), (hops * length, 0)], constant_values=no_document
     )
     start = jax.lax.axis_index(AXIS) * length
     return jax.lax.dynamic_slice_in_dim(padded, start, (hops + 1) * length, 1)
 
 
-def _gathered(k_BSKN: jax.Array) -> jax.Array:
-    """Returns the keys of all devices; their gradients are summed on the way back."""
+def _gather_keys(k_BSKN: jax.Array) -> jax.Array:
+    """Gathers the keys of all devices; the backward pass sums their gradients."""
     wide = execution.summable(k_BSKN)
-    return jax.lax.all_gather(wide, AXIS, axis=1, tiled=True).astype(k_BSKN.dtype)
+    gathered: jax.Array = jax.lax.all_gather(wide, AXIS, axis=1, tiled=True)
+    return gathered.astype(k_BSKN.dtype)
 
 
 def choose_form(dims: Sequence[int], *, window: bool = False) -> Form:
-    """Returns `form_under` the rules in force."""
+    """Chooses the form for queries [B, S, H, N] by the current rules; see `form_under`."""
     return form_under(execution.current().rules, dims, window=window)
 
 
 def form_under(rules: Rules, dims: Sequence[int], *, window: bool = False) -> Form:
-    """Chooses how queries [B, S, H, N] attend.
+    """Chooses the form for queries [B, S, H, N].
 
-    A ring knows no window, and its chunks are of one size: elsewhere `ring` gathers.
+    A ring supports no window and needs 2 c chunks of equal size. Otherwise
+    context.attention=ring uses gather.
+
+    Args:
+      rules: rules of the layout.
+      dims: shape of the queries.
+      window: whether attention has a window.
 
     Raises:
-      ConfigError: context.attention=heads, and heads that do not divide.
+      ConfigError: context.attention is heads, but the heads do not divide.
     """
     size = rules.shape.sizes[AXIS]
     tensor = rules.shape.sizes["tensor"]
@@ -153,8 +176,12 @@ def form_under(rules: Rules, dims: Sequence[int], *, window: bool = False) -> Fo
 
 
 def faults(rules: Rules, length: int, heads: int | None) -> Iterator[str]:
-    """Yields what is wrong with context.attention for sequences of a length and so many
-    query heads.
+    """Yields the errors of context.attention, as texts for users.
+
+    Args:
+      rules: rules of the layout.
+      length: tokens of a sequence.
+      heads: number of query heads; None: not checked.
     """
     size = rules.shape.sizes[AXIS]
     parts = size
@@ -163,26 +190,20 @@ def faults(rules: Rules, length: int, heads: int | None) -> Iterator[str]:
         parts = 2 * size
         name = f"2 x {name} (context.attention=ring)"
     if size > 1 and length % parts:
-        legal = " or ".join(
-            str(n) for n in (length // parts * parts, -(-length // parts) * parts) if n
-        )
+        lengths = (length // parts * parts, -(-length // parts) * parts)
+        legal = " or ".join(str(n) for n in lengths if n)
         yield f"batch.sequence_length={length} is not divisible by {name}; nearest legal lengths: {legal}"
-    if heads is None:
+    if heads is None or rules.attention != "heads" or size == 1:
         return
-    if (
-        rules.attention == "heads"
-        and rules.shape.sizes[AXIS] > 1
-        and not heads_divide(rules, heads)
-    ):
+    if not heads_divide(rules, heads):
         yield _refusal(rules, heads)
 
 
 def copied_heads(kv_heads: int, heads: int, shards: int) -> int:
-    """Returns the kv heads when they are repeated just enough to be split like the
-    query heads.
+    """Computes the number of kv heads after they are repeated to split like query heads.
 
-    With 8 shards and 4 kv heads every one is held twice, so that 8 devices have one
-    each.
+    They are repeated just enough. With 8 shards, 4 kv heads become 8, one for each
+    device.
     """
     if kv_heads % shards == 0 or heads % shards:
         return kv_heads
@@ -191,7 +212,7 @@ def copied_heads(kv_heads: int, heads: int, shards: int) -> int:
 
 
 def shards_of(heads: int, tensor: int) -> int:
-    """Counts how many devices share the heads out: none where they do not divide."""
+    """Counts the devices of `tensor` that split the heads: 1 if they do not divide."""
     return tensor if heads % tensor == 0 else 1
 
 
@@ -200,19 +221,17 @@ def _head_shards(rules: Rules, heads: int) -> int:
 
 
 def heads_divide(rules: Rules, heads: int) -> bool:
-    """Checks whether each device of context x tensor can have as many heads."""
+    """Checks whether the devices of context x tensor can split the heads equally."""
     return heads % _head_shards(rules, heads) == 0
 
 
 def indivisible(rules: Rules, heads: int) -> str:
-    """Names what does not divide, as a clause."""
+    """Describes why the heads do not divide, as a clause for users."""
     tensor = shards_of(heads, rules.shape.sizes["tensor"])
-    product = (
-        f"{rules.shape.sizes[AXIS]} x mesh.tensor={tensor}"
-        if tensor > 1
-        else rules.shape.sizes[AXIS]
-    )
-    return f"{heads} query heads are not divisible by mesh.context={product}"
+    divisor = f"mesh.context={rules.shape.sizes[AXIS]}"
+    if tensor > 1:
+        divisor = f"{divisor} x mesh.tensor={tensor}"
+    return f"{heads} query heads are not divisible by {divisor}"
 
 
 def _refusal(rules: Rules, heads: int) -> str:

@@ -1,19 +1,18 @@
-"""Next-token cross-entropy from the last hidden states, without ever holding all
-logits.
+"""Next-token cross-entropy of hidden states, without holding all logits.
 
-The sequence is scored in chunks. The backward pass of a sum of losses needs the logits
-only to make d loss / d logits, so gradients are formed chunk by chunk in the forward
-pass, while the logits are there (as in Liger, arXiv:2410.10989): no logit is stored and
-none computed twice. The vocabulary may be split over `tensor`; batch shards keep their
-own sum of the head's gradient, reduced once at the end. Devices that share out a
-sequence share out the vocabulary, too.
+The sequence is scored in chunks. The forward pass of a sum of losses computes the
+gradients of each chunk while its logits exist (as in Liger, arXiv:2410.10989). So no
+logit is stored and none is computed twice. `tensor` may split the vocabulary. Batch
+shards keep their own sums of the head's gradient, which are reduced once at the end.
+Devices that split a sequence split the vocabulary, too.
 
-Letters: G shards of the tokens, of samples and of sequences (no dim if there is one), R
-rows = tokens of a chunk, D model, V vocabulary.
+Letters: `G` shards of the tokens, over samples and sequences (no dim if there is one),
+`R` rows: tokens of a chunk, `D` model, `V` vocabulary.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import chex
 import jax
@@ -28,24 +27,26 @@ from jaxdist.parallel.context import AXIS
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.param_names import Names
 
+Carry = TypeVar("Carry")  # of a loop over chunks
+
 
 class LossOptions(NamedTuple):
-    """Static settings of the loss."""
+    """Static options of the loss."""
 
-    names: Names  # of the head's dims
-    tied: bool  # head is an embedding table [V, D], not a kernel [D, V]
+    names: Names  # logical names of the head's dims
+    tied: bool  # whether the head is an embedding table [V, D]; False: a kernel [D, V]
     z_loss: float
-    softcap: float
-    group: tuple[int, ...]  # (shards of the tokens,); () if there is one
-    chunk: int
-    parts: int  # devices of a sequence that share out the vocabulary, too; 1: none do
-    # manual mesh axis that the vocabulary is split over (pipeline stages)
+    softcap: float  # 0 = no cap
+    group: tuple[int, ...]  # (G,); () for one shard
+    chunk: int  # tokens of a sequence in a chunk
+    parts: int  # devices of a sequence that split the vocabulary; 1 = not split
+    # manual mesh axis that splits the vocabulary (pipeline stages); None = none
     axis: str | None
 
 
 def cross_entropy(
     x_BSD: jax.Array,
-    head: nnx.Variable,
+    head: nnx.Variable[jax.Array],
     targets_BS: jax.Array,
     weights_BS: jax.Array,
     *,
@@ -54,17 +55,21 @@ def cross_entropy(
     softcap: float = 0.0,
     chunk_tokens: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the weighted sums of -log p(target) and of z_loss * log(Z)^2
-    (arXiv:2204.02311).
+    """Computes the weighted sums of -log p(target) and of z_loss * log(Z)^2.
 
-    Both are float32 scalars. The first carries the gradient of both, so that (first +
-    second) has the right value and the right gradient; the second alone has none.
-    Weights get no gradient.
+    The second term is from arXiv:2204.02311. Both sums are float32 scalars. The first
+    carries the gradient of both, and the second has no gradient. So (first + second)
+    has the right value and the right gradient. Weights get no gradient.
 
     Args:
+      x_BSD: last hidden states.
       head: kernel [D, V], or with `tied` the embedding table [V, D].
-      softcap: logits become softcap * tanh(logits / softcap); 0 leaves them.
-      chunk_tokens: tokens per batch shard scored at once; 0 for all.
+      targets_BS: int32 target tokens.
+      weights_BS: weights of the tokens in the sums.
+      tied: whether the head is an embedding table.
+      z_loss: factor of the second sum.
+      softcap: logits become softcap * tanh(logits / softcap); 0: no cap.
+      chunk_tokens: tokens of a batch shard that are scored at a time; 0: all.
     """
     (x, targets, weights), options = _in_chunks(
         (x_BSD, targets_BS, weights_BS),
@@ -79,21 +84,26 @@ def cross_entropy(
 
 def target_scores(
     x_BSD: jax.Array,
-    head: nnx.Variable,
+    head: nnx.Variable[jax.Array],
     targets_BS: jax.Array,
     *,
     tied: bool = False,
     softcap: float = 0.0,
     chunk_tokens: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns log p(target) and log(Z) of each token, [B, S] float32.
+    """Computes log p(target) and log(Z) of each token, [B, S] float32.
 
-    Unlike a sum of losses, these may enter any function: its gradients with respect to
-    them are known only once all tokens are scored. The backward pass therefore computes
-    the logits again, chunk by chunk.
+    Any function may follow, unlike for a sum of losses. Its gradients by the scores are
+    known only after all tokens are scored. So the backward pass computes the logits
+    again, chunk by chunk.
 
     Args:
-      head: see `cross_entropy`, as the others are.
+      x_BSD: last hidden states.
+      head: kernel [D, V], or with `tied` the embedding table [V, D].
+      targets_BS: int32 target tokens.
+      tied: whether the head is an embedding table.
+      softcap: logits become softcap * tanh(logits / softcap); 0: no cap.
+      chunk_tokens: tokens of a batch shard that are scored at a time; 0: all.
     """
     (x, targets), options = _in_chunks(
         (x_BSD, targets_BS),
@@ -103,39 +113,58 @@ def target_scores(
         softcap=softcap,
         chunk_tokens=chunk_tokens,
     )
-    scores = _unfolded(_target_scores(x, head[...], targets, options), x_BSD.shape)
+    scores = _unfold(_target_scores(x, head[...], targets, options), x_BSD.shape)
     return scores[..., 0], scores[..., 1]
 
 
 def _in_chunks(
     arrays: tuple[jax.Array, ...],
-    head: nnx.Variable,
+    head: nnx.Variable[jax.Array],
     *,
     tied: bool,
     z_loss: float,
     softcap: float,
     chunk_tokens: int,
 ) -> tuple[list[jax.Array], LossOptions]:
-    """Returns x, targets and maybe weights, folded and filled up to whole chunks, and
-    the static settings.
+    """Folds the arrays and pads them to whole chunks.
+
+    Args:
+      arrays: hidden states, targets, and possibly weights.
+      head: head of the model.
+      tied: whether the head is an embedding table.
+      z_loss: factor of the z loss.
+      softcap: cap of the logits; 0: no cap.
+      chunk_tokens: tokens of a batch shard that are scored at a time; 0: all.
+
+    Returns:
+      The arrays, and the static options.
     """
-    x_BSD, *of_tokens = arrays
+    x_BSD, *token_arrays = arrays
     dims = x_BSD.shape
     chex.assert_rank([x_BSD, head[...]], [3, 2])
-    chex.assert_shape(of_tokens, dims[:2])
+    chex.assert_shape(token_arrays, dims[:2])
     chex.assert_axis_dimension(head[...], 1 if tied else 0, dims[2])
     shards, parts = _shards(dims)
-    folded = [_folded(a, shards, parts) for a in arrays]
-    group, chunk, extra = _chunking(folded[0].shape, shards * parts, chunk_tokens)
+    folded = [_fold(array, shards, parts) for array in arrays]
+    group, chunk, padding = _chunking(folded[0].shape, shards * parts, chunk_tokens)
     names = getattr(head, "logical", ())
     axis = execution.current().vocabulary_axis(names)
     vocabulary = head[...].shape[0 if tied else 1]
-    split = 1 if axis else _parts_of_vocabulary(vocabulary, parts)
-    options = LossOptions(names, tied, z_loss, softcap, group, chunk, split, axis)
+    options = LossOptions(
+        names=names,
+        tied=tied,
+        z_loss=z_loss,
+        softcap=softcap,
+        group=group,
+        chunk=chunk,
+        parts=1 if axis else _parts_of_vocabulary(vocabulary, parts),
+        axis=axis,
+    )
     if len(folded) == 3:
         folded[2] = folded[2].astype(jnp.float32)
-    if extra:  # the last chunk is filled up with tokens of weight 0
-        folded = [jnp.pad(a, [(0, 0), (0, extra), (0, 0)][: a.ndim]) for a in folded]
+    if padding:  # the last chunk is padded with tokens of weight 0
+        widths = [(0, 0), (0, padding), (0, 0)]
+        folded = [jnp.pad(array, widths[: array.ndim]) for array in folded]
     return folded, options
 
 
@@ -145,10 +174,14 @@ def cross_entropy_cost(
     chunk_tokens: int,
     edits: tuple[tuple[str, str], ...] = (),
 ) -> Cost:
-    """Returns the cost of the loss: of the product with the head.
+    """Returns the cost of the loss: the matmul with the head.
 
     Args:
-      edits: of the config, that make the chunk smaller, each with what it costs.
+      width: width of the model.
+      vocabulary: number of tokens in the vocabulary.
+      chunk_tokens: tokens of a device that are scored at a time; 0: all.
+      edits: overrides of the config that make the chunk smaller, each with its
+        drawback.
     """
     return Cost(
         name="cross-entropy",
@@ -159,8 +192,8 @@ def cross_entropy_cost(
     )
 
 
-def _shards(dims) -> tuple[int, int]:
-    """Returns the shards of [batch, S] over samples, and over sequences."""
+def _shards(dims: Sequence[int]) -> tuple[int, int]:
+    """Counts the shards of [batch, S] over samples, and over sequences."""
     now = execution.current()
     shards = now.rules.shape.batch_shards
     parts = now.axis_size(AXIS)
@@ -169,12 +202,11 @@ def _shards(dims) -> tuple[int, int]:
     return shards, parts if dims[1] % parts == 0 else 1
 
 
-def _folded(x, shards: int, parts: int):
-    """Returns [batch, S, ...] as [batch * parts, S / parts, ...], a device's parts of
-    its samples together.
+def _fold(x: jax.Array, shards: int, parts: int) -> jax.Array:
+    """Reshapes [batch, S, ...] to [batch * parts, S / parts, ...].
 
-    A chunk is then cut from what each device has, and not from the sequences that they
-    share out.
+    The rows of a device are its parts of its samples. So a chunk contains rows of every
+    device, instead of a range of positions that few devices have.
     """
     if parts == 1:
         return x
@@ -185,10 +217,8 @@ def _folded(x, shards: int, parts: int):
     return execution.shard(x, "tokens", *(None,) * (x.ndim - 1))
 
 
-def _unfolded(x, dims):
-    """Returns [batch * parts, S / parts (filled up), k] as [batch, S, k]: the inverse of
-    `_folded`.
-    """
+def _unfold(x: jax.Array, dims: Sequence[int]) -> jax.Array:
+    """Undoes `_fold` and the padding: the result is [batch, S, k]."""
     shards, parts = _shards(dims)
     x = x[:, : dims[1] // parts]
     if parts > 1:
@@ -197,9 +227,14 @@ def _unfolded(x, dims):
     return execution.shard(x, "batch", "sequence", None)
 
 
-def _chunking(dims, shards: int, chunk_tokens: int) -> tuple[tuple[int, ...], int, int]:
-    """Returns the shards, if there are several, the length of a chunk, and what the
-    last one lacks.
+def _chunking(
+    dims: Sequence[int], shards: int, chunk_tokens: int
+) -> tuple[tuple[int, ...], int, int]:
+    """Divides folded sequences into chunks of equal length.
+
+    Returns:
+      (shards,), or () for one shard; the length of a chunk; and the padding of the last
+      chunk.
     """
     batch = dims[0]
     length = dims[1]
@@ -210,85 +245,128 @@ def _chunking(dims, shards: int, chunk_tokens: int) -> tuple[tuple[int, ...], in
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _cross_entropy(x, kernel, targets, weights, options: LossOptions):
-    head = _gathered(kernel, x.dtype, options)
+def _cross_entropy(
+    x: jax.Array,
+    kernel: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    options: LossOptions,
+) -> tuple[jax.Array, jax.Array]:
+    head = _gather_head(kernel, x.dtype, options)
 
-    def add(total, part):
-        x_part, targets_part, weights_part = part
-        logits, _ = _logits(x_part, head, options)
-        loss, z, _ = _score(logits, targets_part, weights_part, options)
+    def add(
+        total: tuple[jax.Array, jax.Array], chunk: Sequence[jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+        x, targets, weights = chunk
+        logits, _ = _logits(x, head, options)
+        loss, z, _ = _score(logits, targets, weights, options)
         return (total[0] + loss, total[1] + z), None
 
-    return _over_chunks(
-        add, (jnp.float32(0), jnp.float32(0)), (x, targets, weights), options
-    )[0]
+    start = (jnp.float32(0), jnp.float32(0))
+    total, _ = _over_chunks(add, start, (x, targets, weights), options)
+    return total
 
 
-def _forward(x, kernel, targets, weights, options: LossOptions):
-    head = _gathered(kernel, x.dtype, options)
+def _forward(
+    x: jax.Array,
+    kernel: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    options: LossOptions,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """Computes the sums, and as residuals the gradients of x and of the head."""
+    head = _gather_head(kernel, x.dtype, options)
 
-    def add(carry, part):
+    def add(
+        carry: tuple[jax.Array, jax.Array, jax.Array], chunk: Sequence[jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
         loss, z, dhead = carry
-        x_part, targets_part, weights_part = part
-        logits, slope = _logits(x_part, head, options)
-        part_loss, part_z, dlogits = _score(logits, targets_part, weights_part, options)
-        dx, product = _pull_chunk(x_part, dlogits, slope, head, options)
-        return (loss + part_loss, z + part_z, dhead + product), dx
+        x, targets, weights = chunk
+        logits, slope = _logits(x, head, options)
+        chunk_loss, chunk_z, dlogits = _score(logits, targets, weights, options)
+        dx, chunk_dhead = _pull_back(x, dlogits, slope, head, options)
+        return (loss + chunk_loss, z + chunk_z, dhead + chunk_dhead), dx
 
     start = (jnp.float32(0), jnp.float32(0), _zero_head(kernel.shape, options))
     (loss, z, dhead), dx = _over_chunks(add, start, (x, targets, weights), options)
-    return (loss, z), _finished(dx, dhead, x, kernel, options)
+    return (loss, z), _finish_gradients(dx, dhead, x, kernel, options)
 
 
-def _pull_chunk(x, dlogits, slope, head, options: LossOptions):
-    """Returns the gradients of a chunk's rows, and of the head by this chunk."""
-    dlogits = (dlogits if slope is None else dlogits * slope).astype(x.dtype)
+def _pull_back(
+    x: jax.Array,
+    dlogits: jax.Array,
+    slope: jax.Array | None,
+    head: jax.Array,
+    options: LossOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the gradients of a chunk's rows, and the chunk's part of the head's.
+
+    Args:
+      x: rows of the chunk.
+      dlogits: gradient of the capped logits.
+      slope: derivative of the soft cap; None: no cap.
+      head: head, gathered.
+      options: options of the loss.
+    """
+    if slope is not None:
+        dlogits = dlogits * slope
+    dlogits = dlogits.astype(x.dtype)
     dx = jnp.einsum(_equation("grv,dv->grd", options), dlogits, head)
-    dx = _own_rows(_over_parts(execution.sum_over, dx, options), options)
-    product = jnp.einsum(
+    dx = _own_rows(_reduce_parts(execution.sum_over, dx, options), options)
+    dhead = jnp.einsum(
         _equation("grd,grv->gdv", options),
         x,
         dlogits,
         preferred_element_type=jnp.float32,
     )
-    return dx.astype(x.dtype), _head_named(product, options)
+    return dx.astype(x.dtype), _shard_head(dhead, options)
 
 
-def _zero_head(dims, options: LossOptions):
-    """Returns the head's gradient before the first chunk."""
-    return _head_named(jnp.zeros((*_sums(options), *dims), jnp.float32), options)
+def _zero_head(dims: Sequence[int], options: LossOptions) -> jax.Array:
+    """Creates zeros for the sums of the head's gradient."""
+    return _shard_head(jnp.zeros((*_sums(options), *dims), jnp.float32), options)
 
 
-def _from_chunks(y, x, options: LossOptions):
-    """Lays out rows of `_over_chunks`, [chunks, rows, k], as [batch, S, k]."""
+def _from_chunks(y: jax.Array, x: jax.Array, options: LossOptions) -> jax.Array:
+    """Reshapes the rows of all chunks [chunks, rows, k] to [batch, S, k], like x."""
     y = jnp.moveaxis(y.reshape(-1, x.shape[0], options.chunk, y.shape[-1]), 0, 1)
     return y.reshape(*x.shape[:2], y.shape[-1])
 
 
-def _finished(dx, dhead, x, kernel, options: LossOptions):
-    """Returns the gradients of x and of the head from those of all chunks."""
-    gradient = _over_batch_shards(dhead, kernel.shape, options)
+def _finish_gradients(
+    dx: jax.Array,
+    dhead: jax.Array,
+    x: jax.Array,
+    kernel: jax.Array,
+    options: LossOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the gradients of x and of the head from those of all chunks."""
+    gradient = _sum_batch_shards(dhead, kernel.shape, options)
     dx = _from_chunks(dx, x, options)
     gradient = gradient.astype(kernel.dtype)
     if waits_for_sums() or execution.current().axis_size(AXIS) > 1:
-        # Left to the scheduler, the sum over devices comes last: a whole head stays
-        # till then. On SparseCores the sum is hidden so, but sequences too long for one
-        # device leave no room for it.
-        dx, gradient = jax.lax.optimization_barrier((dx, gradient))
+        # Without the barrier the scheduler puts the sum over devices last, and a whole
+        # head stays in memory until then. SparseCores hide the sum this way, but
+        # sequences that are too long for one device leave no memory for it.
+        barrier: tuple[jax.Array, jax.Array] = jax.lax.optimization_barrier(  # type: ignore[no-untyped-call]  # jax is untyped
+            (dx, gradient)
+        )
+        return barrier
     return dx, gradient
 
 
-def _backward(options, residuals, cotangents):
+def _backward(
+    options: LossOptions,
+    residuals: tuple[jax.Array, jax.Array],
+    cotangents: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, None, None]:
     dx, dkernel = residuals
-    scale = cotangents[0]  # the z term's gradient is inside: see the docstring
-    # With a narrow range, a loss scale may be outside where the product is not.
-    if jnp.finfo(dx.dtype).maxexp < jnp.finfo(jnp.float32).maxexp:
-        return (
-            (dx.astype(jnp.float32) * scale).astype(dx.dtype),
-            dkernel * scale,
-            None,
-            None,
-        )
+    scale = cotangents[0]  # the residuals contain the z term: see `cross_entropy`
+    if jnp.finfo(dx.dtype).maxexp < jnp.finfo(jnp.float32).maxexp:  # type: ignore[no-untyped-call]  # jax is untyped
+        # A loss scale may exceed the range of this dtype, even if the scaled gradient
+        # does not.
+        scaled = (dx.astype(jnp.float32) * scale).astype(dx.dtype)
+        return scaled, dkernel * scale, None, None
     return dx * scale.astype(dx.dtype), dkernel * scale, None, None
 
 
@@ -296,93 +374,126 @@ _cross_entropy.defvjp(_forward, _backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _target_scores(x, kernel, targets, options: LossOptions):
-    """Returns (log p(target), log(Z)) of each token, [batch, S, 2]."""
-    head = _gathered(kernel, x.dtype, options)
+def _target_scores(
+    x: jax.Array, kernel: jax.Array, targets: jax.Array, options: LossOptions
+) -> jax.Array:
+    """Computes (log p(target), log(Z)) of each token, [batch, S, 2]."""
+    head = _gather_head(kernel, x.dtype, options)
 
-    def score(carry, part):
-        x_part, targets_part = part
-        logits, _ = _logits(x_part, head, options)
+    def score(
+        carry: tuple[()], chunk: Sequence[jax.Array]
+    ) -> tuple[tuple[()], jax.Array]:
+        x, targets = chunk
+        logits, _ = _logits(x, head, options)
         _, _, log_z = _normalizers(logits, options)
-        picked, _ = _target_logits(logits, targets_part, options)
-        scores = jnp.stack([picked - log_z, log_z], -1)
+        target_logits, _ = _target_logits(logits, targets, options)
+        scores = jnp.stack([target_logits - log_z, log_z], -1)
         return carry, _own_rows(scores, options)
 
     _, scores = _over_chunks(score, (), (x, targets), options)
     return _from_chunks(scores, x, options)
 
 
-def _scores_forward(x, kernel, targets, options: LossOptions):
+# x, the head's kernel, targets, scores
+_Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def _scores_forward(
+    x: jax.Array, kernel: jax.Array, targets: jax.Array, options: LossOptions
+) -> tuple[jax.Array, _Residuals]:
     scores = _target_scores(x, kernel, targets, options)
     return scores, (x, kernel, targets, scores)
 
 
-def _scores_backward(options: LossOptions, residuals, cotangents):
+def _scores_backward(
+    options: LossOptions, residuals: _Residuals, cotangents: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
     x, kernel, targets, scores = residuals
-    head = _gathered(kernel, x.dtype, options)
+    head = _gather_head(kernel, x.dtype, options)
 
-    def add(dhead, part):
-        x_part, targets_part, scores_part, slopes = part
-        logits, slope = _logits(x_part, head, options)
-        _, hit = _target_logits(logits, targets_part, options)
-        of_target = slopes[..., :1]
-        of_log_z = slopes[..., 1:]
-        probability = jnp.exp(logits - scores_part[..., 1:])
-        dlogits = probability * (of_log_z - of_target) + jnp.where(hit, of_target, 0)
-        dx, product = _pull_chunk(x_part, dlogits, slope, head, options)
-        return dhead + product, dx
+    def add(
+        dhead: jax.Array, chunk: Sequence[jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        x, targets, scores, dscores = chunk
+        logits, slope = _logits(x, head, options)
+        _, is_target = _target_logits(logits, targets, options)
+        dlog_p = dscores[..., :1]
+        dlog_z = dscores[..., 1:]
+        probability = jnp.exp(logits - scores[..., 1:])
+        dlogits = probability * (dlog_z - dlog_p) + jnp.where(is_target, dlog_p, 0)
+        dx, chunk_dhead = _pull_back(x, dlogits, slope, head, options)
+        return dhead + chunk_dhead, dx
 
     start = _zero_head(kernel.shape, options)
     arrays = (x, targets, scores, cotangents)
     dhead, dx = _over_chunks(add, start, arrays, options)
-    dx, gradient = _finished(dx, dhead, x, kernel, options)
+    dx, gradient = _finish_gradients(dx, dhead, x, kernel, options)
     return dx, gradient, None
 
 
 _target_scores.defvjp(_scores_forward, _scores_backward)
 
 
-def _over_batch_shards(dhead, dims, options: LossOptions):
-    """Returns the head's gradient [dims], the sum of what batch shards have: [(G,)
-    *dims].
-    """
+def _sum_batch_shards(
+    dhead: jax.Array, dims: Sequence[int], options: LossOptions
+) -> jax.Array:
+    """Sums the head's gradient [(G,) *dims] over batch shards."""
     now = execution.current()
     if options.parts > 1:
-        return _in_parts_over_batch_shards(dhead, options)
+        return _sum_batch_shards_in_parts(dhead, options)
     if not options.group or now.mesh is None or now.platform != "tpu":
         return execution.scatter(
             dhead.sum(0) if options.group else dhead, options.names
         )
     rows = now.rules.activation(("tokens",), options.group)
-    spec = P(*rows, *now.rules.computed(options.names, dims))
+    spec = P(*rows, *now.rules.computed(options.names, dims))  # type: ignore[no-untyped-call]  # jax is untyped
     return sum_in_shards(
-        lambda own: own[0], (dhead,), (spec,), rows, options.names, dims
+        lambda own_sum: own_sum[0],
+        arrays=(dhead,),
+        specs=(spec,),
+        rows=rows,
+        names=options.names,
+        dims=dims,
     )
 
 
-def _over_chunks(add, start, arrays, options: LossOptions):
-    """Returns `add` folded over chunks [(G,) R, ...] of the arrays [batch, S, ...]."""
+def _over_chunks(
+    add: Callable[[Carry, Sequence[jax.Array]], tuple[Carry, Any]],
+    start: Carry,
+    arrays: Sequence[jax.Array],
+    options: LossOptions,
+) -> tuple[Carry, Any]:
+    """Folds `add` over the chunks [(G,) R, ...] of arrays [batch, S, ...].
+
+    Returns:
+      The last carry, and the other results of `add`, stacked.
+    """
     length = arrays[0].shape[1]
 
-    def one(carry, start):
+    def add_chunk(carry: Carry, first: jax.Array | int) -> tuple[Carry, Any]:
         parts = [
-            jax.lax.dynamic_slice_in_dim(a, start, options.chunk, axis=1)
-            for a in arrays
+            jax.lax.dynamic_slice_in_dim(array, first, options.chunk, axis=1)
+            for array in arrays
         ]
-        x, *labels = (
+        x, *others = (
             part.reshape(*options.group, -1, *part.shape[2:]) for part in parts
         )
-        return add(carry, [_all_rows(part, options) for part in (_named(x), *labels)])
+        rows = (_shard_rows(x), *others)
+        return add(carry, [_all_rows(part, options) for part in rows])
 
     if options.chunk == length:
-        carry, out = one(start, 0)
+        carry, out = add_chunk(start, 0)
         return carry, jax.tree.map(lambda y: y[None], out)
-    return jax.lax.scan(one, start, jnp.arange(0, length, options.chunk))
+    carry, out = jax.lax.scan(add_chunk, start, jnp.arange(0, length, options.chunk))
+    return carry, out
 
 
-def _logits(x, head, options: LossOptions):
-    """Returns float32 logits [(G,) R, V], and their slope under the soft cap (None
-    without).
+def _logits(
+    x: jax.Array, head: jax.Array, options: LossOptions
+) -> tuple[jax.Array, jax.Array | None]:
+    """Computes float32 logits [(G,) R, V], and the derivative of the soft cap.
+
+    The derivative is None if there is no cap.
     """
     logits = jnp.einsum(
         _equation("grd,dv->grv", options), x, head, preferred_element_type=jnp.float32
@@ -394,86 +505,88 @@ def _logits(x, head, options: LossOptions):
     return options.softcap * squashed, 1 - squashed**2
 
 
-def _score(logits, targets, weights, options: LossOptions):
+def _score(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array, options: LossOptions
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the loss sum, the z sum and d(loss + z) / d logits, all float32."""
     exponentials, total, log_z = _normalizers(logits, options)
-    picked, hit = _target_logits(logits, targets, options)
-    loss = jnp.sum(weights * (log_z - picked))
+    target_logits, is_target = _target_logits(logits, targets, options)
+    loss = jnp.sum(weights * (log_z - target_logits))
     z = jnp.sum(weights * options.z_loss * log_z**2)
     factor = weights * (1 + 2 * options.z_loss * log_z)
-    of_targets = jnp.where(hit, weights[..., None], 0)
+    of_targets = jnp.where(is_target, weights[..., None], 0)
     return loss, z, exponentials * (factor[..., None] / total) - of_targets
 
 
 def _normalizers(
     logits: jax.Array, options: LossOptions
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes what makes probabilities of logits, float32.
+    """Computes the terms of the softmax, in float32.
 
     Returns:
-      Exponentials of the logits, relative to the largest one; their sum [..., 1]; the
-      logarithm Z of the sum of the logits' own exponentials [...].
+      The exponentials of the logits, relative to the largest logit; their sum [..., 1];
+      and log(Z) [...], where Z is the sum of exp(logits).
     """
-    top = _over_parts(jax.lax.pmax, logits.max(-1, keepdims=True), options)
+    top = _reduce_parts(jax.lax.pmax, logits.max(-1, keepdims=True), options)
     exponentials = jnp.exp(logits - top)
     total = exponentials.sum(-1, keepdims=True)
-    total = _over_parts(execution.sum_over, total, options)
+    total = _reduce_parts(execution.sum_over, total, options)
     return exponentials, total, (jnp.log(total) + top)[..., 0]
 
 
-def _target_logits(logits, targets, options: LossOptions):
-    """Returns the targets' logits, and where in this part of the vocabulary
-    they stand.
-    """
+def _target_logits(
+    logits: jax.Array, targets: jax.Array, options: LossOptions
+) -> tuple[jax.Array, jax.Array]:
+    """Selects the targets' logits, and marks them in this part of the vocabulary."""
     if options.axis is not None:
         targets = targets - jax.lax.axis_index(options.axis) * logits.shape[-1]
-    hit = targets[..., None] == jax.lax.broadcasted_iota(
+    is_target = targets[..., None] == jax.lax.broadcasted_iota(
         jnp.int32, logits.shape, logits.ndim - 1
     )
     if not execution.current().manual:
-        return jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[
-            ..., 0
-        ], hit
-    # Not by index: XLA's partitioner cannot split a gather in a region that is manual
-    # over some axes.
-    return _over_parts(
-        execution.sum_over, jnp.where(hit, logits, 0).sum(-1), options
-    ), hit
+        selected = jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")
+        return selected[..., 0], is_target
+    # A masked sum, because XLA's partitioner cannot split a gather in a region that is
+    # manual over some axes.
+    selected = jnp.where(is_target, logits, 0).sum(-1)
+    return _reduce_parts(execution.sum_over, selected, options), is_target
 
 
-def _over_parts(reduce, x, options: LossOptions):
-    """Returns x reduced over the stages that share out the vocabulary, if they do."""
+def _reduce_parts(
+    reduce: Callable[[jax.Array, str], jax.Array], x: jax.Array, options: LossOptions
+) -> jax.Array:
+    """Reduces x over the pipeline stages, if they split the vocabulary."""
     return x if options.axis is None else reduce(x, options.axis)
 
 
 def _equation(equation: str, options: LossOptions) -> str:
-    """Returns the einsum for a head [D, V] or a table [V, D], without G if there is one
-    shard.
-    """
-    equation = equation.replace("dv", "vd") if options.tied else equation
+    """Adapts an einsum for a head [D, V] to a table [V, D], and to one shard."""
+    if options.tied:
+        equation = equation.replace("dv", "vd")
     return equation if options.group else equation.replace("g", "")
 
 
-def _named(x):
-    """Returns rows [(G,) R, D] constrained to their shards."""
+def _shard_rows(x: jax.Array) -> jax.Array:
+    """Constrains rows [(G,) R, D] to their shards."""
     return execution.shard(x, *("tokens", None, None)[-x.ndim :])
 
 
-def _head_named(dhead, options: LossOptions):
+def _shard_head(dhead: jax.Array, options: LossOptions) -> jax.Array:
+    """Constrains sums of the head's gradient to their shards."""
     return execution.shard(dhead, *_row_names(options)[:-1], *_head_dims(options))
 
 
 def _head_dims(
     options: LossOptions, width: str | None = None
 ) -> tuple[str | None, ...]:
-    """Returns the names of the head's dims as it is computed with."""
-    return (
-        (_vocabulary(options), width) if options.tied else (width, _vocabulary(options))
-    )
+    """Returns the names of the dims of the gathered head."""
+    if options.tied:
+        return _vocabulary(options), width
+    return width, _vocabulary(options)
 
 
 def _row_names(options: LossOptions) -> tuple[str | None, ...]:
-    """Returns the names of [(G,) R] of a chunk."""
+    """Returns the names of the dims [(G,) R] of a chunk."""
     if options.parts > 1:
         return "batch", None
     return ("tokens", None)[-1 - len(options.group) :]
@@ -483,85 +596,84 @@ def _vocabulary(options: LossOptions) -> str:
     return "vocab_of_part" if options.parts > 1 else "vocab"
 
 
-# --- a vocabulary that the devices of a sequence share out ----------------------------
+# --- a vocabulary that is split by the devices of a sequence ---------------------------
 
-# Whole on each of them, the head and its gradient in float32 would be the largest
-# arrays of a step that has few samples. So they score the rows of all c of them
-# together, each by its c-th of the vocabulary: as much work and as many logits. Rows
-# cross devices for it, and less of the head does.
+# On every device, a whole head and its float32 gradient would be the largest arrays of a
+# step with few samples. So the c devices of a sequence score the rows of all of them
+# together, each device with its c-th of the vocabulary. The work and the number of
+# logits are the same. The rows cross devices, and less of the head does.
 
 
 def _parts_of_vocabulary(vocabulary: int, parts: int) -> int:
-    """Counts how many devices of a sequence share out the vocabulary: all, or one if
-    it does not divide.
+    """Counts the devices of a sequence that split the vocabulary.
+
+    These are all of them, or one if the vocabulary does not divide.
     """
-    return (
-        1 if vocabulary % (parts * execution.current().axis_size("tensor")) else parts
-    )
+    shards = parts * execution.current().axis_size("tensor")
+    return 1 if vocabulary % shards else parts
 
 
 def _sums(options: LossOptions) -> tuple[int, ...]:
-    """Returns the dim of separate sums of the head's gradient: (G,), or () if there is
-    one.
-    """
+    """Returns (number of separate sums of the head's gradient,), or () for one sum."""
     return (options.group[0] // options.parts,) if options.parts > 1 else options.group
 
 
-def _gathered(kernel, dtype, options: LossOptions):
-    """Returns the head as a chunk is scored with."""
+def _gather_head(
+    kernel: jax.Array, dtype: jnp.dtype, options: LossOptions
+) -> jax.Array:
+    """Gathers the head, in the dtype and layout in which a chunk is scored."""
     if options.parts == 1:
         return execution.gather(kernel, options.names, dtype)
     now = execution.current()
     head = now.lay_out(kernel.astype(dtype), Rules.stored, options.names)
     if now.splits_width(options.names, zero=3):
-        # One axis after another changes places, or XLA's partitioner would gather all
-        # of it.
+        # The axes are moved one after another; otherwise XLA's partitioner gathers the
+        # whole head.
         head = execution.shard(head, *_head_dims(options, "width_of_part"))
     return execution.shard(head, *_head_dims(options))
 
 
-def _in_parts_over_batch_shards(dhead, options: LossOptions):
-    """Returns the head's gradient, the sum of [G / c, *dims], laid out as gradients
-    are.
-    """
+def _sum_batch_shards_in_parts(dhead: jax.Array, options: LossOptions) -> jax.Array:
+    """Sums the head's gradient [G / c, *dims] over batch shards, if c parts split it."""
     now = execution.current()
     dims = dhead.shape[1:]
     width = "width_of_part" if now.splits_width(options.names, zero=2) else None
-    own = now.rules.activation(_head_dims(options, width), dims)
+    summed = now.rules.activation(_head_dims(options, width), dims)
     if now.mesh is None or now.platform != "tpu":
-        total = now.constrain(dhead.sum(0), own)
-    else:
-        rows = now.rules.activation(("batch", *_head_dims(options)), dhead.shape)
-        axes = sharding.axes_in(rows[0])
-        dim = 1 if options.tied else 0
-        over = sharding.axes_in(own[dim])
+        total = now.constrain(dhead.sum(0), summed)
+        return execution.scatter(total, options.names)
+    rows = now.rules.activation(("batch", *_head_dims(options)), dhead.shape)
+    axes = sharding.axes_in(rows[0])
+    dim = 1 if options.tied else 0
+    scatter_axes = sharding.axes_in(summed[dim])
 
-        def local(own_sum):
-            total = own_sum[0]
-            if over:
-                total = jax.lax.psum_scatter(
-                    total, over, scatter_dimension=dim, tiled=True
-                )
-            rest = [axis for axis in axes if axis not in over]
-            return jax.lax.psum(total, rest) if rest else total
+    def sum_locally(own_sum: jax.Array) -> jax.Array:
+        total = own_sum[0]
+        if scatter_axes:
+            total = jax.lax.psum_scatter(  # type: ignore[no-untyped-call]  # jax is untyped
+                total, scatter_axes, scatter_dimension=dim, tiled=True
+            )
+        other_axes = [axis for axis in axes if axis not in scatter_axes]
+        if not other_axes:
+            return total
+        reduced: jax.Array = jax.lax.psum(total, other_axes)  # type: ignore[no-untyped-call]  # jax is untyped
+        return reduced
 
-        total = execution.per_device(local, rows, own)(dhead)
+    total = execution.per_device(sum_locally, rows, summed)(dhead)
     return execution.scatter(total, options.names)
 
 
-def _all_rows(part, options: LossOptions):
-    """Returns [(G,) R, ...] with the rows of all devices of a sequence on each of them,
-    [G / c, c R, ...].
-    """
+def _all_rows(part: jax.Array, options: LossOptions) -> jax.Array:
+    """Gathers the rows of a sequence's devices: [(G,) R, ...] to [G / c, c R, ...]."""
     if options.parts == 1:
         return part
     part = part.reshape(*_sums(options), -1, *part.shape[2:])
     return execution.shard(part, *_row_names(options), *(None,) * (part.ndim - 2))
 
 
-def _own_rows(x, options: LossOptions):
-    """Returns the inverse of `_all_rows`, of parts of a sum over the vocabulary."""
+def _own_rows(x: jax.Array, options: LossOptions) -> jax.Array:
+    """Undoes `_all_rows`, for parts of a sum over the vocabulary."""
     if options.parts > 1:
         x = execution.shard(x, "batch", "sequence", None)
         x = x.reshape(*options.group, -1, x.shape[2])
-    return _named(x)
+    return _shard_rows(x)

@@ -1,19 +1,21 @@
-"""Matmuls of activations with kernels in the compute dtype, laid out and rounded as
-training wants them.
+"""Matmuls of activations with kernels in the compute dtype, as training needs them.
 
-`multiply` is an einsum with four habits that plain autodiff under a partitioner does
-not have: kernels are cast to the activations' dtype and gathered from their fsdp shards
-here, and again in the backward pass, so that neither a cast nor a gathered copy is
-kept; a kernel's gradient leaves its product in `precision.reduce` and is reduced across
-devices in it, in shards; and several kernels of one input (query, key and value; gate
-and up) give their input's gradient by one product, so that a tensor-parallel layer
-reduces once, not once a kernel (Megatron-LM's f operator, arXiv:1909.08053).
+`multiply` is an einsum with four properties that plain autodiff under a partitioner
+lacks:
 
-What suits a backend differs in two ways. CPU and GPU multiply [rows, columns]: with two
-dims summed over at once (batch and sequence, in a kernel's gradient) XLA's CPU backend
-copies an operand transposed, which costs a quarter of the step. TPU multiplies arrays
-as they are: merging heads with their size copies both, 5 % of a step. And there the sum
-over devices is written out.
+- Kernels are cast to the activations' dtype and gathered from their fsdp shards here,
+  and again in the backward pass. So neither a cast nor a gathered copy is kept.
+- A kernel's gradient leaves its matmul in the dtype `precision.reduce`.
+- It is reduced across devices in this dtype, in shards.
+- Several kernels of one input (query, key and value; gate and up) compute their input's
+  gradient by one matmul. So a tensor-parallel layer reduces once instead of once per
+  kernel (Megatron-LM's f operator, arXiv:1909.08053).
+
+CPU and GPU multiply matrices [rows, columns]. If a kernel's gradient sums over two dims
+at once (batch and sequence), XLA's CPU backend copies an operand transposed, which
+costs a quarter of the step. TPU multiplies arrays without reshaping: merging heads with
+their size would copy both operands, which costs 5 % of a step. On TPU the sum over
+devices is written out, too.
 """
 
 import contextlib
@@ -34,23 +36,22 @@ from jaxdist.protocols.param_names import Names
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class FrozenKernel:
-    """A kernel that gets no gradient, in the form that it is stored in."""
+    """Kernel that gets no gradient, in the form in which it is stored."""
 
     parts: tuple[jax.Array, ...]
     names: tuple[Names, ...] = field(metadata={"static": True})  # of the parts' dims
+    # function of the parts that computes the kernel
     restored: Callable[..., jax.Array] = field(
         default=jnp.asarray, metadata={"static": True}
     )
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is stored as one array, as it is computed with."""
+        """Whether the only part is the kernel itself."""
         return len(self.parts) == 1 and self.restored is jnp.asarray
 
     def gathered(self, dtype: jnp.dtype) -> jax.Array:
-        """Returns the kernel as it is computed with; its parts cross devices as they
-        are stored.
-        """
+        """Gathers the kernel for a matmul; its parts cross devices in stored form."""
         if len(self.parts) == 1:
             return execution.gather(self.parts[0], self.names[0], dtype)
         parts = [
@@ -60,12 +61,18 @@ class FrozenKernel:
         return self.restored(*parts).astype(dtype)
 
 
+Kernel = jax.Array | FrozenKernel
+_Residuals = tuple[jax.Array, Sequence[Kernel]]  # x, kernels
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def multiply(x, kernels, names: tuple[Names, ...], contract: int):
+def multiply(
+    x: jax.Array, kernels: Sequence[Kernel], names: tuple[Names, ...], contract: int
+) -> tuple[jax.Array, ...]:
     """Multiplies `x` with each kernel, in the dtype of `x`.
 
     Args:
-      x: [..., *K], its last `contract` dims are summed over.
+      x: [..., *K]; the last `contract` dims are summed over.
       kernels: [*K, *N] each, as they are stored.
       names: logical names of each kernel.
       contract: number of dims in K.
@@ -73,65 +80,85 @@ def multiply(x, kernels, names: tuple[Names, ...], contract: int):
     return forward(x, kernels, names, contract)[0]
 
 
-def forward(x, kernels, names, contract):
-    """Multiplies as `multiply` does, and also returns what `backward` needs."""
-    gathered = _gathered(kernels, names, x.dtype)
-    with _precision(x):
-        return tuple(_product(x, kernel, contract) for kernel in gathered), (x, kernels)
+def forward(
+    x: jax.Array, kernels: Sequence[Kernel], names: tuple[Names, ...], contract: int
+) -> tuple[tuple[jax.Array, ...], _Residuals]:
+    """Multiplies like `multiply`, and also returns the residuals of `backward`."""
+    gathered = _gather_kernels(kernels, names, x.dtype)
+    with _matmul_precision(x):
+        outputs = tuple(_matmul(x, kernel, contract) for kernel in gathered)
+        return outputs, (x, kernels)
 
 
-def backward(names, contract, residuals, cotangents):
-    """Computes the gradients of x and of the kernels; of frozen ones None."""
-    with _precision(residuals[0]):
+def backward(
+    names: tuple[Names, ...],
+    contract: int,
+    residuals: _Residuals,
+    cotangents: Sequence[jax.Array],
+) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
+    """Computes the gradients of x and of the kernels; None for frozen kernels."""
+    with _matmul_precision(residuals[0]):
         return _gradients(names, contract, residuals, cotangents)
 
 
-def _precision(x) -> contextlib.AbstractContextManager[object]:
-    """Returns the setting of a product: float32 that is wider than the compute dtype is
-    meant (routers).
+def _matmul_precision(x: jax.Array) -> contextlib.AbstractContextManager[object]:
+    """Returns the precision of a matmul with x, as a context.
 
-    TPUs would multiply it in bfloat16.
+    If x is wider than the compute dtype (routers), float32 is meant. TPUs would multiply
+    it in bfloat16.
     """
-    wide = x.dtype.itemsize > execution.current().compute_dtype(x.dtype).itemsize
-    return jax.default_matmul_precision("highest") if wide else contextlib.nullcontext()
+    is_wide = x.dtype.itemsize > execution.current().compute_dtype(x.dtype).itemsize
+    if not is_wide:
+        return contextlib.nullcontext()
+    highest: contextlib.AbstractContextManager[object] = jax.default_matmul_precision(
+        "highest"
+    )
+    return highest
 
 
-def _gradients(names, contract, residuals, cotangents):
+def _gradients(
+    names: tuple[Names, ...],
+    contract: int,
+    residuals: _Residuals,
+    cotangents: Sequence[jax.Array],
+) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     x, kernels = residuals
-    gathered = _gathered(kernels, names, x.dtype)
+    gathered = _gather_kernels(kernels, names, x.dtype)
     gradients: list[jax.Array | None] = []
-    for kernel, name, dy in zip(kernels, names, cotangents, strict=True):
+    for kernel, kernel_names, dy in zip(kernels, names, cotangents, strict=True):
         if isinstance(kernel, FrozenKernel):
             gradients.append(None)
             continue
-        gradient = kernel_gradient(x, dy, kernel, name, contract)
+        gradient = kernel_gradient(x, dy, kernel, kernel_names, contract)
         if waits_for_sums() and execution.current().axis_size("tensor") == 1:
-            # One after another, or the compiler multiplies first and reduces later:
-            # GiBs of gradients. (A tensor shard's are small, and there the compiler
-            # recomputes less under a fixed order.)
-            gradient, cotangents = jax.lax.optimization_barrier(
+            # The barrier orders the gradients. Without it the compiler multiplies first
+            # and reduces later, and holds GiBs of gradients. Tensor shards get no
+            # barrier: their gradients are small, and in a fixed order the compiler
+            # recomputes less.
+            gradient, cotangents = jax.lax.optimization_barrier(  # type: ignore[no-untyped-call]  # jax is untyped
                 (gradient, tuple(cotangents))
             )
         gradients.append(gradient)
-    return _input_gradient(cotangents, gathered, contract).astype(x.dtype), tuple(
-        gradients
-    )
+    dx = _input_gradient(cotangents, gathered, contract).astype(x.dtype)
+    return dx, tuple(gradients)
 
 
 multiply.defvjp(forward, backward)
 
 
-def _gathered(kernels, names, dtype) -> list[jax.Array]:
+def _gather_kernels(
+    kernels: Sequence[Kernel], names: Sequence[Names], dtype: jnp.dtype
+) -> list[jax.Array]:
     return [
         kernel.gathered(dtype)
         if isinstance(kernel, FrozenKernel)
-        else execution.gather(kernel, name, dtype)
-        for kernel, name in zip(kernels, names, strict=True)
+        else execution.gather(kernel, kernel_names, dtype)
+        for kernel, kernel_names in zip(kernels, names, strict=True)
     ]
 
 
-def _product(x, kernel, contract: int):
-    """Returns x [..., *K] times the kernel [*K, *out]."""
+def _matmul(x: jax.Array, kernel: jax.Array, contract: int) -> jax.Array:
+    """Multiplies x [..., *K] with a kernel [*K, *N]."""
     if _keeps_dims():
         return jnp.tensordot(x, kernel, contract)
     rows = rows_of(x, contract) @ matrix_of(kernel, contract)
@@ -140,46 +167,50 @@ def _product(x, kernel, contract: int):
 
 def _input_gradient(
     cotangents: Sequence[jax.Array], kernels: Sequence[jax.Array], contract: int
-):
-    """Returns the sum over kernels of dy times the kernel transposed, with tensor parts
-    as one product.
-    """
-    outs = [kernel.ndim - contract for kernel in kernels]
+) -> jax.Array:
+    """Sums dy times the transposed kernel over kernels; one matmul for tensor shards."""
+    out_dims = [kernel.ndim - contract for kernel in kernels]
     parts = execution.current().axis_size("tensor")
     if _keeps_dims():
-        axes = [(list(range(-n, 0)),) * 2 for n in outs]
-        products = [
-            jnp.tensordot(*pair) for pair in zip(cotangents, kernels, axes, strict=True)
+        axes = [(list(range(-n, 0)),) * 2 for n in out_dims]
+        terms = [
+            jnp.tensordot(*operands)
+            for operands in zip(cotangents, kernels, axes, strict=True)
         ]
-        return sum(products[1:], products[0])
-    lead = cotangents[0].shape[: cotangents[0].ndim - outs[0]]
-    columns = [rows_of(dy, n) for dy, n in zip(cotangents, outs, strict=True)]
+        return sum(terms[1:], terms[0])
+    lead = cotangents[0].shape[: cotangents[0].ndim - out_dims[0]]
+    columns = [rows_of(dy, n) for dy, n in zip(cotangents, out_dims, strict=True)]
     matrices = [matrix_of(kernel, contract) for kernel in kernels]
-    if (
-        parts > 1
-        and len(kernels) > 1
-        and not any(kernel.shape[contract] % parts for kernel in kernels)
-    ):
-        # One sum crosses shards.
+    divides = not any(kernel.shape[contract] % parts for kernel in kernels)
+    if parts > 1 and len(kernels) > 1 and divides:
+        # One matmul, so that the tensor shards sum once.
         kernel = side_by_side(matrices, parts)
         dy = side_by_side(columns, parts)
-        products = [jnp.einsum("...tn,rtn->...r", dy, kernel)]
+        terms = [jnp.einsum("...tn,rtn->...r", dy, kernel)]
     else:
-        products = [dy @ matrix.T for dy, matrix in zip(columns, matrices, strict=True)]
-    return sum(products[1:], products[0]).reshape(*lead, *kernels[0].shape[:contract])
+        terms = [dy @ matrix.T for dy, matrix in zip(columns, matrices, strict=True)]
+    return sum(terms[1:], terms[0]).reshape(*lead, *kernels[0].shape[:contract])
 
 
-def kernel_gradient(x, dy, kernel, names: Names, contract: int):
-    """Returns the gradient of one kernel, summed on the device and, in
-    `precision.reduce`, across them.
+def kernel_gradient(
+    x: jax.Array, dy: jax.Array, kernel: jax.Array, names: Names, contract: int
+) -> jax.Array:
+    """Computes the gradient of one kernel, summed over rows and devices.
+
+    The sum over devices is in the dtype `precision.reduce`.
+
+    Args:
+      x: [..., *K].
+      dy: [..., *N].
+      kernel: [*K, *N].
+      names: logical names of the kernel.
+      contract: number of dims in K.
     """
     dtype = jnp.dtype(execution.current().reduce)
     if _keeps_dims():
         lead = tuple(range(x.ndim - contract))
-        product = partial(
-            jnp.tensordot, axes=(lead, lead), preferred_element_type=dtype
-        )
-        return _summed_in_shards(product, x, dy, names, contract).astype(kernel.dtype)
+        matmul = partial(jnp.tensordot, axes=(lead, lead), preferred_element_type=dtype)
+        return _sum_rows_in_shards(matmul, x, dy, names, contract).astype(kernel.dtype)
     x = rows_of(x, contract)
     dy = rows_of(dy, kernel.ndim - contract)
     axes = tuple(range(x.ndim - 1))
@@ -187,17 +218,21 @@ def kernel_gradient(x, dy, kernel, names: Names, contract: int):
     return execution.scatter(gradient.reshape(kernel.shape), names).astype(kernel.dtype)
 
 
-def _summed_in_shards(
-    product: Callable[..., jax.Array], x, dy, names: Names, contract: int
+def _sum_rows_in_shards(
+    product: Callable[..., jax.Array],
+    x: jax.Array,
+    dy: jax.Array,
+    names: Names,
+    contract: int,
 ) -> jax.Array:
-    """Returns a parameter's gradient product(x, dy), summed over devices and laid out
-    as gradients are.
+    """Computes a parameter's gradient product(x, dy), summed over devices, in shards.
 
     Args:
-      product: sums over the leading dims of its arguments, on one device.
-      x, dy: [batch, sequence, *K] and [batch, sequence, *out] for a parameter [*K,
-      *out].
-      contract: the number of dims in K.
+      product: function that sums over the leading dims of its arguments, on one device.
+      x: [batch, sequence, *K].
+      dy: [batch, sequence, *N].
+      names: logical names of the parameter [*K, *N].
+      contract: number of dims in K.
     """
     now = execution.current()
     lead = x.ndim - contract
@@ -207,9 +242,11 @@ def _summed_in_shards(
     rows = now.rules.activation(
         ("batch", "sequence", *(None,) * lead)[:lead], x.shape[:lead]
     )
-    used = now.rules.computed(names, dims)
-    specs = P(*rows, *used[:contract]), P(*rows, *used[contract:])
-    return sum_in_shards(product, (x, dy), specs, rows, names, dims)
+    computed = now.rules.computed(names, dims)
+    specs = (P(*rows, *computed[:contract]), P(*rows, *computed[contract:]))  # type: ignore[no-untyped-call]  # jax is untyped
+    return sum_in_shards(
+        product, arrays=(x, dy), specs=specs, rows=rows, names=names, dims=dims
+    )
 
 
 def sum_in_shards(
@@ -220,66 +257,74 @@ def sum_in_shards(
     names: Names,
     dims: Sequence[int],
 ) -> jax.Array:
-    """Returns product(*arrays), summed over the devices that share out its rows, as
-    gradients are laid out.
+    """Computes product(*arrays), summed over devices, in the layout of gradients.
 
-    The sum over fsdp is a reduce-scatter written out: libtpu's partitioner sums whole
-    gradients on every device and cuts them then, twice the bytes on the wire and the
-    whole in memory. (For 64 and more devices of several dims of a torus libtpu makes
-    the same of a written-out one, but on the SparseCore.)
+    The sum over fsdp is a written-out reduce-scatter. libtpu's partitioner would sum
+    whole gradients on every device and slice them afterwards: twice the bytes on the
+    wire, and a whole gradient in memory. (From 64 devices in several dims of a torus
+    on, libtpu does the same to a written-out reduce-scatter, but on the SparseCore.)
 
     Args:
-      product: sums over the rows of its arguments, on one device.
-      arrays, specs: its arguments, and how they are split.
-      rows: how the dims that it sums over are split.
-      names, dims: of the parameter, and of the result.
+      product: function that sums over the rows of its arguments, on one device.
+      arrays: arguments of the function.
+      specs: specs of these arguments.
+      rows: spec of the dims that the function sums over.
+      names: logical names of the parameter.
+      dims: shape of the parameter, and of the result.
     """
     now = execution.current()
-    axes = [axis for entry in rows for axis in sharding.axes_in(entry)]
-    over = now.rules.shard_axes(names)
+    row_axes = [axis for entry in rows for axis in sharding.axes_in(entry)]
+    shard_axes = now.rules.shard_axes(names)
     if any(
-        now.rules.shape.sizes[axis] > 1 and axis not in axes
-        for axis in (*BATCH_AXES, *over)
+        now.rules.shape.sizes[axis] > 1 and axis not in row_axes
+        for axis in (*BATCH_AXES, *shard_axes)
     ):
-        # Written out, devices with the same samples, or parts of them, would add up.
+        # Devices of such an axis have the same rows, and a written-out sum would count
+        # them several times.
         return execution.scatter(product(*arrays), names)
     out = now.rules.gradient(names, dims)
-    shards = [
-        i
-        for i, entry in enumerate(out)
-        if over and set(over) <= {*sharding.axes_in(entry)}
+    shard_dims = [
+        dim
+        for dim, entry in enumerate(out)
+        if shard_axes and set(shard_axes) <= {*sharding.axes_in(entry)}
     ]
 
-    def local(*arrays):
+    def sum_locally(*arrays: jax.Array) -> jax.Array:
         total = product(*arrays)
-        # libtpu 0.0.50.1 does not compile a reduce-scatter of [1, 128, d] along d in
-        # shards of part lanes ("AllReduceScatterFusion not implemented for 2nd-minor
-        # compaction"): one head a device.
-        ones = [
-            i for i, size in enumerate(total.shape) if size == 1 and i not in shards
+        # Dims of size 1 are removed: with one head per device, libtpu 0.0.50.1 does not
+        # compile a reduce-scatter of [1, 128, d] along d in shards of part lanes
+        # ("AllReduceScatterFusion not implemented for 2nd-minor compaction").
+        unit_dims = [
+            dim
+            for dim, size in enumerate(total.shape)
+            if size == 1 and dim not in shard_dims
         ]
-        total = jax.lax.squeeze(total, ones)
-        for dim in shards:
-            total = _scatter_dim(total, dim - sum(one < dim for one in ones), over)
-        total = jax.lax.expand_dims(total, ones)
-        rest = [axis for axis in axes if not (shards and axis in over)]
-        return jax.lax.psum(total, rest) if rest else total
+        total = jax.lax.squeeze(total, unit_dims)
+        for dim in shard_dims:
+            removed = sum(unit_dim < dim for unit_dim in unit_dims)
+            total = _scatter_dim(total, dim - removed, shard_axes)
+        total = jax.lax.expand_dims(total, unit_dims)
+        other_axes = [
+            axis for axis in row_axes if not (shard_dims and axis in shard_axes)
+        ]
+        return jax.lax.psum(total, other_axes) if other_axes else total  # type: ignore[no-untyped-call]  # jax is untyped
 
-    return execution.per_device(local, tuple(specs), out)(*arrays)
+    summed = execution.per_device(sum_locally, tuple(specs), out)
+    gradient: jax.Array = summed(*arrays)
+    return gradient
 
 
-# of a tile, in which TPUs hold the last two dims of an array
+# sizes of a tile, in which TPUs store the last two dims of an array
 _SUBLANES = 8
 _LANES = 128
 
 
 def _scatter_dim(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the device's shard, along a dim, of the sum of x over mesh axes; in a
-    manual region.
+    """Sums x over mesh axes and returns the device's shard of a dim; in a manual region.
 
-    The SparseCore cuts rows into pieces of equal size. Where it finds none (11,008
-    columns, or 128,256) it sums whole arrays, so it gets the tiles of a matrix as rows:
-    they lie in memory just like that.
+    The SparseCore cuts rows into pieces of equal size. If it finds no such size (for
+    11,008 or 128,256 columns), it sums whole arrays. So it gets the tiles of a matrix
+    as rows, which have the same order in memory.
     """
     now = execution.current()
     parts = math.prod(now.axis_size(axis) for axis in axes)
@@ -290,13 +335,15 @@ def _scatter_dim(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
         or rows % (parts * _SUBLANES)
         or columns % _LANES
     ):
-        return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
-    # The barrier keeps the product as it is: made in tiles, it would cost half as much
-    # again.
-    x = jax.lax.optimization_barrier(jnp.moveaxis(x, dim, 0))
+        part: jax.Array = jax.lax.psum_scatter(  # type: ignore[no-untyped-call]  # jax is untyped
+            x, axes, scatter_dimension=dim, tiled=True
+        )
+        return part
+    # Without the barrier the matmul would write tiles, at 1.5 times its cost.
+    x = jax.lax.optimization_barrier(jnp.moveaxis(x, dim, 0))  # type: ignore[no-untyped-call]  # jax is untyped
     tiles = x.reshape(rows // _SUBLANES, _SUBLANES, columns // _LANES, _LANES)
     tiles = tiles.swapaxes(1, 2).reshape(-1, _LANES)
-    tiles = jax.lax.psum_scatter(tiles, axes, scatter_dimension=0, tiled=True)
+    tiles = jax.lax.psum_scatter(tiles, axes, scatter_dimension=0, tiled=True)  # type: ignore[no-untyped-call]  # jax is untyped
     tiles = tiles.reshape(-1, columns // _LANES, _SUBLANES, _LANES).swapaxes(1, 2)
     return jnp.moveaxis(tiles.reshape(rows // parts, columns), 0, dim)
 
@@ -306,21 +353,19 @@ def _keeps_dims() -> bool:
 
 
 def waits_for_sums() -> bool:
-    """Checks whether the sums of gradients over devices are part of the order of
-    compute.
+    """Checks whether compute waits for the sums of gradients over devices.
 
-    On SparseCores they run beside it, and a fixed order would only make compute wait
-    for them.
+    On SparseCores the sums run concurrently with compute, and a fixed order would only
+    delay compute.
     """
     return _keeps_dims() and not execution.current().sparse_core_collectives
 
 
 def rows_of(x: jax.Array, trailing: int) -> jax.Array:
-    """Returns [rows, columns], the last `trailing` dims merged, and the others where
-    they may be.
+    """Merges the last `trailing` dims to columns, and the others to rows.
 
-    Where devices share out the sequence, merging it with the batch would shuffle
-    samples about.
+    If devices split the sequence, the other dims are kept: merging sequence and batch
+    would move samples between devices.
     """
     columns = math.prod(x.shape[x.ndim - trailing :])
     if execution.current().sequence_is_split:
@@ -329,13 +374,14 @@ def rows_of(x: jax.Array, trailing: int) -> jax.Array:
 
 
 def side_by_side(arrays: Sequence[jax.Array], parts: int) -> jax.Array:
-    """Joins columns [..., N] of several kernels as [..., parts, N of all / parts].
+    """Joins columns [..., N] of several kernels to [..., parts, sum of N / parts].
 
-    Every tensor shard stacks its own columns: nothing moves.
+    Every tensor shard joins its own columns, so nothing is moved.
     """
     split = [x.reshape(*x.shape[:-1], parts, -1) for x in arrays]
     return jnp.concatenate(split, axis=-1)
 
 
 def matrix_of(kernel: jax.Array, contract: int) -> jax.Array:
+    """Reshapes a kernel [*K, *N] to a matrix."""
     return kernel.reshape(math.prod(kernel.shape[:contract]), -1)

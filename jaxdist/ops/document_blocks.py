@@ -1,12 +1,12 @@
-"""Blocks of attention between different documents, which TPU kernels leave out.
+"""Skipping of attention blocks between different documents, for TPU kernels.
 
-A splash kernel walks over the blocks of its mask by tables in scalar memory: whether a
-step computes one, and which it fetches. They are inputs of the kernel, so those of a
-mask that is known before are cut down at run time by the documents that a sequence is
-packed with.
+A splash kernel walks over the blocks of its mask by tables in scalar memory. The tables
+say whether a step computes its block, and which block it fetches. They are inputs of
+the kernel. So the tables of a static mask can be reduced at run time, by the documents
+that are packed into a sequence.
 
-Letters: `I` blocks of queries, `J` steps over blocks of keys (for gradients of keys the
-other way round), `h` masks (1: the same for all heads), `S` sequence.
+Letters: `I` blocks of queries, `J` steps over blocks of keys (the other way round for
+gradients of keys), `h` masks (1: one mask for all heads), `S` sequence.
 """
 
 import jax
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info
 
 Tables = splash_attention_mask_info.MaskInfo
-_WHOLE = 2  # of a block mask: all of the block counts
+_WHOLE = 2  # entry of a block mask: no element of the block is masked
 
 
-def skipping(
+def skip_unshared_blocks(
     tables: Tables,
     ids_of_queries: jax.Array,
     ids_of_keys: jax.Array,
@@ -25,21 +25,22 @@ def skipping(
     *,
     by_keys: bool = False,
 ) -> Tables:
-    """Returns a kernel's tables without the blocks whose queries and keys share no
-    document.
+    """Removes the blocks whose queries and keys share no document from a kernel's tables.
 
-    A step that is left out fetches what the next one computes, or nothing new. Ids may
-    come in any order; of those that rise along the sequence, as packing gives them,
-    every such block is left out.
+    A skipped step fetches the block of the next computed step, or nothing new. Ids may
+    have any order. If they rise along the sequence, as packed ids do, every such block
+    is skipped.
 
     Args:
-      ids_of_queries, ids_of_keys: int32 [S] of one sequence.
-      sizes: places of a block of queries, and of one of keys.
-      by_keys: of the kernel for dk and dv, whose steps go over queries.
+      tables: tables of the kernel.
+      ids_of_queries: int32 [S] documents of one sequence's queries.
+      ids_of_keys: int32 [S] documents of its keys.
+      sizes: tokens of a block of queries, and of a block of keys.
+      by_keys: whether the kernel computes dk and dv: its steps go over queries.
     """
     shared = shared_blocks(ids_of_queries, ids_of_keys, sizes)
     steps = 1 if by_keys else 2
-    if tables.data_next is None:  # every block has its turn
+    if tables.data_next is None:  # no tables: the kernel computes every block in order
         order = jax.lax.broadcasted_iota(jnp.int32, (1, *shared.shape), steps)
         whole = jnp.full(order.shape, _WHOLE, jnp.int32)
         tables = tables._replace(data_next=order, block_mask=whole)
@@ -60,24 +61,22 @@ def skipping(
 def shared_blocks(
     ids_of_queries: jax.Array, ids_of_keys: jax.Array, sizes: tuple[int, int]
 ) -> jax.Array:
-    """Finds which blocks of queries and of keys may share a document, bool [blocks,
-    blocks].
-    """
-    own_low, own_high = _ranges(ids_of_queries, sizes[0])
-    low, high = _ranges(ids_of_keys, sizes[1])
-    return (own_low[:, None] <= high[None]) & (low[None] <= own_high[:, None])
+    """Finds blocks that may share a document, bool [query blocks, key blocks]."""
+    query_low, query_high = _id_ranges(ids_of_queries, sizes[0])
+    key_low, key_high = _id_ranges(ids_of_keys, sizes[1])
+    starts_before_end = query_low[:, None] <= key_high[None]
+    ends_after_start = key_low[None] <= query_high[:, None]
+    return starts_before_end & ends_after_start
 
 
-def _ranges(ids_S: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the smallest and the largest id of each block."""
+def _id_ranges(ids_S: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Finds the smallest and the largest id of each block."""
     blocks = jnp.asarray(ids_S).reshape(-1, size)
     return blocks.min(1), blocks.max(1)
 
 
 def _nearest(computed_hIJ: jax.Array) -> jax.Array:
-    """Returns for each step the next one that computes, itself included, or else the
-    last before it.
-    """
+    """Finds the computed step at or after each step; after the last one, that one."""
     count = computed_hIJ.shape[2]
     steps = jax.lax.broadcasted_iota(jnp.int32, computed_hIJ.shape, 2)
     following = jax.lax.cummin(

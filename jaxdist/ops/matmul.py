@@ -1,11 +1,10 @@
-"""Matmuls of activations with parameters: `project` chooses how each kernel is
-multiplied.
+"""Matmuls of activations with parameters.
 
-Large kernels are multiplied by the recipe in force (`precision.matmul`), all others in
-the compute dtype (`ops.dense_matmul`).
+`project` multiplies large kernels by the current recipe (`precision.matmul`), and all
+others in the compute dtype (`ops.dense_matmul`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import chex
@@ -13,90 +12,94 @@ import jax
 from flax import nnx
 
 from jaxdist.ops import dense_matmul, fp8
-from jaxdist.ops.dense_matmul import FrozenKernel
+from jaxdist.ops.dense_matmul import FrozenKernel, Kernel
 from jaxdist.parallel import execution
 from jaxdist.parallel.formats.format import Recipe
 from jaxdist.parallel.formats.fp8 import Fp8Recipe
 from jaxdist.protocols.param_names import Names
 
-# The function of each class of recipes: (x, kernels, names, contract, recipe) ->
-# products.
+# Function of each class of recipes: (x, kernels, names, contract, recipe) -> outputs.
 _MULTIPLY: Mapping[type[Recipe], Callable[..., tuple[jax.Array, ...]]] = {
     Fp8Recipe: fp8.multiply,
 }
 
 
 def project(x: jax.Array, *kernels: Any, contract: int = 1) -> tuple[jax.Array, ...]:
-    """Returns the product of `x` with each kernel, in the dtype of `x`.
+    """Multiplies `x` with each kernel, in the dtype of `x`.
 
     Args:
-      x: [..., *K], its last `contract` dims are summed over.
-      kernels: parameters [*K, *out], with their logical names as metadata; or modules
-        that stand for one (`models.lora.LoraKernel`): `frozen() -> FrozenKernel`, and
-        `apply_adapter(y, x) -> y`.
-      contract: number of dims summed over.
+      x: [..., *K]; the last `contract` dims are summed over.
+      *kernels: parameters [*K, *N] with their logical names as metadata. A module may
+        stand for a parameter (`models.lora.LoraKernel`); it has the methods
+        `frozen() -> FrozenKernel` and `apply_adapter(y, x) -> y`.
+      contract: number of dims in K.
+
+    Returns:
+      [..., *N] for each kernel.
     """
     names = tuple(getattr(kernel, "logical", ()) for kernel in kernels)
     stored = tuple(k.frozen() if hasattr(k, "frozen") else k[...] for k in kernels)
     for kernel in stored:
         if not isinstance(kernel, FrozenKernel):
             chex.assert_equal(kernel.shape[:contract], x.shape[-contract:])
-    products = zip(kernels, _by_format(x, stored, names, contract), strict=True)
+    outputs = _multiply_by_format(x, stored, names, contract)
     return tuple(
-        k.apply_adapter(y, x) if hasattr(k, "frozen") else y for k, y in products
+        kernel.apply_adapter(y, x) if hasattr(kernel, "frozen") else y
+        for kernel, y in zip(kernels, outputs, strict=True)
     )
 
 
-def project_lightly(x: jax.Array, kernel: nnx.Variable) -> jax.Array:
-    """Returns x [..., K] times a kernel [K, *out] that is cheaper to apply again than
-    to keep.
+def project_lightly(x: jax.Array, kernel: nnx.Variable[jax.Array]) -> jax.Array:
+    """Multiplies x [..., K] with a kernel [K, *N], without keeping the result.
 
-    It is a batch of one product: `remat.policy=dots` keeps only products without a
-    batch.
+    Computing the result again is cheaper than keeping it. So this is a batch of one
+    matmul: `remat.policy=dots` keeps only matmuls without a batch.
     """
     names = (getattr(kernel, "logical", ()),)
     (y,) = jax.vmap(lambda x, kernel: dense_matmul.multiply(x, (kernel,), names, 1))(
         x[None], kernel[...][None]
     )
-    return y[0]
+    result: jax.Array = y[0]
+    return result
 
 
-def _by_format(
-    x, kernels, names: tuple[Names, ...], contract: int
+def _multiply_by_format(
+    x: jax.Array, kernels: Sequence[Kernel], names: tuple[Names, ...], contract: int
 ) -> tuple[jax.Array, ...]:
-    """Multiplies with kernels: those that the recipe takes as one group, the others as
-    another.
-    """
+    """Multiplies with two groups of kernels: those of the recipe, and the others."""
     recipe = execution.current().recipe
-    taken = []
+    by_recipe = []
     if recipe is not None:
-        taken = [
+        by_recipe = [
             i
-            for i, (kernel, own_names) in enumerate(zip(kernels, names, strict=True))
-            if _takes(recipe, x, kernel, own_names, contract)
+            for i, (kernel, kernel_names) in enumerate(zip(kernels, names, strict=True))
+            if _takes(recipe, x, kernel, kernel_names, contract)
         ]
-    others = [i for i in range(len(kernels)) if i not in taken]
-    products: dict[int, jax.Array] = {}
-    for group in filter(None, (taken, others)):
+    others = [i for i in range(len(kernels)) if i not in by_recipe]
+    outputs: dict[int, jax.Array] = {}
+    for group in (by_recipe, others):
+        if not group:
+            continue
         arguments: Any = (
             x,
             tuple(kernels[i] for i in group),
             tuple(names[i] for i in group),
             contract,
         )
-        if recipe is not None and group is taken:
-            outputs = _MULTIPLY[type(recipe)](*arguments, recipe)
+        if recipe is not None and group is by_recipe:
+            results = _MULTIPLY[type(recipe)](*arguments, recipe)
         else:
-            outputs = dense_matmul.multiply(*arguments)
-        products |= zip(group, outputs, strict=True)
-    return tuple(products[i] for i in range(len(kernels)))
+            results = dense_matmul.multiply(*arguments)
+        outputs |= zip(group, results, strict=True)
+    return tuple(outputs[i] for i in range(len(kernels)))
 
 
-def _takes(recipe: Recipe, x, kernel, names: Names, contract: int) -> bool:
-    """Checks if the recipe multiplies a kernel."""
-    # wider is meant (routers)
+def _takes(
+    recipe: Recipe, x: jax.Array, kernel: Kernel, names: Names, contract: int
+) -> bool:
+    """Checks whether the recipe multiplies x with a kernel."""
     if x.dtype != execution.current().compute_dtype(x.dtype):
-        return False
+        return False  # a wider dtype than the compute dtype is meant (routers)
     if isinstance(kernel, FrozenKernel):
         return kernel.is_plain and not recipe.why_not(
             names, kernel.parts[0].shape, contract

@@ -1,14 +1,16 @@
-"""TPU attention: JAX's Pallas splash kernel, given whole sequences of one device's
-batch and heads.
+"""Attention on TPU by JAX's Pallas splash kernel.
 
-Shapes: `B` batch, `S` sequence, `H` query heads, `K` kv heads, `N` head size. Source:
+The kernel gets whole sequences of a device's batch rows and heads. Source:
 jax.experimental.pallas.ops.tpu.splash_attention (arXiv:2205.14135 with a block-sparse
 mask).
+
+Letters: `B` batch, `S` sequence, `H` query heads, `K` kv heads, `N` head size.
 """
 
 import contextlib
 import functools
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,30 +23,34 @@ from jax.experimental.pallas.ops.tpu import splash_attention as pallas_splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
 from jaxdist.ops.attention_request import Options, Request, Result, inner_products
-from jaxdist.ops.document_blocks import shared_blocks, skipping
+from jaxdist.ops.document_blocks import Tables, shared_blocks, skip_unshared_blocks
 from jaxdist.parallel.remat import RESIDUALS
 
 LANES = 128  # the kernel's sequence blocks are multiples of a vector register's width
-# of a sequence whose documents' blocks are told apart: 4 x 4 of them
+# shortest sequence in which blocks between documents are skipped: it has 4 x 4 blocks
 _LEAST_TOKENS = 2048
 # 512 x 512 float32 logits are 1 MiB of VMEM, double-buffered, on all generations
 MAX_BLOCK = 512
 
 
 def splash_attention(request: Request, *, interpret: bool = False) -> jax.Array:
-    """Computes attention, [B, S, H, N] in q's dtype, by one kernel a direction.
+    """Computes attention by one kernel for each direction.
 
-    Call it per device (inside `shard_map`): a Mosaic kernel is opaque to the
-    partitioner. Sequences that are no multiple of 128 are padded to one, with a warning
-    that tells the cost. A part of the queries has a multiple of 128.
+    Call it per device (inside `shard_map`): the partitioner cannot split a Mosaic
+    kernel. A sequence is padded to a multiple of 128 tokens, with a warning about the
+    extra work. A part of the queries must have a multiple of 128 tokens.
 
     Args:
-      interpret: run the kernel's Python on any backend (tests).
+      request: queries, keys, values and options.
+      interpret: whether the kernel is emulated on any platform (for tests).
+
+    Returns:
+      [B, S, H, N] in the dtype of q.
     """
     chex.assert_rank(request.heads, 4)
     S = request.q.shape[1]
     if request.part is None:
-        request = _padded(request)
+        request = _pad_sequence(request)
     length = request.k.shape[1]
     segments = _segments(request)
     heads_first = _heads_first(request)
@@ -54,13 +60,14 @@ def splash_attention(request: Request, *, interpret: bool = False) -> jax.Array:
         parts = length // request.q.shape[1]
         kernel = _kernel(length, request.q.shape[2], request.options, interpret, parts)
         if request.part is not None:
-            kernel = _of_part(kernel, request.part, parts)
-        out_BHSN = jax.vmap(_of_documents(kernel, segments))(*heads_first, segments)
+            kernel = _kernel_of_part(kernel, request.part, parts)
+        kernel = _skip_between_documents(kernel, segments)
+        out_BHSN = jax.vmap(kernel)(*heads_first, segments)
     return out_BHSN.swapaxes(1, 2)[:, :S]
 
 
-def _padded(request: Request) -> Request:
-    """Fills a sequence up to a multiple of 128 tokens."""
+def _pad_sequence(request: Request) -> Request:
+    """Pads a sequence to a multiple of 128 tokens."""
     S = request.q.shape[1]
     length = -(-S // LANES) * LANES
     if length == S:
@@ -71,8 +78,8 @@ def _padded(request: Request) -> Request:
         stacklevel=3,
     )
     segment_ids = request.segment_ids
-    # causal: no token sees the padding after it
     if segment_ids is None and not request.options.causal:
+        # Without a causal mask, only segment ids can hide the padding.
         segment_ids = jnp.zeros(request.q.shape[:2], jnp.int32)
     request = request.with_heads(*(_pad(x, length, 0) for x in request.heads))
     if segment_ids is not None:
@@ -80,39 +87,41 @@ def _padded(request: Request) -> Request:
     return replace(request, segment_ids=segment_ids)
 
 
-def _of_part(kernel: Any, part: jax.Array, parts: int) -> Any:
-    """Makes the kernel of a part of the queries.
+def _kernel_of_part(kernel: Any, part: jax.Array, parts: int) -> Any:
+    """Builds the kernel of a part of the queries.
 
-    The tables of the blocks that a mask leaves are cut by parts; each takes its own at
-    run time.
+    The tables of a mask's blocks contain all parts, one after another. Each part takes
+    its own tables at run time.
     """
 
-    def own(table: np.ndarray, dim: int) -> jax.Array:
+    def slice_part(table: np.ndarray, dim: int) -> jax.Array:
         size = table.shape[dim] // parts
         return jax.lax.dynamic_slice_in_dim(jnp.asarray(table), part * size, size, dim)
 
-    def own_of(info):
-        # dim of queries
-        cut = {"data_next": 1, "mask_next": 1, "block_mask": 1, "q_sequence": 0}
-        tables = {
-            name: own(x, dim)
-            for name, dim in cut.items()
-            if (x := getattr(info, name)) is not None
-        }
-        return info._replace(**tables)
+    def tables_of_part(tables: Tables) -> Tables:
+        # the dim of queries in each table
+        dims = {"data_next": 1, "mask_next": 1, "block_mask": 1, "q_sequence": 0}
+        sliced: dict[str, Any] = {}
+        for name, dim in dims.items():
+            table = getattr(tables, name)
+            if table is not None:
+                sliced[name] = slice_part(table, dim)
+        return tables._replace(**sliced)
 
-    infos, kwargs = kernel.tree_flatten()
-    return type(kernel)(*map(own_of, infos), **kwargs)
+    tables, kwargs = kernel.tree_flatten()
+    return type(kernel)(*map(tables_of_part, tables), **kwargs)
 
 
 def piece(request: Request, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Computes attention to some keys, float32 [B, S, H, N], and the logsumexp [B, S,
-    H]: see `Pieces`.
+    """Computes attention to some of the keys, in float32; see `Pieces`.
+
+    Returns:
+      The result [B, S, H, N], and the logsumexp of the logits [B, S, H].
     """
     length = request.k.shape[1]
     heads = request.q.shape[2]
     kernel = _kernel(length, heads, request.options, interpret, residuals=True)
-    with _all_keys(request.options):
+    with _mask_scope(request.options):
         out, (lse,) = jax.vmap(kernel)(*_heads_first(request), _segments(request))
     return out.swapaxes(1, 2).astype(jnp.float32), lse.swapaxes(1, 2)
 
@@ -120,10 +129,10 @@ def piece(request: Request, *, interpret: bool = False) -> tuple[jax.Array, jax.
 def piece_gradients(
     request: Request, result: Result, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes the gradients of q, k and v in float32: see `Pieces`."""
-    of_result = (x.swapaxes(1, 2) for x in (result.lse, result.inner, result.grad))
+    """Computes the gradients of q, k and v in float32; see `Pieces`."""
+    result_arrays = (x.swapaxes(1, 2) for x in (result.lse, result.inner, result.grad))
     gradients = _gradients(
-        [*_heads_first(request), *of_result],
+        [*_heads_first(request), *result_arrays],
         _segments(request),
         request.options,
         interpret,
@@ -133,247 +142,397 @@ def piece_gradients(
 
 
 def _segments(request: Request) -> pallas_splash.SegmentIds | None:
-    """Gives the kernel the segment ids of queries and keys."""
+    """Wraps the segment ids of queries and keys for the kernel."""
     return pallas_splash.SegmentIds(*request.segments) if request.segments else None
 
 
 def _heads_first(request: Request) -> list[jax.Array]:
-    """Lays out scaled q as [B, H, S, N], and k, v as [B, K, T, N]."""
+    """Scales q and lays out q as [B, H, S, N], and k, v as [B, K, T, N]."""
     q, k, v = request.heads
     q = q * jnp.asarray(request.options.scale, q.dtype)
     return [x.swapaxes(1, 2) for x in (q, k, v)]
 
 
-def _all_keys(options: Options):
-    """Opens a scope that tells readers of the program whether queries see all keys, or
-    half of them.
-    """
+def _mask_scope(options: Options) -> contextlib.AbstractContextManager[None]:
+    """Names operations for the planner: queries see all keys, or half of them."""
     return contextlib.nullcontext() if options.causal else jax.named_scope("all_keys")
 
 
 # --- gradients by one kernel ----------------------------------------------------------
 
-# The kernel that computes dq, dk and dv does 5 products of a block where two kernels do
-# 7. It gives a part of dq for each of its blocks of keys, in q's dtype: of a whole
-# sequence S / 2048 times as much as dq itself. So long sequences are cut into chunks,
-# and each pair of a chunk of queries and one of keys has its own call.
-# keys of heads of 128: half as many of 256, for the sake of VMEM
-_CHUNK = 8192
+# One kernel that computes dq, dk and dv does 5 matmuls per block; two kernels do 7. It
+# returns a part of dq for each of its blocks of keys, in the dtype of q. For a whole
+# sequence, the parts are S / 2048 times as large as dq. So a long sequence is cut into
+# chunks, and each pair of a chunk of queries and a chunk of keys has its own call.
+_CHUNK = 8192  # most tokens of a chunk
+# keys of a block, for heads of 128 elements; half as many for 256, to fit into VMEM
 _FUSED_KEYS = 2048
+
+# dq, the float32 gradient of the current chunk of queries, and the totals of dk and dv
+_Carry = tuple[jax.Array, jax.Array, list[jax.Array]]
+# scaled q, k, v, segment ids, result, logsumexp
+_Residuals = tuple[
+    jax.Array,
+    jax.Array,
+    jax.Array,
+    pallas_splash.SegmentIds | None,
+    jax.Array,
+    jax.Array,
+]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _long(
-    q_BHSN, k_BKSN, v_BKSN, segments, options: Options, interpret: bool
+    q_BHSN: jax.Array,
+    k_BKSN: jax.Array,
+    v_BKSN: jax.Array,
+    segments: pallas_splash.SegmentIds | None,
+    options: Options,
+    interpret: bool,
 ) -> jax.Array:
-    """Returns attention [B, H, S, N] of scaled queries; its gradients are computed
-    chunk by chunk.
-    """
+    """Computes attention [B, H, S, N] of scaled queries, with gradients by chunks."""
     return _long_forward(q_BHSN, k_BKSN, v_BKSN, segments, options, interpret)[0]
 
 
-def _long_forward(q_BHSN, k_BKSN, v_BKSN, segments, options: Options, interpret: bool):
+def _long_forward(
+    q_BHSN: jax.Array,
+    k_BKSN: jax.Array,
+    v_BKSN: jax.Array,
+    segments: pallas_splash.SegmentIds | None,
+    options: Options,
+    interpret: bool,
+) -> tuple[jax.Array, _Residuals]:
     kernel = _kernel(
         q_BHSN.shape[2], q_BHSN.shape[1], options, interpret, residuals=True
     )
-    kernel = _of_documents(kernel, segments)
-    with _all_keys(options):
+    kernel = _skip_between_documents(kernel, segments)
+    with _mask_scope(options):
         out, (lse,) = jax.vmap(kernel)(q_BHSN, k_BKSN, v_BKSN, segments)
-    out = checkpoint_name(out, RESIDUALS)
-    lse = checkpoint_name(lse, RESIDUALS)
+    out = checkpoint_name(out, RESIDUALS)  # type: ignore[no-untyped-call]  # jax is untyped
+    lse = checkpoint_name(lse, RESIDUALS)  # type: ignore[no-untyped-call]  # jax is untyped
     return out, (q_BHSN, k_BKSN, v_BKSN, segments, out, lse)
 
 
-def _long_backward(options: Options, interpret: bool, residuals, grad):
+def _long_backward(
+    options: Options, interpret: bool, residuals: _Residuals, grad: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, segments, out, lse = residuals
     size = _chunk(q.shape[2], options)
-    shared = _shared(segments, size)
+    shared = _shared_chunks(segments, size)
     arrays = [q, k, v, lse, inner_products(out, grad), grad]
-    parts = functools.partial(
-        _pair_gradients, arrays, segments, size, options, interpret
+    pull_back = functools.partial(
+        _pair_gradients,
+        arrays=arrays,
+        segments=segments,
+        size=size,
+        options=options,
+        interpret=interpret,
     )
-
-    def own(totals, pair):
-        rows, columns = pair * size
-        dq, *dkeys = parts(rows, columns, causal=True)
-        return [
-            _put(total, part, pair[1] * size)
-            for total, part in zip(totals, dkeys, strict=True)
-        ], dq
-
-    def before(carry, pair):
-        dq, dq_so_far, totals = carry
-        rows, columns = pair * size
-        # In float32 over the keys of a chunk of queries, of which one after another has
-        # its turn.
-        start = _cut(dq, rows, size, 2).astype(jnp.float32)
-        dq_so_far = jnp.where(pair[1] == 0, start, dq_so_far)
-
-        def add(dq_so_far, totals):
-            more, *dkeys = parts(rows, columns, causal=False)
-            sums = [
-                _cut(t, columns, size, 2) + d.astype(t.dtype)
-                for t, d in zip(totals, dkeys, strict=True)
-            ]
-            totals = [_put(*x, columns) for x in zip(totals, sums, strict=True)]
-            return dq_so_far + more.astype(jnp.float32), totals
-
-        if shared is None:
-            dq_so_far, totals = add(dq_so_far, totals)
-        else:
-            leave = lambda *as_it_is: as_it_is  # noqa: E731
-            dq_so_far, totals = jax.lax.cond(
-                shared[pair[0], pair[1]], add, leave, dq_so_far, totals
-            )
-        return (_put(dq, dq_so_far, rows), dq_so_far, totals), None
-
     count = q.shape[2] // size
     dq = jnp.zeros_like(q)
     totals = [jnp.zeros(x.shape, jnp.float32) for x in (k, v)]
+    if options.causal:
+        dq, totals = _add_diagonal(pull_back, q.shape, totals, size)
     pairs = [
         (n, m) for n in range(count) for m in range(n if options.causal else count)
     ]
-    if options.causal:
-        totals, dqs = jax.lax.scan(
-            own, totals, jnp.asarray([(n, n) for n in range(count)])
-        )
-        dq = jnp.moveaxis(dqs, 0, 2).reshape(q.shape)
-    start = dq, jnp.zeros_like(dq[:, :, :size], jnp.float32), totals
-    (dq, _, (dk, dv)), _ = jax.lax.scan(before, start, jnp.asarray(pairs))
+    dq, (dk, dv) = _add_pairs(
+        pull_back, dq, totals, pairs=pairs, shared=shared, size=size
+    )
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_PullBack = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+
+
+def _add_diagonal(
+    pull_back: _PullBack, dims: Sequence[int], totals: list[jax.Array], size: int
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Computes the gradients of the pairs of a chunk of queries and the same keys.
+
+    Args:
+      pull_back: function of the first query, the first key and `causal`.
+      dims: shape of the queries [B, H, S, N].
+      totals: zeros for the gradients of keys and values.
+      size: tokens of a chunk.
+
+    Returns:
+      The gradient of the queries, and the totals.
+    """
+
+    def add(
+        totals: list[jax.Array], pair: jax.Array
+    ) -> tuple[list[jax.Array], jax.Array]:
+        rows, columns = pair * size
+        dq, *dkeys = pull_back(rows, columns, causal=True)
+        updated = [
+            _put(total, dkey, pair[1] * size)
+            for total, dkey in zip(totals, dkeys, strict=True)
+        ]
+        return updated, dq
+
+    diagonal = jnp.asarray([(n, n) for n in range(dims[2] // size)])
+    totals, dqs = jax.lax.scan(add, totals, diagonal)
+    return jnp.moveaxis(dqs, 0, 2).reshape(dims), totals
+
+
+def _add_pairs(
+    pull_back: _PullBack,
+    dq: jax.Array,
+    totals: list[jax.Array],
+    pairs: list[tuple[int, int]],
+    shared: jax.Array | None,
+    size: int,
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Adds the gradients of pairs of a chunk of queries and a chunk of other keys.
+
+    Args:
+      pull_back: function of the first query, the first key and `causal`.
+      dq: gradient of the queries.
+      totals: gradients of keys and values.
+      pairs: chunks of queries and of keys; the chunks of queries follow one another.
+      shared: result of `_shared_chunks`; other pairs are skipped.
+      size: tokens of a chunk.
+
+    Returns:
+      The gradient of the queries, and the totals.
+    """
+
+    def add_pair(carry: _Carry, pair: jax.Array) -> tuple[_Carry, None]:
+        dq, dq_of_rows, totals = carry
+        rows, columns = pair * size
+        # The sum over a chunk's keys is in float32. It starts with the gradient that the
+        # chunk has already.
+        start = _cut(dq, rows, size, 2).astype(jnp.float32)
+        dq_of_rows = jnp.where(pair[1] == 0, start, dq_of_rows)
+
+        def add(
+            dq_of_rows: jax.Array, totals: list[jax.Array]
+        ) -> tuple[jax.Array, list[jax.Array]]:
+            dq_part, *dkeys = pull_back(rows, columns, causal=False)
+            sums = [
+                _cut(total, columns, size, 2) + dkey.astype(total.dtype)
+                for total, dkey in zip(totals, dkeys, strict=True)
+            ]
+            totals = [
+                _put(total, part, columns)
+                for total, part in zip(totals, sums, strict=True)
+            ]
+            return dq_of_rows + dq_part.astype(jnp.float32), totals
+
+        def skip(
+            dq_of_rows: jax.Array, totals: list[jax.Array]
+        ) -> tuple[jax.Array, list[jax.Array]]:
+            return dq_of_rows, totals
+
+        if shared is None:
+            dq_of_rows, totals = add(dq_of_rows, totals)
+        else:
+            dq_of_rows, totals = jax.lax.cond(
+                shared[pair[0], pair[1]], add, skip, dq_of_rows, totals
+            )
+        return (_put(dq, dq_of_rows, rows), dq_of_rows, totals), None
+
+    carry = (dq, jnp.zeros_like(dq[:, :, :size], jnp.float32), totals)
+    (dq, _, totals), _ = jax.lax.scan(add_pair, carry, jnp.asarray(pairs))
+    return dq, totals
 
 
 _long.defvjp(_long_forward, _long_backward)
 
 
 def _pair_gradients(
+    rows: jax.Array,
+    columns: jax.Array,
+    *,
+    causal: bool,
     arrays: list[jax.Array],
     segments: pallas_splash.SegmentIds | None,
     size: int,
     options: Options,
     interpret: bool,
-    rows: jax.Array,
-    columns: jax.Array,
-    *,
-    causal: bool,
-):
-    """Computes the gradients by a chunk of queries and one of keys.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes the gradients of a chunk of queries and a chunk of keys and values.
 
     Args:
-      arrays: whole ones, see `_gradients`.
-      rows, columns: places where the chunks of queries and keys begin.
+      rows: position of the first query of the chunk.
+      columns: position of the first key of the chunk.
+      causal: whether the two chunks are the same.
+      arrays: arrays of whole sequences; see `_gradients`.
+      segments: segment ids of whole sequences.
+      size: tokens of a chunk.
+      options: options of attention.
+      interpret: whether the kernel is emulated.
     """
-    q, k, v, *of_results = arrays
-    own_q, *own_results = (_cut(x, rows, size, 2) for x in (q, *of_results))
-    own_k, own_v = (_cut(x, columns, size, 2) for x in (k, v))
+    q, k, v, *result_arrays = arrays
+    q_chunk, *result_chunks = (_cut(x, rows, size, 2) for x in (q, *result_arrays))
+    k_chunk, v_chunk = (_cut(x, columns, size, 2) for x in (k, v))
     ids = None
     if segments is not None:
-        own_ids = _cut(segments.q, rows, size, 1)
-        their_ids = _cut(segments.kv, columns, size, 1)
-        ids = pallas_splash.SegmentIds(own_ids, their_ids)
-    chunks = [own_q, own_k, own_v, *own_results]
+        query_ids = _cut(segments.q, rows, size, 1)
+        key_ids = _cut(segments.kv, columns, size, 1)
+        ids = pallas_splash.SegmentIds(query_ids, key_ids)
+    chunks = [q_chunk, k_chunk, v_chunk, *result_chunks]
     return _gradients(chunks, ids, options._replace(causal=causal), interpret)
 
 
 def _chunk(length: int, options: Options) -> int:
-    """Returns the places of a chunk; 0 where gradients are computed whole, by two
-    kernels.
+    """Chooses the tokens of a chunk; 0: two kernels compute the gradients, without chunks.
 
-    Those of a window skip most blocks, and short sequences have no second chunk.
+    With a window, most blocks are skipped. Short sequences have no second chunk.
     """
     if length < 2 * _CHUNK or options.window is not None:
         return 0
-    size = _largest(length, _CHUNK)
+    size = _largest_divisor(length, _CHUNK)
     return size if size >= _FUSED_KEYS else 0
 
 
-def _cut(x: jax.Array, start, size: int, dim: int) -> jax.Array:
+def _cut(x: jax.Array, start: jax.Array, size: int, dim: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, start, size, dim)
 
 
-def _put(x_BHSN: jax.Array, part: jax.Array, start) -> jax.Array:
-    """Returns x with a part at the places from `start` on."""
-    return jax.lax.dynamic_update_slice_in_dim(
+def _put(x_BHSN: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
+    """Replaces the positions of x from `start` on by a part."""
+    updated: jax.Array = jax.lax.dynamic_update_slice_in_dim(
         x_BHSN, part.astype(x_BHSN.dtype), start, 2
     )
+    return updated
 
 
-def _gradients(arrays: list[jax.Array], segments, options: Options, interpret: bool):
-    """Returns the gradients of scaled queries, keys and values, from one kernel.
+def _gradients(
+    arrays: list[jax.Array],
+    segments: pallas_splash.SegmentIds | None,
+    options: Options,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes the gradients of scaled queries, keys and values by one kernel.
 
-    jax gives kernels that return their logsumexp no gradient; the one that would
-    compute it is private. That one sums the parts of dq in an instruction by itself,
-    for which libtpu's cycles are ten times those of reading them. Where queries see all
-    keys each block of them is called for alone, as if of another batch, and the parts
-    are added here, in float32.
+    jax defines no gradient of kernels that return their logsumexp. The kernel that
+    computes it is private. It sums the parts of dq in a separate instruction, which
+    libtpu rates at ten times the cycles of reading the parts. If queries see all keys,
+    the kernel is called for each block of keys, as if the block were a sample. The
+    parts are then summed here, in float32.
 
     Args:
-      arrays: q [B, H, S, N], k and v [B, K, S, N], lse and inner [B, H, S], the
-        result's gradient.
+      arrays: q [B, H, S, N], k and v [B, K, S, N], logsumexp and inner products
+        [B, H, S], and the gradient of the result [B, H, S, N].
+      segments: segment ids of queries and keys; None: one document.
+      options: options of attention.
+      interpret: whether the kernel is emulated.
     """
     H, S = arrays[0].shape[1:3]
-    layouts = dict.fromkeys(
-        ("q_layout", "k_layout", "v_layout"), pallas_splash.QKVLayout.HEAD_DIM_MINOR
-    )
-    keys = _largest(S, _FUSED_KEYS * LANES // max(arrays[0].shape[3], LANES))
-    blocks: dict[str, Any] = {
-        "bq": block_size(S),
-        "bkv": keys,
-        "bkv_compute": block_size(keys),
-    }
-    made = _kernel(
-        S, H, options, interpret, fused_keys=keys, seen=S if options.causal else keys
-    )
-    if options.causal:  # a pair of different chunks is left out as one, or not at all
-        made = _of_documents(made, segments)
-    kernel: Any = functools.partial(
-        splash_attention_kernel._splash_attention_bwd_dkv,
-        **blocks,
-        **layouts,
-        is_mqa=False,
-        mask_info=made.dkv_mask_info,
-        mask_value=made.kwargs["mask_value"],
-        attn_logits_soft_cap=options.softcap,
-        use_fused_bwd_kernel=True,
-        mask_function=made.kwargs["mask_function"],
+    keys = _largest_divisor(S, _FUSED_KEYS * LANES // max(arrays[0].shape[3], LANES))
+    kernel = _backward_kernel(
+        length=S,
+        num_heads=H,
+        keys=keys,
+        segments=segments,
+        options=options,
         interpret=interpret,
     )
 
-    def one(arrays, segments):
+    def pull_back(
+        arrays: list[jax.Array], segments: pallas_splash.SegmentIds | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         q, k, v, lse, inner, grad = arrays
-        return kernel(q, k, v, segments, None, lse, grad, inner)
+        gradients: tuple[jax.Array, jax.Array, jax.Array] = kernel(
+            q, k, v, segments, None, lse, grad, inner
+        )
+        return gradients
 
     if options.causal:
-        return jax.vmap(one)(arrays, segments)
-    q, k, v, *rest = arrays
+        return jax.vmap(pull_back)(arrays, segments)
+    q, k, v, *result_arrays = arrays
     k_blocks, v_blocks = (x.reshape(*x.shape[:2], -1, keys, x.shape[3]) for x in (k, v))
     ids = None if segments is None else segments.kv.reshape(len(q), -1, keys)
 
-    def block(k, v, ids):
-        both = None if ids is None else pallas_splash.SegmentIds(segments.q, ids)
-        return jax.vmap(one)([q, k, v, *rest], both)
+    def pull_back_block(
+        k: jax.Array, v: jax.Array, ids: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        block_segments = None
+        if segments is not None and ids is not None:
+            block_segments = pallas_splash.SegmentIds(segments.q, ids)
+        return jax.vmap(pull_back)([q, k, v, *result_arrays], block_segments)
 
-    with _all_keys(options), jax.named_scope(f"key_blocks_{S // keys}"):
-        parts, *dkeys = jax.vmap(block, (2, 2, 1), (0, 2, 2))(k_blocks, v_blocks, ids)
-    dq = sum(part.astype(jnp.float32) for part in parts)
-    return dq, *(d.reshape(x.shape) for d, x in zip(dkeys, (k, v), strict=True))
+    with _mask_scope(options), jax.named_scope(f"key_blocks_{S // keys}"):
+        dq_parts, dk, dv = jax.vmap(pull_back_block, (2, 2, 1), (0, 2, 2))(
+            k_blocks, v_blocks, ids
+        )
+    dq: Any = sum(part.astype(jnp.float32) for part in dq_parts)
+    return dq, dk.reshape(k.shape), dv.reshape(v.shape)
 
 
-def _shared(segments: pallas_splash.SegmentIds | None, size: int) -> jax.Array | None:
-    """Finds which chunks of queries and of keys share a document, of one sequence;
-    None: all may.
+def _backward_kernel(
+    length: int,
+    num_heads: int,
+    keys: int,
+    segments: pallas_splash.SegmentIds | None,
+    options: Options,
+    interpret: bool,
+) -> Callable[..., Any]:
+    """Builds the private kernel that computes dq, dk and dv of one sequence.
+
+    Args:
+      length: tokens of the sequence.
+      num_heads: query heads.
+      keys: keys of a block.
+      segments: segment ids of queries and keys; None: one document.
+      options: options of attention.
+      interpret: whether the kernel is emulated.
+    """
+    layouts = dict.fromkeys(
+        ("q_layout", "k_layout", "v_layout"), pallas_splash.QKVLayout.HEAD_DIM_MINOR
+    )
+    block_sizes = {
+        "bq": block_size(length),
+        "bkv": keys,
+        "bkv_compute": block_size(keys),
+    }
+    kernel = _kernel(
+        length,
+        num_heads,
+        options,
+        interpret,
+        fused_keys=keys,
+        num_keys=length if options.causal else keys,
+    )
+    if options.causal:
+        # Pairs of different chunks are skipped as a whole instead; see `_long_backward`.
+        kernel = _skip_between_documents(kernel, segments)
+    backward: Any = splash_attention_kernel._splash_attention_bwd_dkv
+    return functools.partial(
+        backward,
+        **block_sizes,
+        **layouts,
+        is_mqa=False,
+        mask_info=kernel.dkv_mask_info,
+        mask_value=kernel.kwargs["mask_value"],
+        attn_logits_soft_cap=options.softcap,
+        use_fused_bwd_kernel=True,
+        mask_function=kernel.kwargs["mask_function"],
+        interpret=interpret,
+    )
+
+
+def _shared_chunks(
+    segments: pallas_splash.SegmentIds | None, size: int
+) -> jax.Array | None:
+    """Finds the pairs of chunks that may share a document; None: all pairs may.
+
+    It does so for a single sequence only.
     """
     if segments is None or len(segments.q) > 1:
         return None
     return shared_blocks(segments.q[0], segments.kv[0], (size, size))
 
 
-def _of_documents(kernel: Any, segments: pallas_splash.SegmentIds | None) -> Any:
-    """Returns the kernel of one sequence without the blocks between its documents; of
-    several as it is.
+def _skip_between_documents(
+    kernel: Any, segments: pallas_splash.SegmentIds | None
+) -> Any:
+    """Removes the blocks between documents from a kernel, for a single sequence only.
 
-    The kernel has one set of tables: several sequences would have their turns in a loop
-    that copies each.
+    The kernel has one set of tables. Several sequences would need a loop over
+    sequences, which copies each of them.
     """
     if (
         segments is None
@@ -384,26 +543,29 @@ def _of_documents(kernel: Any, segments: pallas_splash.SegmentIds | None) -> Any
     sizes = kernel.kwargs["block_sizes"]
     ids = (segments.q[0], segments.kv[0])
     (forward, dq, dkv), kwargs = kernel.tree_flatten()
-    forward = skipping(forward, *ids, (sizes.block_q, sizes.block_kv))
-    dq = dq and skipping(dq, *ids, (sizes.block_q_dq, sizes.block_kv_dq))
-    dkv = dkv and skipping(
-        dkv, *ids, (sizes.block_q_dkv, sizes.block_kv_dkv), by_keys=True
-    )
+    forward = skip_unshared_blocks(forward, *ids, (sizes.block_q, sizes.block_kv))
+    if dq is not None:
+        dq = skip_unshared_blocks(dq, *ids, (sizes.block_q_dq, sizes.block_kv_dq))
+    if dkv is not None:
+        dkv_sizes = (sizes.block_q_dkv, sizes.block_kv_dkv)
+        dkv = skip_unshared_blocks(dkv, *ids, dkv_sizes, by_keys=True)
     return type(kernel)(forward, dq, dkv, **kwargs)
 
 
-def _largest(length: int, most: int) -> int:
-    """Returns the largest multiple of 128, of so many places at most, that divides a
-    length.
+def _largest_divisor(length: int, most: int) -> int:
+    """Finds the largest divisor of a length that is a multiple of 128; 128 if none is.
+
+    It is at most `most`.
     """
     return next((n for n in range(most, LANES, -LANES) if length % n == 0), LANES)
 
 
 def block_size(sequence_length: int) -> int:
-    """Returns the largest multiple of 128, at most 512, that divides the (padded)
-    sequence.
+    """Chooses the tokens of a block: a multiple of 128 that divides the sequence.
+
+    It is at most 512. The sequence is padded already.
     """
-    return _largest(sequence_length, MAX_BLOCK)
+    return _largest_divisor(sequence_length, MAX_BLOCK)
 
 
 def _pad(x: jax.Array, length: int, value: int) -> jax.Array:
@@ -421,22 +583,30 @@ def _kernel(
     *,
     residuals: bool = False,
     fused_keys: int = 0,
-    seen: int = 0,
+    num_keys: int = 0,
 ) -> Any:
-    """Returns the kernel of one sequence: (q_HSN, k_KSN, v_KSN, segments) -> out_HSN.
+    """Builds the kernel of one sequence: (q_HSN, k_KSN, v_KSN, segments) -> out_HSN.
 
-    Its tables are those of all parts of the queries, one after another. Cached, since
-    the walk over the mask's blocks takes seconds for long sequences and a layer is
-    traced several times. The tables are kept as numpy, so no tracer outlives its trace.
+    The result is cached: the walk over a mask's blocks takes seconds for long sequences,
+    and a layer is traced several times. The tables are numpy arrays, so no tracer
+    outlives its trace.
 
     Args:
-      residuals: for the forward pass alone, with the logsumexp.
-      fused_keys: for the backward pass alone, by one kernel with such blocks of keys;
-        0: by two.
-      seen: keys that there are, without a mask; 0: as many as queries.
+      length: tokens of the sequence.
+      num_heads: query heads.
+      options: options of attention.
+      interpret: whether the kernel is emulated.
+      parts: parts of the queries; the tables contain all parts, one after another.
+      residuals: whether the kernel is for the forward pass only and returns the
+        logsumexp.
+      fused_keys: keys of a block in a kernel for the backward pass only, which computes
+        all gradients; 0: two kernels compute them.
+      num_keys: number of keys, if there is no causal mask; 0: as many as queries.
     """
-    alone = residuals or fused_keys
-    sides = ("q", "kv") if alone else ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
+    one_direction = residuals or fused_keys
+    sides = ["q", "kv"]
+    if not one_direction:
+        sides += ["q_dkv", "kv_dkv", "q_dq", "kv_dq"]
     sizes: dict[str, Any] = {
         f"block_{side}": block_size(length // parts) for side in sides
     }
@@ -447,7 +617,7 @@ def _kernel(
             "use_fused_bwd_kernel": True,
         }
         sizes["block_kv"] = block_size(fused_keys)
-    mask: pallas_splash.Mask = pallas_splash.FullMask((length, seen or length))
+    mask: pallas_splash.Mask = pallas_splash.FullMask((length, num_keys or length))
     if options.causal:
         reach = None if options.window is None else options.window - 1
         mask = _BandMask((length, length), (reach, 0), 0)
@@ -458,19 +628,18 @@ def _kernel(
             head_shards=1,
             q_seq_shards=parts,
             attn_logits_soft_cap=options.softcap,
-            save_residuals=bool(alone),
-            residual_checkpoint_name=None if alone else RESIDUALS,
+            save_residuals=bool(one_direction),
+            residual_checkpoint_name=None if one_direction else RESIDUALS,
             interpret=interpret,
         )
     return jax.tree.map(np.asarray, kernel)
 
 
 class _BandMask(pallas_splash.LocalMask):
-    """A causal, perhaps windowed mask whose uniform blocks are not compared element by
-    element.
+    """Causal mask, possibly with a window, that recognizes uniform blocks.
 
-    The walk over blocks is quadratic in the sequence: 128k tokens take seconds, not a
-    minute.
+    It does not compare the elements of a uniform block. The walk over blocks is
+    quadratic in the sequence: with 128k tokens it takes seconds instead of a minute.
     """
 
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:

@@ -560,7 +560,7 @@ def test_a_run_says_what_computes_its_experts_and_how_tokens_reach_them(size, ex
     lines = step_lines.step_lines(composition, composition.build_step())
     said = [line for line in lines if line.startswith("experts:")]
     assert len(said) == 2
-    assert "products by" in said[0]
+    assert "matmuls by" in said[0]
     assert exchange in said[1]
 
 

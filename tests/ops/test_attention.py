@@ -390,7 +390,7 @@ def test_what_cudnn_cannot_compute_falls_back_with_the_reason(
         backend = choose(request)
     assert backend is BACKENDS["reference" if reason else "cudnn"]
     assert bool(reason) == any(
-        f"{reason}, so no cudnn kernel" in str(w.message) for w in caught
+        f"{reason}, so the cudnn kernel is not used" in str(w.message) for w in caught
     )
 
 

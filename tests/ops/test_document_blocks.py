@@ -11,7 +11,7 @@ import pytest
 from jaxdist.ops import splash
 from jaxdist.ops.attention import attention
 from jaxdist.ops.attention_request import Options, Request
-from jaxdist.ops.document_blocks import shared_blocks, skipping
+from jaxdist.ops.document_blocks import shared_blocks, skip_unshared_blocks
 
 S, BLOCK = 640, 128  # 5 x 5 blocks
 # of documents: the second begins within a block and ends with one
@@ -54,7 +54,9 @@ def test_the_blocks_between_documents_are_neither_computed_nor_fetched(name, by_
     options = OPTIONS[name]
     kernel = splash._kernel(S, 1, options, True)
     tables = kernel.dkv_mask_info if by_keys else kernel.fwd_mask_info
-    skip = functools.partial(skipping, tables, sizes=(BLOCK, BLOCK), by_keys=by_keys)
+    skip = functools.partial(
+        skip_unshared_blocks, tables, sizes=(BLOCK, BLOCK), by_keys=by_keys
+    )
     one = np.zeros(S, np.int32)
     assert computed(skip(one, one), by_keys=by_keys)[0] == seen(options, one)
     found, others = computed(jax.jit(skip)(IDS, IDS), by_keys=by_keys)
@@ -82,7 +84,8 @@ def test_keys_of_which_a_query_sees_none_are_not_computed():
         S, 1, OPTIONS["whole"], True, fused_keys=BLOCK
     ).dkv_mask_info
     found, _ = computed(
-        skipping(tables, IDS, IDS + 9, (BLOCK, BLOCK), by_keys=True), by_keys=True
+        skip_unshared_blocks(tables, IDS, IDS + 9, (BLOCK, BLOCK), by_keys=True),
+        by_keys=True,
     )
     assert not found
 

@@ -334,12 +334,12 @@ def test_rows_cross_by_all_to_all_and_nothing_else_does():
 
 def test_what_computes_is_said():
     lines = explain(64, 8)
-    assert lines[0].startswith("experts: products by blocks: ")
+    assert lines[0].startswith("experts: matmuls by blocks: ")
     assert "no exchange" in lines[1]
     rules, mesh = rules_and_mesh(expert=8)
     with execution.activate(mesh, rules):
         assert explain(64, 2)[1].startswith(
-            "experts: exchange by rounds over expert 8: to 2 experts"
+            "experts: exchange by rounds over expert 8: rows for 2 experts"
         )
         assert explain(64, 2, exchange="gather")[1].endswith(
             "gather over expert 8: set by hand"

@@ -1,6 +1,4 @@
-"""Mixtures of experts: `route` chooses each token's, `experts` computes them, on any
-mesh.
-"""
+"""Mixtures of experts on any mesh: `route` chooses experts, `experts` computes them."""
 
 from jaxdist.ops.experts.costs import ExpertsCost, experts_cost
 from jaxdist.ops.experts.mixture import Output, Stats, experts, explain

@@ -1,4 +1,4 @@
-"""What a mixture of experts costs: FLOPs, what its exchange sends, what a layer holds.
+"""Costs of a mixture of experts: FLOPs, bytes of its exchange, memory of a layer.
 
 Letters: `E` experts, `k` experts of a token, `D` model, `F` feed-forward, `n` devices
 of the mesh axis `expert`.
@@ -19,7 +19,8 @@ from jaxdist.parallel.sharding import Rules
 from jaxdist.telemetry import flops
 
 (AXIS,) = EXPERT_AXES
-# A row goes to its expert and back, then x and its gradient go to it, and one back.
+# Number of times that a row crosses the mesh. Forward: to its expert and back. Backward:
+# x and its gradient to the expert, the gradient of x back.
 _FORWARD = 2
 _BACKWARD = 3
 _LANES = 128  # of a TPU's registers: narrower rows are padded
@@ -27,18 +28,18 @@ EVEN = "even load: all pairs of devices have about as many rows for one another"
 
 
 def rounds(load: float, even: int = 1) -> int:
-    """Counts how often devices go round for a load.
+    """Computes the number of rounds of exchange for a load.
 
     Args:
       load: rows of the fullest pair of devices, relative to the mean.
-      even: rounds of an even load, which have `SLACK` times its rows.
+      even: rounds of an even load; together they have room for `SLACK` times its rows.
     """
     return max(1, math.ceil(even * load / SLACK - 1e-9))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsCost(Cost):
-    """Experts of which a token goes to some."""
+    """Cost of experts, of which each token uses a few."""
 
     experts: int  # E
     chosen: int  # k
@@ -49,22 +50,23 @@ class ExpertsCost(Cost):
 
     @property
     def active_share(self) -> float:
+        """Share of the experts' parameters that a token uses."""
         return self.chosen / self.experts
 
     def spare_rows(self, platform: str) -> float:
-        """Returns the share of rows that pad each expert's: on GPUs alone."""
+        """Returns the padding rows, relative to the needed rows: 0 except on GPUs."""
         return SHARE_SLACK - 1 if platform == "gpu" else 0.0
 
     def form_name(self, rules: Rules) -> str:
-        """Returns "rounds" or "gather"; "" where each device has all experts."""
+        """Returns "rounds" or "gather"; "" if each device has all experts."""
         parts = rules.shape.sizes[AXIS]
         return choose_exchange("auto", parts, self.chosen)[0] if parts > 1 else ""
 
     def share(self, rules: Rules, itemsize: int) -> Share:
         """Returns a device's share of the exchange, with an even load.
 
-        It sends (n - 1) / n of the rows of its tokens, or of a gather n - 1 rows a
-        token.
+        With rounds, a device sends (n - 1) / n of the rows of its tokens. With a
+        gather, it sends n - 1 rows for each token.
         """
         parts = rules.shape.sizes[AXIS]
         form = self.form_name(rules)
@@ -77,10 +79,10 @@ class ExpertsCost(Cost):
             rows = float(parts - 1)
         sent = rows * self.width * itemsize
         crossing = Crossing(
-            AXIS,
-            kind,
-            _FORWARD * sent,
-            _BACKWARD * sent,
+            axis=AXIS,
+            kind=kind,
+            forward=_FORWARD * sent,
+            backward=_BACKWARD * sent,
             again=False,
             follows_load=True,
         )
@@ -90,17 +92,25 @@ class ExpertsCost(Cost):
     def report(
         cls, costs: Sequence[Any], rules: Rules, itemsize: int, load: float
     ) -> dict[str, Any]:
+        """Returns the section "experts" of a plan, as JSON.
+
+        Args:
+          costs: costs of the section; the first one is reported.
+          rules: rules of the layout.
+          itemsize: bytes of an activation.
+          load: rows of the fullest pair of devices, relative to the mean.
+        """
         first = costs[0]
         kind = first.form_name(rules)
+        num_rounds = rounds(load)
         assumption = "nothing is exchanged"
         if kind:
-            times = rounds(load)
             load_text = EVEN
             if load > 1:
                 load_text = f"the fullest pair of devices has {load:g} x the mean rows"
-            plural = "s" if times > 1 else ""
+            plural = "s" if num_rounds > 1 else ""
             assumption = (
-                f"{load_text}; {times} round{plural} of {SLACK:g} x the even share"
+                f"{load_text}; {num_rounds} round{plural} of {SLACK:g} x the even share"
             )
         return {
             "experts": first.experts,
@@ -108,7 +118,7 @@ class ExpertsCost(Cost):
             "parts": rules.shape.sizes[AXIS],
             "exchange": kind or None,
             "load": load,
-            "rounds": rounds(load) if kind else None,
+            "rounds": num_rounds if kind else None,
             "assumption": assumption,
         }
 
@@ -125,14 +135,17 @@ def experts_cost(
     """Returns the cost of experts with their router.
 
     Args:
+      experts: number of experts.
+      chosen: experts of a token.
+      width: width of the model.
       hidden: width inside an expert.
+      gated: whether experts have a gate.
+      layers: number of layers with experts.
     """
     inputs = Product(width, chosen * hidden, EXPERT_PRODUCTS, always_again=True)
-    products = (
-        Product(width, experts),
-        *(inputs,) * (2 if gated else 1),
-        Product(chosen * hidden, width, "mlp_out"),
-    )
+    router = Product(width, experts)
+    down = Product(chosen * hidden, width, "mlp_out")
+    products = (router, inputs, inputs, down) if gated else (router, inputs, down)
     return ExpertsCost(
         name="experts",
         layers=layers,
@@ -144,39 +157,44 @@ def experts_cost(
 
 
 class Moment(NamedTuple):
-    """What the backward pass of a layer's experts holds at some moment, in bytes of a
-    device.
-    """
+    """Memory of the backward pass of a layer's experts at a moment, in bytes."""
 
-    gathered: int  # kernels
-    gradients: int  # of kernels, whole
-    rows: int  # of tokens, here and in the exchange
+    gathered: int  # gathered kernels
+    gradients: int  # whole gradients of kernels, before they are summed over devices
+    rows: int  # rows of tokens, the exchange's included
 
 
 @dataclass(frozen=True)
 class ExpertCall:
-    """A call of `experts` in a program."""
+    """Call of `experts` in a program."""
 
-    experts: int  # E, of all devices
-    chosen: int  # k
-    width: int  # D
-    hidden: int  # F, a device's part
-    inputs: int  # kernels of the first products: gate and up, or up
-    choices: int  # of all tokens
+    experts: int  # E: experts of all devices
+    chosen: int  # k: experts of a token
+    width: int  # D: width of the model
+    hidden: int  # F: a device's part of the width inside an expert
+    inputs: int  # number of kernels before the activation: gate and up, or up
+    choices: int  # assignments of all tokens
 
     @property
     def flops(self) -> float:
-        """Forward FLOPs of the chosen experts: no program says how long its loops
-        are.
+        """Forward FLOPs of the chosen experts.
+
+        A program cannot tell them, because its loops have no fixed length.
         """
         return 2.0 * self.choices * (self.inputs + 1) * self.width * self.hidden
 
     def kept(
         self, rules: Rules, tokens: int, itemsize: int, platform: str
     ) -> dict[str, int]:
-        """Returns the bytes that policies keep of a device's tokens, by name.
+        """Returns the bytes that a remat policy can keep of a device, by name.
 
-        The products of rows that are not exchanged, on CPUs.
+        These are the products of rows, which are kept on CPUs without an exchange only.
+
+        Args:
+          rules: rules of the layout.
+          tokens: tokens of a device.
+          itemsize: bytes of a row's element.
+          platform: "cpu", "gpu" or "tpu".
         """
         rows = tokens * self.chosen
         if platform != "cpu" or rules.shape.sizes[AXIS] > 1:
@@ -186,74 +204,89 @@ class ExpertCall:
     def moments(
         self, rules: Rules, tokens: int, itemsize: int, platform: str
     ) -> Iterator[Moment]:
-        """Yields the moments of which one is a layer's peak, with a load that fills no
-        more than a round.
+        """Yields the moments of the backward pass that may be a layer's memory peak.
 
-        Kernels are gathered, hidden rows computed again, and gradients made one kernel
-        after another; where there may be several rounds they add up in float32, as do
-        those of the tokens.
+        The load fills no more than the rounds of an even load. Kernels are gathered and
+        hidden rows are computed again. The gradients of kernels are computed one after
+        another. With an exchange, they are summed in float32, like the gradients of
+        tokens.
 
         Args:
-          tokens: of a device.
+          rules: rules of the layout.
+          tokens: tokens of a device.
           itemsize: bytes of a row's element.
+          platform: "cpu", "gpu" or "tpu".
         """
         D = self.width
         F = self.hidden
         kernels = self.inputs + 1
         parts = rules.shape.sizes[AXIS]
         kind = choose_exchange("auto", parts, self.chosen)[0] if parts > 1 else ""
-        kernel = self.experts // parts * D * F
-        gathered = itemsize * kernels * kernel
+        kernel_size = self.experts // parts * D * F
+        gathered = itemsize * kernels * kernel_size
         totals = 0
         rows = tokens * self.chosen
-        group = tokens
+        group_tokens = tokens
         fixed = 0
         if kind:
             trips = even_trips(SLACK * rows, self.experts // parts)
             rows = int(SLACK * rows / trips)
-            if kind == "gather":  # tokens whose x and gradients are there
-                group *= parts
-            totals = 4 * kernels * kernel
-            fixed = group * D * (4 + 2 * itemsize)
+            if kind == "gather":  # a device has x and the gradients of these tokens
+                group_tokens *= parts
+            totals = 4 * kernels * kernel_size
+            fixed = group_tokens * D * (4 + 2 * itemsize)
         fixed += 2 * rows * D * itemsize  # rows of x and of its gradient
-        # the products' gradients, and the weighted hidden rows
-        hidden = kernels * rows * F * itemsize
-        # A TPU's kernel puts them in the place of what they are made of; weights'
-        # gradients fill its lanes.
-        more = rows * F * itemsize
-        if platform == "tpu":
-            more = 4 * _LANES * rows
-        yield Moment(gathered, totals, fixed + hidden + more)
-        # In a loop of rounds kernels stay to its end; else they are free when their
-        # rows are done, and one is there while another is summed over devices.
-        left = 0
-        made = 2 * 4 * kernel
-        if kind:
-            left = gathered
-            made = 0
-        # gradients of x, by product
-        of_products = self.inputs * rows * D * itemsize
-        yield Moment(left, totals, fixed + hidden + of_products)
-        # Of each token a row by choice; where none are exchanged in float32, beside
-        # those they are taken from.
-        choice = itemsize if kind else itemsize + 4
-        choices = self.chosen * group * D * choice
-        yield Moment(left, totals, fixed + hidden + choices)
-        yield Moment(left, totals + made, fixed + hidden - rows * F * itemsize)
+        hidden_row_bytes = rows * F * itemsize
+        # gradients of the products, and the weighted hidden rows
+        hidden = kernels * hidden_row_bytes
+
+        # The gradients of hidden rows are computed. A TPU's kernel writes them over its
+        # inputs; the weights' gradients fill its lanes.
+        extra = 4 * _LANES * rows if platform == "tpu" else hidden_row_bytes
+        yield Moment(gathered, totals, fixed + hidden + extra)
+
+        # The gradients of x are computed, one for each product. A loop of rounds holds
+        # its kernels to its end. Without a loop, kernels are free as soon as their rows
+        # are done, and one gradient is held while another is summed over devices.
+        gathered_in_loop = gathered if kind else 0
+        gradients_in_sum = 0 if kind else 2 * 4 * kernel_size
+        x_gradients = self.inputs * rows * D * itemsize
+        yield Moment(gathered_in_loop, totals, fixed + hidden + x_gradients)
+
+        # Each token gathers a row for each of its choices. Without an exchange, these
+        # rows are held in float32 next to the rows that they are gathered from.
+        choice_itemsize = itemsize if kind else itemsize + 4
+        choices = self.chosen * group_tokens * D * choice_itemsize
+        yield Moment(gathered_in_loop, totals, fixed + hidden + choices)
+
+        # The gradients of kernels are computed; one hidden row array is free by then.
+        yield Moment(
+            gathered_in_loop,
+            totals + gradients_in_sum,
+            fixed + hidden - hidden_row_bytes,
+        )
         if platform == "gpu" and rules.shape.sizes["fsdp"] > 1 and rules.zero >= 2:
-            # XLA scatters a layer's while the next is computed: out of copies, beside
-            # the loop's own buffers.
-            copies = 2 * 4 * kernels * kernel
-            yield Moment(left, totals + copies, fixed + hidden)
+            # XLA scatters a layer's gradients during the next layer. It scatters
+            # copies, which are held besides the buffers of the loop.
+            copies = 2 * 4 * kernels * kernel_size
+            yield Moment(gathered_in_loop, totals + copies, fixed + hidden)
 
 
 def _call(arguments: Sequence[Any]) -> ExpertCall:
-    """Returns the call of `jaxdist_experts` with these abstract arguments."""
+    """Describes a call of `jaxdist_experts` by its abstract arguments."""
     ids = arguments[1]
-    # masks have two dims
-    kernels = [a for a in arguments[3:] if a.ndim == 3]
+    # Kernels have three dims. The arguments between weights and kernels are masks,
+    # which have two.
+    kernels = [array for array in arguments[3:] if array.ndim == 3]
     E, D, F = kernels[0].shape
-    return ExpertCall(E, ids.shape[-1], D, F, len(kernels) - 1, ids.size)
+    return ExpertCall(
+        experts=E,
+        chosen=ids.shape[-1],
+        width=D,
+        hidden=F,
+        inputs=len(kernels) - 1,
+        choices=ids.size,
+    )
 
 
 flops.CALLS["jaxdist_experts"] = _call

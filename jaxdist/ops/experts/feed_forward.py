@@ -1,7 +1,8 @@
-"""The experts' feed-forward part of rows sorted by expert, and its gradients; all on
-one device.
+"""Feed-forward networks of the experts on rows sorted by expert, with gradients.
 
-Letters: `R` rows (some spare), `E` experts, `D` model, `F` feed-forward.
+All of it runs on one device, without collectives.
+
+Letters: `R` rows (some of them spare), `E` experts, `D` model, `F` feed-forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,27 +11,27 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 Activation = Callable[[jax.Array], jax.Array]
-# of the rows with gate and up [R, F], or with up alone
+# products of the rows with the kernels gate and up, [R, F] each, or with up alone
 Products = tuple[jax.Array, ...]
 
 
 class HiddenGradients(NamedTuple):
-    """What the backward pass needs of hidden rows."""
+    """Gradients at the hidden rows, and the weighted hidden rows themselves."""
 
-    products: tuple[jax.Array, ...]  # [R, F] each, of the weighted rows
-    weighted: jax.Array  # [R, F], the hidden rows times their weights
-    weights: jax.Array  # [R] float32
+    products: tuple[jax.Array, ...]  # [R, F] gradient of each of the `Products`
+    weighted: jax.Array  # [R, F] hidden rows times their weights
+    weights: jax.Array  # [R] float32 gradient of the rows' weights
 
 
 def hidden(activation: Activation, *products: jax.Array) -> jax.Array:
-    """Returns activation(gate) * up, or activation(up)."""
-    return (
-        activation(products[0]) * products[1]
-        if len(products) == 2
-        else activation(products[0])
-    )
+    """Computes the hidden rows: activation(gate) * up, or activation(up)."""
+    if len(products) == 2:
+        gate, up = products
+        return activation(gate) * up
+    return activation(products[0])
 
 
 def hidden_gradients(
@@ -39,58 +40,57 @@ def hidden_gradients(
     dh: jax.Array,
     weights: jax.Array,
 ) -> HiddenGradients:
-    """Returns the gradients of the products that hidden rows are made of, and of the
-    rows' weights.
+    """Computes the gradients of the products and of the rows' weights.
 
     Args:
-      products: [R, F], gate and up, or up alone.
-      dh: [R, F], gradient of the hidden rows but for their weights.
-      weights: [R] float32.
+      activation: elementwise function.
+      products: gate and up, [R, F] each, or up alone.
+      dh: [R, F] gradient of the weighted hidden rows.
+      weights: [R] float32 weights of the rows.
     """
-    h, of_products = jax.vjp(lambda *products: hidden(activation, *products), *products)
-    wide = dh.astype(jnp.float32)
+    h, pull_back = jax.vjp(lambda *products: hidden(activation, *products), *products)
+    wide_dh = dh.astype(jnp.float32)
     weights = weights[:, None]
-    dweights = (wide * h.astype(jnp.float32)).sum(-1)
+    dweights = (wide_dh * h.astype(jnp.float32)).sum(-1)
     weighted = (h.astype(jnp.float32) * weights).astype(h.dtype)
-    return HiddenGradients(
-        of_products((wide * weights).astype(dh.dtype)), weighted, dweights
-    )
+    dproducts = pull_back((wide_dh * weights).astype(dh.dtype))
+    return HiddenGradients(dproducts, weighted, dweights)
 
 
 @dataclass(frozen=True)
 class Backend:
-    """How one platform multiplies groups of rows."""
+    """Implementation of grouped matmuls on one platform."""
 
     name: str
-    reason: str  # one line for users: what it is, and why it was chosen
-    # (rows, groups) -> rows to allocate for so many, spare ones included
+    reason: str  # one line for users: what the backend is, and why it was chosen
+    # (rows, groups) -> rows to allocate for them, spare ones included
     allocated: Callable[[int, int], int]
-    # (x [R, K], kernels [E, K, N], sizes [E]) -> [R, N]; transposed: x [R, N] -> [R,
-    # K]; in the dtype of x
+    # (x [R, K], kernels [E, K, N], sizes [E]) -> [R, N], in the dtype of x;
+    # with `transposed`: x [R, N] -> [R, K]
     matmul: Callable[..., jax.Array]
-    # (x [R, K], dy [R, N], sizes [E], total [E, K, N] or None, dtype) -> total + sums
-    # of x^T dy, in dtype
+    # (x [R, K], dy [R, N], sizes [E], total [E, K, N] or None, dtype)
+    # -> total + each group's sum of x^T dy, in dtype
     kernel_gradient: Callable[..., jax.Array]
-    # Whether products of a device's own rows are kept for the backward pass where
-    # `remat.policy` lets them be. Where it does not, they are computed again by a
-    # second forward pass, for which kernels would be gathered once more.
+    # Whether `remat.policy` may keep products of a device's own rows for the backward
+    # pass. False: a second forward pass computes them again, and would have to gather
+    # the kernels once more.
     keeps_products: bool = False
-    # Whether the down projection is computed with as [E, D, F]. fsdp splits d_model, on
-    # TPUs often in parts smaller than a vector: gathered as the last dim, the whole
-    # kernel is copied once more.
+    # Whether the down projection is computed with kernels [E, D, F]. fsdp splits
+    # d_model, on TPUs often into parts smaller than a vector. A gather of the last dim
+    # would then copy the whole kernel once more.
     turns_down: bool = False
     hidden_gradients: Callable[..., HiddenGradients] = hidden_gradients
 
 
 class Kernels(NamedTuple):
-    """The experts' kernels, or what belongs to each of them."""
+    """Kernels of the experts, or something that belongs to each of these kernels."""
 
     inputs: tuple[Any, ...]  # gate and up [E, D, F], or up alone
     down: Any  # [E, F, D]; [E, D, F] where the backend turns it
 
 
 class RowGradients(NamedTuple):
-    """What the backward pass of rows gives."""
+    """Gradients of rows, and of the kernels that they meet."""
 
     x: jax.Array  # [R, D]
     weights: jax.Array  # [R] float32
@@ -98,64 +98,73 @@ class RowGradients(NamedTuple):
 
 
 def forward(
-    x_RD, sizes_E, kernels: Kernels, activation: Activation, backend: Backend
+    x_RD: jax.Array,
+    sizes_E: jax.Array,
+    kernels: Kernels,
+    activation: Activation,
+    backend: Backend,
 ) -> tuple[jax.Array, Products]:
-    """Returns the experts' outputs of their rows [R, D], and the first products of
-    these.
-    """
+    """Computes the experts' outputs [R, D] of their rows, and the rows' products."""
     products = tuple(backend.matmul(x_RD, kernel, sizes_E) for kernel in kernels.inputs)
     h = hidden(activation, *products)
-    return backend.matmul(
-        h, kernels.down, sizes_E, transposed=backend.turns_down
-    ), products
+    out = backend.matmul(h, kernels.down, sizes_E, transposed=backend.turns_down)
+    return out, products
 
 
 def backward(
-    x_RD,
-    dout_RD,
-    weights_R,
-    sizes_E,
+    *,
+    x_RD: jax.Array,
+    dout_RD: jax.Array,
+    weights_R: jax.Array,
+    sizes_E: jax.Array,
     kernels: Kernels,
     totals: Kernels | None,
     products: Products = (),
-    *,
     activation: Activation,
     backend: Backend,
-    dtype,
+    dtype: DTypeLike,
 ) -> RowGradients:
-    """Returns the gradients of a row's x, of its weight and, added to `totals`, of the
-    kernels.
+    """Computes the gradients of rows, of their weights and of the kernels.
 
-    The first products are computed again where they were not kept; the down projection
-    is not: a weight's gradient, the product of the output and its gradient, is that of
-    the hidden row and its gradient.
+    The output is not computed again. A weight's gradient is the inner product of the
+    output and the output's gradient. The hidden row and its gradient have the same
+    inner product.
 
     Args:
-      dout_RD: gradient of the weighted outputs' sum.
-      weights_R: float32 weights of the rows in it.
-      totals: in which the kernels' gradients add up, None for zeros.
-      products: those of the forward pass; none: they are computed again.
-      dtype: of the kernels' gradients.
+      x_RD: rows, sorted by expert.
+      dout_RD: gradient of the weighted sum of outputs.
+      weights_R: float32 weights of the rows in this sum.
+      sizes_E: number of rows of each expert.
+      kernels: kernels of the experts.
+      totals: sums that the kernels' gradients are added to; None: zeros.
+      products: products of the forward pass; if empty, they are computed again.
+      activation: elementwise function.
+      backend: implementation of the matmuls.
+      dtype: dtype of the kernels' gradients.
     """
-    up = products or [
-        backend.matmul(x_RD, kernel, sizes_E) for kernel in kernels.inputs
-    ]
+    if not products:
+        products = tuple(
+            backend.matmul(x_RD, kernel, sizes_E) for kernel in kernels.inputs
+        )
     dh = backend.matmul(
         dout_RD, kernels.down, sizes_E, transposed=not backend.turns_down
     )
-    dproducts, h, dweights = backend.hidden_gradients(activation, up, dh, weights_R)
-    into = totals or Kernels((None,) * len(up), None)
-    rows = (dout_RD, h) if backend.turns_down else (h, dout_RD)
-    ddown = backend.kernel_gradient(*rows, sizes_E, into.down, dtype)
-    dinputs = tuple(
-        backend.kernel_gradient(x_RD, dy, sizes_E, total, dtype)
-        for dy, total in zip(dproducts, into.inputs, strict=True)
+    dproducts, h, dweights = backend.hidden_gradients(
+        activation, products, dh, weights_R
     )
-    dx = [
-        backend.matmul(dy, kernel, sizes_E, transposed=True)
-        for dy, kernel in zip(dproducts, kernels.inputs, strict=True)
+    if totals is None:
+        totals = Kernels((None,) * len(products), None)
+    down_operands = (dout_RD, h) if backend.turns_down else (h, dout_RD)
+    ddown = backend.kernel_gradient(*down_operands, sizes_E, totals.down, dtype)
+    dinputs = tuple(
+        backend.kernel_gradient(x_RD, dproduct, sizes_E, total, dtype)
+        for dproduct, total in zip(dproducts, totals.inputs, strict=True)
+    )
+    terms = [
+        backend.matmul(dproduct, kernel, sizes_E, transposed=True)
+        for dproduct, kernel in zip(dproducts, kernels.inputs, strict=True)
     ]
-    # In float32: a bare sum of bfloat16 is slow on TPUs.
-    wide = [part.astype(jnp.float32) for part in dx]
-    dx_RD = sum(wide[1:], wide[0]).astype(x_RD.dtype)
+    # The sum is in float32: a bare sum of bfloat16 is slow on TPUs.
+    wide_terms = [term.astype(jnp.float32) for term in terms]
+    dx_RD = sum(wide_terms[1:], wide_terms[0]).astype(x_RD.dtype)
     return RowGradients(dx_RD, dweights, Kernels(dinputs, ddown))

@@ -1,6 +1,6 @@
-"""Which experts a token goes to, and with which weights: all in float32.
+"""Router of a mixture of experts: the experts of each token and their weights.
 
-Letters: `E` experts, `k` chosen ones of a token.
+All arithmetic is in float32. Letters: `E` experts, `k` experts of a token.
 """
 
 from typing import Literal, NamedTuple
@@ -12,12 +12,12 @@ Scores = Literal["softmax", "sigmoid"]
 
 
 class Routing(NamedTuple):
-    """The experts that each token goes to."""
+    """Experts and weights of each token."""
 
-    # [..., k] float32, of the chosen experts' outputs; differentiable
+    # [..., k] float32 weights of the chosen experts' outputs; differentiable
     weights: jax.Array
-    ids: jax.Array  # [..., k] int32, the experts, the one with the highest score first
-    # [..., E] float32, of all experts, without the bias; differentiable
+    ids: jax.Array  # [..., k] int32 chosen experts, the highest score first
+    # [..., E] float32 scores of all experts, without the bias; differentiable
     scores: jax.Array
 
 
@@ -33,35 +33,37 @@ def route(
     top_groups: int = 0,
     given: jax.Array | None = None,
 ) -> Routing:
-    """Returns the k experts with the highest scores of each token, and their weights.
+    """Chooses the k experts with the highest scores for each token.
 
-    Nothing here compares tokens, so it may be called on any part of a batch. Equal
-    scores choose the expert of the lower number.
+    Tokens are not compared with one another, so any part of a batch may be routed
+    alone. Among equal scores, the expert of the lower number is chosen.
 
     Args:
-      logits: [..., E]; they are cast to float32, which a near-tie needs: compute them
-        in it.
-      scores: "softmax" over the experts (Mixtral), or "sigmoid" of each (DeepSeek-V3,
-        arXiv:2412.19437).
-      bias: [E] float32, added to the scores for the choice only, never to weights; no
-        gradient.
-      normalise: the k weights are divided by their sum.
-      scale: what weights are multiplied with in the end.
-      groups, top_groups: of `groups` equal groups of experts only the `top_groups` are
-      open to a token
-        whose two highest scores (with the bias) add up to the most; 0: all are.
-      given: [..., k] int32, experts that tokens go to whatever their scores; below 0:
-        the highest.
+      logits: [..., E]. They are cast to float32. Compute them in float32, or near-ties
+        are lost.
+      k: number of experts of a token.
+      scores: "softmax" over the experts (Mixtral), or "sigmoid" of each expert
+        (DeepSeek-V3, arXiv:2412.19437).
+      bias: [E] float32, added to the scores for the choice only, never to the weights.
+        It has no gradient.
+      normalise: whether the k weights are divided by their sum.
+      scale: factor of the final weights.
+      groups: number of equal groups that the experts are divided into; 0: no groups.
+      top_groups: number of groups that a token may choose from. The best groups are
+        those whose two highest scores (with the bias) have the largest sum.
+      given: [..., k] int32, experts that replace the chosen ones. An entry below 0
+        keeps the chosen expert.
 
     Raises:
-      ValueError: numbers that do not fit, or an unknown kind of scores.
+      ValueError: the numbers do not fit, or the kind of scores is unknown.
     """
     E = logits.shape[-1]
-    _check(E, k, scores, groups, top_groups)
+    _check(experts=E, k=k, scores=scores, groups=groups, top_groups=top_groups)
     logits = logits.astype(jnp.float32)
-    all_scores = (
-        jax.nn.softmax(logits, -1) if scores == "softmax" else jax.nn.sigmoid(logits)
-    )
+    if scores == "softmax":
+        all_scores = jax.nn.softmax(logits, -1)
+    else:
+        all_scores = jax.nn.sigmoid(logits)
     choice = jax.lax.stop_gradient(all_scores)
     if bias is not None:
         bias = jax.lax.stop_gradient(bias).astype(jnp.float32)
@@ -69,20 +71,21 @@ def route(
     if groups and top_groups < groups:
         choice = _in_top_groups(choice, groups, top_groups)
     ids = _top_k(choice, k)
-    ids = ids if given is None else jnp.where(given < 0, ids, given)
-    # Not by index: the partitioner would gather the scores of all tokens on every
-    # device.
+    if given is not None:
+        ids = jnp.where(given < 0, ids, given)
+    # A comparison, because with an index the partitioner gathers the scores of all
+    # tokens on every device.
     chosen = ids[..., None] == jax.lax.broadcasted_iota(
         jnp.int32, (*ids.shape, E), ids.ndim
     )
     weights = jnp.where(chosen, all_scores[..., None, :], 0).sum(-1)
     if normalise:
-        # sigmoids may all be 0
+        # 1e-20, because all sigmoids may be 0
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     return Routing(weights * scale, ids, all_scores)
 
 
-def _check(experts: int, k: int, scores: str, groups: int, top_groups: int) -> None:
+def _check(*, experts: int, k: int, scores: str, groups: int, top_groups: int) -> None:
     if scores not in ("softmax", "sigmoid"):
         raise ValueError(f"route: scores={scores!r}; choose softmax or sigmoid")
     if not 1 <= k <= experts:
@@ -103,36 +106,37 @@ def _check(experts: int, k: int, scores: str, groups: int, top_groups: int) -> N
 
 
 def _in_top_groups(choice: jax.Array, groups: int, top_groups: int) -> jax.Array:
-    """Returns the scores with those outside of a token's best groups -inf."""
+    """Sets the scores outside of a token's best groups to -inf."""
     grouped = choice.reshape(*choice.shape[:-1], groups, -1)
     first = grouped.max(-1)
     second = _without_top(grouped)[0].max(-1)
     best = _top_k(first + second, top_groups)
     group = jax.lax.broadcasted_iota(jnp.int32, (*best.shape, groups), best.ndim)
-    open_ = (best[..., None] == group).any(-2)
-    return jnp.where(open_[..., None], grouped, -jnp.inf).reshape(choice.shape)
+    is_best = (best[..., None] == group).any(-2)
+    return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(choice.shape)
 
 
 def _top_k(scores: jax.Array, k: int) -> jax.Array:
-    """Returns the places of the k highest of the last dim, [..., k] int32.
+    """Finds the indices of the k highest scores of the last dim, [..., k] int32.
 
-    By k maxima, and not `jax.lax.top_k`: reductions stay with their tokens under any
-    partitioner.
+    It takes k maxima instead of `jax.lax.top_k`: any partitioner leaves reductions with
+    their tokens.
     """
-    places = []
+    indices = []
     for _ in range(k):
-        scores, place = _without_top(scores)
-        places.append(place)
-    return jnp.stack(places, -1)
+        scores, index = _without_top(scores)
+        indices.append(index)
+    return jnp.stack(indices, -1)
 
 
 def _without_top(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the scores with the highest of the last dim -inf, and its place (the last
-    if all are NaN).
+    """Sets the highest score of the last dim to -inf.
+
+    Returns:
+      The scores, and the index of the highest one (the last index if all are NaN).
     """
     count = scores.shape[-1]
-    place = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-    highest = jnp.where(scores == scores.max(-1, keepdims=True), place, count - 1).min(
-        -1
-    )
-    return jnp.where(place == highest[..., None], -jnp.inf, scores), highest
+    index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    is_highest = scores == scores.max(-1, keepdims=True)
+    highest = jnp.where(is_highest, index, count - 1).min(-1)
+    return jnp.where(index == highest[..., None], -jnp.inf, scores), highest

@@ -1,5 +1,6 @@
-"""Experts on TPU: grouped products by the megablox kernels of jax, and a kernel for the
-gradients of hidden rows.
+"""Experts on TPU: grouped matmuls and the gradients of hidden rows.
+
+The matmuls are jax's megablox kernels. The gradients have a Pallas kernel of their own.
 
 Letters: `R` rows, `E` groups (experts), `K`, `N` a kernel's dims, `F` feed-forward.
 """
@@ -9,13 +10,15 @@ import importlib
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.extend import core
+from jax.typing import DTypeLike
 
 from jaxdist.ops.experts import feed_forward
 from jaxdist.ops.experts.feed_forward import Activation, HiddenGradients
@@ -26,31 +29,30 @@ _kernels = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm
 
 LANES = 128
 MAX_TILE = 2048  # of a kernel's dims
-# What a kernel may take of the 16 MiB of scoped VMEM that libtpu grants by default, or
-# of the 32 MiB from Trillium on; the rest is what Mosaic itself needs.
+# VMEM that a kernel may use, of the scoped VMEM that libtpu grants by default: 16 MiB,
+# or 32 MiB from Trillium on. Mosaic needs the remainder.
 VMEM_BYTES = 12 * 2**20
 VMEM_BYTES_FROM_V6 = 26 * 2**20
 
 
 def _vmem_bytes() -> int:
     mesh = execution.current().mesh
-    kind = (
-        mesh.devices.flat[0].device_kind
-        if mesh is not None
-        else jax.devices()[0].device_kind
-    )
-    return VMEM_BYTES_FROM_V6 if re.search(r"TPU ?v?[67]", kind) else VMEM_BYTES
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    if re.search(r"TPU ?v?[67]", device.device_kind):
+        return VMEM_BYTES_FROM_V6
+    return VMEM_BYTES
 
 
 def row_tile(rows: int, groups: int, vmem: int) -> int:
-    """Returns the rows of a tile: 128 to 1024, an eighth of a group's even share.
+    """Chooses the rows of a tile: 128 to 1024, up to 1/8 of a group's even share.
 
-    A tile is visited once for each group in it, so groups of few tiles cost up to a
-    tile each in vain.
+    A tile is computed once for each group that has rows in it. So a group wastes up to
+    a tile of work.
     """
     share = max(1, rows // (8 * groups))
     most = 512 if vmem == VMEM_BYTES else 1024
-    return min(most, max(LANES, 2 ** int(math.log2(share))))
+    size: int = 2 ** int(math.log2(share))
+    return min(most, max(LANES, size))
 
 
 def allocated(rows: int, groups: int) -> int:
@@ -60,18 +62,16 @@ def allocated(rows: int, groups: int) -> int:
 
 
 def _row_tiles(rows: int, groups: int, vmem: int) -> list[int]:
-    """Returns tiles that divide the rows, the one to prefer first."""
+    """Lists row tiles that divide the rows, the preferred one first."""
     tile = row_tile(rows, groups, vmem)
-    # rows were rounded up for a tile of this size or the next larger one
+    # The rows were rounded up for a tile of this size or of the next larger one.
     while rows % tile:
         tile //= 2
     return [size for size in (tile, tile // 2, tile // 4) if size >= LANES] or [tile]
 
 
 def _tiles(dim: int) -> list[int]:
-    """Returns the multiples of a vector's lanes that divide a dim; if none does, one
-    that does not.
-    """
+    """Lists the multiples of `LANES` that divide a dim; if none does, another tile."""
     divisors = [tile for tile in range(LANES, MAX_TILE + 1, LANES) if dim % tile == 0]
     return divisors or [min(512, -(-dim // LANES) * LANES)]
 
@@ -80,17 +80,28 @@ def _tiles(dim: int) -> list[int]:
 def forward_tiling(
     R: int, K: int, N: int, E: int, itemsize: int, vmem: int
 ) -> tuple[int, int, int]:
-    """Returns the tiles (rows, K, N) of x [R, K] times kernels [E, K, N] that move the
-    fewest bytes.
+    """Chooses the tiles of a matmul that move the fewest bytes.
+
+    Args:
+      R: rows of x [R, K].
+      K: contracted dim.
+      N: columns of the kernels [E, K, N].
+      E: number of groups.
+      itemsize: bytes of an element.
+      vmem: VMEM that the kernel may use, in bytes.
+
+    Returns:
+      The sizes of a tile in R, K and N.
     """
 
     def used(tm: int, tk: int, tn: int) -> int:
         blocks = tm * tk + tk * tn + tm * tn
-        # sum, mask and what is stored, in float32
+        # The sum, the mask and the stored result are float32.
         return 2 * blocks * itemsize + 3 * tm * tn * 4
 
     def moved(tm: int, tk: int, tn: int) -> float:
-        # A whole column of a kernel stays in VMEM from one row tile to the next.
+        # If a tile holds whole columns of a kernel, it stays in VMEM from one row tile
+        # to the next.
         kernels = E if tk >= K else R / tm + E
         return R * K * math.ceil(N / tn) + kernels * K * N
 
@@ -106,8 +117,19 @@ def forward_tiling(
 def gradient_tiling(
     R: int, K: int, N: int, E: int, itemsize: int, vmem: int, adds: bool = False
 ) -> tuple[int, int, int]:
-    """Returns the tiles (rows, K, N) of x^T dy by group, x [R, K] and dy [R, N]; adds:
-    to a total.
+    """Chooses the tiles of each group's x^T dy that move the fewest bytes.
+
+    Args:
+      R: rows of x [R, K] and dy [R, N].
+      K: columns of x.
+      N: columns of dy.
+      E: number of groups.
+      itemsize: bytes of an element.
+      vmem: VMEM that the kernel may use, in bytes.
+      adds: whether the result is added to a total.
+
+    Returns:
+      The sizes of a tile in R, K and N.
     """
 
     def used(tm: int, tk: int, tn: int) -> int:
@@ -126,58 +148,107 @@ def gradient_tiling(
 
 
 def _best(
-    tilings: Iterable[tuple[int, int, int]], used, moved, vmem: int
+    tilings: Iterable[tuple[int, int, int]],
+    used: Callable[[int, int, int], int],
+    moved: Callable[[int, int, int], float],
+    vmem: int,
 ) -> tuple[int, int, int]:
-    """Returns the tiling that moves least of those that fit, of the fewest steps."""
-    every = list(tilings)
-    fitting = [tiling for tiling in every if used(*tiling) <= vmem] or [
-        min(every, key=lambda t: used(*t))
-    ]
+    """Chooses the tiling that fits and moves the least, with the fewest steps."""
+    candidates = list(tilings)
+    fitting = [tiling for tiling in candidates if used(*tiling) <= vmem]
+    if not fitting:
+        fitting = [min(candidates, key=lambda tiling: used(*tiling))]
     return min(fitting, key=lambda tiling: (moved(*tiling), -math.prod(tiling)))
 
 
-def _scope(spare: float):
-    """Tells the planner how many times the rows that an even load fills there are."""
+def _scope(spare: float) -> AbstractContextManager[None]:
+    """Names operations for the planner: rows, relative to those of an even load."""
     return jax.named_scope(f"even_load_rows_x_{spare:g}")
 
 
 def matmul(
-    x,
-    kernels,
-    sizes,
+    x: jax.Array,
+    kernels: jax.Array,
+    sizes: jax.Array,
     *,
     transposed: bool = False,
     spare: float = 1.0,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns each row of x [R, K] times its group's kernel [E, K, N]; transposed: x
-    [R, N] -> [R, K].
+    """Multiplies each row of x with the kernel of its group.
+
+    Args:
+      x: [R, K]; transposed: [R, N].
+      kernels: [E, K, N].
+      sizes: [E] rows of each group.
+      transposed: whether the kernels are transposed.
+      spare: rows of x, relative to the rows of an even load.
+      interpret: whether the kernel is emulated on CPU.
+
+    Returns:
+      [R, N]; transposed: [R, K].
     """
     E, K, N = kernels.shape
-    K, N = (N, K) if transposed else (K, N)
+    if transposed:
+        K, N = N, K
+    tiling = forward_tiling(
+        R=x.shape[0],
+        K=K,
+        N=N,
+        E=E,
+        itemsize=x.dtype.itemsize,
+        vmem=_vmem_bytes(),
+    )
     with _scope(spare):
-        return _kernels.gmm(
+        y: jax.Array = _kernels.gmm(
             x,
             kernels,
             sizes.astype(jnp.int32),
             preferred_element_type=x.dtype,
-            tiling=forward_tiling(x.shape[0], K, N, E, x.dtype.itemsize, _vmem_bytes()),
+            tiling=tiling,
             transpose_rhs=transposed,
             interpret=interpret,
         )
+    return y
 
 
 def kernel_gradient(
-    x, dy, sizes, total, dtype, *, spare: float = 1.0, interpret: bool = False
+    x: jax.Array,
+    dy: jax.Array,
+    sizes: jax.Array,
+    total: jax.Array | None,
+    dtype: DTypeLike,
+    *,
+    spare: float = 1.0,
+    interpret: bool = False,
 ) -> jax.Array:
-    """Returns total [E, K, N] + the sums of x^T dy over each group's rows, in dtype."""
+    """Adds each group's sum of x^T dy to a total.
+
+    Args:
+      x: [R, K].
+      dy: [R, N].
+      sizes: [E] rows of each group.
+      total: [E, K, N]; None: zeros.
+      dtype: dtype of the result.
+      spare: rows of x, relative to the rows of an even load.
+      interpret: whether the kernel is emulated on CPU.
+
+    Returns:
+      [E, K, N].
+    """
     R, K = x.shape
     (E,) = sizes.shape
     tiling = gradient_tiling(
-        R, K, dy.shape[1], E, x.dtype.itemsize, _vmem_bytes(), total is not None
+        R=R,
+        K=K,
+        N=dy.shape[1],
+        E=E,
+        itemsize=x.dtype.itemsize,
+        vmem=_vmem_bytes(),
+        adds=total is not None,
     )
     with _scope(spare):
-        return _kernels.tgmm(
+        gradient: jax.Array = _kernels.tgmm(
             x.T,
             dy,
             sizes.astype(jnp.int32),
@@ -186,15 +257,16 @@ def kernel_gradient(
             existing_out=total,
             interpret=interpret,
         )
+    return gradient
 
 
 # --- hidden rows ----------------------------------------------------------------------
 
-NAME = "experts_hidden_gradients"  # of the kernel, which the planner looks for
-MAX_WIDTH = 1024
-ROWS = (256, 128, 64, 32, 16, 8)
+NAME = "experts_hidden_gradients"  # of the kernel; the planner looks for it
+MAX_WIDTH = 1024  # columns of a block
+ROWS = (256, 128, 64, 32, 16, 8)  # rows of a block, the preferred number first
 
-# Primitives that the TPU's kernel compiler has for float32.
+# Primitives that Mosaic, the compiler of TPU kernels, supports for float32.
 _ELEMENTWISE = frozenset(
     [
         "abs",
@@ -240,10 +312,8 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
 
 
 @functools.lru_cache
-def _in_kernel(activation: Activation) -> bool:
-    """Checks whether the kernel compiler has all that an activation and its gradient
-    are made of.
-    """
+def _can_compile(activation: Activation) -> bool:
+    """Checks whether Mosaic can compile an activation and its gradient."""
     rows = jnp.zeros((8, LANES), jnp.float32)
     traced = jax.make_jaxpr(lambda x, dy: jax.vjp(activation, x)[1](dy))(rows, rows)
     return not traced.consts and _ELEMENTWISE.issuperset(_primitives(traced.jaxpr))
@@ -257,11 +327,14 @@ def hidden_gradients(
     *,
     interpret: bool = False,
 ) -> HiddenGradients:
-    """Computes what `feed_forward.hidden_gradients` does, in one kernel.
+    """Computes the result of `feed_forward.hidden_gradients` in one kernel.
 
-    It reads each array once and writes over it. XLA makes a loop for each result, which
-    reads all three arrays and holds up to five; this is as much memory as the rest of a
-    layer takes.
+    The kernel reads each array once and writes over it. XLA makes a loop for each
+    result. Each of its loops reads all three arrays and holds up to five, which takes
+    as much memory as everything else in a layer.
+
+    Arguments and result are those of `feed_forward.hidden_gradients`, which computes
+    arrays and activations that the kernel does not support.
     """
     R, F = dh.shape
     floats = jnp.issubdtype(dh.dtype, jnp.floating)
@@ -270,29 +343,44 @@ def hidden_gradients(
     if (
         len(products) != 2
         or not (rows and width and floats)
-        or not _in_kernel(activation)
+        or not _can_compile(activation)
     ):
         return feed_forward.hidden_gradients(activation, products, dh, weights)
 
-    def kernel(weights, gate, up, dh, dgate, dup, weighted, dweights) -> None:
-        gate_, up_, dh_ = (a[...].astype(jnp.float32) for a in (gate, up, dh))
-        h, of_products = jax.vjp(
-            lambda *products: feed_forward.hidden(activation, *products), gate_, up_
+    def kernel(
+        weights: Any,
+        gate: Any,
+        up: Any,
+        dh: Any,
+        dgate: Any,
+        dup: Any,
+        weighted: Any,
+        dweights: Any,
+    ) -> None:
+        wide_gate, wide_up, wide_dh = (
+            block[...].astype(jnp.float32) for block in (gate, up, dh)
         )
-        dgate_, dup_ = of_products(dh_ * weights[...])
-        dgate[...] = dgate_.astype(dgate.dtype)
-        dup[...] = dup_.astype(dup.dtype)
+        h, pull_back = jax.vjp(
+            lambda *products: feed_forward.hidden(activation, *products),
+            wide_gate,
+            wide_up,
+        )
+        wide_dgate, wide_dup = pull_back(wide_dh * weights[...])
+        dgate[...] = wide_dgate.astype(dgate.dtype)
+        dup[...] = wide_dup.astype(dup.dtype)
         weighted[...] = (h * weights[...]).astype(weighted.dtype)
-        own = h * dh_
+        terms = h * wide_dh
 
         @pl.when(pl.program_id(1) == 0)
         def _() -> None:
             dweights[...] = jnp.zeros_like(dweights)
 
-        dweights[...] += sum(own[:, at : at + LANES] for at in range(0, width, LANES))
+        dweights[...] += sum(
+            terms[:, lane : lane + LANES] for lane in range(0, width, LANES)
+        )
 
     block = pl.BlockSpec((rows, width), lambda i, j: (i, j))
-    like = jax.ShapeDtypeStruct(dh.shape, dh.dtype)
+    like = jax.ShapeDtypeStruct(dh.shape, dh.dtype)  # type: ignore[no-untyped-call]  # jax is untyped
     *dproducts, weighted, dweights = pl.pallas_call(
         kernel,
         grid=(R // rows, F // width),
@@ -303,7 +391,7 @@ def hidden_gradients(
             block,
             pl.BlockSpec((rows, LANES), lambda i, j: (i, 0)),
         ],
-        out_shape=[like, like, like, jax.ShapeDtypeStruct((R, LANES), jnp.float32)],
+        out_shape=[like, like, like, jax.ShapeDtypeStruct((R, LANES), jnp.float32)],  # type: ignore[no-untyped-call]  # jax is untyped
         input_output_aliases={1: 0, 2: 1, 3: 2},
         name=NAME,
         interpret=interpret,
