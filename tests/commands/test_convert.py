@@ -54,7 +54,9 @@ def test_a_converted_workdir_writes_and_scores_text(converted, tmp_path):
     words = run.tokenizer.encode("the thin")
     assert len(words) < len("the thin"), "its merges are used"
     likeliest = int(expected[0, -1].argmax())
-    found = run._continued([tokens[0]], range(1), greedy, max_tokens=1)[0]
+    found = run._continue_rows(
+        [tokens[0]], range(1), sampling=greedy, max_tokens=1, seed=0
+    )[0]
     assert int(found.tokens[0]) == likeliest if not found.ended else likeliest == 259
 
 
