@@ -1,4 +1,4 @@
-"""The command convert, and runs that begin with a Hugging Face folder."""
+"""The command `convert`, and runs that start from a Hugging Face folder."""
 
 import json
 import os

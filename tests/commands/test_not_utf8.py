@@ -1,6 +1,4 @@
-"""Names and prompts that are not UTF-8: one line, or the work done; never a
-traceback.
-"""
+"""Names and prompts that are not UTF-8: they work, or fail with one line."""
 
 import io
 import json

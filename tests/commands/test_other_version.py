@@ -1,7 +1,6 @@
-"""Folders of other versions: each command names them in one line, and none changes
-them.
+"""Folders of another version: each command names them in one line and changes nothing.
 
-tests/data/other_version is a run of four steps of the last commit that wrote no format
+tests/data/other_version is a run of four steps by the last commit that wrote no format
 into its files (349a906), without the data of its arrays.
 """
 

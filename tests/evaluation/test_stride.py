@@ -1,6 +1,4 @@
-"""`evaluate --stride`: documents longer than a sequence, against each token's score
-after its own window.
-"""
+"""`evaluate --stride`, compared with scores of each token after its own window."""
 
 import dataclasses
 import json

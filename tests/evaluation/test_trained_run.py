@@ -1,6 +1,4 @@
-"""A run taken from its workdir: which weights, on which devices, and the two
-commands.
-"""
+"""Trained runs opened from a workdir: weights, devices, and the two commands."""
 
 import dataclasses
 import io

@@ -1,6 +1,4 @@
-"""A cache that devices share out over `context`: the numbers of one device, and where
-it lies.
-"""
+"""A cache split over `context`: equal to one device, and where its shards are."""
 
 import functools
 import math

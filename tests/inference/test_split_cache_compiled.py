@@ -1,6 +1,4 @@
-"""Generation from a long prompt, compiled ahead of time for TPUs: memory, kernels, what
-crosses devices.
-"""
+"""Long prompts compiled for TPUs ahead of time: memory, kernels, communication."""
 
 import importlib.util
 import json

@@ -1,6 +1,4 @@
-"""Folders of families with experts: there and back by commands, and what their files
-have no place for.
-"""
+"""Hugging Face folders with experts: round trips by commands, and what files lack."""
 
 import json
 

@@ -1,5 +1,6 @@
-"""Folders that transformers wrote (tests/data/huggingface) in, and out again, without
-transformers.
+"""Import and export of folders that transformers wrote, without transformers.
+
+The folders are in tests/data/huggingface.
 """
 
 import json

@@ -1,7 +1,6 @@
-"""Adapters against PEFT itself: what it wrote we read, what we write it loads, with the
-same logits.
+"""Adapters against PEFT: each side reads the other's files and gives the same logits.
 
-tests/models/test_lora.py proves the first on folders made before (tests/data/peft).
+tests/models/test_lora.py reads stored PEFT folders (tests/data/peft) without PEFT.
 """
 
 import warnings

@@ -1,6 +1,4 @@
-"""A folder read by several processes: each reads the bytes of its own shards, and holds
-little more.
-"""
+"""A folder read by several processes: each reads its own shards, in little memory."""
 
 import json
 import sys

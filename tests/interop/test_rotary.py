@@ -1,6 +1,4 @@
-"""Rotary positions stretched beyond the trained length: tables, config.json and logits
-of transformers.
-"""
+"""Scaled rotary positions: tables, config.json, and the logits of transformers."""
 
 import importlib
 import json
