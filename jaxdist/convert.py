@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     if target.exists() and not is_empty_folder:
         raise ConfigError(
             f"--to {target}: something is there; "
-            "give a folder that is empty or not there yet"
+            "give a folder that is empty or does not exist"
         )
     with atomic.replacing(target) as partial:
         partial.mkdir(parents=True)

@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print(str(agents))
             if options.capacity_file:
                 raise ConfigError(
-                    "--capacity-file: with several agents the scheduler says how many there are"
+                    "--capacity-file: the scheduler decides the number of agents. "
+                    "Leave out --capacity-file."
                 )
         # Raises ConfigError for missing devices before anything starts.
         for slot in range(options.processes):
@@ -106,7 +107,7 @@ def _options(argv: list[str]) -> SupervisorOptions:
         faults.append(f"--grow-minutes {minutes:g}: must be a finite number >= 0")
     if "grow_minutes" in flags and flags.capacity_file is None:
         faults.append(
-            f"--grow-minutes {minutes:g}: needs --capacity-file, which says that more can run"
+            f"--grow-minutes {minutes:g}: needs --capacity-file, without which it has no effect"
         )
     if not command:
         faults.append(

@@ -87,7 +87,7 @@ def _devices(count: int) -> Sequence[jax.Device]:
     """
     if count < 2:
         raise ConfigError(
-            f"--devices {count}: must be >= 2, there is nothing else to compare"
+            f"--devices {count}: must be >= 2, since layouts are compared with one device"
         )
     platform = platform_flags.detect_platform(os.environ)
     family = platform_flags.detect_family(os.environ)
@@ -104,8 +104,8 @@ def _devices(count: int) -> Sequence[jax.Device]:
     devices = jax.devices()[:count]
     if len(devices) < 2:
         raise ConfigError(
-            f"there is one {devices[0].device_kind}, layouts need two devices; "
-            f"set JAX_PLATFORMS=cpu to compare on {count} emulated devices"
+            f"there is one {devices[0].device_kind}, and layouts need two devices. "
+            f"Set JAX_PLATFORMS=cpu to compare on {count} emulated devices."
         )
     if len(devices) < count:
         print(

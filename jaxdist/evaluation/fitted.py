@@ -1,4 +1,4 @@
-"""The result of `jaxdist.fit`: the trained model, its metrics, and methods to use it."""
+"""The result of `jaxdist.fit`: the trained model, its metrics and methods."""
 
 from __future__ import annotations
 

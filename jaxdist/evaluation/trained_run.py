@@ -350,9 +350,9 @@ class TrainedRun:
         size = 32 if any(stops) else max_new
         while running:
             size = min(size, max_new - num_generated)
-            begun = [np.concatenate([rows[i], new_tokens[i]]) for i in running]
+            prefixes = [np.concatenate([rows[i], new_tokens[i]]) for i in running]
             generations = self._continue_rows(
-                begun, running, sampling=sampling, max_tokens=size, seed=seed
+                prefixes, running, sampling=sampling, max_tokens=size, seed=seed
             )
             num_generated += size
             for i, generation in zip(tuple(running), generations, strict=True):
@@ -403,10 +403,10 @@ class TrainedRun:
         yielded = ""
         ended = False
         while not ended:
-            begun = [np.concatenate([ids, new_tokens])]
+            prefixes = [np.concatenate([ids, new_tokens])]
             size = min(_STREAMED_TOKENS, max_tokens - new_tokens.size)
             (generation,) = self._continue_rows(
-                begun, [0], sampling=sampling, max_tokens=size, seed=seed
+                prefixes, [0], sampling=sampling, max_tokens=size, seed=seed
             )
             new_tokens = np.concatenate([new_tokens, generation.tokens])
             text = self._new_text(ids, new_tokens)
@@ -436,7 +436,7 @@ class TrainedRun:
         stride: int | None = None,
         watch: Watch | None = None,
     ) -> list[TextScore]:
-        """Scores each pair's second text (the continuation) after its first (the context).
+        """Scores the second text of each pair after the first one.
 
         A text that is too long for the model is scored in windows. Each token is scored
         once, after as many earlier tokens as fit. A continuation without context is

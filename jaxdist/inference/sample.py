@@ -9,7 +9,7 @@ from jaxdist.trainer.callbacks import Callback, Run, RunEnd
 
 
 class Sample(Callback):
-    """A callback that writes `train.sample_tokens` tokens to `sample.txt` at the end."""
+    """A callback that writes a sample of text to `sample.txt` at the end of a run."""
 
     keys = ("train.sample_tokens", "train.sample_prompt")
 
@@ -18,7 +18,7 @@ class Sample(Callback):
         self._run = run
 
     def on_end(self, end: RunEnd) -> None:
-        """Generates and writes the text. A failure is noted, and does not fail the run."""
+        """Generates and writes the text. A failure does not fail the run."""
         run = self._run
         train = run.config.train
         assert run.dataset is not None

@@ -141,7 +141,7 @@ def implied(**values: Any) -> Rule:
 
 
 def only(key: str, *supported: Any) -> Rule:
-    """Makes the rule for a field with few supported values; the first is the default."""
+    """Makes the rule for a field with few supported values, the default first."""
 
     def read(source: Source, _: Values) -> dict[str, Any]:
         value = source.take(key, supported[0])
@@ -301,7 +301,7 @@ KINDS = {"full_attention": "global", "sliding_attention": "local"}
 
 
 def shortest_period(kinds: Sequence[str]) -> tuple[str, ...]:
-    """Finds the shortest pattern that, repeated and cut off, gives all layers' kinds."""
+    """Finds the shortest pattern whose repetition, cut off, gives all kinds."""
     for size in range(1, len(kinds) + 1):
         pattern = tuple(kinds[:size])
         if spread(pattern, len(kinds)) == list(kinds):

@@ -1,4 +1,4 @@
-"""Writes a run's checkpoint as a Hugging Face folder, or its adapters as a PEFT folder."""
+"""Writes a run's checkpoint as a Hugging Face folder, or its adapters for PEFT."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,7 +60,8 @@ def export_folder(source: Source, target: Path, options: ExportOptions) -> str:
     """
     if options.adapters and not source.lora.rank:
         raise ConfigError(
-            f"--adapters: {source.workdir} was trained without adapters; leave the flag out"
+            f"--adapters: {source.workdir} was trained without adapters. "
+            "Leave out --adapters."
         )
     kept = source.workdir / KEPT
     origin: dict[str, Any] = hf_config.read_config(kept) if kept.is_dir() else {}
@@ -108,8 +109,8 @@ def _write_adapters(
     for path, (_, names) in source.spec.named_trainable().items():
         if "experts" in names:
             raise ConfigError(
-                f"--adapters: {path} is of experts, and PEFT's adapters of linear layers have no "
-                f"place for it; leave the flag out, and the adapters are merged into the model"
+                f"--adapters: {path} adapts experts, which PEFT's files cannot hold. "
+                "Leave out --adapters to merge the adapters into the model."
             )
     factors = {
         path: weights.read(path) for path in trees.flatten_names(source.spec.trainable)

@@ -1,4 +1,4 @@
-"""Writes a Hugging Face folder from a checkpoint: safetensors, index, config, tokenizer.
+"""Writes a Hugging Face folder from a checkpoint: tensors, config and tokenizer.
 
 The host holds one parameter at a time, with all its layers. The tensors of its layers
 are spread over the files, so all files are memory-mapped and filled in that order. The

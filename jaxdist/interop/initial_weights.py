@@ -99,7 +99,7 @@ class PeftAdapter:
     implies_config: ClassVar[bool] = False
 
     def config_of(self, config: ConfigDict, set_keys: Collection[str]) -> ImpliedConfig:
-        """Raises NotImplementedError: the source of the base model implies the config."""
+        """Raises NotImplementedError: the base model's source implies the config."""
         raise NotImplementedError
 
     def open(self, target: Target) -> OpenedWeights:

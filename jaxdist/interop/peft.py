@@ -243,7 +243,7 @@ def _read_module(
         layer = int(match[1])
     stored = _stored_of(module, layer, family)
     if stored is None:
-        yield f"{module} has an adapter, and no kernel of ours is that layer of {family.model_type}"
+        yield f"{module} has an adapter, but no kernel of {family.model_type} has that name"
         return
     paths = "".join(adapters)
     if "blocks/layer_0/" in paths or "first_blocks/" in paths:

@@ -1,4 +1,4 @@
-"""Fine-tuning on chats: from the shipped config to answers and a Hugging Face folder."""
+"""Fine-tuning on chats, from the shipped config to answers and an export."""
 
 import ast
 import io

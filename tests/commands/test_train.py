@@ -1,4 +1,4 @@
-"""The command `train`: each invalid input gets one line with its fix, and exit code 78."""
+"""The command `train`: an invalid input gets one line with its fix, and exit code 78."""
 
 import json
 import os
