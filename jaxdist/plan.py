@@ -225,7 +225,7 @@ def _parser() -> cli.ConfigParser:
     parser.add_argument(
         "--calibration",
         metavar="FILE",
-        help="collective times measured by benchmarks/collectives.py "
+        help="collective times measured by benchmarks/plan/collectives.py "
         "(default: datasheet rates)",
     )
     parser.add_argument(

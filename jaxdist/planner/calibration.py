@@ -1,7 +1,7 @@
 """Measured times of collectives in the place of datasheet rates: latency and rate of
 each kind on each link.
 
-`benchmarks/collectives.py` writes the file, `plan --calibration FILE` reads it. A
+`benchmarks/plan/collectives.py` writes the file, `plan --calibration FILE` reads it. A
 collective takes alpha + wire bytes / rate; what was not measured keeps the datasheet's
 rate and no latency.
 """
@@ -22,7 +22,7 @@ from jaxdist.storage import untrusted
 
 # of a measured time; a line that misses one by more says nothing of other sizes
 MAX_RESIDUAL = 0.2
-_CURE = "measure again: python benchmarks/collectives.py --config NAME --out FILE"
+_CURE = "measure again: python benchmarks/plan/collectives.py --config NAME --out FILE"
 
 
 @dataclass(frozen=True)

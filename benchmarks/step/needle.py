@@ -1,7 +1,7 @@
 """Finds a needle in 4,096 tokens with a model trained at 512 and extended over
 mesh.context=8.
 
-    JAX_PLATFORMS=cpu python benchmarks/needle.py --folder runs/needle --out
+    JAX_PLATFORMS=cpu python benchmarks/step/needle.py --folder runs/needle --out
     benchmarks/results/needle.json
 
 A haystack is words with codes such as `K47` among them, and at its end is asked `?K`;
@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import jax
 import measuring

@@ -1,6 +1,6 @@
 """Compiles pipelined steps for TPUs that are not here and records their memory.
 
-    python benchmarks/pipeline_memory.py --out benchmarks/results/tpu-pipeline.json
+    python benchmarks/pipeline/pipeline_memory.py --out benchmarks/results/tpu-pipeline.json
 
 A case is what tests/parallel/pipeline/test_tpu.py calls by that name: size, schedule, microbatches, and
 fields of `pipeline.*`. Each is compiled by libtpu in a process of its own, one after the other: minutes each.
@@ -17,10 +17,12 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
+
 import jax
 import measuring
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",

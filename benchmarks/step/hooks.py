@@ -1,6 +1,6 @@
 """Times what watching a run costs a step: the calls of the loop alone, without a step between them.
 
-    python benchmarks/hooks.py --out benchmarks/results/hooks.json
+    python benchmarks/step/hooks.py --out benchmarks/results/hooks.json
 
 A round is some steps of: the watchdog's beats and the ledger's buckets (`Watchdog.at`, twice), the step alarm
 (`StepAlarm.start` and `record`), and each ten steps a row handed to the exporter, with `telemetry.port` open,
@@ -19,6 +19,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import measuring
 

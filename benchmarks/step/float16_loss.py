@@ -1,7 +1,7 @@
 """What float16 with a loss scale does to the loss of the config `quickstart`, beside
 float32.
 
-    JAX_PLATFORMS=cpu python benchmarks/float16_loss.py --out
+    JAX_PLATFORMS=cpu python benchmarks/step/float16_loss.py --out
     benchmarks/results/cpu-float16-loss.json
 
 Both runs begin with the same parameters and read the same batches for 300 steps, the
@@ -18,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import jax
 import measuring

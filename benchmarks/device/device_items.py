@@ -1,6 +1,6 @@
 """What `on_device.py` measures besides a step and the loop; each item is a process and writes one JSON file.
 
-    python benchmarks/device_items.py profile --shape 1b --dtype bfloat16 --out profile.json
+    python benchmarks/device/device_items.py profile --shape 1b --dtype bfloat16 --out profile.json
 
 machine: versions, memory, matmul and copy rates. attention: the backends, forward and backward. profile: the
 ten longest ops of a step. plan: what `jaxdist.plan` predicts beside what was measured. generate: tokens/s.
@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import jax
 import jax.numpy as jnp

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import jax
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Timing(NamedTuple):
@@ -108,8 +108,7 @@ def record_head(arguments: Sequence[str]) -> dict:
     device = jax.devices()[0]
     modules = ("jax", "jaxlib", "flax", "optax", "numpy", "libtpu")
     return {
-        "command": "python benchmarks/"
-        + " ".join([Path(sys.argv[0]).name, *arguments]),
+        "command": " ".join(["python", _script(), *arguments]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _git("describe", "--always", "--dirty", "--abbrev=12"),
         "python": platform.python_version(),
@@ -131,6 +130,12 @@ def write(path: str | None, record: dict) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(record, indent=1) + "\n")
         print(f"wrote {path}")
+
+
+def _script() -> str:
+    """Names the running script, from the root of the project if it is inside."""
+    script = Path(sys.argv[0]).resolve()
+    return str(script.relative_to(ROOT) if script.is_relative_to(ROOT) else script)
 
 
 def _git(*arguments: str) -> str | None:

@@ -1,6 +1,6 @@
 """Does the plan put published layouts in the order that they were measured in?
 
-    python benchmarks/layout_pairs.py [NAME ...] >
+    python benchmarks/plan/layout_pairs.py [NAME ...] >
     benchmarks/results/plan-search-pairs.json
 
 Each pair is one model on one kind of chip in two layouts, by one author, with tokens/s

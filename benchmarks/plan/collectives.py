@@ -1,6 +1,6 @@
 """Times the collectives of each mesh axis of a config: bandwidth by size, and a line through it for `plan`.
 
-    python benchmarks/collectives.py --config llama3_8b --config.mesh.tensor=4 --out calibration.json
+    python benchmarks/plan/collectives.py --config llama3_8b --config.mesh.tensor=4 --out calibration.json
     python -m jaxdist.plan --config llama3_8b --on here --calibration calibration.json
 
 A call is a chain of collectives in one loop: each waits for the last, so that what a launch costs falls out.
@@ -16,7 +16,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import jax
 import jax.numpy as jnp

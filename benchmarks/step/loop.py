@@ -1,6 +1,6 @@
 """Times what the training loop adds to a step, and what calling the step costs the host.
 
-    python benchmarks/loop.py --rounds 5 --loss-chunk 0 --out benchmarks/results/loop.json
+    python benchmarks/step/loop.py --rounds 5 --loss-chunk 0 --out benchmarks/results/loop.json
 
 `overhead`: ms a step of `jaxdist.trainer.trainer.run` (data, metrics, display; no checkpoints) above the same
 compiled step called in a bare `for` on one resident batch. The default model is tiny, so that next to nothing
@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import jax
 import measuring

@@ -1,7 +1,7 @@
 """Plans layouts on TPU slices and prints how much of each step's communication no
 compute covers.
 
-    JAX_PLATFORMS=cpu python benchmarks/overlap.py --layouts v5p-64,v5e-256
+    JAX_PLATFORMS=cpu python benchmarks/plan/overlap.py --layouts v5p-64,v5e-256
 
 Nothing of a TPU is needed but libtpu: 1 to 3 CPU minutes a layout, v6e 8 and more;
 results are kept in the planner's cache. Rows replace those of the same layout and
@@ -33,7 +33,7 @@ from jaxdist.storage import atomic
 from jaxdist.trainer import run_config
 
 GIB = 2**30
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "tpu-overlap.json"
 
 

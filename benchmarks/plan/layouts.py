@@ -1,7 +1,7 @@
 """Prints what each layout holds per device, from the compiler's own account
 (docs/sharding.md).
 
-    python benchmarks/layouts.py            # eight emulated CPU devices; nothing is run
+    python benchmarks/plan/layouts.py            # eight emulated CPU devices; nothing is run
 
 Shape: 4 layers x d_model 256, d_ff 688, 8 heads, 4 kv heads, vocabulary 4096, 8 x 256
 tokens, float32, AdamW: the `quick` shape that other frameworks were measured at.

@@ -1,6 +1,6 @@
 """What products of 8-bit floats do to the loss of a small model, beside float32 and bfloat16.
 
-    python benchmarks/fp8_loss.py --learning-rate 0.0003 --out benchmarks/results/cpu-fp8-loss.json
+    python benchmarks/step/fp8_loss.py --learning-rate 0.0003 --out benchmarks/results/cpu-fp8-loss.json
 
 A decoder of 4 layers x 128 reads bytes of Python for 150 steps of AdamW, from the same seed and the same
 batches each time. What counts is the distance of the loss to float32's over the last 50 steps (root of its
@@ -18,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import jax
 import measuring

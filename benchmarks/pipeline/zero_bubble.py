@@ -1,7 +1,7 @@
 """Asks whether a split backward (dgrad now, wgrad later) would beat interleaved 1F1B
 here.
 
-    python benchmarks/zero_bubble.py           # half a minute; nothing is timed
+    python benchmarks/pipeline/zero_bubble.py           # half a minute; nothing is timed
 
 1. FLOPs of a real block: forward F, recomputation F, dgrad D and wgrad W, by jaxpr. The
    split is a prototype: a zero "tap" is added to the result of every matrix product
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxdist.models import transformer
+from jaxdist.models import layers
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.parallel import execution
 from jaxdist.parallel.pipeline.schedules.simulator import Costs, simulate
@@ -92,7 +92,7 @@ class Stage:
         model = self.spec.assemble(unused | {"blocks": stacked}, {})
         graph, state = nnx.split(model.blocks)
         block = nnx.merge(graph, jax.tree.map(lambda x: x[0], state))
-        products, original = [], transformer.project
+        products, original = [], layers.project
 
         def tapped(x, *kernels, contract=1):
             out = []
@@ -105,13 +105,13 @@ class Stage:
                 out.append(y)
             return tuple(out)
 
-        transformer.project = original if isinstance(taps, str) else tapped
+        layers.project = original if isinstance(taps, str) else tapped
         try:
             with execution.activate(compute=self.compute):
                 fields = shared_fields(model, self.fields)
-                y, _ = block(x, BlockInfo(None, jnp.int32(0), fields))
+                y = block(x, BlockInfo(None, jnp.int32(0), fields)).x
         finally:
-            transformer.project = original
+            layers.project = original
         return y, products
 
     def forward(self, params, x):

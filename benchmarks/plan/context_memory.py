@@ -1,6 +1,6 @@
 """Compiles attention over split sequences for TPUs that are not here, and records its memory.
 
-    python benchmarks/context_memory.py --out benchmarks/results/tpu-context-memory.json
+    python benchmarks/plan/context_memory.py --out benchmarks/results/tpu-context-memory.json
 
 A case is form:tokens:devices, as heads:32768:8: attention and its gradients, alone, of one bfloat16 sequence
 with the heads of Llama 3 8B (32 of queries, 8 of keys, of 128) over so many chips of v5p. Temporary bytes are
@@ -22,6 +22,8 @@ os.environ |= {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import jax
 import jax.numpy as jnp

@@ -4,7 +4,7 @@ for one CPU device.
 Top k of a softmax, weights that add up to 1, a bias of the choice moved after each step
 (DeepSeek-V3). Of jaxdist it has the product of grouped rows alone, the kernel that both
 sides share; routing, sorting, the way of rows there and back, gradients and what is
-kept for them are written here. What is fast was measured (README.md, "Experts").
+kept for them are written here. What is fast was measured (benchmarks/step/README.md).
 
 Letters: see `handwritten`; E experts, k experts of a token, A = T * k rows of tokens,
 one a choice.

@@ -1,7 +1,7 @@
 """Measures how the train step of a config scales over 1, 2, 4 ... devices, beside what `plan` predicts.
 
-    python benchmarks/scaling.py --config quickstart --devices 8 --out scaling.json
-    python benchmarks/scaling.py --config llama3_8b --smallest 4 --apart --calibration links.json
+    python benchmarks/step/scaling.py --config quickstart --devices 8 --out scaling.json
+    python benchmarks/step/scaling.py --config llama3_8b --smallest 4 --apart --calibration links.json
 
 Weak: as many sequences a device on each count. Strong: the same global batch on each. `batch.global_size` is
 that of the smallest count, where both are the same step. Counts are the first n devices, and take turns. The
@@ -23,7 +23,10 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import jax
 import measuring
@@ -39,6 +42,7 @@ from scaling_rows import (
     rows_of,
     summary,
 )
+from turns import Measured, take_turns, warm
 
 from jaxdist import interop
 from jaxdist.config import ConfigError
@@ -52,11 +56,12 @@ from jaxdist.planner.plan import make_plan
 from jaxdist.telemetry.units import GIB
 from jaxdist.trainer import cli, compose, exit_code, validation
 from jaxdist.trainer.run_config import RunConfig
-from step import Measured, take_turns, warm
 
 MODES = ("weak", "strong")
 _ROOM = CompileOptions(memory_bytes=24 * GIB, timeout_s=1200)  # of a plan's compiler
-_CALIBRATE = "python benchmarks/collectives.py --config NAME --devices COUNT --out FILE"
+_CALIBRATE = (
+    "python benchmarks/plan/collectives.py --config NAME --devices COUNT --out FILE"
+)
 _STEP_ALONE = "the step alone, on one resident synthetic batch: no data is waited for"
 
 
