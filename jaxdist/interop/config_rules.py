@@ -314,71 +314,84 @@ def spread(pattern: Sequence[str], depth: int) -> list[str]:
     return [pattern[i % len(pattern)] for i in range(depth)]
 
 
-def layers(form: str, window: int | None, period: int = 0) -> Rule:
-    """Makes the rule for sliding windows.
+def whole_window(window: int | None) -> Rule:
+    """Makes the rule for a window of every layer; null is none (Mistral, Phi-3).
 
     Args:
-      form: "all": every layer has the window, unless it is null (Mistral, Phi-3).
-        "flag": with use_sliding_window, layers from max_window_layers on have it
-        (Qwen). "pattern": all but each `period`-th layer have it (Gemma).
       window: the class's default window in tokens.
-      period: for "pattern": the class's default period.
     """
-
-    def computed_kinds(source: Source, depth: int) -> list[str]:
-        """Derives the kinds of all layers from the older fields."""
-        if form == "flag":
-            first = source.number("max_window_layers", 28, int)
-            if not source.number("use_sliding_window", False, bool):
-                first = depth
-            return ["global" if i < first else "local" for i in range(depth)]
-        every = source.count("sliding_window_pattern", period)
-        every = source.count("_sliding_window_pattern", every)
-        return ["local" if (i + 1) % every else "global" for i in range(depth)]
-
-    def read_kinds(source: Source, depth: int) -> list[str]:
-        if form == "all":
-            return ["local"] * depth
-        kinds = computed_kinds(source, depth)
-        names = source.take("layer_types", None)
-        if names is None:
-            return kinds
-        has_all_layers = isinstance(names, list) and len(names) == depth
-        if not has_all_layers or not set(map(str, names)) <= set(KINDS):
-            required = f"required one of {', '.join(KINDS)} for each of {depth} layers"
-            source.refuse("layer_types", names, required)
-            return kinds
-        return [KINDS[name] for name in names]
 
     def read(source: Source, values: Values) -> dict[str, Any]:
         size = source.take("sliding_window", window)
-        kinds = read_kinds(source, values["num_layers"])
-        if "local" not in kinds or (size is None and form == "all"):
-            return {"window": 0, "layer_pattern": ("global",)}
-        if not isinstance(size, int) or size < 1:
-            source.refuse(
-                "sliding_window", size, "there are sliding layers, so it must be >= 1"
-            )
-        return {"window": size, "layer_pattern": shortest_period(kinds)}
+        if size is None:
+            return _NO_WINDOW
+        return _windowed(source, size, ["local"] * values["num_layers"])
+
+    def write(values: Values) -> dict[str, Any]:
+        has_local = "local" in values["layer_pattern"]
+        return {"sliding_window": values["window"] if has_local else None}
+
+    return Rule(read, write)
+
+
+def flagged_window(window: int) -> Rule:
+    """Makes the rule for a window of the last layers, with a flag for it (Qwen).
+
+    With use_sliding_window, layers from max_window_layers on have the window.
+    layer_types overrides both.
+
+    Args:
+      window: the class's default window in tokens.
+    """
+
+    def read(source: Source, values: Values) -> dict[str, Any]:
+        depth = values["num_layers"]
+        size = source.take("sliding_window", window)
+        first = source.number("max_window_layers", 28, int)
+        if not source.number("use_sliding_window", False, bool):
+            first = depth
+        kinds = ["global" if i < first else "local" for i in range(depth)]
+        return _windowed(source, size, _listed_kinds(source, kinds))
+
+    def write(values: Values) -> dict[str, Any]:
+        kinds = spread(values["layer_pattern"], values["num_layers"])
+        has_local = "local" in values["layer_pattern"]
+        return {
+            "sliding_window": values["window"] if has_local else window,
+            "layer_types": _types_of(kinds),
+            "use_sliding_window": has_local,
+            "max_window_layers": kinds.index("local") if has_local else len(kinds),
+        }
+
+    return Rule(read, write)
+
+
+def periodic_window(window: int, period: int) -> Rule:
+    """Makes the rule for a window of all layers but each `period`-th (Gemma).
+
+    layer_types overrides the period.
+
+    Args:
+      window: the class's default window in tokens.
+      period: the class's default period.
+    """
+
+    def read(source: Source, values: Values) -> dict[str, Any]:
+        size = source.take("sliding_window", window)
+        every = source.count("sliding_window_pattern", period)
+        every = source.count("_sliding_window_pattern", every)
+        kinds = [
+            "local" if (i + 1) % every else "global"
+            for i in range(values["num_layers"])
+        ]
+        return _windowed(source, size, _listed_kinds(source, kinds))
 
     def write(values: Values) -> dict[str, Any]:
         pattern = values["layer_pattern"]
-        has_local = "local" in pattern
-        if form == "all":
-            return {"sliding_window": values["window"] if has_local else None}
-        depth = values["num_layers"]
-        kinds = spread(pattern, depth)
         fields = {
-            "sliding_window": values["window"] if has_local else window,
-            "layer_types": [
-                "sliding_attention" if kind == "local" else "full_attention"
-                for kind in kinds
-            ],
+            "sliding_window": values["window"] if "local" in pattern else window,
+            "layer_types": _types_of(spread(pattern, values["num_layers"])),
         }
-        if form == "flag":
-            fields["use_sliding_window"] = has_local
-            fields["max_window_layers"] = kinds.index("local") if has_local else depth
-            return fields
         # Gemma 3 in transformers below 4.53 reads this field and not layer_types.
         every = len(pattern)
         is_regular = pattern == ("local",) * (every - 1) + ("global",)
@@ -387,6 +400,39 @@ def layers(form: str, window: int | None, period: int = 0) -> Rule:
         return fields
 
     return Rule(read, write)
+
+
+_NO_WINDOW: dict[str, Any] = {"window": 0, "layer_pattern": ("global",)}
+
+
+def _listed_kinds(source: Source, kinds: list[str]) -> list[str]:
+    """Reads layer_types, the kind of each layer; `kinds` if it is absent or invalid."""
+    names = source.take("layer_types", None)
+    if names is None:
+        return kinds
+    has_all_layers = isinstance(names, list) and len(names) == len(kinds)
+    if not has_all_layers or not set(map(str, names)) <= set(KINDS):
+        required = f"required one of {', '.join(KINDS)} for each of {len(kinds)} layers"
+        source.refuse("layer_types", names, required)
+        return kinds
+    return [KINDS[name] for name in names]
+
+
+def _types_of(kinds: Sequence[str]) -> list[str]:
+    """Makes layer_types of the kinds of all layers."""
+    types = {"local": "sliding_attention"}
+    return [types.get(kind, "full_attention") for kind in kinds]
+
+
+def _windowed(source: Source, size: Any, kinds: list[str]) -> dict[str, Any]:
+    """Makes the values of a window of the local layers, after a check of its size."""
+    if "local" not in kinds:
+        return _NO_WINDOW
+    if not isinstance(size, int) or size < 1:
+        source.refuse(
+            "sliding_window", size, "there are sliding layers, so it must be >= 1"
+        )
+    return {"window": size, "layer_pattern": shortest_period(kinds)}
 
 
 def switched_window(window: int) -> Rule:
@@ -403,7 +449,7 @@ def switched_window(window: int) -> Rule:
         size = source.take("sliding_window", window)
         first = source.number("max_window_layers", 0, int)
         if not used or size is None:
-            return {"window": 0, "layer_pattern": ("global",)}
+            return _NO_WINDOW
         if first:
             source.refuse(
                 "max_window_layers",

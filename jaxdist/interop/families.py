@@ -388,7 +388,7 @@ _FAMILIES = (
     Family(
         "mistral",
         "MistralForCausalLM",
-        (*_USUAL, _EPS6, _UNTIED, rotary(), rule.layers("all", 4096)),
+        (*_USUAL, _EPS6, _UNTIED, rotary(), rule.whole_window(4096)),
         LLAMA.tensors,
     ),
     Family(
@@ -400,7 +400,7 @@ _FAMILIES = (
             _UNTIED,
             rotary(),
             rule.implied(bias="qkv"),
-            rule.layers("flag", 4096),
+            rule.flagged_window(4096),
         ),
         LLAMA.tensors,
     ),
@@ -416,14 +416,14 @@ _FAMILIES = (
             rotary(),
             rule.attention_bias(),
             rule.implied(qk_norm="head"),
-            rule.layers("flag", 4096),
+            rule.flagged_window(4096),
         ),
         LLAMA.tensors + _table(_qk_norms("N", "N")),
     ),
     Family(
         "gemma2",
         "Gemma2ForCausalLM",
-        (*_GEMMA, rotary(), rule.layers("pattern", 4096, 2), rule.caps(50.0, 30.0)),
+        (*_GEMMA, rotary(), rule.periodic_window(4096, 2), rule.caps(50.0, 30.0)),
         _table(_EDGES | _ATTENTION | _MLP | _BOTH_NORMS),
     ),
     Family(
@@ -431,7 +431,7 @@ _FAMILIES = (
         "Gemma3ForCausalLM",
         (
             *_GEMMA,
-            rule.layers("pattern", 4096, 6),
+            rule.periodic_window(4096, 6),
             gemma_rotary(),
             rule.caps(None, None),
             rule.implied(qk_norm="head"),
@@ -468,7 +468,7 @@ _FAMILIES = (
     Family(
         "phi3",
         "Phi3ForCausalLM",
-        (*_USUAL, _EPS5, _UNTIED, rotary(partial=True), rule.layers("all", None)),
+        (*_USUAL, _EPS5, _UNTIED, rotary(partial=True), rule.whole_window(None)),
         _table(_EDGES | _FUSED | _PRE_NORMS),
     ),
     Family(
@@ -494,7 +494,7 @@ _FAMILIES = (
             _EPS5,
             _UNTIED,
             rotary(theta=1e6),
-            rule.layers("all", None),
+            rule.whole_window(None),
             expert_rules.experts("num_local_experts", 8, 2),
         ),
         _table(_MIXTRAL),

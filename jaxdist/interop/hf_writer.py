@@ -213,9 +213,9 @@ def _create_files(
     Returns:
       A memory-mapped array for each tensor, and the number of bytes of all tensors.
     """
-    dtype_code, numpy_dtype = _DTYPES[dtype]
+    itemsize = _DTYPES[dtype][1].itemsize
     sizes = {
-        name: math.prod(shapes[name]) * numpy_dtype.itemsize
+        name: math.prod(shapes[name]) * itemsize
         for name in sorted(shapes, key=_by_number)
     }
     shards: list[dict[str, int]] = [{}]
@@ -223,35 +223,55 @@ def _create_files(
         if shards[-1] and sum(shards[-1].values()) + size > max_shard_bytes:
             shards.append({})
         shards[-1][name] = size
-    tensors = {}
-    file_of = {}
+    tensors: dict[str, np.ndarray] = {}
+    file_of: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = SINGLE
         if len(shards) > 1:
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        ends = dict(zip(shard, itertools.accumulate(shard.values()), strict=True))
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        for name, end in ends.items():
-            header[name] = {
-                "dtype": dtype_code,
-                "shape": shapes[name],
-                "data_offsets": [end - shard[name], end],
-            }
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)  # aligns the tensors
-        data_start = 8 + len(text)
-        (target / file).write_bytes(len(text).to_bytes(8, "little") + text)
-        num_bytes = data_start + sum(shard.values())
-        data = np.memmap(target / file, np.uint8, "r+", shape=(num_bytes,))
-        for name, end in ends.items():
-            part = data[data_start + end - shard[name] : data_start + end]
-            tensors[name] = part.view(numpy_dtype).reshape(shapes[name])
-            file_of[name] = file
+        tensors |= _create_file(target / file, shard, shapes, dtype)
+        file_of |= dict.fromkeys(shard, file)
     total = sum(sizes.values())
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         _write_json(target / INDEX, index)
     return tensors, total
+
+
+def _create_file(
+    file: Path, sizes: Mapping[str, int], shapes: Shapes, dtype: str
+) -> dict[str, np.ndarray]:
+    """Creates one safetensors file of zeros.
+
+    Args:
+      file: the file to create.
+      sizes: bytes of each tensor, by name.
+      shapes: shape of each tensor, by name.
+      dtype: "float32" or "bfloat16".
+
+    Returns:
+      A memory-mapped array for each tensor.
+    """
+    dtype_code, numpy_dtype = _DTYPES[dtype]
+    ends = dict(zip(sizes, itertools.accumulate(sizes.values()), strict=True))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, end in ends.items():
+        header[name] = {
+            "dtype": dtype_code,
+            "shape": shapes[name],
+            "data_offsets": [end - sizes[name], end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # aligns the tensors
+    data_start = 8 + len(text)
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    num_bytes = data_start + sum(sizes.values())
+    data = np.memmap(file, np.uint8, "r+", shape=(num_bytes,))
+    tensors = {}
+    for name, end in ends.items():
+        part = data[data_start + end - sizes[name] : data_start + end]
+        tensors[name] = part.view(numpy_dtype).reshape(shapes[name])
+    return tensors
 
 
 def _by_number(name: str) -> list[int | str]:

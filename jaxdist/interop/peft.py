@@ -115,8 +115,24 @@ def write(
         )
     target.mkdir(parents=True, exist_ok=True)
     save_file(tensors, target / WEIGHTS, {"format": "pt"})
+    fields = _config_fields(family, config, ranks, base)
+    (target / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    return sum(x.nbytes for x in tensors.values())
+
+
+def _config_fields(
+    family: Family, config: LoraConfig, ranks: Mapping[str, int], base: str
+) -> dict[str, Any]:
+    """Makes adapter_config.json.
+
+    Args:
+      family: the base model's architecture.
+      config: rank, alpha and dropout of the adapters.
+      ranks: rank of each module's adapter, by the module's name.
+      base: folder of the base model; "" = unknown.
+    """
     multiplied = {name: rank for name, rank in ranks.items() if rank != config.rank}
-    fields = _WRITTEN | {
+    return _WRITTEN | {
         "base_model_name_or_path": base or None,
         "r": config.rank,
         "lora_alpha": config.alpha,
@@ -128,8 +144,6 @@ def write(
         },
         "fan_in_fan_out": family.model_type == "gpt2",
     }
-    (target / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    return sum(x.nbytes for x in tensors.values())
 
 
 def read(

@@ -21,7 +21,7 @@ ODD = os.fsdecode(b"w\xff")
 
 
 def jaxdist(folder, *arguments):
-    """Returns a command's end, where its output takes UTF-8 alone."""
+    """Runs a command whose output takes UTF-8 only."""
     environment = os.environ | {
         "PYTHONIOENCODING": "utf-8:strict",
         "PYTHONPATH": str(ROOT),

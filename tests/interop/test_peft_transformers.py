@@ -36,9 +36,7 @@ CHOICES["phi3"] = ("all-linear", (".*",))
 
 
 def theirs(base, folder):
-    """Returns PEFT's model of the base with the adapter in a folder; nothing may be
-    missing in it.
-    """
+    """Returns PEFT's model of the base with the adapter; no tensor may be missing."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*(missing|unexpected).*")
         model = peft.PeftModel.from_pretrained(base, folder).eval()

@@ -94,9 +94,7 @@ def test_dense_layers_between_those_with_experts(changes, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERTS)
 def test_tokens_go_to_the_experts_of_transformers(name, tmp_path, monkeypatch):
-    """All of them, in order of their weights; and folders with merged experts are read
-    as the same.
-    """
+    """Choices have the order of their weights. Merged experts are read equally."""
     model = made(name, tmp_path)
     with torch.no_grad():
         tokens = torch.tensor(np.load(tmp_path / "tokens.npy"))
@@ -135,7 +133,7 @@ def test_tokens_go_to_the_experts_of_transformers(name, tmp_path, monkeypatch):
     ["gemma3", "smollm", *(pytest.param(n, marks=pytest.mark.slow) for n in EXPERTS)],
 )
 def test_the_command_there_and_back(name, tmp_path):
-    """transformers -> workdir -> transformers, its tokenizer too."""
+    """From transformers to a workdir and back, with the tokenizer."""
     source = FOLDERS / name
     steps = [
         (source, tmp_path / "work", "jaxdist"),

@@ -74,7 +74,7 @@ def theirs(folder, template, some, where, kind, max_length):
 
 
 def ours(folder, template, path, cache, max_length):
-    """Returns ids and labels of the examples in our batches, which keep them apart."""
+    """Returns ids and labels of the examples in jaxdist's batches, one per example."""
     (folder / "chat_template.jinja").write_text(template)
     config = DataConfig(
         source="jsonl",
@@ -139,9 +139,7 @@ STEPS, RATE, SIZE = 20, 3e-3, 4
 
 
 def test_losses_are_those_of_transformers_and_peft(tmp_path):
-    """The same examples with the same masks and adapters; theirs one example at a time,
-    ours packed.
-    """
+    """Equal examples, masks and adapters. PEFT takes them one by one, jaxdist packed."""
     folder = write_tokenizer(tmp_path / "model", PLAIN)
     sizes = {
         "hidden_size": 32,
