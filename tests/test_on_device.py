@@ -1,4 +1,4 @@
-"""benchmarks/device/on_device.py: a failed item stops no other, and a second call resumes."""
+"""benchmarks/device/on_device.py: a failed item stops no other; a second call resumes."""
 
 import importlib.util
 import os

@@ -1,15 +1,17 @@
-"""Measures this machine's accelerator: the most valuable things first, each result kept at once.
+"""Measures this machine's accelerator, item by item, and keeps each result.
 
     python benchmarks/device/on_device.py --out results/h200 --budget-minutes 9     # again, until nothing is left
     python benchmarks/device/on_device.py --out /tmp/tiny --tiny                    # every item, on any CPU
 
-Each item is a process of its own with a limit, so that one that fails or runs out of memory stops no other.
-`OUT/records.jsonl` gets a line an item: {"item", "status": done | failed | cut, "seconds", "command",
-"record" | "reason"}; items that have one are left out the next time, but those that the budget cut short;
-`--retry` takes failed ones, too. Everywhere but on CPU the items have real sizes: `--list` shows them.
+Each item is a process with a time limit, so an item that fails or runs out of memory
+stops no other. `OUT/records.jsonl` gets a line per item: {"item", "status": done |
+failed | cut, "seconds", "command", "record" | "reason"}. The next call skips items with
+a line, except those that the budget cut short; `--retry` repeats failed ones. On a CPU
+all items have tiny sizes, elsewhere real ones. `--list` shows them.
 
-In a group of processes (`jaxdist launch`, Slurm, the workers of a TPU slice) start the same command in each:
-the items that take a whole group run, as the first process's --out says, and it writes.
+In a group of processes (`jaxdist launch`, Slurm, the workers of a TPU slice), start the
+same command in each. Items for a whole group run then. The first process writes the
+results.
 """
 
 from __future__ import annotations

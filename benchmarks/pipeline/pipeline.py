@@ -1,11 +1,12 @@
-"""Times a pipelined train step against the unpipelined one on the same devices, in pairs.
+"""Times a pipelined train step against the unpipelined one, in pairs.
 
     python benchmarks/pipeline/pipeline.py --out benchmarks/results/pipeline.json
 
-Eight emulated CPU devices, pipeline 4 x fsdp 2 against fsdp 8, the `quick` shape (4 layers x 256,
-8 x 256 tokens), every layer rematerialised. Emulated devices share the machine's cores, and a stage
-without an op in a tick computes for nothing: what shows here is total work and memory per device,
-not overlap. With the bubble's work alone the ratio would be (m + p - 1) / m of the blocks' time.
+The layouts are pipeline 4 x fsdp 2 and fsdp 8 on eight emulated CPU devices. The shape
+is `quick` (4 layers x 256, 8 x 256 tokens) with every layer rematerialised. Emulated
+devices share the machine's cores, and a stage without an op computes for nothing. So
+the ratio shows total work, and memory per device, but no overlap. If the bubble were
+the only extra work, the ratio would be (m + p - 1) / m of the blocks' time.
 """
 
 from __future__ import annotations

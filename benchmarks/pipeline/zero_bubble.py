@@ -1,15 +1,16 @@
-"""Asks whether a split backward (dgrad now, wgrad later) would beat interleaved 1F1B
-here.
+"""Checks whether a split backward pass would beat interleaved 1F1B.
+
+The split does dgrad now and wgrad later.
 
     python benchmarks/pipeline/zero_bubble.py           # half a minute; nothing is timed
 
-1. FLOPs of a real block: forward F, recomputation F, dgrad D and wgrad W, by jaxpr. The
-   split is a prototype: a zero "tap" is added to the result of every matrix product
-   with a kernel; the taps' cotangents are the dy that W needs beside the product's
-   input x, as dW = x^T dy. Its gradients are compared with the ordinary ones.
-2. Time of a step in lockstep (every stage does what any stage does in a tick, as the
-   executor must): plain tables, and the same tables with W as late as it can be done on
-   all stages at once. No order of W is faster: see `late_weights`.
+1. FLOPs of a real block, from its jaxpr: forward F, recomputation F, dgrad D and wgrad
+   W. The split is a prototype. A zero "tap" is added to the result of every matmul with
+   a kernel. The taps' cotangents are the dy that W needs besides the matmul's input x,
+   since dW = x^T dy. Its gradients are compared with the ordinary ones.
+2. Time of a step in lockstep, where every stage does what any stage does in a tick: the
+   plain tables, and the same tables with W as late as all stages allow. No order of W
+   is faster; see `late_weights`.
 3. Bytes that wait from B to W, by arithmetic and in compiled programs.
 """
 

@@ -1,4 +1,4 @@
-"""The yardstick: a decoder's train step by hand in plain JAX, as fast as we could make it.
+"""The yardstick: a decoder's train step by hand in plain JAX, as fast as possible.
 
 RMSNorm, rotary halves, grouped-query attention, SwiGLU, untied head, float32
 cross-entropy, AdamW with float32 masters. Nothing of jaxdist is imported. Three forms

@@ -1,4 +1,4 @@
-"""Turns of steps: sides warmed up, then measured one after the other or in turns."""
+"""Turns of steps: sides are warmed up, then timed in turns or one after the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROUND_S = 0.5  # a turn is as many steps as fill this time
 
 @dataclasses.dataclass
 class Measured:
-    """One side's numbers; the side itself may be gone."""
+    """One side's numbers; the side itself may be deleted."""
 
     name: str
     times: list[measuring.Timing]
@@ -32,7 +32,7 @@ def measure(
     flags: argparse.Namespace,
     say: Callable[..., None],
 ) -> list[Measured]:
-    """Returns each side's numbers: turn by turn, or one side after the other."""
+    """Measures each side: turn by turn, or one side after the other."""
     groups = [[maker] for maker in makers] if flags.apart else [makers]
     out: list[Measured] = []
     for group in groups:  # all by as many steps as the first
@@ -46,10 +46,13 @@ def measure_together(
     steps: int | None,
     say: Callable[..., None],
 ) -> list[Measured]:
-    """Returns the numbers of sides that take turns; none of their memory stays in use.
+    """Measures sides that take turns, and frees their memory.
 
     Args:
-      steps: of a turn; None: as many as fill ROUND_S.
+      makers: make the sides.
+      rounds: number of turns of each side.
+      steps: steps in a turn; None: as many as fill ROUND_S.
+      say: receives a line per round.
     """
     return take_turns([warm(maker(), say) for maker in makers], rounds, steps, say)
 
@@ -57,7 +60,7 @@ def measure_together(
 def take_turns(
     present: Sequence[Side], rounds: int, steps: int | None, say: Callable[..., None]
 ) -> list[Measured]:
-    """Returns the numbers of warm sides that take turns; see `measure_together`."""
+    """Measures warm sides that take turns; see `measure_together`."""
     inner = steps_per_turn(present) if steps is None else steps
     if steps is not None:
         for side in present:
@@ -81,7 +84,7 @@ def take_turns(
 
 
 def warm(side: Side, say: Callable[..., None]) -> Side:
-    """Returns the side after two steps."""
+    """Runs two steps of a side and returns it."""
     side.advance(1)
     side.first_loss = float(side.metrics["loss"])
     side.advance(1)
@@ -93,7 +96,7 @@ def warm(side: Side, say: Callable[..., None]) -> Side:
 
 
 def steps_per_turn(present: Sequence[Side]) -> int:
-    """Returns how many steps fill a turn; the same number in all processes."""
+    """Chooses the number of steps that fill a turn, equal in all processes."""
     slowest = max(measuring.timed(partial(side.advance, 1)).wall_s for side in present)
     if jax.process_count() > 1:
         slowest = float(multihost_utils.process_allgather(np.float32(slowest)).max())
@@ -101,7 +104,7 @@ def steps_per_turn(present: Sequence[Side]) -> int:
 
 
 def program_numbers(side: Side) -> dict:
-    """Returns what a side's program and its state say."""
+    """Collects the memory, compile time and losses of a side."""
     memory = side.compiled.memory_analysis()
     sizes = ("argument", "output", "alias", "temp")
     found = {

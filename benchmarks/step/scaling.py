@@ -1,18 +1,19 @@
-"""Measures how the train step of a config scales over 1, 2, 4 ... devices, beside what `plan` predicts.
+"""Measures how a config's train step scales over devices, with a prediction.
 
     python benchmarks/step/scaling.py --config quickstart --devices 8 --out scaling.json
     python benchmarks/step/scaling.py --config llama3_8b --smallest 4 --apart --calibration links.json
 
-Weak: as many sequences a device on each count. Strong: the same global batch on each. `batch.global_size` is
-that of the smallest count, where both are the same step. Counts are the first n devices, and take turns. The
-mesh axis --axis grows with them, all others keep their size. The step alone is measured, on one resident
-batch: no data is waited for.
+Weak scaling keeps the sequences per device, strong scaling the global batch.
+`batch.global_size` is the batch of the smallest count, whose step both modes share.
+Counts use the first n devices and take turns. The mesh axis --axis grows, other axes
+keep their sizes. Only the step is measured, on one resident batch.
 
-Efficiency is tokens/s/device over that of the smallest count that fits. Emulated CPU devices share the cores,
-so there it falls as 1 / n; what the same work costs in processor time is printed beside it. The prediction is
-that of `plan` for the same run on as many devices, with measured collectives if --calibration names their
-files (on a CPU one a number of devices). A CPU has no published speed: there the step's compute is what the
-smallest count took, times the FLOPs of plan's program on all devices over those of its program there.
+Efficiency is tokens/s/device over that of the smallest count that fits. Emulated CPU
+devices share the cores, so it falls as 1 / n there; the processor time of the same work
+is printed, too. The prediction is `plan` of the same run on as many devices.
+--calibration names files of measured collectives, on a CPU one per number of devices. A
+CPU has no published speed. There the step's compute is that of the smallest count,
+times the ratio of the two programs' FLOPs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The rows of `scaling.py`: what was measured of each count, its efficiency, and the
-prediction beside it.
-"""
+"""Rows of `scaling.py`: measurements of each count, efficiency, and prediction."""
 
 from __future__ import annotations
 

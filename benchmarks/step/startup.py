@@ -1,11 +1,11 @@
-"""Times a start: from the start of the process to the first finished step, jaxdist and by hand.
+"""Times a start, from the process to the first step, of jaxdist and by hand.
 
     python benchmarks/step/startup.py --shape quick --rounds 5 --out benchmarks/results/startup.json
 
-Each start is a process of its own, the two sides in turn, same model, same token file. `cold` has
-an empty compile cache, `warm` the one that the cold start of the same side just wrote; the bytecode of all
-modules is there, as pip leaves it, whatever PYTHONDONTWRITEBYTECODE says. A start
-ends when the first row of metrics is on disk (jaxdist) or on standard output (hand-written).
+Each start is a process. The two sides take turns, with the same model and token file.
+`cold` has an empty compile cache, `warm` the cache that the cold start of the same side
+wrote. All modules have bytecode, as after pip install. A start ends when the first row
+of metrics is on disk.
 """
 
 from __future__ import annotations

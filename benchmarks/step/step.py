@@ -3,12 +3,14 @@
     python benchmarks/step/step.py --shape quick --remat dots --out benchmarks/results/quick.json
     python benchmarks/step/step.py --config llama3_8b --batch 64 --mesh fsdp=16,tensor=4
 
-Both sides train the same model from the same parameters on the same synthetic batch in the same layout,
-in one process, turn by turn; the ratio is the median over the pairs. Works on CPU, GPU and TPU, on emulated
-CPU devices (`--devices 8 --mesh fsdp=8`) and as one of several processes (under `jaxdist launch` or Slurm).
-`--apart` measures one side after the other, each with the whole memory. Where the yardstick has not the
-model or the layout, jaxdist runs alone, and the record says why. `--control` puts the hand-written step on
-both sides: what the ratio shows then is noise.
+Both sides train the same model from the same parameters on the same synthetic batch in
+the same layout. They run in one process, turn by turn; the ratio is the median over the
+pairs. It works on CPU, GPU and TPU, on emulated CPU devices (`--devices 8 --mesh
+fsdp=8`), and in several processes (under `jaxdist launch` or Slurm).
+
+`--apart` measures one side after the other, each with the whole memory. If the
+hand-written step lacks the model or the layout, jaxdist runs alone and the record says
+why. `--control` puts the hand-written step on both sides: its ratio is noise.
 """
 
 from __future__ import annotations
@@ -81,9 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 def contestants(
     run: RunConfig, flags: argparse.Namespace
 ) -> tuple[list[Callable[[], Side]], str]:
-    """Returns what makes each side, jaxdist first, and why the hand-written one is not
-    among them.
-    """
+    """Makes a function for each side, jaxdist first, and says why one side is missing."""
     batch = sides.full_batch(run)
     ours = partial(sides.build_jaxdist, run, batch)
     if flags.sides == "jaxdist" and not flags.control:
@@ -113,7 +113,7 @@ def contestants(
 def summary(
     run: RunConfig, found: Sequence[Measured], flags: argparse.Namespace
 ) -> dict:
-    """Returns the record: what ran, on what, how fast, and the ratio."""
+    """Makes the record: the run, the hardware, the times and the ratio."""
     spec, _ = sides.built(run)
     tokens, rate = (
         run.batch.global_size * run.batch.sequence_length,
@@ -154,9 +154,7 @@ def machine_rate(dtype: str) -> dict[str, float]:
 def side_record(
     one: Measured, flops: Mapping[str, float], tokens: int, dtype: str, rate: dict
 ) -> dict:
-    """Returns one contestant's numbers; MFU is null where the chip's peak is
-    not known.
-    """
+    """Makes the record of one side; MFU is null if the chip's peak is unknown."""
     wall = measuring.quartiles([t.wall_s / one.steps for t in one.times])
     processor = measuring.quartiles([t.processor_s / one.steps for t in one.times])
     device, count = jax.devices()[0], jax.device_count()
@@ -199,7 +197,7 @@ def per_process(value: float) -> list[float]:
 
 
 def lines(record: dict) -> list[str]:
-    """Returns what a person wants to read of the record."""
+    """Formats the record for people."""
     rate = record["matmul"]
     out = [
         f"matmul {rate['size']}^3: {rate['flops_per_s'] / 1e9:,.1f} GFLOP/s on one device"

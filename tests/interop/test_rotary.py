@@ -153,7 +153,7 @@ def test_sequences_split_over_devices_have_the_tables_of_whole_ones():
 
 
 def _folder(name, folder):
-    """Writes a random transformers model with scaled positions; returns the model."""
+    """Writes a random transformers model with scaled positions, its tokens and logits."""
     transformers, _ = pytest.importorskip("transformers"), pytest.importorskip("torch")
     folders = importlib.import_module("support.transformers_folders")
     make = folders.make
