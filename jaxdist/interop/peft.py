@@ -170,8 +170,9 @@ def read(
     try:
         fields = read_json(folder / CONFIG, dict)
         with open_tensors(folder / WEIGHTS) as file:
+            names = file.keys()  # the file itself cannot be iterated
             tensors = {
-                name.removeprefix(_PREFIX): file.get_tensor(name) for name in file
+                name.removeprefix(_PREFIX): file.get_tensor(name) for name in names
             }
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ConfigError(
