@@ -1297,8 +1297,8 @@ if normalise:
         name="import_reshapes_where_it_should_turn",
         room="interop",
         function="HuggingFaceReader._read_shard",
-        old="apart.transpose([order.index(letter) for letter in part.ours])",
-        new="apart.reshape(block[at].shape)",
+        old="merged.reshape(shard_sizes).transpose(order)",
+        new="merged.reshape(block[position].shape)",
         tests=("interop/test_interop.py::test_logits_are_those_of_transformers",),
     ),
     # What is refused.

@@ -1,4 +1,4 @@
-"""The command `jaxdist NAME ...`: exactly `python -m jaxdist.NAME ...`."""
+"""The program `jaxdist`: `jaxdist NAME ...` runs `python -m jaxdist.NAME ...`."""
 
 import runpy
 import sys
@@ -7,23 +7,23 @@ import jaxdist
 from jaxdist import config
 
 COMMANDS = {
-    "train": "train, or resume when the workdir has a run",
-    "plan": "prove that a run fits hardware that is not here, and how fast it will be",
+    "train": "train a model, or resume the run of the workdir",
+    "plan": "estimate memory, step time and cost of a run on hardware that you name",
     "verify": "prove that a config's layouts compute what one device computes",
-    "launch": "start and supervise a run's processes; the agent of a node under a scheduler",
+    "launch": "start and supervise the processes of a run on this machine or node",
     "checkpoint": "list, inspect, verify and diff checkpoints",
-    "convert": "a model from Hugging Face's form into ours, or back",
+    "convert": "convert a model from Hugging Face to jaxdist, or back",
     "generate": "sample text from a checkpoint",
-    "evaluate": "exact weighted loss of a checkpoint on a held-out set",
-    "report": "one self-contained HTML page of any number of runs",
-    "runs": "a table of the runs below a folder, and how their configs differ",
-    "status": "what a run is doing now, since when, and where its time went",
-    "doctor": "devices, versions, peaks, links, disk, and what MFU will mean here",
+    "evaluate": "compute the exact loss of a checkpoint on a held-out set",
+    "report": "write one self-contained HTML page of one or more runs",
+    "runs": "list the runs below a folder, and how their configs differ",
+    "status": "show what a run is doing, since when, and where its time went",
+    "doctor": "show devices, versions, peaks, links, disk, and what MFU means here",
 }
 
 
 def help_text() -> str:
-    """Lists the commands, a line each."""
+    """Lists the commands, one per line."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name.ljust(width)}  {meaning}" for name, meaning in COMMANDS.items()]
     commands = "\n".join(lines)
@@ -31,7 +31,7 @@ def help_text() -> str:
 
 
 def main() -> None:
-    """Runs the command that sys.argv names; its exit code is ours."""
+    """Runs the command that sys.argv names and exits with its exit code."""
     sys.exit(config.quiet_pipe(_run))
 
 

@@ -1,10 +1,10 @@
-"""`python -m jaxdist.convert --from A --to B --format huggingface|jaxdist`: a model in
-the other form.
+"""Converts a run to a Hugging Face folder, or such a folder to a workdir.
 
-huggingface: of a workdir, a folder for `from_pretrained`. jaxdist: of such a folder, a
-workdir with config.json and checkpoints/0 (weights alone) for generate and evaluate; to
-train, give its path to train --config.init.from_huggingface instead. On the CPU, in one
-process.
+`--format huggingface` writes a folder for `from_pretrained`. `--format jaxdist` writes a
+workdir with config.json and checkpoints/0 (weights only), for generate and evaluate. To
+train such a model, set train --config.init.from_huggingface instead. The command runs on
+the CPU, in one process. Example: `jaxdist convert --from runs/chat --to chat-hf --format
+huggingface`.
 """
 
 import argparse
@@ -29,14 +29,15 @@ from jaxdist.trainer import (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command and returns its exit code."""
     flags = _parser().parse_args(arguments)
-    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call] # jax is untyped here
     target = flags.target
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    is_empty_folder = target.is_dir() and not any(target.iterdir())
+    if target.exists() and not is_empty_folder:
         raise ConfigError(
             f"--to {target}: something is there; "
-            "give a folder that is empty or not there yet"
+            "give a folder that is empty or does not exist"
         )
     with atomic.replacing(target) as partial:
         partial.mkdir(parents=True)
@@ -49,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _to_huggingface(flags: argparse.Namespace, target: Path) -> str:
-    """Writes a run's weights as a Hugging Face folder; gives a summary of it."""
+    """Writes a run's weights as a Hugging Face folder; returns a summary."""
     stored = workdir.read_stored(flags.source / workdir.CONFIG)
     model = workdir.target_of(stored)
     if model != registry.DEFAULT_TARGET:
@@ -77,7 +78,7 @@ def _to_huggingface(flags: argparse.Namespace, target: Path) -> str:
 
 
 def _to_workdir(flags: argparse.Namespace, target: Path) -> str:
-    """Writes a Hugging Face folder as a workdir; gives a summary of it."""
+    """Writes a Hugging Face folder as a workdir; returns a summary."""
     folder = open_folder(flags.source, flags.dtype or "float32")
     has_tokenizer = folder.copy_tokenizer(target)
     values = folder.config_values(
@@ -103,41 +104,43 @@ def _parser() -> argparse.ArgumentParser:
         dest="target",
         required=True,
         type=Path,
-        help="folder to write: empty, or not there yet",
+        help="folder to write; it must be empty or not exist",
     )
     add(
         "--format",
         required=True,
         choices=("huggingface", "jaxdist"),
-        help="the form of what is written",
+        help="format to write",
     )
     add(
         "--adapters",
         action="store_true",
-        help="huggingface, of a run with lora: write them as PEFT does",
+        help="huggingface: write the LoRA adapters alone, as a PEFT folder "
+        "(default: adapters are merged into the weights)",
     )
     add(
         "--drop-choice-bias",
         action="store_true",
-        help="huggingface: leave out biases by which a run chooses experts, "
-        "though tokens go elsewhere then",
+        help="huggingface: omit the biases that choose experts, which other formats "
+        "lack; some tokens then go to other experts",
     )
     add(
         "--step",
         type=int,
-        help="of a workdir: checkpoint to read (default: the newest)",
+        help="huggingface: step of the checkpoint to read (default: the newest)",
     )
-    dtypes = ("float32", "bfloat16")
     add(
         "--dtype",
-        choices=dtypes,
-        help="of what is written (default: that of a workdir; else float32)",
+        choices=("float32", "bfloat16"),
+        help="dtype of the written weights "
+        "(default: huggingface: that of the run; jaxdist: float32)",
     )
     add(
         "--max-shard-gb",
         type=float,
         default=5.0,
-        help="of a safetensors file, in 1e9 bytes (default: 5)",
+        metavar="GB",
+        help="huggingface: largest safetensors file, in 1e9 bytes (default: 5)",
     )
     return parser
 

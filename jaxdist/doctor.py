@@ -1,5 +1,6 @@
-"""`python -m jaxdist.doctor`: what is here, what a run would set, and what MFU will
-mean.
+"""Devices, versions, peak rates, links, disk and platform flags of this machine.
+
+The last line explains the `mfu` that runs record here. Example: `jaxdist doctor`.
 """
 
 import dataclasses
@@ -32,9 +33,9 @@ from jaxdist.trainer import exit_code
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns 0: what is missing is said, not a failure."""
+    """Runs the command and returns 0, even if something is missing."""
     parser = config.Parser(prog="jaxdist doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     flags = parser.parse_args(arguments)
     initialize.skip_absent_tpu(os.environ)
     report = examine(os.environ)
@@ -43,26 +44,26 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def examine(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, Any]:
-    """Collects everything that the doctor looks at, as plain JSON values, by section.
+    """Collects the facts of this machine as plain JSON values, by section.
 
     Args:
-      root: below which the files of `network` lie.
+      environ: the environment variables.
+      root: folder that stands for `/` when system files are read.
     """
     devices = []
     trouble = None
     try:
         devices = jax.devices()
-    except Exception as error:
-        # plugins fail in many ways, and this is what one asks the doctor
+    except Exception as error:  # plugins raise many types; the report shows them all
         trouble = " ".join(f"{type(error).__name__}: {error}".split())
     kind = devices[0].device_kind if devices else "no device"
     chip = chips.chip_for(kind)
-    known: dict[str, str | None] = {
+    installed: dict[str, str | None] = {
         "jaxdist": jaxdist.__version__,
         "python": host.python_version(),
     }
-    known |= dict.fromkeys(PACKAGES) | versions()
-    programs = initialize.compile_cache_folder(environ) or environ.get(
+    installed |= dict.fromkeys(PACKAGES) | versions()
+    compile_cache = initialize.compile_cache_folder(environ) or environ.get(
         "JAX_COMPILATION_CACHE_DIR"
     )
     advice = None
@@ -79,7 +80,7 @@ def examine(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, Any
             "advice": advice,
             "trouble": trouble,
         },
-        "versions": known | {"faults": version_faults(known)},
+        "versions": installed | {"faults": version_faults(installed)},
         "chip": chip and _chip(chip, devices[0]),
         "host": {
             "cpus": os.cpu_count(),
@@ -88,7 +89,7 @@ def examine(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, Any
         "disk": {
             "runs": _disk(Path("runs").absolute()),
             "tokenised data": _disk(DataConfig().cache_folder()),
-            "compiled programs": _disk(programs),
+            "compiled programs": _disk(compile_cache),
         },
         "network": [
             fault._asdict()
@@ -104,10 +105,9 @@ def examine(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, Any
 
 
 def _chip(chip: chips.Chip, device: jax.Device) -> dict[str, Any]:
-    # where the runtime says so
-    limit = (device.memory_stats() or {}).get("bytes_limit")
+    runtime_limit = (device.memory_stats() or {}).get("bytes_limit")
     return dataclasses.asdict(chip) | {
-        "usable_hbm_bytes": chip.compiler_hbm_bytes or limit
+        "usable_hbm_bytes": chip.compiler_hbm_bytes or runtime_limit
     }
 
 
@@ -118,7 +118,7 @@ def _presence(module: str, extra: str) -> str:
 
 
 def _disk(folder: Path | str | None) -> dict[str, Any]:
-    """Describes the file system that holds a folder, or would hold it."""
+    """Describes the file system of a folder, which need not exist yet."""
     if not folder:
         return {"folder": "off"}
     existing = next(f for f in (Path(folder), *Path(folder).parents) if f.exists())
@@ -146,7 +146,7 @@ def _flags(environ: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def mfu_meaning(device_kind: str, chip: chips.Chip | None) -> str:
-    """Explains the `mfu` of metrics.jsonl on this device."""
+    """Explains the `mfu` field of metrics.jsonl on this kind of device."""
     if chip is None:
         return f"{device_kind}: peak unknown, so mfu will be null; it is never guessed"
     peak = chip.peak("bfloat16")
@@ -168,7 +168,7 @@ def mfu_meaning(device_kind: str, chip: chips.Chip | None) -> str:
 
 
 def as_text(report: Mapping[str, Any]) -> str:
-    """Formats the report for people, section by section; without what is None."""
+    """Formats the report for people, section by section, without null values."""
     lines = []
     for name, section in report.items():
         lines.append(name)
@@ -183,7 +183,7 @@ def as_text(report: Mapping[str, Any]) -> str:
 
 
 def _text(path: str, value: Any) -> str:
-    """Formats a value with the unit that its name tells."""
+    """Formats a value in the unit that its path names."""
     if isinstance(value, Mapping):
         if "cure" in value:
             return f"{value['check']}: {value['fault']}; cure: {value['cure']}"

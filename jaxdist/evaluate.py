@@ -1,8 +1,8 @@
-"""`python -m jaxdist.evaluate --workdir W`: the exact loss of a checkpoint on the
-held-out text.
+"""The exact loss of a checkpoint on the run's held-out data.
 
-With `--stride N`, each document by itself, in windows that move by N tokens. With
-`--tasks NAME,NAME`, the metrics of lm_eval's tasks instead (extra `eval`).
+With `--stride N` each document is scored by itself, in windows that move by N tokens.
+With `--tasks NAME,NAME` the command prints the metrics of lm_eval tasks instead (extra
+`eval`). Example: `jaxdist evaluate --workdir runs/quickstart`.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from jaxdist.trainer.held_out import HeldOut
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command and returns its exit code."""
     flags = _parser().parse_args(arguments)
     _check(flags)
     if flags.tasks:
@@ -36,7 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _score_tasks(flags: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Scores the tasks of --tasks: the results, and a text of them."""
+    """Scores the tasks of --tasks.
+
+    Returns:
+      The results as a JSON value, and as text.
+    """
     harness = extras.load("jaxdist.evaluation.lm_eval")
     run = loading.load_run(**cli.run_options(flags), modules=False)
     metrics = harness.evaluate_tasks(
@@ -52,16 +56,22 @@ def _score_tasks(flags: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _score_held_out(flags: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Scores the held-out set or --data: the results, and a text of them."""
+    """Scores the run's held-out set, or the arrays of --data.
+
+    Returns:
+      The results as a JSON value, and as text.
+    """
     options = cli.run_options(flags)
-    if flags.stride is not None:  # before weights are read
+    if flags.stride is not None:  # check it before weights are read
         stored = workdir.read_config(
             flags.workdir, named=flags.target, trust_code=flags.trust_code
         )
         held_out_set.check_stride(stored, flags.stride)
     run = loading.load_run(**options)
     watch = _show_progress()
-    data = npz.read(flags.data, "--data")[0] if flags.data else None
+    data = None
+    if flags.data:
+        data, *_ = npz.read(flags.data, "--data")
     held_out = run.evaluate(
         data,
         validation_tokens=flags.validation_tokens,
@@ -72,9 +82,7 @@ def _score_held_out(flags: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _check(flags: argparse.Namespace) -> None:
-    """Raises ConfigError for flags that do not go together, before anything is
-    loaded.
-    """
+    """Raises ConfigError for flags that exclude each other, or are below 1."""
     counts = {
         "--limit": flags.limit,
         "--max-length": flags.max_length,
@@ -85,8 +93,8 @@ def _check(flags: argparse.Namespace) -> None:
         for flag, value in counts.items()
         if value is not None and value < 1
     ]
-    of_tasks = [flags.tasks_folder, flags.limit, flags.max_length]
-    if not flags.tasks and of_tasks != [None, None, None]:
+    task_flags = [flags.tasks_folder, flags.limit, flags.max_length]
+    if not flags.tasks and task_flags != [None, None, None]:
         faults.append(
             "--tasks-folder, --limit and --max-length go with --tasks; name some"
         )
@@ -107,43 +115,55 @@ def _check(flags: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = cli.WorkdirParser("evaluate", __doc__)
     add = parser.add_argument
-    add("--json", action="store_true", help="one JSON object on standard output")
+    add("--json", action="store_true", help="print one JSON object on standard output")
     add(
         "--validation-tokens",
         type=int,
-        help="targets to score, 0 = all (default: data.validation_tokens)",
+        metavar="N",
+        help="number of targets to score; 0 = all (default: data.validation_tokens)",
     )
     add(
         "--stride",
         type=int,
         metavar="N",
-        help="documents by themselves, in windows that move by N tokens",
+        help="score each document by itself, in windows that move by N tokens "
+        "(default: documents are packed as in training)",
     )
     add(
         "--data",
         metavar="FILE.npz",
-        help="arrays to score (numpy.savez), which a run of jaxdist.fit needs",
+        help="arrays to score, written by numpy.savez "
+        "(default: the run's held-out data; runs of jaxdist.fit have none)",
     )
     add(
         "--tasks",
-        help="NAME,NAME: tasks of lm_eval, e.g. python_lines, which is shipped",
+        metavar="NAME,NAME",
+        help="lm_eval tasks to score instead, e.g. python_lines, which is shipped",
     )
     add(
         "--tasks-folder",
         type=Path,
-        help="of task files and their data (default: shipped)",
+        metavar="FOLDER",
+        help="folder with task files and their data (default: the shipped tasks)",
     )
-    add("--limit", type=int, help="documents of each task at most (default: all)")
+    add(
+        "--limit",
+        type=int,
+        metavar="N",
+        help="largest number of documents of each task (default: all)",
+    )
     add(
         "--max-length",
         type=int,
-        help="tokens read at once (default: the model's limit, or as trained)",
+        metavar="N",
+        help="longest window in tokens, with --tasks (default: the model's longest "
+        "sequence, or the training length if it has no limit)",
     )
     return parser
 
 
 def _as_json(result: Any) -> str:
-    """Writes the result as strict JSON: what is infinite or not a number is null."""
+    """Formats the result as strict JSON, with null for infinite values and NaN."""
     return json.dumps(json.loads(json.dumps(result), parse_constant=lambda _: None))
 
 
@@ -175,8 +195,12 @@ def _as_text(result: HeldOut) -> str:
 
 
 def _show_progress() -> Watch | None:
-    """Makes a function that shows how many batches are done: one changing line on a
-    terminal, some lines elsewhere. Only process 0 shows any.
+    """Makes a function that shows the number of finished batches on standard error.
+
+    A terminal shows one line that changes. Elsewhere a line is printed every 10 s.
+
+    Returns:
+      The function, or None on processes other than 0.
     """
     if jax.process_index() > 0:
         return None

@@ -1,5 +1,7 @@
-"""`python -m jaxdist.generate --workdir W --prompt TEXT`: text from a run's newest
-checkpoint.
+"""Text that a run's model generates from prompts.
+
+The newest checkpoint is used unless `--step` names another one. Example: `jaxdist
+generate --workdir runs/quickstart --prompt "def main"`.
 """
 
 import argparse
@@ -16,22 +18,26 @@ from jaxdist.trainer import cli, exit_code
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command and returns its exit code."""
     flags = _parser().parse_args(arguments)
     prompts = _prompts(flags)
     run = loading.load_run(**cli.run_options(flags), modules=False)
-    sampling = SamplingConfig(flags.temperature, flags.top_k, flags.top_p)
+    sampling = SamplingConfig(
+        temperature=flags.temperature, top_k=flags.top_k, top_p=flags.top_p
+    )
     options = {"max_tokens": flags.max_tokens, "sampling": sampling, "seed": flags.seed}
-    before = [_turn("system", flags.system)] if flags.system else []
+    system_turns = []
+    if flags.system:
+        system_turns = [_turn("system", flags.system)]
     if flags.interactive:
-        return _interact(run, before if flags.chat else None, options)
+        return _interact(run, system_turns if flags.chat else None, options)
     options["num_samples"] = flags.num_samples
     if flags.chat:
-        chats = [[*before, _turn("user", text)] for text in prompts]
+        chats = [[*system_turns, _turn("user", text)] for text in prompts]
         samples = run.chat(chats, **options)
     else:
         samples = run.generate(prompts, **options)
-    texts = [sample.text for of_prompt in samples for sample in of_prompt]
+    texts = [sample.text for prompt_samples in samples for sample in prompt_samples]
     if jax.process_index() == 0:
         for number, text in enumerate(texts, 1):
             if len(texts) > 1:
@@ -45,10 +51,11 @@ def _turn(role: str, text: str) -> dict[str, str]:
 
 
 def _prompts(flags: argparse.Namespace) -> list[str]:
-    """Collects the prompts.
+    """Collects the prompts of --prompt and --prompt-file.
 
     Raises:
-      ConfigError: there is none, a file cannot be read, or flags do not go together.
+      ConfigError: there is no prompt, a file cannot be read, or flags exclude each
+        other.
     """
     prompts = list(flags.prompt)
     faults = []
@@ -70,7 +77,7 @@ def _prompts(flags: argparse.Namespace) -> list[str]:
         faults.append("--system: a turn of a chat; give --chat, too")
     if flags.interactive and flags.num_samples > 1:
         faults.append(
-            "--interactive writes one text for a prompt: "
+            "--interactive writes one text per prompt: "
             f"leave out --num-samples={flags.num_samples}"
         )
     if faults:
@@ -83,22 +90,33 @@ def _interact(
     chat: list[dict[str, str]] | None,
     options: dict[str, Any],
 ) -> int:
-    """Answers each line of standard input, as the text comes; Ctrl-C ends an answer,
-    Ctrl-D all.
+    """Answers each line of standard input, and prints text as it is drawn.
+
+    Ctrl-C ends an answer, Ctrl-D ends the command.
 
     Args:
-      chat: the turns so far, which then go on; None: each line is a text to go on from.
+      run: the loaded model.
+      chat: turns that come before the user's first; answers are appended to it. None:
+        each line is the beginning of a text.
+      options: arguments of `run.stream`.
+
+    Returns:
+      The exit code, 0.
     """
     if jax.process_count() > 1:
         raise ConfigError(
             "--interactive: required one process; start it without launch"
         )
-    mark = "> " if sys.stdin.isatty() else ""
-    if mark:
-        print("a prompt a line; Ctrl-C ends an answer, Ctrl-D ends", file=sys.stderr)
+    input_mark = ""
+    if sys.stdin.isatty():
+        input_mark = "> "
+        print(
+            "Type one prompt per line. Ctrl-C ends an answer, Ctrl-D ends the command.",
+            file=sys.stderr,
+        )
     while True:
         try:
-            prompt = input(mark)
+            prompt = input(input_mark)
         except (EOFError, KeyboardInterrupt):
             return 0
         answer = ""
@@ -126,7 +144,8 @@ def _parser() -> argparse.ArgumentParser:
         "--prompt",
         action="append",
         default=[],
-        help="how the text begins; may be repeated",
+        metavar="TEXT",
+        help="beginning of the text; repeat the flag for several texts",
     )
     add(
         "--prompt-file",
@@ -134,49 +153,65 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         type=Path,
         metavar="FILE",
-        help="a file that has it",
+        help="UTF-8 file with the beginning of a text; may be repeated",
     )
     add(
         "--interactive",
         action="store_true",
-        help="read prompts, a line each, and write as text is drawn",
+        help="read one prompt per line of standard input, and print text as it is drawn",
     )
     add(
         "--chat",
         action="store_true",
-        help="prompts are a user's turns; print the assistant's (extra chat)",
+        help="treat prompts as a user's turns, and print the assistant's (extra chat)",
     )
     add(
         "--system",
         metavar="TEXT",
-        help="with --chat: the system's turn, before the user's",
+        help="with --chat: the system's turn, before the user's (default: none)",
     )
-    add("--max-tokens", type=int, default=128, help="new tokens at most (default: 128)")
+    add(
+        "--max-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="largest number of new tokens (default: 128)",
+    )
     add(
         "--temperature",
         type=float,
         default=sampling.temperature,
-        help="0 = the likeliest (default: 1)",
+        metavar="T",
+        help="divides the logits; 0 = always the likeliest token (default: 1)",
     )
     add(
         "--top-k",
         type=int,
         default=sampling.top_k,
-        help="only the k likeliest; 0 = all (default)",
+        metavar="K",
+        help="draw from the K likeliest tokens; 0 = from all (default: 0)",
     )
     add(
         "--top-p",
         type=float,
         default=sampling.top_p,
-        help="the likeliest that sum to it (default: 1 = all)",
+        metavar="P",
+        help="draw from the likeliest tokens whose probabilities sum to P; "
+        "1 = from all (default: 1)",
     )
     add(
         "--seed",
         type=int,
         default=0,
-        help="the same seed gives the same text (default: 0)",
+        help="seed of the draws; the same seed gives the same text (default: 0)",
     )
-    add("--num-samples", type=int, default=1, help="texts for each prompt (default: 1)")
+    add(
+        "--num-samples",
+        type=int,
+        default=1,
+        metavar="N",
+        help="texts per prompt (default: 1)",
+    )
     return parser
 
 

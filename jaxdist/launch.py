@@ -1,8 +1,8 @@
-"""`python -m jaxdist.launch --processes N -- COMMAND`: starts and supervises a run's
-processes.
+"""Starts the processes of a run, restarts them after a failure, and stops them.
 
-On a machine of its own, or as the agent of a node under Slurm, Kubernetes or mpirun.
-Needs no jax.
+The command supervises all processes of one machine. Under Slurm, Kubernetes or mpirun,
+start it once per node. It needs no jax. Example: `jaxdist launch --processes 2 -- jaxdist
+train --config NAME`.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from jaxdist.distributed.local_devices import device_environment
 from jaxdist.operations.launch.supervisor import Supervisor, SupervisorOptions
 
 _PREFLIGHT = [sys.executable, "-m", "jaxdist.operations.launch.preflight"]
-_LEAST = {
+_MINIMA = {
     "processes": 1,
     "devices_per_process": 1,
     "min_processes": 1,
     "max_restarts": 0,
 }
-# faults of the machine, which may pass
-_OF_MACHINE = {
+# faults of the machine, which may be gone at the next start
+_TRANSIENT_ERRORS = {
     errno.EAGAIN,
     errno.EIO,
     errno.EMFILE,
@@ -41,38 +41,39 @@ _OF_MACHINE = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
-    Returns the exit code of the run, 78 if it cannot start, 70 if the machine's fault may
-    pass.
+    Returns:
+      The run's exit code; 78 if it cannot start; 70 if a restart may help.
     """
     try:
         options = _options(list(sys.argv[1:] if argv is None else argv))
         agents = find_cluster(os.environ)
         if agents.number > 1:
-            _say(str(agents))
+            _print(str(agents))
             if options.capacity_file:
                 raise ConfigError(
-                    "--capacity-file: with several agents the scheduler says how many there are"
+                    "--capacity-file: the scheduler decides the number of agents. "
+                    "Leave out --capacity-file."
                 )
-        # fails on devices that are not there, before anything starts
+        # Raises ConfigError for missing devices before anything starts.
         for slot in range(options.processes):
             device_environment(
                 os.environ, slot, options.processes, options.devices_per_process
             )
         if options.preflight:
             preflight = dataclasses.replace(options, command=_PREFLIGHT, max_restarts=0)
-            code = Supervisor(preflight, agents, say=_say).run()
+            code = Supervisor(preflight, agents, say=_print).run()
             if code:
                 return code
-        return Supervisor(options, agents, say=_say).run()
+        return Supervisor(options, agents, say=_print).run()
     except (ConfigError, OSError) as error:
         for fault in getattr(error, "faults", (str(error),)):
             print(f"error: {fault}", file=sys.stderr)
-        if getattr(error, "errno", None) in _OF_MACHINE:
+        if getattr(error, "errno", None) in _TRANSIENT_ERRORS:
             return config.EXIT_PEER_LOST
         return config.EXIT_CONFIG
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     with contextlib.suppress(OSError):
         print(f"launch: {text}", file=sys.stderr, flush=True)
 
@@ -81,7 +82,7 @@ def _options(argv: list[str]) -> SupervisorOptions:
     """Parses the flags, and the command after `--`.
 
     Raises:
-      ConfigError: lists all that is wrong with them.
+      ConfigError: lists everything wrong with them.
     """
     end = len(argv)
     if "--" in argv:
@@ -89,10 +90,10 @@ def _options(argv: list[str]) -> SupervisorOptions:
     command = argv[end + 1 :]
     flags = _parser().parse_args(argv[:end])
     faults = []
-    for name, least in _LEAST.items():
+    for name, minimum in _MINIMA.items():
         value = getattr(flags, name)
-        if value is not None and value < least:
-            faults.append(f"--{name.replace('_', '-')} {value}: must be >= {least}")
+        if value is not None and value < minimum:
+            faults.append(f"--{name.replace('_', '-')} {value}: must be >= {minimum}")
     if flags.min_processes is not None and flags.min_processes > flags.processes:
         faults.append(
             f"--min-processes {flags.min_processes}: must be <= --processes {flags.processes}"
@@ -106,7 +107,7 @@ def _options(argv: list[str]) -> SupervisorOptions:
         faults.append(f"--grow-minutes {minutes:g}: must be a finite number >= 0")
     if "grow_minutes" in flags and flags.capacity_file is None:
         faults.append(
-            f"--grow-minutes {minutes:g}: needs --capacity-file, which says that more can run"
+            f"--grow-minutes {minutes:g}: needs --capacity-file, without which it has no effect"
         )
     if not command:
         faults.append(
@@ -126,56 +127,55 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="processes on this machine (default 1)",
+        help="processes to start on this machine (default 1)",
     )
     add(
         "--devices-per-process",
         type=int,
         metavar="K",
-        help="CPU: emulate so many; GPU: each gets so many",
+        help="GPUs for each process; on CPU, devices that each process emulates "
+        "(default: GPUs are divided evenly; CPU devices as the environment says)",
     )
     add(
         "--min-processes",
         type=int,
         metavar="M",
-        help="least to go on with if some are lost (default: all)",
+        help="fewest processes to continue with if some are lost (default: N)",
     )
     add(
         "--max-restarts",
         type=int,
         default=3,
         metavar="R",
-        help="in a row without progress (default 3)",
+        help="restarts in a row without progress before giving up (default 3)",
     )
     add(
         "--capacity-file",
         type=Path,
         metavar="PATH",
-        help="file with how many can run; read at starts, while fewer do",
+        help="file with the number of processes that can run; read at each start, and "
+        "while fewer than N run (default: N can run)",
     )
-    grow_help = "so long fewer run before they save and start again as more (default 10; 0: not)"
     add(
         "--grow-minutes",
         type=float,
         default=argparse.SUPPRESS,
-        metavar="N",
-        help=grow_help,
-    )
-    grace_help = (
-        "time to save after a signal, before what still runs is killed (default 120)"
+        metavar="MINUTES",
+        help="minutes to run reduced before saving and restarting with more processes "
+        "(default 10; 0 = never)",
     )
     add(
         "--grace-seconds",
         dest="grace_s",
         type=float,
         default=120,
-        metavar="S",
-        help=grace_help,
+        metavar="SECONDS",
+        help="seconds to save after a signal before processes are killed (default 120)",
     )
     add(
         "--preflight",
         action="store_true",
-        help="first measure devices and all-reduce; name what is slow",
+        help="first measure the devices and an all-reduce, and name slow devices",
     )
     return parser
 

@@ -1,8 +1,10 @@
-"""`python -m jaxdist.plan --config NAME --on v5p:4x4x4`: prove that a run fits hardware
-that is not here.
+"""Memory, step time and cost of a run on hardware that you name.
 
-Exit code 0: it fits; 3: it does not; 4: the compiler did not answer; 78: there is
-nothing to compile.
+The run is compiled for that hardware, which need not be here. Nothing runs. Example:
+`jaxdist plan --config NAME --on v5p:4x4x4`.
+
+Exit codes: 0 if the run fits, 3 if it does not, 4 if the compiler did not answer, 78 if
+the config or a flag is invalid.
 """
 
 import argparse
@@ -32,16 +34,20 @@ from jaxdist.trainer.run_config import RunConfig
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command and returns its exit code."""
     flags, run = cli.parse(_parser(), arguments, weight_sources=interop.WEIGHT_SOURCES)
     if flags.fewest is not None:
-        return _fewest(run, flags)
+        return _find_fewest(run, flags)
     folder = Path(flags.workdir) if flags.workdir else None
     run, target = run_in_workdir.as_it_runs(run, flags.config, folder, flags.on)
     if flags.expert_load > 1 and not run.model.get("num_experts"):
         raise ConfigError(
             f"--expert-load={flags.expert_load:g}: the model has no experts; leave it out"
         )
+    if folder:
+        _make_workdir(
+            folder
+        )  # first, so that a folder that cannot be written costs little
     question = Question(
         run,
         target,
@@ -51,17 +57,17 @@ def main(arguments: list[str] | None = None) -> int:
         calibration_file=flags.calibration,
     )
     console = Console(quiet=flags.json, width=None if sys.stdout.isatty() else 120)
-    if folder:
-        _make(folder)
     with _progress() as say:
-        answer = question.answer(base=_run_words(arguments or sys.argv), say=say)
+        answer = question.answer(base=_config_words(arguments or sys.argv), say=say)
+    assumptions = restarts.Assumptions(
+        chip_hours_per_failure=flags.chip_hours_per_failure,
+        host_storage_bytes_per_s=flags.host_storage * 1e9,
+    )
     plan = replace(
         answer.plan,
         tokens=int(flags.tokens or answer.plan.tokens),
         price_per_chip_hour=flags.price_per_chip_hour,
-        assumed=restarts.Assumptions(
-            flags.chip_hours_per_failure, flags.host_storage * 1e9
-        ),
+        assumed=assumptions,
     )
     report = {
         **plan.to_json(),
@@ -73,32 +79,33 @@ def main(arguments: list[str] | None = None) -> int:
     show.show(report, console)
     if folder:
         workdir.write_json(folder / planned.PLAN_FILE, report)
-        # what `report` shows
         workdir.write_text(folder / "plan.txt", show.as_text(report))
     if flags.json:
         print(json.dumps(run_format.marked(report), indent=1))
     return answer.exit_code
 
 
-def _fewest(run: RunConfig, flags: argparse.Namespace) -> int:
-    """Looks for the smallest machine of a family; returns the exit code."""
-    others_given = (
-        flags.search,
-        flags.fix,
-        flags.on,
-        flags.workdir,
-        flags.tokens,
-        flags.expert_load > 1,
-        flags.price_per_chip_hour,
-        flags.calibration,
-    )
-    if any(others_given):
-        others = (
-            "--on, --search, --fix, --workdir, --tokens, --expert-load, --calibration"
-        )
-        others += " and --price-per-chip-hour"
+def _find_fewest(run: RunConfig, flags: argparse.Namespace) -> int:
+    """Finds the smallest machine of a family that fits the run; returns the exit code.
+
+    Raises:
+      ConfigError: a flag is set that has no effect with --fewest.
+    """
+    excluded = {
+        "--on": flags.on,
+        "--search": flags.search,
+        "--fix": flags.fix,
+        "--workdir": flags.workdir,
+        "--tokens": flags.tokens,
+        "--expert-load": flags.expert_load > 1,
+        "--calibration": flags.calibration,
+        "--price-per-chip-hour": flags.price_per_chip_hour,
+    }
+    unused = [flag for flag, value in excluded.items() if value]
+    if unused:
         raise ConfigError(
-            f"--fewest chooses the machine and says no more: leave out {others}"
+            f"--fewest chooses the machine itself and prints no plan. "
+            f"Leave out {', '.join(unused)}."
         )
     run_in_workdir.leave_accelerators_alone()
     with _progress() as say:
@@ -111,8 +118,7 @@ def _fewest(run: RunConfig, flags: argparse.Namespace) -> int:
     return found.exit_code
 
 
-def _make(folder: Path) -> None:
-    """Makes the workdir before the work, so that it fails early."""
+def _make_workdir(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -121,28 +127,35 @@ def _make(folder: Path) -> None:
         ) from error
 
 
-def _run_words(words: Sequence[str]) -> str:
-    """Returns what says which run it is: `--config NAME --config.a.b=value`."""
-    flag = "--config"  # without "=", its value is the next word
-    pairs = itertools.pairwise(["", *words])
-    return shlex.join(
-        w
-        for v, w in pairs
-        if w.startswith(flag) or (v.startswith(flag) and "=" not in v)
-    )
+def _config_words(words: Sequence[str]) -> str:
+    """Selects the words of a command line that name the run's config and its overrides.
+
+    The result reads `--config NAME --config.a.b=value`.
+    """
+    selected = []
+    for previous, word in itertools.pairwise(["", *words]):
+        is_value = previous.startswith("--config") and "=" not in previous
+        if word.startswith("--config") or is_value:
+            selected.append(word)
+    return shlex.join(selected)
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Gives what shows each stage of the work on stderr: as it runs on a terminal, else
-    a line each.
+    """Yields a function that shows the current stage on standard error.
+
+    A terminal shows one line that changes. Elsewhere each stage is a line with the
+    seconds since the start.
     """
     console = Console(stderr=True)
-    began = time.monotonic()
+    start_s = time.monotonic()
+
+    def print_stage(line: str) -> None:
+        elapsed_s = time.monotonic() - start_s
+        print(f"[{elapsed_s:5.1f} s] {line}", file=sys.stderr, flush=True)
+
     if not console.is_terminal:
-        yield lambda line: print(
-            f"[{time.monotonic() - began:5.1f} s] {line}", file=sys.stderr, flush=True
-        )
+        yield print_stage
         return
     columns = (
         SpinnerColumn(),
@@ -156,70 +169,95 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 def _positive(text: str) -> float:
     with contextlib.suppress(ValueError):
-        if 0 < (value := float(text)) < math.inf:
+        value = float(text)
+        if 0 < value < math.inf:
             return value
     raise argparse.ArgumentTypeError(f"{text} must be a positive number")
 
 
 def _at_least_one(text: str) -> float:
     with contextlib.suppress(ValueError):
-        if 1 <= (value := float(text)) < math.inf:
+        value = float(text)
+        if 1 <= value < math.inf:
             return value
     raise argparse.ArgumentTypeError(
-        f"{text} must be a number of at least 1: the most over the mean"
+        f"{text} must be a number of at least 1: the largest load over the mean load"
     )
 
 
 def _parser() -> cli.ConfigParser:
     parser = cli.ConfigParser("plan", __doc__)
-    on_help = "v5p:4x4x4, v6e:16x16x2, h100:4x8@25GB/s, cpu:8 or here (default: what the run of --workdir, given "
-    parser.add_argument("--on", help=f"{on_help}without --config, is on; else here)")
+    parser.add_argument(
+        "--on",
+        metavar="HARDWARE",
+        help="hardware to plan for: v5p:4x4x4, v6e:16x16x2, h100:4x8@25GB/s, cpu:8 or "
+        "here (default: the hardware of the run in --workdir if --config is absent; "
+        "otherwise here)",
+    )
     parser.add_argument(
         "--fewest",
         metavar="FAMILY",
-        help="the smallest h100, v5e, h100@25GB/s that fits",
+        help="find the smallest machine of a family that fits the run; "
+        "a family is h100, v5e or h100@25GB/s",
     )
     parser.add_argument(
         "--search",
         action="store_true",
-        help="rank other layouts of the run; some minutes",
+        help="rank other layouts of the run; takes minutes",
     )
     parser.add_argument(
         "--fix",
         action="store_true",
-        help="compile the first edits that should make it fit; or resolve remat.policy=fit",
+        help="compile config changes until one makes the run fit; "
+        "with remat.policy=fit, choose the remat policy",
     )
     parser.add_argument(
-        "--json", action="store_true", help="the plan as JSON on stdout"
+        "--json", action="store_true", help="print the plan as JSON on standard output"
     )
     parser.add_argument(
         "--expert-load",
         type=_at_least_one,
         default=1.0,
         metavar="SKEW",
-        help="rows of the fullest pair of devices that share experts, over the mean (%(default)g: even)",
+        help="rows between the busiest pair of devices that share experts, over the "
+        "mean of all pairs (default %(default)g = even)",
     )
-    help_text = "times of collectives that benchmarks/collectives.py measured, instead of datasheet rates"
-    parser.add_argument("--calibration", metavar="FILE", help=help_text)
     parser.add_argument(
-        "--tokens", type=_positive, help="of the training, such as 1e12; or samples"
+        "--calibration",
+        metavar="FILE",
+        help="collective times measured by benchmarks/plan/collectives.py "
+        "(default: datasheet rates)",
     )
-    parser.add_argument("--price-per-chip-hour", type=_positive, help="in any money")
+    parser.add_argument(
+        "--tokens",
+        type=_positive,
+        help="tokens to train on, such as 1e12; samples if the data are no tokens "
+        "(default: those of the run's steps)",
+    )
+    parser.add_argument(
+        "--price-per-chip-hour",
+        type=_positive,
+        help="price in any currency (default: no cost is printed)",
+    )
     default = restarts.Assumptions()
     parser.add_argument(
         "--chip-hours-per-failure",
         type=_positive,
         default=default.chip_hours_per_failure,
-        help="of the machine; for the best interval between saves (%(default)g: 16,384 H100 in 2024)",
+        help="mean chip hours between failures, for the best interval between saves "
+        "(default %(default)g: 16,384 H100 in 2024)",
     )
     parser.add_argument(
         "--host-storage",
         type=_positive,
         default=default.host_storage_bytes_per_s / 1e9,
-        help="GB/s that one host writes to storage and reads from it (%(default)g)",
+        help="GB/s that one host reads from and writes to storage (default %(default)g)",
     )
-    workdir_help = "keep the plan there as plan.json and plan.txt; without --config plans the run in it"
-    parser.add_argument("--workdir", help=workdir_help)
+    parser.add_argument(
+        "--workdir",
+        help="folder for plan.json and plan.txt; "
+        "without --config, the run in this folder is planned",
+    )
     return parser
 
 

@@ -1,7 +1,7 @@
-"""`python -m jaxdist.report WORKDIR ... [--out FILE]`: one HTML page of a run, or of
-several, overlaid.
+"""One self-contained HTML page of a run, or of several runs overlaid.
 
-Needs neither jax nor a network: it also runs on a laptop to which a workdir was copied.
+The command needs neither jax nor a network. It also works on a laptop with a copy of the
+workdir. Example: `jaxdist report runs/first runs/second --out page.html`.
 """
 
 import argparse
@@ -15,15 +15,15 @@ from jaxdist.storage import atomic
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the page and prints its path; returns the exit code (0, 1 or 78)."""
+    """Writes the page, prints its path and returns the exit code (0, 1 or 78)."""
     try:
-        args = _parser().parse_args(argv)
+        flags = _parser().parse_args(argv)
         runs = [
-            summary.read_run(*pair)
-            for pair in zip(args.workdir, _names(args.workdir), strict=True)
+            summary.read_run(workdir, name)
+            for workdir, name in zip(flags.workdir, _names(flags.workdir), strict=True)
         ]
-        target = Path(args.out) if args.out else runs[0].folder / _file_name(runs)
-        _refuse_foreign(target)
+        target = Path(flags.out) if flags.out else runs[0].folder / _file_name(runs)
+        _check_target(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(target, html.render(runs))
     except config.ConfigError as error:
@@ -37,22 +37,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = config.Parser(
-        prog="jaxdist report",
-        description="Writes one self-contained HTML page of a run; of several, overlaid.",
+    parser = config.Parser(prog="jaxdist report", description=__doc__)
+    parser.add_argument(
+        "workdir", nargs="+", help="folder of a run; several folders are compared"
     )
     parser.add_argument(
-        "workdir", nargs="+", help="workdir of a run; give several to compare them"
+        "--out",
+        metavar="FILE",
+        help="page to write (default: report.html in the first workdir, or "
+        "report_vs_OTHERS.html if there are several)",
     )
-    page_help = "page to write (default: report.html in the first workdir; report_vs_... for several)"
-    parser.add_argument("--out", metavar="FILE", help=page_help)
     return parser
 
 
 def _names(workdirs: Sequence[str]) -> list[str]:
-    """Names each workdir by its folder, with as many parents as keep the names
-    distinct.
-    """
+    """Names each workdir by its folder, with the parents that keep names distinct."""
     paths = [Path(workdir).resolve().parts for workdir in workdirs]
     for depth in range(1, max(map(len, paths)) + 1):
         names = ["/".join(path[-depth:]) for path in paths]
@@ -70,11 +69,11 @@ def _file_name(runs: Sequence[summary.RunSummary]) -> str:
     return f"report_vs_{others}.html"
 
 
-def _refuse_foreign(target: Path) -> None:
-    """Checks that the target can be written.
+def _check_target(target: Path) -> None:
+    """Checks that the page replaces nothing but an older page.
 
     Raises:
-      ConfigError: it is a folder, or a file that is no page of ours.
+      ConfigError: the target is a folder, or a file that is no jaxdist report.
     """
     if target.is_dir():
         raise config.ConfigError(f"--out {target} is a folder; give the file to write")
@@ -83,7 +82,8 @@ def _refuse_foreign(target: Path) -> None:
     with target.open("rb") as file:
         if html.GENERATOR.encode() not in file.read(4096):
             raise config.ConfigError(
-                f"--out {target} exists and is no jaxdist report; give another name or remove it"
+                f"--out {target} exists and is no jaxdist report; "
+                "give another name or remove it"
             )
 
 

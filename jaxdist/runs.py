@@ -1,7 +1,7 @@
-"""`python -m jaxdist.runs [FOLDER]`: a table of the runs below a folder, and how their
-configs differ.
+"""A table of the runs below a folder, and how their configs differ.
 
-Needs no jax, and disturbs no run.
+The command reads files only: it needs no jax and does not disturb a run. Example:
+`jaxdist runs runs/ablations`.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from jaxdist.operations.page import runs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; returns the exit code (0 or 78)."""
+    """Prints the table and returns the exit code (0 or 78)."""
     try:
         flags = _parser().parse_args(argv)
         document = runs.table(Path(flags.folder))
@@ -27,19 +27,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = config.Parser(
-        prog="jaxdist runs", description=__doc__.partition("\n\n")[2]
-    )
+    parser = config.Parser(prog="jaxdist runs", description=__doc__)
     parser.add_argument(
         "folder",
         nargs="?",
         default="runs",
-        help="folder with runs in it (default: runs)",
+        help="folder that contains runs (default: runs)",
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help="the same as JSON, with all keys that differ",
+        help="print JSON, with all config keys that differ",
     )
     return parser
 

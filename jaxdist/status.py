@@ -1,8 +1,7 @@
-"""`python -m jaxdist.status WORKDIR [--watch]`: what a run is doing, since when, and
-where its time went.
+"""The state of a run: what it is doing, since when, and where its time went.
 
-Reads the workdir alone, also that of a run on another machine; needs no jax, and
-disturbs nothing.
+The command reads the workdir only, so the run may be on another machine. It needs no jax
+and does not disturb the run. Example: `jaxdist status runs/quickstart --watch`.
 """
 
 import argparse
@@ -16,8 +15,9 @@ from jaxdist.operations.page import status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the status, with --watch until the run is finished or Ctrl-C; returns 0,
-    or 78.
+    """Prints the status and returns the exit code (0 or 78).
+
+    With --watch it prints until the run is finished or the user presses Ctrl-C.
     """
     try:
         flags = _parser().parse_args(argv)
@@ -48,18 +48,19 @@ def _show(flags: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = config.Parser(
-        prog="jaxdist status", description=__doc__.partition("\n\n")[2]
-    )
-    parser.add_argument("workdir", help="workdir of a run")
-    watch_help = (
-        "show it again every so many seconds (default: 2), until the run is finished"
+    parser = config.Parser(prog="jaxdist status", description=__doc__)
+    parser.add_argument("workdir", help="folder of the run")
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=float,
+        const=2.0,
+        metavar="SECONDS",
+        help="print the status again every SECONDS until the run is finished "
+        "(default interval: 2)",
     )
     parser.add_argument(
-        "--watch", nargs="?", type=float, const=2.0, metavar="S", help=watch_help
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON object, on a line of its own"
+        "--json", action="store_true", help="print one JSON object per line"
     )
     return parser
 

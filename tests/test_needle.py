@@ -1,6 +1,4 @@
-"""benchmarks/needle.py: what its models learn are answers that stand in their
-haystacks, and nothing else.
-"""
+"""benchmarks/step/needle.py: its models learn answers that are in their haystacks."""
 
 import importlib
 import json
@@ -15,7 +13,7 @@ from support.paths import ROOT
 
 @pytest.fixture
 def needle(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/step"))
     return importlib.import_module("needle")
 
 

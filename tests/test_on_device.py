@@ -1,6 +1,4 @@
-"""benchmarks/on_device.py: what fails is recorded and stops nothing, and the next call
-does what is left.
-"""
+"""benchmarks/device/on_device.py: a failed item stops no other; a second call resumes."""
 
 import importlib.util
 import os
@@ -8,6 +6,7 @@ import signal
 import sys
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -28,7 +27,7 @@ CODE = {  # of the items' processes
 def on_device(monkeypatch) -> ModuleType:
     """Yields the script, its items replaced by CODE."""
     spec = importlib.util.spec_from_file_location(
-        "on_device", ROOT / "benchmarks/on_device.py"
+        "on_device", ROOT / "benchmarks/device/on_device.py"
     )
     assert spec is not None
     assert spec.loader is not None
@@ -180,15 +179,14 @@ def test_missing_packages_are_named_with_their_cure(on_device, monkeypatch, caps
 
 
 def test_the_commands_of_all_items_are_ones_that_their_scripts_take(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    module, sides = (
-        importlib.import_module("on_device"),
-        importlib.import_module("sides"),
-    )
+    for folder in ("shared", "step", "device"):
+        monkeypatch.syspath_prepend(ROOT / "benchmarks" / folder)
+    module = importlib.import_module("on_device")
+    sides = importlib.import_module("sides")
     names = [item.name for item in module.ITEMS]
     assert len(names) == len(set(names)) > 15
     for item in module.ITEMS:
-        script = importlib.import_module(item.script.removesuffix(".py"))
+        script = importlib.import_module(Path(item.script).stem)
         for tiny in (False, True):
             words = module.command_of(item, tiny, "out")[2:]
             sides.parse(
@@ -198,7 +196,7 @@ def test_the_commands_of_all_items_are_ones_that_their_scripts_take(monkeypatch)
 
 
 def test_memory_of_a_side_that_shared_the_device_is_its_programs(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks/device")
     items = importlib.import_module("device_items")
     sizes = {
         "argument_bytes": 10,
@@ -214,7 +212,7 @@ def test_memory_of_a_side_that_shared_the_device_is_its_programs(monkeypatch):
 
 def test_results_of_timed_calls_are_let_go(monkeypatch):
     """Else the copy of 4 GiB would need hundreds of them."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks/device")
     items, alive, most = importlib.import_module("device_items"), set(), []
 
     class Result:

@@ -1,6 +1,4 @@
-"""benchmarks/scaling.py: the same work on each count; its rows bear out efficiencies
-and predictions.
-"""
+"""benchmarks/step/scaling.py: equal work on each count, efficiencies and predictions."""
 
 import importlib
 import json
@@ -48,7 +46,7 @@ def written(folder, count: int, alpha_s: float) -> str:
 
 @pytest.fixture
 def scaling(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/step"))
     return importlib.import_module("scaling")
 
 

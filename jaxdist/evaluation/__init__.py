@@ -1,0 +1,1 @@
+"""Trained runs, opened to generate text and to score held-out data and tasks."""

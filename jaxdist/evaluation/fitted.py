@@ -1,4 +1,4 @@
-"""What `jaxdist.fit` returns: the trained model, its metrics, and what it can do."""
+"""The result of `jaxdist.fit`: the trained model, its metrics and methods."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from jaxdist.trainer.held_out import HeldOut, held_out
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """What `fit` has come to."""
+    """A model that `jaxdist.fit` has trained, and its run."""
 
     folder: Path
-    step: int  # updates finished
-    stopped: str  # why it ended early, and how to go on; "" if it did not
-    # its state holds flat layers, weights or their average, and no optimizer's
+    step: int  # number of finished updates
+    stopped: str  # why the run ended early, and how to resume; "" if it did not
+    # its state has flat layers, the weights (their average, if one is kept) and no
+    # optimizer state
     outcome: TrainResult
     dataset: UserDataset
-    # removes the folder with the last reference to this; None: the folder stays
-    _temporary: TemporaryDirectory | None
+    # removes the folder when this object is deleted; None = the folder stays
+    _temporary: TemporaryDirectory[str] | None
 
     @classmethod
     def of(
@@ -41,9 +42,15 @@ class Fitted:
         outcome: TrainResult,
         dataset: UserDataset,
         folder: Path,
-        temporary: TemporaryDirectory | None,
+        temporary: TemporaryDirectory[str] | None,
     ) -> Fitted:
         """Takes the trained model out of a run that has ended.
+
+        Args:
+          outcome: the ended run.
+          dataset: the data that the caller passed to `fit`.
+          folder: the run's folder.
+          temporary: removes the folder with its last reference; None: it stays.
 
         Raises:
           Preempted: a signal asked the process to end.
@@ -55,29 +62,36 @@ class Fitted:
             trainable=state.model_arrays[0], opt_state=None, ema=None
         )
         step = int(state.step)
-        at = f"stopped after step {step} of {outcome.composition.config.train.steps}"
+        position = f"step {step} of {outcome.composition.config.train.steps}"
         stopped = ""
         if outcome.stopped:
-            onward = f"saved in {folder}: the same call of fit goes on from there"
+            next_call = f"saved in {folder}: the same call of fit resumes there"
             if temporary:
-                onward = "without a folder the next call begins anew"
-            stopped = f"{at} by an interrupt; {onward}"
+                next_call = "without a folder, the next call of fit starts over"
+            stopped = f"stopped after {position} by an interrupt; {next_call}"
             if jax.process_index() == 0:
                 print_safe(stopped)
         elif outcome.reason:
-            stopped = f"{at}: {outcome.reason}"
-        outcome = replace(outcome, state=trained)
-        return cls(folder, step, stopped, outcome, dataset, temporary)
+            stopped = f"stopped after {position}: {outcome.reason}"
+        return cls(
+            folder=folder,
+            step=step,
+            stopped=stopped,
+            outcome=replace(outcome, state=trained),
+            dataset=dataset,
+            _temporary=temporary,
+        )
 
     @functools.cached_property
     def metrics(self) -> MetricRows:
-        """What metrics.jsonl has: `train` and `evaluation`, rows of one step each."""
+        """The rows of metrics.jsonl: `train` and `evaluation`, one row per step."""
         return read_rows(self.folder)
 
     @functools.cached_property
     def model(self) -> Any:
-        """The module with its trained weights (their average, if one is kept), in
-        evaluation mode.
+        """The module with its trained weights, in evaluation mode.
+
+        If the run keeps a moving average of the weights, these are the average.
         """
         return self.outcome.composition.spec.assemble(*self.outcome.state.model_arrays)
 
@@ -89,11 +103,17 @@ class Fitted:
         sampling: SamplingConfig | None = None,
         seed: int = 0,
     ) -> list[Generation]:
-        """Generates the tokens that follow each prompt, for a model with `init_cache`
-        and `decode`.
+        """Generates the tokens that follow each prompt.
+
+        Args:
+          prompts: token ids, at least one per prompt.
+          max_tokens: largest number of new tokens.
+          sampling: settings for drawing tokens; default: `SamplingConfig()`.
+          seed: seed of the draws.
 
         Raises:
-          ConfigError: it has none; as `decoding.TokenGenerator`.
+          ConfigError: the model has no `init_cache` and `decode`, a prompt is empty or
+            too long, or a setting is invalid.
         """
         outcome = self.outcome
         spec = outcome.composition.spec
@@ -111,15 +131,14 @@ class Fitted:
         )
 
     def evaluate(self, data: Mapping[str, Any] | None = None) -> HeldOut:
-        """Computes the loss over held-out arrays, and the model's own metrics, as
-        `jaxdist evaluate` does.
+        """Computes the loss over held-out arrays, and the model's own metrics.
 
         Args:
-          data: {entry: [N, ...]}; default: the `validation` that was given to `fit`.
+          data: {entry: [N, ...]}; default: the `validation` that `fit` was called with.
 
         Raises:
-          ConfigError: there is none; it holds something else than the batches, or no
-            whole batch.
+          ConfigError: there are no arrays, their entries differ from those of the
+            batches, or they hold no whole batch.
         """
         config = self.outcome.composition.config
         built = self.outcome.built
@@ -136,13 +155,16 @@ class Fitted:
         return held_out(config, built, weights, dataset)
 
     def save(self, folder: Path | str) -> Path:
-        """Writes the trained weights as a workdir of their own, and returns it.
+        """Writes the trained weights as a new workdir, and returns its path.
 
-        `load_run(folder, model=...)` and `init.from_run` read it. It has no optimizer's
-        state: what goes on with training is the folder that was given to `fit`.
+        `load_run(folder, model=...)` and `init.from_run` read it. It has no optimizer
+        state. To resume training, call `fit` with the folder that it was called with.
+
+        Args:
+          folder: the workdir to write.
 
         Raises:
-          ConfigError: something is there already.
+          ConfigError: the folder exists and is not empty.
         """
         return save_weights.save(
             self.outcome.composition.config, self.outcome.state, Path(folder)
@@ -153,6 +175,7 @@ class Fitted:
         step = f"step {self.step}"
         if self.stopped:
             step = f"stopped after {step} of {composition.config.train.steps}"
-        losses = [row["loss"] for row in self.metrics.train]
-        last = f", loss {losses[-1]:.4f}" if losses else ""
-        return f"Fitted({step}{last}, {composition.spec.counts}, {str(self.folder)!r})"
+        loss = ""
+        if self.metrics.train:
+            loss = f", loss {self.metrics.train[-1]['loss']:.4f}"
+        return f"Fitted({step}{loss}, {composition.spec.counts}, {str(self.folder)!r})"

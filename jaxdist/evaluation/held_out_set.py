@@ -1,6 +1,4 @@
-"""What a trained run is scored on: its own held-out documents, cut as asked for, or a
-caller's arrays.
-"""
+"""Held-out data of a trained run: its own documents, or arrays of the caller."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,26 +21,35 @@ def open_set(
     validation_tokens: int | None = None,
     stride: int | None = None,
 ) -> Dataset:
-    """Returns the held-out set of the run in `folder`, or arrays; see
-    `TrainedRun.evaluate`.
+    """Opens the held-out set of the run in `folder`, or arrays in its place.
+
+    Args:
+      config: the run's config.
+      folder: the run's workdir.
+      log: receives a line per event.
+      data: {entry: [N, ...]} to score; None: the run's held-out set.
+      validation_tokens: number of targets to score, 0 = all; None:
+        data.validation_tokens.
+      stride: tokens by which windows over a document move; None: documents are packed
+        as in training.
 
     Raises:
-      ConfigError: nothing is held out; data of another kind than the model was trained
-        on; a stride that is none.
+      ConfigError: nothing is held out, the data are of another kind than the model was
+        trained on, or the stride is invalid.
     """
     if stride is not None:
         check_stride(config, stride, data)
         if not SOURCES[config.data.source].has_documents:
             log(
                 f"stride: token files (data.source={config.data.source}) do not tell "
-                "documents apart; windows slide over files"
+                "documents apart; windows move over whole files"
             )
     if data is not None:
         return open_held_out(data, like=config.data.path, size=config.batch.global_size)
     if SOURCES[config.data.source].from_caller:
         raise ConfigError(
-            "the run's data were given to jaxdist.fit; give some here: evaluate(dict(x=..., ...)), or "
-            "--data FILE.npz"
+            "the run's data were given to jaxdist.fit; give some here: "
+            "evaluate(dict(x=..., ...)), or --data FILE.npz"
         )
     if validation_tokens is not None:
         config = compose.with_overrides(
@@ -54,20 +61,25 @@ def open_set(
 def check_stride(
     config: RunConfig, stride: int, data: Mapping[str, Any] | None = None
 ) -> None:
-    """Raises ConfigError if held-out data cannot be scored in windows that move by so
-    many tokens.
-    """
+    """Raises ConfigError if windows cannot move over the held-out data by `stride`."""
     if data is not None or not config.data.is_text:
+        kind = "arrays"
+        if data is None:
+            kind = f"data.source={config.data.source}"
         raise ConfigError(
-            f"stride={stride}: windows slide over documents of tokens, and "
-            f"{'arrays' if data is not None else f'data.source={config.data.source}'} have none; leave it out"
+            f"stride={stride}: windows slide over documents of tokens, "
+            f"and {kind} have none; leave it out"
         )
     check_range(stride, config.batch.sequence_length, "the run's batch.sequence_length")
 
 
 def check_range(stride: int | None, longest: int, meaning: str) -> None:
-    """Raises ConfigError if windows of `longest` tokens, `meaning`, cannot move by so
-    many.
+    """Raises ConfigError if windows cannot move by `stride` tokens.
+
+    Args:
+      stride: tokens by which a window moves; None is valid.
+      longest: longest window in tokens.
+      meaning: words of the message for `longest`.
     """
     if stride is not None and not 1 <= stride <= longest:
         raise ConfigError(f"stride={stride}: required 1 to {longest}, {meaning}")

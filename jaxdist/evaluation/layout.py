@@ -1,6 +1,4 @@
-"""A trained run on the devices at hand: a mesh and a batch that fit them, the weights
-alone.
-"""
+"""The layout of a trained run on other devices: mesh, batch, and abstract weights."""
 
 import contextlib
 import dataclasses
@@ -28,39 +26,36 @@ def fitted(
     """Composes the run with a mesh and a batch that fit these devices.
 
     Args:
-      mesh: default: the run's own, the stages of a pipeline as fsdp; else all as fsdp;
-        else all as data.
+      config: the run's config.
+      devices: the devices to use, all of them.
+      mesh: the mesh to use. None: the first that is valid of the run's own mesh (with
+        pipeline stages as fsdp), all devices as fsdp, and all devices as data.
+      maker: makes the user's model; None: the model that the config names.
 
     Raises:
-      ConfigError: none does, and the faults are those of the last mesh tried; a mesh
-        with a pipeline.
+      ConfigError: no mesh is valid (the message is about the last one tried), or `mesh`
+        has a pipeline.
     """
-    if mesh and mesh.pipeline != 1:  # one text at a time fills none
+    if mesh and mesh.pipeline != 1:  # one text at a time does not fill a pipeline
         raise ConfigError(
             f"mesh.pipeline={mesh.pipeline}: a trained run is used without a pipeline; leave it out, and "
             f"split the weights by fsdp or tensor, long texts by context"
         )
-    if mesh is not None:
-        meshes = [mesh]
-    else:
-        own = config.mesh
-        if own.pipeline > 1:
-            fsdp = own.fsdp * own.pipeline if own.fsdp > 0 else own.fsdp
-            own = dataclasses.replace(own, pipeline=1, fsdp=fsdp)
-        meshes = [own, MeshConfig(data=1, fsdp=len(devices)), MeshConfig()]
-    part = config.batch.global_size // config.batch.accumulation
-    # any number of batch shards divides it
-    rows = -(-part // len(devices)) * len(devices)
+    candidates = [mesh] if mesh else _default_meshes(config.mesh, len(devices))
+    microbatch = config.batch.global_size // config.batch.accumulation
+    # a multiple of the number of devices, so that any number of batch shards divides it
+    rows = -(-microbatch // len(devices)) * len(devices)
     overrides: dict[str, Any] = {
         "batch.global_size": rows,
         "batch.accumulation": 1,
-        # What is trained in 8-bit floats is read in the compute dtype, by any device.
+        # Models trained with 8-bit matmuls are used in the compute dtype, which needs no
+        # 8-bit units.
         "precision.matmul": "compute",
         "precision.fp8_small_kernels": False,
         "offload": OffloadConfig(),
         "remat": RematConfig(),
     }
-    # On another mesh the heads may not divide; auto is the same where they do.
+    # "heads" fails where the mesh does not divide the heads; "auto" equals it elsewhere.
     if config.context.attention == "heads":
         overrides["context.attention"] = "auto"
     config = compose.with_overrides(config, overrides)
@@ -75,25 +70,40 @@ def fitted(
             build=maker,
         )
 
-    for choice in meshes[:-1]:
+    for candidate in candidates[:-1]:
         with contextlib.suppress(ConfigError):
-            return validated(choice)
-    return validated(meshes[-1])
+            return validated(candidate)
+    return validated(candidates[-1])
+
+
+def _default_meshes(mesh: MeshConfig, num_devices: int) -> list[MeshConfig]:
+    """Lists the meshes to try for a run that was trained on `mesh`."""
+    unpipelined = mesh
+    if mesh.pipeline > 1:
+        fsdp = mesh.fsdp
+        if fsdp > 0:
+            fsdp *= mesh.pipeline
+        unpipelined = dataclasses.replace(mesh, pipeline=1, fsdp=fsdp)
+    return [unpipelined, MeshConfig(data=1, fsdp=num_devices), MeshConfig()]
 
 
 def weights_alone(state: State, *, modules: bool = True) -> State:
-    """Returns of an abstract state what the forward pass needs, laid out like the
-    parameters.
+    """Selects what the forward pass needs of an abstract state.
+
+    A moving average gets the sharding of the parameters that it stands for.
 
     Args:
-      modules: False leaves out the frozen modules, which the objective alone reads.
+      state: of abstract arrays.
+      modules: whether to keep the frozen modules, which only the objective reads.
     """
     if not modules:
         state = state._replace(modules={})
     if state.ema is None:
         return state._replace(opt_state=None)
     average = jax.tree.map(
-        lambda e, p: jax.ShapeDtypeStruct(e.shape, e.dtype, sharding=p.sharding),
+        lambda average, parameter: jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call] # jax is untyped here
+            average.shape, average.dtype, sharding=parameter.sharding
+        ),
         state.ema,
         state.trainable,
     )

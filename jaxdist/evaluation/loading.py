@@ -1,4 +1,4 @@
-"""A trained run opened from its workdir, on the devices at hand."""
+"""Loads a trained run from its workdir onto devices."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,31 +30,31 @@ def load_run(
     model: Model | None = None,
     modules: bool = True,
 ) -> TrainedRun:
-    """Loads the run of a workdir with the weights of `step`, or of the newest usable
-    checkpoint.
+    """Loads the run of a workdir with the weights of one checkpoint.
 
-    Of a checkpoint only the weights are read (the moving average, where there is one),
-    straight into the shardings of any legal mesh.
+    Only the weights are read: the moving average, if the run keeps one. They are read
+    directly into the shardings of the mesh.
 
     Args:
       folder: the workdir.
-      step: "best": the one that checkpoint.keep_best has kept.
-      mesh: default: the run's own (a pipeline's stages as fsdp) where it fits the
-        devices, else all as fsdp, else all as data. With `context` devices share out
-        prompts and the cache.
-      devices: default: all.
+      step: step of the checkpoint; "best": the one that checkpoint.keep_best has kept;
+        None: the newest usable one.
+      mesh: the mesh to use. None: the run's own mesh if it fits the devices (with
+        pipeline stages as fsdp), otherwise all devices as fsdp, otherwise all as data.
+        Devices of the axis `context` split prompts and the cache.
+      devices: the devices to use; None: all.
       log: receives a line per event.
       target: the model.target that the run must have; its code is then trusted.
       trust_code: whether to import the model's module because the run's config names
-        it. None: only one of jaxdist's, or one that is imported already.
-      model: of a run of `jaxdist.fit`: what was given to it, to make the model again.
-      modules: False leaves out the frozen modules of the objective. `evaluate` needs
-        them; what writes and scores text does not.
+        it. None: only if the module is part of jaxdist or already imported.
+      model: for a run of `jaxdist.fit`: the model that `fit` was called with.
+      modules: whether to load the frozen modules of the objective. `evaluate` needs
+        them; generating and scoring text does not.
 
     Raises:
-      ConfigError: no run there, a model whose code is not trusted, or a mesh that is
-        not legal; weights of another model than the one given.
-      CheckpointError: no usable checkpoint.
+      ConfigError: there is no run, the model's code is not trusted, the mesh is
+        invalid, or the weights are those of another model.
+      CheckpointError: there is no usable checkpoint.
     """
     folder = Path(folder)
     config = workdir.read_config(folder, named=target, trust_code=trust_code)
@@ -63,7 +63,7 @@ def load_run(
     composition = layout.fitted(config, devices, mesh, maker)
     config = composition.config
     spec = composition.spec
-    # What was trained with a transformation of optax needs none here.
+    # The optimizer that was passed to `fit` is absent, and nothing is trained here.
     optimizer = optax.identity() if config.optimizer.name == "given" else None
     built = composition.build_step(devices, optimizer=optimizer)
     checkpoints = workdir.checkpoints_folder(folder, config)
@@ -73,16 +73,18 @@ def load_run(
         checkpoints, config.checkpoint, mode="read", run=run
     ) as store:
         try:
-            wanted = layout.weights_alone(built.abstract_state, modules=modules)
-            restored = store.restore(wanted, step, partial=True).state
+            weights = layout.weights_alone(built.abstract_state, modules=modules)
+            restored = store.restore(weights, step, partial=True).state
         except LayoutError as error:
             raise ConfigError(
                 f"model: the run in {folder} has another; {error.summary}"
             ) from error
-        for bad, reason in store.bad_steps.items():
-            log(f"checkpoint {bad} cannot be used: {reason}")
+        for bad_step, reason in store.bad_steps.items():
+            log(f"checkpoint {bad_step} cannot be used: {reason}")
     state = restored._replace(trainable=restored.model_arrays[0], ema=None)
     log(
         f"{folder}: step {int(state.step)}, {spec.parameter_count:,} parameters, {composition.shape}"
     )
-    return TrainedRun(folder, config, spec, built, state, log)
+    return TrainedRun(
+        folder=folder, config=config, spec=spec, built=built, state=state, log=log
+    )

@@ -1,4 +1,4 @@
-"""A trained run on devices: it writes text, and scores held-out text."""
+"""A trained run on devices: generates text, and scores text and held-out data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jaxdist.inference.decoding import (
     text_generator,
     until_stop,
 )
-from jaxdist.inference.scoring import Scorer, build_scorer, windows
+from jaxdist.inference.scoring import Score, Scorer, build_scorer, windows
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.state import State
@@ -37,24 +37,24 @@ from jaxdist.trainer import workdir
 from jaxdist.trainer.held_out import HeldOut, held_out
 from jaxdist.trainer.run_config import RunConfig
 
-Watch = Callable[[int, int], None]  # batches begun, batches in all
-_STREAMED = 8  # tokens at a time
+Watch = Callable[[int, int], None]  # number of the current batch, number of batches
+_STREAMED_TOKENS = 8  # tokens generated between two pieces of a stream
 
 
 class Sample(NamedTuple):
-    """A text that starts with a prompt."""
+    """A generated text."""
 
-    text: str  # the prompt and what was generated
+    text: str  # of `generate`: with the prompt; of `chat`: the answer alone
     tokens: np.ndarray  # [new tokens] int32, without the end token
-    ended: bool  # by an end token, not by the length
+    ended: bool  # whether an end token ended the text, and not the length
 
 
 class TextScore(NamedTuple):
-    """How probable a text is to the model, after its context."""
+    """The log-probability of a text after its context."""
 
-    log_probability: float  # nats, of all tokens together
+    log_probability: float  # nats, summed over all tokens
     greedy: bool  # whether each token is the likeliest after those before it
-    tokens: int  # scored
+    tokens: int  # number of scored tokens
 
 
 @dataclass(frozen=True)
@@ -62,19 +62,21 @@ class TrainedRun:
     """A run's model on devices, ready for use; made by `loading.load_run`."""
 
     folder: Path
-    config: RunConfig  # mesh and batch as they are here
+    config: RunConfig  # with the mesh and the batch of these devices
     spec: ModelSpec
     built: TrainStep
-    # without optimizer state; trainable holds the average, where there is one
+    # without optimizer state; `trainable` holds the moving average if the run keeps one
     state: State
-    log: Callable[[str], None]
+    log: Callable[[str], None]  # receives a line per event
 
     @property
     def mesh(self) -> Mesh:
+        """The mesh that the model is on."""
         return self.built.mesh
 
     @property
     def rules(self) -> Rules:
+        """The sharding rules of the model's arrays."""
         return self.built.rules
 
     @functools.cached_property
@@ -82,19 +84,19 @@ class TrainedRun:
         """The run's tokenizer.
 
         Raises:
-          ConfigError: its tokens were made elsewhere, or the tokenizer is not the
-            model's.
+          ConfigError: the run's data hold token ids and name no tokenizer, or the
+            tokenizer has more ids than the model.
         """
         data = self.config.data
         source = SOURCES[data.source]
-        made_elsewhere = isinstance(source, TokenSource) or source.from_caller
-        if made_elsewhere and data.tokenizer == "bytes":
-            by_ids = ""
+        holds_ids = isinstance(source, TokenSource) or source.from_caller
+        if holds_ids and data.tokenizer == "bytes":
+            alternative = ""
             if source.from_caller:
-                by_ids = "; or take generate_tokens, whose prompts are ids"
+                alternative = "; or take generate_tokens, whose prompts are ids"
             raise ConfigError(
                 f"data.source={data.source}: these tokens were made elsewhere; set data.tokenizer "
-                f"in {self.folder / workdir.CONFIG} to the path of their tokenizer.json{by_ids}"
+                f"in {self.folder / workdir.CONFIG} to the path of their tokenizer.json{alternative}"
             )
         tokenizer = load_tokenizer(
             data.tokenizer,
@@ -127,24 +129,40 @@ class TrainedRun:
         seed: int = 0,
         num_samples: int = 1,
     ) -> list[list[Sample]]:
-        """Returns `num_samples` continuations of each prompt.
+        """Generates `num_samples` texts that begin with each prompt.
 
-        They depend on the weights, the prompt, its number, the settings and the seed
-        alone. Where `sampling` has no end tokens, those of the tokenizer and its model
-        are used.
+        A text depends on the weights, the prompt and its position, the settings and the
+        seed, but not on the mesh or the other prompts.
+
+        Args:
+          prompts: the beginnings of the texts.
+          max_tokens: largest number of new tokens.
+          sampling: settings for drawing tokens; None: `SamplingConfig()`. If it has no
+            end tokens, those of the tokenizer are used.
+          seed: seed of the draws.
+          num_samples: number of texts per prompt.
+
+        Returns:
+          A list of `num_samples` samples for each prompt.
 
         Raises:
-          ConfigError: illegal settings, an empty prompt, a text longer than the model
-            can hold.
+          ConfigError: a setting is invalid, a prompt is empty, or a text exceeds the
+            model's longest sequence.
         """
         self._check_decodes()
         rows = [self._encode(prompt) for prompt in prompts]
 
-        def text_of(number: int, new: np.ndarray) -> str:
-            return self._whole(prompts[number], rows[number], new)
+        def text_of(number: int, new_tokens: np.ndarray) -> str:
+            return self._text_with_prompt(prompts[number], rows[number], new_tokens)
 
-        options = {"sampling": sampling, "max_tokens": max_tokens, "seed": seed}
-        return self._samples(rows, text_of, num_samples, **options)
+        return self._samples(
+            rows,
+            text_of,
+            num_samples,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            seed=seed,
+        )
 
     def chat(
         self,
@@ -155,27 +173,38 @@ class TrainedRun:
         seed: int = 0,
         num_samples: int = 1,
     ) -> list[list[Sample]]:
-        """Returns `num_samples` answers of the assistant to each conversation, a list
-        of messages.
+        """Generates `num_samples` answers of the assistant to each conversation.
 
-        A sample's text is the answer alone. See `generate` for the rest.
+        A sample's text is the answer without the conversation.
+
+        Args:
+          conversations: lists of messages, {"role": ..., "content": ...}.
+          max_tokens: largest number of new tokens.
+          sampling: settings for drawing tokens; None: `SamplingConfig()`. If it has no
+            end tokens, those of the chat template are used.
+          seed: seed of the draws.
+          num_samples: number of answers per conversation.
+
+        Returns:
+          A list of `num_samples` samples for each conversation.
 
         Raises:
-          ConfigError: as `generate`; the tokenizer has no chat template, or it refuses
-            the messages.
-          ImportError: naming the extra that templates need.
+          ConfigError: as in `generate`, or the tokenizer has no chat template, or the
+            template rejects the messages.
+          ImportError: the extra that templates need is not installed.
         """
         rows = [self._chats.prompt(messages) for messages in conversations]
-        options = {
-            "sampling": self._ending_turns(sampling),
-            "max_tokens": max_tokens,
-            "seed": seed,
-        }
+
+        def text_of(number: int, new_tokens: np.ndarray) -> str:
+            return self._new_text(rows[number], new_tokens)
+
         return self._samples(
             rows,
-            lambda number, new: self._answer(rows[number], new),
+            text_of,
             num_samples,
-            **options,
+            sampling=self._sampling_of_turns(sampling),
+            max_tokens=max_tokens,
+            seed=seed,
         )
 
     def _samples(
@@ -185,25 +214,30 @@ class TrainedRun:
         count: int,
         **options: Any,
     ) -> list[list[Sample]]:
-        """Returns `count` continuations of each row; `text_of` makes texts of row
-        number and new tokens.
+        """Generates `count` samples of each row.
+
+        Args:
+          rows: the token ids of each prompt.
+          text_of: makes a sample's text from the number of its row and its new tokens.
+          count: number of samples per row.
+          **options: arguments of `_continue_rows`.
         """
         if count < 1:
             raise ConfigError(f"num_samples={count}: must be >= 1")
-        numbers = range(count * len(rows))
-        answers = self._continued(
-            [rows[i // count] for i in numbers], numbers, **options
-        )
-        samples = [
-            Sample(text_of(i // count, answers[i].tokens), *answers[i]) for i in numbers
-        ]
-        return [samples[i : i + count] for i in numbers[::count]]
+        sample_numbers = range(count * len(rows))
+        repeated = [rows[i // count] for i in sample_numbers]
+        generations = self._continue_rows(repeated, sample_numbers, **options)
+        samples = []
+        for i, generation in enumerate(generations):
+            text = text_of(i // count, generation.tokens)
+            samples.append(Sample(text, generation.tokens, generation.ended))
+        return [samples[i : i + count] for i in sample_numbers[::count]]
 
-    def _ending_turns(self, sampling: SamplingConfig | None) -> SamplingConfig:
-        """Returns the sampling that ends where the assistant's turn does."""
+    def _sampling_of_turns(self, sampling: SamplingConfig | None) -> SamplingConfig:
+        """Adds the ids that end a turn to the sampling, if it has no end tokens."""
         sampling = sampling or SamplingConfig()
-        ends = sampling.end_tokens or self._chats.end_ids
-        return dataclasses.replace(sampling, end_tokens=ends)
+        end_tokens = sampling.end_tokens or self._chats.end_ids
+        return dataclasses.replace(sampling, end_tokens=end_tokens)
 
     @functools.cached_property
     def _chats(self) -> ChatEncoder:
@@ -228,38 +262,53 @@ class TrainedRun:
         sampling: SamplingConfig | None = None,
         seed: int = 0,
     ) -> list[Generation]:
-        """Returns the ids that follow each prompt of ids: `generate` for a model whose
-        tokens are your own.
+        """Generates the token ids that follow each prompt of token ids.
+
+        It needs no tokenizer, so it also serves models with your own tokens.
+
+        Args:
+          prompts: token ids, at least one per prompt.
+          max_tokens: largest number of new tokens.
+          sampling: settings for drawing tokens; None: `SamplingConfig()`.
+          seed: seed of the draws.
 
         Raises:
-          ConfigError: the model has no decode method; as `generate`.
+          ConfigError: the model has no decode method, or as in `generate`.
         """
-        weights = self.state.model_arrays
-        sampling = sampling or SamplingConfig()
         return self._generate(
-            weights, prompts, max_tokens=max_tokens, sampling=sampling, seed=seed
+            self.state.model_arrays,
+            prompts,
+            max_tokens=max_tokens,
+            sampling=sampling or SamplingConfig(),
+            seed=seed,
         )
 
-    def _continued(
+    def _continue_rows(
         self,
         rows: list[np.ndarray],
-        samples: Sequence[int],
+        sample_numbers: Sequence[int],
+        *,
         sampling: SamplingConfig | None,
-        **options: Any,
+        max_tokens: int,
+        seed: int,
     ) -> list[Generation]:
-        """Continues each row of tokens, a batch at a time; options as of
-        `TokenGenerator`.
-        """
+        """Generates the tokens that follow each row, a batch at a time."""
         sampling = sampling or SamplingConfig()
         if not sampling.end_tokens:
             sampling = dataclasses.replace(sampling, end_tokens=self.tokenizer.end_ids)
         size = self.config.batch.global_size
-        answers = []
+        generations = []
         for start in range(0, len(rows), size):
-            part = slice(start, start + size)
-            options |= {"sampling": sampling, "samples": samples[part]}
-            answers += self._generate(self.state.model_arrays, rows[part], **options)
-        return answers
+            batch = slice(start, start + size)
+            generations += self._generate(
+                self.state.model_arrays,
+                rows[batch],
+                max_tokens=max_tokens,
+                sampling=sampling,
+                seed=seed,
+                samples=sample_numbers[batch],
+            )
+        return generations
 
     def complete(
         self,
@@ -271,49 +320,60 @@ class TrainedRun:
         seed: int = 0,
         longest: int | None = None,
     ) -> list[str]:
-        """Continues each prompt, and returns the text without it, up to where the first of
-        `stops` would begin.
+        """Generates the text that follows each prompt, up to the first of `stops`.
 
-        Tokens are those that `generate` draws. A prompt that leaves no room is cut off
-        on the left; an answer takes at most half of the longest text.
+        The tokens are those that `generate` draws. A prompt that leaves no room is cut
+        off on the left. An answer takes at most half of the longest text.
 
         Args:
-          longest: tokens of prompt and answer; default: `longest`.
+          prompts: the beginnings of the texts.
+          stops: texts that end an answer; they are not part of it.
+          max_tokens: largest number of new tokens.
+          sampling: settings for drawing tokens; None: `SamplingConfig()`.
+          seed: seed of the draws.
+          longest: longest prompt and answer together, in tokens; None: the model's.
+
+        Returns:
+          The answers without the prompts.
 
         Raises:
-          ConfigError: as `generate`.
+          ConfigError: as in `generate`.
         """
         longest = longest or self.longest
-        most = max(min(max_tokens, longest // 2), 1)
-        rows = [self._encode(prompt)[-(longest - most) :] for prompt in prompts]
-        new = [np.zeros(0, np.int32) for _ in rows]
+        max_new = max(min(max_tokens, longest // 2), 1)
+        rows = [self._encode(prompt)[-(longest - max_new) :] for prompt in prompts]
+        new_tokens = [np.zeros(0, np.int32) for _ in rows]
         texts = [""] * len(rows)
         running = list(range(len(rows)))
-        done = 0
-        # new tokens before a look for a stop; doubled each time
-        size = 32 if any(stops) else most
+        num_generated = 0
+        # tokens to generate before the text is searched for stops; doubled each time
+        size = 32 if any(stops) else max_new
         while running:
-            size = min(size, most - done)
-            begun = [np.concatenate([rows[i], new[i]]) for i in running]
-            answers = self._continued(
-                begun, running, sampling, max_tokens=size, seed=seed
+            size = min(size, max_new - num_generated)
+            prefixes = [np.concatenate([rows[i], new_tokens[i]]) for i in running]
+            generations = self._continue_rows(
+                prefixes, running, sampling=sampling, max_tokens=size, seed=seed
             )
-            done += size
-            for i, answer in zip(tuple(running), answers, strict=True):
-                new[i] = np.concatenate([new[i], answer.tokens])
-                texts[i], stopped = until_stop(self._answer(rows[i], new[i]), stops)
-                if stopped or answer.ended or done == most:
+            num_generated += size
+            for i, generation in zip(tuple(running), generations, strict=True):
+                new_tokens[i] = np.concatenate([new_tokens[i], generation.tokens])
+                answer = self._new_text(rows[i], new_tokens[i])
+                texts[i], has_stop = until_stop(answer, stops)
+                if has_stop or generation.ended or num_generated == max_new:
                     running.remove(i)
             size *= 2
         return texts
 
-    def _whole(self, prompt: str, ids: np.ndarray, new: np.ndarray) -> str:
-        """Returns a prompt and what follows it; special tokens that it spells are
-        decoded to nothing.
+    def _text_with_prompt(
+        self, prompt: str, ids: np.ndarray, new_tokens: np.ndarray
+    ) -> str:
+        """Joins a prompt and the text that follows it.
+
+        Special tokens decode to "". A prompt that spells some is therefore not decoded.
         """
         if set(ids[1:].tolist()).isdisjoint(self.tokenizer.special_tokens):
-            return self._decode(ids, new)
-        return prompt + self._answer(ids, new)
+            return self._decode(ids, new_tokens)
+        return prompt + self._new_text(ids, new_tokens)
 
     def stream(
         self,
@@ -323,41 +383,50 @@ class TrainedRun:
         sampling: SamplingConfig | None = None,
         seed: int,
     ) -> Iterator[str]:
-        """Yields what `generate` (of a text) or `chat` (of messages) gives, some tokens
-        at a time.
+        """Yields the new text of one prompt in pieces, while it is generated.
+
+        The pieces join to the new text of `generate` (for a text) or `chat` (for
+        messages) with these settings.
+
+        Args:
+          prompt: the beginning of a text, or messages.
+          max_tokens: largest number of new tokens.
+          sampling: settings for drawing tokens; None: `SamplingConfig()`.
+          seed: seed of the draws.
         """
         if isinstance(prompt, str):
             ids = self._encode(prompt)
         else:
             ids = self._chats.prompt(prompt)
-            sampling = self._ending_turns(sampling)
-        new = np.zeros(0, np.int32)
-        shown = ""
+            sampling = self._sampling_of_turns(sampling)
+        new_tokens = np.zeros(0, np.int32)
+        yielded = ""
         ended = False
         while not ended:
-            begun = [np.concatenate([ids, new])]
-            size = min(_STREAMED, max_tokens - new.size)
-            (answer,) = self._continued(
-                begun, [0], sampling, max_tokens=size, seed=seed
+            prefixes = [np.concatenate([ids, new_tokens])]
+            size = min(_STREAMED_TOKENS, max_tokens - new_tokens.size)
+            (generation,) = self._continue_rows(
+                prefixes, [0], sampling=sampling, max_tokens=size, seed=seed
             )
-            new = np.concatenate([new, answer.tokens])
-            text = self._answer(ids, new)
-            ended = answer.ended or new.size >= max_tokens
-            if ended or not text.endswith("\ufffd"):  # half a character is held back
-                yield text[len(shown) :]
-                shown = text
+            new_tokens = np.concatenate([new_tokens, generation.tokens])
+            text = self._new_text(ids, new_tokens)
+            ended = generation.ended or new_tokens.size >= max_tokens
+            is_half_character = text.endswith("\ufffd")
+            if ended or not is_half_character:
+                yield text[len(yielded) :]
+                yielded = text
 
-    def _answer(self, prompt: np.ndarray, new: np.ndarray) -> str:
-        """Returns the text of new tokens, which may depend on those before: a space,
-        half a character.
+    def _new_text(self, prompt: np.ndarray, new_tokens: np.ndarray) -> str:
+        """Decodes new tokens after their prompt.
+
+        The text of a token may depend on those before it: a space, half a character.
         """
-        before = self._decode(prompt, new[:0])
-        whole = self._decode(prompt, new)
-        return (
-            whole[len(before) :]
-            if whole.startswith(before)
-            else self._decode(new[:0], new)
-        )
+        nothing = new_tokens[:0]
+        before = self._decode(prompt, nothing)
+        whole = self._decode(prompt, new_tokens)
+        if whole.startswith(before):
+            return whole[len(before) :]
+        return self._decode(nothing, new_tokens)
 
     def score(
         self,
@@ -367,38 +436,39 @@ class TrainedRun:
         stride: int | None = None,
         watch: Watch | None = None,
     ) -> list[TextScore]:
-        """Scores how probable each pair's second text is after its first, which may be
-        empty.
+        """Scores the second text of each pair after the first one.
 
-        A text that is too long for the model is scored in windows: each token once,
-        after as much of what is before it as there is room for. With no context, a text
-        is scored as one that a document begins with: after the tokenizer's begin or end
-        of a document, else after a newline.
+        A text that is too long for the model is scored in windows. Each token is scored
+        once, after as many earlier tokens as fit. A continuation without context is
+        scored as the beginning of a document: after the tokenizer's begin or end of a
+        document, or after a newline if it has neither.
 
         Args:
-          longest: tokens that the model reads at once; default: `longest`.
-          stride: see `jaxdist.inference.scoring.windows`.
-          watch: told of every batch.
+          pairs: (context, continuation); the context may be empty.
+          longest: longest window in tokens; None: the model's longest sequence.
+          stride: tokens by which windows move; see `jaxdist.inference.scoring.windows`.
+          watch: called with every batch.
 
         Raises:
-          ConfigError: the model has no decode method, or a stride beyond 1 to
-            `longest`.
+          ConfigError: the model has no decode method, or the stride is not between 1
+            and `longest`.
         """
         longest = longest or self.longest
         held_out_set.check_range(stride, longest, "tokens read at once")
-        cut = [windows(*self._encode_pair(*pair), longest, stride) for pair in pairs]
-        flat = list(itertools.chain(*cut))
+        text_windows = []
+        for context, continuation in pairs:
+            context_ids, continuation_ids = self._encode_pair(context, continuation)
+            text_windows.append(windows(context_ids, continuation_ids, longest, stride))
+        all_windows = list(itertools.chain(*text_windows))
         scores = iter(
-            self._score(self.state.model_arrays, flat, longest=longest, watch=watch)
-        )
-        texts = []
-        for parts in (list(itertools.islice(scores, len(some))) for some in cut):
-            probabilities = [float(x) for part in parts for x in part.log_probabilities]
-            greedy = all(bool(part.likeliest.all()) for part in parts)
-            texts.append(
-                TextScore(math.fsum(probabilities), greedy, len(probabilities))
+            self._score(
+                self.state.model_arrays, all_windows, longest=longest, watch=watch
             )
-        return texts
+        )
+        return [
+            _total(list(itertools.islice(scores, len(windows_of_text))))
+            for windows_of_text in text_windows
+        ]
 
     @functools.cached_property
     def _score(self) -> Scorer:
@@ -411,51 +481,45 @@ class TrainedRun:
 
     @functools.cached_property
     def longest(self) -> int:
-        """Tokens that the model can take, or, without such a limit, that it was trained
-        on at once.
-        """
+        """The model's longest sequence in tokens; without a limit, that of training."""
         return longest_text(self.spec) or self.config.batch.sequence_length
 
     def _encode_pair(
         self, context: str, continuation: str
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids of both; spaces between them go to the second, as tokenizers
-        have it.
+        """Encodes a context and its continuation.
+
+        Spaces between the two belong to the continuation, as tokenizers split words.
         """
-        kept = context.rstrip()
-        if not kept:
-            begin = self._encode("")
-            first = begin if begin.size else self.tokenizer.encode("\n")
-            return first, self.tokenizer.encode(_text(context + continuation))
-        whole = self._encode(context + continuation)
-        first = self._encode(kept)
-        return first, whole[len(first) :]
+        stripped = context.rstrip()
+        if not stripped:
+            context_ids = self._encode("")
+            if not context_ids.size:
+                context_ids = self.tokenizer.encode("\n")
+            text = _checked_text(context + continuation)
+            return context_ids, self.tokenizer.encode(text)
+        ids = self._encode(context + continuation)
+        context_ids = self._encode(stripped)
+        return context_ids, ids[len(context_ids) :]
 
     def _encode(self, prompt: str) -> np.ndarray:
-        """Returns a prompt's ids after what begins a document, if the tokenizer can say
-        so.
+        """Encodes a prompt, after the token that begins a document if there is one.
 
-        Where it has no begin, only an empty prompt starts a document: after the end of
-        another.
+        If the tokenizer has none, an empty prompt becomes the end of another document.
         """
-        begin = self.tokenizer.begin_of_document
-        end = self.tokenizer.end_of_document
-        first = begin
-        if begin is None and not prompt:
-            first = end
-        ids = self.tokenizer.encode(_text(prompt))
-        return (
-            ids if first is None else np.concatenate([np.array([first], np.int32), ids])
-        )
+        first = self.tokenizer.begin_of_document
+        if first is None and not prompt:
+            first = self.tokenizer.end_of_document
+        ids = self.tokenizer.encode(_checked_text(prompt))
+        if first is None:
+            return ids
+        return np.concatenate([np.array([first], np.int32), ids])
 
-    def _decode(self, prompt: np.ndarray, new: np.ndarray) -> str:
-        """Returns the whole text: a character may begin in the prompt and end behind
-        it.
-        """
-        ends = self.tokenizer.end_ids
-        return self.tokenizer.decode(
-            [t for t in (*prompt.tolist(), *new.tolist()) if t not in ends]
-        )
+    def _decode(self, prompt: np.ndarray, new_tokens: np.ndarray) -> str:
+        """Decodes both together, since a character may begin in the prompt."""
+        end_ids = self.tokenizer.end_ids
+        ids = [*prompt.tolist(), *new_tokens.tolist()]
+        return self.tokenizer.decode([i for i in ids if i not in end_ids])
 
     def evaluate(
         self,
@@ -465,32 +529,42 @@ class TrainedRun:
         stride: int | None = None,
         watch: Watch | None = None,
     ) -> HeldOut:
-        """Returns the exact loss over the run's held-out set, and the model's own
-        metrics.
+        """Computes the exact loss over the run's held-out set, and the model's metrics.
 
         Args:
-          data: arrays {entry: [N, ...]} to score instead; a run of `jaxdist.fit` has no
-            others.
-          validation_tokens: targets at most, 0 = all; default: the run's
+          data: {entry: [N, ...]} to score instead. Runs of `jaxdist.fit` need it.
+          validation_tokens: number of targets to score, 0 = all; None: the run's
             data.validation_tokens.
-          stride: score each document by itself, in windows that move by so many tokens,
-            so that all but its first sequence_length - stride tokens are scored after
-            at least as many. Default: as in training.
-          watch: told of every batch.
+          stride: score each document by itself, in windows that move by this many
+            tokens. Then every token but a document's first sequence_length - stride is
+            scored after at least that many tokens. None: documents are packed as in
+            training.
+          watch: called with every batch.
 
         Raises:
-          ConfigError: nothing is held out; data of another kind than the model was
-            trained on; a stride that is none.
+          ConfigError: nothing is held out, the data are of another kind than the model
+            was trained on, or the stride is invalid.
         """
-        options = {"validation_tokens": validation_tokens, "stride": stride}
         dataset = held_out_set.open_set(
-            self.config, self.folder, self.log, data, **options
+            self.config,
+            self.folder,
+            self.log,
+            data,
+            validation_tokens=validation_tokens,
+            stride=stride,
         )
         return held_out(self.config, self.built, self.state, dataset, watch)
 
 
-def _text(text: str) -> str:
-    """Returns a text that can be encoded; raises ConfigError if it cannot."""
+def _total(scores: Sequence[Score]) -> TextScore:
+    """Adds the scores of a text's windows."""
+    log_probabilities = [float(x) for part in scores for x in part.log_probabilities]
+    greedy = all(bool(part.likeliest.all()) for part in scores)
+    return TextScore(math.fsum(log_probabilities), greedy, len(log_probabilities))
+
+
+def _checked_text(text: str) -> str:
+    """Returns the text, or raises ConfigError if it cannot be encoded."""
     if is_text(text):
         return text
     raise ConfigError(

@@ -1,0 +1,1 @@
+"""Text from a trained model: generation, scoring, and the weights that they read."""

@@ -1,15 +1,16 @@
-"""Text from a model: prefill, then token by token against a sharded cache, in one
-program.
+"""Token generation in one program: prefill, then one token at a time against a cache.
 
-The model gives `init_cache(B, S)` and `decode(tokens_BT, cache) -> (logits_BTV,
-cache)`, where `cache.length` [B] may be set back: what lies beyond it is never read. So
-prompts of unequal length are padded on the right. A model with a longest sequence says
-so as `max_length`. A model may have `prefill(tokens_BP, empty cache) -> cache`, too,
-which reads long prompts as training does; then devices of the mesh axis `context` may
-share out the cache's slots, and else each of them has whole sequences.
+The model must have two methods. `init_cache(B, S)` makes a cache of S slots per row.
+`decode(tokens_BT, cache) -> (logits_BTV, cache)` reads T tokens. The program sets
+`cache.length` [B] back to drop the slots beyond it, so prompts of unequal length are
+padded on the right.
 
-Shapes: B rows (prompts, padded to what the mesh divides), P prompt, M new tokens, V
-vocabulary.
+Two more attributes are optional. `max_length` is the longest sequence. `prefill(tokens_BP,
+empty cache) -> cache` reads long prompts as training does. With `prefill`, devices of the
+mesh axis `context` split the slots of the cache; without it each has whole sequences.
+
+Shapes: B rows (prompts, padded to a size that the mesh divides), P prompt, M new tokens,
+V vocabulary.
 """
 
 import sys
@@ -34,60 +35,70 @@ from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.train_step import TrainStep
 
 _SMALLEST_BUCKET = 16  # tokens; shorter prompts and answers share one compiled program
-# tokens of a prompt from which on attention as in training pays: a tile of the TPU's
-# kernel
-_LONG = 128
+# shortest prompt in tokens that `prefill` reads: one tile of the TPU's attention kernel
+_MIN_PREFILL = 128
 _NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the next token is chosen: temperature, then top_k, then top_p."""
+    """Settings for drawing the next token: temperature, then top_k, then top_p."""
 
-    # logits are divided by it; 0 = always the likeliest token
+    # divisor of the logits; 0 = always the likeliest token
     temperature: NonNegativeFloat = 1.0
-    # only the k likeliest tokens, ties with the last included; 0 = all
+    # number of likeliest tokens to draw from, and those that tie with the last; 0 = all
     top_k: NonNegativeInt = 0
-    # only the likeliest tokens that together reach this probability; 1 = all
+    # probability that the likeliest tokens to draw from must reach together; 1 = all
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    # ids, each of which ends a text; (): only the length does
+    # ids that end a text; () = only the length ends it
     end_tokens: tuple[int, ...] = ()
 
 
 class Generation(NamedTuple):
-    """What followed one prompt."""
+    """The tokens that follow one prompt."""
 
     tokens: np.ndarray  # [at most M] int32, without the end token
-    ended: bool  # by an end token, not by the length
+    ended: bool  # whether an end token ended the text, and not the length
 
 
 class TokenGenerator:
-    """Continues prompts with a model on a mesh.
+    """A function that continues prompts with a model on a mesh.
 
-    It compiles once for each bucket of sizes (powers of two of rows, prompt and answer
-    lengths) and each `SamplingConfig`. The cache is split like activations: rows over
-    the batch axes, slots over context, kv heads over tensor.
+    It compiles once for each `SamplingConfig` and each bucket of sizes. Buckets are
+    powers of two of rows, prompt lengths and answer lengths. The cache is split like
+    activations: rows over the batch axes, slots over context, kv heads over tensor.
+
+    Args:
+      spec: the model.
+      mesh: the devices.
+      rules: the sharding rules by which weights are stored.
+      compute: the compute dtype.
     """
 
     def __init__(
         self, spec: ModelSpec, mesh: Mesh, rules: Rules, *, compute: str = "float32"
     ) -> None:
-        # or each device has whole sequences, as in the cache
-        splits = hasattr(spec.model_class, "prefill")
+        splits_sequences = hasattr(spec.model_class, "prefill")
+
+        def activation_rules(rules: Rules) -> Rules:
+            return rules if splits_sequences else rules.inside(SEQUENCE_AXES)
+
         self._mesh = mesh
         self._longest = longest_text(spec)
-        self._rules = rules if splits else rules.inside(SEQUENCE_AXES)
+        self._rules = activation_rules(rules)
 
-        def run(*args, **sizes):
-            weights, by = laid_out(spec, args[0], mesh, rules, compute)
+        def run(weights: Weights, *inputs: jax.Array, **sizes: Any) -> _Output:
+            weights, weight_rules = laid_out(spec, weights, mesh, rules, compute)
             with execution.activate(
-                mesh, by if splits else by.inside(SEQUENCE_AXES), compute=compute
+                mesh, activation_rules(weight_rules), compute=compute
             ):
-                return _generate(spec.assemble(*weights), *args[1:], **sizes)
+                return _generate(spec.assemble(*weights), *inputs, **sizes)
 
-        whole = NamedSharding(mesh, P())
+        replicated = NamedSharding(mesh, P())  # type: ignore[no-untyped-call] # jax is untyped here
         self._run = jax.jit(
-            run, static_argnames=("room", "capacity", "sampling"), out_shardings=whole
+            run,
+            static_argnames=("room", "capacity", "sampling"),
+            out_shardings=replicated,
         )
 
     def __call__(
@@ -102,18 +113,21 @@ class TokenGenerator:
     ) -> list[Generation]:
         """Continues each prompt.
 
-        A token is drawn with a key made of (seed, sample, position in its text), so
-        neither the mesh nor the other prompts of the call change it.
+        The key of a draw depends on the seed, the sample number and the position in the
+        text. So neither the mesh nor the other prompts of the call change a text.
 
         Args:
-          prompts: token ids, each at least one.
-          max_tokens: new tokens at most, M.
-          samples: the prompts' sample numbers, distinct for distinct draws; default 0,
-            1, ...
+          weights: (trainable, model state, frozen), as stored.
+          prompts: token ids, at least one per prompt.
+          max_tokens: largest number of new tokens, M.
+          sampling: settings for drawing tokens.
+          seed: seed of the draws.
+          samples: a sample number per prompt. Equal prompts with unequal numbers get
+            independent draws. Default: 0, 1, ...
 
         Raises:
-          ConfigError: an empty prompt, a text beyond the model's longest, illegal
-            settings.
+          ConfigError: a prompt is empty, a text exceeds the model's longest sequence,
+            or a setting is invalid.
         """
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
         numbers = np.arange(len(rows)) if samples is None else np.asarray(samples)
@@ -126,13 +140,12 @@ class TokenGenerator:
         B = shards * bucket(-(-len(rows) // shards), smallest=1)
         width = min(bucket(max(row.size for row in rows)), longest)
         prompts_BP = padded(rows, B, width)
-        lengths_B = np.array(
-            [row.size for row in rows] + [1] * (B - len(rows)), np.int32
-        )
+        lengths_B = np.ones(B, np.int32)
+        lengths_B[: len(rows)] = [row.size for row in rows]
         samples_B = np.resize(numbers, B).astype(np.int32)
         inputs = placed((prompts_BP, lengths_B, samples_B), self._mesh, self._rules)
-        scalars = np.int32(len(rows)), np.int32(max_tokens), np.uint32(seed % 2**32)
-        capacity = divided(
+        scalars = (np.int32(len(rows)), np.int32(max_tokens), np.uint32(seed % 2**32))
+        capacity = round_up(
             min(width + room, longest), self._rules.shape.sizes["context"]
         )
         sizes = {"room": room, "capacity": capacity, "sampling": sampling}
@@ -148,13 +161,12 @@ class TokenGenerator:
 def text_generator(
     spec: ModelSpec, built: TrainStep, *, compute: str
 ) -> TokenGenerator | None:
-    """Makes the generator that continues prompts with the model of a run.
+    """Makes the generator of a run's model, or None if the model has no `decode`.
 
     Args:
+      spec: the model.
+      built: the run's step, for its mesh and its sharding rules.
       compute: precision.compute of the run.
-
-    Returns:
-      None if the model has no `decode`.
     """
     if not hasattr(spec.model_class, "decode"):
         return None
@@ -164,15 +176,20 @@ def text_generator(
 # --- the program ----------------------------------------------------------------------
 
 
-class _Progress(NamedTuple):
-    """What the loop carries."""
+# chosen tokens [B, M] int32, tokens chosen in each row [B] int32, whether the row has
+# ended [B] bool
+_Output = tuple[jax.Array, jax.Array, jax.Array]
 
-    step: jax.Array  # int32: tokens chosen so far in the rows that still run
-    last_B: jax.Array  # int32: the token that is not yet in the cache
+
+class _Carry(NamedTuple):
+    """The values that the loop carries from token to token."""
+
+    step: jax.Array  # int32: tokens chosen so far in rows that have not ended
+    last_B: jax.Array  # int32: newest token of each row, not in the cache yet
     cache: Any
     chosen_BM: jax.Array  # int32
     counts_B: jax.Array  # int32: tokens chosen in each row
-    done_B: jax.Array
+    done_B: jax.Array  # bool: whether the row has ended
 
 
 def _generate(
@@ -187,44 +204,49 @@ def _generate(
     room: int,
     capacity: int,
     sampling: SamplingConfig,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the chosen tokens [B, M], how many of them count [B], whether the end was
-    met [B].
-    """
+) -> _Output:
+    """Generates up to `max_tokens` tokens for the first `num_rows` rows."""
     B = prompts_BP.shape[0]
     key = jax.random.key(seed)
     end_tokens = jnp.asarray(sampling.end_tokens or (_NO_TOKEN,), jnp.int32)
     keys_B = jax.vmap(lambda sample: jax.random.fold_in(key, sample))(samples_B)
-    # All but each row's last token go in at once; nobody reads these logits, so XLA
-    # drops them.
+    # All tokens of a prompt but its last go into the cache at once. Their logits are not
+    # used, so XLA does not compute them.
     cache = model.init_cache(B, capacity)
-    fills = hasattr(model, "prefill") and prompts_BP.shape[1] >= _LONG
-    cache = (
-        model.prefill(prompts_BP, cache)
-        if fills
-        else model.decode(prompts_BP, cache)[1]
-    )
+    if hasattr(model, "prefill") and prompts_BP.shape[1] >= _MIN_PREFILL:
+        cache = model.prefill(prompts_BP, cache)
+    else:
+        _, cache = model.decode(prompts_BP, cache)
     cache = cache._replace(length=lengths_B - 1)
     last_B = jnp.take_along_axis(prompts_BP, lengths_B[:, None] - 1, axis=1)[:, 0]
 
-    def unfinished(now: _Progress) -> jax.Array:
-        return (now.step < max_tokens) & ~now.done_B.all()
+    def unfinished(carry: _Carry) -> jax.Array:
+        return (carry.step < max_tokens) & ~carry.done_B.all()
 
-    def one_token(now: _Progress) -> _Progress:
-        logits, cache = model.decode(now.last_B[:, None], now.cache)
+    def one_token(carry: _Carry) -> _Carry:
+        logits, cache = model.decode(carry.last_B[:, None], carry.cache)
         position_keys_B = jax.vmap(jax.random.fold_in)(keys_B, cache.length)
         token_B = choose(logits[:, 0], position_keys_B, sampling)
         chosen_BM = jax.lax.dynamic_update_slice(
-            now.chosen_BM, token_B[:, None], (jnp.int32(0), now.step)
+            carry.chosen_BM, token_B[:, None], (jnp.int32(0), carry.step)
         )
-        counts_B = now.counts_B + ~now.done_B
-        done_B = now.done_B | jnp.isin(token_B, end_tokens)
-        return _Progress(now.step + 1, token_B, cache, chosen_BM, counts_B, done_B)
+        return _Carry(
+            step=carry.step + 1,
+            last_B=token_B,
+            cache=cache,
+            chosen_BM=chosen_BM,
+            counts_B=carry.counts_B + ~carry.done_B,
+            done_B=carry.done_B | jnp.isin(token_B, end_tokens),
+        )
 
-    padding_B = jnp.arange(B) >= num_rows
-    zeros_B = jnp.zeros(B, jnp.int32)
-    start = _Progress(
-        jnp.int32(0), last_B, cache, jnp.zeros((B, room), jnp.int32), zeros_B, padding_B
+    is_padding_B = jnp.arange(B) >= num_rows
+    start = _Carry(
+        step=jnp.int32(0),
+        last_B=last_B,
+        cache=cache,
+        chosen_BM=jnp.zeros((B, room), jnp.int32),
+        counts_B=jnp.zeros(B, jnp.int32),
+        done_B=is_padding_B,
     )
     end = jax.lax.while_loop(unfinished, one_token, start)
     return end.chosen_BM, end.counts_B, end.done_B
@@ -233,39 +255,38 @@ def _generate(
 def choose(
     logits_BV: jax.Array, keys_B: jax.Array, sampling: SamplingConfig
 ) -> jax.Array:
-    """Returns one token a row, [B] int32, drawn with the row's own key."""
+    """Draws one token per row, [B] int32, with the key of the row."""
     if sampling.temperature == 0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     allowed_BV = restrict(logits_BV / sampling.temperature, sampling)
-    # Drawn where the whole vocabulary lies, so that a row's draw is one device's work.
+    # The vocabulary is gathered first, so that one device draws a row's token.
     allowed_BV = execution.shard(allowed_BV, "batch", None)
     return jax.vmap(jax.random.categorical)(keys_B, allowed_BV).astype(jnp.int32)
 
 
 def restrict(logits_BV: jax.Array, sampling: SamplingConfig) -> jax.Array:
-    """Returns the logits with -inf where top_k, then top_p (arXiv:1904.09751), rule a
-    token out.
+    """Sets the logits that top_k and then top_p (arXiv:1904.09751) exclude to -inf.
 
-    Tokens that tie with the last one allowed stay, so ranks among equals don't matter.
+    Tokens that tie with the last allowed one stay, so their order does not matter.
     """
     if 0 < sampling.top_k < logits_BV.shape[-1]:
         kth_B1 = jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:]
         logits_BV = jnp.where(logits_BV < kth_B1, -jnp.inf, logits_BV)
     if sampling.top_p < 1:
         sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
-        shares_BV = jax.nn.softmax(sorted_BV, axis=-1)
-        before_BV = jnp.cumsum(shares_BV, axis=-1) - shares_BV
+        probabilities_BV = jax.nn.softmax(sorted_BV, axis=-1)
+        before_BV = jnp.cumsum(probabilities_BV, axis=-1) - probabilities_BV
         kept_BV = jnp.where(before_BV < sampling.top_p, sorted_BV, jnp.inf)
         lowest_B1 = kept_BV.min(-1, keepdims=True)
         logits_BV = jnp.where(logits_BV < lowest_B1, -jnp.inf, logits_BV)
     return logits_BV
 
 
-# --- what goes in ---------------------------------------------------------------------
+# --- inputs and outputs ---------------------------------------------------------------
 
 
 def longest_text(spec: ModelSpec) -> int | None:
-    """Returns the most tokens that the model takes; None: no limit."""
+    """Returns the model's longest sequence in tokens, or None if it has no limit."""
     return getattr(spec.abstract_model, "max_length", None)
 
 
@@ -285,10 +306,10 @@ def _check(
         faults.append(f"max_tokens={max_tokens}: must be >= 1")
     empty = [i for i, row in enumerate(rows) if not row.size]
     faults += [f"prompt {i} is empty; give it at least one token" for i in empty]
-    most = max((row.size for row in rows), default=0)
-    if longest is not None and most + max_tokens > longest:
+    longest_prompt = max((row.size for row in rows), default=0)
+    if longest is not None and longest_prompt + max_tokens > longest:
         faults.append(
-            f"a prompt of {most} tokens and max_tokens={max_tokens} exceed the model's longest "
+            f"a prompt of {longest_prompt} tokens and max_tokens={max_tokens} exceed the model's longest "
             f"sequence of {longest}; lower max_tokens or shorten the prompt"
         )
     if faults:
@@ -296,9 +317,7 @@ def _check(
 
 
 def padded(rows: Sequence[np.ndarray], batch_size: int, width: int) -> np.ndarray:
-    """Returns rows of tokens as one int32 array [B, W], with zeros to the right and
-    below.
-    """
+    """Joins rows of tokens into one int32 array [B, W], with zeros right and below."""
     padded_BW = np.zeros((batch_size, width), np.int32)
     for padded_W, row in zip(padded_BW, rows, strict=False):
         padded_W[: row.size] = row
@@ -306,19 +325,17 @@ def padded(rows: Sequence[np.ndarray], batch_size: int, width: int) -> np.ndarra
 
 
 def bucket(size: int, smallest: int = _SMALLEST_BUCKET) -> int:
-    """Returns the power of two at or above `size`, so that few sizes are compiled."""
+    """Rounds a size up to a power of two, so that few sizes are compiled."""
     return max(smallest, 1 << (size - 1).bit_length())
 
 
-def divided(size: int, parts: int) -> int:
-    """Returns the multiple of `parts` at or above `size`, so that devices can share it
-    out.
-    """
-    return -(-size // parts) * parts
+def round_up(size: int, divisor: int) -> int:
+    """Rounds a size up to a multiple of `divisor`."""
+    return -(-size // divisor) * divisor
 
 
 def placed(arrays: Sequence[np.ndarray], mesh: Mesh, rules: Rules) -> list[jax.Array]:
-    """Returns host arrays [B, ...] on the devices, rows over the batch axes."""
+    """Puts host arrays [B, ...] on the devices, with rows split over the batch axes."""
     specs = [rules.activation(("batch", None)[: x.ndim], x.shape) for x in arrays]
     return [
         jax.device_put(x, NamedSharding(mesh, spec))
@@ -327,6 +344,13 @@ def placed(arrays: Sequence[np.ndarray], mesh: Mesh, rules: Rules) -> list[jax.A
 
 
 def until_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Returns the text before the first stop in it, and whether there was one."""
-    ends = [at for stop in stops if stop and (at := text.find(stop)) >= 0]
-    return text[: min(ends)] if ends else text, bool(ends)
+    """Cuts a text before the first of `stops`.
+
+    Returns:
+      The text, and whether it contained a stop.
+    """
+    positions = [text.find(stop) for stop in stops if stop]
+    found = [position for position in positions if position >= 0]
+    if not found:
+        return text, False
+    return text[: min(found)], True

@@ -1,4 +1,4 @@
-"""Writes a sample of text at the end of a run."""
+"""A sample of text at the end of a run."""
 
 import jax
 
@@ -9,16 +9,16 @@ from jaxdist.trainer.callbacks import Callback, Run, RunEnd
 
 
 class Sample(Callback):
-    """Generates `train.sample_tokens` tokens at the end of a run, in `sample.txt`."""
+    """A callback that writes a sample of text to `sample.txt` at the end of a run."""
 
     keys = ("train.sample_tokens", "train.sample_prompt")
 
     def on_start(self, run: Run) -> None:
-        """Takes the run."""
+        """Keeps the run for `on_end`."""
         self._run = run
 
     def on_end(self, end: RunEnd) -> None:
-        """Generates and writes the text. No sample is no failure: the run is saved."""
+        """Generates and writes the text. A failure does not fail the run."""
         run = self._run
         train = run.config.train
         assert run.dataset is not None

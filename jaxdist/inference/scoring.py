@@ -1,10 +1,9 @@
-"""How probable given texts are to a model: log-probabilities, token by token, in fixed
-shapes.
+"""Log-probabilities of the tokens of texts under a model, computed in fixed shapes.
 
-The model gives what `jaxdist.inference.decoding` asks of it. A text is read in parts
-against the cache, so logits of a whole one are never in memory.
+The model needs `init_cache` and `decode`, as in `jaxdist.inference.decoding`. A text is
+read in parts against the cache, so the logits of a whole text are never in memory.
 
-Shapes: B rows, W width, V vocabulary.
+Shapes: B rows, W width, T tokens of a part, V vocabulary.
 """
 
 import itertools
@@ -25,19 +24,19 @@ from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.evaluation import read_behind
 
-_PART = 128  # tokens a row whose logits are in memory at once
+_PART = 128  # tokens per row whose logits are in memory at once
 
 
 class ScoreWindow(NamedTuple):
     """Consecutive tokens of a text that go through the model at once."""
 
     tokens: np.ndarray  # [2 .. W + 1] int32
-    # the first so many are only read; the others are scored, each from all before it
+    # number of leading tokens that are read but not scored, at least 1
     known: int
 
 
 class Score(NamedTuple):
-    """What a model gives a text's tokens."""
+    """The log-probabilities of the scored tokens of a window."""
 
     log_probabilities: np.ndarray  # [scored] float32, nats
     likeliest: np.ndarray  # [scored] bool: whether no other token was as probable
@@ -52,51 +51,58 @@ def windows(
     longest: int,
     stride: int | None = None,
 ) -> list[ScoreWindow]:
-    """Returns windows of at most `longest` inputs that score each token of
-    `continuation` once.
+    """Cuts a text into windows that score each token of `continuation` once.
 
-    Each is as long as the text allows, so a token is given as much as can be of what is
-    before it: what does not fit is cut off on the left. `context` has at least one
-    token.
+    A window is as long as the text and `longest` allow, so a token is scored after as
+    many earlier tokens as fit. Earlier ones are cut off on the left.
 
     Args:
-      stride: windows begin at multiples of it, and all but the first score at most so
-        many tokens: those of `jaxdist.data.sliding`, where `context` is one token.
-        Default: as many as a window holds.
+      context: [at least 1] token ids that are read but not scored.
+      continuation: token ids to score.
+      longest: largest number of inputs of a window.
+      stride: windows begin at multiples of it, and all but the first score at most
+        `stride` tokens. With a context of one token these are the windows of
+        `jaxdist.data.sliding`. None: a window scores as many tokens as it holds.
     """
     tokens = np.concatenate([context, continuation]).astype(np.int32)
     windows = []
-    first = len(context)
-    most = longest
-    while first < len(tokens):
-        end = min(first + most, len(tokens))
-        move = stride or 1
-        begin = -(-max(0, end - 1 - longest) // move) * move
-        windows.append(ScoreWindow(tokens[begin:end], first - begin))
-        first = end
-        most = stride or longest
+    first_scored = len(context)
+    max_scored = longest
+    alignment = stride or 1
+    while first_scored < len(tokens):
+        end = min(first_scored + max_scored, len(tokens))
+        begin = -(-max(0, end - 1 - longest) // alignment) * alignment
+        windows.append(ScoreWindow(tokens[begin:end], first_scored - begin))
+        first_scored = end
+        max_scored = stride or longest
     return windows
 
 
 def build_scorer(
     spec: ModelSpec, mesh: Mesh, rules: Rules, *, rows: int, compute: str = "float32"
 ) -> Scorer:
-    """Returns `score(weights, windows, *, longest, watch=None) -> list of Score`, in
-    the windows' order.
+    """Builds `score(weights, windows, *, longest, watch=None) -> list[Score]`.
 
-    It compiles once for each width, a power of two or
-    `longest`; rows are split over the batch axes.
+    Scores are in the order of the windows. The program compiles once for each width,
+    which is a power of two or `longest`. Rows are split over the batch axes.
 
     Args:
-      rows: windows at once; the batch shards divide it.
+      spec: the model.
+      mesh: the devices.
+      rules: the sharding rules by which weights are stored.
+      rows: windows in a batch, a multiple of the number of batch shards.
+      compute: the compute dtype.
     """
 
-    def run(weights, inputs_BW, targets_BW):
-        weights, by = laid_out(spec, weights, mesh, rules, compute)
-        with execution.activate(mesh, by, compute=compute):
+    def run(
+        weights: Weights, inputs_BW: jax.Array, targets_BW: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        weights, weight_rules = laid_out(spec, weights, mesh, rules, compute)
+        with execution.activate(mesh, weight_rules, compute=compute):
             return _score(spec.assemble(*weights), inputs_BW, targets_BW)
 
-    compiled = jax.jit(run, out_shardings=NamedSharding(mesh, P()))
+    replicated = NamedSharding(mesh, P())  # type: ignore[no-untyped-call] # jax is untyped here
+    compiled = jax.jit(run, out_shardings=replicated)
 
     def score(
         weights: Weights,
@@ -112,10 +118,8 @@ def build_scorer(
             for number, batch in enumerate(batches, 1):
                 tokens = [windows[i].tokens for i in batch]
                 width = widths[batch[0]]
-                inputs_BW, targets_BW = (
-                    padded([row[part] for row in tokens], rows, width)
-                    for part in (slice(-1), slice(1, None))
-                )
+                inputs_BW = padded([row[:-1] for row in tokens], rows, width)
+                targets_BW = padded([row[1:] for row in tokens], rows, width)
                 yield compiled(weights, *placed((inputs_BW, targets_BW), mesh, rules))
                 if watch:
                     watch(number, len(batches))
@@ -137,8 +141,11 @@ def build_scorer(
 def _score(
     model: Any, inputs_BW: jax.Array, targets_BW: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the targets' log-probabilities [B, W] float32, and whether each is the
-    likeliest.
+    """Scores the targets against the inputs, a part of the width at a time.
+
+    Returns:
+      The targets' log-probabilities [B, W] float32, and whether each target is the
+      likeliest token [B, W] bool.
     """
     rows, width = inputs_BW.shape
     size = math.gcd(width, _PART)
@@ -146,11 +153,13 @@ def _score(
     def parts(x_BW: jax.Array) -> jax.Array:
         return jnp.moveaxis(x_BW.reshape(rows, width // size, size), 1, 0)
 
-    def score_part(cache: Any, tokens: tuple[jax.Array, jax.Array]):
+    def score_part(
+        cache: Any, tokens: tuple[jax.Array, jax.Array]
+    ) -> tuple[Any, tuple[jax.Array, jax.Array]]:
         inputs_BT, targets_BT = tokens
         logits_BTV, cache = model.decode(inputs_BT, cache)
-        # A sum over the vocabulary, not a look-up in it: its shards stay where they
-        # are.
+        # A masked sum keeps the shards of the vocabulary in place; a look-up would
+        # gather them.
         ids_V = jnp.arange(logits_BTV.shape[-1], dtype=jnp.int32)
         target_logits_BT = jnp.where(
             ids_V[None, None] == targets_BT[..., None], logits_BTV, 0
@@ -164,18 +173,21 @@ def _score(
     _, scores = jax.lax.scan(
         score_part, model.init_cache(rows, width), (parts(inputs_BW), parts(targets_BW))
     )
-    probabilities, likeliest = (
+    log_probabilities_BW, likeliest_BW = (
         jnp.moveaxis(x, 0, 1).reshape(rows, width) for x in scores
     )
-    return probabilities, likeliest
+    return log_probabilities_BW, likeliest_BW
 
 
 def _batches(widths: Sequence[int], rows: int) -> list[list[int]]:
-    """Returns numbers of at most `rows` windows of equal width each, the
-    widest first.
+    """Groups windows of equal width into batches of at most `rows`, widest first.
+
+    Returns:
+      The positions of each batch's windows in `widths`.
     """
     order = sorted(range(len(widths)), key=lambda i: -widths[i])
-    groups = [
-        list(group) for _, group in itertools.groupby(order, key=lambda i: widths[i])
-    ]
-    return [group[i : i + rows] for group in groups for i in range(0, len(group), rows)]
+    batches = []
+    for _, group in itertools.groupby(order, key=lambda i: widths[i]):
+        positions = list(group)
+        batches += [positions[i : i + rows] for i in range(0, len(positions), rows)]
+    return batches

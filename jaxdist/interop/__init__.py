@@ -1,8 +1,9 @@
 """Hugging Face folders: import and export.
 
-`WEIGHT_SOURCES` let a run start from such folders. `families` are the tables (with `config_rules` and `expert_rules`, those of
-config.json), read in both directions: by `hf_config` config.json <-> the transformer's
-values, by `hf_reader` and `hf_writer` tensors <-> its parameters.
+`WEIGHT_SOURCES` let a run start from such folders. `families` holds the tables of tensors
+and the rules of config.json (from `config_rules`, `expert_rules`, `rotary_rules`). Both
+work in both directions: `hf_config` converts config.json, `hf_reader` and `hf_writer`
+convert tensors.
 """
 
 from jaxdist.interop.families import FAMILIES
@@ -16,9 +17,7 @@ from jaxdist.interop.hf_reader import Tensors, open_weights
 from jaxdist.interop.hf_writer import (
     KEPT,
     CheckpointWeights,
-    copy_own_tokenizer,
     export,
-    write_chat_files,
 )
 from jaxdist.interop.initial_weights import WEIGHT_SOURCES
 
@@ -29,11 +28,9 @@ __all__ = [
     "CheckpointWeights",
     "Tensors",
     "canonical_values",
-    "copy_own_tokenizer",
     "derive",
     "export",
     "fields_of",
     "open_weights",
     "read_config",
-    "write_chat_files",
 ]

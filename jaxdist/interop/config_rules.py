@@ -1,10 +1,9 @@
-"""How fields of a Hugging Face config.json and the transformer's values give each
-other.
+"""Rules that convert fields of Hugging Face's config.json to model values, and back.
 
-A rule reads some fields and gives some values; written backwards, it gives the fields
-that it would read those values from (or ones that come near: `hf_config` reads back
-what was written and compares). Fields have the older spelling where there are two
-(rope_theta and rope_scaling, not rope_parameters): transformers 4 and 5 read that.
+A rule's `read` derives values from some fields. Its `write` makes the fields that give
+these values. `write` may be inexact: `hf_config` reads the written fields again and
+compares. If a field has two spellings, the older one is written (rope_theta and
+rope_scaling, not rope_parameters), because transformers 4 and 5 both read it.
 """
 
 from __future__ import annotations
@@ -14,15 +13,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxdist.models.transformer import TransformerConfig
+from jaxdist.models.transformer_config import TransformerConfig
 
 Values = Mapping[str, Any]  # fields of TransformerConfig
-REQUIRED: Any = object()
-_MOST_LAYERS = 100_000
+REQUIRED: Any = object()  # the default of a field that must be there
+_MAX_LAYERS = 100_000
 
 
 class Source:
-    """A config.json that notes which fields were read, and what is wrong with them."""
+    """The fields of a config.json, with those that were read and their faults.
+
+    Args:
+      config: the fields.
+      prefix: what names of fields begin with in messages, for a nested mapping.
+    """
 
     def __init__(self, config: Mapping[str, Any], prefix: str = "") -> None:
         self.config = dict(config)
@@ -31,112 +35,122 @@ class Source:
         self.read: set[str] = set()
 
     def take(self, key: str, default: Any = REQUIRED) -> Any:
-        """Returns a field, or its default where it is absent."""
+        """Returns a field, or its default if it is absent."""
         self.read.add(key)
         if key not in self.config and default is REQUIRED:
             self.faults.append(
                 f"{self.prefix}{key} is missing from config.json, and required"
             )
-            return 1  # a number, for the rules that go on with it
+            return (
+                1  # a number, so that other rules can be read and report their faults
+            )
         return self.config.get(key, default)
 
     def number(self, key: str, default: Any = REQUIRED, kind: type = float) -> Any:
-        """Returns a field of a kind: bool, int (>= 0) or float (> 0, any number); null
-        is the default.
+        """Returns a field of type bool, int or float; null is the default.
+
+        Args:
+          key: the field.
+          default: its value if it is absent or null.
+          kind: bool; int, which is a whole number >= 0; float, which is a number >= 0.
         """
         value = self.take(key, default)
-        value = default if value is None and default is not REQUIRED else value
+        if value is None and default is not REQUIRED:
+            value = default
         if value is None and default is None:
             return None
         if kind is bool:
-            legal = isinstance(value, bool)
-            why = "true or false"
+            is_valid = isinstance(value, bool)
+            required = "true or false"
         elif kind is int:
-            legal = type(value) is int and value >= 0
-            why = "a whole number"
+            is_valid = type(value) is int and value >= 0
+            required = "a whole number"
         else:
-            legal = type(value) in (int, float) and value >= 0
-            why = "a number > 0"
-        return value if legal else self.refuse(key, value, f"{why} is required", 1)
+            is_valid = type(value) in (int, float) and value >= 0
+            required = "a number > 0"
+        if is_valid:
+            return value
+        return self.refuse(key, value, f"{required} is required", instead=1)
 
     def count(self, key: str, default: int | None) -> Any:
         """Returns a field that is a whole number > 0; null is the default."""
         value = self.number(key, default, int)
-        return (
-            self.refuse(key, value, "a whole number > 0 is required", 1)
-            if value == 0
-            else value
-        )
+        if value == 0:
+            return self.refuse(key, value, "a whole number > 0 is required", instead=1)
+        return value
 
-    def refuse(self, key: str, value: Any, why: str, instead: Any = None) -> Any:
-        """Notes a fault of a field; returns `instead`."""
-        self.faults.append(f"{self.prefix}{key}={value!r}: {why}")
+    def refuse(self, key: str, value: Any, fault: str, instead: Any = None) -> Any:
+        """Records a fault of a field, and returns `instead`."""
+        self.faults.append(f"{self.prefix}{key}={value!r}: {fault}")
         return instead
 
     def inside(self, key: str, value: Any) -> Source:
-        """Returns a nested mapping as a source of its own; what it lacks is its
-        reader's to say.
-        """
+        """Makes a source of a nested mapping. The caller collects its faults."""
         if not isinstance(value, Mapping):
-            value = self.refuse(key, value, "a mapping is required", {})
+            value = self.refuse(key, value, "a mapping is required", instead={})
         return Source(value, f"{self.prefix}{key}.")
 
     def close(
-        self, harmless: Callable[[str, Any], object] = lambda key, value: False
+        self, harmless: Callable[[str, Any], bool] = lambda key, value: False
     ) -> list[str]:
-        """Returns all faults: those noted, and the fields that nothing has read."""
-        return self.faults + [
-            f"{self.prefix}{key}={value!r}: this field is not understood"
-            for key, value in self.config.items()
-            if key not in self.read and value is not None and not harmless(key, value)
-        ]
+        """Lists all faults: those recorded, and the fields that no rule has read.
+
+        Args:
+          harmless: whether an unread field, given its name and value, is no fault.
+        """
+        faults = list(self.faults)
+        for key, value in self.config.items():
+            is_unread = key not in self.read and value is not None
+            if is_unread and not harmless(key, value):
+                faults.append(
+                    f"{self.prefix}{key}={value!r}: this field is not understood"
+                )
+        return faults
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Values from fields, given the values of the rules before; and fields from all
-    values.
+    """A conversion between some fields of config.json and some values of the model.
+
+    `read` derives values from fields, given the values of the rules before it. `write`
+    makes fields from all values.
     """
 
     read: Callable[[Source, Values], dict[str, Any]]
     write: Callable[[Values], dict[str, Any]] = lambda values: {}
 
 
-def plain(ours: str, key: str, default: Any = REQUIRED) -> Rule:
-    """Returns the rule of a value that is a field as it stands."""
-    kind = type(getattr(TransformerConfig(), ours))
+def plain(name: str, key: str, default: Any = REQUIRED) -> Rule:
+    """Makes the rule for the value `name` that equals the field `key`."""
+    kind = type(getattr(TransformerConfig(), name))
 
     def read(source: Source, _: Values) -> dict[str, Any]:
         value = source.number(key, default, kind)
-        # a list of their kinds must fit into memory
-        if ours == "num_layers" and value > _MOST_LAYERS:
-            value = source.refuse(
-                key, value, f"at most {_MOST_LAYERS:,} layers are supported", 1
-            )
-        return {ours: value}
+        # Lists with an entry per layer are made, which must fit into memory.
+        if name == "num_layers" and value > _MAX_LAYERS:
+            fault = f"at most {_MAX_LAYERS:,} layers are supported"
+            value = source.refuse(key, value, fault, instead=1)
+        return {name: value}
 
-    return Rule(read, lambda values: {key: values[ours]})
-
-
-def implied(**ours: Any) -> Rule:
-    """Returns the rule of values that the architecture has, and no field says."""
-    return Rule(lambda source, _: dict(ours))
+    return Rule(read, lambda values: {key: values[name]})
 
 
-def only(key: str, *legal: Any) -> Rule:
-    """Returns the rule of a field of which we build some values alone; absent, it has
-    the first.
-    """
+def implied(**values: Any) -> Rule:
+    """Makes the rule for values that the architecture has without a field for them."""
+    return Rule(lambda source, _: dict(values))
+
+
+def only(key: str, *supported: Any) -> Rule:
+    """Makes the rule for a field with few supported values, the default first."""
 
     def read(source: Source, _: Values) -> dict[str, Any]:
-        value = source.take(key, legal[0])
-        if value not in legal:
-            source.refuse(
-                key, value, f"not supported; required {' or '.join(map(repr, legal))}"
-            )
+        value = source.take(key, supported[0])
+        if value not in supported:
+            required = " or ".join(map(repr, supported))
+            source.refuse(key, value, f"not supported; required {required}")
         return {}
 
-    return Rule(read, lambda values: {key: legal[0]})
+    return Rule(read, lambda values: {key: supported[0]})
 
 
 # --- heads, activation, biases, scales ------------------------------------------------
@@ -145,43 +159,52 @@ def only(key: str, *legal: Any) -> Rule:
 def heads(
     *, kv: int | None = None, head_dim: int | None = None, whole: bool = False
 ) -> Rule:
-    """Returns the rule of key heads and head size; by default num_heads, and
-    hidden_size / num_heads.
+    """Makes the rule for the number of key-value heads, and the size of a head.
 
     Args:
-      whole: no other size than the latter is possible.
+      kv: default number of key-value heads; None: as many as query heads.
+      head_dim: default size of a head; None: hidden_size / num_attention_heads.
+      whole: whether the size must be hidden_size / num_attention_heads.
     """
 
     def read(source: Source, values: Values) -> dict[str, Any]:
-        num = source.count("num_key_value_heads", kv) or values["num_heads"]
-        usual = values["d_model"] // max(values["num_heads"], 1)
-        size = source.count("head_dim", head_dim) or usual
-        if whole and size != usual:
-            why = f"required hidden_size / num_attention_heads = {usual}: norms of all heads are that long"
-            source.refuse("head_dim", size, why)
-        return {"num_kv_heads": num, "head_dim": size}
+        num_kv_heads = source.count("num_key_value_heads", kv) or values["num_heads"]
+        quotient = values["d_model"] // max(values["num_heads"], 1)
+        size = source.count("head_dim", head_dim) or quotient
+        if whole and size != quotient:
+            source.refuse(
+                "head_dim",
+                size,
+                f"required hidden_size / num_attention_heads = {quotient}: "
+                "norms of all heads are that long",
+            )
+        return {"num_kv_heads": num_kv_heads, "head_dim": size}
 
-    return Rule(
-        read,
-        lambda v: {"num_key_value_heads": v["num_kv_heads"], "head_dim": v["head_dim"]},
-    )
+    def write(values: Values) -> dict[str, Any]:
+        return {
+            "num_key_value_heads": values["num_kv_heads"],
+            "head_dim": values["head_dim"],
+        }
+
+    return Rule(read, write)
 
 
 def gpt2_heads() -> Rule:
-    """Returns the rule of GPT-2's heads and feed-forward width, which follow from the
-    others.
-    """
+    """Makes the rule for GPT-2's heads and feed-forward width."""
 
     def read(source: Source, values: Values) -> dict[str, Any]:
-        width = values["d_model"]
-        num = values["num_heads"]
-        d_ff = source.count("n_inner", None) or 4 * width
-        return {"num_kv_heads": num, "head_dim": width // max(num, 1), "d_ff": d_ff}
+        d_model = values["d_model"]
+        num_heads = values["num_heads"]
+        return {
+            "num_kv_heads": num_heads,
+            "head_dim": d_model // max(num_heads, 1),
+            "d_ff": source.count("n_inner", None) or 4 * d_model,
+        }
 
     return Rule(read, lambda values: {"n_inner": values["d_ff"]})
 
 
-# Of a function with several names the one that we write comes first.
+# If a function has several names, the one that is written comes first.
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -194,11 +217,10 @@ _ACTIVATIONS = {
 
 
 def activation(key: str, default: Any = REQUIRED) -> Rule:
-    """Returns the rule of the feed-forward part's activation; GPT-2's files call the
-    tanh one gelu_new.
-    """
-    names = {ours: name for name, ours in reversed(_ACTIVATIONS.items())}
-    names |= {"gelu": "gelu_new"} if default == "gelu_new" else {}
+    """Makes the rule for the activation of the feed-forward part."""
+    names = {function: name for name, function in reversed(_ACTIVATIONS.items())}
+    if default == "gelu_new":  # GPT-2's name for the tanh approximation
+        names["gelu"] = default
 
     def read(source: Source, _: Values) -> dict[str, Any]:
         value = source.take(key, default)
@@ -210,43 +232,49 @@ def activation(key: str, default: Any = REQUIRED) -> Rule:
 
 
 def attention_bias() -> Rule:
-    """Returns the rule of Llama's attention_bias: q, k, v and out have one, or none
-    has.
-    """
+    """Makes the rule for Llama's attention_bias, which holds for q, k, v and out."""
 
     def read(source: Source, _: Values) -> dict[str, Any]:
-        return {
-            "bias": "attention"
-            if source.number("attention_bias", False, bool)
-            else "none"
-        }
+        has_bias = source.number("attention_bias", False, bool)
+        return {"bias": "attention" if has_bias else "none"}
 
     return Rule(read, lambda values: {"attention_bias": values["bias"] == "attention"})
 
 
 def caps(attention: float | None, final: float | None) -> Rule:
-    """Returns the rule of Gemma's soft-caps, with their defaults; null is none, as 0 is
-    here.
+    """Makes the rule for Gemma's soft-caps, where null is no cap.
+
+    Args:
+      attention: default cap of attention logits.
+      final: default cap of the head's logits.
     """
-    ours = {
-        "attention_softcap": ("attn_logit_softcapping", attention),
-        "logit_softcap": ("final_logit_softcapping", final),
+    defaults = {
+        "attn_logit_softcapping": attention,
+        "final_logit_softcapping": final,
     }
+
+    def cap(source: Source, key: str) -> float:
+        if source.take(key, defaults[key]) is None:
+            return 0.0
+        return float(source.number(key, defaults[key]))
 
     def read(source: Source, _: Values) -> dict[str, Any]:
         return {
-            name: 0.0 if source.take(*field) is None else float(source.number(*field))
-            for name, field in ours.items()
+            "attention_softcap": cap(source, "attn_logit_softcapping"),
+            "logit_softcap": cap(source, "final_logit_softcapping"),
         }
 
-    return Rule(
-        read,
-        lambda values: {key: values[name] or None for name, (key, _) in ours.items()},
-    )
+    def write(values: Values) -> dict[str, Any]:
+        return {
+            "attn_logit_softcapping": values["attention_softcap"] or None,
+            "final_logit_softcapping": values["logit_softcap"] or None,
+        }
+
+    return Rule(read, write)
 
 
 def gemma_scales() -> Rule:
-    """Returns the rule of the factors of Gemma's attention logits and embeddings."""
+    """Makes the rule for the factors of Gemma's attention logits and embeddings."""
 
     def read(source: Source, values: Values) -> dict[str, Any]:
         scalar = source.number("query_pre_attn_scalar", 256) or 1
@@ -256,17 +284,13 @@ def gemma_scales() -> Rule:
         }
 
     def write(values: Values) -> dict[str, Any]:
-        scalar = (
-            values["attention_scale"] ** -2
-            if values["attention_scale"]
-            else values["head_dim"]
-        )
-        whole = round(scalar)  # the field's type
-        return {
-            "query_pre_attn_scalar": whole
-            if math.isclose(whole, scalar, rel_tol=1e-9)
-            else scalar
-        }
+        scalar = values["head_dim"]
+        if values["attention_scale"]:
+            scalar = values["attention_scale"] ** -2
+        whole = round(scalar)  # the field is a whole number in Gemma's files
+        if math.isclose(whole, scalar, rel_tol=1e-9):
+            scalar = whole
+        return {"query_pre_attn_scalar": scalar}
 
     return Rule(read, write)
 
@@ -277,93 +301,147 @@ KINDS = {"full_attention": "global", "sliding_attention": "local"}
 
 
 def shortest_period(kinds: Sequence[str]) -> tuple[str, ...]:
-    """Returns the shortest pattern that, repeated and cut off, gives the kinds of all
-    layers.
-    """
-    periods = (tuple(kinds[:size]) for size in range(1, len(kinds) + 1))
-    return next(
-        (period for period in periods if spread(period, len(kinds)) == list(kinds)), ()
-    )
+    """Finds the shortest pattern whose repetition, cut off, gives all kinds."""
+    for size in range(1, len(kinds) + 1):
+        pattern = tuple(kinds[:size])
+        if spread(pattern, len(kinds)) == list(kinds):
+            return pattern
+    return ()
 
 
 def spread(pattern: Sequence[str], depth: int) -> list[str]:
-    """Returns the kind of each layer."""
+    """Repeats a pattern, to give the kind of each of `depth` layers."""
     return [pattern[i % len(pattern)] for i in range(depth)]
 
 
-def layers(form: str, window: int | None, period: int = 0) -> Rule:
-    """Returns the rule of sliding windows, with the class's default window.
+def whole_window(window: int | None) -> Rule:
+    """Makes the rule for a window of every layer; null is none (Mistral, Phi-3).
 
     Args:
-      form: "all": every layer has the window, unless it is null (Mistral, Phi-3);
-        "flag": of use_sliding_window, from max_window_layers on (Qwen); "pattern": all
-        but each `period`-th (Gemma).
+      window: the class's default window in tokens.
     """
-
-    def kinds(source: Source, depth: int) -> list[str]:
-        if form == "all":
-            return ["local"] * depth
-        if form == "flag":
-            first = source.number("max_window_layers", 28, int)
-            first = first if source.number("use_sliding_window", False, bool) else depth
-            computed = ["global" if i < first else "local" for i in range(depth)]
-        else:
-            every = source.count("sliding_window_pattern", period)
-            every = source.count("_sliding_window_pattern", every)
-            computed = ["local" if (i + 1) % every else "global" for i in range(depth)]
-        names = source.take("layer_types", None)
-        if names is None:
-            return computed
-        if (
-            not isinstance(names, list)
-            or len(names) != depth
-            or not set(map(str, names)) <= set(KINDS)
-        ):
-            why = f"required one of {', '.join(KINDS)} for each of {depth} layers"
-            return source.refuse("layer_types", names, why, computed)
-        return [KINDS[name] for name in names]
 
     def read(source: Source, values: Values) -> dict[str, Any]:
         size = source.take("sliding_window", window)
-        of_layers = kinds(source, values["num_layers"])
-        if "local" not in of_layers or (size is None and form == "all"):
-            return {"window": 0, "layer_pattern": ("global",)}
-        if not isinstance(size, int) or size < 1:
-            source.refuse(
-                "sliding_window", size, "there are sliding layers, so it must be >= 1"
-            )
-        return {"window": size, "layer_pattern": shortest_period(of_layers)}
+        if size is None:
+            return _NO_WINDOW
+        return _windowed(source, size, ["local"] * values["num_layers"])
 
     def write(values: Values) -> dict[str, Any]:
-        pattern = values["layer_pattern"]
-        depth = values["num_layers"]
-        of_layers = spread(pattern, depth)
-        some = "local" in pattern
-        if form == "all":
-            return {"sliding_window": values["window"] if some else None}
-        types = [
-            "sliding_attention" if kind == "local" else "full_attention"
-            for kind in of_layers
-        ]
-        fields = {
-            "sliding_window": values["window"] if some else window,
-            "layer_types": types,
-        }
-        if form == "flag":
-            first = of_layers.index("local") if some else depth
-            return fields | {"use_sliding_window": some, "max_window_layers": first}
-        every = len(pattern)  # transformers before 4.53 knows this field alone
-        regular = pattern == ("local",) * (every - 1) + ("global",)
-        return fields | (
-            {"sliding_window_pattern": every} if regular and period == 6 else {}
-        )
+        has_local = "local" in values["layer_pattern"]
+        return {"sliding_window": values["window"] if has_local else None}
 
     return Rule(read, write)
 
 
+def flagged_window(window: int) -> Rule:
+    """Makes the rule for a window of the last layers, with a flag for it (Qwen).
+
+    With use_sliding_window, layers from max_window_layers on have the window.
+    layer_types overrides both.
+
+    Args:
+      window: the class's default window in tokens.
+    """
+
+    def read(source: Source, values: Values) -> dict[str, Any]:
+        depth = values["num_layers"]
+        size = source.take("sliding_window", window)
+        first = source.number("max_window_layers", 28, int)
+        if not source.number("use_sliding_window", False, bool):
+            first = depth
+        kinds = ["global" if i < first else "local" for i in range(depth)]
+        return _windowed(source, size, _listed_kinds(source, kinds))
+
+    def write(values: Values) -> dict[str, Any]:
+        kinds = spread(values["layer_pattern"], values["num_layers"])
+        has_local = "local" in values["layer_pattern"]
+        return {
+            "sliding_window": values["window"] if has_local else window,
+            "layer_types": _types_of(kinds),
+            "use_sliding_window": has_local,
+            "max_window_layers": kinds.index("local") if has_local else len(kinds),
+        }
+
+    return Rule(read, write)
+
+
+def periodic_window(window: int, period: int) -> Rule:
+    """Makes the rule for a window of all layers but each `period`-th (Gemma).
+
+    layer_types overrides the period.
+
+    Args:
+      window: the class's default window in tokens.
+      period: the class's default period.
+    """
+
+    def read(source: Source, values: Values) -> dict[str, Any]:
+        size = source.take("sliding_window", window)
+        every = source.count("sliding_window_pattern", period)
+        every = source.count("_sliding_window_pattern", every)
+        kinds = [
+            "local" if (i + 1) % every else "global"
+            for i in range(values["num_layers"])
+        ]
+        return _windowed(source, size, _listed_kinds(source, kinds))
+
+    def write(values: Values) -> dict[str, Any]:
+        pattern = values["layer_pattern"]
+        fields = {
+            "sliding_window": values["window"] if "local" in pattern else window,
+            "layer_types": _types_of(spread(pattern, values["num_layers"])),
+        }
+        # Gemma 3 in transformers below 4.53 reads this field and not layer_types.
+        every = len(pattern)
+        is_regular = pattern == ("local",) * (every - 1) + ("global",)
+        if is_regular and period == 6:
+            fields["sliding_window_pattern"] = every
+        return fields
+
+    return Rule(read, write)
+
+
+_NO_WINDOW: dict[str, Any] = {"window": 0, "layer_pattern": ("global",)}
+
+
+def _listed_kinds(source: Source, kinds: list[str]) -> list[str]:
+    """Reads layer_types, the kind of each layer; `kinds` if it is absent or invalid."""
+    names = source.take("layer_types", None)
+    if names is None:
+        return kinds
+    has_all_layers = isinstance(names, list) and len(names) == len(kinds)
+    if not has_all_layers or not set(map(str, names)) <= set(KINDS):
+        required = f"required one of {', '.join(KINDS)} for each of {len(kinds)} layers"
+        source.refuse("layer_types", names, required)
+        return kinds
+    return [KINDS[name] for name in names]
+
+
+def _types_of(kinds: Sequence[str]) -> list[str]:
+    """Makes layer_types of the kinds of all layers."""
+    types = {"local": "sliding_attention"}
+    return [types.get(kind, "full_attention") for kind in kinds]
+
+
+def _windowed(source: Source, size: Any, kinds: list[str]) -> dict[str, Any]:
+    """Makes the values of a window of the local layers, after a check of its size."""
+    if "local" not in kinds:
+        return _NO_WINDOW
+    if not isinstance(size, int) or size < 1:
+        source.refuse(
+            "sliding_window", size, "there are sliding layers, so it must be >= 1"
+        )
+    return {"window": size, "layer_pattern": shortest_period(kinds)}
+
+
 def switched_window(window: int) -> Rule:
-    """Returns the rule of Qwen3-MoE's window: with use_sliding_window all layers have
-    it.
+    """Makes the rule for Qwen3-MoE's window.
+
+    With use_sliding_window all layers have the window.
+
+    Args:
+      window: the class's default window in tokens.
     """
 
     def read(source: Source, _: Values) -> dict[str, Any]:
@@ -371,7 +449,7 @@ def switched_window(window: int) -> Rule:
         size = source.take("sliding_window", window)
         first = source.number("max_window_layers", 0, int)
         if not used or size is None:
-            return {"window": 0, "layer_pattern": ("global",)}
+            return _NO_WINDOW
         if first:
             source.refuse(
                 "max_window_layers",
@@ -379,9 +457,8 @@ def switched_window(window: int) -> Rule:
                 "versions of transformers differ in it; required 0",
             )
         if type(size) is not int or size < 1:
-            size = source.refuse(
-                "sliding_window", size, "a whole number > 0 is required", 1
-            )
+            fault = "a whole number > 0 is required"
+            size = source.refuse("sliding_window", size, fault, instead=1)
         return {"window": size, "layer_pattern": ("local",)}
 
     def write(values: Values) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A run's checkpoint written as a Hugging Face folder, whole or as PEFT adapters."""
+"""Writes a run's checkpoint as a Hugging Face folder, or its adapters for PEFT."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,28 +18,28 @@ from jaxdist.protocols.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class Source:
-    """The run whose weights are written, and what its config says of them."""
+    """The run to export, and the settings that the export needs."""
 
     workdir: Path
     checkpoints: Path
     spec: ModelSpec
-    model_options: Mapping[str, Any]
+    model_options: Mapping[str, Any]  # values of model.*
     lora: LoraConfig
-    base_model: str  # folder that the adapters' model came from; "" = none
-    params_dtype: str
-    sequence_length: int
-    has_chats: bool  # whether it was trained on chats
+    base_model: str  # folder that the adapters' base model was read from; "" = none
+    params_dtype: str  # precision.params
+    sequence_length: int  # batch.sequence_length
+    has_chats: bool  # whether the run was trained on chats
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What `jaxdist convert --format huggingface` is asked for."""
+    """Options of `jaxdist convert --format huggingface`."""
 
-    step: int | None = None  # checkpoint to read; None: the newest
-    adapters: bool = False  # writes a run's adapters alone, as PEFT does
-    drop_choice_bias: bool = False  # leaves out biases of the choice of experts
-    dtype: str | None = None  # of what is written; None: that of the run
-    max_shard_bytes: int = 5_000_000_000  # of a safetensors file
+    step: int | None = None  # step of the checkpoint to read; None = the newest
+    adapters: bool = False  # whether to write the adapters alone, as a PEFT folder
+    drop_choice_bias: bool = False  # whether to omit the biases that choose experts
+    dtype: str | None = None  # dtype of the written weights; None = that of the run
+    max_shard_bytes: int = 5_000_000_000  # largest safetensors file
 
 
 def export_folder(source: Source, target: Path, options: ExportOptions) -> str:
@@ -48,18 +48,20 @@ def export_folder(source: Source, target: Path, options: ExportOptions) -> str:
     Args:
       source: the run.
       target: an empty folder.
-      options: what is written.
+      options: options of the export.
 
     Returns:
-      A line that tells what was written.
+      A line that describes the written weights.
 
     Raises:
-      ConfigError: no Hugging Face model is like the run's, or it has no adapters.
-      CheckpointError: no usable checkpoint.
+      ConfigError: no Hugging Face architecture can express the run's model, or adapters
+        are wanted and the run has none.
+      CheckpointError: there is no usable checkpoint.
     """
     if options.adapters and not source.lora.rank:
         raise ConfigError(
-            f"--adapters: {source.workdir} was trained without adapters; leave the flag out"
+            f"--adapters: {source.workdir} was trained without adapters. "
+            "Leave out --adapters."
         )
     kept = source.workdir / KEPT
     origin: dict[str, Any] = hf_config.read_config(kept) if kept.is_dir() else {}
@@ -74,12 +76,12 @@ def export_folder(source: Source, target: Path, options: ExportOptions) -> str:
     )
     if options.adapters:
         dtype = "float32"
-        written = _write_adapters(source, target, family, weights, shapes)
-        what = ", the adapters for"
+        num_bytes = _write_adapters(source, target, family, weights, shapes)
+        contents = ", the adapters for"
     else:
         dtype = options.dtype or source.params_dtype
         fields |= _write_tokenizer(source, target)
-        written = hf_writer.export(
+        num_bytes = hf_writer.export(
             target,
             family,
             fields,
@@ -88,10 +90,11 @@ def export_folder(source: Source, target: Path, options: ExportOptions) -> str:
             dtype=dtype,
             max_shard_bytes=options.max_shard_bytes,
         )
-        what = " as"
+        contents = " as"
     weights.close()
     return (
-        f"step {weights.step}{what} {family.architecture}, {written:,} bytes of {dtype}"
+        f"step {weights.step}{contents} {family.architecture}, "
+        f"{num_bytes:,} bytes of {dtype}"
     )
 
 
@@ -102,12 +105,12 @@ def _write_adapters(
     weights: CheckpointWeights,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> int:
-    """Writes a run's adapters as PEFT does; returns the bytes written."""
+    """Writes a run's adapters as a PEFT folder; returns the number of bytes."""
     for path, (_, names) in source.spec.named_trainable().items():
         if "experts" in names:
             raise ConfigError(
-                f"--adapters: {path} is of experts, and PEFT's adapters of linear layers have no "
-                f"place for it; leave the flag out, and the adapters are merged into the model"
+                f"--adapters: {path} adapts experts, which PEFT's files cannot hold. "
+                "Leave out --adapters to merge the adapters into the model."
             )
     factors = {
         path: weights.read(path) for path in trees.flatten_names(source.spec.trainable)
@@ -118,9 +121,7 @@ def _write_adapters(
 
 
 def _write_tokenizer(source: Source, target: Path) -> dict[str, Any]:
-    """Copies the run's tokenizer and chat files; returns what config.json tells of
-    them.
-    """
+    """Copies the run's tokenizer and chat files; returns fields for config.json."""
     fields: dict[str, Any] = {}
     tokenizer_config.copy_small_files(source.workdir / KEPT, target)
     trained_tokenizer = source.workdir / TOKENIZER_FILE

@@ -1,12 +1,14 @@
-"""What Hugging Face calls the transformer's parameters: one table a family, read in
-both directions.
+"""Hugging Face's names for the transformer's parameters: one table per family.
 
-A line says which part of a stored tensor is which of our parameters, with both layouts
-in letters (`{}` is the layer, of which ours are a stack; a second one is the expert, of
-which each layer of ours has a stack): "attention/query DHN -> HN D" is a matrix of rows
-(head, head dim) and columns d_model there, which here is [d_model, head, head dim].
-Linear layers are stored (out, in), GPT-2's Conv1D (in, out). Source: the modelling code
-of transformers 5.23.
+Import and export read the same table. A line of it says which parameter is a part of
+which stored tensor, and gives both layouts in letters. For example `q_proj.weight` is
+"attention/query DHN -> HN D". The stored matrix has rows (head, head dim) and columns
+d_model; the parameter is [d_model, head, head dim].
+
+`{}` in a tensor's name is the layer, and a second `{}` is the expert. The parameters are
+stacks of all layers (and experts), so they have these dims first. Linear layers are
+stored (out, in), GPT-2's Conv1D (in, out). Source: the modelling code of transformers
+5.23.
 """
 
 import itertools
@@ -19,71 +21,79 @@ from jaxdist.interop import config_rules as rule
 from jaxdist.interop import expert_rules
 from jaxdist.interop.rotary_rules import gemma_rotary, rotary
 
-_BLOCKS = "blocks/"  # what paths of our stacks begin with in the tables
-Shapes = Mapping[str, tuple[int, ...]]  # of our parameters, by path
+_BLOCKS = "blocks/"  # first part of the paths of stacked parameters in the tables
+Shapes = Mapping[str, tuple[int, ...]]  # shapes of parameters by path
+# one line of a table: the part that a tensor holds, or the axis that joins several
+# parts and these parts
+_Line = str | tuple[int | str, ...]
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """One of our parameters inside a stored tensor."""
+    """A parameter as it stands inside a stored tensor."""
 
-    path: str  # of our parameter
-    # of its dims, the first ones, that the tensor's name counts: layer, expert
+    path: str  # path of the parameter
+    # number of its first dims that the tensor's name counts: layer, expert
     stacked: int
-    ours: str  # a letter for each of the others
-    # for each stored dim the letters that it merges, the slowest first
-    theirs: tuple[str, ...]
+    dims: str  # a letter for each of the parameter's other dims
+    # for each dim of the tensor the letters that it merges, the slowest first
+    stored_dims: tuple[str, ...]
 
-    def dims(self, shape: tuple[int, ...]) -> dict[str, int]:
-        """Returns the size of every letter, from our parameter's shape."""
-        return dict(zip(self.ours, shape[self.stacked :], strict=True))
+    def dim_sizes(self, shape: tuple[int, ...]) -> dict[str, int]:
+        """Returns the size of each letter for a parameter of this shape."""
+        return dict(zip(self.dims, shape[self.stacked :], strict=True))
 
     def is_in(self, shapes: Shapes) -> bool:
-        """Checks whether there is such a parameter, with as many dims."""
-        return len(shapes.get(self.path, ())) == self.stacked + len(self.ours)
+        """Checks whether the parameter exists, with as many dims."""
+        return len(shapes.get(self.path, ())) == self.stacked + len(self.dims)
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the part in its file."""
-        dims = self.dims(shape)
+        """Returns the shape of the part in its file, for a parameter of this shape."""
+        sizes = self.dim_sizes(shape)
         return tuple(
-            math.prod(dims[letter] for letter in group) for group in self.theirs
+            math.prod(sizes[letter] for letter in group) for group in self.stored_dims
         )
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file (for each layer and expert that its name counts): parts put
-    together on an axis.
-    """
+    """A tensor in a file, once per layer and expert: parts joined on an axis."""
 
     name: str
     parts: tuple[TensorPart, ...]
     axis: int = 0
-    first: int = 0  # layer that our stack begins with
-    step: int = 1  # from it to the next one of the stack
+    first: int = 0  # layer that the parameter's stack begins with
+    step: int = 1  # distance in layers between two entries of the stack
 
     def names(self, ranges: Iterable[tuple[int, int]]) -> dict[tuple[int, ...], str]:
-        """Returns its name by (layer, expert), relative to where the ranges of our
-        parameter's dims begin.
-        """
-        counted = [
-            range(*ends)
-            for ends, _ in zip(ranges, range(self.parts[0].stacked), strict=False)
-        ]
-        return {
-            tuple(
-                i - of.start for i, of in zip(at, counted, strict=True)
-            ): self.name_of(*at)
-            for at in itertools.product(*counted)
-        }
+        """Lists the tensor's names for a block of the parameter.
 
-    def name_of(self, *at: int) -> str:
-        """Returns its name, given the place in the stack (and the expert)."""
-        return self.name.format(*(self.first + self.step * i for i in at[:1]), *at[1:])
+        Args:
+          ranges: (start, stop) of the block for each dim of the parameter.
+
+        Returns:
+          The names by (layer, expert), counted from the start of the block.
+        """
+        num_counted = self.parts[0].stacked
+        counted = [range(*ends) for ends in itertools.islice(ranges, num_counted)]
+        names = {}
+        for position in itertools.product(*counted):
+            offsets = zip(position, counted, strict=True)
+            in_block = tuple(index - dim.start for index, dim in offsets)
+            names[in_block] = self.name_of(*position)
+        return names
+
+    def name_of(self, *position: int) -> str:
+        """Returns the tensor's name for (layer in the stack, expert)."""
+        if not position:
+            return self.name
+        layer, *expert = position
+        return self.name.format(self.first + self.step * layer, *expert)
 
     def in_stacks(self, shapes: Shapes) -> Iterator["Stored"]:
-        """Yields what it is of each of our stacks of layers; of parameters outside
-        them, itself.
+        """Yields the tensor for each stack of layers that has its parameter.
+
+        A tensor outside the layers is yielded as it is.
         """
         if not self.parts[0].stacked:
             if self.parts[0].path in shapes:
@@ -98,19 +108,18 @@ class Stored:
                 yield replace(self, parts=parts, first=first, step=step)
 
     def all_names(self, shapes: Shapes) -> list[str]:
-        """Returns its name for all layers and experts of parameters with these
-        shapes.
-        """
-        return [*self.names((0, size) for size in shapes[self.parts[0].path]).values()]
+        """Lists the tensor's names for all layers and experts."""
+        shape = shapes[self.parts[0].path]
+        return list(self.names((0, size) for size in shape).values())
 
     def shape(self, shapes: Shapes) -> tuple[int, ...]:
-        """Returns its shape, from those of our parameters."""
+        """Returns the tensor's shape, given those of the parameters."""
         parts = [part.stored_shape(shapes[part.path]) for part in self.parts]
         total = sum(shape[self.axis] for shape in parts)
         return (*parts[0][: self.axis], total, *parts[0][self.axis + 1 :])
 
     def offset(self, part: TensorPart, shapes: Shapes) -> int:
-        """Computes where on the axis a part begins."""
+        """Computes where a part begins on the axis that joins the parts."""
         before = self.parts[: self.parts.index(part)]
         return sum(
             other.stored_shape(shapes[other.path])[self.axis] for other in before
@@ -119,92 +128,91 @@ class Stored:
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture of Hugging Face: how its config and its tensors map onto ours."""
+    """An architecture of Hugging Face: rules for its config, a table of its tensors."""
 
     model_type: str
     architecture: str
     rules: tuple[rule.Rule, ...]
     tensors: tuple[Stored, ...]
-    # beginnings of names that also occur
+    # other beginnings of tensor names (regexes), and the table's beginning for each
     renamed: Mapping[str, str] = field(default_factory=dict)
-    ignored: str = r"rotary_emb\.inv_freq$"  # tensors that are no parameters, a regex
-    # what folders may have in place of `tensors`, told by the names that only it has
+    ignored: str = r"rotary_emb\.inv_freq$"  # regex of tensors that are no parameters
+    # other tables that a folder may follow; names that only one has identify it
     other_forms: tuple[tuple[Stored, ...], ...] = ()
 
     def present(self, shapes: Shapes) -> list[Stored]:
-        """Returns the tensors of a model that has these parameters of ours, for each
-        stack of layers.
-        """
+        """Lists the tensors of a model with these parameters, per stack of layers."""
         return [part for stored in self.tensors for part in stored.in_stacks(shapes)]
 
     def form_of(self, names: Collection[str]) -> "Family":
-        """Returns the family with the tensors that a folder with these names has."""
+        """Returns the family with the table that a folder with these names follows."""
         for form in self.other_forms:
-            own = "|".join(
-                re.escape(stored.name) for stored in {*form} - {*self.tensors}
+            pattern = "|".join(
+                re.escape(stored.name) for stored in set(form) - set(self.tensors)
             )
-            if any(re.fullmatch(own.replace(r"\{\}", r"\d+"), name) for name in names):
+            regex = re.compile(pattern.replace(r"\{\}", r"\d+"))
+            if any(regex.fullmatch(name) for name in names):
                 return replace(self, tensors=form)
         return self
 
     def canonical(self, name: str) -> str:
-        """Returns the table's name of a stored tensor."""
-        for beginning, ours in self.renamed.items():
+        """Returns the table's name for a stored tensor."""
+        for beginning, replacement in self.renamed.items():
             match = re.match(beginning, name)
             if match:
-                return ours + name[match.end() :]
+                return replacement + name[match.end() :]
         return name
 
 
 def _stacks(shapes: Shapes) -> dict[str, tuple[int, int]]:
-    """Returns of each stack what its paths begin with: its first layer, and how far the
-    next one is.
+    """Finds the model's stacks of layers.
+
+    Returns:
+      For the beginning of each stack's paths: its first layer, and the distance to the
+      next one.
     """
-    first = next(
-        (
-            shape[0]
-            for path, shape in shapes.items()
-            if path.startswith("first_blocks/")
-        ),
-        0,
+    depths = (
+        shape[0] for path, shape in shapes.items() if path.startswith("first_blocks/")
     )
-    places = {
-        int(found[1])
-        for path in shapes
-        if (found := re.match(r"blocks/layer_(\d+)/", path))
-    }
-    groups = {
-        f"{_BLOCKS}layer_{place}/": (first + place, len(places)) for place in places
-    }
-    return {"first_blocks/": (0, 1)} | (groups or {_BLOCKS: (first, 1)})
+    num_first = next(depths, 0)
+    stacks = {"first_blocks/": (0, 1)}
+    matches = [re.match(r"blocks/layer_(\d+)/", path) for path in shapes]
+    places = {int(match[1]) for match in matches if match}
+    for place in places:
+        stacks[f"{_BLOCKS}layer_{place}/"] = (num_first + place, len(places))
+    if not places:
+        stacks[_BLOCKS] = (num_first, 1)
+    return stacks
 
 
-def _table(lines: Mapping[str, str | tuple]) -> tuple[Stored, ...]:
+def _table(lines: Mapping[str, _Line]) -> tuple[Stored, ...]:
     return tuple(_stored(name, line) for name, line in lines.items())
 
 
-def _stored(name: str, line: str | tuple) -> Stored:
-    axis, *parts = (0, line) if isinstance(line, str) else line
-    return Stored(name, tuple(_part(name, part) for part in parts), axis)
+def _stored(name: str, line: _Line) -> Stored:
+    if isinstance(line, str):
+        return Stored(name, (_part(name, line),))
+    axis, *parts = line
+    return Stored(name, tuple(_part(name, str(part)) for part in parts), int(axis))
 
 
 def _part(name: str, text: str) -> TensorPart:
-    path, ours, _, *theirs = text.split()
+    path, dims, _, *stored_dims = text.split()
     stacked = name.count("{}")
-    return TensorPart(
-        f"{_BLOCKS}{path}" if stacked else path, stacked, ours, tuple(theirs)
-    )
+    if stacked:
+        path = _BLOCKS + path
+    return TensorPart(path, stacked, dims, tuple(stored_dims))
 
 
 # --- tensors --------------------------------------------------------------------------
 
-_EDGES: dict[str, str | tuple] = {
+_EDGES: dict[str, _Line] = {
     "model.embed_tokens.weight": "embedding VD -> V D",
     "model.norm.weight": "final_norm/scale D -> D",
     "lm_head.weight": "output DV -> V D",
 }
 _L = "model.layers.{}."
-_ATTENTION: dict[str, str | tuple] = {
+_ATTENTION: dict[str, _Line] = {
     _L + "self_attn.q_proj.weight": "attention/query DHN -> HN D",
     _L + "self_attn.k_proj.weight": "attention/key DKN -> KN D",
     _L + "self_attn.v_proj.weight": "attention/value DKN -> KN D",
@@ -214,17 +222,17 @@ _ATTENTION: dict[str, str | tuple] = {
     _L + "self_attn.v_proj.bias": "attention/value_bias KN -> KN",
     _L + "self_attn.o_proj.bias": "attention/out_bias D -> D",
 }
-_MLP: dict[str, str | tuple] = {
+_MLP: dict[str, _Line] = {
     _L + "mlp.gate_proj.weight": "mlp/gate DF -> F D",
     _L + "mlp.up_proj.weight": "mlp/up DF -> F D",
     _L + "mlp.down_proj.weight": "mlp/down FD -> D F",
 }
 
 
-def _norms(**scales: str) -> dict[str, str]:
+def _norms(**scales: str) -> dict[str, _Line]:
     return {
-        f"{_L}{theirs}.weight": f"{ours}/scale D -> D"
-        for theirs, ours in scales.items()
+        f"{_L}{stored}.weight": f"{norm}/scale D -> D"
+        for stored, norm in scales.items()
     }
 
 
@@ -241,8 +249,8 @@ _BOTH_NORMS = (
 )
 
 
-def _qk_norms(query: str, key: str) -> dict[str, str]:
-    """Returns the norms of queries and keys, whose scales have these dims."""
+def _qk_norms(query: str, key: str) -> dict[str, _Line]:
+    """Makes the lines for norms of queries and keys, with scales of these dims."""
     scales = {
         "q": f"query_norm/scale {query} -> {query}",
         "k": f"key_norm/scale {key} -> {key}",
@@ -253,7 +261,7 @@ def _qk_norms(query: str, key: str) -> dict[str, str]:
     }
 
 
-_FUSED: dict[str, str | tuple] = {
+_FUSED: dict[str, _Line] = {
     _L + "self_attn.qkv_proj.weight": (
         0,
         "attention/query DHN -> HN D",
@@ -266,16 +274,12 @@ _FUSED: dict[str, str | tuple] = {
 }
 
 
-def _experts(block: str, gate: str, up: str, down: str) -> dict[str, str | tuple]:
-    """Returns the tensors of a block's router and experts, of which each is stored by
-    itself.
-    """
+def _experts(block: str, gate: str, up: str, down: str) -> dict[str, _Line]:
+    """Makes the lines for a block's router and its experts, a tensor per expert."""
     names = (gate, up, down)
     experts = _L + block + ".experts.{}."
     lines = ("mlp/gate DF -> F D", "mlp/up DF -> F D", "mlp/down FD -> D F")
-    router: dict[str, str | tuple] = {
-        f"{_L}{block}.gate.weight": "mlp/router DE -> E D"
-    }
+    router: dict[str, _Line] = {f"{_L}{block}.gate.weight": "mlp/router DE -> E D"}
     return router | {
         f"{experts}{name}.weight": line for name, line in zip(names, lines, strict=True)
     }
@@ -291,9 +295,9 @@ _SPARSE = (
     | _experts("mlp", "gate_proj", "up_proj", "down_proj")
 )
 _QWEN3_MOE = _MLP | _qk_norms("N", "N")  # some layers may be dense
-# As in the memory of transformers 5, and in files by
-# save_pretrained(save_original_format=False).
-_MERGED_EXPERTS: dict[str, str | tuple] = {
+# Experts merged into one tensor, as save_pretrained(save_original_format=False) of
+# transformers 5 writes them.
+_MERGED_EXPERTS: dict[str, _Line] = {
     _L + "mlp.gate.weight": "mlp/router DE -> E D",
     _L + "mlp.experts.gate_up_proj": (
         1,
@@ -304,7 +308,7 @@ _MERGED_EXPERTS: dict[str, str | tuple] = {
 }
 _MERGED = _EDGES | _ATTENTION | _PRE_NORMS | _MERGED_EXPERTS
 _G = "transformer.h.{}."
-_GPT2: dict[str, str | tuple] = {
+_GPT2: dict[str, _Line] = {
     "transformer.wte.weight": "embedding VD -> V D",
     "transformer.wpe.weight": "position_embedding PD -> P D",
     _G + "ln_1.weight": "attention_norm/scale D -> D",
@@ -349,7 +353,7 @@ _UNTIED, _TIED = (
 _EPS5, _EPS6 = (rule.plain("norm_eps", "rms_norm_eps", eps) for eps in (1e-5, 1e-6))
 _USUAL = (*_SIZES, rule.heads(), rule.activation("hidden_act"))
 _GEMMA = (
-    # The text part of multimodal folders leaves out what is as in the class.
+    # The text part of a multimodal folder omits fields with the class's defaults.
     rule.plain("vocab_size", "vocab_size", 262_208),
     rule.plain("num_layers", "num_hidden_layers", 26),
     rule.plain("d_model", "hidden_size", 2304),
@@ -384,7 +388,7 @@ _FAMILIES = (
     Family(
         "mistral",
         "MistralForCausalLM",
-        (*_USUAL, _EPS6, _UNTIED, rotary(), rule.layers("all", 4096)),
+        (*_USUAL, _EPS6, _UNTIED, rotary(), rule.whole_window(4096)),
         LLAMA.tensors,
     ),
     Family(
@@ -396,7 +400,7 @@ _FAMILIES = (
             _UNTIED,
             rotary(),
             rule.implied(bias="qkv"),
-            rule.layers("flag", 4096),
+            rule.flagged_window(4096),
         ),
         LLAMA.tensors,
     ),
@@ -412,14 +416,14 @@ _FAMILIES = (
             rotary(),
             rule.attention_bias(),
             rule.implied(qk_norm="head"),
-            rule.layers("flag", 4096),
+            rule.flagged_window(4096),
         ),
         LLAMA.tensors + _table(_qk_norms("N", "N")),
     ),
     Family(
         "gemma2",
         "Gemma2ForCausalLM",
-        (*_GEMMA, rotary(), rule.layers("pattern", 4096, 2), rule.caps(50.0, 30.0)),
+        (*_GEMMA, rotary(), rule.periodic_window(4096, 2), rule.caps(50.0, 30.0)),
         _table(_EDGES | _ATTENTION | _MLP | _BOTH_NORMS),
     ),
     Family(
@@ -427,7 +431,7 @@ _FAMILIES = (
         "Gemma3ForCausalLM",
         (
             *_GEMMA,
-            rule.layers("pattern", 4096, 6),
+            rule.periodic_window(4096, 6),
             gemma_rotary(),
             rule.caps(None, None),
             rule.implied(qk_norm="head"),
@@ -464,7 +468,7 @@ _FAMILIES = (
     Family(
         "phi3",
         "Phi3ForCausalLM",
-        (*_USUAL, _EPS5, _UNTIED, rotary(partial=True), rule.layers("all", None)),
+        (*_USUAL, _EPS5, _UNTIED, rotary(partial=True), rule.whole_window(None)),
         _table(_EDGES | _FUSED | _PRE_NORMS),
     ),
     Family(
@@ -490,7 +494,7 @@ _FAMILIES = (
             _EPS5,
             _UNTIED,
             rotary(theta=1e6),
-            rule.layers("all", None),
+            rule.whole_window(None),
             expert_rules.experts("num_local_experts", 8, 2),
         ),
         _table(_MIXTRAL),

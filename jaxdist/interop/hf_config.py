@@ -1,11 +1,12 @@
-"""config.json of Hugging Face <-> the transformer's values, with every field accounted
-for.
+"""Converts Hugging Face's config.json to the transformer's config, and back.
+
+Every field must be understood or known to have no effect on logits. Others are faults.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxdist.config import ConfigError, schema, suggest
 from jaxdist.interop.config_rules import Source, shortest_period, spread
@@ -18,11 +19,10 @@ from jaxdist.storage.untrusted import Malformed, read_json
 
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# Values that no field of a config.json holds. How the load of experts is kept even is
-# one that a run has to continue with, though it changes no logits.
+# Model keys that have no field in config.json. They change no logits.
 _NO_FIELD = (*TRAINING, "balance")
-# Fields that change no logits: bookkeeping, dropout rates (ours is model.dropout),
-# other heads.
+# Fields that change no logits: bookkeeping, dropout rates (a run sets model.dropout),
+# and other heads.
 _HARMLESS = re.compile(
     "architectures|model_type|transformers_version|(torch_)?dtype|_name_or_path|use_cache|auto_map|"
     "((bos|eos|pad|unk|sep|cls|mask|decoder_start)_)?token_id|initializer_range|max_position_embeddings|"
@@ -32,30 +32,33 @@ _HARMLESS = re.compile(
     "chunk_size_feed_forward|reorder_and_upcast_attn|tokenizer_class|is_llama_config|transformers\\.js_config|"
     "torchscript|router_(aux_loss_coef|jitter_noise)|boi_token_index|eoi_token_index|image_token_index|mm_tokens_per_image|vision_config"
 )
-# Fields that change none where they are false, null or empty.
+# Fields that change no logits if they are false, null or empty.
 _OFF = re.compile(
     "is_(encoder_)?decoder|tie_encoder_decoder|add_cross_attention|cross_attention_hidden_size|pruned_heads|"
     "use_mrope|rope_interleaved|quantization_config"
 )
+# Fields that an export copies from the config.json that the model came with.
 _CARRIED = re.compile(
     "(bos|eos|pad)_token_id|max_position_embeddings|initializer_range|.*dropout|.*_pdrop|"
     "router_(aux_loss_coef|jitter_noise)"
 )
-# Their config and tensors have Llama's names, and they compute something else.
-_UNLIKE = {
+# Families whose config and tensors have Llama's names, but which compute other logits.
+_UNLIKE_LLAMA = {
     "gemma": "its norms scale by 1 + weight, and its embeddings by the root of their size"
 }
-_UNLIKE |= dict.fromkeys(
+_UNLIKE_LLAMA |= dict.fromkeys(
     ("cohere", "ernie4_5", "glm", "glm4", "gptj", "helium"),
     "it rotates pairs of dims, not halves of a head",
 )
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
-    """Returns a folder's config.json; of a multimodal Gemma 3 its text part.
+    """Reads the config.json of a folder.
+
+    For a multimodal Gemma 3, the fields of its text model replace those of the whole.
 
     Raises:
-      ConfigError: there is none, or it is no JSON object.
+      ConfigError: there is no config.json, or it is no JSON object.
     """
     path = Path(folder) / CONFIG
     try:
@@ -64,96 +67,105 @@ def read_config(folder: Path | str) -> dict[str, Any]:
         raise ConfigError(_absence(folder)) from None
     except Malformed as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    if config.get("model_type") == "gemma3" and isinstance(
-        config.get("text_config"), dict
-    ):
-        return {k: v for k, v in config.items() if k != "text_config"} | config[
-            "text_config"
-        ]
+    text_config = config.get("text_config")
+    if config.get("model_type") == "gemma3" and isinstance(text_config, dict):
+        del config["text_config"]
+        config |= text_config
     return config
 
 
 def _absence(folder: Path | str) -> str:
-    """Explains where no config.json is; a name of a hub is recognised."""
+    """Explains that config.json is missing; recognises names of models on the hub."""
     if _HUB_NAME.fullmatch(str(folder)) and not Path(folder).exists():
         owner = Path(folder).parts[0]
-        # of the hub; "models" is where folders lie
+        # "models/NAME" is a local path and not a name on the hub
         name = "OWNER/MODEL" if owner == "models" else folder
         return (
-            f"{folder}: no such folder here; if it is a model of the Hugging Face hub, nothing is downloaded "
-            f"unasked: hf download {name} --local-dir models/{Path(folder).name}, then give that folder"
+            f"{folder}: no such folder. jaxdist downloads nothing. For a model of the Hugging Face hub, "
+            f"run hf download {name} --local-dir models/{Path(folder).name}, then give that folder"
         )
     return f"{folder}: no {CONFIG} there; give a folder that save_pretrained wrote"
 
 
 def derive(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
-    """Returns the family of a config.json, and the values of the transformer that it
-    describes.
+    """Derives the transformer's config from a config.json.
 
-    An architecture that has no table is read as Llama's.
+    An architecture without a table is read as Llama.
+
+    Args:
+      config: the fields of config.json.
+
+    Returns:
+      The family, and the fields of TransformerConfig that logits depend on.
 
     Raises:
-      ConfigError: a field for each fault: missing, not understood, or with a value that
-        is not built.
+      ConfigError: fields are missing, not understood, or have unsupported values.
     """
     kind = config.get("model_type")
     family = FAMILIES.get(str(kind), LLAMA)
+    is_known = family.model_type == kind
     source = Source(config)
     values = dict[str, Any]()
     for rule in family.rules:
         values |= rule.read(source, values)
-    faults = source.close(
-        lambda key, value: (
-            _HARMLESS.fullmatch(key) or (not value and _OFF.fullmatch(key))
-        )
-    )
+    faults = source.close(harmless=_is_harmless)
     if not isinstance(kind, str | None):
         faults.append(f"model_type={kind!r}: a name is required")
-    if family.model_type != kind:
+    if not is_known:
         if "auto_map" in config:
             faults.append(
                 f"auto_map={config['auto_map']!r}: code of the folder, never run"
             )
-        if str(kind) in _UNLIKE:
-            faults.append(f"model_type={kind!r}: {_UNLIKE[str(kind)]}")
+        if str(kind) in _UNLIKE_LLAMA:
+            faults.append(f"model_type={kind!r}: {_UNLIKE_LLAMA[str(kind)]}")
     if not faults:
         faults = schema.faults(TransformerConfig(**values), "model.")
-    if faults and family.model_type != kind:
+    if faults and not is_known:
+        hint = suggest(str(kind), FAMILIES)
         known = (
             f"there are {', '.join(FAMILIES)}, and what has Llama's fields and tensors"
         )
-        faults.insert(
-            0,
-            f"model_type={kind!r} is not known:{suggest(str(kind), FAMILIES)} {known}",
-        )
+        faults.insert(0, f"model_type={kind!r} is not known:{hint} {known}")
     if faults:
         raise ConfigError(f"{CONFIG}: {fault}" for fault in faults)
     return family, canonical_values(values)
 
 
+def _is_harmless(key: str, value: Any) -> bool:
+    """Checks whether a field changes no logits."""
+    if _HARMLESS.fullmatch(key):
+        return True
+    return not value and _OFF.fullmatch(key) is not None
+
+
 def fields_of(
     values: Mapping[str, Any], origin: Mapping[str, Any] | None = None
 ) -> tuple[Family, dict[str, Any]]:
-    """Returns the family that can express a transformer's values, and its config.json.
+    """Finds the family that can express a transformer's config, and its config.json.
 
-    Each family writes what it can and reads it back: it fits if nothing has changed.
+    Each family writes the values as fields and reads them back. It fits if no value has
+    changed.
 
     Args:
-      origin: the config.json that the model came with: its family is tried first, and
-        what it says of special tokens and dropout stays. Without one no token is
-        special: classes' defaults may not exist.
+      values: the model's config, as fields of TransformerConfig.
+      origin: the config.json that the model came with. Its family is tried first, and
+        its special tokens and dropout rates are kept. None: no token is special.
+
+    Returns:
+      The family, and the fields of config.json.
 
     Raises:
-      ConfigError: none fits; the values in which the nearest one differs.
+      ConfigError: no family fits. The message names the values in which the nearest
+        family differs.
     """
-    wanted = canonical_values(values)
+    expected = canonical_values(values)
     origin = origin or {}
-    # of each family that does not fit
-    differences: dict[str, tuple[bool, Sequence[str]]] = {}
+    # null, since the defaults of Hugging Face's classes may be ids that do not exist
     carried = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     carried |= {
         name: value for name, value in origin.items() if _CARRIED.fullmatch(name)
     }
+    misfits: list[_Misfit] = []
     for family in sorted(
         FAMILIES.values(), key=lambda f: f.model_type != origin.get("model_type")
     ):
@@ -162,33 +174,44 @@ def fields_of(
             "model_type": family.model_type,
         }
         for rule in family.rules:
-            fields |= rule.write(wanted)
+            fields |= rule.write(expected)
         try:
-            legal = True
-            faults = tuple(differing_values(wanted, derive(fields)[1]))
+            _, written_values = derive(fields)
         except ConfigError as error:
-            legal = False
-            faults = error.faults
+            misfits.append(_Misfit(family, is_valid=False, faults=error.faults))
+            continue
+        faults = tuple(differing_values(expected, written_values))
         if not faults:
             return family, fields
-        differences[family.model_type] = not legal, faults
-    nearest = min(
-        differences, key=lambda kind: (differences[kind][0], len(differences[kind][1]))
+        misfits.append(_Misfit(family, is_valid=True, faults=faults))
+    nearest = min(misfits, key=lambda misfit: (not misfit.is_valid, len(misfit.faults)))
+    summary = (
+        f"none of {', '.join(FAMILIES)} has these values; "
+        f"the nearest, {nearest.family.model_type}, differs:"
     )
-    known = f"none of {', '.join(FAMILIES)} has these values; the nearest, {nearest}, differs:"
-    raise ConfigError([known, *differences[nearest][1]])
+    raise ConfigError([summary, *nearest.faults])
+
+
+class _Misfit(NamedTuple):
+    """A family that cannot express a config."""
+
+    family: Family
+    is_valid: bool  # whether the fields that it wrote can be read
+    faults: Sequence[str]
 
 
 def canonical_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that logits depend on, those without effect at their
+    """Reduces a model's config to the values that logits depend on.
+
+    Two configs with equal logits become equal: values without effect are set to their
     defaults.
+
+    Args:
+      values: fields of TransformerConfig; absent ones have their defaults.
     """
-    v = {
-        name: value
-        for name, value in (DEFAULTS | dict(values)).items()
-        if name not in _NO_FIELD
-    }
-    idle: list[str] = []
+    all_values = DEFAULTS | dict(values)
+    v = {name: value for name, value in all_values.items() if name not in _NO_FIELD}
+    idle: list[str] = []  # names of values without effect
     kinds = spread(v["layer_pattern"], v["num_layers"])
     if not v["window"]:
         kinds = ["global" if kind == "local" else kind for kind in kinds]
@@ -212,6 +235,8 @@ def canonical_values(values: Mapping[str, Any]) -> dict[str, Any]:
         idle += STRETCH
         if v["rope_theta_local"] == v["rope_theta"]:
             idle.append("rope_theta_local")
-    turns = [*STRETCH, "rope_theta", "rope_theta_local", "rotary_fraction"]
-    idle += turns if v["positions"] == "learned" else ["max_positions"]
+    if v["positions"] == "learned":
+        idle += [*STRETCH, "rope_theta", "rope_theta_local", "rotary_fraction"]
+    else:
+        idle.append("max_positions")
     return v | {name: DEFAULTS[name] for name in idle}

@@ -1,9 +1,8 @@
-"""Tensors of a Hugging Face folder, read slice by slice into the shardings of our
-parameters.
+"""Tensors of a Hugging Face folder, read directly into sharded parameters.
 
-Each process reads the bytes of its own devices' shards, and each distinct shard once.
-Beside the arrays themselves the host holds one shard of one parameter, and the piece of
-one tensor in it.
+Each process reads the shards of its own devices, and each distinct shard once. Besides
+the arrays, the host holds one shard of one parameter at a time, and the piece of one
+tensor that is copied into it.
 """
 
 from __future__ import annotations
@@ -28,23 +27,30 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _DTYPES = ("F32", "BF16", "F16")
 _ALIGNED = 64  # bytes
-_CHECKED = 1 << 16  # values at a time, which stay in the processor's cache
-_SHOWN = 12  # faults of a kind that are spelt out
+_CHECKED = 1 << 16  # values checked at a time; they stay in the processor's cache
+_SHOWN = 12  # names that a fault lists
 _Index = tuple[slice, ...]
+_Ranges = tuple[tuple[int, int], ...]  # (start, stop) of each dim
 
 
 def open_weights(
     folder: Path | str, values: Mapping[str, Any], shapes: Shapes
 ) -> Tensors:
-    """Returns the tensors of a folder for a transformer of these values, with
-    parameters of these shapes.
+    """Opens the tensors of a folder, after a check that they fit the model.
+
+    Args:
+      folder: the Hugging Face folder.
+      values: the model's config, as fields of TransformerConfig.
+      shapes: the shapes of the model's parameters, by path.
 
     Raises:
-      ConfigError: the folder's model is another one, or its files are not complete.
+      ConfigError: the folder holds another model, or its files are incomplete.
     """
-    family, theirs = derive(read_config(folder))
-    ours = canonical_values(values)
-    faults = differing_values(ours, without_stretch(theirs, ours))
+    family, folder_values = derive(read_config(folder))
+    model_values = canonical_values(values)
+    faults = differing_values(
+        model_values, without_stretch(folder_values, model_values)
+    )
     if faults:
         raise ConfigError(
             f"{folder} holds another model than the config: {fault}" for fault in faults
@@ -55,11 +61,10 @@ def open_weights(
 
 
 def open_tensors(file: Path) -> Any:
-    """Returns an opened safetensors file, whose header has been checked.
+    """Opens a safetensors file and checks its header.
 
     Raises:
-      Malformed: there is none, or its header, sizes or offsets are not what they must
-        be.
+      Malformed: there is no such file, or its header, sizes or offsets are invalid.
     """
     try:
         open_regular(file).close()
@@ -69,103 +74,100 @@ def open_tensors(file: Path) -> Any:
 
 
 class Tensors:
-    """The safetensors files of a folder, opened and checked; no tensor is read yet."""
+    """The safetensors files of a folder, opened and checked; no tensor is read yet.
+
+    Args:
+      folder: the Hugging Face folder.
+      family: the architecture of its model.
+
+    Raises:
+      ConfigError: files are missing, cut short, or differ from the index.
+    """
 
     def __init__(self, folder: Path | str, family: Family) -> None:
-        """Opens them.
-
-        Raises:
-          ConfigError: files that are missing, cut short or not what the index says.
-        """
         self.folder = Path(folder)
-        self.family = family
         self.bytes_read = 0
-        self._handles: dict[str, Any] = {}  # the table's name -> a tensor's slices
-        self._not_finite: set[str] = set()  # names of tensors, of what was read
+        self._handles: dict[str, Any] = {}  # slices of a tensor, by the table's name
+        self._not_finite: set[str] = set()  # names of tensors with NaN or infinity
         faults: list[str] = []
-        for file, promised in self._files().items():
+        for file, listed in self._files().items():
             try:
                 opened = open_tensors(self.folder / file)
             except Malformed as error:
                 faults.append(f"{self.folder / file}: {error}; copy it again")
                 continue
             names = set(opened.keys())
-            faults += _listed(f"{file} lacks what {INDEX} promises", promised - names)
-            faults += _listed(
-                f"{file} holds what {INDEX} does not list",
-                promised and names - promised,
-            )
-            self._handles |= {
-                family.canonical(name): opened.get_slice(name) for name in names
-            }
+            faults += _listed(f"{file} lacks what {INDEX} promises", listed - names)
+            if listed:
+                faults += _listed(
+                    f"{file} holds what {INDEX} does not list", names - listed
+                )
+            for name in names:
+                self._handles[family.canonical(name)] = opened.get_slice(name)
         if faults:
             raise ConfigError(faults)
         self.family = family.form_of(self._handles)
 
     def _files(self) -> dict[str, set[str]]:
-        """Returns the files, and the tensors that the index says each has."""
+        """Lists the files, with the tensors that the index lists for each.
+
+        Without an index there is one file, and its set is empty.
+        """
         if not (self.folder / INDEX).is_file():
             if (self.folder / SINGLE).is_file():
                 return {SINGLE: set()}
-            pickled = any(self.folder.glob("*.bin"))
-            why = (
-                "pickled weights, which are never read;"
-                if pickled
-                else f"no {SINGLE} or {INDEX};"
-            )
+            fault = f"no {SINGLE} or {INDEX};"
+            if any(self.folder.glob("*.bin")):
+                fault = "pickled weights, which are never read;"
             raise ConfigError(
-                f"{self.folder}: {why} save it by save_pretrained of transformers"
+                f"{self.folder}: {fault} save it by save_pretrained of transformers"
             )
+        files: dict[str, set[str]] = {}
         try:
-            names = of_kind(
-                read_json(self.folder / INDEX, dict).get("weight_map"),
-                dict,
-                "weight_map",
-            )
-            files: dict[str, set[str]] = {}
-            for name, file in names.items():
-                files.setdefault(
-                    of_kind(file, str, f"weight_map: the file of {name}"), set()
-                ).add(name)
+            index = read_json(self.folder / INDEX, dict)
+            file_of = of_kind(index.get("weight_map"), dict, "weight_map")
+            for name, file in file_of.items():
+                of_kind(file, str, f"weight_map: the file of {name}")
+                files.setdefault(file, set()).add(name)
         except (FileNotFoundError, Malformed) as error:
             raise ConfigError(
                 f"{self.folder / INDEX} cannot be read: {error}"
             ) from error
-        away = [file for file in files if Path(file).name != file]
-        if away:
+        outside = [file for file in files if Path(file).name != file]
+        if outside:
             raise ConfigError(
-                f"{self.folder / INDEX} names files outside the folder: {', '.join(away)}"
+                f"{self.folder / INDEX} names files outside the folder: {', '.join(outside)}"
             )
         return files
 
     def sizes(self) -> dict[str, int]:
-        """Returns the bytes of each file."""
+        """Returns the size of each file in bytes."""
         return {file: (self.folder / file).stat().st_size for file in self._files()}
 
     def check(self, shapes: Shapes) -> None:
-        """Raises ConfigError unless the tensors are exactly those of parameters with
-        these shapes.
+        """Checks that the tensors are exactly those of parameters with these shapes.
+
+        Raises:
+          ConfigError: a tensor is missing, unexpected, or has another shape or an
+            unsupported dtype; or the family has no tensor for a parameter.
         """
-        wanted = stored_shapes(self.family, shapes)
+        expected = stored_shapes(self.family, shapes)
         faults = unmapped(self.family, shapes)
-        faults += _listed("missing tensors", wanted.keys() - self._handles.keys())
-        extra = (
-            n
-            for n in self._handles.keys() - wanted.keys()
-            if not re.search(self.family.ignored, n)
-        )
-        tied = "embedding" in shapes and "output" not in shapes
-        faults += _listed(
-            "unexpected tensors",
-            (n for n in extra if not (tied and n == "lm_head.weight")),
-        )
-        for name in sorted(wanted.keys() & self._handles.keys()):
+        faults += _listed("missing tensors", expected.keys() - self._handles.keys())
+        has_tied_head = "embedding" in shapes and "output" not in shapes
+        unexpected = []
+        for name in self._handles.keys() - expected.keys():
+            is_tied_head = has_tied_head and name == "lm_head.weight"
+            if not is_tied_head and not re.search(self.family.ignored, name):
+                unexpected.append(name)
+        faults += _listed("unexpected tensors", unexpected)
+        for name in sorted(expected.keys() & self._handles.keys()):
             handle = self._handles[name]
             shape = tuple(handle.get_shape())
             dtype = handle.get_dtype()
-            if shape != wanted[name]:
+            if shape != expected[name]:
                 faults.append(
-                    f"{name} has shape {shape}, config.json makes it {wanted[name]}"
+                    f"{name} has shape {shape}, config.json makes it {expected[name]}"
                 )
             elif dtype not in _DTYPES:
                 faults.append(f"{name} is {dtype}; required {', '.join(_DTYPES)}")
@@ -177,15 +179,19 @@ class Tensors:
         abstract: Mapping[str, jax.ShapeDtypeStruct],
         convert: Callable[[str, jax.Array], Any] | None = None,
     ) -> dict[str, Any]:
-        """Returns the parameters by path, each in its abstract array's dtype and
-        sharding.
+        """Reads the parameters, each in the dtype and sharding of its abstract array.
 
         Args:
-          convert: makes what is kept of a parameter, given its path, before the next
-            one is read.
+          abstract: the wanted arrays, by path.
+          convert: called with the path and array of each parameter before the next one
+            is read; its result is kept in place of the array.
+
+        Returns:
+          The parameters by path.
 
         Raises:
-          ConfigError: see `check`, nothing is read then; or values are not finite.
+          ConfigError: as in `check`, before anything is read; or a tensor has NaN or
+            infinite values.
         """
         shapes = {path: x.shape for path, x in abstract.items()}
         self.check(shapes)
@@ -193,10 +199,11 @@ class Tensors:
         self._not_finite.clear()
         for stored in self.family.present(shapes):
             for part in stored.parts:
-                value = self._place(
-                    stored, part, stored.offset(part, shapes), abstract[part.path]
-                )
-                parameters[part.path] = convert(part.path, value) if convert else value
+                offset = stored.offset(part, shapes)
+                value: Any = self._place(stored, part, offset, abstract[part.path])
+                if convert:
+                    value = convert(part.path, value)
+                parameters[part.path] = value
         faults = _listed("tensors with NaN or infinite values", self._not_finite)
         if faults:
             raise ConfigError(
@@ -207,11 +214,18 @@ class Tensors:
     def _place(
         self, stored: Stored, part: TensorPart, offset: int, x: jax.ShapeDtypeStruct
     ) -> jax.Array:
+        """Reads a parameter into its shards, and puts them on this process's devices.
+
+        Args:
+          stored: the tensor.
+          part: the parameter's part of it.
+          offset: where the part begins on the tensor's axis.
+          x: the wanted array.
+        """
         assert x.sharding is not None, f"{part.path} needs a sharding"
-        shards: dict[tuple, list[jax.Device]] = {}
-        for device, index in x.sharding.addressable_devices_indices_map(
-            x.shape
-        ).items():
+        indices = x.sharding.addressable_devices_indices_map(x.shape)
+        shards: dict[_Ranges, list[jax.Device]] = {}
+        for device, index in indices.items():
             ranges = tuple(
                 s.indices(n)[:2] for s, n in zip(index or (), x.shape, strict=True)
             )
@@ -220,52 +234,69 @@ class Tensors:
         for ranges, devices in shards.items():
             block = self._read_shard(stored, part, offset, x, ranges)
             arrays += [jax.device_put(block, device) for device in devices]
-            jax.block_until_ready(arrays)  # the block may go before the next is made
+            # The copies end here, so that the block is freed before the next one.
+            jax.block_until_ready(arrays)  # type: ignore[no-untyped-call] # jax is untyped here
         return jax.make_array_from_single_device_arrays(x.shape, x.sharding, arrays)
 
-    def _read_shard(self, stored, part, offset, x, ranges) -> np.ndarray:
-        """Returns one shard, of all its layers and experts."""
+    def _read_shard(
+        self,
+        stored: Stored,
+        part: TensorPart,
+        offset: int,
+        x: jax.ShapeDtypeStruct,
+        ranges: _Ranges,
+    ) -> np.ndarray:
+        """Reads one shard, with all its layers and experts.
+
+        Args:
+          stored: the tensor.
+          part: the parameter's part of it.
+          offset: where the part begins on the tensor's axis.
+          x: the wanted array.
+          ranges: the shard's range of each dim of the parameter.
+        """
         block = _empty([stop - start for start, stop in ranges], x.dtype)
-        dims = part.dims(x.shape)
-        inner = dict(zip(part.ours, ranges[part.stacked :], strict=True))
-        runs = [_runs(group, dims, inner) for group in part.theirs]
+        sizes = part.dim_sizes(x.shape)
+        range_of = dict(zip(part.dims, ranges[part.stacked :], strict=True))
+        runs = [_runs(group, sizes, range_of) for group in part.stored_dims]
         runs[stored.axis] = [
             slice(run.start + offset, run.stop + offset) for run in runs[stored.axis]
         ]
-        order = "".join(part.theirs)
-        for at, name in stored.names(ranges).items():
+        stored_order = "".join(part.stored_dims)
+        shard_sizes = [range_of[dim][1] - range_of[dim][0] for dim in stored_order]
+        order = [stored_order.index(dim) for dim in part.dims]
+        for position, name in stored.names(ranges).items():
             merged = self._read_runs(self._handles[name], runs)
             if not all_finite(merged):
                 self._not_finite.add(name)
-            apart = merged.reshape(
-                [inner[letter][1] - inner[letter][0] for letter in order]
-            )
-            block[at] = apart.transpose([order.index(letter) for letter in part.ours])
+            block[position] = merged.reshape(shard_sizes).transpose(order)
         return block
 
     def _read_runs(
         self, tensor: Any, runs: Sequence[Sequence[slice]], before: _Index = ()
     ) -> np.ndarray:
-        """Returns the pieces of a tensor, for all combinations of runs of its dims, as
-        one array.
+        """Reads pieces of a tensor and joins them to one array.
 
         Args:
-          before: the run of each dim before these.
+          tensor: the slices of an open file.
+          runs: the ranges to read of each dim.
+          before: the chosen range of each dim before these.
         """
         if not runs:
-            piece = tensor[before]
+            piece: np.ndarray = tensor[before]
             self.bytes_read += piece.nbytes
             return piece
         pieces = [self._read_runs(tensor, runs[1:], (*before, run)) for run in runs[0]]
-        return np.concatenate(pieces, len(before)) if len(pieces) > 1 else pieces[0]
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces, len(before))
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Checks whether no float is NaN or infinite: then all bits of its exponent are
-    set.
+    """Checks that no float is NaN or infinite.
 
-    numpy's own isfinite takes six times as long for bfloat16, and memory for as many
-    booleans.
+    Such floats have all bits of the exponent set. numpy's isfinite takes six times as
+    long for bfloat16, and memory for as many booleans.
     """
     bits = values.reshape(-1).view(f"u{values.itemsize}")
     exponent = np.array(np.inf, values.dtype).view(bits.dtype)
@@ -273,41 +304,42 @@ def all_finite(values: np.ndarray) -> bool:
     return not any(((part & exponent) == exponent).any() for part in parts)
 
 
-def _empty(dims: Sequence[int], dtype: Any) -> np.ndarray:
-    """Returns an array at an address that jax's CPU arrays can keep: others
-    are copied.
+def _empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Allocates an array at an aligned address, which jax's CPU arrays use in place.
+
+    jax copies arrays at other addresses.
     """
-    size = math.prod(dims) * np.dtype(dtype).itemsize
+    size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + _ALIGNED, np.uint8)
     start = -raw.ctypes.data % _ALIGNED
-    return raw[start : start + size].view(dtype).reshape(dims)
+    array: np.ndarray = raw[start : start + size].view(dtype)
+    return array.reshape(shape)
 
 
 def _runs(
-    group: str, dims: Mapping[str, int], where: Mapping[str, tuple[int, int]]
+    group: str, sizes: Mapping[str, int], range_of: Mapping[str, tuple[int, int]]
 ) -> list[slice]:
-    """Returns the ranges of a merged dim that hold the chosen range of each of its
-    letters.
+    """Finds the ranges of a merged dim that hold a shard.
+
+    Args:
+      group: the letters of the dims that are merged, the slowest first.
+      sizes: the whole size of each letter.
+      range_of: the shard's range of each letter.
     """
     runs = [(0, 1)]
     for letter in group:
-        size = dims[letter]
-        chosen = where[letter]
-        if chosen == (0, size):
-            runs = [(start * size, stop * size) for start, stop in runs]
+        size = sizes[letter]
+        start, stop = range_of[letter]
+        if (start, stop) == (0, size):
+            runs = [(first * size, last * size) for first, last in runs]
         else:
-            runs = [
-                (i * size + chosen[0], i * size + chosen[1])
-                for run in runs
-                for i in range(*run)
-            ]
+            rows = [row for run in runs for row in range(*run)]
+            runs = [(row * size + start, row * size + stop) for row in rows]
     return [slice(*run) for run in runs]
 
 
 def stored_shapes(family: Family, shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """Returns name and shape of every tensor of a model whose parameters have these
-    shapes.
-    """
+    """Computes the shape of every tensor, by name, from the parameters' shapes."""
     return {
         name: stored.shape(shapes)
         for stored in family.present(shapes)
@@ -316,14 +348,19 @@ def stored_shapes(family: Family, shapes: Shapes) -> dict[str, tuple[int, ...]]:
 
 
 def unmapped(family: Family, shapes: Shapes) -> list[str]:
-    """Returns a fault if the family has no tensor for some of our parameters."""
+    """Lists as one fault the parameters that the family has no tensor for."""
     known = {part.path for stored in family.present(shapes) for part in stored.parts}
     return _listed(
         f"{family.model_type} has no tensor for the parameters", shapes.keys() - known
     )
 
 
-def _listed(what: str, names: Iterable[str]) -> list[str]:
+def _listed(problem: str, names: Iterable[str]) -> list[str]:
+    """Makes a fault of a problem and the names that have it; none if there are none."""
     ordered = sorted(names)
-    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
-    return [f"{what}: {', '.join(ordered[:_SHOWN])}{more}"] if ordered else []
+    if not ordered:
+        return []
+    more = ""
+    if len(ordered) > _SHOWN:
+        more = f" and {len(ordered) - _SHOWN} more"
+    return [f"{problem}: {', '.join(ordered[:_SHOWN])}{more}"]

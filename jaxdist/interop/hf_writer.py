@@ -1,10 +1,8 @@
-"""A Hugging Face folder from a checkpoint: sharded safetensors, index, config and
-tokenizer files.
+"""Writes a Hugging Face folder from a checkpoint: tensors, config and tokenizer.
 
-One of our parameters, the stack of its layers, is in memory at a time; files are
-mapped, and filled in whatever order that brings. So the host needs the largest
-parameter (of Llama 70B a sixth of the model), beside what the kernel keeps of files and
-can drop.
+The host holds one parameter at a time, with all its layers. The tensors of its layers
+are spread over the files, so all files are memory-mapped and filled in that order. The
+largest parameter of Llama 70B is a sixth of the model.
 """
 
 import itertools
@@ -12,7 +10,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from jaxdist.checkpoint.files import CheckpointError
 from jaxdist.config import ConfigError
 from jaxdist.data import tokenizer_config
 from jaxdist.interop import hf_config
-from jaxdist.interop.families import Family, Shapes
+from jaxdist.interop.families import Family, Shapes, Stored, TensorPart
 from jaxdist.interop.hf_reader import INDEX, SINGLE, stored_shapes, unmapped
 from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 
@@ -39,62 +37,70 @@ _DTYPES = {
 
 
 class CheckpointWeights:
-    """The weights of a checkpoint, checked against its manifest and read one parameter
-    at a time.
+    """The weights of a checkpoint, checked and read one parameter at a time.
+
+    If the run keeps a moving average of its weights, these are the average.
+
+    Args:
+      folder: the folder of the run's checkpoints.
+      step: the step to read; None: the newest usable one.
+
+    Raises:
+      CheckpointError: there is no usable checkpoint.
     """
 
     def __init__(self, folder: Path, step: int | None = None) -> None:
-        """Chooses `step`, or the newest one that is sound; of a run that has one, the
-        moving average.
-
-        Raises:
-          CheckpointError: there is none.
-        """
         folder = folders.as_path(folder)
         reasons = dict[int, str]()
         run = manifest.identity(folder, create=False)
-        listed = folders.newest_first(folder, folders.all_steps)
-        for number in listed if step is None else [step]:
+        candidates: Iterable[int] = [step] if step is not None else ()
+        if step is None:
+            candidates = folders.newest_first(folder, folders.all_steps)
+        for candidate in candidates:
             try:
-                self.manifest = manifest.check(folder, number, run=run)
-                self.step = number
-                self._path = folder / str(number)
-                self._arrays = folders.read_step(folder, number).arrays
+                self.manifest = manifest.check(folder, candidate, run=run)
+                self.step = candidate
+                self._path = folder / str(candidate)
+                self._arrays = folders.read_step(folder, candidate).arrays
                 break
             except (CheckpointError, OSError) as error:
-                reasons[number] = str(error)
+                reasons[candidate] = str(error)
         else:
-            tried = "; ".join(
-                f"step {number}: {reason}" for number, reason in reasons.items()
-            )
-            raise CheckpointError(
-                f"no usable checkpoint in {folder}{tried and ': '}{tried}", reasons
-            )
-        groups = (
-            "ema/" if any(n.startswith("ema/") for n in self._arrays) else "trainable/",
-            "frozen/",
-        )
-        self._names = {
-            n.partition("/")[2]: n for n in self._arrays if n.startswith(groups)
-        }
-        self._state = {
-            n.partition("/")[2]: n for n in self._arrays if n.startswith("model_state/")
-        }
+            message = f"no usable checkpoint in {folder}"
+            if reasons:
+                tried = [f"step {step}: {reason}" for step, reason in reasons.items()]
+                message += f": {'; '.join(tried)}"
+            raise CheckpointError(message, reasons)
+        has_average = any(name.startswith("ema/") for name in self._arrays)
+        self._parameters = self._named("ema" if has_average else "trainable")
+        self._parameters |= self._named("frozen")
+        self._model_state = self._named("model_state")
         self.shapes = {
-            path: self._arrays[name].shape for path, name in self._names.items()
+            path: self._arrays[name].shape for path, name in self._parameters.items()
         }
         self._backend = manager.preload().OrbaxBackend(timeout_s=600)
 
+    def _named(self, group: str) -> dict[str, str]:
+        """Maps the paths of a group's arrays to their names in the checkpoint."""
+        prefix = f"{group}/"
+        return {
+            name.removeprefix(prefix): name
+            for name in self._arrays
+            if name.startswith(prefix)
+        }
+
     def check_choices(self, family: Family) -> None:
-        """Checks that experts are chosen without the biases that the family has no
-        tensor for.
+        """Checks that the family can express how experts are chosen.
+
+        Families without a tensor for the biases of the choice can, if a layer's biases
+        are equal.
 
         Raises:
-          ConfigError: they make a difference.
-          CheckpointError: they are not what was saved.
+          ConfigError: biases differ, and the family has no tensor for them.
+          CheckpointError: the biases differ from what was saved.
         """
         known = {part.path for stored in family.tensors for part in stored.parts}
-        for path in self._state.keys() - known:
+        for path in self._model_state.keys() - known:
             if not path.endswith("/choice_bias"):
                 continue
             bias = self.read(path)
@@ -107,20 +113,22 @@ class CheckpointWeights:
                 )
 
     def read(self, path: str) -> np.ndarray:
-        """Returns a parameter, or model state, on the host.
+        """Reads a parameter, or model state, to the host.
 
         Raises:
-          CheckpointError: it is not what was saved.
+          CheckpointError: it differs from what was saved, or it was deleted.
         """
-        name = (self._names | self._state)[path]
+        name = (self._parameters | self._model_state)[path]
         cpu = jax.local_devices(backend="cpu")[0]
         stored = self._arrays[name]
-        host = jax.sharding.SingleDeviceSharding(cpu)
-        wanted = {name: jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=host)}
+        abstract = jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call] # jax is untyped here
+            stored.shape,
+            stored.dtype,
+            sharding=jax.sharding.SingleDeviceSharding(cpu),
+        )
         try:
-            arrays = self._backend.read(self._path, wanted)
-        except Exception as error:
-            # of Orbax and TensorStore: they raise many types for what is not there
+            arrays = self._backend.read(self._path, {name: abstract})
+        except Exception as error:  # Orbax and TensorStore raise many types
             if not folders.is_deleted(self._path.parent, self.step):
                 raise
             raise CheckpointError(
@@ -134,6 +142,7 @@ class CheckpointWeights:
         return np.asarray(arrays[name])
 
     def close(self) -> None:
+        """Closes the checkpoint."""
         self._backend.close()
 
 
@@ -147,49 +156,66 @@ def export(
     dtype: str,
     max_shard_bytes: int,
 ) -> int:
-    """Writes weights and config.json for `from_pretrained`; returns the bytes of the
-    tensors.
+    """Writes weights and config.json for `from_pretrained`.
 
     Args:
-      fields: config.json as `hf_config.fields_of` made it.
-      shapes: of our parameters, by path; `read` gives each of them.
+      target: the folder to write to.
+      family: the architecture to write.
+      fields: the fields of config.json, from `hf_config.fields_of`.
+      shapes: the shapes of the parameters, by path.
+      read: reads a parameter, given its path.
       dtype: "float32" or "bfloat16".
+      max_shard_bytes: largest safetensors file.
+
+    Returns:
+      The number of bytes of all tensors.
 
     Raises:
-      ConfigError: parameters for which the family has no tensor.
+      ConfigError: the family has no tensor for a parameter.
     """
     faults = unmapped(family, shapes)
     if faults:
         raise ConfigError(faults)
     target.mkdir(parents=True, exist_ok=True)
-    views, total = _create_files(
+    tensors, num_bytes = _create_files(
         target, stored_shapes(family, shapes), dtype, max_shard_bytes
     )
-    for stored, part in [
-        (tensor, part) for tensor in family.present(shapes) for part in tensor.parts
-    ]:
-        value = read(part.path)
-        shape = part.stored_shape(shapes[part.path])
-        start = stored.offset(part, shapes)
-        order = [part.ours.index(x) for x in "".join(part.theirs)]
-        place = (slice(None),) * stored.axis + (
-            slice(start, start + shape[stored.axis]),
-        )
-        for at, name in stored.names((0, size) for size in shapes[part.path]).items():
-            views[name][place] = value[at].transpose(order).reshape(shape)
+    for stored in family.present(shapes):
+        for part in stored.parts:
+            _write_part(stored, part, read(part.path), shapes, tensors)
     _write_json(target / hf_config.CONFIG, dict(fields) | {"torch_dtype": dtype})
-    return total
+    return num_bytes
+
+
+def _write_part(
+    stored: Stored,
+    part: TensorPart,
+    value: np.ndarray,
+    shapes: Shapes,
+    tensors: Mapping[str, np.ndarray],
+) -> None:
+    """Copies a parameter into its part of the mapped tensors of all layers."""
+    shape = part.stored_shape(shapes[part.path])
+    start = stored.offset(part, shapes)
+    order = [part.dims.index(dim) for dim in "".join(part.stored_dims)]
+    before = (slice(None),) * stored.axis
+    place = (*before, slice(start, start + shape[stored.axis]))
+    ranges = [(0, size) for size in shapes[part.path]]
+    for position, name in stored.names(ranges).items():
+        tensors[name][place] = value[position].transpose(order).reshape(shape)
 
 
 def _create_files(
     target: Path, shapes: Shapes, dtype: str, max_shard_bytes: int
 ) -> tuple[dict[str, np.ndarray], int]:
-    """Creates files of zeros and their index; returns a mapped array for each tensor,
-    and all their bytes.
+    """Creates safetensors files of zeros, and their index if there are several.
+
+    Returns:
+      A memory-mapped array for each tensor, and the number of bytes of all tensors.
     """
-    code, kind = _DTYPES[dtype]
+    itemsize = _DTYPES[dtype][1].itemsize
     sizes = {
-        name: math.prod(shapes[name]) * kind.itemsize
+        name: math.prod(shapes[name]) * itemsize
         for name in sorted(shapes, key=_by_number)
     }
     shards: list[dict[str, int]] = [{}]
@@ -197,73 +223,91 @@ def _create_files(
         if shards[-1] and sum(shards[-1].values()) + size > max_shard_bytes:
             shards.append({})
         shards[-1][name] = size
-    views = {}
-    index = {}
+    tensors: dict[str, np.ndarray] = {}
+    file_of: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        file = (
-            SINGLE
-            if len(shards) == 1
-            else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        )
-        ends = dict(zip(shard, itertools.accumulate(shard.values()), strict=True))
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}} | {
-            name: {
-                "dtype": code,
-                "shape": shapes[name],
-                "data_offsets": [end - shard[name], end],
-            }
-            for name, end in ends.items()
-        }
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)  # so that tensors are aligned
-        first = 8 + len(text)
-        (target / file).write_bytes(len(text).to_bytes(8, "little") + text)
-        data = np.memmap(
-            target / file, np.uint8, "r+", shape=(first + sum(shard.values()),)
-        )
-        for name, end in ends.items():
-            part = data[first + end - shard[name] : first + end]
-            views[name] = part.view(kind).reshape(shapes[name])
-            index[name] = file
+        file = SINGLE
+        if len(shards) > 1:
+            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors |= _create_file(target / file, shard, shapes, dtype)
+        file_of |= dict.fromkeys(shard, file)
     total = sum(sizes.values())
     if len(shards) > 1:
-        _write_json(
-            target / INDEX, {"metadata": {"total_size": total}, "weight_map": index}
-        )
-    return views, total
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        _write_json(target / INDEX, index)
+    return tensors, total
 
 
-def _by_number(name: str) -> list:
-    """Returns a key that sorts layer 10 behind layer 9."""
+def _create_file(
+    file: Path, sizes: Mapping[str, int], shapes: Shapes, dtype: str
+) -> dict[str, np.ndarray]:
+    """Creates one safetensors file of zeros.
+
+    Args:
+      file: the file to create.
+      sizes: bytes of each tensor, by name.
+      shapes: shape of each tensor, by name.
+      dtype: "float32" or "bfloat16".
+
+    Returns:
+      A memory-mapped array for each tensor.
+    """
+    dtype_code, numpy_dtype = _DTYPES[dtype]
+    ends = dict(zip(sizes, itertools.accumulate(sizes.values()), strict=True))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, end in ends.items():
+        header[name] = {
+            "dtype": dtype_code,
+            "shape": shapes[name],
+            "data_offsets": [end - sizes[name], end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # aligns the tensors
+    data_start = 8 + len(text)
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    num_bytes = data_start + sum(sizes.values())
+    data = np.memmap(file, np.uint8, "r+", shape=(num_bytes,))
+    tensors = {}
+    for name, end in ends.items():
+        part = data[data_start + end - sizes[name] : data_start + end]
+        tensors[name] = part.view(numpy_dtype).reshape(shapes[name])
+    return tensors
+
+
+def _by_number(name: str) -> list[int | str]:
+    """Makes a sort key that puts layer 10 after layer 9."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def copy_own_tokenizer(file: Path, target: Path) -> dict[str, int]:
-    """Copies a tokenizer.json of ours so that transformers can load it; returns fields
-    for config.json.
+    """Copies a run's tokenizer.json so that transformers can load it.
+
+    Args:
+      file: tokenizer.json in the run's workdir.
+      target: the folder to write to.
+
+    Returns:
+      Fields for config.json: the id that ends a text, if there is one.
 
     Raises:
-      ConfigError: it cannot be read.
+      ConfigError: the file cannot be read.
     """
-    special = _special_tokens(file)
-    named = tokenizer_config.read(file.parent).special
+    special_tokens = _special_tokens(file)
     shutil.copyfile(file, target / file.name)
-    fields: dict[str, str] = (
-        {"eos_token": special[0]["content"]} if len(special) == 1 else {}
-    )
-    fields |= named
-    about = {"tokenizer_class": "PreTrainedTokenizerFast"} | fields
-    _write_json(target / tokenizer_config.FILE, about)
-    ends = [
-        token["id"] for token in special if token["content"] == fields.get("eos_token")
-    ]
-    return {"eos_token_id": ends[0]} if ends else {}
+    roles: dict[str, str] = {}
+    if len(special_tokens) == 1:
+        roles["eos_token"] = special_tokens[0]["content"]
+    roles |= tokenizer_config.read(file.parent).special
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast"} | roles
+    _write_json(target / tokenizer_config.FILE, fields)
+    for token in special_tokens:
+        if token["content"] == roles.get("eos_token"):
+            return {"eos_token_id": token["id"]}
+    return {}
 
 
 def write_chat_files(config: tokenizer_config.TokenizerConfig, target: Path) -> None:
-    """Writes a run's chat template and the ids that end its texts where transformers
-    looks for them.
-    """
+    """Writes a run's chat template and its end ids where transformers reads them."""
     if config.chat_template:
         (target / tokenizer_config.TEMPLATE).write_text(
             config.chat_template, encoding="utf-8"
@@ -275,21 +319,18 @@ def write_chat_files(config: tokenizer_config.TokenizerConfig, target: Path) -> 
 
 
 def _special_tokens(file: Path) -> list[dict[str, Any]]:
+    """Reads the special tokens of a tokenizer.json, each with "id" and "content"."""
+    special = []
     try:
-        added = of_kind(
-            read_json(file, dict).get("added_tokens", []), list, "added_tokens"
-        )
-        special = [
-            token
-            for token in added
-            if of_kind(token, dict, "an added token").get("special")
-        ]
-        for token in special:
-            of_kind(token.get("id"), int, "an id")
-            of_kind(token.get("content"), str, "a content")
-        return special
+        tokens = read_json(file, dict).get("added_tokens", [])
+        for token in of_kind(tokens, list, "added_tokens"):
+            if of_kind(token, dict, "an added token").get("special"):
+                of_kind(token.get("id"), int, "an id")
+                of_kind(token.get("content"), str, "a content")
+                special.append(token)
     except (FileNotFoundError, Malformed) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
+    return special
 
 
 def _write_json(path: Path, value: Any) -> None:

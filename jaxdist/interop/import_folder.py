@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a workdir: the config that it implies, tokenizer, state."""
+"""Reads a Hugging Face folder for a new workdir: config, tokenizer and weights."""
 
 import shutil
 from dataclasses import dataclass
@@ -17,9 +17,10 @@ from jaxdist.interop.hf_writer import KEPT
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.state import State
 
-# tokens of a converted workdir's sequences, where the model can take more
-LONGEST = 1024
-_BYTES = 256  # vocabulary of a model whose tokens are bytes
+# largest batch.sequence_length of a converted workdir, and its value if the model has
+# no limit
+MAX_SEQUENCE_LENGTH = 1024
+_BYTE_VOCABULARY = 256  # vocab_size of a model whose tokens are bytes
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,17 @@ class Folder:
     """A Hugging Face folder with config.json and safetensors."""
 
     path: Path
-    dtype: str  # that the workdir stores its weights in
-    fields: dict[str, Any]  # of its config.json
+    dtype: str  # dtype of the workdir's weights
+    fields: dict[str, Any]  # fields of config.json
     family: Family
-    values: dict[str, Any]  # of model.*
+    values: dict[str, Any]  # values of model.*
 
     def copy_tokenizer(self, workdir: Path) -> bool:
-        """Copies its small files into a workdir; tells whether a tokenizer is there."""
+        """Copies the folder's small files into a workdir.
+
+        Returns:
+          Whether there is a tokenizer among them.
+        """
         tokenizer_config.copy_small_files(self.path, workdir / KEPT)
         tokenizer = workdir / KEPT / TOKENIZER_FILE
         if not tokenizer.is_file():
@@ -43,58 +48,61 @@ class Folder:
         return True
 
     def config_values(self, tokenizer: Path, *, has_tokenizer: bool) -> dict[str, Any]:
-        """Lists the keys of a run's config that its model decides, with their values.
+        """Makes the config keys that the folder decides, with their values.
 
         Args:
-          tokenizer: where the workdir's tokenizer is or will be.
-          has_tokenizer: whether the folder has one.
+          tokenizer: path of the workdir's tokenizer, which need not exist yet.
+          has_tokenizer: whether the folder has a tokenizer.
         """
         values = self.values
         longest = values["max_positions"] or self.fields.get(
-            "max_position_embeddings", LONGEST
+            "max_position_embeddings", MAX_SEQUENCE_LENGTH
         )
-        changes = {f"model.{name}": value for name, value in values.items()}
+        config = {f"model.{name}": value for name, value in values.items()}
         if values["num_experts"]:
-            changes["model.balance"] = "batch"
-        changes["precision.params"] = self.dtype
-        changes["precision.compute"] = self.dtype
-        changes["batch.sequence_length"] = min(longest, LONGEST)
-        # else its tokens may be bytes
-        if has_tokenizer or values["vocab_size"] != _BYTES:
-            changes["data.tokenizer"] = str(tokenizer)
-        return changes
+            config["model.balance"] = "batch"
+        config["precision.params"] = self.dtype
+        config["precision.compute"] = self.dtype
+        config["batch.sequence_length"] = min(longest, MAX_SEQUENCE_LENGTH)
+        if has_tokenizer or not self._may_read_bytes:
+            config["data.tokenizer"] = str(tokenizer)
+        return config
+
+    @property
+    def _may_read_bytes(self) -> bool:
+        return bool(self.values["vocab_size"] == _BYTE_VOCABULARY)
 
     def read_state(self, spec: ModelSpec, device: jax.Device) -> State:
-        """Reads the weights onto a device: the state of step 0, without an optimizer's.
+        """Reads the weights onto a device, as the state of step 0 without an optimizer.
 
         Args:
-          spec: of the model that `config_values` describe.
-          device: takes all arrays.
+          spec: the model that `config_values` describe.
+          device: the device for all arrays.
 
         Raises:
-          ConfigError: its tensors are not those of the model.
+          ConfigError: the folder's tensors are not those of the model.
         """
-        where = jax.sharding.SingleDeviceSharding(device)
-        wanted = {
-            path: jax.ShapeDtypeStruct(x.shape, self.dtype, sharding=where)
+        sharding = jax.sharding.SingleDeviceSharding(device)
+        parameters = {
+            path: jax.ShapeDtypeStruct(x.shape, self.dtype, sharding=sharding)  # type: ignore[no-untyped-call] # jax is untyped here
             for path, x in trees.flatten_names(spec.trainable).items()
         }
-        shapes = {path: x.shape for path, x in wanted.items()}
+        shapes = {path: x.shape for path, x in parameters.items()}
         tensors = hf_reader.open_weights(self.path, self.values, shapes)
         model_state = {}
         if spec.model_state:
             model_state = jax.jit(lambda: spec.init_params(jax.random.key(0))[1])()
-        trainable = trees.unflatten_names(tensors.load(wanted))
+        trainable = trees.unflatten_names(tensors.load(parameters))
         return State(jnp.int32(0), trainable, {}, model_state, None, None)
 
     def summary(self, spec: ModelSpec, *, has_tokenizer: bool) -> str:
-        """Tells what was read, in one line."""
+        """Describes in one line the model that was read."""
         architecture = self.family.architecture
         text = f"{spec.parameter_count:,} parameters, read as {architecture}"
         kind = self.fields.get("model_type")
         if kind not in FAMILIES:
             text += f" ({kind!r} is not known: compare its logits)"
-        if not has_tokenizer and self.values["vocab_size"] != _BYTES:
+        if not has_tokenizer and not self._may_read_bytes:
             text += f"; it has no {TOKENIZER_FILE}: put one there for text"
         return text
 
@@ -104,10 +112,11 @@ def open_folder(path: Path, dtype: str) -> Folder:
 
     Args:
       path: the folder.
-      dtype: that its weights will be stored in.
+      dtype: dtype of the workdir's weights.
 
     Raises:
-      ConfigError: it cannot be read, or holds no model like ours.
+      ConfigError: config.json cannot be read, or describes a model that jaxdist cannot
+        build.
     """
     fields = hf_config.read_config(path)
     family, values = hf_config.derive(fields)

@@ -1,7 +1,7 @@
 """Hugging Face folders and PEFT adapters as sources of a run's initial weights.
 
-Weights are read row by row into the shards of the run's arrays, by each process those
-of its own devices.
+Weights are read directly into the shards of the run's arrays. Each process reads the
+shards of its own devices.
 """
 
 from collections.abc import Collection
@@ -39,19 +39,20 @@ class HuggingFaceFolder:
     implies_config: ClassVar[bool] = True
 
     def config_of(self, config: ConfigDict, set_keys: Collection[str]) -> ImpliedConfig:
-        """Reads config.json and looks for a tokenizer; see `WeightSource.config_of`."""
+        """Reads config.json and finds a tokenizer; see `WeightSource.config_of`."""
         folder = Path(config.init.from_huggingface).expanduser()
         _, values = derive(read_config(folder))
         model = {"target": registry.DEFAULT_TARGET} | values
         if values["num_experts"] and "model.balance" not in set_keys:
-            # files for export have no place for biases
             balance = config.model.get("balance", "bias")
-            model["balance"] = "batch" if balance == "bias" else balance
+            if balance == "bias":  # an export has no tensor for these biases
+                balance = "batch"
+            model["balance"] = balance
         tokenizer = _tokenizer_of(folder, config, values["vocab_size"], set_keys)
         return ImpliedConfig(model, tokenizer)
 
     def open(self, target: Target) -> OpenedWeights:
-        """Opens the tensors and compares their shapes; see `WeightSource.open`."""
+        """Opens the tensors and checks their shapes; see `WeightSource.open`."""
         folder = Path(target.config.init.from_huggingface).expanduser()
         shapes = {path: x.shape for path, x in target.parameters.items()}
         tensors = open_weights(folder, target.config.model_options, shapes)
@@ -61,26 +62,28 @@ class HuggingFaceFolder:
 def _tokenizer_of(
     folder: Path, config: ConfigDict, vocab_size: int, set_keys: Collection[str]
 ) -> str:
-    """Chooses data.tokenizer for the folder's model: the folder's own, if it has one.
+    """Chooses data.tokenizer for the folder's model: its own tokenizer, if it has one.
 
     Raises:
-      ConfigError: it has none, and the data are texts that bytes cannot stand for.
+      ConfigError: it has none, and the run's data need one other than bytes.
     """
     file = folder / TOKENIZER_FILE
     if file.is_file():
         return str(file)
-    made_elsewhere = isinstance(SOURCES.get(config.data.source), TokenSource)
-    chosen = made_elsewhere or "data.tokenizer" in set_keys
-    if not chosen and vocab_size != load_tokenizer("bytes").vocab_size:
+    tokenizer: str = config.data.tokenizer
+    holds_ids = isinstance(SOURCES.get(config.data.source), TokenSource)
+    if holds_ids or "data.tokenizer" in set_keys:
+        return tokenizer
+    if vocab_size != load_tokenizer("bytes").vocab_size:
         raise ConfigError(
             f"init.from_huggingface={folder}: no {TOKENIZER_FILE} there; let transformers write one "
             f"(AutoTokenizer.from_pretrained(...).save_pretrained(...)), or set data.tokenizer"
         )
-    return config.data.tokenizer
+    return tokenizer
 
 
 def _load(target: Target, tensors: Tensors) -> LoadedWeights:
-    """Reads all parameters, one at a time."""
+    """Reads the parameters, one at a time."""
     kind = read_config(tensors.folder).get("model_type")
     note = ""
     if kind not in FAMILIES:
@@ -96,7 +99,7 @@ class PeftAdapter:
     implies_config: ClassVar[bool] = False
 
     def config_of(self, config: ConfigDict, set_keys: Collection[str]) -> ImpliedConfig:
-        """Is never asked: the adapted model's source implies the config."""
+        """Raises NotImplementedError: the base model's source implies the config."""
         raise NotImplementedError
 
     def open(self, target: Target) -> OpenedWeights:
@@ -111,7 +114,7 @@ class PeftAdapter:
 
 
 def _place(target: Target, factors: dict[str, np.ndarray]) -> LoadedWeights:
-    """Places A and B on the devices as the run has them."""
+    """Puts A and B on the devices, in the run's dtypes and shardings."""
 
     def placed(path: str, x: jax.ShapeDtypeStruct) -> jax.Array:
         assert x.sharding is not None

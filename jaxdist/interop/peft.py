@@ -1,9 +1,11 @@
-"""Adapters as PEFT files: adapter_config.json and adapter_model.safetensors.
+"""Reads and writes LoRA adapters as PEFT files.
 
-A family's table says which of our kernels a linear layer of theirs is. Where several
-are one (GPT-2's c_attn), so are their adapters: A's rows are put together and B is
-block diagonal, of as many times the rank. The other way round, the one A that such a
-layer has by itself goes to each of our kernels. Source: files and code of peft 0.21.
+The files are adapter_config.json and adapter_model.safetensors. A family's table says
+which kernels a linear layer of Hugging Face's model holds. Some layers hold several
+(GPT-2's c_attn holds query, key and value). To write the adapters of these kernels as one
+adapter, A's rows are joined and B is block diagonal, so the rank is multiplied. To read
+an adapter that PEFT trained for such a layer, its A is copied to each kernel. Source:
+files and code of peft 0.21.
 """
 
 import json
@@ -26,11 +28,11 @@ from jaxdist.storage.untrusted import read_json
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_SHOWN = 12
-_ALPHA = 8  # PEFT's default
-# Fields of adapter_config.json that change what an adapter does, with the values that
-# ours have.
-_REQUIRED: dict[str, tuple[Any, ...]] = {
+_SHOWN = 12  # faults that a message lists
+_DEFAULT_ALPHA = 8  # PEFT's default
+# Fields of adapter_config.json that change an adapter's effect, with supported values;
+# the first one is the default.
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "lora_bias": (False,),
@@ -46,9 +48,12 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "kasa_config": (None,),
     "monteclora_config": (None,),
     "velora_config": (None,),
-    # Other ways to begin change the model as well (pissa, olora, corda, loftq).
+    # Other initializations change the base model as well (pissa, olora, corda, loftq).
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
+# the adapter's array of each parameter path, "blocks/attention/query/lora_a"
+Adapters = Mapping[str, np.ndarray]
+
 _WRITTEN = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -67,98 +72,126 @@ def write(
     target: Path,
     family: Family,
     config: LoraConfig,
-    adapters: Mapping[str, np.ndarray],
+    adapters: Adapters,
     shapes: Shapes,
     *,
     base: str,
 ) -> int:
-    """Writes a folder for `PeftModel.from_pretrained`; returns the bytes of its
-    tensors.
+    """Writes a folder for `PeftModel.from_pretrained`.
 
     Args:
-      adapters: our A and B by path, "blocks/attention/query/lora_a" [L, D, rank].
-      shapes: of the model's parameters without adapters.
-      base: where the model lies that they adapt, for people and PEFT to find it.
+      target: the folder to write.
+      family: the base model's architecture.
+      config: rank, alpha and dropout of the adapters.
+      adapters: A and B of all layers by path, "blocks/attention/query/lora_a"
+        [L, D, rank].
+      shapes: the shapes of the base model's parameters, by path.
+      base: folder of the base model, by which PEFT finds it; "" = unknown.
+
+    Returns:
+      The number of bytes of the tensors.
 
     Raises:
       ConfigError: the family has no tensor for a kernel.
     """
     unmapped = {path.rpartition("/")[0] for path in adapters}
     tensors: dict[str, np.ndarray] = {}
-    ranks: dict[str, int] = {}
+    ranks: dict[str, int] = {}  # of each module's adapters, by the module's name
     for stored in family.present(shapes):
         parts = [part for part in stored.parts if f"{part.path}/lora_a" in adapters]
+        if not parts:
+            continue
         unmapped -= {part.path for part in parts}
-        for layer in range(shapes[parts[0].path][0] if parts else 0):
+        for layer in range(shapes[parts[0].path][0]):
             name = stored.name_of(layer).removesuffix(".weight")
-            ranks[re.split(r"\.\d+\.", name)[1]] = len(parts) * config.rank
+            module = re.split(r"\.\d+\.", name)[1]
+            ranks[module] = len(parts) * config.rank
             a, b = _fused(stored, parts, adapters, shapes, layer)
-            tensors |= {
-                f"{_PREFIX}{name}.lora_A.weight": a,
-                f"{_PREFIX}{name}.lora_B.weight": b,
-            }
+            tensors[f"{_PREFIX}{name}.lora_A.weight"] = a
+            tensors[f"{_PREFIX}{name}.lora_B.weight"] = b
     if unmapped:
         raise ConfigError(
             f"{family.model_type} has no tensor for adapters of {', '.join(sorted(unmapped))}"
         )
     target.mkdir(parents=True, exist_ok=True)
     save_file(tensors, target / WEIGHTS, {"format": "pt"})
-    wide = {name: rank for name, rank in ranks.items() if rank != config.rank}
-    fields = _WRITTEN | {
+    fields = _config_fields(family, config, ranks, base)
+    (target / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    return sum(x.nbytes for x in tensors.values())
+
+
+def _config_fields(
+    family: Family, config: LoraConfig, ranks: Mapping[str, int], base: str
+) -> dict[str, Any]:
+    """Makes adapter_config.json.
+
+    Args:
+      family: the base model's architecture.
+      config: rank, alpha and dropout of the adapters.
+      ranks: rank of each module's adapter, by the module's name.
+      base: folder of the base model; "" = unknown.
+    """
+    multiplied = {name: rank for name, rank in ranks.items() if rank != config.rank}
+    return _WRITTEN | {
         "base_model_name_or_path": base or None,
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
         "target_modules": sorted(ranks),
-        "rank_pattern": wide,
+        "rank_pattern": multiplied,
         "alpha_pattern": {
-            name: config.alpha * rank / config.rank for name, rank in wide.items()
+            name: config.alpha * rank / config.rank for name, rank in multiplied.items()
         },
         "fan_in_fan_out": family.model_type == "gpt2",
     }
-    (target / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    return sum(x.nbytes for x in tensors.values())
 
 
 def read(
     folder: Path | str, family: Family, config: LoraConfig, shapes: Shapes
 ) -> dict[str, np.ndarray]:
-    """Returns our A and B by path, as float32, from a folder that PEFT or `write`
-    wrote.
+    """Reads A and B from a folder that PEFT or `write` wrote.
 
-    Targets that the folder does not adapt keep A = B = 0.
+    Targets that the folder does not adapt get A = B = 0.
 
     Args:
-      shapes: of our A and B, by path.
+      folder: the PEFT folder.
+      family: the base model's architecture.
+      config: the run's rank, alpha and targets.
+      shapes: the shapes of the run's A and B, by path.
+
+    Returns:
+      A and B by path, float32.
 
     Raises:
-      ConfigError: it is no such folder; it adapts more, or otherwise, than `config`
-        says.
+      ConfigError: it is no PEFT folder, it adapts a kernel that is no target, or its
+        rank, alpha or another setting differs from `config`.
     """
     folder = Path(folder).expanduser()
     try:
         fields = read_json(folder / CONFIG, dict)
         with open_tensors(folder / WEIGHTS) as file:
+            names = file.keys()  # the file itself cannot be iterated
             tensors = {
-                name.removeprefix(_PREFIX): file.get_tensor(name) for name in file
+                name.removeprefix(_PREFIX): file.get_tensor(name) for name in names
             }
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ConfigError(
             f"lora.from_peft={folder}: no adapter that PEFT wrote: {error}"
         ) from error
-    faults = [
-        f"{name}={fields[name]!r} is not supported; required {legal[0]!r}"
-        for name, legal in _REQUIRED.items()
-        if fields.get(name, legal[0]) not in legal
-    ] + _scale_faults(fields)
-    faults += [
-        f"{name} has NaN or infinite values"
-        for name, x in tensors.items()
-        if not all_finite(x)
-    ]
+    faults = []
+    for name, supported in _SUPPORTED.items():
+        if fields.get(name, supported[0]) not in supported:
+            faults.append(
+                f"{name}={fields[name]!r} is not supported; required {supported[0]!r}"
+            )
+    faults += _scale_faults(fields)
+    for name, x in tensors.items():
+        if not all_finite(x):
+            faults.append(f"{name} has NaN or infinite values")
     adapters = {path: np.zeros(dims, np.float32) for path, dims in shapes.items()}
-    for name in () if faults else tensors:
-        faults += _take(adapters, name, tensors, family, fields, config)
+    if not faults:
+        for name in tensors:
+            faults += _read_module(adapters, name, tensors, family, fields, config)
     if faults:
         shown = list(dict.fromkeys(faults))[:_SHOWN]
         raise ConfigError(f"lora.from_peft={folder}: {fault}" for fault in shown)
@@ -166,158 +199,218 @@ def read(
 
 
 def _scale_faults(fields: Mapping[str, Any]) -> list[str]:
-    """Lists what is wrong with the fields that say how strong an adapter is."""
-    alphas = {"lora_alpha": fields.get("lora_alpha", _ALPHA)}
+    """Checks lora_alpha and alpha_pattern, which scale the adapters."""
+    alphas = {"lora_alpha": fields.get("lora_alpha", _DEFAULT_ALPHA)}
     patterns = fields.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         return [f"alpha_pattern={patterns!r:.40}: a mapping is required"]
     faults = [
         f"alpha_pattern has {key!r:.40}, no plain name"
         for key in patterns
-        if not _is_plain(key)
+        if not _is_safe(key)
     ]
-    return faults + [
-        f"{name}={alpha!r:.40}: a number is required"
-        for name, alpha in (alphas | patterns).items()
-        if type(alpha) not in (int, float) or not math.isfinite(alpha)
-    ]
+    for name, alpha in (alphas | patterns).items():
+        if type(alpha) not in (int, float) or not math.isfinite(alpha):
+            faults.append(f"{name}={alpha!r:.40}: a number is required")
+    return faults
 
 
-def _is_plain(pattern: str) -> bool:
-    """Checks whether a regex of others is one that ends soon: it repeats nothing."""
+def _is_safe(pattern: str) -> bool:
+    """Checks that a file's regex is valid, and fast because it repeats nothing."""
+    if not re.fullmatch(r"[\w.|()\\^$\[\]-]{1,200}", pattern):
+        return False
     try:
-        return bool(
-            re.fullmatch(r"[\w.|()\\^$\[\]-]{1,200}", pattern)
-            and re.compile(f"({pattern})")
-        )
+        re.compile(f"({pattern})")
     except re.error:
         return False
+    return True
 
 
-def _take(adapters, name, tensors, family, fields, config) -> Iterator[str]:
-    """Fills in what one A of theirs, with its B, gives of ours; yields what is wrong
-    with it.
+def _read_module(
+    adapters: Adapters,
+    name: str,
+    tensors: Mapping[str, np.ndarray],
+    family: Family,
+    fields: Mapping[str, Any],
+    config: LoraConfig,
+) -> Iterator[str]:
+    """Reads the A and B of one PEFT module into the run's adapters.
+
+    Args:
+      adapters: the run's A and B of all layers, which are filled in.
+      name: the name of the module's A. Names of B are skipped.
+      tensors: all tensors of the PEFT folder.
+      family: the base model's architecture.
+      fields: the folder's adapter_config.json.
+      config: the run's rank and alpha.
+
+    Yields:
+      What is wrong with the module; it is not read then.
     """
     module, is_a, _ = name.partition(".lora_A.weight")
     if not is_a:
         if not name.endswith(".lora_B.weight"):
             yield f"the tensor {name} is not understood"
         return
-    layer = re.search(r"\.(\d{1,9})\.", module)
-    canonical = family.canonical(f"{module}.weight")
-    number = int(layer[1]) if layer else 0
-    of_layers = (stored for stored in family.tensors if stored.parts[0].stacked == 1)
-    stored = next((s for s in of_layers if s.name.format(number) == canonical), None)
+    layer = 0
+    match = re.search(r"\.(\d{1,9})\.", module)
+    if match:
+        layer = int(match[1])
+    stored = _stored_of(module, layer, family)
     if stored is None:
-        yield f"{module} has an adapter, and no kernel of ours is that layer of {family.model_type}"
+        yield f"{module} has an adapter, but no kernel of {family.model_type} has that name"
         return
-    if "blocks/layer_0/" in "".join(adapters) or "first_blocks/" in "".join(adapters):
+    paths = "".join(adapters)
+    if "blocks/layer_0/" in paths or "first_blocks/" in paths:
         yield "adapters of a model with dense layers between those with experts are not read"
         return
-    untargeted = [
-        part.path for part in stored.parts if f"{part.path}/lora_a" not in adapters
-    ]
-    if untargeted:
-        yield f"{module} has an adapter, and {untargeted[0]} is no target; name it in lora.targets"
-        return
+    for part in stored.parts:
+        if f"{part.path}/lora_a" not in adapters:
+            yield f"{module} has an adapter, and {part.path} is no target; name it in lora.targets"
+            return
     a = tensors[name]
     b = tensors.get(f"{module}.lora_B.weight")
-    if b is None or (misfit := _misfit(stored, adapters, number, a, b)):
-        yield f"{module} {'has no lora_B' if b is None else misfit}"
+    if b is None:
+        yield f"{module} has no lora_B"
+        return
+    fault = _shape_fault(stored, adapters, layer, a, b)
+    if fault:
+        yield f"{module} {fault}"
         return
     rank = a.shape[0]
     scale = _scale(fields, module, rank)
-    expected = config.alpha / config.rank
-    pieces = _split(stored, adapters, a, b, config.rank)
-    if pieces is None:
+    expected_scale = config.alpha / config.rank
+    factors = _split(stored, adapters, a, b, config.rank)
+    if factors is None:
         yield f"{module} has rank {rank}, lora.rank is {config.rank}; set lora.rank={rank}"
-    elif not math.isclose(scale, expected, rel_tol=1e-6):
+    elif not math.isclose(scale, expected_scale, rel_tol=1e-6):
         yield (
             f"{module} has alpha / rank = {scale:.6g}, lora.alpha={config.alpha:g} makes it "
-            f"{expected:.6g}; set lora.alpha={scale * config.rank:g}"
+            f"{expected_scale:.6g}; set lora.alpha={scale * config.rank:g}"
         )
     else:
-        for path, value in pieces.items():
-            adapters[path][number] = value
+        for path, value in factors.items():
+            adapters[path][layer] = value
 
 
-def _misfit(stored: Stored, ours, number: int, a: np.ndarray, b: np.ndarray) -> str:
-    """Explains why A and B of a layer of theirs are none of ours, whatever their rank;
-    "" if they are.
+def _stored_of(module: str, layer: int, family: Family) -> Stored | None:
+    """Finds the table's tensor for a PEFT module of a layer."""
+    name = family.canonical(f"{module}.weight")
+    for stored in family.tensors:
+        if stored.parts[0].stacked == 1 and stored.name.format(layer) == name:
+            return stored
+    return None
+
+
+def _shape_fault(
+    stored: Stored, adapters: Adapters, layer: int, a: np.ndarray, b: np.ndarray
+) -> str:
+    """Checks the shapes of a module's A and B, but not their rank.
+
+    Returns:
+      What is wrong with them, or "".
     """
     if a.ndim != 2 or b.ndim != 2 or not 0 < a.shape[0] == b.shape[1]:
         return f"has lora_A {a.shape} and lora_B {b.shape}; required [rank, in] and [out, rank]"
-    dims = [
-        (ours[f"{part.path}/lora_a"].shape, ours[f"{part.path}/lora_b"].shape)
-        for part in stored.parts
-    ]
-    sizes = math.prod(dims[0][0][1:-1]), sum(math.prod(of_b[2:]) for _, of_b in dims)
-    if number >= dims[0][0][0] or sizes != (a.shape[1], b.shape[0]):
-        return f"maps {a.shape[1]} values to {b.shape[0]}; {dims[0][0][0]} layers of {sizes} are required"
+    num_layers, *inputs, _ = adapters[f"{stored.parts[0].path}/lora_a"].shape
+    num_outputs = 0
+    for part in stored.parts:
+        _, _, *outputs = adapters[f"{part.path}/lora_b"].shape
+        num_outputs += math.prod(outputs)
+    sizes = (math.prod(inputs), num_outputs)
+    if layer >= num_layers or sizes != (a.shape[1], b.shape[0]):
+        return (
+            f"maps {a.shape[1]} values to {b.shape[0]}; "
+            f"{num_layers} layers of {sizes} are required"
+        )
     return ""
 
 
 def _scale(fields: Mapping[str, Any], module: str, rank: int) -> float:
-    """Returns the factor of A B in a module of theirs."""
-    patterns = fields.get("alpha_pattern") or {}
-    matching = (
-        alpha
-        for key, alpha in patterns.items()
-        if re.fullmatch(rf"(.*\.)?({key})", module)
-    )
-    alpha = next(matching, fields.get("lora_alpha", _ALPHA))
-    return alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+    """Returns the factor that PEFT multiplies a module's B A with."""
+    alpha: float = fields.get("lora_alpha", _DEFAULT_ALPHA)
+    for pattern, pattern_alpha in (fields.get("alpha_pattern") or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            alpha = pattern_alpha
+            break
+    divisor = math.sqrt(rank) if fields.get("use_rslora") else rank
+    return alpha / divisor
 
 
-# --- a layer of theirs and kernels of ours --------------------------------------------
+# --- one module of PEFT and its kernels -----------------------------------------------
 
 
 def _fused(
-    stored: Stored, parts: list[TensorPart], adapters, shapes, layer: int
+    stored: Stored,
+    parts: list[TensorPart],
+    adapters: Adapters,
+    shapes: Shapes,
+    layer: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns PEFT's A [ranks, in] and B [out, ranks] of a layer of theirs, adapted in
-    some of its parts.
+    """Joins the adapters of one tensor's kernels in a layer.
+
+    Args:
+      stored: the tensor.
+      parts: its parts that have adapters.
+      adapters: A and B of all layers by path.
+      shapes: the shapes of the kernels, by path.
+      layer: the layer.
+
+    Returns:
+      PEFT's A [ranks, in] and B [out, ranks], float32, with as many ranks as the parts
+      have together.
     """
-    rows = [adapters[f"{part.path}/lora_a"][layer] for part in parts]
-    rank = rows[0].shape[-1]
-    # the same for all parts, so the rest of a kernel's dims are outputs
-    inputs = rows[0].size // rank
-    ends = np.cumsum(
-        [math.prod(shapes[part.path][1:]) // inputs for part in stored.parts]
-    )
+    factors_a = [adapters[f"{part.path}/lora_a"][layer] for part in parts]
+    rank = factors_a[0].shape[-1]
+    num_inputs = factors_a[0].size // rank  # equal for all parts
+    num_outputs = [
+        math.prod(shapes[part.path][1:]) // num_inputs for part in stored.parts
+    ]
+    ends = np.cumsum(num_outputs)
     b = np.zeros((ends[-1], rank * len(parts)), np.float32)
     for number, part in enumerate(parts):
         end = ends[stored.parts.index(part)]
         block = adapters[f"{part.path}/lora_b"][layer].reshape(rank, -1).T
         b[end - len(block) : end, rank * number : rank * (number + 1)] = block
     a = np.concatenate(
-        [np.asarray(row, np.float32).reshape(-1, rank).T for row in rows]
+        [np.asarray(factor, np.float32).reshape(-1, rank).T for factor in factors_a]
     )
     return np.ascontiguousarray(a), b
 
 
 def _split(
-    stored: Stored, ours, a: np.ndarray, b: np.ndarray, rank: int
+    stored: Stored, adapters: Adapters, a: np.ndarray, b: np.ndarray, rank: int
 ) -> dict[str, np.ndarray] | None:
-    """Returns A and B of our kernels from those of a layer of theirs; None: the rank
-    does not fit.
+    """Splits a module's A and B among the kernels that its tensor holds.
+
+    Args:
+      stored: the tensor.
+      adapters: the run's A and B of all layers by path, for their shapes.
+      a: PEFT's A, [ranks, in].
+      b: PEFT's B, [out, ranks].
+      rank: the run's rank.
+
+    Returns:
+      A and B of a layer by path, float32; None if the ranks do not fit.
     """
-    count = len(stored.parts)
-    kernels = {}
-    row = 0
-    # as `_fused` put them together, if nothing is off the diagonal
-    blocks = a.shape[0] == rank * count
-    if not blocks and a.shape[0] != rank:
+    is_fused = a.shape[0] == rank * len(stored.parts)  # as `_fused` makes them
+    if not is_fused and a.shape[0] != rank:
         return None
+    factors = {}
+    start = 0
     for number, part in enumerate(stored.parts):
-        paths = f"{part.path}/lora_a", f"{part.path}/lora_b"
-        dims = [ours[path].shape[1:] for path in paths]
-        columns = slice(rank * number, rank * (number + 1)) if blocks else slice(None)
-        size = math.prod(dims[1][1:])
-        mine = b[row : row + size]
-        row += size
-        if blocks and np.delete(mine, np.r_[columns], axis=1).any():
-            return None
-        kernels[paths[0]] = a[columns].T.reshape(dims[0]).astype(np.float32)
-        kernels[paths[1]] = mine[:, columns].T.reshape(dims[1]).astype(np.float32)
-    return kernels
+        path_a = f"{part.path}/lora_a"
+        path_b = f"{part.path}/lora_b"
+        shape_a = adapters[path_a].shape[1:]
+        shape_b = adapters[path_b].shape[1:]
+        stop = start + math.prod(shape_b[1:])
+        rows = b[start:stop]
+        start = stop
+        columns = slice(None)
+        if is_fused:
+            columns = slice(rank * number, rank * (number + 1))
+            if np.delete(rows, np.r_[columns], axis=1).any():
+                return None  # B is not block diagonal
+        factors[path_a] = a[columns].T.reshape(shape_a).astype(np.float32)
+        factors[path_b] = rows[:, columns].T.reshape(shape_b).astype(np.float32)
+    return factors

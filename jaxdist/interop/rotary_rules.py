@@ -1,8 +1,8 @@
-"""How fields of a Hugging Face config.json and rotary positions, stretched or not, give
-each other.
+"""Rules that convert config.json's fields about rotary positions; see `config_rules`.
 
-Both spellings are read: rope_parameters of transformers 5, and rope_theta with
-rope_scaling, whose kind may be called `type`. The second is written, with `rope_type`.
+Two spellings are read: rope_parameters of transformers 5, and rope_theta with
+rope_scaling. The second one is written. The kind of scaling may be called `type` or
+`rope_type`; `rope_type` is written.
 """
 
 import math
@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxdist.interop.config_rules import KINDS, REQUIRED, Rule, Source, Values
-from jaxdist.models.transformer import TransformerConfig
+from jaxdist.models.transformer_config import TransformerConfig
 
-_SCALINGS: dict[str, dict[str, str]] = {  # numbers that each has, besides its factor
+# for each kind of scaling its numbers besides the factor: model value -> field
+_SCALINGS: dict[str, dict[str, str]] = {
     "default": {},
     "linear": {},
     "llama3": {
@@ -24,93 +25,111 @@ _SCALINGS: dict[str, dict[str, str]] = {  # numbers that each has, besides its f
     "longrope": {},
 }
 _LISTS = {"rope_short_factor": "short_factor", "rope_long_factor": "long_factor"}
-_BEFORE = "original_max_position_embeddings"
+_ORIGINAL_POSITIONS = "original_max_position_embeddings"
 
 
 def rotary(*, partial: bool = False, theta: float = 10_000.0) -> Rule:
-    """Returns the rule of one rotary base for all layers.
+    """Makes the rule for one rotary base in all layers.
 
     Args:
-      partial: a share of a head may turn, and longrope alone stretches it (Phi-3).
-      theta: the base where no field says it.
+      partial: whether only a fraction of a head may rotate; then longrope is the only
+        supported scaling (Phi-3).
+      theta: the base if no field has it.
     """
+    kinds = ("default", "longrope") if partial else tuple(_SCALINGS)
 
     def read(source: Source, _: Values) -> dict[str, Any]:
-        new = source.take("rope_parameters", None)
-        old = source.take("rope_scaling", None)
-        key = "rope_scaling" if old else "rope_parameters"
-        inner = source.inside(key, old or new or {})
-        base = inner.number("rope_theta", source.number("rope_theta", theta))
-        share = inner.number(
+        parameters = source.take("rope_parameters", None)
+        scaling = source.take("rope_scaling", None)
+        if scaling:
+            rope = source.inside("rope_scaling", scaling)
+        else:
+            rope = source.inside("rope_parameters", parameters or {})
+        base = rope.number("rope_theta", source.number("rope_theta", theta))
+        fraction = rope.number(
             "partial_rotary_factor", source.number("partial_rotary_factor", 1.0)
         )
-        if share != 1 and not partial:
+        if fraction != 1 and not partial:
             source.refuse(
                 "partial_rotary_factor",
-                share,
+                fraction,
                 "not built for this architecture; required 1.0",
             )
-        scaling = _read_scaling(
-            inner, source, ("default", "longrope") if partial else tuple(_SCALINGS)
-        )
-        source.faults += inner.close()
-        return {"rope_theta": float(base), "rotary_fraction": float(share)} | scaling
+        values = _read_scaling(rope, source, kinds)
+        source.faults += rope.close()
+        values["rope_theta"] = float(base)
+        values["rotary_fraction"] = float(fraction)
+        return values
 
     def write(values: Values) -> dict[str, Any]:
-        share = {"partial_rotary_factor": values["rotary_fraction"]} if partial else {}
-        return {"rope_theta": values["rope_theta"]} | _write_scaling(values) | share
+        fields = {"rope_theta": values["rope_theta"]} | _write_scaling(values)
+        if partial:
+            fields["partial_rotary_factor"] = values["rotary_fraction"]
+        return fields
 
     return Rule(read, write)
 
 
 def gemma_rotary() -> Rule:
-    """Returns the rule of Gemma 3's two bases; only global layers are stretched."""
+    """Makes the rule for Gemma 3's two bases; only global layers may be scaled."""
 
     def read(source: Source, values: Values) -> dict[str, Any]:
-        both = source.inside(
+        parameters = source.inside(
             "rope_parameters", source.take("rope_parameters", None) or {}
         )
-        full, local = (both.inside(name, both.take(name, None) or {}) for name in KINDS)
-        full.config |= source.inside(
-            "rope_scaling", source.take("rope_scaling", None) or {}
-        ).config
+        full, local = (
+            parameters.inside(name, parameters.take(name, None) or {}) for name in KINDS
+        )
+        scaling = source.inside("rope_scaling", source.take("rope_scaling", None) or {})
+        full.config |= scaling.config
         theta = full.number("rope_theta", source.number("rope_theta", 1_000_000.0))
-        base = local.number(
+        local_theta = local.number(
             "rope_theta", source.number("rope_local_base_freq", 10_000.0)
         )
-        scaling = _read_scaling(full, source, tuple(_SCALINGS))
-        if _read_scaling(local, source, tuple(_SCALINGS)):
+        kinds = tuple(_SCALINGS)
+        scaling_values = _read_scaling(full, source, kinds)
+        if _read_scaling(local, source, kinds):
             local.refuse(
                 "rope_type",
                 local.config.get("rope_type"),
                 "not built; required 'default'",
             )
-        source.faults += full.close() + local.close() + both.close()
+        source.faults += full.close() + local.close() + parameters.close()
         has_local = "local" in values["layer_pattern"]
         return {
             "rope_theta": float(theta),
-            "rope_theta_local": float(base) if has_local else 0.0,
-        } | scaling
+            "rope_theta_local": float(local_theta) if has_local else 0.0,
+        } | scaling_values
 
     def write(values: Values) -> dict[str, Any]:
-        base = values["rope_theta_local"] or values["rope_theta"]
-        fields = {"rope_theta": values["rope_theta"], "rope_local_base_freq": base}
-        return fields | _write_scaling(values)
+        local_theta = values["rope_theta_local"] or values["rope_theta"]
+        return {
+            "rope_theta": values["rope_theta"],
+            "rope_local_base_freq": local_theta,
+        } | _write_scaling(values)
 
     return Rule(read, write)
 
 
 def _read_scaling(rope: Source, config: Source, kinds: Sequence[str]) -> dict[str, Any]:
-    """Returns the values of a rope mapping's type and factors; lengths may stand
-    outside, in `config`.
+    """Reads the kind of scaling and its numbers.
+
+    Args:
+      rope: the rope mapping.
+      config: the whole config.json, which may hold lengths.
+      kinds: the supported kinds of scaling.
+
+    Returns:
+      The model's values for the scaling; {} if there is none.
     """
     kind = rope.take("rope_type", rope.take("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # its name in the first Phi-3
+    if kind == "su":  # the name of longrope in the first Phi-3
+        kind = "longrope"
     if str(kind) not in kinds:
-        rope.read |= rope.config.keys()  # what else belongs to it need not be told
-        return rope.refuse(
-            "rope_type", kind, f"not built; there are {', '.join(kinds)}", {}
-        )
+        # One fault is enough: the other fields of this kind are not reported.
+        rope.read |= rope.config.keys()
+        rope.refuse("rope_type", kind, f"not built; there are {', '.join(kinds)}")
+        return {}
     if kind == "default":
         return {}
     values: dict[str, Any] = {"rope_scaling": kind}
@@ -120,19 +139,20 @@ def _read_scaling(rope: Source, config: Source, kinds: Sequence[str]) -> dict[st
         )
     elif kind != "linear":
         values["rope_original_positions"] = _original_positions(rope, config)
-    by_length = kind in ("yarn", "longrope") and rope.take("factor", None) is None
-    if by_length:
+    if kind in ("yarn", "longrope") and rope.take("factor", None) is None:
         longest = config.count("max_position_embeddings", REQUIRED)
         values["rope_factor"] = longest / values["rope_original_positions"]
     else:
         values["rope_factor"] = rope.number("factor")
-    defaults = TransformerConfig() if kind == "yarn" else None
-    for ours, key in _SCALINGS[kind].items():
-        values[ours] = rope.number(key, getattr(defaults, ours, REQUIRED)) or getattr(
-            defaults, ours, 0
-        )
+    defaults = TransformerConfig()
+    for name, key in _SCALINGS[kind].items():
+        if kind == "yarn":
+            default = getattr(defaults, name)
+            values[name] = rope.number(key, default) or default
+        else:
+            values[name] = rope.number(key)
     if kind == "longrope":
-        values |= {ours: _numbers(rope, key) for ours, key in _LISTS.items()}
+        values |= {name: _numbers(rope, key) for name, key in _LISTS.items()}
     if kind == "yarn":
         values["rope_truncate"] = rope.number("truncate", True, bool)
     if kind in ("yarn", "longrope"):
@@ -143,65 +163,67 @@ def _read_scaling(rope: Source, config: Source, kinds: Sequence[str]) -> dict[st
 
 
 def _original_positions(rope: Source, config: Source) -> int:
-    """Returns the length before the stretch; one outside the mapping comes first, as in
-    transformers 5.
+    """Returns the longest sequence before scaling, in tokens.
+
+    As in transformers 5, a field outside the rope mapping comes first.
     """
-    inner = rope.count(_BEFORE, None)
-    return (
-        config.count(_BEFORE, None)
-        or inner
-        or config.count("max_position_embeddings", REQUIRED)
-    )
+    inner = rope.count(_ORIGINAL_POSITIONS, None)
+    outer = config.count(_ORIGINAL_POSITIONS, None)
+    positions: int = outer or inner or config.count("max_position_embeddings", REQUIRED)
+    return positions
 
 
 def _read_attention_factor(rope: Source, kind: str, factor: float) -> float:
-    """Returns the factor of cos and sin, 0 for the paper's; yarn's may be given by two
-    scales of it.
+    """Returns the factor of cos and sin; 0 stands for the paper's formula.
+
+    yarn's factor may be given as the quotient of two scales, mscale and mscale_all_dim.
     """
-    given = rope.number("attention_factor", None)
-    if given == 0:
-        rope.refuse("attention_factor", given, "a number > 0 is required")
-    keys = ("mscale", "mscale_all_dim") if kind == "yarn" else ()
-    scales = [rope.number(key, None) or 0 for key in keys]
-    if given is not None or not scales or not all(scales):
-        return float(given or 0)
-    ours, all_dims = (0.1 * scale * math.log(max(factor, 1)) + 1 for scale in scales)
-    return ours / all_dims if factor > 1 else 0.0
+    attention_factor = rope.number("attention_factor", None)
+    if attention_factor == 0:
+        rope.refuse("attention_factor", attention_factor, "a number > 0 is required")
+    scales = []
+    if kind == "yarn":
+        scales = [rope.number(key, None) for key in ("mscale", "mscale_all_dim")]
+    if attention_factor is not None or not scales or not all(scales):
+        return float(attention_factor or 0)
+    if factor <= 1:
+        return 0.0
+    numerator, denominator = (0.1 * scale * math.log(factor) + 1 for scale in scales)
+    return float(numerator / denominator)
 
 
 def _numbers(rope: Source, key: str) -> tuple[float, ...]:
-    """Returns a list of numbers; how many there must be is the transformer's to say."""
-    found = rope.take(key)
-    if not isinstance(found, list) or not all(
-        type(x) in (int, float) and x > 0 for x in found
-    ):
-        return rope.refuse(key, found, "a list of numbers > 0 is required", ())
-    return tuple(map(float, found))
+    """Returns a list of numbers > 0; TransformerConfig checks its length."""
+    numbers = rope.take(key)
+    is_list = isinstance(numbers, list)
+    if not is_list or not all(type(x) in (int, float) and x > 0 for x in numbers):
+        rope.refuse(key, numbers, "a list of numbers > 0 is required")
+        return ()
+    return tuple(map(float, numbers))
 
 
 def _write_scaling(values: Values) -> dict[str, Any]:
-    """Returns rope_scaling, None where nothing is stretched, and the lengths that
-    belong to it.
+    """Makes rope_scaling (None without scaling), and the lengths that belong to it.
 
-    longrope's stand outside the mapping, too, and their ratio is its factor: that is
-    what Phi-3's class and versions of transformers before 5 read.
+    longrope's lengths also stand outside the mapping, and their quotient is its factor.
+    Phi-3's class and transformers below 5 read them there.
     """
-    kind, factor, before = (
-        values[f"rope_{name}"] for name in ("scaling", "factor", "original_positions")
-    )
+    kind = values["rope_scaling"]
+    factor = values["rope_factor"]
+    original_positions = values["rope_original_positions"]
     if factor == 1 and kind != "longrope":
         return {"rope_scaling": None}
-    rope = {"rope_type": kind, "factor": factor} | {
-        key: values[x] for x, key in _SCALINGS[kind].items()
-    }
+    rope = {"rope_type": kind, "factor": factor}
+    rope |= {key: values[name] for name, key in _SCALINGS[kind].items()}
     fields: dict[str, Any] = {"rope_scaling": rope}
     if kind == "dynamic":
-        return fields | {"max_position_embeddings": before}
+        return fields | {"max_position_embeddings": original_positions}
     if kind != "linear":
-        rope[_BEFORE] = before
+        rope[_ORIGINAL_POSITIONS] = original_positions
     if kind == "longrope":
-        rope |= {key: list(values[ours]) for ours, key in _LISTS.items()}
-        fields |= {_BEFORE: before, "max_position_embeddings": round(factor * before)}
+        rope |= {key: list(values[name]) for name, key in _LISTS.items()}
+        fields[_ORIGINAL_POSITIONS] = original_positions
+        fields["max_position_embeddings"] = round(factor * original_positions)
     if kind == "yarn" and not values["rope_truncate"]:
         rope["truncate"] = False
     if kind in ("yarn", "longrope") and values["rope_attention_factor"]:

@@ -1,6 +1,6 @@
 """Calibration: measured times of collectives that replace datasheet rates.
 
-`benchmarks/collectives.py` writes the file, and `plan --calibration FILE` reads it. A
+`benchmarks/plan/collectives.py` writes the file, and `plan --calibration FILE` reads it. A
 measured collective takes alpha + wire bytes / rate. Other collectives keep the
 datasheet's rate and no latency.
 """
@@ -21,7 +21,7 @@ from jaxdist.storage import untrusted
 
 # largest relative error of a fit at a measured size; a worse fit predicts nothing
 MAX_RESIDUAL = 0.2
-_FIX = "measure again: python benchmarks/collectives.py --config NAME --out FILE"
+_FIX = "measure again: python benchmarks/plan/collectives.py --config NAME --out FILE"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`| head`: a command whose output nobody reads any more ends without a word."""
+"""Commands whose output is closed, as by `| head`, end without a traceback."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The command convert, and runs that begin with a Hugging Face folder."""
+"""The command `convert`, and runs that start from a Hugging Face folder."""
 
 import json
 import os
@@ -54,7 +54,9 @@ def test_a_converted_workdir_writes_and_scores_text(converted, tmp_path):
     words = run.tokenizer.encode("the thin")
     assert len(words) < len("the thin"), "its merges are used"
     likeliest = int(expected[0, -1].argmax())
-    found = run._continued([tokens[0]], range(1), greedy, max_tokens=1)[0]
+    found = run._continue_rows(
+        [tokens[0]], range(1), sampling=greedy, max_tokens=1, seed=0
+    )[0]
     assert int(found.tokens[0]) == likeliest if not found.ended else likeliest == 259
 
 
@@ -140,9 +142,7 @@ def test_nothing_is_overwritten_and_nothing_half_is_left(converted, tmp_path):
 def test_a_model_without_an_origin_is_written_as_the_family_that_has_its_values(
     tmp_path,
 ):
-    """As one that was trained here; GPT-2 knows max_position_embeddings as a name of
-    n_positions.
-    """
+    """GPT-2 reads max_position_embeddings as another name of n_positions."""
     work = tmp_path / "work"
     assert run_convert(FOLDERS / "gpt2", work, "jaxdist") == 0
     shutil.rmtree(work / interop.KEPT)
@@ -231,9 +231,7 @@ PIPELINED = {
 def test_fine_tuning_begins_with_the_weights_and_never_reads_them_again(
     text, tmp_path, monkeypatch, layout
 ):
-    """The average begins with the weights, too; a pipeline has their layers by
-    stage.
-    """
+    """The moving average starts from the weights, too. A pipeline has layers by stage."""
     source, folder = shutil.copytree(SMOLLM, tmp_path / "source"), tmp_path / "run"
     begun, real = [], loop.Trainer.train
 

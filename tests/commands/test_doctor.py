@@ -1,4 +1,4 @@
-"""The doctor: says what is here on a bare CPU, and what does not belong together."""
+"""The command `doctor` on a CPU: its sections, and faults of versions."""
 
 import json
 from importlib import metadata

@@ -1,6 +1,4 @@
-"""Names and prompts that are not UTF-8: one line, or the work done; never a
-traceback.
-"""
+"""Names and prompts that are not UTF-8: they work, or fail with one line."""
 
 import io
 import json
@@ -23,7 +21,7 @@ ODD = os.fsdecode(b"w\xff")
 
 
 def jaxdist(folder, *arguments):
-    """Returns a command's end, where its output takes UTF-8 alone."""
+    """Runs a command whose output takes UTF-8 only."""
     environment = os.environ | {
         "PYTHONIOENCODING": "utf-8:strict",
         "PYTHONPATH": str(ROOT),

@@ -1,7 +1,6 @@
-"""Folders of other versions: each command names them in one line, and none changes
-them.
+"""Folders of another version: each command names them in one line and changes nothing.
 
-tests/data/other_version is a run of four steps of the last commit that wrote no format
+tests/data/other_version is a run of four steps by the last commit that wrote no format
 into its files (349a906), without the data of its arrays.
 """
 
@@ -41,7 +40,7 @@ NEWER = "jaxdist-2"
 
 
 def contents(*folders: Path) -> dict[str, tuple]:
-    """Returns size, time and digest of all that lies in the folders."""
+    """Lists size, time and digest of all files in the folders."""
     found = {}
     for folder in folders:
         for path in [folder, *sorted(folder.rglob("*"))]:
@@ -65,7 +64,7 @@ def rewrite(file: Path, **fields: object) -> None:
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory):
-    """Returns the folder of a run of this version, `run`, its copies and its cache."""
+    """Returns a folder with a run of this version, `run`, its copies and its cache."""
     root = tmp_path_factory.mktemp("ours")
     trained(
         root / "run",
@@ -85,9 +84,7 @@ def version(request):
 
 @pytest.fixture
 def folder(tmp_path, version):
-    """Returns a workdir that another version has written; a store of its copies has
-    the same files.
-    """
+    """Returns a workdir of another version. A store of its copies has equal files."""
     folder = shutil.copytree(DATA / "other_version", tmp_path / "there" / "run")
     if version == "newer":
         for name in ("config.json", "run.json", "ledger.json"):

@@ -1,6 +1,4 @@
-"""Eight real runs side by side, two of them killed: `jaxdist runs`, `status` and
-`report` tell which.
-"""
+"""Eight real runs, two of them killed, as `runs`, `status` and `report` show them."""
 
 import json
 import subprocess

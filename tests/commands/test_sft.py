@@ -1,6 +1,4 @@
-"""Fine-tuning on chats, from the shipped config to answers and a Hugging Face
-folder.
-"""
+"""Fine-tuning on chats, from the shipped config to answers and an export."""
 
 import ast
 import io
@@ -112,9 +110,7 @@ def test_the_config_is_followed_from_the_quickstart_to_an_answer(
 
 
 def test_a_chat_goes_out_as_transformers_wants_it(tmp_path, monkeypatch):
-    """The template and the ids that end a turn, of the tokenizer that the run was
-    given.
-    """
+    """The export has the chat template, and the ids that end a turn."""
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     folder, work, out = (
         write_tokenizer(tmp_path / "model", HEADERS),
@@ -159,7 +155,7 @@ def test_a_chat_goes_out_as_transformers_wants_it(tmp_path, monkeypatch):
 
 
 def test_the_page_can_be_followed(tmp_path, monkeypatch):
-    """Its commands are those that the tests above run, or resolve."""
+    """The page's commands are run by the tests above, or resolve."""
     page = (DOCS / "chat.md").read_text()
     first, second = re.findall(r"```bash\n(.*?)```", page, re.S)
     assert [line[len("python -m ") :] for line in first.splitlines()] == [

@@ -1,6 +1,4 @@
-"""`jaxdist train` from outside: every bad input gets a line with its cure and exit code
-78.
-"""
+"""The command `train`: an invalid input gets one line with its fix, and exit code 78."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Our runs as lm_eval's model: its requests, the shipped tasks, a user's own, and the
-command.
-"""
+"""Runs as models of lm_eval: requests, shipped tasks, a user's task, the command."""
 
 import json
 import math

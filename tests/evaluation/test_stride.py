@@ -1,6 +1,4 @@
-"""`evaluate --stride`: documents longer than a sequence, against each token's score
-after its own window.
-"""
+"""`evaluate --stride`, compared with scores of each token after its own window."""
 
 import dataclasses
 import json
@@ -45,7 +43,7 @@ SIZES = (1, 2, 20, LENGTH_S, LENGTH_S + 1, LENGTH_S + 2, 3 * LENGTH_S + 1, 201)
 
 @pytest.fixture(scope="module", name="documents")
 def documents_fixture(tmp_path_factory):
-    """Returns a file of documents and their bytes; one has none."""
+    """Returns a file of documents and their bytes; one document is empty."""
     order = np.random.default_rng(3).integers(len(WORDS), size=500)
     text, begin, texts = " ".join(WORDS[i] for i in order), 0, [""]
     for size in SIZES:
@@ -71,16 +69,12 @@ def on(run, file, **options):
 
 
 def scorer(run):
-    """Returns a function: each token's log-probability, by a row of its own that has
-    its exact context.
-    """
+    """Makes a function that scores each token in a row with its exact context."""
     arrays = jax.device_get((run.state.trainable, run.state.model_state))
     forward = jax.jit(lambda arrays, batch: run.spec.assemble(*arrays).forward(batch))
 
     def scores(documents, stride: int, known: list[int] | None = None) -> np.ndarray:
-        """Returns [scored]; the first `known` tokens of each document, default 1, are
-        not scored.
-        """
+        """Scores tokens, [scored], without the `known` first ones of a document."""
         pairs = []
         for tokens, first in zip(documents, known or [1] * len(documents), strict=True):
             for place in range(first, len(tokens)):
@@ -196,9 +190,7 @@ def test_arrays_have_no_documents(alone):
 
 @pytest.mark.slow
 def test_long_chats_of_a_model_with_experts(tmp_path):
-    """Prompts are read and not scored; experts, which padding must not reach, are
-    shared out.
-    """
+    """Prompts are not scored, and padding does not reach the experts."""
     order = np.random.default_rng(5)
 
     def some(size: int) -> str:

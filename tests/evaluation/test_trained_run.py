@@ -1,6 +1,4 @@
-"""A run taken from its workdir: which weights, on which devices, and the two
-commands.
-"""
+"""Trained runs opened from a workdir: weights, devices, and the two commands."""
 
 import dataclasses
 import io
@@ -147,9 +145,7 @@ def test_windows_score_every_token_once_and_give_it_all_context_there_is_room_fo
 
 
 def direct(run, inputs: bytes, targets: bytes) -> np.ndarray:
-    """Returns the log-probabilities [S, V] of the whole forward pass, and of the
-    targets [S].
-    """
+    """Computes log-probabilities [S, V] and those of targets [S] in a forward pass."""
     tokens = np.frombuffer(inputs, np.uint8).astype(np.int32)[None]
     batch = {
         "tokens": tokens,

@@ -1,4 +1,4 @@
-"""Generation: the cache against the whole forward pass, sampling, batching, meshes."""
+"""Generation: the cache against whole forward passes, sampling, batches, meshes."""
 
 import functools
 

@@ -1,6 +1,4 @@
-"""A cache that devices share out over `context`: the numbers of one device, and where
-it lies.
-"""
+"""A cache split over `context`: equal to one device, and where its shards are."""
 
 import functools
 import math
@@ -134,7 +132,7 @@ class Layout:
         self.weights = (trainable, *others)
 
     def jit(self, function, **options):
-        """Returns function(model, ...) as a program of (weights, ...)."""
+        """Compiles function(model, ...) as a program of (weights, ...)."""
 
         def run(weights, *arguments):
             with execution.activate(self.mesh, self.rules, compute="float32"):
@@ -143,9 +141,7 @@ class Layout:
         return jax.jit(run, **options)
 
     def forced(self, slots: int):
-        """Returns the logits [B, NEW, V] behind the prompts, fed with their argmax, and
-        the cache.
-        """
+        """Returns logits [B, NEW, V] after the prompts, fed their argmax, and the cache."""
 
         def run(model, tokens_BP):
             cache = model.prefill(tokens_BP, model.init_cache(len(PROMPTS), slots))
@@ -177,9 +173,7 @@ class Layout:
 
 @functools.cache
 def alone(config: TransformerConfig):
-    """Returns the logits [B, NEW, V] of the whole forward pass on one device, and the
-    greedy tokens.
-    """
+    """Returns the logits [B, NEW, V] of one device, and its greedy tokens."""
     one = Layout(config)
     tokens = one.generate()
     texts = [[*prompt, *new] for prompt, new in zip(PROMPTS, tokens, strict=True)]
@@ -221,9 +215,7 @@ def test_logits_and_tokens_are_those_of_one_device(name):
 
 
 def step(slots: int, **axes: int):
-    """Returns the compiled step of one new token a row, and a device's bytes of the
-    weights.
-    """
+    """Compiles a step of one new token; returns it and a device's weight bytes."""
     layout = Layout(LOCAL, **axes)
     cache = layout.jit(lambda model: model.init_cache(len(PROMPTS), slots))(
         layout.weights
@@ -262,9 +254,7 @@ def test_a_step_moves_sums_of_its_tokens_alone_and_holds_a_part_of_the_cache():
 
 
 def gathered_by(layout: Layout) -> tuple[int, set[str]]:
-    """Returns how many arrays a generating program gathers outside of its loops, and
-    what moves in them.
-    """
+    """Counts gathers outside of the program's loops; lists collectives inside of them."""
     generate = decoding.TokenGenerator(layout.spec, layout.mesh, layout.rules)
     rows = (
         np.zeros((4, 16), np.int32),

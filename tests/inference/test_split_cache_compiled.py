@@ -1,6 +1,4 @@
-"""Generation from a long prompt, compiled ahead of time for TPUs: memory, kernels, what
-crosses devices.
-"""
+"""Long prompts compiled for TPUs ahead of time: memory, kernels, communication."""
 
 import importlib.util
 import json
@@ -33,9 +31,7 @@ pytestmark = [
 
 
 def _compile(size: int) -> dict:
-    """Returns what the compiler makes of prefill and decoding over so many devices;
-    runs in the child.
-    """
+    """Compiles prefill and decoding for a number of devices, in a child process."""
     import jax
     import numpy as np
     from jax.sharding import NamedSharding

@@ -1,6 +1,4 @@
-"""Folders of families with experts: there and back by commands, and what their files
-have no place for.
-"""
+"""Hugging Face folders with experts: round trips by commands, and what files lack."""
 
 import json
 
@@ -37,7 +35,9 @@ def test_a_converted_workdir_computes_the_same_and_goes_back(name, tmp_path):
     np.testing.assert_allclose(load, 1 / model["num_experts"])
     tokens, expected = np.load(source / "tokens.npy"), np.load(source / "logits.npy")
     greedy = SamplingConfig(temperature=0.0, end_tokens=(10**6,))
-    found = run._continued(list(tokens), range(len(tokens)), greedy, max_tokens=1)
+    found = run._continue_rows(
+        list(tokens), range(len(tokens)), sampling=greedy, max_tokens=1, seed=0
+    )
     assert [int(one.tokens[0]) for one in found] == expected[:, -1].argmax(-1).tolist()
     dtype = {"float32": "float32", "bfloat16": "bfloat16"}[
         str(load_all(source)["model.norm.weight"].dtype)

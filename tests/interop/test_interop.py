@@ -1,5 +1,6 @@
-"""Folders that transformers wrote (tests/data/huggingface) in, and out again, without
-transformers.
+"""Import and export of folders that transformers wrote, without transformers.
+
+The folders are in tests/data/huggingface.
 """
 
 import json
@@ -45,7 +46,7 @@ def test_there_is_a_folder_of_every_family():
 
 @pytest.fixture(scope="module")
 def imported():
-    """Returns {family: what `compare` returned on one device}, made when asked for."""
+    """Returns a function that imports a family on one device, once."""
     made = {}
     return lambda name: made.get(name) or made.setdefault(name, compare(FOLDERS / name))
 
@@ -85,9 +86,7 @@ FIRST = [
 
 @pytest.mark.parametrize("name", FIRST)
 def test_logits_on_expert_2_fsdp_2_tensor_2(name):
-    """Each device has its experts' kernels, cut by fsdp and tensor, and every byte was
-    read once.
-    """
+    """Experts' kernels are split by all three axes, and each byte is read once."""
     difference, tensors, parameters = compare(FOLDERS / name, EXPERT_MESH)
     assert difference <= 1e-5
     assert tensors.bytes_read == sum(
@@ -106,9 +105,7 @@ def test_logits_on_expert_2_fsdp_2_tensor_2(name):
 
 @pytest.mark.parametrize("name", FIRST)
 def test_merged_experts_are_read_too(name, tmp_path, imported):
-    """transformers 5 has them as one tensor a layer in memory, and writes them so when
-    it is told to.
-    """
+    """transformers 5 can write the experts of a layer as one tensor."""
     shutil.copyfile(FOLDERS / name / "config.json", tmp_path / "config.json")
     before = load_all(FOLDERS / name)
     merged = {
@@ -155,9 +152,7 @@ def test_merged_experts_are_read_too(name, tmp_path, imported):
 
 
 def written(parameters, name, target, **options):
-    """Exports parameters read from a family's folder; returns config.json and the
-    tensors.
-    """
+    """Exports parameters of a family's folder; returns config.json and the tensors."""
     _, values = interop.derive(interop.read_config(FOLDERS / name))
     kind = interop.read_config(FOLDERS / name)["model_type"]
     family, fields = interop.fields_of(values, {"model_type": kind})
@@ -227,9 +222,7 @@ def test_bfloat16_files_come_back_bit_for_bit(imported, tmp_path):
 
 
 def test_each_shard_is_read_once_and_nothing_else():
-    """Replicas on data are not read again; a fused tensor is cut; a stack is read layer
-    by layer.
-    """
+    """Replicas over data are not read again, and fused tensors are cut."""
     for name in ("phi3", "gpt2"):
         at = opened(FOLDERS / name, MESH)
         assert at.mesh.shape["data"] == 2
@@ -251,9 +244,7 @@ def here():
 
 
 def test_a_shard_may_cut_any_dim():
-    """Heads and head size are one dim in the file: a cut of the second is many ranges
-    there.
-    """
+    """The file merges heads and head size, so a cut of the second is many ranges."""
     at = opened(FOLDERS / "gemma2")
     tensors, wanted = at.tensors, at.wanted
     whole = tensors.load(wanted)
@@ -281,9 +272,7 @@ def test_a_shard_may_cut_any_dim():
     [("none", 1e-5), pytest.param("int8", 0.15, marks=pytest.mark.slow)],
 )
 def test_adapters_stand_on_the_weights_and_change_nothing_at_first(base, close):
-    """LoRA keeps a kernel as `base`, QLoRA as codes and scales: both come from the
-    folder.
-    """
+    """LoRA stores a kernel as `base`, QLoRA as codes and scales."""
     if base != "none":
         pytest.importorskip("qwix")
     folder = FOLDERS / "gpt2"
@@ -595,9 +584,7 @@ def test_gpt2_as_it_was_first_published():
 
 
 def test_the_text_part_of_a_multimodal_gemma(tmp_path):
-    """Its config is nested and leaves out defaults; its tensors have another prefix,
-    and company.
-    """
+    """Its config is nested and omits defaults; its tensors have another prefix."""
     source = FOLDERS / "gemma3"
     text = interop.read_config(source)
     whole = {
@@ -753,7 +740,7 @@ def test_what_is_not_understood_is_named(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_field_with_any_other_value_is_refused_or_read(name):
-    """Never a traceback; and what is read can be written and read again."""
+    """A value that is read can be written and read again. None gives a traceback."""
     config, refusals = interop.read_config(FOLDERS / name), 0
     for key in config:
         for value in (
@@ -868,9 +855,7 @@ def test_experts_that_are_not_built_are_named(name):
     ],
 )
 def test_dense_layers_between_are_a_pattern(step, dense, first, pattern):
-    """As in transformers: a layer has experts where the step says so, unless it is
-    named.
-    """
+    """As in transformers, layers that are not listed have experts at each step."""
     named = {
         "decoder_sparse_step": step,
         "mlp_only_layers": dense,

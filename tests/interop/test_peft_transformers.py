@@ -1,7 +1,6 @@
-"""Adapters against PEFT itself: what it wrote we read, what we write it loads, with the
-same logits.
+"""Adapters against PEFT: each side reads the other's files and gives the same logits.
 
-tests/models/test_lora.py proves the first on folders made before (tests/data/peft).
+tests/models/test_lora.py reads stored PEFT folders (tests/data/peft) without PEFT.
 """
 
 import warnings
@@ -37,9 +36,7 @@ CHOICES["phi3"] = ("all-linear", (".*",))
 
 
 def theirs(base, folder):
-    """Returns PEFT's model of the base with the adapter in a folder; nothing may be
-    missing in it.
-    """
+    """Returns PEFT's model of the base with the adapter; no tensor may be missing."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*(missing|unexpected).*")
         model = peft.PeftModel.from_pretrained(base, folder).eval()

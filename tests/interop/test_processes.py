@@ -1,6 +1,4 @@
-"""A folder read by several processes: each reads the bytes of its own shards, and holds
-little more.
-"""
+"""A folder read by several processes: each reads its own shards, in little memory."""
 
 import json
 import sys
@@ -26,9 +24,7 @@ PROGRAM = SUPPORT / "read_huggingface.py"
 
 
 def write_folder(folder: Path, sparse: bool = False) -> int:
-    """Writes a random Llama or Mixtral of 12 MB in several files; returns the bytes of
-    its tensors.
-    """
+    """Writes a random Llama or Mixtral of 12 MB in several files; returns the bytes."""
     more = {"vocab_size": 1024, "tie_embeddings": False} | (SPARSE if sparse else {})
     values = interop.canonical_values(SHAPE | more)
     family, fields = interop.fields_of(values)
@@ -65,7 +61,7 @@ def write_folder(folder: Path, sparse: bool = False) -> int:
 def read_together(
     folder: Path, processes: int, devices_each: int, mesh: str
 ) -> list[dict]:
-    """Returns what each process says of its reading."""
+    """Returns the report of each process about its reading."""
     command = [sys.executable, str(PROGRAM), str(folder), mesh]
     started = start_group(command, processes, devices_each)
     said = [process.communicate()[0] for process in started]
@@ -77,9 +73,7 @@ def read_together(
 
 
 def test_two_processes_each_read_their_share(tmp_path):
-    """fsdp 4 over two processes of two devices: half of the bytes each, and a copy of
-    the norms.
-    """
+    """fsdp 4 over two processes: each reads half, and a copy of the norms."""
     total = write_folder(tmp_path)
     assert total > 10_000_000
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
@@ -97,9 +91,7 @@ def test_two_processes_each_read_their_share(tmp_path):
 
 
 def test_two_processes_each_read_their_experts(tmp_path):
-    """expert 2 over the processes, fsdp 2 x tensor 2 inside: half of all but the norms,
-    each byte once.
-    """
+    """Expert 2 over the processes: each reads half of all but the norms, once."""
     total = write_folder(tmp_path, sparse=True)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "mixtral"
@@ -114,9 +106,7 @@ def test_two_processes_each_read_their_experts(tmp_path):
 
 @pytest.mark.slow
 def test_replicas_are_read_once_by_each_process(tmp_path):
-    """data 2 over the processes, tensor 2 inside: each reads all, each of its devices
-    half.
-    """
+    """Data 2 over the processes: each reads all, and its devices half each."""
     total = write_folder(tmp_path)
     for one in read_together(tmp_path, 2, 2, "data=2,tensor=2"):
         assert one["read"] == pytest.approx(total, rel=0.02)

@@ -1,6 +1,4 @@
-"""Rotary positions stretched beyond the trained length: tables, config.json and logits
-of transformers.
-"""
+"""Scaled rotary positions: tables, config.json, and the logits of transformers."""
 
 import importlib
 import json
@@ -89,9 +87,7 @@ def test_what_is_written_is_read_in_both_spellings(name):
 
 @pytest.mark.parametrize("name", ["longrope", "dynamic"])
 def test_decoding_has_the_positions_of_its_cache(name):
-    """Of all tokens that it has room for: keys in it were turned before the last ones
-    were known.
-    """
+    """Keys are rotated before the length of the text is known."""
     config = replace(TINY, head_dim=8, **KINDS[name])
     model, tokens = model_of(config), batch_of(config)["tokens"][:, :16]
     positions = jnp.broadcast_to(jnp.arange(16), tokens.shape)
@@ -144,9 +140,7 @@ def test_a_base_or_stretch_that_was_forgotten_is_no_change():
 
 @pytest.mark.slow
 def test_sequences_split_over_devices_have_the_tables_of_whole_ones():
-    """A part, shorter than the original length here, must not look like a short
-    sequence.
-    """
+    """A part of a long sequence must not be scaled like a short sequence."""
     config = replace(
         TINY, head_dim=8, **KINDS["longrope"] | {"rope_original_positions": 16}
     )
@@ -159,9 +153,7 @@ def test_sequences_split_over_devices_have_the_tables_of_whole_ones():
 
 
 def _folder(name, folder):
-    """Writes a random model of transformers with stretched positions; returns what made
-    it.
-    """
+    """Writes a random transformers model with scaled positions, its tokens and logits."""
     transformers, _ = pytest.importorskip("transformers"), pytest.importorskip("torch")
     folders = importlib.import_module("support.transformers_folders")
     make = folders.make
@@ -184,7 +176,7 @@ def _folder(name, folder):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_are_those_of_transformers(name, tmp_path):
-    """Beyond the original length and within it, and of the folder that is written."""
+    """Below and beyond the original length, also after an export."""
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     folders = _folder(name, source)

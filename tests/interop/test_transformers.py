@@ -1,8 +1,7 @@
-"""Against the libraries themselves: what transformers wrote, we read; what we write, it
-reads.
+"""Folders against transformers: each side reads what the other one wrote.
 
-Needs the extra interop-test. tests/interop/test_interop.py proves the same on folders
-made before.
+Needs the extra interop-test. tests/interop/test_interop.py reads stored folders without
+transformers.
 """
 
 import jax
@@ -95,9 +94,7 @@ def test_dense_layers_between_those_with_experts(changes, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERTS)
 def test_tokens_go_to_the_experts_of_transformers(name, tmp_path, monkeypatch):
-    """All of them, in order of their weights; and folders with merged experts are read
-    as the same.
-    """
+    """Choices have the order of their weights. Merged experts are read equally."""
     model = made(name, tmp_path)
     with torch.no_grad():
         tokens = torch.tensor(np.load(tmp_path / "tokens.npy"))
@@ -136,7 +133,7 @@ def test_tokens_go_to_the_experts_of_transformers(name, tmp_path, monkeypatch):
     ["gemma3", "smollm", *(pytest.param(n, marks=pytest.mark.slow) for n in EXPERTS)],
 )
 def test_the_command_there_and_back(name, tmp_path):
-    """transformers -> workdir -> transformers, its tokenizer too."""
+    """From transformers to a workdir and back, with the tokenizer."""
     source = FOLDERS / name
     steps = [
         (source, tmp_path / "work", "jaxdist"),
@@ -256,7 +253,8 @@ def test_fine_tuning_has_the_losses_of_torch_adamw(name, tmp_path):
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    assert len(found) == steps and expected[0] - expected[-1] > 0.1, "it learns"
+    assert len(found) == steps
+    assert expected[0] - expected[-1] > 0.1, "it learns"
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
@@ -298,5 +296,6 @@ def test_no_other_architecture_is_accepted_and_computes_something_else(tmp_path)
                 wrong.append(kind)
         except ConfigError:
             accepted.remove(kind)
-    assert accepted and not wrong, (accepted, wrong)
+    assert accepted
+    assert not wrong, (accepted, wrong)
     print("read as llama:", accepted)

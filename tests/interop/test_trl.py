@@ -1,7 +1,6 @@
-"""Chats against TRL itself: the same ids and labels; and a run with adapters has the
-losses of PEFT.
+"""Chats against TRL: equal ids and labels. A run with adapters has the losses of PEFT.
 
-Needs the extras interop-test and chat. tests/data/test_chat.py has the rules one by
+Needs the extras interop-test and chat. tests/data/test_chat.py tests the rules one by
 one.
 """
 
@@ -75,7 +74,7 @@ def theirs(folder, template, some, where, kind, max_length):
 
 
 def ours(folder, template, path, cache, max_length):
-    """Returns ids and labels of the examples in our batches, which keep them apart."""
+    """Returns ids and labels of the examples in jaxdist's batches, one per example."""
     (folder / "chat_template.jinja").write_text(template)
     config = DataConfig(
         source="jsonl",
@@ -140,9 +139,7 @@ STEPS, RATE, SIZE = 20, 3e-3, 4
 
 
 def test_losses_are_those_of_transformers_and_peft(tmp_path):
-    """The same examples with the same masks and adapters; theirs one example at a time,
-    ours packed.
-    """
+    """Equal examples, masks and adapters. PEFT takes them one by one, jaxdist packed."""
     folder = write_tokenizer(tmp_path / "model", PLAIN)
     sizes = {
         "hidden_size": 32,
@@ -234,6 +231,7 @@ def test_losses_are_those_of_transformers_and_peft(tmp_path):
         optimizer.step()
         expected.append(loss.item())
     assert several, "some rows hold several examples"
-    assert len(found) == STEPS and expected[0] - expected[-1] > 0.1, "it learns"
+    assert len(found) == STEPS
+    assert expected[0] - expected[-1] > 0.1, "it learns"
     print("largest relative difference", np.abs(np.divide(found, expected) - 1).max())
     np.testing.assert_allclose(found, expected, rtol=1e-4)

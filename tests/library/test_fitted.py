@@ -207,7 +207,7 @@ def test_the_stop_button_says_what_happened(tmp_path, capsys):
     assert run.stopped in capsys.readouterr().out.splitlines()
     without = fit(pressed, 20, **ONE)
     assert without.stopped in capsys.readouterr().out.splitlines()
-    assert "begins anew" in without.stopped
+    assert "starts over" in without.stopped
 
 
 def test_a_hook_or_the_clock_that_ends_a_run_is_named(tmp_path, capsys):

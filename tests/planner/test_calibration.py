@@ -187,7 +187,7 @@ def test_a_chain_holds_one_collective_of_its_kind_and_payload(kind, monkeypatch)
     """Read from the compiled loop, as plan reads a step: the compiler has made nothing
     smaller of it.
     """
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/plan"))
     import collectives
 
     config, payload = MeshConfig(data=2, fsdp=4), 4096

@@ -43,7 +43,7 @@ DEEP = TransformerConfig(
     num_kv_heads=4,
     head_dim=12,
 )
-# The shape `quick` of benchmarks/step.py.
+# The shape `quick` of benchmarks/step/step.py.
 QUICK = TransformerConfig(
     vocab_size=4096,
     num_layers=4,

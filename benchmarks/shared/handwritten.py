@@ -1,11 +1,10 @@
-"""The yardstick: a decoder's train step by hand in plain JAX, as fast as we could make
-it.
+"""The yardstick: a decoder's train step by hand in plain JAX, as fast as possible.
 
 RMSNorm, rotary halves, grouped-query attention, SwiGLU, untied head, float32
-cross-entropy, AdamW with float32 masters. Nothing of jaxdist is imported. What is fast
-here was measured (README.md, "What the reference is made of"): projections on flat [T,
-D] activations, attention as causal tiles with its own backward pass, logits' gradient
-taken while the logits are at hand.
+cross-entropy, AdamW with float32 masters. Nothing of jaxdist is imported. Three forms
+were measured to be faster (benchmarks/step/README.md): projections on flat [T, D]
+activations, attention as causal tiles with its own backward pass, and the logits'
+gradient computed in the forward pass.
 
 Letters: B batch, S sequence, T = B * S, D model, F feed-forward, H heads, K kv heads, G
 = H / K, N head size, V vocabulary, L layers.

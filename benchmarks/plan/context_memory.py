@@ -1,10 +1,11 @@
-"""Compiles attention over split sequences for TPUs that are not here, and records its memory.
+"""Compiles attention over split sequences for absent TPUs, and records its memory.
 
-    python benchmarks/context_memory.py --out benchmarks/results/tpu-context-memory.json
+    python benchmarks/plan/context_memory.py --out benchmarks/results/tpu-context-memory.json
 
-A case is form:tokens:devices, as heads:32768:8: attention and its gradients, alone, of one bfloat16 sequence
-with the heads of Llama 3 8B (32 of queries, 8 of keys, of 128) over so many chips of v5p. Temporary bytes are
-a device's. With --out a case that the file has already is left out; delete the file for fresh numbers.
+A case is form:tokens:devices, such as heads:32768:8. It is attention with its gradients
+for one bfloat16 sequence with the heads of Llama 3 8B (32 query heads, 8 key heads,
+size 128) over that many chips of v5p. Temporary bytes are those of one device. With
+--out, cases that the file has are skipped; delete the file to compile them again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ os.environ |= {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import jax
 import jax.numpy as jnp

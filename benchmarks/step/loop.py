@@ -1,12 +1,15 @@
-"""Times what the training loop adds to a step, and what calling the step costs the host.
+"""Times what the training loop adds to a step, and what a call costs the host.
 
-    python benchmarks/loop.py --rounds 5 --loss-chunk 0 --out benchmarks/results/loop.json
+    python benchmarks/step/loop.py --rounds 5 --loss-chunk 0 --out benchmarks/results/loop.json
 
-`overhead`: ms a step of `jaxdist.trainer.trainer.run` (data, metrics, display; no checkpoints) above the same
-compiled step called in a bare `for` on one resident batch. The default model is tiny, so that next to nothing
-hides behind the device: an upper bound. `--shape 1b` says what a real step loses, as MFU, too. `dispatch`:
-time until the call of a step returns: jaxdist's; a plain `jax.jit` of the same program on flat lists, so with
-the same leaves and nothing of ours around them; and the hand-written step, which has fewer.
+`overhead` is the time per step of `jaxdist.trainer.trainer.run` (data, metrics,
+display; no checkpoints) above the same compiled step in a bare `for` on one resident
+batch. The default model is tiny, so almost nothing is hidden behind the device: an
+upper bound. `--shape 1b` measures a real step, also as MFU.
+
+`dispatch` is the time until the call of a step returns. It compares jaxdist's step, a
+plain `jax.jit` of the same program on flat lists (the same number of leaves), and the
+hand-written step, which has fewer leaves.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import jax
 import measuring

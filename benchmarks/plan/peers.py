@@ -1,10 +1,9 @@
-"""Plans our program at published points, beside what was published and the largest
-peer's own program.
+"""Plans published training steps, and compares them with the published times.
 
-    JAX_PLATFORMS=cpu python benchmarks/peers.py --points 16b-v5e-256,64b-v5p-128
+    JAX_PLATFORMS=cpu python benchmarks/plan/peers.py --points 16b-v5e-256,64b-v5p-128
 
-Nothing of a TPU is needed but libtpu: 1 to 3 CPU minutes a point, 8 and more for v6e;
-results are kept in the planner's cache. Rows replace those of the same name in
+It needs libtpu but no TPU: 1 to 3 CPU minutes per point, 8 or more on v6e. The
+planner's cache keeps results. A row replaces that of the same name in
 benchmarks/results/plan-points.json.
 """
 
@@ -31,8 +30,9 @@ from jaxdist.trainer import run_config
 from jaxdist.trainer.run_config import RunConfig
 
 GIB = 2**30
-CONFIGS = Path(__file__).parents[1] / "configs"
-RESULTS = Path(__file__).parent / "results" / "plan-points.json"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+RESULTS = ROOT / "benchmarks" / "results" / "plan-points.json"
 
 
 def run_of(point: Point) -> RunConfig:

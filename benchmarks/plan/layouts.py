@@ -1,10 +1,9 @@
-"""Prints what each layout holds per device, from the compiler's own account
-(docs/sharding.md).
+"""Prints the memory of each layout per device, as the compiler reports it.
 
-    python benchmarks/layouts.py            # eight emulated CPU devices; nothing is run
+    python benchmarks/plan/layouts.py            # eight emulated CPU devices; nothing runs
 
 Shape: 4 layers x d_model 256, d_ff 688, 8 heads, 4 kv heads, vocabulary 4096, 8 x 256
-tokens, float32, AdamW: the `quick` shape that other frameworks were measured at.
+tokens, float32, AdamW.
 """
 
 import os

@@ -1,18 +1,19 @@
-"""Measures how the train step of a config scales over 1, 2, 4 ... devices, beside what `plan` predicts.
+"""Measures how a config's train step scales over devices, with a prediction.
 
-    python benchmarks/scaling.py --config quickstart --devices 8 --out scaling.json
-    python benchmarks/scaling.py --config llama3_8b --smallest 4 --apart --calibration links.json
+    python benchmarks/step/scaling.py --config quickstart --devices 8 --out scaling.json
+    python benchmarks/step/scaling.py --config llama3_8b --smallest 4 --apart --calibration links.json
 
-Weak: as many sequences a device on each count. Strong: the same global batch on each. `batch.global_size` is
-that of the smallest count, where both are the same step. Counts are the first n devices, and take turns. The
-mesh axis --axis grows with them, all others keep their size. The step alone is measured, on one resident
-batch: no data is waited for.
+Weak scaling keeps the sequences per device, strong scaling the global batch.
+`batch.global_size` is the batch of the smallest count, whose step both modes share.
+Counts use the first n devices and take turns. The mesh axis --axis grows, other axes
+keep their sizes. Only the step is measured, on one resident batch.
 
-Efficiency is tokens/s/device over that of the smallest count that fits. Emulated CPU devices share the cores,
-so there it falls as 1 / n; what the same work costs in processor time is printed beside it. The prediction is
-that of `plan` for the same run on as many devices, with measured collectives if --calibration names their
-files (on a CPU one a number of devices). A CPU has no published speed: there the step's compute is what the
-smallest count took, times the FLOPs of plan's program on all devices over those of its program there.
+Efficiency is tokens/s/device over that of the smallest count that fits. Emulated CPU
+devices share the cores, so it falls as 1 / n there; the processor time of the same work
+is printed, too. The prediction is `plan` of the same run on as many devices.
+--calibration names files of measured collectives, on a CPU one per number of devices. A
+CPU has no published speed. There the step's compute is that of the smallest count,
+times the ratio of the two programs' FLOPs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import jax
 import measuring
@@ -39,6 +43,7 @@ from scaling_rows import (
     rows_of,
     summary,
 )
+from turns import Measured, take_turns, warm
 
 from jaxdist import interop
 from jaxdist.config import ConfigError
@@ -52,11 +57,12 @@ from jaxdist.planner.plan import make_plan
 from jaxdist.telemetry.units import GIB
 from jaxdist.trainer import cli, compose, exit_code, validation
 from jaxdist.trainer.run_config import RunConfig
-from step import Measured, take_turns, warm
 
 MODES = ("weak", "strong")
 _ROOM = CompileOptions(memory_bytes=24 * GIB, timeout_s=1200)  # of a plan's compiler
-_CALIBRATE = "python benchmarks/collectives.py --config NAME --devices COUNT --out FILE"
+_CALIBRATE = (
+    "python benchmarks/plan/collectives.py --config NAME --devices COUNT --out FILE"
+)
 _STEP_ALONE = "the step alone, on one resident synthetic batch: no data is waited for"
 
 

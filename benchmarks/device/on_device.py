@@ -1,15 +1,17 @@
-"""Measures this machine's accelerator: the most valuable things first, each result kept at once.
+"""Measures this machine's accelerator, item by item, and keeps each result.
 
-    python benchmarks/on_device.py --out results/h200 --budget-minutes 9     # again, until nothing is left
-    python benchmarks/on_device.py --out /tmp/tiny --tiny                    # every item, on any CPU
+    python benchmarks/device/on_device.py --out results/h200 --budget-minutes 9     # again, until nothing is left
+    python benchmarks/device/on_device.py --out /tmp/tiny --tiny                    # every item, on any CPU
 
-Each item is a process of its own with a limit, so that one that fails or runs out of memory stops no other.
-`OUT/records.jsonl` gets a line an item: {"item", "status": done | failed | cut, "seconds", "command",
-"record" | "reason"}; items that have one are left out the next time, but those that the budget cut short;
-`--retry` takes failed ones, too. Everywhere but on CPU the items have real sizes: `--list` shows them.
+Each item is a process with a time limit, so an item that fails or runs out of memory
+stops no other. `OUT/records.jsonl` gets a line per item: {"item", "status": done |
+failed | cut, "seconds", "command", "record" | "reason"}. The next call skips items with
+a line, except those that the budget cut short; `--retry` repeats failed ones. On a CPU
+all items have tiny sizes, elsewhere real ones. `--list` shows them.
 
-In a group of processes (`jaxdist launch`, Slurm, the workers of a TPU slice) start the same command in each:
-the items that take a whole group run, as the first process's --out says, and it writes.
+In a group of processes (`jaxdist launch`, Slurm, the workers of a TPU slice), start the
+same command in each. Items for a whole group run then. The first process writes the
+results.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RECORDS = "records.jsonl"
 SPARE_S = 5.0  # of a budget, for this process itself
 _TAIL = 25  # lines of a failed item's log that its record keeps
@@ -43,12 +45,10 @@ EXIT_CONFIG = 78
 
 @dataclass(frozen=True)
 class Item:
-    """One measurement: a script of this folder and its arguments, at full size and
-    tiny.
-    """
+    """One measurement: a script and its arguments, at full size and tiny."""
 
     name: str
-    script: str
+    script: str  # below benchmarks/
     full: str
     tiny: str
     # of the full item, compilation included: what of a budget it should have left
@@ -95,7 +95,7 @@ def _step(
 ) -> Item:
     return Item(
         name,
-        "step.py",
+        "step/step.py",
         full,
         f"{_TINY_STEP} {tiny}".strip(),
         usual_s,
@@ -109,7 +109,7 @@ def _other(
 ) -> Item:
     return Item(
         name,
-        "device_items.py",
+        "device/device_items.py",
         f"{kind} {full}",
         f"{kind} {_SMALL} {tiny}".strip(),
         usual_s,
@@ -165,7 +165,7 @@ ITEMS: tuple[Item, ...] = (
     _other("attention-3b-8192", "attention", f"{_3B} {_8K} --batch 2"),
     Item(
         "loop-1b",
-        "loop.py",
+        "step/loop.py",
         f"{_1B} {_4K} --batch 8 --rounds 1 --steps 60 --log-every 5 --dispatches 0",
         "--shape nano --rounds 1 --steps 20 --log-every 2 --dispatches 5",
         usual_s=150,
@@ -190,7 +190,9 @@ ITEMS: tuple[Item, ...] = (
     _other(
         "huggingface-1b", "huggingface", f"{_1B} --sequence 2048 --batch 4", usual_s=90
     ),
-    Item("scaling-1b", "scaling.py", _SCALED, _SCALED_TINY, usual_s=400, group=True),
+    Item(
+        "scaling-1b", "step/scaling.py", _SCALED, _SCALED_TINY, usual_s=400, group=True
+    ),
     _other("tests", "tests", "", "--tests-on cpu", usual_s=240),
     _step(
         "flags-1b-no-triton",
@@ -200,7 +202,7 @@ ITEMS: tuple[Item, ...] = (
     ),
     Item(
         "startup",
-        "startup.py",
+        "step/startup.py",
         "--shape quick --rounds 2",
         "--shape nano --rounds 1",
         usual_s=120,

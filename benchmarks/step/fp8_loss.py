@@ -1,13 +1,13 @@
-"""What products of 8-bit floats do to the loss of a small model, beside float32 and bfloat16.
+"""Compares the loss of a small model with 8-bit matmuls with float32 and bfloat16.
 
-    python benchmarks/fp8_loss.py --learning-rate 0.0003 --out benchmarks/results/cpu-fp8-loss.json
+    python benchmarks/step/fp8_loss.py --learning-rate 0.0003 --out benchmarks/results/cpu-fp8-loss.json
 
-A decoder of 4 layers x 128 reads bytes of Python for 150 steps of AdamW, from the same seed and the same
-batches each time. What counts is the distance of the loss to float32's over the last 50 steps (root of its
-mean square), in nats. How far any rounding carries the weights depends on the learning rate, so bfloat16's
-own distance is what the others are to be read beside: at 0.003 the loss jumps as the warmup ends, and any
-rounding decides how it goes on. On CPUs 8-bit floats are emulated: the numbers are those of a GPU but for the
-order of sums, the times are not.
+A decoder of 4 layers x 128 reads bytes of Python for 150 steps of AdamW, from the same
+seed and batches each time. The result is the root mean square distance of the loss from
+float32's over the last 50 steps, in nats. Compare each distance with that of bfloat16,
+because the effect of any rounding grows with the learning rate. At 0.003 the loss jumps
+when the warmup ends, and any rounding decides how it continues. CPUs emulate 8-bit
+floats: losses equal those of a GPU except for the order of sums, times do not.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import jax
 import measuring

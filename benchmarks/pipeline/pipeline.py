@@ -1,11 +1,12 @@
-"""Times a pipelined train step against the unpipelined one on the same devices, in pairs.
+"""Times a pipelined train step against the unpipelined one, in pairs.
 
-    python benchmarks/pipeline.py --out benchmarks/results/pipeline.json
+    python benchmarks/pipeline/pipeline.py --out benchmarks/results/pipeline.json
 
-Eight emulated CPU devices, pipeline 4 x fsdp 2 against fsdp 8, the `quick` shape (4 layers x 256,
-8 x 256 tokens), every layer rematerialised. Emulated devices share the machine's cores, and a stage
-without an op in a tick computes for nothing: what shows here is total work and memory per device,
-not overlap. With the bubble's work alone the ratio would be (m + p - 1) / m of the blocks' time.
+The layouts are pipeline 4 x fsdp 2 and fsdp 8 on eight emulated CPU devices. The shape
+is `quick` (4 layers x 256, 8 x 256 tokens) with every layer rematerialised. Emulated
+devices share the machine's cores, and a stage without an op computes for nothing. So
+the ratio shows total work, and memory per device, but no overlap. If the bubble were
+the only extra work, the ratio would be (m + p - 1) / m of the blocks' time.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import dataclasses
 import os
 import sys
 from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import jax
 import measuring
 import sides as contestants
+import turns
 from handwritten import SHAPES, Options, Shape
 
-import step as steps
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.parallel.pipeline.partition import PipelineConfig
 from jaxdist.parallel.pipeline.schedules.balance import bubble_fraction
@@ -44,7 +48,7 @@ def main() -> None:
     )
     ours = f"pipeline={flags.stages},data=1,fsdp={flags.devices // flags.stages}"
     sides = [_side(mesh, shape, options, plan) for mesh in (ours, flags.beside)]
-    inner = steps.steps_per_turn(sides)
+    inner = turns.steps_per_turn(sides)
 
     def report(number: int, times: list[measuring.Timing]) -> None:
         cells = (
@@ -55,8 +59,8 @@ def main() -> None:
             f"round {number + 1}/{flags.rounds}: {' against '.join(cells)}", flush=True
         )
 
-    turns = [partial(side.advance, inner) for side in sides]
-    times = measuring.interleaved(turns, flags.rounds, report)
+    advances = [partial(side.advance, inner) for side in sides]
+    times = measuring.interleaved(advances, flags.rounds, report)
     record = measuring.record_head(sys.argv[1:]) | {
         "shape": {"name": flags.shape, **dataclasses.asdict(shape)},
         "options": dataclasses.asdict(options),

@@ -1,11 +1,10 @@
-"""Does the plan put published layouts in the order that they were measured in?
+"""Checks whether `plan` orders published layouts as they were measured.
 
-    python benchmarks/layout_pairs.py [NAME ...] >
-    benchmarks/results/plan-search-pairs.json
+    python benchmarks/plan/layout_pairs.py [NAME ...] > benchmarks/results/plan-search-pairs.json
 
-Each pair is one model on one kind of chip in two layouts, by one author, with tokens/s
-for each GPU. What differs from ours (float8, torch, a pipeline without lockstep) is
-said beside it.
+A pair is one model on one kind of chip in two layouts, published by one author in
+tokens/s per GPU. The record says how the published program differs from ours (float8,
+torch, a pipeline without lockstep).
 """
 
 import json

@@ -1,8 +1,7 @@
-"""The contestants of the benchmarks: jaxdist's train step and the hand-written one,
-ready to run.
+"""Both sides of the comparisons: jaxdist's train step and the hand-written one.
 
-Both come from one `RunConfig`, of a named shape or of a config file with overrides, and
-train on one synthetic batch from the same parameters; no data files are needed.
+Both come from one `RunConfig`, of a named shape or of a config file with overrides.
+They train on one synthetic batch from the same parameters, so no data files are needed.
 `yardstick` says whether the hand-written step has the run's model and layout, or why
 not.
 """
@@ -73,7 +72,7 @@ class Side:
 
 
 class Yardstick(NamedTuple):
-    """What the hand-written step needs to be the same as a run's."""
+    """The settings of the hand-written step that match a run."""
 
     shape: Shape
     options: Options
@@ -84,7 +83,7 @@ class Yardstick(NamedTuple):
 
 
 def add_run_flags(parser: argparse.ArgumentParser, default: str = "quick") -> None:
-    """Adds the flags that choose a run: a shape or a config, and what changes of it."""
+    """Adds the flags that choose a run and change it."""
     add = parser.add_argument
     add("--shape", choices=SHAPES, default=default)
     add(
@@ -125,9 +124,7 @@ def parse(
 
 
 def start(flags: argparse.Namespace) -> bool:
-    """Sets flags and devices and joins a group of processes; returns whether this one
-    speaks for it.
-    """
+    """Sets flags and devices, joins the processes; returns whether this one prints."""
     platform, family = (
         platform_flags.detect_platform(os.environ),
         platform_flags.detect_family(os.environ),
@@ -181,9 +178,7 @@ def read_run(flags: argparse.Namespace) -> recipe.RunConfig:
 
 
 def run_config(shape: Shape, options: Options, mesh: str = "") -> recipe.RunConfig:
-    """Returns the jaxdist run that has the hand-written step's model, batch and
-    mathematics.
-    """
+    """Makes the jaxdist run with the hand-written step's model, batch and mathematics."""
     config = _config_of(shape, options)
     for axis, size in read_mesh(mesh).items():
         config.mesh[axis] = size
@@ -242,9 +237,7 @@ def full_batch(run: recipe.RunConfig) -> dict[str, np.ndarray]:
 def _placed(
     batch: Mapping[str, np.ndarray], shardings: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """Returns the global batch, which every process holds whole, cut up over the
-    devices.
-    """
+    """Puts the global batch, which every process holds whole, on the devices."""
 
     def place(x: np.ndarray, sharding) -> jax.Array:
         return jax.make_array_from_callback(
@@ -276,9 +269,7 @@ def build_jaxdist(
     host_batch: Mapping[str, np.ndarray],
     devices: Sequence[jax.Device] | None = None,
 ) -> Side:
-    """Returns jaxdist's side on these devices (default: all), at its own initial
-    parameters.
-    """
+    """Builds jaxdist's side at its own initial parameters; default: on all devices."""
     _, step = built(run, devices)
     batch = _placed(host_batch, step.batch_shardings(host_batch))
     return compiled("jaxdist", step.step, step.init(), (batch,))
@@ -295,9 +286,7 @@ def compiled(name: str, step: Any, state: Any, arguments: tuple) -> Side:
 
 
 def yardstick(run: recipe.RunConfig) -> Yardstick | str:
-    """Returns the hand-written step of a run; if it does not have the model or the
-    layout, why not.
-    """
+    """Returns the hand-written step of a run, or why it has none."""
     if run.model_class is not Transformer:
         return f"the yardstick is a decoder, not {run.model['target']}"
     usual, c = TransformerConfig(), run.model
@@ -432,9 +421,7 @@ def params_of(run: recipe.RunConfig, shape: Shape) -> Callable[[Any], dict]:
 
 
 def handwritten_params(trainable: Any, shape: Shape) -> dict:
-    """Returns jaxdist's parameters in the hand-written layout: the same numbers, heads
-    joined.
-    """
+    """Converts jaxdist's parameters to the hand-written layout, with joined heads."""
     ours = {name: _flat(value) for name, value in trainable.items() if name != "blocks"}
     blocks = trainable["blocks"]
     joined = blocks["attention"] | blocks["mlp"]
@@ -457,9 +444,7 @@ def _flat(value: Any) -> jax.Array:
 
 
 def report_faults(main: Callable[[], None]) -> int:
-    """Returns the exit code of a benchmark: 78 after a line for each fault of its
-    config.
-    """
+    """Runs a benchmark; returns 78 after printing the faults of its config."""
     try:
         main()
     except ConfigError as error:

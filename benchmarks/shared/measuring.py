@@ -1,6 +1,4 @@
-"""What the benchmarks share: paired timing, the machine's matmul rate, the record's
-head.
-"""
+"""Paired timing, the machine's matmul rate, and the head of a record."""
 
 from __future__ import annotations
 
@@ -18,20 +16,18 @@ from typing import NamedTuple
 
 import jax
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Timing(NamedTuple):
-    """Seconds of one call: on the clock, and of all of this process's threads
-    together.
-    """
+    """Seconds of one call: wall time, and processor time of all threads."""
 
     wall_s: float
     processor_s: float
 
 
 def timed(call: Callable[[], object]) -> Timing:
-    """Returns what a call cost; the call must wait for its own result."""
+    """Times a call, which must wait for its result."""
     wall, processor = time.perf_counter(), time.process_time()
     call()
     return Timing(time.perf_counter() - wall, time.process_time() - processor)
@@ -42,8 +38,10 @@ def interleaved(
     rounds: int,
     report: Callable[[int, list[Timing]], None],
 ) -> list[list[Timing]]:
-    """Returns each call's timings, one a round; every other round runs in reverse
-    order.
+    """Times calls in rounds; every other round runs in reverse order.
+
+    Returns:
+      The timings of each call, one per round.
     """
     order = list(range(len(calls)))
     out: list[list[Timing]] = [[] for _ in calls]
@@ -58,9 +56,7 @@ def interleaved(
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """Returns {"median", "low", "high"}: the quartiles; with under 4 values, their
-    range.
-    """
+    """Computes {"median", "low", "high"}: the quartiles, or the range of under 4 values."""
     if len(values) < 4:
         return {
             "median": statistics.median(values),
@@ -74,9 +70,7 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 def ratios(
     ours: Sequence[Timing], reference: Sequence[Timing]
 ) -> dict[str, dict[str, float]]:
-    """Returns quartiles of ours / reference over the pairs, by wall and by processor
-    time.
-    """
+    """Computes the quartiles of ours / reference over pairs, by wall and processor time."""
     pairs = list(zip(ours, reference, strict=True))
     return {
         "wall": quartiles([a.wall_s / b.wall_s for a, b in pairs]),
@@ -85,9 +79,7 @@ def ratios(
 
 
 def matmul_rate(dtype: str, *, size: int, repeats: int) -> dict[str, float]:
-    """Returns the best FLOP/s of square matmuls on one device, by wall and by processor
-    time.
-    """
+    """Measures the best FLOP/s of square matmuls, by wall and by processor time."""
     # on a GPU equal numbers are faster
     one = jax.random.normal(jax.random.key(0), (size, size), dtype)
     multiply = jax.jit(lambda a: a @ a)
@@ -102,14 +94,11 @@ def matmul_rate(dtype: str, *, size: int, repeats: int) -> dict[str, float]:
 
 
 def record_head(arguments: Sequence[str]) -> dict:
-    """Returns what must stand beside a number: command, commit, versions, hardware,
-    load.
-    """
+    """Makes the head of a record: command, commit, versions, hardware, load."""
     device = jax.devices()[0]
     modules = ("jax", "jaxlib", "flax", "optax", "numpy", "libtpu")
     return {
-        "command": "python benchmarks/"
-        + " ".join([Path(sys.argv[0]).name, *arguments]),
+        "command": " ".join(["python", _script(), *arguments]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _git("describe", "--always", "--dirty", "--abbrev=12"),
         "python": platform.python_version(),
@@ -131,6 +120,12 @@ def write(path: str | None, record: dict) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(record, indent=1) + "\n")
         print(f"wrote {path}")
+
+
+def _script() -> str:
+    """Names the running script, from the root of the project if it is inside."""
+    script = Path(sys.argv[0]).resolve()
+    return str(script.relative_to(ROOT) if script.is_relative_to(ROOT) else script)
 
 
 def _git(*arguments: str) -> str | None:

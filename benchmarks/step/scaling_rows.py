@@ -1,6 +1,4 @@
-"""The rows of `scaling.py`: what was measured of each count, its efficiency, and the
-prediction beside it.
-"""
+"""Rows of `scaling.py`: measurements of each count, efficiency, and prediction."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ import jax
 import measuring
 import numpy as np
 from jax.experimental import multihost_utils
+from turns import Measured
 
 from jaxdist.parallel.mesh import resolve_mesh, slices_of
 from jaxdist.planner.document import Plan
@@ -20,7 +19,6 @@ from jaxdist.telemetry import hlo
 from jaxdist.telemetry.flops import hlo_flops
 from jaxdist.trainer import compose
 from jaxdist.trainer.run_config import RunConfig
-from step import Measured
 
 EMULATED = "emulated: CPU devices share the cores of their machine, so their efficiency is not hardware's"
 

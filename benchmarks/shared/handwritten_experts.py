@@ -1,13 +1,13 @@
-"""The yardstick with experts: `handwritten.py` with a mixture of them in every layer,
-for one CPU device.
+"""The yardstick with experts: `handwritten.py` with a mixture in every layer.
 
-Top k of a softmax, weights that add up to 1, a bias of the choice moved after each step
-(DeepSeek-V3). Of jaxdist it has the product of grouped rows alone, the kernel that both
-sides share; routing, sorting, the way of rows there and back, gradients and what is
-kept for them are written here. What is fast was measured (README.md, "Experts").
+It runs on one CPU device. The router takes the top k of a softmax, with weights that
+add up to 1. A bias of the choice moves after each step (DeepSeek-V3). jaxdist's grouped
+matmul is the only part that both sides share. Routing, sorting, moving of rows,
+gradients and residuals are written here. Fast forms were measured
+(benchmarks/step/README.md).
 
-Letters: see `handwritten`; E experts, k experts of a token, A = T * k rows of tokens,
-one a choice.
+Letters: those of `handwritten`; E experts, k experts per token, A = T * k rows of
+tokens, one per choice.
 """
 
 from __future__ import annotations

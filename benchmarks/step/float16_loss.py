@@ -1,13 +1,11 @@
-"""What float16 with a loss scale does to the loss of the config `quickstart`, beside
-float32.
+"""Compares the loss of `quickstart` in float16, with a loss scale, with float32.
 
-    JAX_PLATFORMS=cpu python benchmarks/float16_loss.py --out
-    benchmarks/results/cpu-float16-loss.json
+    JAX_PLATFORMS=cpu python benchmarks/step/float16_loss.py --out benchmarks/results/cpu-float16-loss.json
 
-Both runs begin with the same parameters and read the same batches for 300 steps, the
-schedule to its end. The record has every step's loss, the mean of the last 50, the loss
-on held-out data, and which scale was there from which step on. On CPUs float16 is
-emulated: the numbers are those of a GPU but for the order of sums, the times are not.
+Both runs start with the same parameters and read the same batches for 300 steps, to the
+end of the schedule. The record has each step's loss, the mean of the last 50 steps, the
+loss on held-out data, and the loss scales with their first steps. CPUs emulate float16:
+losses equal those of a GPU except for the order of sums, times do not.
 """
 
 from __future__ import annotations
@@ -18,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import jax
 import measuring

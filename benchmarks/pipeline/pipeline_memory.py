@@ -1,10 +1,11 @@
-"""Compiles pipelined steps for TPUs that are not here and records their memory.
+"""Compiles pipelined steps for TPUs that are not here, and records their memory.
 
-    python benchmarks/pipeline_memory.py --out benchmarks/results/tpu-pipeline.json
+    python benchmarks/pipeline/pipeline_memory.py --out benchmarks/results/tpu-pipeline.json
 
-A case is what tests/parallel/pipeline/test_tpu.py calls by that name: size, schedule, microbatches, and
-fields of `pipeline.*`. Each is compiled by libtpu in a process of its own, one after the other: minutes each.
-With --out a case that the file has already is left out; delete the file for fresh numbers.
+Cases are those of tests/parallel/pipeline/test_tpu.py: size, schedule, microbatches,
+and fields of `pipeline.*`. libtpu compiles each in a process of its own, one after the
+other, in minutes each. With --out, cases that the file has are skipped; delete the file
+to compile them again.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
+
 import jax
 import measuring
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",

@@ -1,13 +1,12 @@
-"""Plans layouts on TPU slices and prints how much of each step's communication no
-compute covers.
+"""Plans layouts on TPU slices, and prints how much communication compute does not hide.
 
-    JAX_PLATFORMS=cpu python benchmarks/overlap.py --layouts v5p-64,v5e-256
+    JAX_PLATFORMS=cpu python benchmarks/plan/overlap.py --layouts v5p-64,v5e-256
 
-Nothing of a TPU is needed but libtpu: 1 to 3 CPU minutes a layout, v6e 8 and more;
-results are kept in the planner's cache. Rows replace those of the same layout and
-version in benchmarks/results/tpu-overlap.json. Models have 4 of their 32 layers but for
-`-whole`: layers are a loop, so what is exposed in each is the same, and the head's
-share is larger than in the whole model.
+It needs libtpu but no TPU: 1 to 3 CPU minutes per layout, 8 or more on v6e. The
+planner's cache keeps results. A row replaces that of the same layout and version in
+benchmarks/results/tpu-overlap.json. Models have 4 of their 32 layers, except in
+`-whole`. Layers are a loop, so each hides the same; the head's share is larger than in
+the whole model.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from jaxdist.storage import atomic
 from jaxdist.trainer import run_config
 
 GIB = 2**30
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "tpu-overlap.json"
 
 

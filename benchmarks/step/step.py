@@ -1,38 +1,41 @@
 """Times jaxdist's train step against the hand-written one, in pairs.
 
-    python benchmarks/step.py --shape quick --remat dots --out benchmarks/results/quick.json
-    python benchmarks/step.py --config llama3_8b --batch 64 --mesh fsdp=16,tensor=4
+    python benchmarks/step/step.py --shape quick --remat dots --out benchmarks/results/quick.json
+    python benchmarks/step/step.py --config llama3_8b --batch 64 --mesh fsdp=16,tensor=4
 
-Both sides train the same model from the same parameters on the same synthetic batch in the same layout,
-in one process, turn by turn; the ratio is the median over the pairs. Works on CPU, GPU and TPU, on emulated
-CPU devices (`--devices 8 --mesh fsdp=8`) and as one of several processes (under `jaxdist launch` or Slurm).
-`--apart` measures one side after the other, each with the whole memory. Where the yardstick has not the
-model or the layout, jaxdist runs alone, and the record says why. `--control` puts the hand-written step on
-both sides: what the ratio shows then is noise.
+Both sides train the same model from the same parameters on the same synthetic batch in
+the same layout. They run in one process, turn by turn; the ratio is the median over the
+pairs. It works on CPU, GPU and TPU, on emulated CPU devices (`--devices 8 --mesh
+fsdp=8`), and in several processes (under `jaxdist launch` or Slurm).
+
+`--apart` measures one side after the other, each with the whole memory. If the
+hand-written step lacks the model or the layout, jaxdist runs alone and the record says
+why. `--control` puts the hand-written step on both sides: its ratio is noise.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import jax
 import jax.numpy as jnp
 import measuring
-import numpy as np
 import sides
+import turns
 from jax.experimental import multihost_utils
 from sides import Side
+from turns import Measured
 
 from jaxdist.hardware import chips
 from jaxdist.trainer import model_flops
 from jaxdist.trainer.run_config import RunConfig
-
-ROUND_S = 0.5  # a turn is as many steps as fill this time
 
 
 def main() -> None:
@@ -48,7 +51,7 @@ def main() -> None:
     say(
         f"{name}: {spec.parameter_count:,} parameters, {run.batch.global_size} x {run.batch.sequence_length}"
     )
-    found = measure(makers, flags, say)
+    found = turns.measure(makers, flags, say)
     record = summary(run, found, flags) | {"alone_because": why or None}
     for line in lines(record):
         say(line)
@@ -80,9 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 def contestants(
     run: RunConfig, flags: argparse.Namespace
 ) -> tuple[list[Callable[[], Side]], str]:
-    """Returns what makes each side, jaxdist first, and why the hand-written one is not
-    among them.
-    """
+    """Makes a function for each side, jaxdist first, and says why one side is missing."""
     batch = sides.full_batch(run)
     ours = partial(sides.build_jaxdist, run, batch)
     if flags.sides == "jaxdist" and not flags.control:
@@ -106,116 +107,13 @@ def contestants(
     return ([theirs] if flags.sides == "handwritten" else [ours, theirs]), ""
 
 
-@dataclasses.dataclass
-class Measured:
-    """One side's numbers; the side itself may be gone."""
-
-    name: str
-    times: list[measuring.Timing]
-    steps: int  # of a round
-    numbers: dict  # of its program and its losses
-
-
-def measure(
-    makers: Sequence[Callable[[], Side]],
-    flags: argparse.Namespace,
-    say: Callable[..., None],
-) -> list[Measured]:
-    """Returns each side's numbers: turn by turn, or one side after the other."""
-    groups = [[maker] for maker in makers] if flags.apart else [makers]
-    out: list[Measured] = []
-    for group in groups:  # all by as many steps as the first
-        out += measure_together(group, flags.rounds, out[0].steps if out else None, say)
-    return out
-
-
-def measure_together(
-    makers: Sequence[Callable[[], Side]],
-    rounds: int,
-    steps: int | None,
-    say: Callable[..., None],
-) -> list[Measured]:
-    """Returns the numbers of sides that take turns; none of their memory stays in use.
-
-    Args:
-      steps: of a turn; None: as many as fill ROUND_S.
-    """
-    return take_turns([warm(maker(), say) for maker in makers], rounds, steps, say)
-
-
-def take_turns(
-    present: Sequence[Side], rounds: int, steps: int | None, say: Callable[..., None]
-) -> list[Measured]:
-    """Returns the numbers of warm sides that take turns; see `measure_together`."""
-    inner = steps_per_turn(present) if steps is None else steps
-    if steps is not None:
-        for side in present:
-            # as `steps_per_turn` does: losses are compared after equal numbers of steps
-            side.advance(1)
-
-    def report(number: int, times: list[measuring.Timing]) -> None:
-        cells = (
-            f"{side.name} {1e3 * t.wall_s / inner:.1f} ms ({1e3 * t.processor_s / inner:.1f} cpu)"
-            for side, t in zip(present, times, strict=True)
-        )
-        say(f"round {number + 1}/{rounds}: {', '.join(cells)}", flush=True)
-
-    times = measuring.interleaved(
-        [partial(side.advance, inner) for side in present], rounds, report
-    )
-    return [
-        Measured(side.name, found, inner, program_numbers(side))
-        for side, found in zip(present, times, strict=True)
-    ]
-
-
-def warm(side: Side, say: Callable[..., None]) -> Side:
-    """Returns the side after two steps."""
-    side.advance(1)
-    side.first_loss = float(side.metrics["loss"])
-    side.advance(1)
-    say(
-        f"{side.name}: compiled in {side.compile_s:.1f} s, first loss {side.first_loss:.7f}",
-        flush=True,
-    )
-    return side
-
-
-def steps_per_turn(present: Sequence[Side]) -> int:
-    """Returns how many steps fill a turn; the same number in all processes."""
-    slowest = max(measuring.timed(partial(side.advance, 1)).wall_s for side in present)
-    if jax.process_count() > 1:
-        slowest = float(multihost_utils.process_allgather(np.float32(slowest)).max())
-    return max(1, math.ceil(ROUND_S / slowest))
-
-
 # --------------------------------------------------------------------------- the record
-
-
-def program_numbers(side: Side) -> dict:
-    """Returns what a side's program and its state say."""
-    memory = side.compiled.memory_analysis()
-    sizes = ("argument", "output", "alias", "temp")
-    found = {
-        f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") if memory else None
-        for name in sizes
-    }
-    here = [d for d in jax.local_devices()[:1] if d.memory_stats()]
-    return found | {
-        # Of the process so far: what came before this side counts, too.
-        "device_peak_bytes": here[0].memory_stats().get("peak_bytes_in_use")
-        if here
-        else None,
-        "compile_s": side.compile_s,
-        "first_loss": side.first_loss,
-        "last_loss": float(side.metrics["loss"]),
-    }
 
 
 def summary(
     run: RunConfig, found: Sequence[Measured], flags: argparse.Namespace
 ) -> dict:
-    """Returns the record: what ran, on what, how fast, and the ratio."""
+    """Makes the record: the run, the hardware, the times and the ratio."""
     spec, _ = sides.built(run)
     tokens, rate = (
         run.batch.global_size * run.batch.sequence_length,
@@ -256,9 +154,7 @@ def machine_rate(dtype: str) -> dict[str, float]:
 def side_record(
     one: Measured, flops: Mapping[str, float], tokens: int, dtype: str, rate: dict
 ) -> dict:
-    """Returns one contestant's numbers; MFU is null where the chip's peak is
-    not known.
-    """
+    """Makes the record of one side; MFU is null if the chip's peak is unknown."""
     wall = measuring.quartiles([t.wall_s / one.steps for t in one.times])
     processor = measuring.quartiles([t.processor_s / one.steps for t in one.times])
     device, count = jax.devices()[0], jax.device_count()
@@ -301,7 +197,7 @@ def per_process(value: float) -> list[float]:
 
 
 def lines(record: dict) -> list[str]:
-    """Returns what a person wants to read of the record."""
+    """Formats the record for people."""
     rate = record["matmul"]
     out = [
         f"matmul {rate['size']}^3: {rate['flops_per_s'] / 1e9:,.1f} GFLOP/s on one device"

@@ -1,16 +1,20 @@
-"""Finds a needle in 4,096 tokens with a model trained at 512 and extended over
-mesh.context=8.
+"""Finds a needle in 4,096 tokens with a model that was trained at 512.
 
-    JAX_PLATFORMS=cpu python benchmarks/needle.py --folder runs/needle --out
-    benchmarks/results/needle.json
+    JAX_PLATFORMS=cpu python benchmarks/step/needle.py --folder runs/needle --out benchmarks/results/needle.json
 
-A haystack is words with codes such as `K47` among them, and at its end is asked `?K`;
-the answers alone are learned. Phases: a model of two layers learns it at 512 tokens on
-one device; a run that goes on from it (`init.from_run`) with stretched positions learns
-it at 4,096 on eight emulated ones; the first steps of that run are done again on one
-device; prompts that no run has seen, each with its code at one of eight depths, are
-answered before and after. What the folder has already is not done again. Less than an
-hour of processor time.
+The model is then extended over mesh.context=8.
+
+A haystack is words with codes such as `K47` among them. It ends with a question, `?K`.
+Only the answers are learned.
+
+1. A model of two layers learns this at 512 tokens on one device.
+2. A run that starts from it (`init.from_run`), with scaled positions, learns it at
+   4,096 tokens on eight emulated devices.
+3. The first steps of that run are repeated on one device.
+4. Both models answer new prompts, each with its code at one of eight depths.
+
+Results in the folder are not computed again. All takes less than an hour of processor
+time.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import jax
 import measuring

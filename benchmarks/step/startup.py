@@ -1,11 +1,11 @@
-"""Times a start: from the start of the process to the first finished step, jaxdist and by hand.
+"""Times a start, from the process to the first step, of jaxdist and by hand.
 
-    python benchmarks/startup.py --shape quick --rounds 5 --out benchmarks/results/startup.json
+    python benchmarks/step/startup.py --shape quick --rounds 5 --out benchmarks/results/startup.json
 
-Each start is a process of its own, the two sides in turn, same model, same token file. `cold` has
-an empty compile cache, `warm` the one that the cold start of the same side just wrote; the bytecode of all
-modules is there, as pip leaves it, whatever PYTHONDONTWRITEBYTECODE says. A start
-ends when the first row of metrics is on disk (jaxdist) or on standard output (hand-written).
+Each start is a process. The two sides take turns, with the same model and token file.
+`cold` has an empty compile cache, `warm` the cache that the cold start of the same side
+wrote. All modules have bytecode, as after pip install. A start ends when the first row
+of metrics is on disk.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
+
 import measuring
 import numpy as np
 
+SHARED = Path(measuring.__file__).parent
 POLL_S = 0.004
 LIMIT_S = 600.0
 SIDES = ("jaxdist", "handwritten")
@@ -68,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 def write_inputs(folder: Path, shape_name: str) -> None:
     """Writes the token file and jaxdist's config file."""
     script = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import sys; sys.path.insert(0, {str(SHARED)!r})
 import sides
 from handwritten import SHAPES, Options
 import jaxdist
@@ -103,11 +106,7 @@ print("\\n".join(f"    config.{{k}} = {{v!r}}" for k, v in flat.items() if usual
 def write_bytecode(folder: Path) -> None:
     """Imports what both sides import, so that no measured start compiles Python."""
     modules = "import jaxdist.train, handwritten"
-    paths = {
-        "PYTHONPATH": os.pathsep.join(
-            [str(Path(__file__).parent), _environment()["PYTHONPATH"]]
-        )
-    }
+    paths = {"PYTHONPATH": os.pathsep.join([str(SHARED), _environment()["PYTHONPATH"]])}
     environment = _environment() | _bytecode(folder) | paths
     subprocess.run([sys.executable, "-c", modules], check=True, env=environment)
 

@@ -1,12 +1,16 @@
-"""Times the collectives of each mesh axis of a config: bandwidth by size, and a line through it for `plan`.
+"""Times collectives over each mesh axis of a config, as a calibration for `plan`.
 
-    python benchmarks/collectives.py --config llama3_8b --config.mesh.tensor=4 --out calibration.json
+    python benchmarks/plan/collectives.py --config llama3_8b --config.mesh.tensor=4 --out calibration.json
     python -m jaxdist.plan --config llama3_8b --on here --calibration calibration.json
 
-A call is a chain of collectives in one loop: each waits for the last, so that what a launch costs falls out.
-The result is scaled by 0.5 in between, as something reads it in a step. All groups of an axis run at once.
-Bandwidths are nccl-tests': algbw = payload / time, busbw = what each device sends / time, where the payload
-is the larger of the two arrays. Several processes: the same command in each.
+A call runs a chain of collectives in one loop. Each waits for the one before, so the
+time of a launch cancels out. The result is scaled by 0.5 in between, because a step
+reads it as well. All groups of an axis run at once. A line is fitted through the times
+of all sizes: latency and bandwidth.
+
+Bandwidths are those of nccl-tests: algbw = payload / time, busbw = bytes that each
+device sends / time. The payload is the larger of the two arrays. With several
+processes, start the same command in each.
 """
 
 import argparse
@@ -16,7 +20,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import jax
 import jax.numpy as jnp

@@ -1,15 +1,16 @@
-"""Asks whether a split backward (dgrad now, wgrad later) would beat interleaved 1F1B
-here.
+"""Checks whether a split backward pass would beat interleaved 1F1B.
 
-    python benchmarks/zero_bubble.py           # half a minute; nothing is timed
+The split does dgrad now and wgrad later.
 
-1. FLOPs of a real block: forward F, recomputation F, dgrad D and wgrad W, by jaxpr. The
-   split is a prototype: a zero "tap" is added to the result of every matrix product
-   with a kernel; the taps' cotangents are the dy that W needs beside the product's
-   input x, as dW = x^T dy. Its gradients are compared with the ordinary ones.
-2. Time of a step in lockstep (every stage does what any stage does in a tick, as the
-   executor must): plain tables, and the same tables with W as late as it can be done on
-   all stages at once. No order of W is faster: see `late_weights`.
+    python benchmarks/pipeline/zero_bubble.py           # half a minute; nothing is timed
+
+1. FLOPs of a real block, from its jaxpr: forward F, recomputation F, dgrad D and wgrad
+   W. The split is a prototype. A zero "tap" is added to the result of every matmul with
+   a kernel. The taps' cotangents are the dy that W needs besides the matmul's input x,
+   since dW = x^T dy. Its gradients are compared with the ordinary ones.
+2. Time of a step in lockstep, where every stage does what any stage does in a tick: the
+   plain tables, and the same tables with W as late as all stages allow. No order of W
+   is faster; see `late_weights`.
 3. Bytes that wait from B to W, by arithmetic and in compiled programs.
 """
 
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxdist.models import transformer
+from jaxdist.models import layers
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.parallel import execution
 from jaxdist.parallel.pipeline.schedules.simulator import Costs, simulate
@@ -92,7 +93,7 @@ class Stage:
         model = self.spec.assemble(unused | {"blocks": stacked}, {})
         graph, state = nnx.split(model.blocks)
         block = nnx.merge(graph, jax.tree.map(lambda x: x[0], state))
-        products, original = [], transformer.project
+        products, original = [], layers.project
 
         def tapped(x, *kernels, contract=1):
             out = []
@@ -105,13 +106,13 @@ class Stage:
                 out.append(y)
             return tuple(out)
 
-        transformer.project = original if isinstance(taps, str) else tapped
+        layers.project = original if isinstance(taps, str) else tapped
         try:
             with execution.activate(compute=self.compute):
                 fields = shared_fields(model, self.fields)
-                y, _ = block(x, BlockInfo(None, jnp.int32(0), fields))
+                y = block(x, BlockInfo(None, jnp.int32(0), fields)).x
         finally:
-            transformer.project = original
+            layers.project = original
         return y, products
 
     def forward(self, params, x):

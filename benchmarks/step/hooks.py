@@ -1,10 +1,11 @@
-"""Times what watching a run costs a step: the calls of the loop alone, without a step between them.
+"""Times what watching a run costs per step: the loop's calls, without the steps.
 
-    python benchmarks/hooks.py --out benchmarks/results/hooks.json
+    python benchmarks/step/hooks.py --out benchmarks/results/hooks.json
 
-A round is some steps of: the watchdog's beats and the ledger's buckets (`Watchdog.at`, twice), the step alarm
-(`StepAlarm.start` and `record`), and each ten steps a row handed to the exporter, with `telemetry.port` open,
-the ledger written by its thread and somebody who scrapes twice a second. Processor time is of all threads.
+A round is a number of steps. Each step has the watchdog's beats and the ledger's
+buckets (`Watchdog.at`, twice) and the step alarm (`StepAlarm.start` and `record`).
+Every ten steps a row goes to the exporter. Meanwhile `telemetry.port` is open and read
+twice a second, and a thread writes the ledger. Processor time is that of all threads.
 """
 
 import argparse
@@ -19,6 +20,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import measuring
 

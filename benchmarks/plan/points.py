@@ -1,14 +1,14 @@
-"""Published training steps on whole TPU slices, and what the largest peer's own program
-is worth here.
+"""Published training steps on TPU slices, with estimates of the peer's program.
 
-Each point has the run (a shipped config and overrides), the target, the compiler flags
-it was published with, and its step time. `peer` is MaxText (snapshot of 2026-08-22),
-compiled unchanged for that target by jax 0.12.0.1 and libtpu 0.0.50.1, with an
-estimator that charged the backward kernels of attention 2.5 forward passes, one kernel
-or two, at half the peak everywhere. `jaxdist.planner.timing` charges two kernels 3.5,
-and on v6e a quarter of the peak: `recharged_s` is what that adds to the peer's three
-numbers. Both charge grouped products 0.8 of the peak. At long sequences both charge
-attention alike: 3.5 and 2.5, and 0.8 of the peak with heads of 256 on v5p.
+A point has the run (a shipped config and overrides), the target, the compiler flags of
+the publication, and its step time. `peer` is MaxText (snapshot of 2026-08-22), compiled
+unchanged for that target by jax 0.12.0.1 and libtpu 0.0.50.1.
+
+The estimators differ in attention's backward kernels. The peer's charged 2.5 forward
+passes, for one kernel or two, at half the peak. `jaxdist.planner.timing` charges two
+kernels 3.5, and on v6e a quarter of the peak. `recharged_s` is what that adds to the
+peer's three numbers. Both charge grouped matmuls 0.8 of the peak. At long sequences
+both charge attention alike: 3.5 and 2.5, and 0.8 of the peak with heads of 256 on v5p.
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
-"""What `on_device.py` measures besides a step and the loop; each item is a process and writes one JSON file.
+"""Items of `on_device.py` other than a step and the loop; each writes one JSON file.
 
-    python benchmarks/device_items.py profile --shape 1b --dtype bfloat16 --out profile.json
+    python benchmarks/device/device_items.py profile --shape 1b --dtype bfloat16 --out profile.json
 
-machine: versions, memory, matmul and copy rates. attention: the backends, forward and backward. profile: the
-ten longest ops of a step. plan: what `jaxdist.plan` predicts beside what was measured. generate: tokens/s.
-huggingface: a folder of random weights to the first step. tests: `pytest -m gpu`.
+- machine: versions, memory, matmul and copy rates
+- attention: the backends, forward and backward
+- profile: the ten longest ops of a step
+- plan: the prediction of `jaxdist.plan` against the measurement
+- generate: tokens/s
+- huggingface: from a folder of random weights to the first step
+- tests: `pytest -m gpu`
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import jax
 import jax.numpy as jnp
