@@ -1,7 +1,7 @@
-"""The protocol of a source of initial weights: a file format or a kind of run.
+"""The protocol of a source of initial weights, such as a file format.
 
-A source serves one key of the config. It is asked twice: before validation for the
-config that its weights imply, and before the first step for the weights themselves.
+A source serves one key of the config. Before validation, it gives the config that its
+weights imply. Before the first step, it gives the weights.
 """
 
 import functools
@@ -22,31 +22,29 @@ from jaxdist.trainer.run_config import Build, RunConfig
 
 
 class ImpliedConfig(NamedTuple):
-    """The part of a config that weights decide."""
+    """The part of a config that the weights determine."""
 
-    model: dict[str, Any]  # values of model.*; {} if the source knows none
-    tokenizer: str  # data.tokenizer
+    model: dict[str, Any]  # values of model.*; {} = the source has none
+    tokenizer: str  # value of data.tokenizer
 
 
 class LoadedWeights(NamedTuple):
-    """Weights on the devices, each laid out as the run has it."""
+    """Weights on the devices, each array with the sharding of the run."""
 
-    # path -> what the run stores of that parameter or model state (`Target.store`)
+    # parameters and model state by path, as the run stores them (`Target.store`)
     values: dict[str, Any]
-    note: str = ""  # a line to print
-    # a Hugging Face folder whose config and tokenizer go beside the run, for exports
+    note: str = ""  # line to print; "" = none
+    # Hugging Face folder whose config and tokenizer the run keeps for exports
     small_files: Path | None = None
-    # the optimizer's state and the moving average to continue with; None = new ones
-    opt_state: Tree | None = None
-    ema: Tree | None = None
+    opt_state: Tree | None = None  # optimizer's state to continue with; None = a new one
+    ema: Tree | None = None  # moving average to continue with; None = a new one
 
 
 class OpenedWeights(NamedTuple):
-    """Weights that were found and fit the run; they are not read yet."""
+    """Weights that exist and fit the run, not read yet."""
 
-    facts: object  # all processes must have found the same
-    # reads the weights; every process makes the call
-    load: Callable[[], LoadedWeights]
+    facts: object  # description of the weights, which must be equal on all processes
+    load: Callable[[], LoadedWeights]  # reads the weights; every process calls it
 
 
 class Target:
@@ -55,12 +53,13 @@ class Target:
     def __init__(
         self, config: RunConfig, abstract: State, build: Build | None = None
     ) -> None:
-        """Takes what a run has of its arrays.
+        """Takes the config and the abstract state of a run.
 
         Args:
-          config: the run's.
-          abstract: its state, layers flat, as ShapeDtypeStructs with shardings.
-          build: makes the model, where a caller has given one.
+          config: the run's config.
+          abstract: the run's state with flat layers, as ShapeDtypeStructs with
+            shardings.
+          build: makes the caller's model; default: the config names the model.
         """
         self.config = config
         self.abstract = abstract
