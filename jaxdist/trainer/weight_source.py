@@ -36,7 +36,9 @@ class LoadedWeights(NamedTuple):
     note: str = ""  # line to print; "" = none
     # Hugging Face folder whose config and tokenizer the run keeps for exports
     small_files: Path | None = None
-    opt_state: Tree | None = None  # optimizer's state to continue with; None = a new one
+    opt_state: Tree | None = (
+        None  # optimizer's state to continue with; None = a new one
+    )
     ema: Tree | None = None  # moving average to continue with; None = a new one
 
 
@@ -67,8 +69,9 @@ class Target:
 
     @functools.cached_property
     def parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The parameters of the model without adapters by path, laid out as the run has
-        them.
+        """Describes the parameters of the model without adapters, by path.
+
+        They have the shardings of the run.
         """
         build = self._build or registry.build_function(
             self.config.model_class, self.config.model_options
@@ -77,16 +80,16 @@ class Target:
         stored |= trees.flatten_names(self.abstract.frozen)
         parameters = {}
         for path, x in trees.flatten_names(describe(build).trainable).items():
-            # an adapter keeps the kernel under one of the longer names
+            # A kernel with an adapter has one of the longer names.
             names = (path, f"{path}/base", f"{path}/codes")
-            layout = next(stored[name].sharding for name in names if name in stored)
+            sharding = next(stored[name].sharding for name in names if name in stored)
             dtype = stored_dtype(x, self.config.precision.params)
-            parameters[path] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=layout)
+            parameters[path] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
         return parameters
 
     @functools.cached_property
     def adapters(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The trained parameters by path: A and B of a run with adapters."""
+        """Describes the trained parameters by path: the adapters of a run with LoRA."""
         return trees.flatten_names(self.abstract.trainable)
 
     @functools.cached_property
@@ -97,10 +100,14 @@ class Target:
         return lora.kernels(spec.abstract_model)
 
     def store(self, path: str, kernel: jax.Array) -> Any:
-        """Converts a parameter to what the run stores of it, in the run's shards.
+        """Converts a parameter to the form that the run stores.
 
-        Only kernels below a quantised base change. Call it before the next parameter is
-        read: then one kernel at a time is in memory as it was read.
+        Only kernels of a quantized base change. Call it before you read the next
+        parameter, so that only one kernel is in memory before its conversion.
+
+        Args:
+          path: path of the parameter.
+          kernel: its value, with the sharding of the run.
         """
         adapted = self._kernels.get(path)
         if adapted is None or adapted.form is None:
@@ -112,37 +119,38 @@ class Target:
 
 
 class WeightSource(Protocol):
-    """A kind of place that initial weights come from."""
+    """A source of initial weights, which serves one key of the config."""
 
-    key: ClassVar[str]  # the key of the config that names the place
-    # whether the weights are those of a model, whose config they then imply
+    key: ClassVar[str]  # the key, whose value names the place of the weights
+    # whether the weights are those of a whole model, and so imply its config
     implies_config: ClassVar[bool]
 
     def config_of(self, config: ConfigDict, set_keys: Collection[str]) -> ImpliedConfig:
-        """Reads the config that the weights imply. Reads no weights.
+        """Reads the config that the weights imply, but not the weights.
 
         Args:
-          config: the run's, not validated yet.
-          set_keys: the keys that the user has set.
+          config: the run's config, not validated yet.
+          set_keys: keys that the user has set.
 
         Raises:
-          ConfigError: nothing is there, it is not supported, or has no tokenizer.
+          ConfigError: the weights are missing, are not supported, or have no tokenizer.
         """
         ...
 
     def open(self, target: Target) -> OpenedWeights:
-        """Finds the weights and checks that they fit. Each process makes the call.
+        """Finds the weights and checks that they fit. Every process makes the call.
 
         Raises:
-          ConfigError: the weights cannot be read, or are those of another model.
+          ConfigError: the weights cannot be read, or belong to another model.
           CheckpointError: no checkpoint can be used.
         """
         ...
 
 
 def named_place(config: RunConfig | ConfigDict, key: str) -> str:
-    """Returns the value of a source's key; "" where it is not set."""
+    """Returns the value of a source's key; "" if it is not set."""
     try:
-        return operator.attrgetter(key)(config)
-    except AttributeError:  # a config file may leave out the group
+        place: str = operator.attrgetter(key)(config)
+    except AttributeError:  # a config file may lack the group
         return ""
+    return place
