@@ -84,7 +84,7 @@ class Target:
             names = (path, f"{path}/base", f"{path}/codes")
             sharding = next(stored[name].sharding for name in names if name in stored)
             dtype = stored_dtype(x, self.config.precision.params)
-            parameters[path] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+            parameters[path] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]  # jax is untyped
         return parameters
 
     @functools.cached_property
@@ -115,7 +115,7 @@ class Target:
         stored = trees.flatten_names(self.abstract.frozen)
         shardings = tuple(stored[f"{path}/{part}"].sharding for part in adapted.parts)
         convert = jax.jit(adapted.form.store, out_shardings=shardings)
-        return jax.block_until_ready(convert(kernel))
+        return jax.block_until_ready(convert(kernel))  # type: ignore[no-untyped-call]  # jax is untyped
 
 
 class WeightSource(Protocol):
