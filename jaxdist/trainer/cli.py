@@ -96,17 +96,7 @@ def parse(
     # Commands without --dry-run, such as plan, use a folder only if --workdir names it.
     if folder or hasattr(flags, "dry_run"):
         run_format.check_folder(workdir_of(flags))
-    config = _load(flags, overrides)
-    configured = schema.flatten(config).get("model.target", registry.DEFAULT_TARGET)
-    target = overrides.get("model.target", configured)
-    if hasattr(flags, "workdir"):
-        registry.refuse_inside(target, workdir_of(flags))
-    _refuse_source_code(target, overrides, config)
-    if target != configured:
-        # The other overrides are checked against the keys of this model.
-        with config.unlocked():
-            config.model = model_defaults(target)
-    fields = full_schema(target)
+    config, fields = _load_for_model(flags, overrides)
     if flags.help is not None:
         _print_fields(config, fields, flags.help)
         raise SystemExit(0)
@@ -118,11 +108,37 @@ def parse(
         raise ConfigError(faults)
     sources = initial_weights.chosen_sources(config, weight_sources)
     if sources:
-        before = _config_in_workdir(flags, target)
+        before = _config_in_workdir(flags, _target_of(config))
         initial_weights.apply_config(config, sources, set_keys=overrides, before=before)
     run = from_config(config)
     _check_loggers(flags, run, chosen=loggers.KEY in overrides)
     return flags, run
+
+
+def _load_for_model(
+    flags: argparse.Namespace, overrides: Mapping[str, str]
+) -> tuple[ConfigDict, schema.Schema]:
+    """Loads the config, and lists its keys for the model that the run trains.
+
+    Raises:
+      ConfigError: the config or its model cannot be loaded.
+    """
+    config = _load(flags, overrides)
+    configured = _target_of(config)
+    target = overrides.get("model.target", configured)
+    if hasattr(flags, "workdir"):
+        registry.refuse_inside(target, workdir_of(flags))
+    _refuse_source_code(target, overrides, config)
+    if target != configured:
+        # The other overrides are checked against the keys of this model.
+        with config.unlocked():
+            config.model = model_defaults(target)
+    return config, full_schema(target)
+
+
+def _target_of(config: ConfigDict) -> str:
+    target: str = schema.flatten(config).get("model.target", registry.DEFAULT_TARGET)
+    return target
 
 
 def _print_fields(config: ConfigDict, fields: schema.Schema, words: str) -> None:

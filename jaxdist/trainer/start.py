@@ -30,6 +30,16 @@ class Start(NamedTuple):
     callbacks: dict[str, Any]  # states of callbacks in the checkpoint, by their names
 
 
+class _FirstState(NamedTuple):
+    """A state, and what a checkpoint stores with it."""
+
+    state: State
+    progress: Progress
+    windows: list[list[int]]  # batches that the run skips
+    reader: Any  # state of a caller's iterator; None = there is none
+    callbacks: dict[str, Any]  # states of callbacks, by their names
+
+
 def init_or_restore(
     run: Run,
     dataset: Dataset,
@@ -55,49 +65,63 @@ def init_or_restore(
       build: makes the caller's model; default: the config names the model.
       initial: initial values of the caller's model by path.
     """
-    built = run.built
-    store = run.store
     pool = ThreadPoolExecutor(3)
     try:
         compiled = pool.submit(compile_step, run)
-        if not restore.has_checkpoint(run):
+        if restore.has_checkpoint(run):
+            phase("restore", 0)
+            first = _restore(run, dataset, back_to, pool)
+        else:
             if sources:
                 phase("restore", 0)
             state = initial_weights.first_state(
-                run.config, built, run.folder, sources, build, initial
+                run.config, run.built, run.folder, sources, build, initial
             )
-            progress = Progress()
-            windows: list[list[int]] = []
-            reader = None
-            callback_states: dict[str, Any] = {}
-        else:
-            phase("restore", 0)
-            preloaded = pool.submit(checkpoints.preload)
-            prepared = pool.submit(store.prepare, built.views.abstract)
-            preloaded.result()
-            restored = restore.restore_checkpoint(run, dataset, back_to)
-            state = built.views.staged(restored.state)
-            progress = progress_of(restored.metadata)
-            windows = coordination.broadcast(
-                restore.skipped_windows(run.folder, restored.metadata)
+            first = _FirstState(
+                state, Progress(), windows=[], reader=None, callbacks={}
             )
-            reader = restored.metadata.get(run_metadata.READER)
-            callback_states = restored.metadata.get(run_metadata.CALLBACKS, {})
-            prepared.result()
-        phase("compile", progress.step)
+        step = first.progress.step
+        phase("compile", step)
         flops = compiled.result()
-        consistency.agree(lambda: {"data left out": windows})
-        skipping = SkippingDataset(dataset, windows)
-        if 0 < progress.step < run.config.train.steps:
-            line = skipping.go_to(progress.step, reader)
+        consistency.agree(lambda: {"data left out": first.windows})
+        skipping = SkippingDataset(dataset, first.windows)
+        if 0 < step < run.config.train.steps:
+            line = skipping.go_to(step, first.reader)
             if line and jax.process_index() == 0:
                 print(line)
-        run.progress = progress
+        run.progress = first.progress
         run.dataset = skipping
-        return Start(state, step_flops=flops, callbacks=callback_states)
+        return Start(first.state, step_flops=flops, callbacks=first.callbacks)
     finally:
         # After an error, nobody waits for the compiler.
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _restore(
+    run: Run, dataset: Dataset, back_to: int | None, pool: ThreadPoolExecutor
+) -> _FirstState:
+    """Restores the state that a run resumes from.
+
+    Threads of the pool import the checkpoint library and prepare checkpoints.
+    """
+    views = run.built.views
+    preloaded = pool.submit(checkpoints.preload)
+    prepared = pool.submit(run.store.prepare, views.abstract)
+    preloaded.result()
+    restored = restore.restore_checkpoint(run, dataset, back_to)
+    state = views.staged(restored.state)
+    progress = progress_of(restored.metadata)
+    windows = coordination.broadcast(
+        restore.skipped_windows(run.folder, restored.metadata)
+    )
+    prepared.result()
+    return _FirstState(
+        state,
+        progress,
+        windows=windows,
+        reader=restored.metadata.get(run_metadata.READER),
+        callbacks=restored.metadata.get(run_metadata.CALLBACKS, {}),
+    )
 
 
 def compile_step(run: Run) -> float | None:
