@@ -39,7 +39,7 @@ class Evaluation(NamedTuple):
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def bits_per_byte(self, bytes_per_token: float) -> float:
-        """Converts the loss to bits per byte of text, which compares tokenizers."""
+        """Converts the loss to bits per byte, which is comparable across tokenizers."""
         return self.loss / (math.log(2) * bytes_per_token)
 
 

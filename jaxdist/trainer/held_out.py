@@ -21,7 +21,7 @@ class HeldOut(NamedTuple):
     loss: float  # nats per target
     tokens: int | float  # sum of the targets' weights
     perplexity: float  # exp(loss)
-    # loss per byte of text, which compares tokenizers; None = the bytes are unknown
+    # loss in bits per byte of text, comparable across tokenizers; None = unknown
     bits_per_byte: float | None
     # UTF-8 bytes of the held-out text per token; None = unknown
     bytes_per_token: float | None

@@ -57,7 +57,7 @@ class Trainer:
         self.display = display
         self.log = log
         self.saver = saver
-        # This may read files of the data, which a long run can outlive: it reads once.
+        # This may read files of the data, which may be gone later. So it runs once.
         self.shardings = batching.batch_shardings(self.config, self.built)
         self._evaluated_at = -1  # step of the last evaluation
         # requests of this process's callbacks since the last vote

@@ -30,9 +30,8 @@ from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.trainer.compose import Composition, batch_shapes, targets_per_sample
 from jaxdist.trainer.model_flops import policy_flops
 
-_MOST_OPS = (
-    4096  # ops of a timeline, at most: in a longer one they are too small to see
-)
+# largest number of ops in a timeline; in a longer one they are too small to see
+_MOST_OPS = 4096
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,8 @@ class LoadedWeights(NamedTuple):
     note: str = ""  # line to print; "" = none
     # Hugging Face folder whose config and tokenizer the run keeps for exports
     small_files: Path | None = None
-    opt_state: Tree | None = (
-        None  # optimizer's state to continue with; None = a new one
-    )
+    # optimizer's state to continue with; None = a new one
+    opt_state: Tree | None = None
     ema: Tree | None = None  # moving average to continue with; None = a new one
 
 
