@@ -81,7 +81,9 @@ def run(
     *,
     callbacks: Sequence[Callback] = (),
     entered: tuple[Ledger, Watchdog] | None = None,
-    **options: Any,
+    title: str = "",
+    devices: Sequence[jax.Device] | None = None,
+    full_devices: int | None = None,
 ) -> State:
     """Trains the run of a config to the end and returns its last state.
 
@@ -91,7 +93,10 @@ def run(
       callbacks: callbacks in addition to those of `run_callbacks`.
       entered: the ledger and the watchdog that the caller has entered; see
         `run_callbacks`.
-      **options: options of `trainer.train`: title, devices, full_devices.
+      title: first line of the display; "" = none.
+      devices: devices to train on; default: all.
+      full_devices: number of devices that the config of an elastic run was written for;
+        see `trainer.train`. Default: the run is not elastic.
 
     Raises:
       ConfigError: the config is invalid; nothing was compiled.
@@ -105,7 +110,9 @@ def run(
         callbacks=[*run_callbacks(config, folder, entered), *callbacks],
         process_callbacks=entered or (),
         weight_sources=interop.WEIGHT_SOURCES,
-        **options,
+        title=title,
+        devices=devices,
+        full_devices=full_devices,
     )
 
 

@@ -283,11 +283,11 @@ def _leave_with(exit_code: object) -> None:
 def join() -> str | None:
     """Joins the processes that `jaxdist launch` or a scheduler has started.
 
-    A script calls it first, before anything asks jax for devices. Without a group it has
-    no effect. In a group, jaxdist then ends the process like that of a command. A signal
-    outside of a run ends it with 75, after the script's handler. A failure or
-    sys.exit(1) ends it without a wait for the others. A ConfigError ends it with 78, and
-    a CheckpointError with 77.
+    A script calls it first, before anything asks jax for devices. From then on, an
+    uncaught ConfigError exits with 78, and a CheckpointError with 77. In a group, jaxdist
+    also ends the process like that of a command. A signal outside of a run ends it with
+    75, after the script's handler. A failure or sys.exit(1) ends it at once, without a
+    wait for the other processes.
 
     Returns:
       Lines that describe the group and the platform's flags; None if there are none.
