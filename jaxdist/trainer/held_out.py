@@ -39,7 +39,7 @@ def score_held_out(
     dataset: Dataset,
     *,
     shardings: Mapping[str, Sharding] | None = None,
-    wrap: Callable[[Iterable[Batch]], Iterable[Batch]] = iter,
+    on_batch: Callable[[int], None] = lambda number: None,
 ) -> Evaluation:
     """Evaluates a state on all held-out batches.
 
@@ -49,14 +49,20 @@ def score_held_out(
       state: the state to evaluate.
       dataset: the run's data.
       shardings: shardings of a batch; default: those of `batching.batch_shardings`.
-      wrap: wraps the iterator over batches, to report progress.
+      on_batch: called as each batch starts, with its number from 1.
 
     Raises:
       ConfigError: no data is held out.
     """
+
+    def reported(batches: Iterable[Batch]) -> Iterator[Batch]:
+        for number, batch in enumerate(batches, 1):
+            on_batch(number)
+            yield batch
+
     shardings = shardings or batching.batch_shardings(config, built)
     with batching.held_out_loader(config, shardings, dataset) as batches:
-        return evaluate(built.evaluate, state, wrap(batches))
+        return evaluate(built.evaluate, state, reported(batches))
 
 
 def held_out(
@@ -78,13 +84,11 @@ def held_out(
     """
     total = dataset.num_validation_batches(config.batch.global_size)
 
-    def watched(batches: Iterable[Batch]) -> Iterator[Batch]:
-        for number, batch in enumerate(batches, 1):
-            if watch:
-                watch(number, total)
-            yield batch
+    def on_batch(number: int) -> None:
+        if watch:
+            watch(number, total)
 
-    result = score_held_out(config, built, state, dataset, wrap=watched)
+    result = score_held_out(config, built, state, dataset, on_batch=on_batch)
     per_token = dataset.validation_bytes_per_token
     sliding = dataset.validation_windows
     return HeldOut(

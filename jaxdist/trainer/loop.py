@@ -2,11 +2,10 @@
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from jaxdist.config import trees
 from jaxdist.distributed import coordination
-from jaxdist.protocols.model import Batch
 from jaxdist.step.state import Metrics, State
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.display import Display
@@ -328,19 +327,13 @@ class Trainer:
             return
         self._evaluated_at = view.step
         self.display.status("evaluating")
-
-        def with_phase(batches: Iterable[Batch]) -> Iterator[Batch]:
-            for batch in batches:
-                self.callbacks.phase("evaluate", view.step)
-                yield batch
-
         evaluation = score_held_out(
             self.config,
             self.built,
             view.state,
             self.dataset,
             shardings=self.shardings,
-            wrap=with_phase,
+            on_batch=lambda number: self.callbacks.phase("evaluate", view.step),
         )
         row: Mapping[str, float] = evaluation.row
         self.callbacks.evaluate(view, row)
